@@ -89,7 +89,7 @@ define all_of
 endef
 
 quick = -m "(smoke or not process) and not slow" $(side_by_side) tests/planner tests/balancer tests/ocs_drivers \
-  tests/orchestrrl tests/sim tests/docs $(call marked,smoke,tests/system tests/faults tests/vllm)
+  tests/orchestrrl tests/docs $(call marked,smoke,tests/system tests/faults tests/vllm)
 
 test: $(DEV_STAMP)  ## the tests in process, and a few that start processes: minutes, without vLLM
 	@$(pytest) $(quick)
@@ -116,7 +116,7 @@ fuzz: $(DEV_STAMP)  ## the property tests with other examples in every run (FUZZ
 	done
 
 fuzz-grpc: $(DEV_STAMP)  ## a daemon under spoilt messages to every gRPC method (FUZZ_CALLS=100000 FUZZ_SEED=1)
-	@$(BIN)/python tests/orchestrrl/grpc_fuzz.py --calls $(FUZZ_CALLS) --seed $(FUZZ_SEED)
+	@$(BIN)/python tests/orchestrrl/rpc/grpc_fuzz.py --calls $(FUZZ_CALLS) --seed $(FUZZ_SEED)
 
 check: $(DEV_STAMP)  ## ruff, mypy --strict, import-linter, buf lint, generated code up to date
 	@$(BIN)/ruff check .

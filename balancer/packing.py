@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import fsum, inf
 from typing import NamedTuple
 
-from balancer.migrate import MAX_MOVES, Move
-from balancer.room import Room
+from balancer.kv_headroom import Room
+from balancer.moves import MAX_MOVES, Move
 from planner.model import Configuration, EngineId, RequestId, RequestState
 
 NO_GAIN = "no_gain"

@@ -1,4 +1,4 @@
-"""The driver `virtual`: a switch in this very process that behaves like one, see glass.py.
+"""The driver `virtual`: a switch in this very process that behaves like one, see cross_connect_model.py.
 
 `VirtualWire` is a session with a `Glass`, which outlives every session and every driver.
 """
@@ -7,10 +7,10 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 
 from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.cross_connect_model import Glass
 from ocs_drivers.driver import SwitchDriver, within
 from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
 from ocs_drivers.faults import FaultKind, parse_schedule
-from ocs_drivers.glass import Glass
 from ocs_drivers.model import (
     BootBehaviour,
     Capabilities,

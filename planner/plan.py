@@ -10,11 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.candidates import Candidate, moves_of, with_fresh_names
-from planner.forecast import Forecast, forecast
-from planner.gate import FREE, Control, ControlState, Limits, Proposal, judge, too_weak
-from planner.lengths import Lengths, averaged, sampled, told
-from planner.live import NO_TRANSFER, LiveFleet, live_fleet, problem_of, words
+from planner.admission import FREE, Control, ControlState, Limits, Proposal, judge, too_weak
 from planner.model import (
     Act,
     Configuration,
@@ -30,9 +26,13 @@ from planner.model import (
     Snapshot,
     Verdict,
 )
-from planner.options import Option, Options, consider
-from planner.problem import Problem, Transfer
-from planner.series import StepForecast
+from planner.solver.candidates import Candidate, moves_of, with_fresh_names
+from planner.solver.from_snapshot import NO_TRANSFER, LiveFleet, live_fleet, problem_of, words
+from planner.solver.options import Option, Options, consider
+from planner.solver.problem import Problem, Transfer
+from planner.workload.forecast import Forecast, forecast
+from planner.workload.sampled_lengths import Lengths, averaged, sampled, told
+from planner.workload.series import StepForecast
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from hypothesis import settings
 from tests import fork_server
 
 # Its assertions are shown as those of tests are.
-pytest.register_assert_rewrite("orchestrrl.deployers.conformance")
+pytest.register_assert_rewrite("orchestrrl.fleet.deployers.conformance")
 
 # As in `orchestrrl` itself, also for tests that load numpy without it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -7,7 +7,7 @@ fails for within `LIMIT_S` has survived, unless they hang.
 
     python tests/mutants.py record -m "not vllm and not slow" -n 3   # once per suite; pytest's arguments
     python tests/mutants.py plant --sample 20                        # resumes where it was stopped
-    python tests/mutants.py try NAME tests/planner/test_gate.py      # one mutant against these tests
+    python tests/mutants.py try NAME tests/planner/test_admission.py      # one mutant against these tests
     python tests/mutants.py show
 
 `--tree` takes another checkout, as that of an older suite: its tests run against its code, while names and choice of
@@ -41,29 +41,37 @@ SEED = 18
 LIMIT_S = 300.0
 TEST_LIMIT_S = 30.0  # or ten times of what the longest takes without a mutant
 DOMAINS: dict[str, tuple[str, ...]] = {
-    "ledger": ("orchestrrl/gateway/ledger.py", "orchestrrl/gateway/store.py", "orchestrrl/gateway/store_pieces.py"),
+    "ledger": (
+        "orchestrrl/gateway/ledger/ledger.py",
+        "orchestrrl/gateway/ledger/store.py",
+        "orchestrrl/gateway/ledger/pieces.py",
+    ),
     "relay": ("orchestrrl/gateway/relay.py", "orchestrrl/gateway/attempt.py", "orchestrrl/gateway/core.py"),
-    "journal": ("orchestrrl/journal.py", "orchestrrl/journal_guard.py", "orchestrrl/journal_values.py"),
-    "operations": ("orchestrrl/execute/runner.py", "orchestrrl/execute/settle.py", "orchestrrl/nodes.py"),
+    "journal": (
+        "orchestrrl/core/journal/store.py",
+        "orchestrrl/core/journal/guard.py",
+        "orchestrrl/core/journal/values.py",
+    ),
+    "operations": ("orchestrrl/core/operation_runner.py", "orchestrrl/core/settle.py", "orchestrrl/core/nodes.py"),
     "redeployment": (
-        "orchestrrl/execute/deploy.py",
-        "orchestrrl/execute/deploy_book.py",
-        "orchestrrl/execute/deploy_run.py",
-        "orchestrrl/execute/deploy_steps.py",
+        "orchestrrl/fleet/redeployment/controller.py",
+        "orchestrrl/fleet/redeployment/book.py",
+        "orchestrrl/fleet/redeployment/run.py",
+        "orchestrrl/fleet/redeployment/actions.py",
     ),
     "circuits": (
-        "orchestrrl/execute/circuits.py",
-        "orchestrrl/execute/fabric_commit.py",
-        "orchestrrl/execute/fabric_verify.py",
+        "orchestrrl/fabric/circuit_executor.py",
+        "orchestrrl/fabric/stage_commit.py",
+        "orchestrrl/fabric/verification.py",
     ),
     "weights": (
-        "orchestrrl/execute/weights.py",
-        "orchestrrl/execute/weights_run.py",
-        "orchestrrl/execute/weights_fence.py",
-        "orchestrrl/execute/weights_closing.py",
-        "orchestrrl/execute/weights_installing.py",
+        "orchestrrl/weights/controller/controller.py",
+        "orchestrrl/weights/controller/run.py",
+        "orchestrrl/weights/controller/fence.py",
+        "orchestrrl/weights/controller/closing.py",
+        "orchestrrl/weights/controller/installing.py",
     ),
-    "plan gate": ("planner/gate.py",),
+    "plan gate": ("planner/admission.py",),
     "balancer": ("balancer/*.py",),
     "solver": ("planner/solver/*.py",),
 }

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from orchestrrl.weights.client import WeightsClient
+from orchestrrl.weights.trainer.client import WeightsClient
 
 
 def arguments() -> argparse.Namespace:

@@ -23,8 +23,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from orchestrrl.adapters.trl import GatewayRollout
-from orchestrrl.weights.client import WeightsClient
+from orchestrrl.integrations.trl import GatewayRollout
+from orchestrrl.weights.trainer.client import WeightsClient
 
 GREEDY_TOKENS = 12
 

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Protocol
 
 from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.cross_connect_model import Glass
 from ocs_drivers.errors import Permanent
 from ocs_drivers.faults import Fault, FaultKind, FaultSchedule
-from ocs_drivers.glass import Glass
 from ocs_drivers.model import Action, BootBehaviour, CrossConnect, Facts, PortStatus
 
 

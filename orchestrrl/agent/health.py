@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from orchestrrl.core.errors import OrchestrRLError, Permanent, cut, shorten
+from orchestrrl.core.reports import EngineSample
 from orchestrrl.engines.base import Capabilities, EngineMetrics, Reading
-from orchestrrl.errors import OrchestrRLError, Permanent, cut, shorten
-from orchestrrl.reports import EngineSample
 from planner.model import EngineHealth
 
 # The widest that the daemon takes.

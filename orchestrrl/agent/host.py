@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from orchestrrl.engines.base import Capabilities
 from orchestrrl.engines.serving import ServingFacts, gpu_of, kv_bits, model_from_config, named, ranks, weight_bits
-from planner.models import Model
+from planner.cost.models import Model
 
 SMI_TIMEOUT_S = 10.0  # the first call initialises the driver
 MOST_CONFIG_BYTES = 1 << 20

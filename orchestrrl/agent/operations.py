@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import assert_never
 
-from orchestrrl.engines.base import Engine
-from orchestrrl.errors import Permanent
-from orchestrrl.operations import (
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.operations import (
     AbortRequests,
     Action,
     CancelRequests,
@@ -21,6 +20,7 @@ from orchestrrl.operations import (
     ResumeEngine,
     SetRoutes,
 )
+from orchestrrl.engines.base import Engine
 from planner.model import EngineId, NodeId
 
 

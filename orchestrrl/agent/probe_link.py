@@ -16,11 +16,11 @@ from pathlib import Path
 
 import grpc
 
-from orchestrrl.agent.probe_words import Words
 from orchestrrl.agent.probes import HostTraces
-from orchestrrl.clock import Clock
-from orchestrrl.errors import Permanent
-from orchestrrl.instrument.rings import Doorbell
+from orchestrrl.agent.window_reports import Words
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.integrations.instrument.rings import Doorbell
 from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
 from orchestrrl.rpc.pb import fabric_pb2, fabric_pb2_grpc
 

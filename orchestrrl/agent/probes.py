@@ -1,7 +1,8 @@
 """Reads the collective boundaries of this host's traced processes, and says when it is quiet and for how long.
 
-Every process's ring (instrument/rings.py) feeds a learner (planner/fabric/slack.py). Of a job it is quiet where no rank
-of it on this host has a collective in flight; it stays so until the first of them is expected to begin one.
+Every process's ring (integrations/instrument/rings.py) feeds a learner (planner/fabric/slack.py). Of a job it is quiet
+where no rank of it on this host has a collective in flight; it stays so until the first of them is expected to begin
+one.
 """
 
 import json
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrrl.instrument.rings import PAYLOAD, UNKNOWN, Event, Header, Reader, list_rings, remove_dead
+from orchestrrl.integrations.instrument.rings import PAYLOAD, UNKNOWN, Event, Header, Reader, list_rings, remove_dead
 from planner.fabric.slack import Remaining, Signature, SlackLearner
 from planner.fabric.slack_summary import summarize
 from planner.model import Hold

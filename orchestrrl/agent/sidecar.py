@@ -6,16 +6,17 @@ import uuid
 from collections.abc import Mapping
 
 from orchestrrl import __version__
-from orchestrrl.addresses import host_id
 from orchestrrl.agent.health import Limits
 from orchestrrl.agent.operations import EngineOperations
 from orchestrrl.agent.watch import Describe, EngineWatch, Observation
-from orchestrrl.clock import Clock
+from orchestrrl.core.addresses import host_id
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.reports import EngineReport, NodeHello, NodeKind
 from orchestrrl.engines.base import Engine
-from orchestrrl.errors import Permanent
-from orchestrrl.reports import EngineReport, NodeHello, NodeKind
-from orchestrrl.rpc import convert, convert_node
 from orchestrrl.rpc.channel import first_of
+from orchestrrl.rpc.codecs import node as node_codec
+from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.node import NodeLink, ReportStream
 from orchestrrl.rpc.pb import agent_pb2, telemetry_pb2
 from planner.model import EngineId, NodeId
@@ -99,7 +100,7 @@ class Agent:
         hello = NodeHello(
             agent_id, NodeKind.AGENT, tuple(engines), __version__, incarnation=incarnation, host=host_id()
         )
-        self._link = NodeLink(daemon, convert_node.hello_to_pb(hello), self._handle, clock=clock, rng=rng)
+        self._link = NodeLink(daemon, node_codec.hello_to_pb(hello), self._handle, clock=clock, rng=rng)
         self._stream = ReportStream(
             daemon,
             "ReportEngines",
@@ -114,11 +115,11 @@ class Agent:
         await first_of(self._link.run(), self._stream.run(), *(watch.run() for watch in self._watches))
 
     async def _make_report(self) -> telemetry_pb2.EngineReport:
-        return convert.engine_report_to_pb(await self._outgoing.next_report())
+        return telemetry_codec.engine_report_to_pb(await self._outgoing.next_report())
 
     async def _handle(self, message: agent_pb2.Operation) -> agent_pb2.OperationResult:
         try:
-            operation = convert_node.operation_from_pb(message)
+            operation = node_codec.operation_from_pb(message)
         except ValueError as error:
             raise Permanent(f"not an operation: {error}") from error
-        return convert_node.result_to_pb(await self._operations.run(operation))
+        return node_codec.result_to_pb(await self._operations.run(operation))

@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 
 import typer
 
-from orchestrrl.addresses import DEFAULT_TARGET, check_url, same_address
 from orchestrrl.cli.control import DaemonOption, address_faults
 from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.output import reporting_errors
 from orchestrrl.cli.running import VerboseFlag, serve
-from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.core.addresses import DEFAULT_TARGET, check_url, same_address
+from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
     from orchestrrl.agent.health import Limits
@@ -57,7 +57,7 @@ def agent(
     """
     # Imported here so that help and completion need none of it.
     from orchestrrl.agent.probe_link import Probe
-    from orchestrrl.clock import WallClock
+    from orchestrrl.core.clock import WallClock
     from orchestrrl.rpc.channel import first_of
     from planner.model import EngineId, NodeId
 
@@ -88,7 +88,7 @@ async def _run(
 ) -> None:
     from orchestrrl.agent.host import with_host_facts
     from orchestrrl.agent.sidecar import Agent
-    from orchestrrl.clock import WallClock
+    from orchestrrl.core.clock import WallClock
 
     sidecar = Agent(
         node_id,

@@ -27,7 +27,7 @@ def bench(
     Example: `orchestrrl bench --only gateway_cpu`
     """
     # Imported here so that every other command starts without what is measured.
-    from orchestrrl.bench.run import as_json, chosen, run, write
+    from orchestrrl.lab.bench.run import as_json, chosen, run, write
 
     with reporting_errors():
         names = chosen(only or [])

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from orchestrrl.addresses import parse_address
 from orchestrrl.cli.output import reporting_errors
 from orchestrrl.cli.running import until_stopped
-from orchestrrl.errors import ProblemFaults
-from orchestrrl.rpc.plain import plain
+from orchestrrl.core.addresses import parse_address
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
     import grpc

@@ -12,7 +12,7 @@ from orchestrrl.cli.running import VerboseFlag, serve
 from planner.model import Mode
 
 if TYPE_CHECKING:
-    from orchestrrl.config import Config
+    from orchestrrl.core.config.schema import Config
 
 
 def daemon(
@@ -27,9 +27,9 @@ def daemon(
     Example: `orchestrrl daemon -c orchestrrl.yaml --mode act`
     """
     # Imported here so that every other command starts without the planner's numerics.
-    from orchestrrl.clock import WallClock
-    from orchestrrl.config import Reloadable
-    from orchestrrl.daemon import run_daemon
+    from orchestrrl.core.clock import WallClock
+    from orchestrrl.core.config.schema import Reloadable
+    from orchestrrl.daemon.wiring import run_daemon
 
     with reporting_errors():
         file = Reloadable.load(config)
@@ -51,7 +51,7 @@ def check_config(
 
     Example: `orchestrrl check-config --print-example > orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
     """
-    from orchestrrl.config import EXAMPLE, load_config
+    from orchestrrl.core.config.schema import EXAMPLE, load_config
 
     if print_example:
         sys.stdout.write(EXAMPLE)

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrrl.addresses import check_url, parse_address, remote_fault, same_address
+from orchestrrl.core.addresses import check_url, parse_address, remote_fault, same_address
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.operations import Route
 from orchestrrl.engines.base import connect
-from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.gateway.ledger.file import check
+from orchestrrl.gateway.ledger.store import BATCH_S, Keep
+from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing import STRATEGIES, Routing, Slack
+from orchestrrl.gateway.routing.policies import STRATEGIES, Routing, Slack
 from orchestrrl.gateway.service import GatewayOptions
-from orchestrrl.gateway.store import BATCH_S, Keep
-from orchestrrl.gateway.store_file import check
-from orchestrrl.gateway.versions import OnStale
-from orchestrrl.operations import Route
 from planner.model import EngineId, NodeId
 
 MOST_PORT = 65535

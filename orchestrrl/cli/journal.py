@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrrl.addresses import DEFAULT_TARGET
 from orchestrrl.cli.control import DaemonOption, follow
 from orchestrrl.cli.formats import time_of_day
 from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag
-from orchestrrl.journal_kinds import Kind
-from orchestrrl.rpc.plain import plain
+from orchestrrl.core.addresses import DEFAULT_TARGET
+from orchestrrl.core.journal.kinds import Kind
+from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
     from orchestrrl.rpc.control_client import ControlClient

@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestrrl.cli import switch_words, sync_words
+    from orchestrrl.cli.fleet import redeploy_text
+    from orchestrrl.cli.sync import text as sync_text
     from orchestrrl.rpc.pb import agent_pb2, control_pb2, fabric_pb2, ocs_pb2, weights_pb2
 else:
 
@@ -17,6 +18,7 @@ else:
 
     _MESSAGES = ("agent_pb2", "control_pb2", "fabric_pb2", "ocs_pb2", "weights_pb2")
     agent_pb2, control_pb2, fabric_pb2, ocs_pb2, weights_pb2 = (_Module(f"orchestrrl.rpc.pb.{m}") for m in _MESSAGES)
-    switch_words, sync_words = (_Module(f"orchestrrl.cli.{m}") for m in ("switch_words", "sync_words"))
+    redeploy_text = _Module("orchestrrl.cli.fleet.redeploy_text")
+    sync_text = _Module("orchestrrl.cli.sync.text")
 
-__all__ = ["agent_pb2", "control_pb2", "fabric_pb2", "ocs_pb2", "switch_words", "sync_words", "weights_pb2"]
+__all__ = ["agent_pb2", "control_pb2", "fabric_pb2", "ocs_pb2", "redeploy_text", "sync_text", "weights_pb2"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from orchestrrl.cli.output import EXIT_INFEASIBLE, fail
-from orchestrrl.errors import ProblemFaults, faults_of, path_of, shorten
+from orchestrrl.core.errors import ProblemFaults, faults_of, path_of, shorten
 
 Location = tuple[int | str, ...]
 

@@ -11,9 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.plug_points import PlugPoint
 from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
-from orchestrrl.errors import Permanent, Retryable
-from orchestrrl.plug_points import PlugPoint
 from planner.model import EngineHealth
 
 
@@ -285,7 +285,7 @@ ENGINES = PlugPoint(
     "orchestrrl.engines",
     {
         "vllm": "orchestrrl.engines.vllm:VllmEngine",
-        "simulated": "orchestrrl.engines.simulated_client:SimulatedEngine",
+        "simulated": "orchestrrl.lab.simulated_engine.client:SimulatedEngine",
     },
 )
 

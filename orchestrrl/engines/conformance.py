@@ -22,6 +22,7 @@ from typing import Any
 
 import aiohttp
 
+from orchestrrl.core.errors import Retryable
 from orchestrrl.engines.base import (
     Capabilities,
     Chunk,
@@ -33,7 +34,6 @@ from orchestrrl.engines.base import (
     Refused,
     TokenLogprob,
 )
-from orchestrrl.errors import Retryable
 
 DEADLINE_S = 120.0
 POLL_S = 0.05

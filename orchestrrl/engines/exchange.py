@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
-from orchestrrl.addresses import without_login
+from orchestrrl.core.addresses import without_login
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import NoConnection
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 
 RETRY_AFTER_S = 1.0
 # uvicorn, which serves vLLM, closes a kept connection after 5 s. Where its event loop lags it does so before it reads

@@ -1,6 +1,7 @@
 """Moving a running request between two vLLM servers with its KV: what goes on their command lines and into the bodies.
 
-Pure. The servers' side is `orchestrrl/instrument`. A move by KV takes three steps of whoever routes the requests:
+Pure. The servers' side is `orchestrrl/integrations/instrument`. A move by KV takes three steps of whoever routes the
+requests:
 
 1. every attempt that may be moved is sent with `saving(...)` in its body, under an entry id of its own;
 2. the source aborts it, and saves the KV of all its tokens, prompt and generated, beside its other requests' steps;
@@ -17,8 +18,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrrl import instrument
-from orchestrrl.instrument.kv_desk import DEFAULT_WAIT_S, LOAD, PARAMETER, SAVE, WAIT_S, WEIGHTS, read_wish
+from orchestrrl.integrations import instrument
+from orchestrrl.integrations.instrument.kv_scheduler import (
+    DEFAULT_WAIT_S,
+    LOAD,
+    PARAMETER,
+    SAVE,
+    WAIT_S,
+    WEIGHTS,
+    read_wish,
+)
 
 BODY_FIELD = "kv_transfer_params"
 MODULE_FOLDER = Path(instrument.__file__).parent  # for PYTHONPATH of the server

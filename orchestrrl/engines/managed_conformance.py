@@ -20,9 +20,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import Endpoint, Engine, GenerationRequest, PauseMode
 from orchestrrl.engines.managed import EngineLayout, Excerpt, ManagedEngine
-from orchestrrl.errors import Permanent
 
 PROMPT = tuple(range(65, 81))
 TOKENS = 48

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from planner.models import BF16_BITS, Model
+from planner.cost.models import BF16_BITS, Model
 
 CPU, CUDA = "cpu", "cuda"
 

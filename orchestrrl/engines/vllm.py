@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorten
 from orchestrrl.engines import sse
 from orchestrrl.engines.base import (
     Capabilities,
@@ -37,7 +38,6 @@ from orchestrrl.engines.vllm_info import ServerInfo, server_identity
 from orchestrrl.engines.vllm_managed import Management
 from orchestrrl.engines.vllm_transfer import VllmTransfers
 from orchestrrl.engines.vllm_weights import VllmWeights
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorten
 
 # What vLLM makes of `X-Request-Id: x`. It ignores ids that it does not know, so both are named.
 ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}")

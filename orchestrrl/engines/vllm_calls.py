@@ -11,9 +11,9 @@ from typing import Any
 
 import aiohttp
 
-from orchestrrl.addresses import without_login
+from orchestrrl.core.addresses import without_login
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 from orchestrrl.engines.base import Refused
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 
 RETRY_AFTER_S = 1.0
 BUSY_STATUSES = frozenset({408, 425, 429})

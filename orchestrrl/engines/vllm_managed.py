@@ -9,12 +9,12 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 from orchestrrl.engines import vllm_info
 from orchestrrl.engines.base import Refused
 from orchestrrl.engines.managed import EngineLayout, Excerpt
 from orchestrrl.engines.vllm_calls import RETRY_AFTER_S, Calls, failure
 from orchestrrl.engines.vllm_info import AsStarted, ServerInfo
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 
 # Big models take minutes. Whoever waits less cancels.
 LOAD_TIMEOUT_S = 1_800.0

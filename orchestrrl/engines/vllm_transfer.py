@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.engines.base import TransferEnds
 from orchestrrl.engines.vllm_managed import Management
 from orchestrrl.engines.vllm_weights import LOADING
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent
 
 NEEDED = frozenset(
     {

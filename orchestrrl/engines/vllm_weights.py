@@ -1,9 +1,9 @@
 """New weights for a vLLM server that runs: from a folder of its machine, by either of two ways, and what it then has.
 
-With our backend in its workers (`--weight-transfer-config '{"backend": "orchestrrl"}'`, instrument/vllm_weights.py) a
-version goes through vLLM's weight-transfer endpoints, and each worker says what it was given, and whether it holds it.
-Else through `reload_weights`, which needs nothing but VLLM_SERVER_DEV_MODE=1: what was given is then summed here, where
-the folder can be seen, and nobody says what it holds.
+With our backend in its workers (`--weight-transfer-config '{"backend": "orchestrrl"}'`,
+integrations/instrument/vllm_weights.py) a version goes through vLLM's weight-transfer endpoints, and each worker says
+what it was given, and whether it holds it. Else through `reload_weights`, which needs nothing but
+VLLM_SERVER_DEV_MODE=1: what was given is then summed here, where the folder can be seen, and nobody says what it holds.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import EngineMetrics, Loaded
 from orchestrrl.engines.vllm_calls import Calls, failure
 from orchestrrl.engines.vllm_info import AsStarted
 from orchestrrl.engines.vllm_managed import LOAD_TIMEOUT_S, Management
-from orchestrrl.engines.weight_backend import BACKEND, METHOD
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.instrument.checkpoint_files import (
+from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD
+from orchestrrl.integrations.instrument.checkpoint_files import (
     BrokenCheckpoint,
     check_same_model,
     content_sum,
@@ -38,7 +38,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class WorkerTold:
-    """As `Told` in instrument/vllm_weights.py, and whether a load was begun that was never ended."""
+    """As `Told` in integrations/instrument/vllm_weights.py, and whether a load was begun that was never ended."""
 
     version: int | None
     sum: str

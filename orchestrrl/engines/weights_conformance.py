@@ -24,11 +24,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.engines.base import Loaded, PauseMode, WeightsEngine, weights_engine
 from orchestrrl.engines.conformance import DEADLINE_S, LONG_TOKENS, POLL_S, Bench, at
 from orchestrrl.engines.managed_conformance import SAME_NATS, WholeEngine, mean_nats
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.instrument.checkpoint_files import MODEL_FILE
+from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE
 
 PROMPT = tuple(range(65, 81))
 TOKENS = 24

@@ -6,19 +6,19 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from orchestrrl.clock import Clock
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
 from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.engines.openai_chunks import other_answer_fields
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown
-from orchestrrl.gateway.decoding import Detokenizer, TextAfterCut
-from orchestrrl.gateway.fleet import Fleet
-from orchestrrl.gateway.handing import left_by, wait_s
-from orchestrrl.gateway.ledger import Record
-from orchestrrl.gateway.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued
-from orchestrrl.gateway.moving import Moving
-from orchestrrl.gateway.seam import open_seam
-from orchestrrl.gateway.slot import Slot
+from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.moves.detokenizer import Detokenizer, TextAfterCut
+from orchestrrl.gateway.moves.detokenizer_splice import open_seam
+from orchestrrl.gateway.moves.kv_handover import left_by, wait_s
+from orchestrrl.gateway.moves.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued
+from orchestrrl.gateway.moves.move import Moving
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.backends import Fleet
 
 logger = logging.getLogger(__name__)
 

@@ -7,21 +7,21 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from orchestrrl.addresses import same_address, without_login
-from orchestrrl.clock import Clock
-from orchestrrl.errors import OrchestrRLError
-from orchestrrl.gateway.ask import Ask
-from orchestrrl.gateway.expected import Expected
-from orchestrrl.gateway.fleet import Fleet
-from orchestrrl.gateway.gate import Gate
-from orchestrrl.gateway.groups import Groups
-from orchestrrl.gateway.ledger import DuplicateRequest, Failure, Ledger, Record
+from orchestrrl.core.addresses import same_address, without_login
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.core.operations import ItemResult, RequestMove, Route
+from orchestrrl.core.reports import GatewayEngine, GatewayReport
+from orchestrrl.gateway.http.completion_requests import Ask
+from orchestrrl.gateway.ledger.groups import Groups
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Failure, Ledger, Record
+from orchestrrl.gateway.ledger.store import Entry, Store
+from orchestrrl.gateway.ledger.versions import lag
+from orchestrrl.gateway.pause import Gate
 from orchestrrl.gateway.relay import Limits, Relay
-from orchestrrl.gateway.slot import Slot
-from orchestrrl.gateway.store import Entry, Store
-from orchestrrl.gateway.versions import lag
-from orchestrrl.operations import ItemResult, RequestMove, Route
-from orchestrrl.reports import GatewayEngine, GatewayReport
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.routing.expected_engines import Expected
 from planner.model import EngineId, NodeId, RequestId
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,9 @@ from dataclasses import replace
 import grpc
 
 from orchestrrl import __version__
-from orchestrrl.addresses import host_id
-from orchestrrl.clock import Clock
-from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.expected import Expected
-from orchestrrl.operations import (
+from orchestrrl.core.addresses import host_id
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.operations import (
     CancelRequests,
     CloseGate,
     ItemResult,
@@ -25,10 +23,12 @@ from orchestrrl.operations import (
     SetRoutes,
     status_of,
 )
-from orchestrrl.reports import GatewayEngine, NodeHello, NodeKind
+from orchestrrl.core.reports import GatewayEngine, NodeHello, NodeKind
+from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.routing.expected_engines import Expected
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
-from orchestrrl.rpc.convert import ack_from_pb, gateway_engine_to_pb, gateway_report_to_pb
-from orchestrrl.rpc.convert_node import hello_to_pb, operation_from_pb, result_to_pb
+from orchestrrl.rpc.codecs.node import hello_to_pb, operation_from_pb, result_to_pb
+from orchestrrl.rpc.codecs.telemetry import ack_from_pb, gateway_engine_to_pb, gateway_report_to_pb
 from orchestrrl.rpc.node import NodeLink, ReportStream
 from orchestrrl.rpc.pb import agent_pb2, control_pb2, control_pb2_grpc, telemetry_pb2
 from planner.model import EngineId, RequestId

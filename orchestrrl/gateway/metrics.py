@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from orchestrrl.failover_metrics import failover_metrics
-from orchestrrl.gateway.versions import OnStale
+from orchestrrl.gateway.failover_metrics import failover_metrics
+from orchestrrl.gateway.ledger.versions import OnStale
 
 if TYPE_CHECKING:
     from orchestrrl.gateway.core import Gateway

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
-from orchestrrl.errors import Permanent
-from orchestrrl.gateway.server import url_of
+from orchestrrl.core.errors import Permanent
+from orchestrrl.gateway.http.server import url_of
 from orchestrrl.gateway.service import (
     GatewayOptions,
     Place,

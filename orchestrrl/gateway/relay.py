@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrrl.clock import Clock
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove
 from orchestrrl.engines.base import Chunk, NoConnection, Refused
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.gateway.attempt import Attempt
-from orchestrrl.gateway.fleet import Fleet, NoEngine
-from orchestrrl.gateway.handing import usable
-from orchestrrl.gateway.ledger import Failure, Record
-from orchestrrl.gateway.moving import Moving
-from orchestrrl.gateway.openai import error_body
-from orchestrrl.gateway.slot import Slot
-from orchestrrl.gateway.versions import OnStale
-from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
+from orchestrrl.gateway.http.openai import error_body
+from orchestrrl.gateway.ledger.ledger import Failure, Record
+from orchestrrl.gateway.ledger.versions import OnStale
+from orchestrrl.gateway.moves.kv_handover import usable
+from orchestrrl.gateway.moves.move import Moving
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.backends import Fleet, NoEngine
 from planner.model import EngineId, RequestState
 
 logger = logging.getLogger(__name__)

@@ -9,18 +9,18 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from orchestrrl.clock import WallClock
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.operations import Route
 from orchestrrl.engines.base import Engine, connect
-from orchestrrl.errors import Permanent
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
-from orchestrrl.gateway.gate_link import DaemonGate
+from orchestrrl.gateway.http.server import Server
+from orchestrrl.gateway.ledger.store import Keep, Store
 from orchestrrl.gateway.link import GatewayLink
+from orchestrrl.gateway.pause_link import DaemonGate
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing import Routing
-from orchestrrl.gateway.server import Server
-from orchestrrl.gateway.store import Keep, Store
-from orchestrrl.operations import Route
+from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.routing.policies import Routing
 from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from orchestrrl.config import LimitSettings
-from orchestrrl.defects import Defects
-from orchestrrl.errors import LimitReached, OrchestrRLError, ProblemFaults, few
+from orchestrrl.core.config.schema import LimitSettings
+from orchestrrl.core.defects import Defects
+from orchestrrl.core.errors import LimitReached, OrchestrRLError, ProblemFaults, few
 from orchestrrl.rpc.ranges import checking
 from orchestrrl.rpc.refusals import Context, refuse
 

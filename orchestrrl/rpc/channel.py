@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from orchestrrl.clock import Clock
+from orchestrrl.core.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Self, TypeVar
 
 import grpc
 
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
 from orchestrrl.rpc.pb import control_pb2_grpc, fabric_pb2_grpc, weights_pb2_grpc
 

@@ -5,16 +5,17 @@ from collections.abc import AsyncIterator
 import grpc
 
 from orchestrrl import __version__
-from orchestrrl.control_plane import ControlPlane
-from orchestrrl.errors import Permanent, ProblemFaults
-from orchestrrl.execute.enrolment import NewEngine
-from orchestrrl.holds import Part
-from orchestrrl.lifetimes import lifetime_faults
-from orchestrrl.rpc import convert, convert_control
-from orchestrrl.rpc.gate_service import GateService
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.pause_registry import Part
+from orchestrrl.core.ttl import lifetime_faults
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.fleet.membership_changes import NewEngine
+from orchestrrl.rpc.codecs import control as control_codec
+from orchestrrl.rpc.codecs import telemetry as telemetry_codec
+from orchestrrl.rpc.pause_service import GateService
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
+from orchestrrl.rpc.redeployment_service import SwitchService
 from orchestrrl.rpc.refusals import Context, read, refusing, status_words
-from orchestrrl.rpc.switch_service import SwitchService
 from planner.model import ConfigurationId, EngineId, PlanId, RequestId
 
 
@@ -25,13 +26,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._switch = SwitchService(plane)
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Context) -> control_pb2.Status:
-        return convert_control.status_to_pb(self._plane, __version__)
+        return control_codec.status_to_pb(self._plane, __version__)
 
     async def ListWorkers(
         self, request: control_pb2.ListWorkersRequest, context: Context
     ) -> control_pb2.ListWorkersResponse:
         snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
-        return control_pb2.ListWorkersResponse(workers=convert_control.workers_to_pb(self._plane, snapshot))
+        return control_pb2.ListWorkersResponse(workers=control_codec.workers_to_pb(self._plane, snapshot))
 
     def _engine(self, name: str) -> EngineId:
         """The engine that is meant, also by a name that only nodes use."""
@@ -45,7 +46,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         found = [view for view in requests if not engine or view.engine == engine]
         listed = found[: request.limit] if request.limit else found
         return control_pb2.ListRequestsResponse(
-            requests=[convert.request_to_pb(view) for view in listed], total=len(found)
+            requests=[telemetry_codec.request_to_pb(view) for view in listed], total=len(found)
         )
 
     async def GetPlan(self, request: control_pb2.GetPlanRequest, context: Context) -> control_pb2.Plan:
@@ -56,49 +57,49 @@ class ControlService(control_pb2_grpc.ControlServicer):
         except Permanent as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, status_words(error))
         assert plan is not None
-        return convert_control.plan_to_pb(plan)
+        return control_codec.plan_to_pb(plan)
 
     async def ListPlans(self, request: control_pb2.ListPlansRequest, context: Context) -> control_pb2.ListPlansResponse:
         plans = self._plane.plans.newest(request.limit)
-        return control_pb2.ListPlansResponse(plans=[convert_control.plan_to_pb(plan) for plan in plans])
+        return control_pb2.ListPlansResponse(plans=[control_codec.plan_to_pb(plan) for plan in plans])
 
     async def WatchPlans(
         self, request: control_pb2.WatchPlansRequest, context: Context
     ) -> AsyncIterator[control_pb2.PlanEvent]:
         await context.send_initial_metadata(())
         async for event in self._plane.plans.watch():
-            yield convert_control.plan_event_to_pb(event)
+            yield control_codec.plan_event_to_pb(event)
 
     async def OverridePlan(self, request: control_pb2.OverridePlanRequest, context: Context) -> control_pb2.PlanControl:
         known = [configuration.id for configuration in self._plane.config.fleet.configuration_values()]
         async with refusing(context):
             wanted = ConfigurationId(request.configuration)
             control = self._plane.plans.override(wanted, known, request.reason, request.ttl_s)
-        return convert_control.control_to_pb(control)
+        return control_codec.control_to_pb(control)
 
     async def PinPlan(self, request: control_pb2.PinPlanRequest, context: Context) -> control_pb2.PlanControl:
         async with refusing(context):
             control = self._plane.plans.pin(request.reason, request.ttl_s)
-        return convert_control.control_to_pb(control)
+        return control_codec.control_to_pb(control)
 
     async def ReleasePlan(self, request: control_pb2.ReleasePlanRequest, context: Context) -> control_pb2.PlanControl:
         async with refusing(context):
             control = self._plane.plans.release(request.reason)
-        return convert_control.control_to_pb(control)
+        return control_codec.control_to_pb(control)
 
     async def GetBalance(self, request: control_pb2.GetBalanceRequest, context: Context) -> control_pb2.Balance:
         if self._plane.balance is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "the fast loop has not decided anything yet")
-        return convert_control.balance_to_pb(self._plane.balance, self._plane.latest_moves)
+        return control_codec.balance_to_pb(self._plane.balance, self._plane.latest_moves)
 
     async def SetMode(self, request: control_pb2.SetModeRequest, context: Context) -> control_pb2.SetModeResponse:
-        mode = await read(context, request.mode, convert_control.mode_from_pb)
+        mode = await read(context, request.mode, control_codec.mode_from_pb)
         async with refusing(context):
             previous = self._plane.set_mode(mode, request.reason)
             if request.reason:  # who gives one has seen what the mode was for
                 self._plane.journal.confirm_damage(self._plane.clock.now_s(), request.reason)
         return control_pb2.SetModeResponse(
-            mode=convert_control.mode_to_pb(mode), previous=convert_control.mode_to_pb(previous)
+            mode=control_codec.mode_to_pb(mode), previous=control_codec.mode_to_pb(previous)
         )
 
     async def MoveRequest(
@@ -137,7 +138,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         async with refusing(context):
             self._plane.enrolment.add(new, request.reason)
         self._plane.gate.forget([EngineId(request.engine_id)], "was added")
-        return convert_control.worker_to_pb(self._plane, EngineId(request.engine_id))
+        return control_codec.worker_to_pb(self._plane, EngineId(request.engine_id))
 
     async def DrainEngine(self, request: control_pb2.DrainEngineRequest, context: Context) -> control_pb2.Worker:
         engine = self._engine(request.engine_id)
@@ -148,7 +149,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 self._plane.enrolment.undrain(engine, request.reason)
             else:
                 self._plane.enrolment.drain(engine, request.move_requests, request.reason)
-        return convert_control.worker_to_pb(self._plane, engine)
+        return control_codec.worker_to_pb(self._plane, engine)
 
     async def RemoveEngine(
         self, request: control_pb2.RemoveEngineRequest, context: Context
@@ -176,7 +177,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 holds.pause(Part(request.part), request.reason, request.ttl_s)
             else:
                 changed = holds.resume(Part(request.part), request.reason)
-        return control_pb2.SetPauseResponse(pauses=convert_control.pauses_to_pb(holds.pauses), changed=changed)
+        return control_pb2.SetPauseResponse(pauses=control_codec.pauses_to_pb(holds.pauses), changed=changed)
 
     async def SwitchDeployment(
         self, request: control_pb2.SwitchDeploymentRequest, context: Context
@@ -204,7 +205,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         journal, kinds = self._plane.journal, tuple(request.kinds)
         last = journal.last_sequence
         for entry in journal.tail(request.tail, kinds):
-            yield convert_control.entry_to_pb(entry)
+            yield control_codec.entry_to_pb(entry)
         if request.follow:
             async for entry in journal.follow(last, kinds):
-                yield convert_control.entry_to_pb(entry)
+                yield control_codec.entry_to_pb(entry)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from orchestrrl.clock import Clock
-from orchestrrl.errors import OrchestrRLError, Permanent
-from orchestrrl.execute.fabric_windows import Stream, TraceHub
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.fabric.windows import Stream, TraceHub
 from orchestrrl.rpc.channel import stop
-from orchestrrl.rpc.convert_fabric import (
+from orchestrrl.rpc.codecs.fabric import (
     control_of_fabric_to_pb,
     fabric_to_pb,
     hosts_to_pb,
@@ -28,9 +28,9 @@ from planner.fabric.clocks import Exchange
 from planner.model import Hold
 
 if TYPE_CHECKING:
-    from orchestrrl.execute.fabric import Coordinator
-    from orchestrrl.execute.fabric_routing import FabricRouting
-    from orchestrrl.execute.fabric_verify import FabricVerifier
+    from orchestrrl.fabric.coordinator import Coordinator
+    from orchestrrl.fabric.packet_routing import FabricRouting
+    from orchestrrl.fabric.verification import FabricVerifier
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import grpc
 
-from orchestrrl.clock import Clock
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
 from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected, stop
-from orchestrrl.rpc.convert import outside_text
+from orchestrrl.rpc.codecs.telemetry import outside_text
 from orchestrrl.rpc.pb import agent_pb2 as pb
 from orchestrrl.rpc.pb import agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
 

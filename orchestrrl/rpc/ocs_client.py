@@ -44,8 +44,8 @@ from ocs_drivers.model import (
     Verification,
 )
 from ocs_drivers.ownership import Ownership
-from orchestrrl.rpc import convert_ocs as convert
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
+from orchestrrl.rpc.codecs import ocs as convert
 from orchestrrl.rpc.ocs_server import ERROR_METADATA
 from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
 

@@ -9,12 +9,12 @@ import grpc
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import Conflict, DriverError, InvalidChange, OutcomeUnknown, Retryable
-from orchestrrl.clock import WallClock
-from orchestrrl.config import LimitSettings
-from orchestrrl.defects import Defects
-from orchestrrl.rpc import convert_ocs as convert
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.schema import LimitSettings
+from orchestrrl.core.defects import Defects
 from orchestrrl.rpc.boundary import Boundary
 from orchestrrl.rpc.channel import SERVER_OPTIONS
+from orchestrrl.rpc.codecs import ocs as convert
 from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
 from orchestrrl.rpc.refusals import Context, status_words
 

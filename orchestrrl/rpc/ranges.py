@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
-from orchestrrl.addresses import check_url
-from orchestrrl.errors import LimitReached, ProblemFaults, shorten
+from orchestrrl.core.addresses import check_url
+from orchestrrl.core.errors import LimitReached, ProblemFaults, shorten
 
 if TYPE_CHECKING:  # processes without a configuration file check their messages, too
-    from orchestrrl.config import LimitSettings
+    from orchestrrl.core.config.schema import LimitSettings
 
 # Descriptors have a class per implementation of protobuf; their attributes are the same.
 _Descriptor = Any
@@ -54,7 +54,7 @@ _REQUESTS, _ENGINES = _Rule(key="requests_per_report"), _Rule(key="engines")
 _NAMED: Mapping[str, _Rule] = {
     **dict.fromkeys(("ttl_s", "lease_s", "deadline_s", "within_s", "revert_in_s"), _HANDLERS),
     **dict.fromkeys(("period", "host", "configuration", "pool", "tag"), _Rule(MOST_NAME_CHARACTERS)),
-    "job": _Rule(200),  # as fabric_intents.py has it
+    "job": _Rule(200),  # as fabric/intents.py has it
     "summary_json": _Rule(MOST_SUMMARY_CHARACTERS),
     "finish_reason": _Rule(256),  # thousands of these are remembered
     "models": _Rule(256),

@@ -6,7 +6,15 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from orchestrrl.errors import LimitReached, OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable, cut
+from orchestrrl.core.errors import (
+    LimitReached,
+    OrchestrRLError,
+    OutcomeUnknown,
+    Permanent,
+    ProblemFaults,
+    Retryable,
+    cut,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 STATUS_BYTES = 6000  # of a header; all of a call's together must stay below 8 KiB

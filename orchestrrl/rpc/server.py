@@ -15,14 +15,16 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from orchestrrl.config import Listen
-from orchestrrl.control_plane import ControlPlane
-from orchestrrl.errors import Permanent
-from orchestrrl.execute.fabric_windows import TraceHub
-from orchestrrl.nodes import Attachment
-from orchestrrl.rpc import convert, convert_node
+from orchestrrl.core.config.schema import Listen
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.nodes import Attachment
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.weight_syncs import Weights, weights_of
+from orchestrrl.fabric.windows import TraceHub
 from orchestrrl.rpc.boundary import Boundary
 from orchestrrl.rpc.channel import SERVER_OPTIONS
+from orchestrrl.rpc.codecs import node as node_codec
+from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.control_service import ControlService
 from orchestrrl.rpc.fabric_service import FabricService
 from orchestrrl.rpc.pb import (
@@ -40,7 +42,6 @@ from orchestrrl.rpc.pb import (
 from orchestrrl.rpc.ranges import STEP_ITEMS
 from orchestrrl.rpc.refusals import Context, read, refuse
 from orchestrrl.rpc.weights_service import WeightsService
-from orchestrrl.weight_syncs import Weights, weights_of
 
 _Message = TypeVar("_Message")
 _Value = TypeVar("_Value")
@@ -72,8 +73,8 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
         await context.send_initial_metadata(())  # tells the client that it is connected
         try:
             async for message in request_iterator:
-                report = await read(context, message, convert.engine_report_from_pb)
-                yield convert.ack_to_pb(self._plane.engine_reported(report, stream))
+                report = await read(context, message, telemetry_codec.engine_report_from_pb)
+                yield telemetry_codec.ack_to_pb(self._plane.engine_reported(report, stream))
         finally:
             self._plane.stream_ended(stream)
 
@@ -84,11 +85,11 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
         await context.send_initial_metadata(())
         try:
             async for message in request_iterator:
-                in_flight = await _in_steps(convert.request_from_pb, message.in_flight)
-                finished = await _in_steps(convert.finished_from_pb, message.finished)
-                read_report = partial(convert.gateway_report_of, in_flight=in_flight, finished=finished)
+                in_flight = await _in_steps(telemetry_codec.request_from_pb, message.in_flight)
+                finished = await _in_steps(telemetry_codec.finished_from_pb, message.finished)
+                read_report = partial(telemetry_codec.gateway_report_of, in_flight=in_flight, finished=finished)
                 report = await read(context, message, read_report)
-                yield convert.ack_to_pb(self._plane.gateway_reported(report, stream))
+                yield telemetry_codec.ack_to_pb(self._plane.gateway_reported(report, stream))
         finally:
             self._plane.stream_ended(stream)
 
@@ -116,12 +117,12 @@ class NodeService(agent_pb2_grpc.NodeServicer):
             return
         if not first.HasField("hello"):
             await refuse(context, ValueError("the first message must be a hello"))
-        hello = await read(context, first.hello, convert_node.hello_from_pb)
+        hello = await read(context, first.hello, node_codec.hello_from_pb)
         attachment = self._plane.attach(hello)
         results = asyncio.create_task(self._receive(request_iterator, attachment))
         try:
             async for operation in attachment.orders():
-                yield convert_node.operation_to_pb(operation)
+                yield node_codec.operation_to_pb(operation)
             if results.done():
                 results.result()  # what ended it ends the call
         finally:
@@ -132,7 +133,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
         try:
             async for message in messages:
                 if message.HasField("result"):
-                    result = convert_node.result_from_pb(message.result)
+                    result = node_codec.result_from_pb(message.result)
                     self._plane.result_received(replace(result, node=attachment.hello.node))
         finally:
             attachment.end()

@@ -8,15 +8,15 @@ from typing import Any, Protocol
 import grpc
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrrl.clock import Clock
-from orchestrrl.errors import Permanent, ProblemFaults, faults_of
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of
 from orchestrrl.rpc.channel import MESSAGE_BYTES, stop
-from orchestrrl.rpc.convert_weights import report_to_pb, status_to_pb
+from orchestrrl.rpc.codecs.weights import report_to_pb, status_to_pb
 from orchestrrl.rpc.order_pieces import pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.refusals import Context, refuse, refusing, status_words
-from orchestrrl.sync_reports import SyncReport, WeightsStatus
+from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
 from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import NEWS, PeerNews, PeerOrder
 from orchestrrl.weights.publication import PUBLICATION, Publication

@@ -10,7 +10,7 @@ Tell = Callable[[EdgeEvent | Arrived], None]  # from any thread
 
 
 class Staged(Protocol):
-    """A version on this host, whole or being filled. May be used from many threads; `weights/store.py` has it."""
+    """A version on this host, whole or being filled. May be used from many threads; `weights/peer/store.py` has it."""
 
     map: VersionMap
 
@@ -41,7 +41,7 @@ class Staged(Protocol):
 
 
 class Carrier(Protocol):
-    """Sends and receives edges in threads of its own; `weights/carry.py` has it."""
+    """Sends and receives edges in threads of its own; `weights/peer/carry.py` has it."""
 
     def carry(self, staged: Staged, order: Carry) -> None:
         """Begin, beside what runs; it returns at once. An edge that runs already is left as it is."""

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from orchestrrl.weights.base import Staged
 from orchestrrl.weights.orders import Edge
-from orchestrrl.weights.pacing import Pacer, piece_bytes
+from orchestrrl.weights.peer.pacing import Pacer, piece_bytes
 from orchestrrl.weights.transports.base import Incoming, LinkBroken, Outgoing, Pending
 
 ANNOUNCEMENT = struct.Struct("!II")  # pieces; and the number of the first, to be sure

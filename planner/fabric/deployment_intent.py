@@ -1,16 +1,17 @@
 """What the engines of a deployment will say to each other until the next one: the intent of a Gen period. Pure.
 
-Volumes are those that `planner/roofline.py` times: activations of every token that passes a layer. A rank is its GPU.
+Volumes are those that `planner/cost/roofline.py` times: activations of every token that passes a layer. A rank is its
+GPU.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from planner.cost.models import Model
+from planner.cost.roofline import ACTIVATION_BYTES
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 from planner.model import EngineId, GpuId, Parallelism
-from planner.models import Model
-from planner.roofline import ACTIVATION_BYTES
 
 RESPONSE_BYTES_PER_TOKEN = 8.0  # its id and its log-probability
 GPUS_PER_NODE = 8

@@ -28,7 +28,7 @@ from planner.model import GpuId
 
 
 def regular_site(shape: Shape) -> Site:
-    """Sound by `orchestrrl/site_checks.py`. Raises Impossible."""
+    """Sound by `orchestrrl/fabric/site_checks.py`. Raises Impossible."""
     faults: list[Fault] = []
     agg = _fewest_switches(_agg_fibres(shape), shape.agg_device.ports, shape.agg_switches)
     core = _fewest_switches(_core_fibres(shape), shape.core_device.ports, shape.core_switches)

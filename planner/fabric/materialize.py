@@ -1,5 +1,5 @@
 """From an intent to circuits on every switch, or to a reason for keeping those that are up. Pure; Algorithm 2 (section
-5.3) of the paper. Committing a plan is `orchestrrl/execute/circuits.py`.
+5.3) of the paper. Committing a plan is `orchestrrl/fabric/circuit_executor.py`.
 
 A plan is for the PoDs that its stage touches and that the intent has ranks in; all others keep what is up there, and
 circuits of the core between two of those stay as well. `FabricPlan.cross_connects` is the whole site's. Order of claims

@@ -3,7 +3,7 @@
 A router forwards hop by hop, by its own table alone. So that no mixture of tables can loop, every table follows one
 metric: a circuit costs one, and the packet side, where a site has one, costs more than any way over circuits, or as
 much as `packet_hops` says. Every next hop is nearer to the destination than its router. Sending the routes to real
-routers is `orchestrrl/execute/steering.py` and `orchestrrl/route_drivers/`.
+routers is `orchestrrl/fabric/rerouting.py` and `orchestrrl/fabric/route_drivers/`.
 """
 
 import heapq

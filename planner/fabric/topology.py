@@ -125,7 +125,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Site:
-    """Sound: `orchestrrl/site.py` reads a file and finds its faults first."""
+    """Sound: `orchestrrl/fabric/site.py` reads a file and finds its faults first."""
 
     link_gbps: float  # of a circuit, each way
     nic_gbps: float

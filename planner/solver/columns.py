@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.model import Configuration
-from planner.problem import RUNNING, Infeasible, Problem
+from planner.solver.problem import RUNNING, Infeasible, Problem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

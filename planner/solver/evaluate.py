@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.model import GpuId
-from planner.solver.admission import admit
+from planner.solver.admission_order import admit
 from planner.solver.columns import Columns, Floats, Ints, node_of
 
 

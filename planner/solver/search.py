@@ -12,7 +12,7 @@ from itertools import islice, permutations
 
 import numpy as np
 
-from planner.solver.admission import ENOUGH, admit, orders
+from planner.solver.admission_order import ENOUGH, admit, orders
 from planner.solver.columns import Columns, Ints
 from planner.solver.evaluate import Fleet, Placement, evaluate, moves_s
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.admission import ENOUGH, admit, least, orders
+from planner.solver.admission_order import ENOUGH, admit, least, orders
 from planner.solver.columns import Columns, Floats, Ints
 from planner.solver.evaluate import Placement, evaluate, moves_s
 from planner.solver.search import Work

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from statistics import median
 
-from balancer.load import Problem
+from balancer.load_index import Problem
 
 STALLED = math.inf
 

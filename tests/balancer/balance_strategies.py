@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from balancer.load import Problem, Request, Worker
+from balancer.load_index import Problem, Request, Worker
 from planner.model import EngineId, RequestId
 
 CONTEXTS = st.sampled_from([0, 1, 2, 3, 5, 8, 40, 100, 101, 900])

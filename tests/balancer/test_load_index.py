@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.load import Problem, Request, Worker, concurrency_cap, load_index, problem_of, stand_in_tokens_per_s
+from balancer.load_index import Problem, Request, Worker, concurrency_cap, load_index, problem_of, stand_in_tokens_per_s
 from planner.model import EngineHealth, EngineId, EngineView, RequestId, RequestState, RequestView, Snapshot
 
 COUNTS = st.integers(0, 1000)

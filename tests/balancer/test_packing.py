@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.migrate import MAX_MOVES
+from balancer.moves import MAX_MOVES
 from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, SOURCES, Engine, Outlook, Packing, _Load, pack
 from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestState
 

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from typing import Any
 
-from orchestrrl.engines.simulated_tokens import TokenModel
+from orchestrrl.lab.simulated_engine.tokens import TokenModel
 
 TOKENS_BEFORE = 3  # of an answer that breaks in its middle
 

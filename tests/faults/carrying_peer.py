@@ -9,10 +9,10 @@ import json
 import sys
 import threading
 
-from orchestrrl.weights.carry import ThreadedCarrier
-from orchestrrl.weights.in_memory import InMemory
+from orchestrrl.lab.weights_in_memory import InMemory
 from orchestrrl.weights.model import PeerId
 from orchestrrl.weights.orders import Arrived, Carry, Edge, EdgeEvent
+from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import TransportOptions, make_transport
 from orchestrrl.weights.transports.conformance import pattern
 

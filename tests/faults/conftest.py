@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from fleet import ENGINES, Fleet
 
-from orchestrrl.demo.scenario import load_scenario, samples
-from orchestrrl.demo.stack import engines, orchestrrl
+from orchestrrl.lab.demo.scenario import load_scenario, samples
+from orchestrrl.lab.demo.stack import engines, orchestrrl
 
 
 @pytest.fixture

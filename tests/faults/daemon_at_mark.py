@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.cli.main import main
-from orchestrrl.journal import Journal, Kind
+from orchestrrl.core.journal.store import Journal, Kind
 
 MARK = Path("mark.json")
 

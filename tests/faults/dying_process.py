@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.cli.main import main
-from orchestrrl.engines.simulated_weights import WeightsFace
-from orchestrrl.journal import Journal, Kind
-from orchestrrl.weights.carry import ThreadedCarrier
-from orchestrrl.weights.peer_orders import Orders
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.lab.simulated_engine.weights import WeightsFace
+from orchestrrl.weights.peer.carry import ThreadedCarrier
+from orchestrrl.weights.peer.orders import Orders
 
 # What a weight sync writes.
 OURS = (Kind.SYNC_BEGAN, Kind.SYNC_STEP, Kind.WEIGHTS, Kind.SYNC_ENDED, Kind.GATE)

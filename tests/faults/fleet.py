@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from orchestrrl.demo.scenario import Sample, Scenario, expected_ids
-from orchestrrl.demo.stack import Stack
-from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.lab.demo.scenario import Sample, Scenario, expected_ids
+from orchestrrl.lab.demo.stack import Stack
+from orchestrrl.lab.deployers.attended import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from tests.orchestrrl.gateway.processes import operator_url

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from orchestrrl.deployers.attended import LocalEngine, start_simulated
 from orchestrrl.engines.base import EngineMetrics
-from orchestrrl.engines.simulated_client import SimulatedEngine
-from orchestrrl.engines.simulated_tokens import TokenModel
+from orchestrrl.lab.deployers.attended import LocalEngine, start_simulated
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
+from orchestrrl.lab.simulated_engine.tokens import TokenModel
 from tests.orchestrrl.gateway.processes import GatewayProcess, operator_url
 from tests.system.streams import Answer, read_stream, read_whole
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from orchestrrl.errors import OrchestrRLError
-from orchestrrl.weights.client import Publishing, WeightsClient
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.weights.trainer.client import Publishing, WeightsClient
 
 SHAPE = (256, 256)
 TENSORS = 16  # of 256 KiB

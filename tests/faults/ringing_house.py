@@ -15,15 +15,15 @@ from typing import Any
 
 import yaml
 
-import orchestrrl.instrument
+import orchestrrl.integrations.instrument
 from ocs_drivers.model import CircuitState
-from orchestrrl.demo.stack import Process
-from orchestrrl.instrument.rings import Reader, list_rings
-from orchestrrl.journal import JournalReader, Kind
+from orchestrrl.core.journal.store import JournalReader, Kind
+from orchestrrl.integrations.instrument.rings import Reader, list_rings
+from orchestrrl.lab.demo.stack import Process
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.ocs_client import GrpcSwitch
 from orchestrrl.rpc.pb import fabric_pb2
-from orchestrrl.rpc.plain import plain
+from orchestrrl.rpc.plain_values import plain
 
 RANK = Path(__file__).with_name("ringing_rank.py")
 VIRTUAL_PROCESS = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
@@ -105,7 +105,7 @@ class RingingHouse:
 
     def start_rank(self, rank: int, *, announces: bool = False) -> None:
         words = [str(self.rings), str(rank), str(RANKS), str(self._progress(rank)), *["--announce"] * announces]
-        folder = Path(orchestrrl.instrument.__file__).parent
+        folder = Path(orchestrrl.integrations.instrument.__file__).parent
         self.ranks.append(
             subprocess.Popen([sys.executable, str(RANK), *words], env={**os.environ, "PYTHONPATH": str(folder)})
         )

@@ -24,15 +24,15 @@ import psutil
 import yaml
 from front import WITHIN_S, Question, check, session, until
 
-from orchestrrl.clock import WallClock
-from orchestrrl.config import load_config
-from orchestrrl.deployers.base import Deployed
-from orchestrrl.deployers.conformance import RANGE, free_range
-from orchestrrl.deployers.local_processes import Found, find_processes
-from orchestrrl.deployers.local_records import Logs
-from orchestrrl.deploying import deployer_of
-from orchestrrl.errors import OrchestrRLError, Permanent
-from orchestrrl.journal import Entry, JournalReader, Kind
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.schema import load_config
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.core.journal.store import Entry, JournalReader, Kind
+from orchestrrl.fleet.deployer_settings import deployer_of
+from orchestrrl.fleet.deployers.base import Deployed
+from orchestrrl.fleet.deployers.conformance import RANGE, free_range
+from orchestrrl.fleet.deployers.local_processes import Found, find_processes
+from orchestrrl.fleet.deployers.local_records import Logs
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from tests.orchestrrl.gateway.processes import free_port, operator_url

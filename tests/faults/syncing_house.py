@@ -21,12 +21,12 @@ import yaml
 from front import until
 from versioned_requests import Clients, ask
 
-from orchestrrl.errors import OrchestrRLError
-from orchestrrl.journal import Entry, JournalReader, Kind
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.core.journal.store import Entry, JournalReader, Kind
+from orchestrrl.rpc.codecs.weights import report_from_pb, status_from_pb
 from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.convert_weights import report_from_pb, status_from_pb
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2, weights_pb2
-from orchestrrl.sync_reports import SyncReport, WeightsStatus
+from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
 from tests.orchestrrl.gateway.processes import free_port
 
 HERE = Path(__file__).parent

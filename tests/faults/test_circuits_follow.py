@@ -11,9 +11,9 @@ import yaml
 from front import until
 from switching_house import WIDE, House
 
+from orchestrrl.fabric.site import site_text
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, fabric_pb2
-from orchestrrl.site import site_text
 from planner.fabric.generate import regular_site
 from planner.fabric.model import EndpointId, port_pair
 from planner.fabric.shape import Shape

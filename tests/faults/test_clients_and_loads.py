@@ -27,9 +27,9 @@ from front import (
     until,
 )
 
-from orchestrrl.bench.processes import Served
-from orchestrrl.deployers.attended import LocalEngine
-from orchestrrl.gateway.server import MAX_BODY_BYTES
+from orchestrrl.gateway.http.server import MAX_BODY_BYTES
+from orchestrrl.lab.bench.processes import Served
+from orchestrrl.lab.deployers.attended import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess
 from tests.system.streams import Answer
 

@@ -36,8 +36,8 @@ from front import (
     until,
 )
 
-from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.engines.sse import MOST_LINE_BYTES
+from orchestrrl.lab.deployers.attended import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess
 
 # A short patience with engines that hang. Where the good engine is slower than that for once, nothing is lost either.

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from fleet import ENGINES, WITHIN_S, Fleet, until
 
-from orchestrrl.demo.scenario import Sample, load_scenario, samples
-from orchestrrl.demo.stack import engines, orchestrrl
-from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.lab.demo.scenario import Sample, load_scenario, samples
+from orchestrrl.lab.demo.stack import engines, orchestrrl
+from orchestrrl.lab.deployers.attended import LocalEngine
 
 
 @pytest.fixture

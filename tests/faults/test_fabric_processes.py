@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ringing_house import DEVICE_S, RANKS, RingingHouse, ringing_house, until
 
-from orchestrrl.instrument.rings import Reader, list_rings
+from orchestrrl.integrations.instrument.rings import Reader, list_rings
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 

@@ -14,8 +14,8 @@ import pytest
 from fleet import WITHIN_S, Fleet, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrrl.demo.stack import Process
-from orchestrrl.errors import Permanent
+from orchestrrl.core.errors import Permanent
+from orchestrrl.lab.demo.stack import Process
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import agent_pb2
 from orchestrrl.rpc.pb import control_pb2 as pb

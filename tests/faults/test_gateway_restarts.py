@@ -17,10 +17,10 @@ import aiohttp
 import pytest
 from front import WITHIN_S, Front, Question, check, session, start_engine, until
 
-from orchestrrl.client import Client, Patience
-from orchestrrl.deployers.attended import LocalEngine
-from orchestrrl.gateway.store_file import AnswerFile
-from orchestrrl.gateway.store_pieces import Piece, key_of
+from orchestrrl.gateway.client import Client, Patience
+from orchestrrl.gateway.ledger.file import AnswerFile
+from orchestrrl.gateway.ledger.pieces import Piece, key_of
+from orchestrrl.lab.deployers.attended import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 
 TOKENS = 1500  # of an answer that is under way when something happens

@@ -9,7 +9,7 @@ import time
 import pytest
 from fleet import ENGINES, Fleet, until
 
-from orchestrrl.client import Client
+from orchestrrl.gateway.client import Client
 from orchestrrl.rpc.pb import telemetry_pb2
 
 

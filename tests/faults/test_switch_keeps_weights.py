@@ -14,10 +14,10 @@ from switching_house import House as Switching
 from syncing_house import Marked, Trainer
 from versioned_requests import Clients
 
+from orchestrrl.rpc.codecs.weights import status_from_pb
 from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.convert_weights import status_from_pb
 from orchestrrl.rpc.pb import control_pb2, weights_pb2
-from orchestrrl.sync_reports import WeightsStatus
+from orchestrrl.weights.controller.reports import WeightsStatus
 
 DONE = ("done", "done", "")
 

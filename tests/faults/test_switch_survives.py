@@ -2,7 +2,8 @@
 
 Whatever it is, the fleet ends as it was or as it was wanted, no process is left over, no GPU has two, and every request
 is answered once, with the tokens of the undisturbed run. What the daemon decides in all these cases is tested on the
-virtual clock in tests/orchestrrl/execute/test_switch_*.py; where no process dies, these are slow tests.
+virtual clock in tests/orchestrrl/fleet/redeployment/test_redeployment_*.py; where no process dies, these are slow
+tests.
 """
 
 import asyncio
@@ -14,8 +15,8 @@ import pytest
 from front import until
 from switching_house import LENGTHS, NARROW, WIDE, House
 
-from orchestrrl.deployers.base import Life
-from orchestrrl.errors import Permanent, ProblemFaults
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.fleet.deployers.base import Life
 from orchestrrl.rpc.pb import control_pb2
 
 
@@ -54,9 +55,9 @@ async def check_whole(house: House, report: control_pb2.SwitchReport, *states: s
 
 # A switch from NARROW to WIDE has twelve steps, and an entry before and after each.
 ENTRIES = 24
-# All of them are tried in virtual time, in tests/orchestrrl/execute/test_switch_transaction.py, and here by `make
-# test-slow`. These are the ones with a world of their own: requests leave, a process is told to end, one is spawned and
-# not yet written down, all is verified, all is done and nobody has been told.
+# All of them are tried in virtual time, in tests/orchestrrl/fleet/redeployment/test_redeployment_transaction.py, and
+# here by `make test-slow`. These are the ones with a world of their own: requests leave, a process is told to end, one
+# is spawned and not yet written down, all is verified, all is done and nobody has been told.
 SPREAD = (4, 8, 12, 20, 24)
 LONG = 1500  # tokens: still under way when a second gateway's requests are, too
 VERIFIED = 20  # the last entry before which it goes back

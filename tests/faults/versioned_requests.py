@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 from publishing_trainer import content
 
-from orchestrrl.engines.simulated_tokens import TokenModel
-from orchestrrl.engines.simulated_weights import read_weights
-from orchestrrl.instrument.checkpoint_files import MODEL_FILE
+from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE
+from orchestrrl.lab.simulated_engine.tokens import TokenModel
+from orchestrrl.lab.simulated_engine.weights import read_weights
 
 CLIENTS = 6
 TOKENS = 150

@@ -11,7 +11,7 @@ from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
 from ocs_drivers.faults import Fault, FaultKind
 from ocs_drivers.model import Change, Circuit, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch, VirtualWire
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
 
 ONE, TWO = CrossConnect(1, 17), CrossConnect(2, 18)
 

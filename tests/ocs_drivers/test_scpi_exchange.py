@@ -17,7 +17,7 @@ from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
 from ocs_drivers.model import Change, ChangeMode, Circuit, CircuitState, CrossConnect, PortStatus
 from ocs_drivers.registry import make_driver
 from ocs_drivers.scpi import ScpiSwitch, ScpiWire
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
 
 PROTOCOLS = Path(__file__).parents[3] / "shared" / "reference" / "ocs-protocols.md"
 

@@ -2,7 +2,7 @@
 
 from ocs_drivers.model import CircuitState, CrossConnect
 from ocs_drivers.settling import Settling
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
 
 ONE, TWO = CrossConnect(1, 9), CrossConnect(2, 10)
 

@@ -27,7 +27,7 @@ from ocs_drivers.model import (
 )
 from ocs_drivers.trial import revert_steps
 from ocs_drivers.virtual import VirtualSwitch
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
 
 NOW = (CrossConnect(1, 17), CrossConnect(2, 18))
 WANTED = (CrossConnect(1, 18), CrossConnect(2, 17))

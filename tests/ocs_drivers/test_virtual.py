@@ -13,7 +13,7 @@ from ocs_drivers.faults import Fault, FaultKind, FaultSchedule, parse_schedule
 from ocs_drivers.model import CircuitState, CrossConnect, Event
 from ocs_drivers.registry import make_driver
 from ocs_drivers.virtual import VirtualSwitch
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Short ways to say what agents and gateways report."""
 
-from orchestrrl.reports import (
+from orchestrrl.core.reports import (
     EngineFailovers,
     EngineReport,
     EngineSample,

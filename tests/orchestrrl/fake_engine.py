@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrrl.clock import Clock
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import Capabilities, Chunk, EngineMetrics, GenerationRequest, PauseMode
-from orchestrrl.errors import Permanent
 
 
 @dataclass

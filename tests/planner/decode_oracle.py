@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from planner.cost import Pending, work_s
+from planner.cost.profile import EngineProfile
+from planner.cost.requests import Pending, work_s
 from planner.model import Configuration
-from planner.profile import EngineProfile
 
 
 class DoesNotFit(ValueError):

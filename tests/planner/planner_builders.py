@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from planner.cost import Pending
+from planner.cost.requests import Pending
 from planner.model import (
     Configuration,
     ConfigurationId,

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import configuration, engine, request, snapshot
 
-import planner.options
-from planner.gate import FREE, Control, ControlState
-from planner.makespan import solve
+import planner.solver.options
+from planner.admission import FREE, Control, ControlState
 from planner.model import (
     Act,
     Configuration,
@@ -29,7 +28,8 @@ from planner.model import (
     Snapshot,
 )
 from planner.plan import NO_HISTORY, History, PlannerConfig, make_plan
-from planner.problem import Problem, Solution
+from planner.solver.makespan import solve
+from planner.solver.problem import Problem, Solution
 
 TP2 = configuration("tp2", 2)
 TP4 = configuration("tp4", 4, alpha_s=0.0092, beta_s=0.00004, gamma_s=2e-8, switch_s=5.0)
@@ -508,10 +508,10 @@ def test_with_many_requests_the_solver_is_asked_once_and_never_changes_what_else
         asked.append(len(problem.configurations))
         return solve(problem)
 
-    monkeypatch.setattr(planner.options, "solve", counted)
+    monkeypatch.setattr(planner.solver.options, "solve", counted)
     in_full = plan_of(view)
     assert asked == [2, 2, 2]
-    monkeypatch.setattr(planner.options, "SOLVED_BY_ALL", len(requests) - 1)
+    monkeypatch.setattr(planner.solver.options, "SOLVED_BY_ALL", len(requests) - 1)
     once = plan_of(view)
     assert len(asked) == 4
     others = [option for option in in_full.alternatives if option.name != "mixed"]
@@ -530,8 +530,8 @@ def test_with_many_requests_the_solver_is_not_offered_what_takes_more_gpu_time_f
         offered.append([kind.id for kind in problem.configurations])
         return solve(problem)
 
-    monkeypatch.setattr(planner.options, "solve", counted)
-    monkeypatch.setattr(planner.options, "SOLVED_BY_ALL", 0)
+    monkeypatch.setattr(planner.solver.options, "solve", counted)
+    monkeypatch.setattr(planner.solver.options, "SOLVED_BY_ALL", 0)
     plan = plan_of(lopsided_step(), replace(CONFIG, configurations=(TP2, wasteful)))
     assert offered == [["tp2"]]
     assert [option.name for option in plan.alternatives] == [

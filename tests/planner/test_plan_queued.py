@@ -2,7 +2,7 @@
 
 from planner_builders import configuration, engine, request, snapshot
 
-from planner.gate import FREE
+from planner.admission import FREE
 from planner.model import Mode, Plan, PlanId, RequestView
 from planner.plan import NO_HISTORY, PlannerConfig, make_plan
 

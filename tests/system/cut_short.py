@@ -16,10 +16,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers.base import FleetIdentity
-from orchestrrl.deployers.command_line import EngineSpec, Launch
-from orchestrrl.deployers.local import LocalDeployer
+from orchestrrl.core.clock import WallClock
+from orchestrrl.fleet.deployers.base import FleetIdentity
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from orchestrrl.fleet.deployers.local import LocalDeployer
 
 MOST_PLACES = 100
 

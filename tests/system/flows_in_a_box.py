@@ -1,6 +1,6 @@
 """Inside network namespaces: hosts below two ToRs that a line joins, and TCP between them. `main` says what is asked.
 
-Started by `orchestrrl.box.enter`; prints one line of JSON, and ends with its standard input.
+Started by `orchestrrl.lab.box.enter`; prints one line of JSON, and ends with its standard input.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrrl.box.enter import end_with_input
-from orchestrrl.box.rooms import Script
-from orchestrrl.box.traffic import Flow, running
+from orchestrrl.lab.box.enter import end_with_input
+from orchestrrl.lab.box.rooms import Script
+from orchestrrl.lab.box.traffic import Flow, running
 
 HOST_INDEX, TRUNK_INDEX = 20_000, 30_000
 QUEUE_PACKETS = 80

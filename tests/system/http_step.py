@@ -17,23 +17,23 @@ import aiohttp
 
 from orchestrrl.agent.health import Limits as AgentLimits
 from orchestrrl.agent.sidecar import Agent
-from orchestrrl.clock import VirtualClock
-from orchestrrl.config import Config, EngineSettings, Listen
-from orchestrrl.control_plane import ControlPlane
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import Config, EngineSettings, Listen
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.operations import Route
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.loops import run_loops
 from orchestrrl.engines.base import connect
-from orchestrrl.engines.simulated import SimulatedServer
-from orchestrrl.engines.simulated_options import SimulatedOptions
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.http.server import Server as GatewayServer
 from orchestrrl.gateway.link import GatewayLink
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.server import Server as GatewayServer
-from orchestrrl.journal import Journal
-from orchestrrl.loops import run_loops
-from orchestrrl.operations import Route
+from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.lab.sim.scenario import ControlSection
+from orchestrrl.lab.simulated_engine.options import SimulatedOptions
+from orchestrrl.lab.simulated_engine.server import SimulatedServer
 from orchestrrl.rpc.server import Server
-from orchestrrl.rpc.switches import SwitchesService
-from orchestrrl.sim.scenario import ControlSection
+from orchestrrl.rpc.switches_service import SwitchesService
 from planner.model import EngineHealth, EngineId, NodeId
 
 TICK_S = 0.1  # virtual

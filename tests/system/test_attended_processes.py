@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.deployers import attended
-from orchestrrl.engines.simulated_client import SimulatedEngine
-from orchestrrl.errors import Permanent
+from orchestrrl.core.errors import Permanent
+from orchestrrl.lab.deployers import attended
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 
 
 def alive(pid: int) -> bool:

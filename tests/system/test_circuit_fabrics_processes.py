@@ -7,9 +7,9 @@ import sys
 _DIGEST = """
 import hashlib
 import numpy as np
-from orchestrrl.sim.net.fabrics.base import Failures, Period, Stage
-from orchestrrl.sim.net.fabrics.registry import build
-from orchestrrl.sim.net.model import Flows, Servers
+from orchestrrl.lab.sim.net.fabrics.base import Failures, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.registry import build
+from orchestrrl.lab.sim.net.model import Flows, Servers
 found, src = hashlib.sha256(), np.arange(64)
 period = Period("p", Stage.TRAIN, Flows(src, src + 64, np.full(64, 1e9)))
 for kind in ("rfabric", "mixnet", "topoopt"):

@@ -8,11 +8,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.client import Client, Patience
-from orchestrrl.deployers.attended import LocalEngine, start_simulated
+from orchestrrl.core.errors import Retryable
 from orchestrrl.engines.base import Refused
-from orchestrrl.engines.simulated_client import SimulatedEngine
-from orchestrrl.errors import Retryable
+from orchestrrl.gateway.client import Client, Patience
+from orchestrrl.lab.deployers.attended import LocalEngine, start_simulated
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 
 DEADLINE_S = 120.0

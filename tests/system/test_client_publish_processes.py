@@ -7,6 +7,7 @@ import sys
 
 def test_the_trainers_environment_needs_little() -> None:
     heavy = ["torch", "ortools", "prometheus_client", "scipy", "statsmodels", "typer", "yaml", "safetensors"]
-    code = f"import json, sys, orchestrrl.weights.client; print(json.dumps(sorted(set({heavy}) & set(sys.modules))))"
+    loaded = f"json.dumps(sorted(set({heavy}) & set(sys.modules)))"
+    code = f"import json, sys, orchestrrl.weights.trainer.client; print({loaded})"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(shown.stdout) == []

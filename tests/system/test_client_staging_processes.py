@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrrl.weights.trainer_staging import ArrayCopies, stage
-from tests.orchestrrl.weights.test_client_staging import piece
+from orchestrrl.weights.trainer.staging import ArrayCopies, stage
+from tests.orchestrrl.weights.trainer.test_client_staging import piece
 
 
 def test_a_trainer_that_is_killed_while_it_stages_leaves_nothing_that_counts(tmp_path: Path) -> None:
@@ -16,10 +16,10 @@ def test_a_trainer_that_is_killed_while_it_stages_leaves_nothing_that_counts(tmp
 import sys, time
 from pathlib import Path
 import numpy as np
-from orchestrrl.weights.trainer_boxes import Piece
-from orchestrrl.weights.trainer_staging import ArrayCopies, stage
+from orchestrrl.weights.trainer.boxes import Piece
+from orchestrrl.weights.trainer.staging import ArrayCopies, stage
 from orchestrrl.weights.model import ShardMap, TensorMeta, VersionMap
-from orchestrrl.weights.store import Store
+from orchestrrl.weights.peer.store import Store
 
 class Hangs(ArrayCopies):
     def copy(self, piece, into):

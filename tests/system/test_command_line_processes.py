@@ -7,9 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrrl.deployers.command_line import render
+from orchestrrl.fleet.deployers.command_line import render
 from planner.model import Parallelism
-from tests.orchestrrl.deployers.test_command_line import LAUNCH, spec
+from tests.orchestrrl.fleet.deployers.test_command_line import LAUNCH, spec
 
 
 def test_pasted_into_a_shell_it_runs_what_it_says(tmp_path: Path) -> None:

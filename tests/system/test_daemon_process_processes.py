@@ -15,10 +15,11 @@ import pytest
 import yaml
 from builders import GATEWAY, engine_report, gateway_hello, gateway_report, request, sample
 
-from orchestrrl.clock import WallClock
-from orchestrrl.journal import JournalReader, Kind
-from orchestrrl.operations import ItemResult, OperationId, OperationResult, OperationStatus
-from orchestrrl.rpc import convert, convert_node
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.journal.store import JournalReader, Kind
+from orchestrrl.core.operations import ItemResult, OperationId, OperationResult, OperationStatus
+from orchestrrl.rpc.codecs import node as node_codec
+from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.node import NodeLink, ReportStream
 from orchestrrl.rpc.pb import agent_pb2, control_pb2, control_pb2_grpc, telemetry_pb2_grpc
 
@@ -139,17 +140,17 @@ async def test_a_killed_daemon_finds_its_node_and_its_open_operation_again(start
             await killed.wait()
         items = tuple(ItemResult(move.request_id, True) for move in operation.move_requests.moves)
         id = OperationId(operation.operation_id)
-        return convert_node.result_to_pb(OperationResult(id, GATEWAY, OperationStatus.DONE, items=items))
+        return node_codec.result_to_pb(OperationResult(id, GATEWAY, OperationStatus.DONE, items=items))
 
     sequence = 0
 
     async def report() -> Any:
         nonlocal sequence
         sequence += 1
-        return convert.gateway_report_to_pb(gateway_report(request("a"), sequence=sequence))
+        return telemetry_codec.gateway_report_to_pb(gateway_report(request("a"), sequence=sequence))
 
     clock = WallClock()
-    hello = convert_node.hello_to_pb(gateway_hello("e0", "e1"))
+    hello = node_codec.hello_to_pb(gateway_hello("e0", "e1"))
     link = NodeLink(daemon.address, hello, handle, clock=clock)
     reports = ReportStream(daemon.address, "ReportRequests", report, 0.1, clock=clock)
     node = [asyncio.create_task(link.run()), asyncio.create_task(reports.run())]
@@ -180,7 +181,7 @@ async def _agent_says_ok(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         call = telemetry_pb2_grpc.TelemetryStub(channel).ReportEngines()
         for number, engine in enumerate(("e0", "e1"), 1):
-            await call.write(convert.engine_report_to_pb(engine_report(engine, number, sample())))
+            await call.write(telemetry_codec.engine_report_to_pb(engine_report(engine, number, sample())))
             await call.read()
         call.cancel()
     while (await ask_status(address)).requests_running != 1:

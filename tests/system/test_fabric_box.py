@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.box import enter
-from orchestrrl.box.run import Order, run_box
-from orchestrrl.box.site import SITE
-from orchestrrl.box.switches import PROTOCOLS
+from orchestrrl.lab.box import enter
+from orchestrrl.lab.box.run import Order, run_box
+from orchestrrl.lab.box.site import SITE
+from orchestrrl.lab.box.switches import PROTOCOLS
 
 # So slow that nothing else which stands still for a moment is taken for it.
 SLOW_S = 1.5
@@ -96,7 +96,7 @@ def test_nothing_is_left_of_a_box_whose_owner_was_killed(tmp_path: Path) -> None
                 words = path.read_bytes().split(b"\0")
             except OSError:
                 continue
-            if b"orchestrrl.box.inside" in words and str(tmp_path).encode() in b" ".join(words):
+            if b"orchestrrl.lab.box.inside" in words and str(tmp_path).encode() in b" ".join(words):
                 found.add(int(path.parent.name))
         return found
 

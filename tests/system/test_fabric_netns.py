@@ -13,17 +13,17 @@ from namespaces import Lab, Ocs, Stream, laboratory, sent_packets
 
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.virtual import VirtualSwitch, VirtualWire
-from orchestrrl.clock import WallClock
-from orchestrrl.config import parse_config
-from orchestrrl.control_plane import ControlPlane
-from orchestrrl.execute.circuits import CircuitExecutor
-from orchestrrl.execute.fabric import Coordinator
-from orchestrrl.execute.fabric_routing import FabricRouting
-from orchestrrl.execute.fabric_windows import TraceHub
-from orchestrrl.fabric_routers import routing_of
-from orchestrrl.fabric_settings import fabric_of
-from orchestrrl.journal import Journal
-from orchestrrl.periods import PeriodReport, PeriodState
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
+from orchestrrl.fabric.coordinator import Coordinator
+from orchestrrl.fabric.packet_routing import FabricRouting
+from orchestrrl.fabric.periods import PeriodReport, PeriodState
+from orchestrrl.fabric.routers import routing_of
+from orchestrrl.fabric.settings import fabric_of
+from orchestrrl.fabric.windows import TraceHub
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 
 PODS = ("train0", "gen0")

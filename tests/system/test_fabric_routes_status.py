@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
-from orchestrrl.site import read_site
+from orchestrrl.fabric.site import read_site
 
 SITE = Path(__file__).parents[2] / "deploy/examples/site.yaml"
 DEADLINE_S = 120.0

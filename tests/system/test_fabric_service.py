@@ -18,11 +18,11 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from orchestrrl.announcing import FabricClient, announce_period
-from orchestrrl.cli.fabric_words import in_window, reasons
+from orchestrrl.cli.fabric.text import in_window, reasons
 from orchestrrl.cli.main import application
-from orchestrrl.errors import Permanent, ProblemFaults, Retryable
-from orchestrrl.periods import PeriodState
+from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
+from orchestrrl.fabric.client import FabricClient, announce_period
+from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from planner.fabric.slack import Signature, SlackLearner

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.bench import ways
-from orchestrrl.bench.gateway import Load, gateway_cpu
-from orchestrrl.bench.processes import serving
-from orchestrrl.errors import Permanent
+from orchestrrl.core.errors import Permanent
+from orchestrrl.lab.bench import ways
+from orchestrrl.lab.bench.gateway import Load, gateway_cpu
+from orchestrrl.lab.bench.processes import serving
 
 LITTLE = Load(rounds=1, whole_requests=20, streams=2, in_flight=4, lone_requests=4, bursts=(8,))
 

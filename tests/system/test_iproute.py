@@ -9,11 +9,11 @@ import pytest
 from namespaces import laboratory
 from routers import LinuxRouter
 
-from orchestrrl.errors import Permanent
-from orchestrrl.route_drivers.base import RouteDriver
-from orchestrrl.route_drivers.conformance import ONE, TWO, RouteDriverConformance, gone, put
-from orchestrrl.route_drivers.registry import make_driver
-from orchestrrl.route_drivers.virtual import Fault, FaultKind
+from orchestrrl.core.errors import Permanent
+from orchestrrl.fabric.route_drivers.base import RouteDriver
+from orchestrrl.fabric.route_drivers.conformance import ONE, TWO, RouteDriverConformance, gone, put
+from orchestrrl.fabric.route_drivers.registry import make_driver
+from orchestrrl.fabric.route_drivers.virtual import Fault, FaultKind
 
 
 class TestIproute(RouteDriverConformance):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.journal import Journal, JournalReader, Kind
-from tests.orchestrrl.test_journal import path
+from orchestrrl.core.journal.store import Journal, JournalReader, Kind
+from tests.orchestrrl.core.journal.test_journal import path
 
 # Writes for as long as it lives, and tells each sequence number once `append` has returned.
 WRITER = """
 import sys
 from pathlib import Path
-from orchestrrl.journal import Journal, Kind
+from orchestrrl.core.journal.store import Journal, Kind
 journal = Journal(Path(sys.argv[1]), at_s=0.0)
 print(journal.generation, flush=True)
 while True:

@@ -11,13 +11,13 @@ import aiohttp
 import pytest
 from kubernetes_harness import House, house
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers.base import Deployer, FleetIdentity
-from orchestrrl.deployers.command_line import Device, Launch
-from orchestrrl.deployers.conformance import STUB, DeployerConformance
-from orchestrrl.deployers.kubernetes import KubernetesDeployer
-from orchestrrl.deployers.kubernetes_api import KubernetesApi, NotFound
-from orchestrrl.errors import OrchestrRLError
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.fleet.deployers.base import Deployer, FleetIdentity
+from orchestrrl.fleet.deployers.command_line import Device, Launch
+from orchestrrl.fleet.deployers.conformance import STUB, DeployerConformance
+from orchestrrl.fleet.deployers.kubernetes import KubernetesDeployer
+from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, NotFound
 
 KUBECONFIG = os.environ.get("ORCHESTRRL_TEST_KUBECONFIG", "")
 REAL_NAMESPACE = os.environ.get("ORCHESTRRL_TEST_NAMESPACE", "default")

@@ -15,15 +15,15 @@ import pytest
 from kubernetes_harness import House, empty, pods
 from kubernetes_server import Trouble
 
-from orchestrrl.deployers import kubernetes_api
-from orchestrrl.deployers.base import Deployed, Deployer, Life
-from orchestrrl.deployers.command_line import Device, EngineSpec, Launch, Product
-from orchestrrl.deployers.conformance import LAST_WORDS, Behaviour, until
-from orchestrrl.deployers.kubernetes_objects import GATE
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.managed import connect_managed
-from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.fleet.deployers import kubernetes_api
+from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
+from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch, Product
+from orchestrrl.fleet.deployers.conformance import LAST_WORDS, Behaviour, until
+from orchestrrl.fleet.deployers.kubernetes_objects import GATE
 from planner.model import EngineId, Parallelism
-from tests.orchestrrl.deployers.test_kubernetes_deployer import ONE, TWO, place, spec
+from tests.orchestrrl.fleet.deployers.test_kubernetes_deployer import ONE, TWO, place, spec
 
 
 async def pid_at(url: str) -> int:

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.gateway.store_file import check
+from orchestrrl.gateway.ledger.file import check
 from tests.orchestrrl.gateway.test_ledger_store import entered, running
 
 # Streams of its own: request k's token number i is 1000 k + i.
 _WRITER = """
 import asyncio, sys
 from pathlib import Path
-from orchestrrl.clock import WallClock
+from orchestrrl.core.clock import WallClock
 from orchestrrl.engines.base import Chunk, Endpoint
 from orchestrrl.gateway import store as module
-from orchestrrl.gateway.ask import read_ask
-from orchestrrl.gateway.store import Keep, Store
+from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.ledger.store import Keep, Store
 
 module.PROGRESS_S, module.BATCH_S = 0.004, 0.002
 

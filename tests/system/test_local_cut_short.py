@@ -13,12 +13,12 @@ import psutil
 import pytest
 from pydantic import TypeAdapter
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers.base import Life
-from orchestrrl.deployers.command_line import Device, EngineSpec, Launch
-from orchestrrl.deployers.conformance import stub_launch, until
-from orchestrrl.deployers.local import LocalDeployer
-from orchestrrl.deployers.local_processes import MARK
+from orchestrrl.core.clock import WallClock
+from orchestrrl.fleet.deployers.base import Life
+from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.fleet.deployers.conformance import stub_launch, until
+from orchestrrl.fleet.deployers.local import LocalDeployer
+from orchestrrl.fleet.deployers.local_processes import MARK
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 from tests.system.cut_short import fleet_at, launch_at
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers.base import Deployer, FleetIdentity
-from orchestrrl.deployers.command_line import Product
-from orchestrrl.deployers.conformance import DeployerConformance, stub_launch
-from orchestrrl.deployers.local import LocalDeployer
+from orchestrrl.core.clock import WallClock
+from orchestrrl.fleet.deployers.base import Deployer, FleetIdentity
+from orchestrrl.fleet.deployers.command_line import Product
+from orchestrrl.fleet.deployers.conformance import DeployerConformance, stub_launch
+from orchestrrl.fleet.deployers.local import LocalDeployer
 
 
 class TestLocalDeployer(DeployerConformance):

@@ -15,15 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers.base import Deployed, FleetIdentity, Life
-from orchestrrl.deployers.command_line import EngineSpec, Launch, Product
-from orchestrrl.deployers.conformance import BEHAVIOUR, LAST_WORDS, Behaviour, free_range, refusal, until
-from orchestrrl.deployers.local import LocalDeployer
-from orchestrrl.engines.simulated_client import SimulatedEngine
-from orchestrrl.errors import Permanent, Retryable
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.fleet.deployers.base import Deployed, FleetIdentity, Life
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch, Product
+from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, LAST_WORDS, Behaviour, free_range, refusal, until
+from orchestrrl.fleet.deployers.local import LocalDeployer
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from planner.model import EngineId
-from tests.orchestrrl.deployers.test_local_engines import ENGINE, OTHER, Fleet, fleet, program, spec
+from tests.orchestrrl.fleet.deployers.test_local_engines import ENGINE, OTHER, Fleet, fleet, program, spec
 
 # Its child is as vLLM's workers are: it has overwritten its environment, and outlives its parent.
 WITH_WORKER = """

@@ -39,7 +39,7 @@ except SystemExit:
 HEAVY = {
     *("aiohttp", "google.protobuf", "grpc", "matplotlib", "numba", "numpy", "ortools", "prometheus_client"),
     *("psutil", "pydantic", "scipy", "sqlite3", "statsmodels", "xxhash", "yaml"),
-    *("orchestrrl.config", "orchestrrl.daemon", "orchestrrl.journal"),
+    *("orchestrrl.core.config.schema", "orchestrrl.daemon.wiring", "orchestrrl.core.journal.store"),
 }
 
 

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 import yaml
 
-from orchestrrl.demo.stack import Process
-from orchestrrl.deployers.attended import LocalEngine
-from orchestrrl.engines.simulated_client import SimulatedEngine
+from orchestrrl.lab.demo.stack import Process
+from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port, operator_url, two_engines

@@ -20,13 +20,21 @@ from ray.experimental.internal_kv import _internal_kv_list
 from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers import ray_client
-from orchestrrl.deployers.base import Deployed, Deployer, FleetIdentity, Life, make_deployer
-from orchestrrl.deployers.command_line import Device, EngineSpec, Launch
-from orchestrrl.deployers.conformance import DEADLINE_S, ONE, TWO, DeployerConformance, refusal, stub_launch, until
-from orchestrrl.deployers.ray import RayDeployer
-from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.fleet.deployers import ray_client
+from orchestrrl.fleet.deployers.base import Deployed, Deployer, FleetIdentity, Life, make_deployer
+from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.fleet.deployers.conformance import (
+    DEADLINE_S,
+    ONE,
+    TWO,
+    DeployerConformance,
+    refusal,
+    stub_launch,
+    until,
+)
+from orchestrrl.fleet.deployers.ray import RayDeployer
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 from tests.system.ray_cluster import RayNodes, connect, environment_of, ray_nodes, until_gone
 
@@ -172,11 +180,11 @@ async def test_what_a_server_started_goes_with_it(house: House) -> None:
 
 DAEMON = """\
 import asyncio, os, sys
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers import ray_client
-from orchestrrl.deployers.base import FleetIdentity
-from orchestrrl.deployers.conformance import DEADLINE_S, ONE, DeployerConformance, stub_launch
-from orchestrrl.deployers.ray import RayDeployer
+from orchestrrl.core.clock import WallClock
+from orchestrrl.fleet.deployers import ray_client
+from orchestrrl.fleet.deployers.base import FleetIdentity
+from orchestrrl.fleet.deployers.conformance import DEADLINE_S, ONE, DeployerConformance, stub_launch
+from orchestrrl.fleet.deployers.ray import RayDeployer
 from pathlib import Path
 
 async def main():
@@ -213,7 +221,7 @@ async def test_engines_of_a_killed_daemon_are_adopted(house: House) -> None:
 
 DIES = """\
 import os
-from orchestrrl.deployers import ray_cluster
+from orchestrrl.fleet.deployers import ray_cluster
 for owner in (ray_cluster.Cluster, ray_cluster.Places):
     if hasattr(owner, {before!r}):
         setattr(owner, {before!r}, lambda *_, **__: os._exit(9))

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from orchestrrl.agent.sidecar import Agent
 from orchestrrl.cli.main import application
-from orchestrrl.clock import WallClock
+from orchestrrl.core.clock import WallClock
 from planner.model import EngineId, NodeId
 
 DEADLINE_S = 120.0

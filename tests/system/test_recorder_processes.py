@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.instrument import recorder
-from orchestrrl.instrument.rings import Reader, list_rings
+from orchestrrl.integrations.instrument import recorder
+from orchestrrl.integrations.instrument.rings import Reader, list_rings
 
 STARTUP = Path(recorder.__file__).parent / "startup"
 

@@ -5,14 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestrrl.sim.report_page import page
-from tests.sim.report.results_builder import several
+from orchestrrl.lab.sim.report_page import page
+from tests.orchestrrl.lab.sim.report.results_builder import several
 
 
 def test_same_results_same_bytes(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from orchestrrl.sim.report_page import write;"
-        "from tests.sim.report.results_builder import several; write(several(), Path(sys.argv[1]))"
+        "import sys; from pathlib import Path; from orchestrrl.lab.sim.report_page import write;"
+        "from tests.orchestrrl.lab.sim.report.results_builder import several; write(several(), Path(sys.argv[1]))"
     )
     pages = []
     for hash_seed in ("0", "4242"):

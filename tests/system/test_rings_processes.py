@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestrrl.instrument.rings import Reader, Writer, list_rings, remove_dead
-from tests.orchestrrl.instrument.test_rings import reader, writer
+from orchestrrl.integrations.instrument.rings import Reader, Writer, list_rings, remove_dead
+from tests.orchestrrl.integrations.instrument.test_rings import reader, writer
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from orchestrrl.instrument.rings import Writer
+from orchestrrl.integrations.instrument.rings import Writer
 writer = Writer(Path(sys.argv[1]))
 writer.begin(writer.op("x"))
 os.kill(os.getpid(), signal.SIGKILL)

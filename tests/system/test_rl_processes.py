@@ -12,8 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from orchestrrl.sim.rl.results import read
-from tests.sim.rl.cluster_builders import document
+from orchestrrl.lab.sim.rl.results import read
+from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 WITHIN_S = 120.0
 SIM = [sys.executable, "-m", "orchestrrl", "sim"]

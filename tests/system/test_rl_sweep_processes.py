@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from orchestrrl.sim.rl.results import read
-from orchestrrl.sim.rl.run import run_cluster
-from orchestrrl.sim.rl.scenario_file import scenario_of
-from orchestrrl.sim.rl.sweep import load_sweep
-from orchestrrl.sim.rl.sweep_workers import Processes
-from tests.sim.rl.test_rl_sweep import written
+from orchestrrl.lab.sim.rl.results import read
+from orchestrrl.lab.sim.rl.run import run_cluster
+from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+from orchestrrl.lab.sim.rl.sweep import load_sweep
+from orchestrrl.lab.sim.rl.sweep_workers import Processes
+from tests.orchestrrl.lab.sim.rl.test_rl_sweep import written
 
 
 def test_processes_give_what_this_one_gives(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import sys
 
 def test_statsmodels_is_loaded_only_for_a_long_history() -> None:
     program = (
-        "import sys; from planner.series import *; import planner.forecast\n"
+        "import sys; from planner.workload.series import *; import planner.workload.forecast\n"
         "step = StepStatistics(10, LengthCounts((1.0, 2.0), (0.0, 0.0, 0.0)))\n"
         "series = SeriesForecaster(10, 20)\n"
         "for _ in range(9): series = series.fold(step)\n"

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.orchestrrl.cli.test_sim_cluster_commands import called
-from tests.sim.rl.cluster_builders import document
+from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrrl.box import enter
-from orchestrrl.sim.net.fluid import finish_s
-from orchestrrl.sim.net.max_min import rates
-from orchestrrl.sim.net.model import Flows, Ints, Network, Routes, Servers, Tier
+from orchestrrl.lab.box import enter
+from orchestrrl.lab.sim.net.fluid import finish_s
+from orchestrrl.lab.sim.net.max_min import rates
+from orchestrrl.lab.sim.net.model import Flows, Ints, Network, Routes, Servers, Tier
 
 pytestmark = pytest.mark.timeout(600)
 

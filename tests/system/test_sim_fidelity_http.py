@@ -8,13 +8,13 @@ from statistics import median
 import pytest
 from http_step import HttpStep, Prompt, controlled, engines
 
-from orchestrrl.engines.simulated_options import SimulatedOptions
-from orchestrrl.engines.simulated_tokens import LengthModel, TokenModel
-from orchestrrl.sim.controlled import ControlledRun
-from orchestrrl.sim.engines import EngineKind, kinds_of
-from orchestrrl.sim.scenario import Scenario, parse_scenario
-from orchestrrl.sim.static import dealt, run_static
-from orchestrrl.sim.workload import SimRequest
+from orchestrrl.lab.sim.controlled import ControlledRun
+from orchestrrl.lab.sim.engines import EngineKind, kinds_of
+from orchestrrl.lab.sim.scenario import Scenario, parse_scenario
+from orchestrrl.lab.sim.static import dealt, run_static
+from orchestrrl.lab.sim.workload import SimRequest
+from orchestrrl.lab.simulated_engine.options import SimulatedOptions
+from orchestrrl.lab.simulated_engine.tokens import LengthModel, TokenModel
 from planner.model import ConfigurationId, RequestId
 
 WITHIN = 0.10

@@ -1,5 +1,6 @@
-"""`planner.makespan.solve` and `orchestrrl plan solve` against the contract: every figure of an answer recomputed from
-the problem, its bound and its makespan held against everything that small fleets can do, and against static fleets."""
+"""`planner.solver.makespan.solve` and `orchestrrl plan solve` against the contract: every figure of an answer
+recomputed from the problem, its bound and its makespan held against everything that small fleets can do, and against
+static fleets."""
 
 import json
 import os
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 from random import Random
 
-from tests.planner.test_solve_contract import fleet_of
+from tests.planner.solver.test_solve_contract import fleet_of
 
 
 def test_the_same_input_gives_the_same_bytes_in_any_process(tmp_path: Path) -> None:

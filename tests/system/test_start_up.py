@@ -15,12 +15,12 @@ AIOHTTP |= {"cython_runtime", "charset_normalizer", "chardet", "brotli", "yarl",
 PROCESSES = {
     "orchestrrl.agent.sidecar": GRPC | PYDANTIC,
     # The clients of engines that agents and gateways have.
-    "orchestrrl.engines.simulated_client": AIOHTTP | PYDANTIC | {"prometheus_client", "xxhash"},
+    "orchestrrl.lab.simulated_engine.client": AIOHTTP | PYDANTIC | {"prometheus_client", "xxhash"},
     "orchestrrl.engines.vllm": AIOHTTP | PYDANTIC | {"prometheus_client", "xxhash"},
     "orchestrrl.gateway.service": GRPC | PYDANTIC | AIOHTTP | {"prometheus_client"},
-    "orchestrrl.weights.peer": GRPC | PYDANTIC | {"numpy", "xxhash"},
-    "orchestrrl.engines.simulated": PYDANTIC | AIOHTTP | {"prometheus_client", "xxhash", "yaml"},
-    "orchestrrl.daemon": GRPC | PYDANTIC | AIOHTTP | {"numpy", "prometheus_client", "yaml"},
+    "orchestrrl.weights.peer.peer": GRPC | PYDANTIC | {"numpy", "xxhash"},
+    "orchestrrl.lab.simulated_engine.server": PYDANTIC | AIOHTTP | {"prometheus_client", "xxhash", "yaml"},
+    "orchestrrl.daemon.wiring": GRPC | PYDANTIC | AIOHTTP | {"numpy", "prometheus_client", "yaml"},
 }
 
 

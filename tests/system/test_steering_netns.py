@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 import pytest
 from namespaces import Lab, Ocs, Stream, laboratory, sent_packets, udp_socket
 
-from orchestrrl.clock import WallClock
-from orchestrrl.execute.steering import Limits, NotDrained, Steering
-from orchestrrl.route_drivers.registry import make_driver
+from orchestrrl.core.clock import WallClock
+from orchestrrl.fabric.rerouting import Limits, NotDrained, Steering
+from orchestrrl.fabric.route_drivers.registry import make_driver
 from planner.fabric.model import EndpointId, OcsId, port_pair
 from planner.fabric.steering import Domain, Link, PacketSide, Router, links_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.sim.rl.cluster_builders import document
+from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 from tests.system.ray_cluster import ray_nodes
 
 ROOT = Path(__file__).parents[2]

@@ -11,11 +11,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from switch_daemon import SwitchDaemon
+from redeploying_daemon import SwitchDaemon
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
-from orchestrrl.cli.switch_follow import EXIT_LEFT
-from orchestrrl.switch import StepState, SwitchState
+from orchestrrl.cli.fleet.redeploy_follow import EXIT_LEFT
+from orchestrrl.fleet.redeployment.steps import StepState, SwitchState
 from tests.orchestrrl.cli.test_switch_cli import DEADLINE_S, ended, house, object_of, run, said
 
 

@@ -18,12 +18,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
-from orchestrrl.clock import WallClock
-from orchestrrl.config import parse_config
-from orchestrrl.errors import ProblemFaults
-from orchestrrl.journal import JournalReader
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.core.journal.store import JournalReader
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
-from orchestrrl.rpc.switches import drivers_of
+from orchestrrl.rpc.switches_service import drivers_of
 
 VIRTUAL_PROCESS = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
 DEADLINE_S = 120.0

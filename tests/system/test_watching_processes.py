@@ -4,10 +4,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from orchestrrl.clock import WallClock
-from orchestrrl.execute.watching import DeployedWatch
+from orchestrrl.core.clock import WallClock
+from orchestrrl.fleet.engine_watcher import DeployedWatch
 from planner.model import EngineHealth
-from tests.orchestrrl.execute.test_watching import E0, Plane
+from tests.orchestrrl.fleet.test_engine_watcher import E0, Plane
 
 
 async def test_a_real_engine_is_reported(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from peer_house import CHUNK, FakeDaemon, PeerProcess, carry, daemon_at, edge, peers
 from weight_versions import HALVES, SHARDS, Contents
 
-from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
+from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 from orchestrrl.weights.model import MODEL_FILE, PeerRole
 from orchestrrl.weights.orders import (
     Carry,
@@ -262,7 +262,7 @@ def run(*arguments: str, blocked: str = "") -> subprocess.CompletedProcess[str]:
     """With modules that are not to be had."""
     program = (
         f"import sys; [sys.modules.__setitem__(name, None) for name in {blocked!r}.split()];"
-        " from orchestrrl.weights.peer_main import main; sys.exit(main(sys.argv[1:]))"
+        " from orchestrrl.weights.peer.main import main; sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
 

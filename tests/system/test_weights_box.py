@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.box import enter
+from orchestrrl.lab.box import enter
 
 pytestmark = pytest.mark.alone  # what a machine that stands still has TCP send again is counted, too
 

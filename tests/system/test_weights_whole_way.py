@@ -14,17 +14,17 @@ import numpy as np
 from peer_house import WITHIN_S, PeerProcess, peers
 from staged_parts import Array
 
-from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
-from orchestrrl.errors import Retryable
-from orchestrrl.instrument.checkpoint_files import folder_sum
+from orchestrrl.core.errors import Retryable
+from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
+from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
+from orchestrrl.rpc.codecs.weights import status_from_pb
 from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.convert_weights import status_from_pb
 from orchestrrl.rpc.pb import control_pb2, weights_pb2
-from orchestrrl.sync_reports import SyncReport, SyncState
-from orchestrrl.weights.client import Publishing, WeightsClient
+from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.layout import read_layout
 from orchestrrl.weights.model import DTYPE_BYTES, MODEL_FILE, TensorMeta
-from orchestrrl.weights.trainer_boxes import Piece, slices
+from orchestrrl.weights.trainer.boxes import Piece, slices
+from orchestrrl.weights.trainer.client import Publishing, WeightsClient
 from planner.sync_tree.shares import needed_boxes
 from tests.orchestrrl.gateway.processes import free_port
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import pytest
 
-from orchestrrl.deployers.attended import VLLM_ENVIRONMENT, LocalEngine, start_vllm
 from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.lab.deployers.attended import VLLM_ENVIRONMENT, LocalEngine, start_vllm
 from tests import fork_server
 
 pytest.register_assert_rewrite(
@@ -27,7 +27,7 @@ VLLM_PLUGIN = Path(__file__).parent / "vllm_plugin"
 GLOO_PLUGIN = Path(__file__).parent / "gloo_plugin"
 GLOO_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}
 GLOO_ARGUMENTS = ("--weight-transfer-config", '{"backend": "gloo_for_tests"}')
-TINY_MODEL_SCRIPT = REPOSITORY / "orchestrrl" / "engines" / "tiny_model.py"
+TINY_MODEL_SCRIPT = REPOSITORY / "orchestrrl" / "lab" / "tiny_model.py"
 
 MAX_NUM_SEQS = 4
 # Blocks have 128 tokens. There is KV for one sequence of the longest context: preemption can be had.

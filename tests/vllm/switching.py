@@ -14,12 +14,12 @@ from typing import Any
 import aiohttp
 import yaml
 
-from orchestrrl.clock import WallClock
-from orchestrrl.demo.stack import Process
-from orchestrrl.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
-from orchestrrl.deployers.base import FleetIdentity, make_deployer
-from orchestrrl.deployers.command_line import Device, Launch
-from orchestrrl.deployers.conformance import RANGE, free_range
+from orchestrrl.core.clock import WallClock
+from orchestrrl.fleet.deployers.base import FleetIdentity, make_deployer
+from orchestrrl.fleet.deployers.command_line import Device, Launch
+from orchestrrl.fleet.deployers.conformance import RANGE, free_range
+from orchestrrl.lab.demo.stack import Process
+from orchestrrl.lab.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
 from tests.orchestrrl.gateway.processes import operator_url
 from tests.system.streams import Answer, read_stream, read_whole
 from tests.vllm.conftest import VLLM_PLUGIN, VLLM_PYTHON

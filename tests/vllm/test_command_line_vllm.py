@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from orchestrrl.deployers.command_line import CommandLine, Device, EngineSpec, Launch, render
-from orchestrrl.deployers.layout_flags import DECIDED
-from orchestrrl.deployers.user_arguments import SHORT
+from orchestrrl.fleet.deployers.command_line import CommandLine, Device, EngineSpec, Launch, render
+from orchestrrl.fleet.deployers.layout_flags import DECIDED
+from orchestrrl.fleet.deployers.user_arguments import SHORT
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 from tests.vllm.conftest import VLLM_PYTHON
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.demo.scenario import load_scenario, samples
-from orchestrrl.demo.stack import Stack, engines, orchestrrl
-from orchestrrl.demo.step import run_step
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.lab.demo.scenario import load_scenario, samples
+from orchestrrl.lab.demo.stack import Stack, engines, orchestrrl
+from orchestrrl.lab.demo.step import run_step
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.engines.base import Engine
 from orchestrrl.engines.conformance import EngineConformance
 from orchestrrl.engines.managed import EngineLayout
 from orchestrrl.engines.managed_conformance import ManagedConformance
 from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.lab.deployers.attended import LocalEngine
 
 
 class TestVllm(EngineConformance):

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.demo.fabric_house import FabricHouse, Outcome
-from orchestrrl.demo.fabric_jobs import RANKS, Job, Launcher
-from orchestrrl.demo.fabric_traffic import Traffic, read_traces
-from orchestrrl.instrument.rings import Event
-from orchestrrl.periods import OVER, PeriodState
+from orchestrrl.fabric.periods import OVER, PeriodState
+from orchestrrl.integrations.instrument.rings import Event
+from orchestrrl.lab.demo.fabric_house import FabricHouse, Outcome
+from orchestrrl.lab.demo.fabric_jobs import RANKS, Job, Launcher
+from orchestrrl.lab.demo.fabric_traffic import Traffic, read_traces
 from tests.vllm.conftest import VLLM_PYTHON
 
-# Of a rank of demo/fabric_job.py, in each iteration, and in all of them.
+# Of a rank of lab/demo/fabric_job.py, in each iteration, and in all of them.
 IN_EACH = {"all_to_all": 2, "all_reduce": 3, "announce": 0, "iteration": 1, "forward": 1, "backward": 1, "optimizer": 1}
 ANNOUNCED_IN_EACH = 2  # by rank 0
 

@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.deployers.attended import LocalEngine
-from orchestrrl.gateway.movable import KNOWN_FIELDS
+from orchestrrl.gateway.moves.movable import KNOWN_FIELDS
+from orchestrrl.lab.deployers.attended import LocalEngine
 from tests.vllm.test_gateway_vllm import House
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -10,14 +10,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers.attended import LocalEngine
-from orchestrrl.errors import OutcomeUnknown
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import OutcomeUnknown
+from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove, Route
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.http.server import Server
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.server import Server
-from orchestrrl.operations import ItemResult, MoveMethod, RequestMove, Route
+from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.lab.deployers.attended import LocalEngine
 from planner.model import EngineId, NodeId, RequestId, RequestState
 from tests.orchestrrl.gateway.held import HeldEngine
 from tests.system.streams import Answer, read_stream, read_whole

@@ -14,10 +14,10 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrrl.deployers.attended import LocalEngine, start_vllm
+from orchestrrl.core.operations import MoveMethod
 from orchestrrl.engines import handover
-from orchestrrl.instrument.kv_entries import Store
-from orchestrrl.operations import MoveMethod
+from orchestrrl.integrations.instrument.kv_entries import Store
+from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
 from planner.model import RequestId
 from tests.system.streams import Answer
 from tests.vllm.conftest import INTERRUPTED_TOKENS, MAX_NUM_SEQS, TINY_MODEL_SCRIPT, VLLM_PLUGIN, VLLM_PYTHON

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import psutil
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
-from orchestrrl.deployers.base import FleetIdentity, Life
-from orchestrrl.deployers.command_line import Device, EngineSpec, Launch
-from orchestrrl.deployers.conformance import free_range, until
-from orchestrrl.deployers.local import LocalDeployer
+from orchestrrl.core.clock import WallClock
 from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.fleet.deployers.base import FleetIdentity, Life
+from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.fleet.deployers.conformance import free_range, until
+from orchestrrl.fleet.deployers.local import LocalDeployer
+from orchestrrl.lab.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 from tests.vllm.conftest import VLLM_PYTHON
 

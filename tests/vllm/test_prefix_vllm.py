@@ -12,15 +12,15 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers.attended import start_vllm
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.operations import Route
 from orchestrrl.engines.base import connect
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.http.server import Server
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing import Routing
-from orchestrrl.gateway.server import Server
-from orchestrrl.operations import Route
+from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.routing.policies import Routing
+from orchestrrl.lab.deployers.attended import start_vllm
 from planner.model import EngineId, NodeId
 from tests.vllm.conftest import VLLM_PYTHON
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.core.clock import WallClock
+from orchestrrl.engines.profiles.measure import Wanted, measure
+from orchestrrl.engines.profiles.store import as_text, parse_profile
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.profiles.measure import Wanted, measure
-from orchestrrl.profiles.store import as_text, parse_profile
+from orchestrrl.lab.deployers.attended import LocalEngine
+from planner.cost.profile import Parallelism, Profile
 from planner.model import ConfigurationId
-from planner.profile import Parallelism, Profile
 
 
 @pytest.mark.timeout(900)

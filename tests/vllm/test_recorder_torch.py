@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.instrument.rings import ASYNCHRONOUS, WAIT_ONLY, Event, Group, Header, Reader, list_rings
+from orchestrrl.integrations.instrument.rings import ASYNCHRONOUS, WAIT_ONLY, Event, Group, Header, Reader, list_rings
 from tests.vllm.conftest import REPOSITORY, VLLM_PYTHON
 
 PROGRAM = Path(__file__).with_name("traced_program.py")
-STARTUP = REPOSITORY / "orchestrrl" / "instrument" / "startup"
+STARTUP = REPOSITORY / "orchestrrl" / "integrations" / "instrument" / "startup"
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from orchestrrl.deployers.attended import start_vllm
-from orchestrrl.instrument.rings import Event, Reader, list_rings
+from orchestrrl.integrations.instrument.rings import Event, Reader, list_rings
+from orchestrrl.lab.deployers.attended import start_vllm
+from planner.cost.profile import Parallelism
 from planner.model import GpuId
-from planner.profile import Parallelism
 from tests.vllm.conftest import VLLM_PYTHON
 
-INSTRUMENT = Path(__file__).parents[2] / "orchestrrl" / "instrument"
+INSTRUMENT = Path(__file__).parents[2] / "orchestrrl" / "integrations" / "instrument"
 
 
 @pytest.mark.slow

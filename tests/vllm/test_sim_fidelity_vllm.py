@@ -10,15 +10,15 @@ from statistics import median
 import aiohttp
 import pytest
 
-from orchestrrl.clock import WallClock
-from orchestrrl.deployers.attended import LocalEngine, start_vllm
+from orchestrrl.core.clock import WallClock
+from orchestrrl.engines.profiles.measure import Wanted, measure
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.profiles.measure import Wanted, measure
-from orchestrrl.sim.engines import EngineKind
-from orchestrrl.sim.static import run_static
-from orchestrrl.sim.workload import SimRequest
+from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
+from orchestrrl.lab.sim.engines import EngineKind
+from orchestrrl.lab.sim.static import run_static
+from orchestrrl.lab.sim.workload import SimRequest
+from planner.cost.profile import EngineProfile, Parallelism
 from planner.model import ConfigurationId, RequestId
-from planner.profile import EngineProfile, Parallelism
 from tests.vllm.conftest import VLLM_PLUGIN, VLLM_PYTHON
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

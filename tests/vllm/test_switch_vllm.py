@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.adapters.vllm_weights import reload_weights
+from orchestrrl.integrations.vllm_weights import reload_weights
 from tests.vllm.switching import READY_WITHIN_S, House, Step, configuration, step_seconds
 
 pytestmark = pytest.mark.timeout(1200)

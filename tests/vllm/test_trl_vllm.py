@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.bench.weights_vllm import TRAINER, held, peers_beside
-from orchestrrl.demo.scenario import load_scenario
-from orchestrrl.demo.stack import Stack, orchestrrl
-from orchestrrl.deployers.attended import LocalEngine
+from orchestrrl.lab.bench.weights_vllm import TRAINER, held, peers_beside
+from orchestrrl.lab.demo.scenario import load_scenario
+from orchestrrl.lab.demo.stack import Stack, orchestrrl
+from orchestrrl.lab.deployers.attended import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
 from tests.orchestrrl.gateway.processes import operator_url

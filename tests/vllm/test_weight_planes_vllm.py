@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.bench.weights_vllm import peers_beside
-from orchestrrl.demo.scenario import load_scenario
-from orchestrrl.demo.stack import Stack, orchestrrl
-from orchestrrl.deployers.attended import LocalEngine
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.engines.weights_conformance import PROMPT, TOKENS
-from orchestrrl.sync_reports import SYNC, EngineSync, SyncReport, SyncState
+from orchestrrl.lab.bench.weights_vllm import peers_beside
+from orchestrrl.lab.demo.scenario import load_scenario
+from orchestrrl.lab.demo.stack import Stack, orchestrrl
+from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.weights.controller.reports import SYNC, EngineSync, SyncReport, SyncState
 from tests.vllm.conftest import GLOO_ENVIRONMENT, GLOO_PLUGIN, REPOSITORY, VLLM_PYTHON, as_they_were
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -34,7 +34,7 @@ def test_nccl_says_what_to_do_where_there_is_no_gpu() -> None:
     said = ran(
         "-c",
         "import torch\n"
-        "from orchestrrl.errors import Permanent\n"
+        "from orchestrrl.core.errors import Permanent\n"
         "from orchestrrl.weights.transports.base import TransportOptions, make_transport\n"
         "try:\n"
         "    make_transport('nccl', TransportOptions('127.0.0.1'))\n"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.deployers.attended import LocalEngine, start_vllm
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.engines.weight_backend import MODULE_FOLDER
-from orchestrrl.engines.weight_backend import VLLM_ARGUMENTS as OUR_BACKEND
+from orchestrrl.engines.vllm_weight_flags import MODULE_FOLDER
+from orchestrrl.engines.vllm_weight_flags import VLLM_ARGUMENTS as OUR_BACKEND
 from orchestrrl.engines.weights_conformance import PROMPT, TOKENS, WeightsConformance, as_it_was, broken_of
-from orchestrrl.instrument.checkpoint_files import folder_sum
+from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
+from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
 from tests.vllm.conftest import MAX_NUM_SEQS, SLOW_STEPS, TINY_MODEL_SCRIPT, VLLM_PLUGIN, VLLM_PYTHON
 
 # The tiny model's layers are packed by vLLM's CPU build; this leaves them as they are on GPUs, to be read back.

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrrl.sync_reports import SyncReport, SyncState
+from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from tests.orchestrrl.weights.publishing_daemon import Daemon, serving
 from tests.orchestrrl.weights.staged_parts import put_together, tensors_in
 from tests.vllm.conftest import REPOSITORY, VLLM_PYTHON
@@ -62,7 +62,7 @@ async def test_a_hugging_face_model_is_published_as_it_would_be_saved(tmp_path: 
 import torch
 from pathlib import Path
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from orchestrrl.weights.client import WeightsClient
+from orchestrrl.weights.trainer.client import WeightsClient
 import sys
 sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 for version, is_tied in enumerate((False, True)):
@@ -105,8 +105,8 @@ async def test_the_example_publishes_every_step(more: list[str], tiny_model: Pat
 async def test_what_cannot_be_published_is_said_all_at_once_and_names_are_the_models() -> None:
     program = """
 import torch
-from orchestrrl.errors import Permanent
-from orchestrrl.weights.trainer_torch import pieces_of
+from orchestrrl.core.errors import Permanent
+from orchestrrl.weights.trainer.torch_tensors import pieces_of
 
 def refused(model, **options):
     try:

@@ -10,13 +10,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from orchestrrl.bench.weights_vllm import Flight, WeightsHouse, status_of, weights_house
-from orchestrrl.deployers.attended import LocalEngine, start_vllm
-from orchestrrl.engines.weight_backend import MODULE_FOLDER
-from orchestrrl.engines.weight_backend import VLLM_ARGUMENTS as OUR_BACKEND
+from orchestrrl.engines.vllm_weight_flags import MODULE_FOLDER
+from orchestrrl.engines.vllm_weight_flags import VLLM_ARGUMENTS as OUR_BACKEND
+from orchestrrl.lab.bench.weights_vllm import Flight, WeightsHouse, status_of, weights_house
+from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
-from orchestrrl.sync_reports import SYNC, EngineSync, SyncReport, SyncState
+from orchestrrl.weights.controller.reports import SYNC, EngineSync, SyncReport, SyncState
 from tests.orchestrrl.gateway.processes import operator_url
 from tests.vllm.conftest import (
     INTERRUPTED_TOKENS,

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from orchestrrl.weights.client import WeightsClient
+from orchestrrl.weights.trainer.client import WeightsClient
 
 
 class Block(nn.Module):

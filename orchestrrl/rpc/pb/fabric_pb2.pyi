@@ -224,7 +224,7 @@ class Slack(_message.Message):
 
     SUMMARY_JSON_FIELD_NUMBER: _builtins.int
     summary_json: _builtins.str
-    """Of every rank of the host: see orchestrrl/traces.py."""
+    """Of every rank of the host: see orchestrrl/fabric/traces.py."""
     def __init__(
         self,
         *,
@@ -398,7 +398,7 @@ class AnnouncePeriodRequest(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     period: _builtins.str
     intent_json: _builtins.str
-    """See orchestrrl/fabric_intents.py; empty: as it was announced last."""
+    """See orchestrrl/fabric/intents.py; empty: as it was announced last."""
     within_s: _builtins.float
     """After so long it is not waited for a window any more; 0: as configured."""
     boundary: _builtins.bool

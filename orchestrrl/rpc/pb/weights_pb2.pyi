@@ -405,7 +405,7 @@ class SyncReport(_message.Message):
     edges: _builtins.int
     mended_edges: _builtins.int
     asked_json: _builtins.str
-    """Of the trainer's ranks, which publish; see orchestrrl/weights/planes/base.py. Empty: nothing."""
+    """Of the trainer's ranks, which publish; see orchestrrl/weights/backends/base.py. Empty: nothing."""
     @_builtins.property
     def published_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from orchestrrl.errors import Retryable
-from orchestrrl.plug_points import PlugPoint
+from orchestrrl.core.errors import Retryable
+from orchestrrl.core.plug_points import PlugPoint
 
 SMALL_BYTES = 64
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from orchestrrl.errors import Permanent
+from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.transports.base import TransportOptions
-from orchestrrl.weights.transports.door import ANSWERED_WITHIN_S
 from orchestrrl.weights.transports.groups import GroupTransport, Joined, Wait
+from orchestrrl.weights.transports.listener import ANSWERED_WITHIN_S
 
 BYTES, INTERRUPT = 0, 1  # tags
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from orchestrrl.weights.transports.base import Incoming, LinkBroken, Outgoing, TransportOptions
-from orchestrrl.weights.transports.door import ANSWERED_WITHIN_S, Door, address_of, knock, parts_of
 from orchestrrl.weights.transports.idle import IdleConnections
+from orchestrrl.weights.transports.listener import ANSWERED_WITHIN_S, Door, address_of, knock, parts_of
 
 RECEIVER, SENDER = 0, 1  # ranks
 FAREWELL = b"."

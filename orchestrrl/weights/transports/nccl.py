@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from orchestrrl.errors import Permanent
+from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.groups import GroupTransport, Joined, Wait
 

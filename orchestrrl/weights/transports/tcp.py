@@ -11,9 +11,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 
-from orchestrrl.errors import Permanent
+from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.transports.base import Incoming, LinkBroken, Outgoing, TransportOptions
-from orchestrrl.weights.transports.door import Door, knock, widen
+from orchestrrl.weights.transports.listener import Door, knock, widen
 
 BUFFER_BYTES = 4 * 1024 * 1024
 SAME_HOST_BUFFER_BYTES = 512 * 1024  # no time to bridge: what is under way stays in the processor's cache

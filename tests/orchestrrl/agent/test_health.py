@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.agent.health import Limits, Track, capability_faults, fold, judge, metric_faults
-from orchestrrl.config import LimitSettings
+from orchestrrl.core.config.schema import LimitSettings
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.core.reports import EngineReport
 from orchestrrl.engines.base import Capabilities, EngineMetrics, Reading
 from orchestrrl.engines.vllm import GENERATED, KV_USAGE, PREEMPTIONS, PROMPT, RUNNING, WAITING, parse_metrics
 from orchestrrl.engines.vllm_calls import NOT_OF_VLLM
-from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.reports import EngineReport
-from orchestrrl.rpc import convert
-from orchestrrl.rpc.convert import engine_report_to_pb
+from orchestrrl.rpc.codecs import telemetry as telemetry_codec
+from orchestrrl.rpc.codecs.telemetry import engine_report_to_pb
 from orchestrrl.rpc.ranges import checking
 from planner.model import EngineHealth, EngineId, NodeId
 
@@ -137,7 +137,7 @@ def test_what_passes_fits_on_the_wire(running: int, tokens: int, usage: float, c
     _, sample = fold(Track(), reading, 1.0, LIMITS)
     if sample is not None:
         assert 0 <= sample.kv_usage_fraction <= 1
-        assert convert.engine_sample_from_pb(convert.engine_sample_to_pb(sample)) == sample
+        assert telemetry_codec.engine_sample_from_pb(telemetry_codec.engine_sample_to_pb(sample)) == sample
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrrl.agent.health import Limits
 from orchestrrl.agent.watch import EngineWatch, Observation
-from orchestrrl.clock import WallClock
+from orchestrrl.core.clock import WallClock
 from orchestrrl.engines.base import connect
 from planner.model import EngineHealth, EngineId
 

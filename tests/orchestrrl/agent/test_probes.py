@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.agent.probe_link import Probe
-from orchestrrl.agent.probe_words import AGAIN_AFTER_S, Words
 from orchestrrl.agent.probes import HostTraces, Quiet
-from orchestrrl.clock import WallClock
-from orchestrrl.errors import Permanent
-from orchestrrl.instrument.rings import Doorbell, Reader, Writer, list_rings
+from orchestrrl.agent.window_reports import AGAIN_AFTER_S, Words
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.integrations.instrument.rings import Doorbell, Reader, Writer, list_rings
 from orchestrrl.rpc.pb import fabric_pb2
 from planner.model import Hold
 

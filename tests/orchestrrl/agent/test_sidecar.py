@@ -13,10 +13,9 @@ from fake_engine import FakeEngine
 from orchestrrl.agent.operations import EngineOperations
 from orchestrrl.agent.sidecar import Agent, Outgoing
 from orchestrrl.agent.watch import Observation
-from orchestrrl.clock import VirtualClock, WallClock
-from orchestrrl.engines.base import Capabilities, PauseMode
-from orchestrrl.errors import Permanent, Retryable
-from orchestrrl.operations import (
+from orchestrrl.core.clock import VirtualClock, WallClock
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.operations import (
     AbortRequests,
     Action,
     MoveRequests,
@@ -28,8 +27,9 @@ from orchestrrl.operations import (
     ResumeEngine,
     SetRoutes,
 )
-from orchestrrl.rpc import convert_node
+from orchestrrl.engines.base import Capabilities, PauseMode
 from orchestrrl.rpc.channel import SERVER_OPTIONS
+from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
 from planner.model import EngineHealth, EngineId, NodeId, RequestId
 
@@ -158,8 +158,8 @@ async def test_an_agent_of_two_engines_reports_both_and_obeys(daemon: tuple[Daem
             await asyncio.sleep(0.01)
         invalid = agent_pb2.Operation(operation_id="op0", generation=1, valid_until_unix_s=1e12)
         await servicer.orders.put(invalid)
-        await servicer.orders.put(convert_node.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
-        await servicer.orders.put(convert_node.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
+        await servicer.orders.put(node_codec.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
+        await servicer.orders.put(node_codec.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
         while len(servicer.results) < 3:
             await asyncio.sleep(0.01)
     assert not task.done()

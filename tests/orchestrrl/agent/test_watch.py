@@ -10,9 +10,9 @@ from fake_engine import FakeEngine
 
 from orchestrrl.agent.health import Limits
 from orchestrrl.agent.watch import ASK_AGAIN_S, EngineWatch, Observation
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.engines.base import Capabilities, EngineMetrics
-from orchestrrl.errors import Permanent, Retryable
 from planner.model import EngineHealth, EngineId
 
 

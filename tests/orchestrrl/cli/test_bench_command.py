@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.bench import weights_bandwidth
-from orchestrrl.bench.run import BENCHMARKS
 from orchestrrl.cli.bench import bench
 from orchestrrl.cli.main import application
+from orchestrrl.lab.bench import weights_bandwidth
+from orchestrrl.lab.bench.run import BENCHMARKS
 
 
 def test_help_names_every_benchmark() -> None:

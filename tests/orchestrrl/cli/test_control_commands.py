@@ -11,10 +11,10 @@ from fake_daemon import PLAN, FakeDaemon, Serving
 from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
-from orchestrrl.cli.explain import headline, predictions
 from orchestrrl.cli.main import application
+from orchestrrl.cli.plan.explain import headline, predictions
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.rpc.plain import plain
+from orchestrrl.rpc.plain_values import plain
 
 
 @pytest.fixture(scope="module")

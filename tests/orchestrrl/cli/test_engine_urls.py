@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.cli.main import application
-from orchestrrl.errors import ProblemFaults
+from orchestrrl.core.errors import ProblemFaults
 
 USUAL = {
     "listen": "127.0.0.1:0",

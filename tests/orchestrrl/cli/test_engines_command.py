@@ -15,16 +15,16 @@ from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
-from orchestrrl.clock import WallClock
-from orchestrrl.config import Listen, parse_config
-from orchestrrl.control_plane import ControlPlane
-from orchestrrl.journal import Journal
-from orchestrrl.metrics import PlaneCollector
-from orchestrrl.nodes import Attachment
-from orchestrrl.operations import ItemResult, MoveRequests, OperationResult, status_of
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.schema import Listen, parse_config
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.nodes import Attachment
+from orchestrrl.core.operations import ItemResult, MoveRequests, OperationResult, status_of
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.metrics import PlaneCollector
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
 from orchestrrl.rpc.server import Server
-from orchestrrl.rpc.switches import SwitchesService
+from orchestrrl.rpc.switches_service import SwitchesService
 from planner.model import NodeId
 
 CONFIG = """

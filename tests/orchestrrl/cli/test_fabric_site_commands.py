@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
-from orchestrrl.fabric_pictures import site_svg
-from orchestrrl.site import read_site
+from orchestrrl.fabric.pictures import site_svg
+from orchestrrl.fabric.site import read_site
 from planner.fabric.generate import regular_site
 from planner.fabric.shape import Shape
 

@@ -9,13 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from orchestrrl.bench.slack import LAYERS, events
 from orchestrrl.cli import output
-from orchestrrl.cli.fabric_slack import POSITIONS_SHOWN
+from orchestrrl.cli.fabric.slack import POSITIONS_SHOWN
 from orchestrrl.cli.main import application
-from orchestrrl.errors import ProblemFaults
-from orchestrrl.slack_traces import common, study
-from orchestrrl.traces import MOST_FAULTS, Collective, Iteration, Mark, TraceEvent, by_rank, read_trace, write_trace
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.fabric.slack_traces import common, study
+from orchestrrl.fabric.traces import (
+    MOST_FAULTS,
+    Collective,
+    Iteration,
+    Mark,
+    TraceEvent,
+    by_rank,
+    read_trace,
+    write_trace,
+)
+from orchestrrl.lab.bench.slack import LAYERS, events
 from planner.fabric.slack_summary import SlackSummary
 
 SKEW_S = 0.001

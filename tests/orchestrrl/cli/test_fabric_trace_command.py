@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
-from orchestrrl.instrument.rings import Writer
-from orchestrrl.slack_traces import read_traces, study
-from orchestrrl.traces import Collective, Iteration, Mark
+from orchestrrl.fabric.slack_traces import read_traces, study
+from orchestrrl.fabric.traces import Collective, Iteration, Mark
+from orchestrrl.integrations.instrument.rings import Writer
 
 
 class Recorded:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from orchestrrl.cli.fabric_transition import EXAMPLE
+from orchestrrl.cli.fabric.transition import EXAMPLE
 from orchestrrl.cli.main import application
 
 CONTRACT_EXAMPLE = Path(__file__).parents[4] / "shared" / "contracts" / "fabric_transition.json"

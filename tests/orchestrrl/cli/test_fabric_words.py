@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from orchestrrl.cli import output
-from orchestrrl.cli.fabric_words import NO_PERIODS, show_counts, show_hosts, show_periods
+from orchestrrl.cli.fabric.text import NO_PERIODS, show_counts, show_hosts, show_periods
 
 COMMIT = {
     "window_opened_unix_s": 1000.0,

@@ -8,13 +8,13 @@ from fake_daemon import GATE, FakeDaemon, Serving
 from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.fleet.pause_text import gate_lines
+from orchestrrl.cli.fleet.status import gate_summary
 from orchestrrl.cli.formats import time_of_day
-from orchestrrl.cli.gate_words import gate_lines
 from orchestrrl.cli.main import application
-from orchestrrl.cli.status import gate_summary
 from orchestrrl.rpc.pb import agent_pb2
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.rpc.plain import plain
+from orchestrrl.rpc.plain_values import plain
 
 
 @pytest.fixture(scope="module")

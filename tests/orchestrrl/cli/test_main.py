@@ -9,20 +9,21 @@ import typer
 from typer.testing import CliRunner
 
 from ocs_drivers.emulators.registry import EMULATORS
-from orchestrrl.cli import gate, status
 from orchestrrl.cli.commands import COMMANDS
-from orchestrrl.cli.engine import simulated
+from orchestrrl.cli.fleet import pause as gate
+from orchestrrl.cli.fleet import status
+from orchestrrl.cli.fleet.engine import simulated
 from orchestrrl.cli.gateway import gateway
 from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.cli.groups import GROUPS
 from orchestrrl.cli.main import application, load
-from orchestrrl.cli.ocs_emulate import PROTOCOLS
-from orchestrrl.cli.ocs_emulator import GRPC
+from orchestrrl.cli.ocs.emulate import PROTOCOLS
+from orchestrrl.cli.ocs.emulator import GRPC
+from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.engines.base import PauseMode
-from orchestrrl.engines.simulated import SimulatedOptions
-from orchestrrl.gateway.routing import DEFAULT_POLICY, STRATEGIES
-from orchestrrl.gateway.versions import OnStale
-from orchestrrl.operations import FrozenRequests
+from orchestrrl.gateway.ledger.versions import OnStale
+from orchestrrl.gateway.routing.policies import DEFAULT_POLICY, STRATEGIES
+from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from planner.model import Mode
 
 

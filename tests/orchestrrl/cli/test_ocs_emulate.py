@@ -13,8 +13,8 @@ from ocs_drivers.emulators.base import Panel
 from ocs_drivers.emulators.registry import EMULATORS, make_emulator
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
-from orchestrrl.cli import ocs_emulator
 from orchestrrl.cli.main import application
+from orchestrrl.cli.ocs import emulator as ocs_emulator
 
 DEADLINE_S = 120.0
 PATIENT = {"tune_timeout_s": DEADLINE_S}

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.main import application
-from orchestrrl.config import EXAMPLE, Config, load_config, parse_config
-from orchestrrl.deployers.simulator_flags import BLOCK_TOKENS, CONTEXT_TOKENS
-from orchestrrl.engines.simulated_options import SimulatedOptions
-from orchestrrl.errors import ProblemFaults
+from orchestrrl.core.config.schema import EXAMPLE, Config, load_config, parse_config
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.fleet.deployers.simulator_flags import BLOCK_TOKENS, CONTEXT_TOKENS
+from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from planner.model import ConfigurationId, Parallelism
 
 COSTS = (

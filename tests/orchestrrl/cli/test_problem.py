@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from orchestrrl.cli.balance_problem import CHECKS, BalanceProblem
+from orchestrrl.cli.fleet.balance_problem import CHECKS, BalanceProblem
 from orchestrrl.cli.problem import ProblemPart, infeasible, known, read_problem, unique, values_at
-from orchestrrl.errors import ProblemFaults
+from orchestrrl.core.errors import ProblemFaults
 
 
 class Leaf(ProblemPart):

@@ -8,8 +8,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
-from orchestrrl.profiles.store import parse_profile, read_profile
-from planner.paper import named_profile
+from orchestrrl.engines.profiles.store import parse_profile, read_profile
+from planner.cost.paper import named_profile
 
 
 def predict(*arguments: str) -> Result:

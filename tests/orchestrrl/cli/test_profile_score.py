@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.bench.profile_score import profile_score
 from orchestrrl.cli.main import application
-from orchestrrl.profiles.silicon import COLUMNS
+from orchestrrl.engines.profiles.silicon import COLUMNS
+from orchestrrl.lab.bench.profile_score import profile_score
 
 ROWS = (
     "trtllm,1.0,Qwen/Qwen3-32B,h100_sxm,fp8,fp8,fp8,1024,256,16,2,1,,1,1,12.5",

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.addresses import check_url
 from orchestrrl.cli.main import application
+from orchestrrl.core.addresses import check_url
 
 WITH_V1 = "must be the server's URL without /v1, which is added to it, got "
 

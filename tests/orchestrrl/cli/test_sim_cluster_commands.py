@@ -9,7 +9,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
-from tests.sim.rl.cluster_builders import document
+from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 
 @pytest.fixture(autouse=True)

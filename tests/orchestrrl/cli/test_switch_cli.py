@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from switch_daemon import SwitchDaemon
+from redeploying_daemon import SwitchDaemon
 from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
-from orchestrrl.switch import Direction, StepKind
+from orchestrrl.fleet.redeployment.steps import Direction, StepKind
 
 DEADLINE_S = 120.0
 READY, BACK = (Direction.FORWARD, StepKind.READY), (Direction.BACK, StepKind.START)

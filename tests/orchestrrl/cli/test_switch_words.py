@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from orchestrrl.cli import switch_words as words
+from orchestrrl.cli.fleet import redeploy_text as words
+from orchestrrl.fleet.redeployment.steps import Direction, StepKind, StepState, SwitchState
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.rpc.plain import plain
-from orchestrrl.switch import Direction, StepKind, StepState, SwitchState
+from orchestrrl.rpc.plain_values import plain
 
 NAMES = st.sampled_from(["", "e0", "e1", "s17-2.0", "s17-2.3", "[red]x[/red]", "a b", "07"])
 SECONDS = st.floats(0.0, 1e5)

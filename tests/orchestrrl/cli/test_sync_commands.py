@@ -16,12 +16,12 @@ from fake_syncs import PEERS, FakePeers, FakeSyncs, carrying, done
 from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
-from orchestrrl.clock import WallClock
+from orchestrrl.core.clock import WallClock
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.weights_service import WeightsService
-from orchestrrl.sync_reports import EngineStands, EngineSync, SyncPhase, SyncReport, SyncState
+from orchestrrl.weights.controller.reports import EngineStands, EngineSync, SyncPhase, SyncReport, SyncState
 from planner.model import EngineId
 
 DEADLINE_S = 120.0
@@ -291,7 +291,7 @@ def test_one_that_is_over_is_told_as_it_ended(daemon: Daemon) -> None:
 
 
 def test_who_watches_stays_while_the_daemon_is_away(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrrl.cli.sync_live.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("orchestrrl.cli.sync.live.LOOK_EVERY_S", 0.01)
     fleet(daemon, carrying(8))
     broke = threading.Event()
     follow = daemon.syncs.follow

@@ -12,15 +12,23 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from orchestrrl.cli.fleet.status import weights_summary
 from orchestrrl.cli.main import application
-from orchestrrl.cli.status import weights_summary
-from orchestrrl.errors import Permanent
-from orchestrrl.rpc.convert_weights import status_to_pb
-from orchestrrl.rpc.plain import plain
-from orchestrrl.sync_reports import EngineStands, EngineSync, PhaseTook, SyncPhase, SyncReport, SyncState, WeightsStatus
+from orchestrrl.core.errors import Permanent
+from orchestrrl.rpc.codecs.weights import status_to_pb
+from orchestrrl.rpc.plain_values import plain
+from orchestrrl.weights.controller.reports import (
+    EngineStands,
+    EngineSync,
+    PhaseTook,
+    SyncPhase,
+    SyncReport,
+    SyncState,
+    WeightsStatus,
+)
 from orchestrrl.weights.layout import lay_out
 from orchestrrl.weights.model import TensorMeta
-from orchestrrl.weights.trainer_checkpoint import checkpoint_pieces
+from orchestrrl.weights.trainer.checkpoint import checkpoint_pieces
 from planner.model import EngineId
 from tests.orchestrrl.weights.publishing_daemon import Daemon, serving
 

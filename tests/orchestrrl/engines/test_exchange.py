@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines import exchange
 from orchestrrl.engines.exchange import ChunkedBody, Connection, Pool, read_head, written
-from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"

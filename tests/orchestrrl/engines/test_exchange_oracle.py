@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.engines.exchange import Pool
-from orchestrrl.errors import OrchestrRLError
 
 DEADLINE_S = 120.0
 OK = b"HTTP/1.1 200 OK\r\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.engines import handover
-from orchestrrl.instrument.kv_desk import Wish, read_wish
-from orchestrrl.instrument.kv_entries import is_entry_id
+from orchestrrl.integrations.instrument.kv_entries import is_entry_id
+from orchestrrl.integrations.instrument.kv_scheduler import Wish, read_wish
 
 
 def test_what_is_written_is_what_is_read() -> None:

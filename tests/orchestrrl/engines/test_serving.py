@@ -17,7 +17,7 @@ from orchestrrl.engines.serving import (
     weight_bits,
 )
 from orchestrrl.engines.vllm_info import read_server_info
-from planner.models import MODELS, Model
+from planner.cost.models import MODELS, Model
 
 QWEN = {
     "hidden_size": 5120,

@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, PauseMode, Refused
 from orchestrrl.engines.vllm import VllmEngine, parse_metrics
 from orchestrrl.engines.vllm_info import server_identity
-from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[..., Awaitable[VllmEngine]]

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import Engine, Loaded, PauseMode, weights_engine
-from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
-from orchestrrl.engines.simulated_client import SimulatedEngine
 from orchestrrl.engines.weights_conformance import write_version
-from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.instrument.checkpoint_files import folder_sum
+from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
+from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PROMPT = tuple(range(65, 81))

@@ -9,15 +9,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import Loaded
 from orchestrrl.engines.managed import EngineLayout, Excerpt, connect_managed
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.engines.vllm_info import BEGAN_AT, ServerInfo, read_server_info
-from orchestrrl.engines.weight_backend import BACKEND
+from orchestrrl.engines.vllm_weight_flags import BACKEND
 from orchestrrl.engines.weights_conformance import write_version
-from orchestrrl.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.instrument.checkpoint_files import MODEL_FILE, folder_sum
+from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE, folder_sum
 
 PARALLEL = {
     "tensor_parallel_size": 2,

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.core.operations import Route
 from orchestrrl.engines.base import (
     Capabilities,
     Chunk,
@@ -17,12 +19,10 @@ from orchestrrl.engines.base import (
     Refused,
     TokenLogprob,
 )
-from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.gateway.ask import Ask, read_ask
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.http.completion_requests import Ask, read_ask
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.operations import Route
+from orchestrrl.gateway.routing.backends import Fleet
 from planner.model import EngineId, NodeId
 
 # A token is a byte, so most characters take several; EOS ends an answer.

@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any
 
+from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate
 from orchestrrl.engines.base import PauseMode
 from orchestrrl.gateway.core import Job
-from orchestrrl.operations import CloseGate, FrozenRequests, ItemResult, OpenGate
 from planner.model import EngineId
 from tests.orchestrrl.gateway.fakes import World
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from aiohttp import web
 
-from orchestrrl.clock import WallClock
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.operations import Route
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.http.server import OPERATOR_PREFIX, Server
+from orchestrrl.gateway.ledger.store import Store
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.server import OPERATOR_PREFIX, Server
-from orchestrrl.gateway.store import Store
-from orchestrrl.operations import Route
+from orchestrrl.gateway.routing.backends import Fleet
 from planner.model import EngineId, NodeId
 
 DEADLINE_S = 120.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import aiohttp
 
-from orchestrrl.deployers.attended import LocalEngine, start_simulated
+from orchestrrl.lab.deployers.attended import LocalEngine, start_simulated
 
 
 async def operator_url(http: aiohttp.ClientSession, url: str) -> str:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.ask import read_ask
-from orchestrrl.gateway.body import BadAsk, read_json, type_faults, with_types
-from orchestrrl.gateway.movable import KNOWN_FIELDS, continued
-from orchestrrl.gateway.store_pieces import digest_of
+from orchestrrl.gateway.http.body import BadAsk, read_json, type_faults, with_types
+from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.ledger.pieces import digest_of
+from orchestrrl.gateway.moves.movable import KNOWN_FIELDS, continued
 
 TEXT = st.text(st.characters(categories=None), max_size=6)  # lone surrogates as well
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.clock import WallClock
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.operations import ItemResult, RequestMove
 from orchestrrl.engines.base import Capabilities, Chunk, Endpoint
-from orchestrrl.gateway import store as store_module
-from orchestrrl.gateway.ask import read_ask
-from orchestrrl.gateway.headers import KEPT_HERE, end_to_end
-from orchestrrl.gateway.openai import response
-from orchestrrl.gateway.store import Keep, Store
-from orchestrrl.operations import ItemResult, RequestMove
+from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.http.headers import KEPT_HERE, end_to_end
+from orchestrrl.gateway.http.openai import response
+from orchestrrl.gateway.ledger import store as store_module
+from orchestrrl.gateway.ledger.store import Keep, Store
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, SANE, HttpHouse, http_house, usage_of
 

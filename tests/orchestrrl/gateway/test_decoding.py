@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import Capabilities, Chunk, Endpoint, Refused
-from orchestrrl.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.gateway import decoding
 from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.decoding import Detokenizer, unsent
-from orchestrrl.gateway.ledger import Record
+from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.moves import detokenizer as decoding
+from orchestrrl.gateway.moves.detokenizer import Detokenizer, unsent
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, chat_prompt, undisturbed, world
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.door import MOST_BODY_BYTES, Door, Head, House, may_be_a_head, read_head
+from orchestrrl.gateway.http.connections import MOST_BODY_BYTES, Door, Head, House, may_be_a_head, read_head
 
 DEADLINE_S = 120.0
 LINE = b"POST /v1/completions HTTP/1.1"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from aiohttp import web
 
-from orchestrrl.gateway import door as doors
-from orchestrrl.gateway.door import MOST_AHEAD_BYTES, Door, Head, House
+from orchestrrl.gateway.http import connections as doors
+from orchestrrl.gateway.http.connections import MOST_AHEAD_BYTES, Door, Head, House
 
 DEADLINE_S = 120.0
 LINE = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n"

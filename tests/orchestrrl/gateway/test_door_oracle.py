@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.door import Door, Head, House
+from orchestrrl.gateway.http.connections import Door, Head, House
 
 # An answer that has not come after so many turns of the event loop waits for more of its request: not after a time, in
 # which a machine may have stood still. Who answers is in the same loop.

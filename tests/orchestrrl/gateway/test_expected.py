@@ -5,11 +5,11 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, RequestMove, Route
 from orchestrrl.engines.base import PauseMode
-from orchestrrl.gateway.expected import Expected
-from orchestrrl.gateway.ledger import Record
+from orchestrrl.gateway.ledger.ledger import Record
 from orchestrrl.gateway.metrics import GatewayCollector
-from orchestrrl.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, RequestMove, Route
+from orchestrrl.gateway.routing.expected_engines import Expected
 from planner.model import EngineHealth, EngineId, RequestId, RequestState
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 from tests.orchestrrl.gateway.test_holding import begun

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, RequestMove, Route
 from orchestrrl.engines.base import PauseMode
-from orchestrrl.errors import Permanent
 from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.expected import Expected
-from orchestrrl.gateway.ledger import Record
-from orchestrrl.operations import CloseGate, FrozenRequests, OpenGate, RequestMove, Route
+from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.routing.expected_engines import Expected
 from planner.model import EngineHealth, EngineId
 from tests.orchestrrl.gateway.fakes import undisturbed, world
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from orchestrrl.core.reports import EngineFailovers, FailoverCounts
+from orchestrrl.fleet.state import State
 from orchestrrl.gateway.core import Job
 from orchestrrl.gateway.failovers import Failovers
 from orchestrrl.gateway.metrics import GatewayCollector
-from orchestrrl.reports import EngineFailovers, FailoverCounts
-from orchestrrl.state import State
 from planner.model import EngineId
 from tests.orchestrrl.builders import gateway_report
 from tests.orchestrrl.gateway.fakes import World, world

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrrl.clock import VirtualClock
-from orchestrrl.gateway.fleet import Fleet
-from orchestrrl.gateway.slot import Slot
-from orchestrrl.operations import Route
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.operations import Route
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.backends import Fleet
 from planner.model import EngineId
 
 ENGINE = EngineId("e0")

@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, RequestMove
+from orchestrrl.core.reports import GatePhase
 from orchestrrl.engines.base import PauseMode
-from orchestrrl.errors import Permanent
 from orchestrrl.gateway.core import Job
-from orchestrrl.operations import CloseGate, FrozenRequests, OpenGate, RequestMove
-from orchestrrl.reports import GatePhase
 from planner.model import EngineId
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 

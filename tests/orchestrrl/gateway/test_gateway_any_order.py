@@ -16,23 +16,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, RequestMove, Route
+from orchestrrl.core.reports import GatePhase
 from orchestrrl.engines.base import Endpoint, PauseMode, Refused
-from orchestrrl.errors import Permanent
-from orchestrrl.gateway import store as store_module
-from orchestrrl.gateway.ask import read_ask
 from orchestrrl.gateway.core import Gateway, Job
-from orchestrrl.gateway.expected import Expected
-from orchestrrl.gateway.fleet import Fleet
-from orchestrrl.gateway.ledger import DuplicateRequest, Record
+from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.ledger import store as store_module
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Record
+from orchestrrl.gateway.ledger.store import Keep, Store
+from orchestrrl.gateway.ledger.versions import lag
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing import STRATEGIES, Routing
-from orchestrrl.gateway.slot import Slot
-from orchestrrl.gateway.store import Keep, Store
-from orchestrrl.gateway.versions import lag
-from orchestrrl.operations import CloseGate, FrozenRequests, OpenGate, RequestMove, Route
-from orchestrrl.reports import GatePhase
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.routing.expected_engines import Expected
+from orchestrrl.gateway.routing.policies import STRATEGIES, Routing
 from planner.model import EngineId, NodeId, RequestId, RequestState
 from tests.orchestrrl.gateway.fakes import FakeEngine, logprob_of, undisturbed
 

@@ -7,12 +7,12 @@ from unittest.mock import ANY
 
 import pytest
 
+from orchestrrl.core.errors import Retryable
+from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove
 from orchestrrl.engines.base import EngineMetrics
-from orchestrrl.errors import Retryable
 from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.handing import LoadCount
-from orchestrrl.gateway.slot import Slot
-from orchestrrl.operations import ItemResult, MoveMethod, RequestMove
+from orchestrrl.gateway.moves.kv_handover import LoadCount
+from orchestrrl.gateway.routing.backend import Slot
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed, world
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from orchestrrl.operations import ItemResult, RequestMove, Route
+from orchestrrl.core.operations import ItemResult, RequestMove, Route
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish

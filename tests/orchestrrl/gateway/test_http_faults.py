@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from orchestrrl.gateway.http_faults import MOST_BODY_BYTES, MOST_MEMBERS, BadHttp, decompressed
+from orchestrrl.gateway.http.faults import MOST_BODY_BYTES, MOST_MEMBERS, BadHttp, decompressed
 from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, SANE, HttpHouse, http_house, request
 
 BODY = json.dumps(SANE).encode()

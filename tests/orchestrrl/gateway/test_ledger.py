@@ -3,8 +3,8 @@
 import pytest
 
 from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
-from orchestrrl.gateway.ledger import DuplicateRequest, Ledger, Record
-from orchestrrl.gateway.versions import Span
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Ledger, Record
+from orchestrrl.gateway.ledger.versions import Span
 from planner.model import EngineId, RequestId, RequestState
 
 

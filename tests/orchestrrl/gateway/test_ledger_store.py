@@ -13,16 +13,16 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
-from orchestrrl.clock import WallClock
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import Chunk, Endpoint
-from orchestrrl.errors import Permanent
-from orchestrrl.gateway import store as store_module
-from orchestrrl.gateway.ask import read_ask
-from orchestrrl.gateway.ledger import DuplicateRequest, Failure, Record
-from orchestrrl.gateway.store import Entry, Keep, Store
-from orchestrrl.gateway.store_claims import Claims
-from orchestrrl.gateway.store_file import AnswerFile, Asked, Row, check
-from orchestrrl.gateway.store_pieces import Cutter, key_of, put_together
+from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.ledger import store as store_module
+from orchestrrl.gateway.ledger.claims import Claims
+from orchestrrl.gateway.ledger.file import AnswerFile, Asked, Row, check
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Failure, Record
+from orchestrrl.gateway.ledger.pieces import Cutter, key_of, put_together
+from orchestrrl.gateway.ledger.store import Entry, Keep, Store
 
 WITHIN_S = 120.0
 BODY: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 100_000}

@@ -7,14 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from orchestrrl.clock import WallClock
-from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.ask import Ask, read_ask
-from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
-from orchestrrl.gateway.link import GatewayLink
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.operations import (
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.operations import (
     Action,
     MoveRequests,
     Operation,
@@ -26,10 +20,16 @@ from orchestrrl.operations import (
     Route,
     SetRoutes,
 )
-from orchestrrl.reports import GatewayReport, ReportAck
+from orchestrrl.core.reports import GatewayReport, ReportAck
+from orchestrrl.engines.base import Endpoint
+from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.http.completion_requests import Ask, read_ask
+from orchestrrl.gateway.link import GatewayLink
+from orchestrrl.gateway.relay import Limits
+from orchestrrl.gateway.routing.backends import Fleet
 from orchestrrl.rpc.channel import SERVER_OPTIONS
-from orchestrrl.rpc.convert import ack_to_pb, gateway_report_from_pb
-from orchestrrl.rpc.convert_node import operation_to_pb, result_from_pb
+from orchestrrl.rpc.codecs.node import operation_to_pb, result_from_pb
+from orchestrrl.rpc.codecs.telemetry import ack_to_pb, gateway_report_from_pb
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2_grpc
 from planner.model import EngineHealth, EngineId, NodeId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, undisturbed

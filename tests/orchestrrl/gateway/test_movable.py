@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.movable import asked_tokens, continued, immovable_because, relayed_because
+from orchestrrl.gateway.moves.movable import asked_tokens, continued, immovable_because, relayed_because
 
 COMPLETIONS, CHAT = Endpoint.COMPLETIONS, Endpoint.CHAT
 

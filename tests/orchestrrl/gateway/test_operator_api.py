@@ -8,15 +8,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from orchestrrl.adapters.vllm_weights import reload_weights
 from orchestrrl.cli.gateway_options import read_options
-from orchestrrl.errors import Permanent, ProblemFaults
-from orchestrrl.gateway.server import Server
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.gateway.http.server import Server
 from orchestrrl.gateway.service import GatewayOptions, Place, operator_port_of
-from tests.orchestrrl.adapters.fake_vllm import servers
+from orchestrrl.integrations.vllm_weights import reload_weights
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.processes import free_port
 from tests.orchestrrl.gateway.test_server import PROMPT, House, house
+from tests.orchestrrl.integrations.fake_vllm import servers
 
 __all__ = ["house"]  # a fixture
 

@@ -4,14 +4,14 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.operations import RequestMove, Route
+from orchestrrl.core.reports import GatewayEngine
 from orchestrrl.engines.base import Endpoint, EngineMetrics
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
-from orchestrrl.gateway.ledger import Record
+from orchestrrl.gateway.ledger.ledger import Record
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.operations import RequestMove, Route
-from orchestrrl.reports import GatewayEngine
+from orchestrrl.gateway.routing.backends import Fleet
 from planner.model import EngineHealth, EngineId, NodeId, RequestId
 
 A, B, E0, E1 = map(EngineId, ("a", "b", "e0", "e1"))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from orchestrrl.gateway.versions import OnStale, Span
-from orchestrrl.operations import FrozenRequests
+from orchestrrl.core.operations import FrozenRequests
+from orchestrrl.gateway.ledger.versions import OnStale, Span
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.gates import close, open_gate, tokens_of
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from orchestrrl.errors import Permanent
+from orchestrrl.core.errors import Permanent
 from orchestrrl.gateway.processes import _reserved
 
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.operations import Route
 from orchestrrl.engines.base import Chunk, Endpoint
-from orchestrrl.gateway.fleet import Fleet, NoEngine
-from orchestrrl.gateway.ledger import Record
-from orchestrrl.gateway.queue import WAIT_BOUNDS_S, Queue, Waiter, Waits
-from orchestrrl.gateway.routing import STRATEGIES, Newcomer, Routing
-from orchestrrl.gateway.slot import Slot
-from orchestrrl.operations import Route
+from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.backends import Fleet, NoEngine
+from orchestrrl.gateway.routing.policies import STRATEGIES, Newcomer, Routing
+from orchestrrl.gateway.routing.queue import WAIT_BOUNDS_S, Queue, Waiter, Waits
 from planner.model import EngineId, RequestId
 
 ENGINES = ("e0", "e1", "e2")

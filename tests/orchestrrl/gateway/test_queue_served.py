@@ -8,14 +8,14 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CollectorRegistry
 
 from orchestrrl.cli.gateway_options import read_options
-from orchestrrl.clock import VirtualClock
-from orchestrrl.errors import ProblemFaults
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.core.operations import RequestMove, Route
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing import Routing, Slack
-from orchestrrl.operations import RequestMove, Route
+from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.routing.policies import Routing, Slack
 from planner.model import EngineId, NodeId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from orchestrrl.core.operations import ItemResult, RequestMove, Route
 from orchestrrl.engines.base import Endpoint, Refused
 from orchestrrl.gateway.core import Job
-from orchestrrl.operations import ItemResult, RequestMove, Route
 from planner.model import EngineId, RequestId, RequestState
 from tests.orchestrrl.gateway.fakes import World, chat_prompt, undisturbed, world
 

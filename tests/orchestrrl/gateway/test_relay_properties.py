@@ -6,11 +6,11 @@ from contextlib import AsyncExitStack
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.core.operations import ItemResult, RequestMove
 from orchestrrl.engines.base import Endpoint, Refused
 from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.ledger import Delta
-from orchestrrl.gateway.slot import Slot
-from orchestrrl.operations import ItemResult, RequestMove
+from orchestrrl.gateway.ledger.ledger import Delta
+from orchestrrl.gateway.routing.backend import Slot
 from planner.model import EngineId, RequestState
 from tests.orchestrrl.gateway.fakes import World, chat_prompt, undisturbed, world
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from orchestrrl.clock import WallClock
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, RequestMove
 from orchestrrl.engines.base import Endpoint, EngineMetrics, PauseMode
-from orchestrrl.gateway import store as store_module
-from orchestrrl.gateway.openai import response
-from orchestrrl.gateway.store import Keep, Store
-from orchestrrl.gateway.versions import Span
-from orchestrrl.operations import CloseGate, FrozenRequests, OpenGate, RequestMove
+from orchestrrl.gateway.http.openai import response
+from orchestrrl.gateway.ledger import store as store_module
+from orchestrrl.gateway.ledger.store import Keep, Store
+from orchestrrl.gateway.ledger.versions import Span
 from planner.model import EngineId, RequestId, RequestState
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, HttpHouse, http_house, request

@@ -9,13 +9,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.operations import Route
 from orchestrrl.engines.base import Chunk, GenerationRequest, Refused
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.http.server import Server
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.server import Server
-from orchestrrl.operations import Route
+from orchestrrl.gateway.routing.backends import Fleet
 from planner.model import EngineId, NodeId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed
 

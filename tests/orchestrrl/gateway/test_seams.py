@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from orchestrrl.core.operations import FrozenRequests, OpenGate, RequestMove, Route
+from orchestrrl.core.reports import GatePhase
 from orchestrrl.engines.base import PauseMode
-from orchestrrl.gateway import store as store_module
 from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.store import Keep, Store
-from orchestrrl.operations import FrozenRequests, OpenGate, RequestMove, Route
-from orchestrrl.reports import GatePhase
+from orchestrrl.gateway.ledger import store as store_module
+from orchestrrl.gateway.ledger.store import Keep, Store
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, world
 from tests.orchestrrl.gateway.gates import close, open_gate, order

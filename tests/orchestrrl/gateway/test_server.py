@@ -10,14 +10,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.clock import WallClock
-from orchestrrl.engines.simulated import SimulatedOptions, SimulatedServer
-from orchestrrl.engines.simulated_client import SimulatedEngine
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.operations import Route
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.http.server import MAX_BODY_BYTES, Server
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.server import MAX_BODY_BYTES, Server
-from orchestrrl.operations import Route
+from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
+from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 from planner.model import EngineId, NodeId
 from tests.orchestrrl.gateway.held import HeldEngine
 

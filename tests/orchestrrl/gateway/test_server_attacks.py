@@ -9,14 +9,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.clock import WallClock
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.operations import Route
 from orchestrrl.engines.base import Endpoint
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.fleet import Fleet
+from orchestrrl.gateway.http.server import MAX_BODY_BYTES, Server, _stream_at
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.server import MAX_BODY_BYTES, Server, _stream_at
-from orchestrrl.operations import Route
+from orchestrrl.gateway.routing.backends import Fleet
 from planner.model import EngineId, NodeId
 from tests.orchestrrl.gateway.fakes import FakeEngine
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway import store as store_module
 from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.ledger import Record
-from orchestrrl.gateway.store import Keep, Store
+from orchestrrl.gateway.ledger import store as store_module
+from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.ledger.store import Keep, Store
 from tests.orchestrrl.gateway.fakes import EOS, World, chat_prompt, logprob_of, undisturbed, world
 
 PROMPT = "12 ab"

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
-from orchestrrl.gateway.ask import read_ask
-from orchestrrl.gateway.ledger import Record
-from orchestrrl.gateway.store_pieces import Cutter, Piece, digest_of, give_back, key_of, put_together
+from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.ledger.pieces import Cutter, Piece, digest_of, give_back, key_of, put_together
 
 PROMPT = "a prompt"
 

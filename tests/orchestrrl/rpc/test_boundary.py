@@ -13,15 +13,15 @@ import pytest
 from grpc_fuzz import Method, reflected_methods
 from prometheus_client import CollectorRegistry, generate_latest
 
-from orchestrrl.clock import WallClock
-from orchestrrl.config import Listen, parse_config
-from orchestrrl.control_plane import ControlPlane
-from orchestrrl.errors import Permanent
-from orchestrrl.journal import Journal
-from orchestrrl.metrics import PlaneCollector
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.schema import Listen, parse_config
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.metrics import PlaneCollector
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2, control_pb2_grpc, telemetry_pb2
 from orchestrrl.rpc.server import Server
-from orchestrrl.rpc.switches import SwitchesService
+from orchestrrl.rpc.switches_service import SwitchesService
 
 DEADLINE_S = 120.0
 SMALL = """

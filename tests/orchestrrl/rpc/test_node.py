@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import pytest
 
-from orchestrrl.clock import VirtualClock, WallClock
-from orchestrrl.errors import OutcomeUnknown, Permanent
+from orchestrrl.core.clock import VirtualClock, WallClock
+from orchestrrl.core.errors import OutcomeUnknown, Permanent
 from orchestrrl.rpc.channel import SERVER_OPTIONS, Backoff
 from orchestrrl.rpc.node import NodeLink, OperationLog, ReportStream
 from orchestrrl.rpc.pb import agent_pb2 as pb

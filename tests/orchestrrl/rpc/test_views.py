@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from orchestrrl.clock import VirtualClock
-from orchestrrl.config import LimitSettings, parse_config
-from orchestrrl.control_plane import ControlPlane
-from orchestrrl.errors import OrchestrRLError
-from orchestrrl.journal import Journal
-from orchestrrl.metrics import PlaneCollector
-from orchestrrl.operations import OperationResult
-from orchestrrl.rpc import convert, convert_control, convert_node
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import LimitSettings, parse_config
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.operations import OperationResult
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.rpc.codecs import control as control_codec
+from orchestrrl.rpc.codecs import node as node_codec
+from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.pb import agent_pb2, control_pb2, telemetry_pb2
 from orchestrrl.rpc.ranges import checking
 
@@ -94,11 +96,11 @@ def passes(message: Any) -> bool:
 def fold(plane: ControlPlane, message: Any, stream: int) -> None:
     match message:
         case telemetry_pb2.EngineReport():
-            plane.engine_reported(convert.engine_report_from_pb(message), stream)
+            plane.engine_reported(telemetry_codec.engine_report_from_pb(message), stream)
         case telemetry_pb2.GatewayReport():
-            plane.gateway_reported(convert.gateway_report_from_pb(message), stream)
+            plane.gateway_reported(telemetry_codec.gateway_report_from_pb(message), stream)
         case _:
-            result: OperationResult = convert_node.result_from_pb(message)
+            result: OperationResult = node_codec.result_from_pb(message)
             plane.result_received(result)
             plane.state.fold_result(result)
 
@@ -107,14 +109,14 @@ def look(plane: ControlPlane) -> None:
     """Put every view on the wire."""
     snapshot = plane.state.snapshot(plane.clock.now_s())
     views: list[Any] = [
-        convert_control.status_to_pb(plane, "test"),
-        control_pb2.ListWorkersResponse(workers=convert_control.workers_to_pb(plane, snapshot)),
-        control_pb2.ListRequestsResponse(requests=map(convert.request_to_pb, snapshot.requests)),
+        control_codec.status_to_pb(plane, "test"),
+        control_pb2.ListWorkersResponse(workers=control_codec.workers_to_pb(plane, snapshot)),
+        control_pb2.ListRequestsResponse(requests=map(telemetry_codec.request_to_pb, snapshot.requests)),
     ]
     if plane.balance is not None:
-        views.append(convert_control.balance_to_pb(plane.balance, plane.latest_moves))
-    views += [convert_control.plan_to_pb(plan) for plan in plane.plans.newest(0)]
-    views += [convert_control.entry_to_pb(entry) for entry in plane.journal.tail(1000)]
+        views.append(control_codec.balance_to_pb(plane.balance, plane.latest_moves))
+    views += [control_codec.plan_to_pb(plan) for plan in plane.plans.newest(0)]
+    views += [control_codec.entry_to_pb(entry) for entry in plane.journal.tail(1000)]
     for view in views:
         assert type(view).FromString(view.SerializeToString()) == view
     registry = CollectorRegistry()

@@ -10,15 +10,15 @@ import pytest
 from fake_syncs import PEERS, FakePeers, FakeSyncs, carrying, done
 from pydantic import ValidationError
 
-from orchestrrl.clock import VirtualClock, WallClock
+from orchestrrl.core.clock import VirtualClock, WallClock
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS, MESSAGE_BYTES, SERVER_OPTIONS
-from orchestrrl.rpc.convert_weights import report_from_pb, status_from_pb
+from orchestrrl.rpc.codecs.weights import report_from_pb, status_from_pb
 from orchestrrl.rpc.order_pieces import Joining, pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.weights_service import WeightsService
-from orchestrrl.sync_reports import SyncReport, SyncState
-from orchestrrl.weights.hub import PeerHub
+from orchestrrl.weights.controller.peer_hub import PeerHub
+from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.model import Held, Part, Peer, PeerId, PeerRole, Place, ShardMap, TensorMeta, VersionMap
 from orchestrrl.weights.orders import (
     NEWS,

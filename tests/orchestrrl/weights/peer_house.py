@@ -162,7 +162,7 @@ class PeerProcess:
         self.name = name
         self.folder = folder
         self._command = [
-            python, "-m", "orchestrrl.weights.peer_main", "--id", name, "--daemon", f"127.0.0.1:{port}",
+            python, "-m", "orchestrrl.weights.peer.main", "--id", name, "--daemon", f"127.0.0.1:{port}",
             "--folder", str(folder), "--host", "127.0.0.1", "--transport", "tcp", "--ask-engines-s", "0.2", *options,
         ]  # fmt: skip
         self._log = folder.with_name(f"{folder.name}.log")

@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 
-from orchestrrl.errors import OrchestrRLError
+from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.rpc.channel import SERVER_OPTIONS
-from orchestrrl.rpc.convert_weights import report_to_pb, status_to_pb
+from orchestrrl.rpc.codecs.weights import report_to_pb, status_to_pb
 from orchestrrl.rpc.pb import weights_pb2, weights_pb2_grpc
 from orchestrrl.rpc.refusals import refuse
-from orchestrrl.sync_reports import SyncReport, WeightsStatus
+from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
 from orchestrrl.weights.publication import PUBLICATION, Publication
 
 

@@ -15,9 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrrl.sync_planning import Holding, Network, PlannedSync, Station, plan_sync
-from orchestrrl.weight_settings import WeightSettings
-from orchestrrl.weights.carry import ThreadedCarrier
+from orchestrrl.weights.controller.planning import Holding, Network, PlannedSync, Station, plan_sync
 from orchestrrl.weights.layout import read_layout
 from orchestrrl.weights.model import (
     DTYPE_BYTES,
@@ -33,11 +31,13 @@ from orchestrrl.weights.model import (
     VersionMap,
 )
 from orchestrrl.weights.orders import Arrived, Carry, Edge, EdgeEvent, EdgeState
+from orchestrrl.weights.peer.carry import ThreadedCarrier
+from orchestrrl.weights.peer.staged import StagedVersion
+from orchestrrl.weights.peer.store import Store
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.staged import StagedVersion
-from orchestrrl.weights.store import Store
-from orchestrrl.weights.trainer_boxes import Piece, slices
-from orchestrrl.weights.trainer_staging import ArrayCopies, stage
+from orchestrrl.weights.settings import WeightSettings
+from orchestrrl.weights.trainer.boxes import Piece, slices
+from orchestrrl.weights.trainer.staging import ArrayCopies, stage
 from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.tcp import TcpTransport
 from planner.model import EngineId

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.bench.fabric_allocate import dense, small
-from orchestrrl.bench.fabric_optimum import Judged, Optimum
+from orchestrrl.lab.bench.fabric_allocate import dense, small
+from orchestrrl.lab.bench.fabric_optimum import Judged, Optimum
 from planner.fabric.allocate import Allocation, AllocationProblem, algorithm3, allocate
 from planner.fabric.model import EndpointId, Pair, pair_of
 

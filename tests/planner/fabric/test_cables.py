@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.box.site import SITE
-from orchestrrl.site import parse_site
+from orchestrrl.fabric.site import parse_site
+from orchestrrl.lab.box.site import SITE
 from planner.fabric.cables import DARK, STRANGER, STRAY, WRONG_CABLE, Seen, faults_seen, port_text, traced, walk
 from planner.fabric.light import Interface, fibres_of, interfaces_at
 from planner.fabric.model import OcsId, PortPair, port_pair

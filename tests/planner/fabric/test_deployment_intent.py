@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from fabric_sites import gpus_of, small_site
 
+from planner.cost.models import MODELS
 from planner.fabric.demand import GENERAL, demand_of, flows_of
 from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
 from planner.fabric.generate import regular_site
@@ -14,7 +15,6 @@ from planner.fabric.plan import FabricPlan, FabricState, Failures
 from planner.fabric.shape import Shape
 from planner.fabric.topology import Role
 from planner.model import EngineId, GpuId, Parallelism
-from planner.models import MODELS
 
 DENSE = MODELS["qwen2.5-14b"]
 EXPERTS = MODELS["qwen3-235b-a22b"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.bench.slack import ARMS, LAYERS, Q, commits, events, feed, score
+from orchestrrl.lab.bench.slack import ARMS, LAYERS, Q, commits, events, feed, score
 from planner.fabric.recent import Trust
 from planner.fabric.sequence import PLACE_UNKNOWN, UNLEARNT
 from planner.fabric.slack import FEW_SAMPLES, MOST_SIZES, OUTLASTED, TRAFFIC, Remaining, Signature, SlackLearner

@@ -8,8 +8,8 @@ import gloo_weights
 import torch
 from transformers import AutoModelForCausalLM
 
-from orchestrrl.sync_reports import SYNC
-from orchestrrl.weights.client import SyncAborted, WeightsClient
+from orchestrrl.weights.controller.reports import SYNC
+from orchestrrl.weights.trainer.client import SyncAborted, WeightsClient
 
 gloo_weights.register()
 address, prompt, *folders = sys.argv[1:]

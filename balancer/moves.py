@@ -1,0 +1,433 @@
+"""Which requests to move so that no worker straggles: the fast loop's decision (section 4.2 of the paper). Pure.
+
+From the most congested worker, waiting before running and short contexts first, to the least congested worker that
+has the KV room, for as long as the spread of load indices exceeds theta. Ids break every tie.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf, isinf
+
+from balancer.kv_headroom import Room
+from balancer.load_index import Problem, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
+from planner.model import EngineId, RequestId, RequestState
+
+WITHIN_THETA = "within_theta"
+NOBODY = -1
+
+NO_FEASIBLE_MOVE = "no_feasible_move"
+MAX_MOVES = "max_moves"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One request to be moved, and the queue of the source that it stands in."""
+
+    request: RequestId
+    source: EngineId
+    destination: EngineId
+    state: RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """The moves, in order, and the load indices around them. None: the worker is stalled, so is the spread."""
+
+    load_before: Mapping[EngineId, float | None]
+    load_after: Mapping[EngineId, float | None]
+    spread_before: float | None
+    spread_after: float | None
+    moves: tuple[Move, ...]
+    stopped_because: str  # within_theta | no_feasible_move | max_moves
+
+
+def decide(
+    problem: Problem,
+    *,
+    max_moves: int | None = None,
+    excluded: AbstractSet[RequestId] = frozenset(),
+    forget_stuck: bool = False,
+    room: Room | None = None,
+) -> Balance:
+    """The moves of one tick.
+
+    For the live loop: at most `max_moves`; never a request in `excluded` (not movable, or moved too often already);
+    with `forget_stuck`, a stalled worker that nothing can leave does not keep the others from being balanced; only to
+    where `room` has room, beside what the rule itself asks of free KV.
+    """
+    fleet = _Fleet(problem, excluded, room)
+    load_before, spread_before = fleet.load_indices(), fleet.spread
+    moves: list[Move] = []
+    stopped_because = WITHIN_THETA
+    while (spread := fleet.counted_spread) > problem.theta:
+        if max_moves is not None and len(moves) >= max_moves:
+            stopped_because = MAX_MOVES
+            break
+        source = fleet.most_congested()
+        if source is None:
+            stopped_because = NO_FEASIBLE_MOVE
+            break
+        found = fleet.find_move(source, spread)
+        if found is None:
+            fleet.set_aside(source, forget=forget_stuck and source.stalled)
+        else:
+            moves.append(fleet.carry_out(source, found))
+    return Balance(
+        load_before=load_before,
+        load_after=fleet.load_indices(),
+        spread_before=_reported(spread_before),
+        spread_after=_reported(fleet.spread),
+        moves=tuple(moves),
+        stopped_because=stopped_because,
+    )
+
+
+def _reported(index: float) -> float | None:
+    return None if isinf(index) else index
+
+
+# What a worker holds at one point of the decision, and what follows from it: requests running, all requests, their
+# context tokens, free KV tokens, concurrency cap, load index (inf: stalled). A plain tuple: thousands are made.
+_Holding = tuple[int, int, int, int, int, float]
+
+# A request that may leave its worker: context tokens, id, state. Their order is that of leaving, within one state.
+_Departure = tuple[int, RequestId, RequestState]
+
+
+class _Load:
+    """One worker while moves are being chosen."""
+
+    __slots__ = (
+        "_fleet",
+        "_max_sequences",
+        "_tokens_per_s",
+        "cap",
+        "context_tokens",
+        "contexts",
+        "departures",
+        "entry",
+        "kv_free_tokens",
+        "load_index",
+        "no_burden",
+        "position",
+        "relief",
+        "requests",
+        "room",
+        "running",
+        "set_aside",
+        "stalled",
+        "worker",
+    )
+
+    def __init__(
+        self, position: int, worker: Worker, contexts: list[int], tokens_per_s: float, fleet: tuple[int, int]
+    ) -> None:
+        self.position = position  # in the order of ids
+        self.worker = worker
+        # A stall is a fact of the measurement: a request that arrives later does not make one, nor one that leaves
+        # end it while others are still stuck there.
+        self.stalled = worker.stalled
+        self.contexts = contexts  # tokens of each request that it held at first
+        self.departures: list[_Departure] | None = None  # in order; None: not asked for yet
+        self.set_aside = False
+        self._max_sequences = worker.max_sequences
+        self._tokens_per_s = worker.decode_tokens_per_s or tokens_per_s
+        self._fleet = fleet
+        self.become(self._holding(len(worker.running), len(contexts), sum(contexts), worker.kv_free_tokens))
+
+    def become(self, holding: _Holding) -> None:
+        """Go on from what a move leaves it with."""
+        self.running, self.requests, self.context_tokens, self.kv_free_tokens, self.cap, self.load_index = holding
+        self.entry = self.load_index, self.position  # in the order of congestion
+        # What is known of the contexts, in tokens, that it could take: none longer than `room`; none longer than
+        # `relief` lowers its index, which a short one beside long ones can; none up to `no_burden` raises it.
+        self.room = self.relief = -1 if self.stalled else self.kv_free_tokens
+        self.no_burden = -1
+
+    def _holding(self, running: int, requests: int, context_tokens: int, kv_free_tokens: int) -> _Holding:
+        cap = concurrency_cap(running, requests, context_tokens, kv_free_tokens, self._max_sequences, self._fleet)
+        if self.stalled and requests:
+            return running, requests, context_tokens, kv_free_tokens, cap, inf
+        return running, requests, context_tokens, kv_free_tokens, cap, load_index(requests, cap, self._tokens_per_s)
+
+    def without(self, departure: _Departure) -> _Holding:
+        """After one of its requests has left; a running one gives its KV back."""
+        tokens, _, state = departure
+        requests, context_tokens = self.requests - 1, self.context_tokens - tokens
+        if state is RequestState.RUNNING:
+            return self._holding(self.running - 1, requests, context_tokens, self.kv_free_tokens + tokens)
+        return self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
+
+    def having(self, tokens: int) -> _Holding | None:
+        """After a request of so many context tokens has arrived; None where there is no room, or those that are here
+        would lose concurrency.
+
+        The longer the context, the smaller the cap and the higher the index: each answer settles others.
+        """
+        if tokens > self.room:
+            return None
+        requests, context_tokens = self.requests + 1, self.context_tokens + tokens
+        if self.running < self._max_sequences:
+            after = self._holding(self.running + 1, requests, context_tokens, self.kv_free_tokens - tokens)
+        else:
+            after = self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
+        _, _, _, _, cap, index = after
+        if index >= self.load_index and tokens <= self.relief:
+            self.relief = tokens - 1
+        if index <= self.load_index and tokens > self.no_burden:
+            self.no_burden = tokens
+        if cap < self.cap and cap < requests:
+            self.room = tokens - 1
+            return None
+        return after
+
+
+# A move that is feasible: its place among the source's departures, the destination, and what the two then hold.
+_Found = tuple[int, _Load, _Holding, _Holding]
+
+
+class _Fleet:
+    """All workers while moves are being chosen, kept in order of congestion."""
+
+    def __init__(self, problem: Problem, excluded: AbstractSet[RequestId], room: Room | None) -> None:
+        workers = sorted(problem.workers, key=lambda worker: worker.id)
+        tokens_per_s = stand_in_tokens_per_s(workers)
+        contexts = [[request.context_tokens for request in worker.running + worker.waiting] for worker in workers]
+        fleet = sum(map(len, contexts)), sum(map(sum, contexts))
+        self._loads = [
+            _Load(position, worker, contexts[position], tokens_per_s, fleet) for position, worker in enumerate(workers)
+        ]
+        self._excluded = excluded
+        self._further_room = room
+        self._output_order = [worker.id for worker in problem.workers]
+        self._forgotten: list[_Load] = []
+        self._ascending = sorted(load.entry for load in self._loads)
+        # Beside it: what each had room for when last looked at, or less by now.
+        self._room = [self._loads[position].room for _, position in self._ascending]
+        # Superseded entries stay in the heap and are skipped.
+        self._sources = [(-load.load_index, load.position) for load in self._loads]
+        heapify(self._sources)
+
+    def load_indices(self) -> dict[EngineId, float | None]:
+        """Load index by worker, in the order of the problem."""
+        indices = {load.worker.id: _reported(load.load_index) for load in self._loads}
+        return {worker: indices[worker] for worker in self._output_order}
+
+    @property
+    def counted_spread(self) -> float:
+        """Highest minus lowest index, inf while a worker is stalled; forgotten workers left out."""
+        if not self._ascending:
+            return 0.0
+        highest = self._ascending[-1][0]
+        return inf if highest == inf else highest - self._ascending[0][0]
+
+    @property
+    def spread(self) -> float:
+        """Highest minus lowest index over all workers, inf while one is stalled."""
+        return inf if any(load.load_index == inf for load in self._forgotten) else self.counted_spread
+
+    def most_congested(self) -> _Load | None:
+        """The first by index, then id, among those not set aside."""
+        while self._sources:
+            index, position = self._sources[0]
+            load = self._loads[position]
+            if load.load_index == -index and not load.set_aside:
+                return load
+            heappop(self._sources)
+        return None
+
+    def set_aside(self, load: _Load, forget: bool) -> None:
+        """Nothing leaves this worker any more. To forget it takes it out of the spread as well."""
+        load.set_aside = True
+        if forget:
+            self._remove(load)
+            self._forgotten.append(load)
+
+    def find_move(self, source: _Load, spread: float) -> _Found | None:
+        """The first request of the source, in its order of departure, that has a destination. `spread`: as it is."""
+        if not source.stalled and isinf(spread):
+            return None  # while another worker is stalled, no move from this one lowers the spread
+        rest = _Rest(self._ascending, source.position)
+        if not source.stalled and rest.high - rest.low >= spread:
+            return self._move_to_extreme(source, spread, rest)
+        failed: tuple[int, RequestState] | None = None
+        longest: float = inf  # context that anybody may have room for
+        for place, departure in enumerate(self._departures(source)):
+            context_tokens, _, state = departure
+            if context_tokens > longest or (context_tokens, state) == failed:
+                continue
+            left = source.without(departure)
+            found = (
+                self._anywhere(source, departure, left, spread, rest)
+                if source.stalled or rest.spread_beside(left[-1]) < spread
+                else self._among(source, rest.extremes, departure, left, spread, rest)
+            )
+            if found is not None:
+                return place, found[0], left, found[1]
+            if self._further_room is None:  # with it, requests of one context differ
+                failed = context_tokens, state
+            longest = max(self._room)
+        return None
+
+    def _anywhere(
+        self, source: _Load, departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
+    ) -> tuple[_Load, _Holding] | None:
+        """The least congested worker for which a move is feasible."""
+        context_tokens = departure[0]
+        for place, room in enumerate(self._room):
+            if room < context_tokens:
+                continue
+            destination = self._loads[self._ascending[place][1]]
+            arrived = destination.having(context_tokens) if destination is not source else None
+            if (
+                arrived is not None
+                and (source.stalled or rest.spread_with(destination.position, left[-1], arrived[-1]) < spread)
+                and self._fits(departure, source, destination)
+            ):
+                return destination, arrived
+            self._room[place] = destination.room
+        return None
+
+    def _move_to_extreme(self, source: _Load, spread: float, rest: "_Rest") -> _Found | None:
+        """Of a source without which the spread is the same: only what changes an end of it helps."""
+        extremes = [place for place in rest.extremes if rest.least_spread(place) < spread]
+        windows = [rest.window(self._loads[place]) for place in extremes]
+        if not any(low < tokens <= high for low, high in windows for tokens in source.contexts):
+            return None
+        failed: tuple[int, RequestState] | None = None
+        for place, departure in enumerate(self._departures(source)):
+            context_tokens, _, state = departure
+            if (context_tokens, state) == failed or not any(low < context_tokens <= high for low, high in windows):
+                continue
+            left = source.without(departure)
+            found = self._among(source, extremes, departure, left, spread, rest)
+            if found is not None:
+                return place, found[0], left, found[1]
+            if self._further_room is None:
+                failed = context_tokens, state
+        return None
+
+    def _among(
+        self,
+        source: _Load,
+        places: Sequence[int],
+        departure: _Departure,
+        left: _Holding,
+        spread: float,
+        rest: "_Rest",
+    ) -> tuple[_Load, _Holding] | None:
+        """The first of the workers at `places`, none of them the source, for which a move lowers the spread."""
+        for destination in map(self._loads.__getitem__, places):
+            arrived = destination.having(departure[0])
+            if (
+                arrived is not None
+                and rest.spread_with(destination.position, left[-1], arrived[-1]) < spread
+                and self._fits(departure, source, destination)
+            ):
+                return destination, arrived
+        return None
+
+    def _fits(self, departure: _Departure, source: _Load, destination: _Load) -> bool:
+        return self._further_room is None or self._further_room.fits(
+            departure[1], source.worker.id, destination.worker.id
+        )
+
+    def _departures(self, source: _Load) -> list[_Departure]:
+        """What may leave: waiting before running, short contexts first, then by id."""
+        if source.departures is None:
+            source.departures = [
+                departure
+                for state, queue in (
+                    (RequestState.WAITING, source.worker.waiting),
+                    (RequestState.RUNNING, source.worker.running),
+                )
+                for departure in sorted([(request.context_tokens, request.id, state) for request in queue])
+                if departure[1] not in self._excluded
+            ]
+        return source.departures
+
+    def carry_out(self, source: _Load, found: _Found) -> Move:
+        """Make the move, and put both workers where they then belong."""
+        place, destination, left, arrived = found
+        assert source.departures is not None
+        _, request, state = source.departures.pop(place)
+        if self._further_room is not None:
+            self._further_room.moved(request, source.worker.id, destination.worker.id)
+        self._become(source, left)
+        heapreplace(self._sources, (-source.load_index, source.position))  # it was the first of them
+        self._become(destination, arrived)
+        if not destination.set_aside:
+            heappush(self._sources, (-destination.load_index, destination.position))
+        return Move(request, source.worker.id, destination.worker.id, state)
+
+    def _become(self, load: _Load, holding: _Holding) -> None:
+        ascending, room = self._ascending, self._room
+        place = -1 if ascending[-1] is load.entry else bisect_left(ascending, load.entry)
+        del ascending[place], room[place]
+        load.become(holding)
+        place = bisect_left(ascending, load.entry)
+        ascending.insert(place, load.entry)
+        room.insert(place, load.room)
+
+    def _remove(self, load: _Load) -> None:
+        place = bisect_left(self._ascending, load.entry)
+        del self._ascending[place], self._room[place]
+
+
+class _Rest:
+    """The two lowest and the two highest indices of the workers other than the source.
+
+    With them the spread after a move is known at once, and most destinations can be told apart from those that matter:
+    after a move to any but the `extremes`, the spread still reaches from the lowest to the highest.
+    """
+
+    __slots__ = ("_highest", "_lowest", "_second_high", "_second_low", "high", "low")
+
+    def __init__(self, ascending: list[tuple[float, int]], source: int) -> None:
+        if len(ascending) > 3 and ascending[-1][1] == source:  # as it mostly is
+            self.low, self._lowest = ascending[0]
+            self._second_low = ascending[1][0]
+            self.high, self._highest = ascending[-2]
+            self._second_high = ascending[-3][0]
+            return
+        low = [entry for entry in ascending[:3] if entry[1] != source]
+        high = [entry for entry in ascending[:-4:-1] if entry[1] != source]
+        self.low, self._lowest = low[0] if low else (inf, NOBODY)
+        self.high, self._highest = high[0] if high else (-inf, NOBODY)
+        self._second_low = low[1][0] if len(low) > 1 else inf
+        self._second_high = high[1][0] if len(high) > 1 else -inf
+
+    @property
+    def extremes(self) -> list[int]:
+        """The lowest, then the highest, where there are any."""
+        return [place for place in dict.fromkeys((self._lowest, self._highest)) if place != NOBODY]
+
+    def window(self, extreme: _Load) -> tuple[int, int]:
+        """Contexts with which a move to an extreme might lower the spread: above the first, up to the second.
+
+        While one end of the spread stays, only a fall of the highest or a rise of the lowest helps.
+        """
+        if self._lowest == self._highest:
+            return -1, extreme.room
+        return (-1, extreme.relief) if extreme.position == self._highest else (extreme.no_burden, extreme.room)
+
+    def least_spread(self, destination: int) -> float:
+        """Below this no move to the destination gets."""
+        high = self._second_high if destination == self._highest else self.high
+        low = self._second_low if destination == self._lowest else self.low
+        return high - low
+
+    def spread_beside(self, left: float) -> float:
+        """Highest minus lowest once the source has index `left`, whatever becomes of a destination in between."""
+        high, low = self.high, self.low
+        return (high if high > left else left) - (low if low < left else left)
+
+    def spread_with(self, destination: int, left: float, arrived: float) -> float:
+        """Highest minus lowest once the source has index `left` and the destination index `arrived`."""
+        high = self._second_high if destination == self._highest else self.high
+        low = self._second_low if destination == self._lowest else self.low
+        more, less = (left, arrived) if left > arrived else (arrived, left)
+        return (high if high > more else more) - (low if low < less else less)

@@ -1,0 +1,1 @@
+"""`orchestrrl demo`."""

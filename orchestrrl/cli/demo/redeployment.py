@@ -1,0 +1,106 @@
+"""What `orchestrrl demo --switch` prints: the time line of the switch beside the paper's, and what it was worth."""
+
+from collections.abc import Iterator
+
+from orchestrrl.cli.fleet.redeploy_text import change_words, time_line
+from orchestrrl.cli.formats import duration
+from orchestrrl.cli.output import print_lines, print_table, stdout
+from orchestrrl.lab.demo.switch_fabric import GEN_POD
+from orchestrrl.lab.demo.switch_report import PAPER, at_s
+from orchestrrl.lab.demo.switch_run import Arm, SwitchDemo, Switched
+from orchestrrl.lab.demo.switch_stack import modelled_switch_s
+
+COLUMNS = ("", "clock, s", "engine s", "predicted", "the paper's")
+
+
+def print_switch_demo(demo: SwitchDemo) -> None:
+    speed = demo.scenario.speed
+    for outcome in demo.seeds:
+        for switched in outcome.free.switches:
+            report = dict(switched.report)
+            stdout().print(time_line(report, report["created_unix_s"]))
+            began_s = at_s(switched, outcome.free, speed)
+            print_table(
+                f"{change_words(report)} at {began_s:.0f} engine seconds of seed {outcome.seed}",
+                COLUMNS,
+                _beside_the_paper(demo, switched),
+            )
+        if outcome.free.fabric_after is not None:
+            print_table(
+                f"Circuits of {GEN_POD} before and after, seed {outcome.seed}",
+                ("from", "to", "before", "after"),
+                _circuits(outcome.free),
+            )
+    print_table(
+        f"One generation step of {len(demo.seeds[0].samples)} requests: engine seconds",
+        ("seed", "pinned", "free to switch", "ratio", "gained", "gain predicted", "tokens recomputed for it"),
+        (
+            (
+                outcome.seed,
+                f"{outcome.pinned.record.makespan_s:.1f}",
+                f"{outcome.free.record.makespan_s:.1f}",
+                f"{outcome.ratio:.3f}",
+                f"{outcome.pinned.record.makespan_s - outcome.free.record.makespan_s:.1f}",
+                f"{sum(switched.predicted_gain_s for switched in outcome.free.switches) * speed:.1f}",
+                f"{sum(s.resumption.context_tokens for s in outcome.free.switches if s.resumption):,}",
+            )
+            for outcome in demo.seeds
+        ),
+    )
+    print_lines(_summary(demo))
+
+
+def _beside_the_paper(demo: SwitchDemo, switched: Switched) -> Iterator[tuple[object, ...]]:
+    speed, plan, resumed = demo.scenario.speed, switched.plan, switched.resumption
+
+    def row(what: str, wall_s: float, predicted_s: float | None, paper_s: float | None) -> tuple[object, ...]:
+        predicted = None if predicted_s is None else f"{predicted_s * speed:.1f}"
+        return what, f"{wall_s:.2f}", f"{wall_s * speed:.1f}", predicted, paper_s
+
+    assert demo.scenario.deployment is not None, "the scenario is of a fleet that the daemon starts"
+    modelled_s = modelled_switch_s(demo.scenario.deployment, demo.scenario.deployment.standby) / speed
+    yield row("switching", switched.switching_s, plan["switch_cost_s"], PAPER["switching_s"])
+    yield row("  as modelled: going to sleep, waking", modelled_s, None, PAPER["switching_s"])
+    circuits_s = switched.followed.took_s if switched.followed else 0.0
+    if switched.followed:
+        yield row("  circuits, on virtual switches", circuits_s, None, None)
+    yield row("  processes, checks, HTTP on this machine", switched.switching_s - modelled_s - circuits_s, None, None)
+    if resumed is not None:
+        what = f"KV recomputed: {len(resumed.each)} requests, {resumed.context_tokens:,} tokens"
+        yield row(what, resumed.last_s, resumed.predicted_s, PAPER["kv_recompute_s"])
+    yield row("in all", switched.total_s, plan["switch_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
+
+
+def _circuits(arm: Arm) -> Iterator[tuple[object, ...]]:
+    """Of the PoD that generates. ToRs are named without it."""
+    assert arm.fabric_before is not None, "there was a fabric"
+    assert arm.fabric_after is not None, "there was a fabric"
+    before, after = (seen.circuits.of(GEN_POD) for seen in (arm.fabric_before, arm.fabric_after))
+    for a, b in sorted(before.keys() | after.keys()):
+        yield a, b, before.get((a, b), 0), after.get((a, b), 0)
+
+
+def _summary(demo: SwitchDemo) -> Iterator[str]:
+    speed = demo.scenario.speed
+    switches = [(outcome, switched) for outcome in demo.seeds for switched in outcome.free.switches]
+    if not switches:
+        yield "[yellow]the planner found no switch worth it: see `reason` in the journal's plans[/yellow]"
+    for outcome, switched in switches:
+        yield f"seed {outcome.seed}: {switched.report['reason']}"
+        if switched.plan["actual_makespan_s"] is not None:
+            predicted, actual = switched.plan["predicted_s"] * speed, switched.plan["actual_makespan_s"] * speed
+            yield f"  from then to the step's end: predicted {predicted:.1f}, actual {actual:.1f} engine seconds"
+        if (followed := switched.followed) is not None:
+            yield (
+                f"  {followed.said}: announced to verified {duration(followed.took_s)}, of which command to verified "
+                f"{duration(followed.dark_s)}"
+            )
+        if switched.resumption is not None:
+            half, last = switched.resumption.median_s * speed, switched.resumption.last_s * speed
+            yield f"  first token after it: half of the requests within {half:.1f}, the last after {last:.1f} engine s"
+    yield (
+        f"engines run {speed:g} times as fast as life: what they decode, prefill and sleep is in proportion. Processes "
+        f"and HTTP are not: in engine seconds they weigh {speed:g} times what they take"
+    )
+    yield f"requests lost: {demo.lost}, differing from an undisturbed run: {demo.differing}"
+    yield from (f"[red]{fault}[/red]" for fault in demo.faults[:5])

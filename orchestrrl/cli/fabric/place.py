@@ -1,0 +1,158 @@
+"""`orchestrrl fabric place`: which switch and which ports carry each circuit, for a problem in a file."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_lines, print_table, reporting_errors
+
+if TYPE_CHECKING:
+    from orchestrrl.cli.fabric.place_problem import PlaceProblem
+    from planner.fabric.model import Cabling, Pair, PortPair
+    from planner.fabric.place import Placed, PlacingProblem
+
+LINES_SHOWN = 40  # cross-connects to add or remove; beyond that, switches only
+EXAMPLE = {
+    "switches": [
+        {"id": f"ocs{switch}", "ports": {f"tor{tor}": [2 * tor + 1, 2 * tor + 2] for tor in range(4)}}
+        for switch in range(2)
+    ],
+    "circuits": [
+        {"a": "tor0", "b": "tor1", "count": 2},
+        {"a": "tor0", "b": "tor2", "count": 2},
+        {"a": "tor1", "b": "tor3", "count": 2},
+        {"a": "tor2", "b": "tor3", "count": 1},
+    ],
+    "current": [
+        {"switch": "ocs0", "port_a": 1, "port_b": 3},
+        {"switch": "ocs0", "port_a": 5, "port_b": 7},
+        {"switch": "ocs1", "port_a": 1, "port_b": 7},
+        {"switch": "ocs1", "port_a": 3, "port_b": 5},
+    ],
+    "failed_ports": {"ocs0": [8]},
+}
+
+HELP = """Say which switch and which ports carry each circuit.
+
+Reads one JSON problem: `switches` with the ports that each endpoint's fibres end on, the `circuits` wanted, the
+`current` cross-connects and the `failed_ports`. Both ends of a circuit lie on one switch. First as many circuits as can
+be placed, then with as few changes as can be. A current cross-connect on a failed port goes. Nothing is changed.
+
+Example:
+
+    orchestrrl fabric place --print-example > circuits.json
+
+    orchestrrl fabric place circuits.json
+
+    orchestrrl fabric place - --json < circuits.json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    group(app, "fabric").command("place", help=HELP)(place_circuits)
+
+
+def _print_example(wanted: bool) -> None:
+    if wanted:
+        print_json(EXAMPLE)
+        raise typer.Exit
+
+
+ExampleFlag = Annotated[
+    bool,
+    typer.Option("--print-example", help="Print an example problem and stop.", callback=_print_example, is_eager=True),
+]
+
+
+def place_circuits(file: ProblemFile, as_json: JsonFlag = False, _example: ExampleFlag = False) -> None:
+    # Imported here so that no other command waits for it.
+    from orchestrrl.cli.fabric.place_problem import CHECKS, PlaceProblem, problem_of
+    from orchestrrl.cli.problem import read_problem
+    from planner.fabric.place import place
+
+    with reporting_errors():
+        read = read_problem(file, PlaceProblem, CHECKS)
+        problem = problem_of(read)
+        placed = place(problem)
+    if as_json:
+        print_json(_json(read, problem.cabling, placed))
+    else:
+        _show(problem, placed)
+
+
+def _json(read: "PlaceProblem", cabling: "Cabling", placed: "Placed") -> dict[str, Any]:
+    """Ends stand in the order in which the problem names them."""
+    named = {(min(each.a, each.b), max(each.a, each.b)): (each.a, each.b) for each in read.circuits}
+    kept = {(each.switch, *each.ports) for each in placed.kept}
+    return {
+        "cross_connects": [_cross_connect(named, cabling, each) for each in placed.cross_connects],
+        "kept": [
+            each.model_dump()
+            for each in read.current
+            if (each.switch, min(each.port_a, each.port_b), max(each.port_a, each.port_b)) in kept
+        ],
+        "unplaced": [
+            {"a": named[pair][0], "b": named[pair][1], "count": count} for pair, count in placed.unplaced.items()
+        ],
+    }
+
+
+def _cross_connect(
+    named: dict[tuple[str, str], tuple[str, str]], cabling: "Cabling", each: "PortPair"
+) -> dict[str, Any]:
+    owners = cabling.ports[each.switch]
+    one, other = each.ports
+    a, b = named[min(owners[one], owners[other]), max(owners[one], owners[other])]
+    port_a, port_b = (one, other) if owners[one] == a else (other, one)
+    return {"switch": each.switch, "a": a, "b": b, "port_a": port_a, "port_b": port_b}
+
+
+def _show(problem: "PlacingProblem", placed: "Placed") -> None:
+    new = set(placed.cross_connects) - set(placed.kept)
+    gone = problem.current - set(placed.kept)
+    wanted = sum(problem.circuits.values())
+    print_lines(
+        [
+            f"[bold]{len(placed.cross_connects):,} of {wanted:,} circuits[/bold] placed: {len(placed.kept):,} stay,"
+            f" {len(new):,} new, {len(gone):,} removed" + _proof(placed)
+        ]
+    )
+    counts = [Counter(each.switch for each in group) for group in (placed.cross_connects, placed.kept, new, gone)]
+    print_table(
+        "Switches",
+        ("switch", "circuits", "kept", "new", "removed"),
+        ((switch, *(count[switch] for count in counts)) for switch in sorted(problem.cabling.ports)),
+    )
+    if 0 < len(new) + len(gone) <= LINES_SHOWN:
+        print_table(
+            "Changes",
+            ("switch", "change", "ports", "endpoints"),
+            [
+                (each.switch, word, "{}-{}".format(*each.ports), _ends(problem, each))
+                for word, group in (("remove", gone), ("add", new))
+                for each in sorted(group)
+            ],
+            left=("change", "ports", "endpoints"),
+        )
+    if placed.unplaced:
+        print_table("Unplaced", ("pair", "circuits"), ((_name(pair), count) for pair, count in placed.unplaced.items()))
+
+
+def _proof(placed: "Placed") -> str:
+    if placed.proven:
+        return "; no placement does better."
+    return (
+        f"; no placement has more than {placed.bound_circuits:,}"
+        f" circuits or, with as many as this, keeps more than {placed.bound_kept:,}."
+    )
+
+
+def _ends(problem: "PlacingProblem", each: "PortPair") -> str:
+    owners = problem.cabling.ports[each.switch]
+    return " - ".join(owners[port] for port in each.ports)
+
+
+def _name(pair: "Pair") -> str:
+    return " - ".join(pair)

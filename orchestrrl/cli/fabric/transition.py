@@ -1,0 +1,189 @@
+"""`orchestrrl fabric transition`: from one set of cross-connects to another without a pair going dark."""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.markup import escape
+
+from orchestrrl.cli.formats import bar, duration
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_lines, print_table, reporting_errors
+
+if TYPE_CHECKING:
+    from planner.fabric.model import Pair, PortPair
+    from planner.fabric.transition import Light, Transition, TransitionProblem
+
+SHOWN_MOVES = 12  # of a stage; more are counted
+SHOWN_STAGES = 60
+BAR_WIDTH = 10
+
+HELP = """Say in which stages cross-connects are changed, so that no pair goes dark and every endpoint keeps bandwidth.
+
+Reads one JSON problem: which endpoint each port of the `switches` is fibred to, the `current` and the `target`
+cross-connects, `max_moves_per_stage` and `min_fraction`. A stage's removals come down before its additions go up; what
+is left at each point is shown. Where no order keeps everybody lit, those that suffer are named, as few as can be:
+`dark_pairs` first, then `thin_endpoints`, then stages. Nothing is changed.
+
+Example:
+
+    orchestrrl fabric transition --print-example > transition.json
+
+    orchestrrl fabric transition transition.json
+
+    orchestrrl fabric transition - --json < transition.json
+"""
+
+# Two switches; two pairs change partners, and one keeps its only circuit until another is up on the second switch.
+EXAMPLE: dict[str, Any] = {
+    "switches": [
+        {"id": name, "ports": {"tor0": [1, 2], "tor1": [3, 4], "tor2": [5, 6], "tor3": [7, 8]}}
+        for name in ("ocs0", "ocs1")
+    ],
+    "current": [
+        {"switch": "ocs0", "port_a": 1, "port_b": 3},
+        {"switch": "ocs0", "port_a": 2, "port_b": 4},
+        {"switch": "ocs0", "port_a": 5, "port_b": 7},
+        {"switch": "ocs1", "port_a": 1, "port_b": 3},
+    ],
+    "target": [
+        {"switch": "ocs0", "port_a": 1, "port_b": 5},
+        {"switch": "ocs0", "port_a": 3, "port_b": 7},
+        {"switch": "ocs1", "port_a": 1, "port_b": 3},
+        {"switch": "ocs1", "port_a": 5, "port_b": 7},
+    ],
+    "max_moves_per_stage": 3,
+    "min_fraction": 0.5,
+}
+
+
+class Least(NamedTuple):
+    """The endpoint with the smallest share of its circuits before or after, whichever are fewer."""
+
+    endpoint: str | None
+    circuits: int
+    of: int
+
+
+def register(app: typer.Typer) -> None:
+    group(app, "fabric").command("transition", help=HELP)(show_transition)
+
+
+def _print_example(wanted: bool) -> None:
+    if wanted:
+        print_json(EXAMPLE)
+        raise typer.Exit
+
+
+ExampleFlag = Annotated[
+    bool,
+    typer.Option("--print-example", help="Print an example problem and stop.", callback=_print_example, is_eager=True),
+]
+
+
+def show_transition(file: ProblemFile, as_json: JsonFlag = False, _example: ExampleFlag = False) -> None:
+    from orchestrrl.cli.fabric.transition_problem import CHECKS, TransitionFile, problem_of
+    from orchestrrl.cli.problem import read_problem
+    from planner.fabric.transition import transition
+
+    with reporting_errors():
+        problem = problem_of(read_problem(file, TransitionFile, CHECKS))
+    started_s = time.perf_counter()
+    found = transition(problem)
+    solve_s = time.perf_counter() - started_s
+    if as_json:
+        print_json(_json(problem, found))
+    else:
+        _show(problem, found, solve_s)
+
+
+def _json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
+    """The stages and who suffers; a dark pair is an object `{"a", "b"}`, as a circuit is.
+
+    `points` says what is left: all circuits, and those of the endpoint that has least of its fewer before or after.
+    """
+    from planner.fabric.transition import bandwidth
+
+    def parts(cross_connects: "Iterable[PortPair]") -> list[dict[str, Any]]:
+        return [{"switch": each.switch, "port_a": each.port_a, "port_b": each.port_b} for each in cross_connects]
+
+    return {
+        "stages": [{"remove": parts(stage.remove), "add": parts(stage.add)} for stage in found.stages],
+        "dark_pairs": [{"a": one, "b": other} for one, other in found.dark_pairs],
+        "thin_endpoints": list(found.thin_endpoints),
+        "points": [
+            {"stage": light.stage, "kind": light.kind, "circuits": sum(light.pairs.values()), "least": least._asdict()}
+            for light, least in _leasts(bandwidth(problem, found, 1.0))
+        ],
+        "stages_at_least": found.stages_at_least,
+        "fewest_suffer": found.fewest_suffer,
+    }
+
+
+def _show(problem: "TransitionProblem", found: "Transition", solve_s: float) -> None:
+    from planner.fabric.transition import bandwidth
+
+    count, down = len(found.stages), sum(len(stage.remove) for stage in found.stages)
+    up = sum(len(stage.add) for stage in found.stages)
+    proven = "no fewer will do" if count == found.stages_at_least else f"at least {found.stages_at_least} are needed"
+    print_lines(
+        [
+            f"[bold]{_number(count, 'stage')}[/bold] ({proven}): {down:,} down, {up:,} up,"
+            f" {len(problem.current & problem.target):,} untouched; solved in {duration(solve_s)}",
+            f"dark pairs: {_named(found.dark_pairs)}; thin endpoints: {_escaped(found.thin_endpoints)}"
+            + ("" if found.fewest_suffer else " (fewer may do: not proven)"),
+        ]
+    )
+    lights = bandwidth(problem, found, 1.0)
+    rows = list(_rows(found, lights))
+    print_table(
+        "Stages",
+        ("stage", "point", "cross-connects", "circuits", "least of an endpoint", ""),
+        rows[: 2 * SHOWN_STAGES + 1],
+        left=("point", "cross-connects", ""),
+    )
+    if len(found.stages) > SHOWN_STAGES:
+        print_lines([f"... and {len(found.stages) - SHOWN_STAGES:,} more; --json has them all"])
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _named(pairs: "tuple[Pair, ...]") -> str:
+    return _escaped(f"{one}-{other}" for one, other in pairs)
+
+
+def _escaped(names: Iterable[str]) -> str:
+    """Names may look like markup."""
+    return escape(", ".join(names)) or "none"
+
+
+def _leasts(lights: "tuple[Light, ...]") -> Iterator[tuple["Light", Least]]:
+    first, last = lights[0].endpoints, lights[-1].endpoints
+    whole = {name: min(first[name], last[name]) for name in first if min(first[name], last[name]) > 0}
+    for light in lights:
+        name = min(whole, key=lambda name: (light.endpoints[name] / whole[name], name), default=None)
+        yield light, Least(None, 0, 0) if name is None else Least(name, light.endpoints[name], whole[name])
+
+
+def _rows(found: "Transition", lights: "tuple[Light, ...]") -> Iterator[tuple[object, ...]]:
+    """One line a point: what moves, what is up, and the endpoint that has least of what it has before or after."""
+    for light, least in _leasts(lights):
+        moved: tuple[PortPair, ...] = ()
+        if light.stage:
+            stage = found.stages[light.stage - 1]
+            moved = stage.remove if light.kind == "removed" else stage.add
+        sign = {"start": "", "removed": "-", "added": "+"}[light.kind]
+        shown = [f"{sign}{each}" for each in moved[:SHOWN_MOVES]]
+        if len(moved) > SHOWN_MOVES:
+            shown.append(f"and {len(moved) - SHOWN_MOVES:,} more")
+        yield (
+            light.stage or None,
+            {"start": "before", "removed": "down", "added": "up"}[light.kind],
+            " ".join(shown) or None,
+            sum(light.pairs.values()),
+            None if least.endpoint is None else f"{least.endpoint} {least.circuits} of {least.of}",
+            bar(min(1.0, least.circuits / least.of), BAR_WIDTH) if least.of else None,
+        )

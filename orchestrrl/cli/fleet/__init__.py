@@ -1,0 +1,1 @@
+"""Commands on engines, requests, moves and redeployments."""

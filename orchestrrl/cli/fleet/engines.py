@@ -1,0 +1,274 @@
+"""`orchestrrl engines`: which engines there are, and engines that come and go while the daemon runs."""
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.fleet.status import fetch_status, remarks
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr, stdout
+from orchestrrl.core.addresses import DEFAULT_TARGET, check_url
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
+
+LOOK_EVERY_S = 0.25
+# Gateways report several times in this, so a request that was on its way when the drain was told has shown itself.
+EMPTY_FOR_S = 2.0
+# By then a daemon that was started anew has its gateways again, and knows what they have.
+KNOWN_AFTER_S = 5.0
+REMOVE_TIMEOUT_S = 600.0  # moves wait for their destinations' first tokens
+
+COLUMNS = ("engine", "state", "health", "requests", "run", "wait", "pool", "weights", "runs as", "url")
+OPTIONAL = {"pool", "weights", "runs as"}
+
+EngineArgument = Annotated[str, typer.Argument(help="The engine's id.", metavar="ID")]
+ReasonOption = Annotated[str, typer.Option(help="Who and why, for the journal.")]
+
+
+def list_engines(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+    """List the engines: which take requests, which are drained, who judges their health.
+
+    Example: `orchestrrl engines list`
+    """
+
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
+        return {"engines": await _workers(client)}
+
+    found = ask(daemon, conversation)
+    if as_json:
+        print_json(found)
+        return
+    print_table("Engines", COLUMNS, map(_row, found["engines"]), optional=OPTIONAL)
+    print_lines(_remarks(found["engines"]))
+
+
+def add(
+    engine: EngineArgument,
+    url: Annotated[str, typer.Option("--url", help="Where it listens.", metavar="URL")] = "",
+    configuration: Annotated[str, typer.Option("--configuration", help="One that the daemon knows.", metavar="C")] = "",
+    gpus: Annotated[str, typer.Option("--gpus", help="Its GPUs, as in `0,1`.", metavar="LIST")] = "",
+    pool: Annotated[str, typer.Option("--pool", help="Engines of a kind, which tags may prefer.", metavar="P")] = "",
+    reason: ReasonOption = "",
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Have every gateway send requests to one more engine, until it is removed.
+
+    It stays over restarts and reloads of the daemon. Start its agent afterwards, under the same id: without one it gets
+    requests, but no decision is taken for it. One that was removed and that the daemon's configuration names comes back
+    by its id alone, as it stands there.
+
+    Example: `orchestrrl engines add e2 --url http://127.0.0.1:8003 --configuration tp2 --gpus 4,5`
+    """
+    with reporting_errors():
+        numbers = _checked(engine, url, gpus)
+
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
+        order = control_pb2.AddEngineRequest(
+            engine_id=engine, url=url, configuration=configuration, gpus=numbers, pool=pool, reason=reason
+        )
+        return await answer(client, client.control.AddEngine, order)
+
+    worker = ask(daemon, conversation)
+    if as_json:
+        print_json(worker)
+        return
+    stdout().print(escape(f"{engine} is added: gateways send it requests"), soft_wrap=True)
+    print_lines(_remarks([worker]))
+
+
+def drain(
+    engine: EngineArgument,
+    move: Annotated[bool, typer.Option("--move", help="Have what is there continued elsewhere.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Until nothing is there.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0.0, help="Of the wait, in seconds; 0: without end.")] = 0.0,
+    reason: ReasonOption = "",
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Send an engine nothing new. What is there finishes or, with --move, goes on elsewhere as far as it can.
+
+    It stays drained over restarts of the daemon, until --undo.
+
+    Example: `orchestrrl engines drain e1 --move --wait`
+    """
+    with reporting_errors():
+        if undo and (move or wait):
+            raise ProblemFaults([f"{flag}: cannot go with --undo" for flag, on in _flags(move, wait) if on])
+
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
+        order = control_pb2.DrainEngineRequest(engine_id=engine, move_requests=move, undo=undo, reason=reason)
+        worker = await answer(client, client.control.DrainEngine, order)
+        if not undo and not any(map(_takes_requests, await _workers(client))):
+            stderr().print(
+                "no engine takes requests now: new ones wait at their gateway, and then fail", soft_wrap=True
+            )
+        return await _until_empty(client, worker, timeout_s) if wait else worker
+
+    worker = ask(daemon, conversation)
+    if as_json:
+        print_json(worker)
+    elif undo:
+        stdout().print(escape(f"{engine} takes requests again"))
+    elif wait:
+        stdout().print(escape(f"{engine} is drained: nothing is there"))
+    else:
+        stdout().print(escape(f"{engine} gets nothing new; {_there(worker)}"))
+
+
+def remove(
+    engine: EngineArgument,
+    force: Annotated[bool, typer.Option("--force", help="Also while requests are there.")] = False,
+    reason: ReasonOption = "",
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Forget an engine, whoever goes on to report it, until it is added again.
+
+    Refused while requests are there. With --force those that can be continued elsewhere are, and the others finish.
+
+    Example: `orchestrrl engines remove e1`
+    """
+
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
+        order = control_pb2.RemoveEngineRequest(engine_id=engine, force=force, reason=reason)
+        return await answer(client, client.control.RemoveEngine, order, timeout_s=REMOVE_TIMEOUT_S)
+
+    removed = ask(daemon, conversation)
+    if as_json:
+        print_json(removed)
+        return
+    moved, left = removed["requests_moved"], removed["requests_left"]
+    rest = f"; requests that go on elsewhere: {moved}, that finish there: {left}" if moved or left else ""
+    stdout().print(escape(f"{engine} is removed{rest}"))
+
+
+# --- inside
+
+
+def _checked(engine: str, url: str, gpus: str) -> list[int]:
+    """The GPUs. Raises ProblemFaults with all that is malformed."""
+    faults = [] if engine.strip() else [f"ID: must not be empty, got {engine!r}"]
+    try:
+        check_url(url or "http://as-configured")
+    except ValueError as error:
+        faults.append(f"--url: {error}, got {url!r}")
+    words = [word.strip() for word in gpus.split(",")] if gpus else []
+    faults += [f"--gpus: must be numbers with commas between them, got {word!r}" for word in words if not _number(word)]
+    if faults:
+        raise ProblemFaults(faults)
+    return [int(word) for word in words]
+
+
+def _number(word: str) -> bool:
+    return word.isascii() and word.isdecimal() and int(word) < 1 << 32
+
+
+def _flags(move: bool, wait: bool) -> Iterable[tuple[str, bool]]:
+    return ("--move", move), ("--wait", wait)
+
+
+async def _workers(client: "ControlClient") -> list[dict[str, Any]]:
+    listed = await answer(client, client.control.ListWorkers, control_pb2.ListWorkersRequest())
+    workers: list[dict[str, Any]] = listed["workers"]
+    return workers
+
+
+async def _until_empty(client: "ControlClient", worker: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """The engine once nothing is there by the word of gateways, or it is not known any more."""
+    import asyncio
+
+    engine = worker["engine_id"]
+    began_s = time.monotonic()
+    empty_since_s: float | None = None
+    words, told = _there(worker), ""
+    while True:
+        if words != told:
+            stderr().print(escape(f"{engine}: {words}"), soft_wrap=True)
+            told = words
+        await asyncio.sleep(LOOK_EVERY_S)
+        now_s, empty = time.monotonic(), False
+        try:
+            status = await fetch_status(client)
+        except (Retryable, OutcomeUnknown):  # the drain outlives the daemon, and so does the wait
+            words = "the daemon is away"
+        else:
+            seen = next((other for other in status["workers"] if other["engine_id"] == engine), None)
+            if seen is None:
+                return worker
+            worker = seen
+            if not worker["draining"]:
+                raise Permanent(f"{engine} takes requests again: somebody has undone the drain, or added it anew")
+            known = _gateways_known(status)
+            empty = _count(worker) == 0 and known
+            words = _there(worker) if known or _count(worker) else "no gateway has told yet what is there"
+        empty_since_s = (empty_since_s or now_s) if empty else None
+        if empty_since_s is not None and now_s - empty_since_s >= EMPTY_FOR_S:
+            return worker
+        if timeout_s and now_s - began_s >= timeout_s:
+            raise Permanent(f"{engine} is not known to be empty after {timeout_s:g} s, and stays drained; {words}")
+
+
+def _gateways_known(status: dict[str, Any]) -> bool:
+    attached = any(node["kind"] == "gateway" and node["attached"] for node in status["nodes"])
+    return attached and status["uptime_s"] >= KNOWN_AFTER_S
+
+
+def _count(worker: dict[str, Any]) -> int:
+    """Requests there, by the gateways' word and, while it can be read, by the engine's own."""
+    own = worker["running"] + worker["waiting"] if worker["health"] == "ok" else 0
+    return int(max(worker["requests"], own))
+
+
+def _there(worker: dict[str, Any]) -> str:
+    count = _count(worker)
+    return "1 request is there" if count == 1 else f"{count} requests are there"
+
+
+def _takes_requests(worker: dict[str, Any]) -> bool:
+    return not worker["draining"] and (worker["health"] == "ok" or not worker["reported"])
+
+
+def _row(worker: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        worker["engine_id"],
+        state(worker),
+        worker["health"] if worker["reported"] else "no agent",
+        worker["requests"],
+        worker["running"] if worker["reported"] else None,
+        worker["waiting"] if worker["reported"] else None,
+        worker["pool"] or None,
+        worker["policy_version"],
+        worker["configuration"] or None,
+        worker["url"] or None,
+    )
+
+
+def state(worker: dict[str, Any]) -> str:
+    """serving | draining | drained"""
+    if not worker["draining"]:
+        return "serving"
+    return "draining" if worker["requests"] else "drained"
+
+
+def _remarks(workers: list[dict[str, Any]]) -> list[str]:
+    told = list(map(escape, remarks(workers)))
+    if alone := ", ".join(worker["engine_id"] for worker in workers if not worker["reported"]):
+        reason = "only the gateways know whether it is well, and nothing is balanced for it"
+        told.append(escape(f"no agent reports {alone}: {reason}"))
+    return told
+
+
+def register(app: typer.Typer) -> None:
+    engines = group(app, "engines")
+    engines.command("list")(list_engines)
+    for command in (add, drain, remove):
+        engines.command()(command)

@@ -1,0 +1,145 @@
+"""Following a switch: in a terminal a table that is renewed in place, in a pipe a line for each change.
+
+The switch runs by itself. Whoever looks on may leave, and may stay while the daemon is away.
+"""
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.live import Live
+from rich.markup import escape
+
+from orchestrrl.cli.control import answer, ask
+from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.lazy import redeploy_text as words
+from orchestrrl.cli.output import stderr, stdout
+from orchestrrl.core.errors import OutcomeUnknown, Retryable
+from orchestrrl.rpc.plain_values import plain
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
+
+LOOK_EVERY_S = 0.5
+# What engines can do is asked of them before the daemon answers.
+FIRST_WITHIN_S = 60.0
+EXIT_LEFT = 130  # as shells have it for Ctrl-C: what it came to is not known
+
+Reports = Callable[["ControlClient"], AsyncIterator[dict[str, Any]]]
+
+
+async def look(client: "ControlClient", switch_id: str) -> dict[str, Any]:
+    return await answer(client, client.control.GetSwitch, control_pb2.GetSwitchRequest(switch_id=switch_id))
+
+
+async def first(client: "ControlClient", order: "control_pb2.SwitchDeploymentRequest") -> dict[str, Any]:
+    """The draft, or the switch as it begins."""
+    import asyncio
+
+    try:
+        async with asyncio.timeout(FIRST_WITHIN_S), aclosing(_ordered(client, order)) as told:
+            async for report in told:
+                return report
+    except TimeoutError:
+        raise OutcomeUnknown(f"the daemon at {client.address} gave no answer in time") from None
+    raise OutcomeUnknown(f"the daemon at {client.address} ended the call without an answer")
+
+
+async def reports(
+    client: "ControlClient", order: "control_pb2.SwitchDeploymentRequest"
+) -> AsyncIterator[dict[str, Any]]:
+    """Each as the switch goes on. It outlives the daemon's being away: then its next life is asked."""
+    report: dict[str, Any] | None = None
+    try:
+        async for report in _ordered(client, order):
+            yield report
+    except (Retryable, OutcomeUnknown):
+        if report is None:
+            raise
+    if report is None:
+        raise OutcomeUnknown(f"the daemon at {client.address} ended the call without an answer")
+    if report["state"] == "running":
+        async for later in looks(client, report["switch_id"], known=True):
+            yield later
+
+
+async def _ordered(
+    client: "ControlClient", order: "control_pb2.SwitchDeploymentRequest"
+) -> AsyncGenerator[dict[str, Any]]:
+    async for message in client.watch(client.control.SwitchDeployment, order):
+        yield plain(message)
+
+
+async def looks(client: "ControlClient", switch_id: str, known: bool = False) -> AsyncIterator[dict[str, Any]]:
+    """The switch again and again, until it has ended. `known`: the daemon has told of it; then it may be away."""
+    import asyncio
+
+    away = False
+    while True:
+        try:
+            report = await look(client, switch_id)
+        except (Retryable, OutcomeUnknown):
+            if not known:
+                raise
+            if not away:
+                stderr().print(
+                    "the daemon is away: the switch goes on, or back, once it is there again", soft_wrap=True
+                )
+            away = True
+        else:
+            away, known, switch_id = False, True, report["switch_id"]
+            yield report
+            if report["state"] != "running":
+                return
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def until_over(daemon: str, watched: Reports, as_json: bool) -> dict[str, Any]:
+    """The last report of the switch; on the way there, how it goes on."""
+    latest: dict[str, Any] = {}
+
+    async def follow(client: "ControlClient", show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        async for report in watched(client):
+            show(report)
+            latest.update(report)
+        return latest
+
+    async def conversation(client: "ControlClient") -> dict[str, Any]:
+        if as_json or not stdout().is_terminal:
+            lines = stderr() if as_json else stdout()
+
+            def tell(report: dict[str, Any]) -> None:
+                for line in words.news(latest or None, report):
+                    lines.print(line, soft_wrap=True)
+
+            return await follow(client, tell)
+        with Live(
+            console=stdout(),
+            transient=True,
+            refresh_per_second=4,
+            get_renderable=lambda: words.picture(latest, time.time()) if latest else "",
+        ):
+            return await follow(client, lambda report: None)
+
+    try:
+        return ask(daemon, conversation)
+    except KeyboardInterrupt:
+        stderr().print(f"\n{_left(latest)}", soft_wrap=True)
+        raise typer.Exit(EXIT_LEFT) from None
+
+
+def _left(latest: dict[str, Any]) -> str:
+    if not latest:
+        return "the daemon has not answered: it may have begun; look with [bold]orchestrrl switch[/bold]"
+    switch_id = latest["switch_id"]
+    return f"switch [bold]{escape(switch_id)}[/bold] goes on by itself; {advice(switch_id)}"
+
+
+def advice(switch_id: str) -> str:
+    named = f" --id {escape(switch_id)}"
+    return (
+        f"watch it with [bold]orchestrrl switch --watch{named}[/bold], "
+        f"take it back with [bold]orchestrrl switch --cancel{named}[/bold]"
+    )

@@ -1,0 +1,145 @@
+"""`orchestrrl top`: the fleet at a glance, renewed each second."""
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from orchestrrl.cli.control import DaemonOption, answer, ask, follow
+from orchestrrl.cli.fleet.moves import move_row, reasons
+from orchestrrl.cli.fleet.status import (
+    ago,
+    control_words,
+    fetch_status,
+    fetch_weights,
+    gate_summary,
+    health_words,
+    kv_used,
+    summary,
+    trouble,
+    weights_summary,
+)
+from orchestrrl.cli.formats import UNKNOWN, bar, load_index, percent, rate
+from orchestrrl.cli.journal import print_line
+from orchestrrl.cli.lazy import control_pb2, redeploy_text
+from orchestrrl.cli.output import JsonFlag, print_json, stdout
+from orchestrrl.cli.plan.explain import headline
+from orchestrrl.core.addresses import DEFAULT_TARGET
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
+
+MOVES_SHOWN = 8
+HEALTH_COLOURS = {"ok": "green", "slow": "yellow", "gone": "red", "nonsense": "red"}
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and stop, as into a pipe.")] = False,
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between pictures.")] = 1.0,
+    daemon: DaemonOption = DEFAULT_TARGET,
+    as_json: JsonFlag = False,
+) -> None:
+    """Watch workers, moves and the plan until Ctrl-C; with --json, one object a line.
+
+    Example: `orchestrrl top --interval-s 2`
+    """
+    import asyncio
+
+    if once or not (stdout().is_terminal or as_json):
+        seen = ask(daemon, look)
+        if as_json:
+            print_json(seen)
+        else:
+            stdout().print(picture(seen))
+        return
+
+    async def print_lines(client: "ControlClient") -> None:
+        while True:
+            print_line(json.dumps(await look(client)))
+            await asyncio.sleep(interval_s)
+
+    async def show_live(client: "ControlClient") -> None:
+        first = await look(client)  # without a daemon, say so rather than show an empty screen
+        with Live(picture(first), console=stdout(), screen=True, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(interval_s)
+                live.update(await _next_picture(client), refresh=True)
+
+    follow(daemon, print_lines if as_json else show_live)
+
+
+async def look(client: "ControlClient") -> dict[str, Any]:
+    """Everything that one picture shows: `status`, `balance`, `plan` and `weights`, null where there is none yet."""
+    seen: dict[str, Any] = {"status": await fetch_status(client), "balance": None, "plan": None}
+    seen["weights"] = await fetch_weights(client)
+    with contextlib.suppress(Permanent):
+        seen["balance"] = await answer(client, client.control.GetBalance, control_pb2.GetBalanceRequest())
+    with contextlib.suppress(Permanent):
+        seen["plan"] = await answer(client, client.control.GetPlan, control_pb2.GetPlanRequest())
+    return seen
+
+
+def picture(seen: dict[str, Any]) -> RenderableType:
+    status, balance, plan = seen["status"], seen["balance"], seen["plan"]
+    whole, worries = summary(status), trouble(status)
+    parts: list[RenderableType] = [*whole[: 4 + len(worries)], *gate_summary(status["gate"])]
+    parts += weights_summary(seen["weights"], status["now_unix_s"])
+    parts += [*redeploy_text.switch_summary(status["switch"]), _workers(status["workers"])]
+    if balance is not None:
+        parts += [*reasons(balance), *_moves(balance["moves"])]
+    else:
+        parts.append("fast loop: no decision yet")
+    if plan is not None:
+        parts += headline(plan, status["now_unix_s"])
+    else:
+        parts.append("plan: none yet")
+    parts.append(f"planner: {control_words(status['plan_control'], status['now_unix_s'])}")
+    return Group(*parts)
+
+
+async def _next_picture(client: "ControlClient") -> RenderableType:
+    """A daemon that is away for a while does not end the view."""
+    try:
+        return picture(await look(client))
+    except OrchestrRLError as error:
+        return f"[red]{escape(str(error))}[/red]"
+
+
+def _workers(workers: list[dict[str, Any]]) -> Table:
+    width = 12 if stdout().width >= 110 else 4
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for column in ("worker", "health", "running", "waiting", "KV", "decode", "load", "seen"):
+        table.add_column(column, no_wrap=True)
+    most_waiting = max((worker["waiting"] for worker in workers), default=0)
+    for worker in workers:
+        colour, used = HEALTH_COLOURS.get(worker["health"] or "", "yellow"), kv_used(worker)
+        table.add_row(
+            escape(worker["engine_id"]),
+            f"[{colour}]{health_words(worker)}[/{colour}]",
+            _bar(worker["running"], worker["max_sequences"] or worker["running"], width),
+            _bar(worker["waiting"], most_waiting, width),
+            UNKNOWN if used is None else f"{bar(used, width)} {percent(used)}",
+            rate(worker["decode_tokens_per_s"]),
+            load_index(worker["load_index"]),
+            ago(worker["age_s"]),
+        )
+    return table
+
+
+def _bar(value: int, full: int, width: int) -> str:
+    return f"{bar(value / full if full else 0.0, width)} {value}"
+
+
+def _moves(listed: list[dict[str, Any]]) -> list[str]:
+    rows = [move_row(move) for move in listed[-MOVES_SHOWN:]]
+    return [f"  {escape(request)}: {source} -> {destination} ({state})" for request, source, destination, state in rows]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(top)

@@ -1,0 +1,236 @@
+"""The emulated switch of `orchestrrl ocs emulate`: made from its flags, served, and shown as it is used."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.text import Text
+
+from ocs_drivers.base import Clock
+from ocs_drivers.driver import SwitchDriver, within
+from ocs_drivers.emulators.base import EmulatedDevice, Emulator, Panel
+from ocs_drivers.emulators.registry import DRIVER_OPTIONS, make_emulator
+from ocs_drivers.errors import InvalidOptions
+from ocs_drivers.faults import FaultSchedule, parse_schedule
+from ocs_drivers.model import BootBehaviour, Connectivity, Facts
+from ocs_drivers.virtual import VirtualWire
+from orchestrrl.cli.formats import duration
+from orchestrrl.cli.ocs.emulate import PROTOCOLS
+from orchestrrl.cli.output import reporting_errors, stdout
+from orchestrrl.cli.running import until_stopped
+from orchestrrl.core.addresses import remote_fault
+from orchestrrl.core.errors import Permanent, ProblemFaults
+
+GRPC = "grpc"  # no protocol of a vendor: the service that a driver of one's own serves
+DEVICE = "emulated"
+SHOWN_CHARS = 400  # of a setter, when it is shown
+
+
+def run(
+    protocol: str,
+    ports: str,
+    delay_ms: float,
+    jitter_ms: float,
+    boot: str,
+    listen: str,
+    allow_remote: bool,
+    faults: Path | None,
+    seed: int,
+    quirks: Sequence[str],
+) -> None:
+    """Serve the switch until a signal; what is wrong with the flags is told at once."""
+    with reporting_errors():
+        wrong: list[str] = []
+        schedule = _schedule(faults, wrong)
+        panel = _panel(wrong, ports, delay_ms, jitter_ms, BootBehaviour(boot), seed, schedule)
+        host, port = _address(listen, allow_remote, wrong)
+        emulator = _made(protocol, panel, _quirks(quirks, wrong), wrong)
+        if emulator is not None:
+            wrong += _beyond(schedule, emulator.device.facts)
+        if wrong or emulator is None:
+            raise ProblemFaults(wrong)
+        until_stopped(_serve(emulator, protocol, host, port))
+
+
+class GrpcEmulator:
+    """The `Emulator` of any process that serves `OcsDriver`; its setters are seen as what becomes of them."""
+
+    def __init__(self, panel: Panel, clock: Clock | None = None) -> None:
+        ingress = range(1, panel.ingress_ports + 1)
+        self.device = EmulatedDevice(
+            Facts(
+                vendor="OrchestrRL",
+                model="virtual",
+                serial=DEVICE,
+                software="1",
+                connectivity=Connectivity.INGRESS_EGRESS,
+                ingress_ports=ingress,
+                egress_ports=range(ingress.stop, ingress.stop + panel.egress_ports),
+                reconfiguration_s=panel.reconfiguration_s,
+                boot=panel.boot,
+            ),
+            panel,
+            clock,
+        )
+        self._server: Any = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        from orchestrrl.rpc.ocs_server import serve_driver
+
+        clock = self.device.clock
+        driver = SwitchDriver(DEVICE, VirtualWire(self.device.glass, clock), clock=clock)
+        host = f"[{host}]" if ":" in host else host
+        try:
+            self._server, port = await serve_driver(driver, f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        return f"{host}:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+
+async def _serve(emulator: Emulator, protocol: str, host: str, port: int) -> None:
+    try:
+        address = await emulator.start(host, port)
+    except OSError as error:
+        raise Permanent(f"cannot listen on {host}:{port}: {_reason(error)}") from error
+    try:
+        facts = emulator.device.facts
+        device = f"{facts.vendor} {facts.model}, {_sides(facts)}, moves in {duration(facts.reconfiguration_s)}"
+        for text in (address, f"# {device}", f"ocs: [{_configured(protocol, address)}]"):
+            stdout().print(text, markup=False, soft_wrap=True)
+        await _show(emulator.device)
+    finally:
+        await emulator.stop()
+
+
+def _reason(error: OSError) -> str:
+    """Of a failed bind, without the address that is said already."""
+    return os.strerror(error.errno) if error.errno is not None and error.filename is None else str(error)
+
+
+async def _show(device: EmulatedDevice) -> None:
+    """What happens, as it comes. What the schedule has due comes about even if nobody else is asking."""
+
+    def line(at_s: float, kind: str, style: str, words: str) -> None:
+        words = " ".join(words.split())  # XML comes in lines
+        shown = words if len(words) <= SHOWN_CHARS else f"{words[:SHOWN_CHARS]}... ({len(words)} characters)"
+        age_s = at_s - device.switched_on_s
+        stdout().print(Text.assemble(f"{age_s:9.3f}  ", (f"{kind:8}", style), shown), soft_wrap=True)
+
+    device.on_setter = lambda command: line(device.clock.now_s(), "setter", "bold", command)
+    events = device.glass.listen()
+    try:
+        while True:
+            try:
+                event = await within(device.clock, min(device.glass.advance(), 3600.0), events.get())
+            except TimeoutError:
+                continue
+            line(event.at_s, event.kind, "cyan", event.text)
+    finally:
+        device.glass.unlisten(events)
+        device.on_setter = None
+        while not events.empty():  # what happened before the end
+            event = events.get_nowait()
+            line(event.at_s, event.kind, "cyan", event.text)
+
+
+def _sides(facts: Facts) -> str:
+    ingress, egress = facts.ingress_ports, facts.egress_ports
+    if facts.connectivity is Connectivity.ANY_TO_ANY:
+        return f"ports {ingress[0]}..{ingress[-1]}, any to any"
+    return f"ingress {ingress[0]}..{ingress[-1]}, egress {egress[0]}..{egress[-1]}"
+
+
+def _configured(protocol: str, address: str) -> str:
+    """The switch as an item of the configuration's `ocs`, in YAML's short form."""
+    named = {"target": address} if protocol == GRPC else {"address": address, **DRIVER_OPTIONS.get(protocol, {})}
+    item = {"id": DEVICE, "driver": protocol.partition("-")[0], "options": named}
+    return yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
+def _made(protocol: str, panel: Panel, quirks: dict[str, Any], wrong: list[str]) -> Emulator | None:
+    try:
+        if protocol == GRPC:
+            if quirks:
+                raise InvalidOptions([f"{name}: grpc has no quirks" for name in quirks])
+            return GrpcEmulator(panel)
+        return make_emulator(protocol, panel, **quirks)
+    except InvalidOptions as error:
+        if protocol not in PROTOCOLS:
+            wrong.append(f"--protocol: must be one of {', '.join(PROTOCOLS)}, got {protocol!r}")
+        else:
+            wrong += [f"--{'' if fault.startswith('protocol: ') else 'quirk '}{fault}" for fault in error.faults]
+        return None
+
+
+def _panel(
+    wrong: list[str],
+    ports: str,
+    delay_ms: float,
+    jitter_ms: float,
+    boot: BootBehaviour,
+    seed: int,
+    schedule: FaultSchedule,
+) -> Panel:
+    """What is wrong is replaced by the default, so that the rest can be looked at."""
+    ingress, cross, egress = ports.partition("x")
+    sizes = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in (ingress, egress)]
+    if not cross or 0 in sizes:
+        wrong.append(f"--ports: must be INGRESSxEGRESS, each 1..99999, got {ports!r}")
+        sizes = [1, 1]
+    for name, value in (("--delay-ms", delay_ms), ("--jitter-ms", jitter_ms)):
+        if not 0 <= value < float("inf"):
+            wrong.append(f"{name}: must be a number >= 0, got {value:g}")
+    if wrong:
+        delay_ms = jitter_ms = 0.0
+    return Panel(sizes[0], sizes[1], delay_ms / 1000, jitter_ms / 1000, boot, seed, schedule)
+
+
+def _address(listen: str, allow_remote: bool, wrong: list[str]) -> tuple[str, int]:
+    host, _, digits = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not digits.isdecimal() or int(digits) > 65535:
+        wrong.append(f"--listen: must be HOST:PORT, got {listen!r}")
+        return "127.0.0.1", 0
+    if not allow_remote and (fault := remote_fault(host, "add --allow-remote")):
+        wrong.append(f"--listen: {fault}, got {listen!r}")
+    return host, int(digits)
+
+
+def _schedule(path: Path | None, wrong: list[str]) -> FaultSchedule:
+    if path is None:
+        return FaultSchedule()
+    try:
+        schedule, faults = parse_schedule(yaml.safe_load(path.read_text()))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        wrong.append(f"--faults: cannot be read: {error}")
+        return FaultSchedule()
+    wrong += [f"--{fault}" for fault in faults]
+    return schedule
+
+
+def _quirks(given: Sequence[str], wrong: list[str]) -> dict[str, Any]:
+    """`one_session=true` as `{"one_session": True}`: values are those of YAML."""
+    quirks: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        try:
+            if not equals or not name.isidentifier():
+                raise ValueError("must be NAME=VALUE")
+            quirks[name] = yaml.safe_load(value)
+        except (ValueError, yaml.YAMLError) as error:
+            wrong.append(f"--quirk: {error}, got {text!r}")
+    return quirks
+
+
+def _beyond(schedule: FaultSchedule, facts: Facts) -> list[str]:
+    """Faults of ports that the device does not have."""
+    return [
+        f"--faults: port must be one of the device's ({_sides(facts)}), got {fault.port}"
+        for _, fault in schedule.due
+        if fault.port is not None and fault.port not in facts.ingress_ports and fault.port not in facts.egress_ports
+    ]

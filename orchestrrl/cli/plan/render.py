@@ -1,0 +1,150 @@
+"""`orchestrrl plan render`: the command lines that engines are started with, without running them."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestrrl.cli.formats import ranges
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, print_json, reporting_errors
+from orchestrrl.core.errors import ProblemFaults, shorten
+from planner.model import ConfigurationId, GpuId
+
+if TYPE_CHECKING:
+    from orchestrrl.core.config.schema import Fleet
+    from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec
+
+HELP = """Print the environment and the command line of each engine, to be pasted into a shell. Nothing is run.
+
+Engines are those of `fleet.engines`; with `--configuration` as many of that one as the fleet's GPUs make, or the one on
+`--gpus`. `fleet.launch` says what they are started with. An engine over several nodes, or under AFD, is several
+processes; each says where it belongs.
+
+Example:
+
+    orchestrrl check-config --print-example > orchestrrl.yaml
+
+    orchestrrl plan render orchestrrl.yaml
+
+    orchestrrl plan render orchestrrl.yaml --configuration tp2 --gpus 4,5
+"""
+
+
+def register(app: typer.Typer) -> None:
+    plans = group(app, "plan")
+    plans.command("render", help=HELP)(render_lines)
+
+
+def render_lines(
+    file: Annotated[Path, typer.Argument(help="The configuration file (YAML).")] = Path("orchestrrl.yaml"),
+    configuration: Annotated[str, typer.Option("--configuration", help="Engines of this configuration.")] = "",
+    gpus: Annotated[str, typer.Option("--gpus", help="The GPUs of one engine, e.g. 0,1 or 0-7.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    from orchestrrl.core.config.schema import load_config
+    from orchestrrl.fleet.deployers.command_line import url_of
+    from orchestrrl.fleet.launch import launch_of
+
+    with reporting_errors():
+        fleet = load_config(file).fleet
+        specs = _wanted(fleet, configuration, gpus)
+        rendered = _rendered(fleet, specs)
+        launch = launch_of(fleet)
+    if as_json:
+        engines = [_json(spec, url_of(spec, launch), lines) for spec, lines in rendered]
+        print_json({"engines": engines})
+        return
+    blocks = [block for spec, lines in rendered for block in _blocks(spec, url_of(spec, launch), lines)]
+    sys.stdout.write("\n".join(blocks))
+
+
+def _wanted(fleet: "Fleet", configuration: str, gpus: str) -> "list[EngineSpec]":
+    from orchestrrl.fleet.launch import configured_engines, filled, launch_of
+
+    faults, named = [], None
+    try:
+        named = _gpus(gpus) if gpus else None
+    except ValueError as error:
+        faults.append(f"--gpus: {error}, got {shorten(gpus)}")
+    if gpus and not configuration:
+        faults.append(f"--gpus: needs --configuration, got {gpus!r}")
+    if configuration and configuration not in fleet.layouts():
+        known = ", ".join(sorted(fleet.layouts())) or "none"
+        faults.append(f"--configuration: is not a configuration of the fleet (known: {known}), got {configuration!r}")
+    if fleet.gpus is not None:
+        count = fleet.gpus.count
+        beyond = [gpu for gpu in named or () if gpu >= count]
+        faults += [f"--gpus: must be less than fleet.gpus.count ({count}), got {gpu}" for gpu in beyond]
+    try:
+        launch_of(fleet)
+    except ProblemFaults as error:
+        faults += error.faults
+    if not configuration and not fleet.engines:
+        faults.append("fleet.engines: has none, got nothing; or name a --configuration")
+    if faults:
+        raise ProblemFaults(faults)
+    return filled(fleet, ConfigurationId(configuration), named) if configuration else configured_engines(fleet)
+
+
+def _rendered(fleet: "Fleet", specs: "Sequence[EngineSpec]") -> "list[tuple[EngineSpec, tuple[CommandLine, ...]]]":
+    """Raises ProblemFaults with those of all engines."""
+    from orchestrrl.fleet.deployers.command_line import render
+    from orchestrrl.fleet.launch import launch_of
+
+    launch, found, faults = launch_of(fleet), [], list[str]()
+    for spec in specs:
+        try:
+            found.append((spec, render(spec, launch)))
+        except ProblemFaults as error:
+            faults += error.faults
+    if faults:
+        raise ProblemFaults(list(dict.fromkeys(faults)))
+    return found
+
+
+def _gpus(text: str) -> tuple[GpuId, ...]:
+    """`0,1` or `0-7`. Raises ValueError."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        if not low.isdecimal() or (dash and not high.isdecimal()):
+            raise ValueError("must be numbers such as 0,1 or 0-7")
+        first, last = int(low), int(high) if dash else int(low)
+        if last < first or last - first > 2**20:
+            raise ValueError("must be numbers such as 0,1 or 0-7")
+        found += range(first, last + 1)
+    return tuple(map(GpuId, found))
+
+
+def _blocks(spec: "EngineSpec", url: str, lines: "Sequence[CommandLine]") -> list[str]:
+    blocks = []
+    for place, line in enumerate(lines, 1):
+        several = f", process {place} of {len(lines)} ({line.role})" if len(lines) > 1 else ""
+        answers = f", at {url}" if place == 1 else ""
+        heading = (
+            f"# {spec.engine}{several}: {spec.configuration} on GPUs {ranges(line.gpus)} of node {line.node}{answers}"
+        )
+        blocks.append(f"{heading}\n{line.shell()}\n")
+    return blocks
+
+
+def _json(spec: "EngineSpec", url: str, lines: "Sequence[CommandLine]") -> dict[str, Any]:
+    return {
+        "id": spec.engine,
+        "configuration": spec.configuration,
+        "gpus": sorted(spec.gpus),
+        "url": url,
+        "processes": [
+            {
+                "role": line.role,
+                "node": line.node,
+                "gpus": list(line.gpus),
+                "environment": dict(line.environment),
+                "argv": list(line.argv),
+            }
+            for line in lines
+        ],
+    }

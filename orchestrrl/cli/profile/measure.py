@@ -1,0 +1,388 @@
+"""`orchestrrl profile measure`, `import` and `show`: profiles of engines made, and looked at."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.cli.running import until_stopped
+from orchestrrl.core.addresses import check_url
+from orchestrrl.core.errors import Permanent, ProblemFaults
+
+if TYPE_CHECKING:  # curves bring numpy: loaded by the commands that run
+    from orchestrrl.engines.base import Engine
+    from orchestrrl.engines.profiles.measure import Link, Measured, Wanted
+    from planner.cost.profile import EngineProfile, Profile, Provenance
+
+# What a change of configuration takes when nobody says: starting an engine process and loading its weights.
+COLD_START_S = 60.0
+VLLM_MAX_SEQUENCES = 1024  # its default on GPUs with 70 GiB and more
+
+OutFile = Annotated[Path, typer.Option("--out", help="The profile file; .json writes JSON, everything else YAML.")]
+SwitchOption = Annotated[
+    float | None, typer.Option("--switch-s", help=f"Seconds to start this configuration; {COLD_START_S:g} if left out.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    profile = group(app, "profile")
+    profile.command("measure")(measure)
+    profile.command("import")(import_)
+    profile.command("show")(show)
+
+
+def measure(
+    url: Annotated[str, typer.Argument(help="The engine's URL; it must be idle.")],
+    out: OutFile,
+    configuration: Annotated[str, typer.Option(help="The configuration's id; from its layout if left out.")] = "",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Data-parallel attention replicas.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert parallelism.")] = 1,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the engine, to check the layout.")] = None,
+    gpu: Annotated[str, typer.Option(help="Kind of GPU, for the file; the file's own if left out.")] = "",
+    switch_s: SwitchOption = None,
+    max_sequences: Annotated[int | None, typer.Option(min=1, help="Where the engine does not tell.")] = None,
+    kv_capacity_tokens: Annotated[int | None, typer.Option(min=1, help="Where the engine does not tell.")] = None,
+    kv_bytes_per_token: Annotated[
+        float | None, typer.Option(help="With --transfer-gbps: what moving a request costs, beside recomputing it.")
+    ] = None,
+    transfer_gbps: Annotated[float | None, typer.Option(help="Rate at which KV moves between engines.")] = None,
+    budget_s: Annotated[float, typer.Option(min=1.0, help="Seconds that it may take.")] = 300.0,
+    engine: Annotated[str, typer.Option(help="Kind of engine.")] = "vllm",
+    json: JsonFlag = False,
+) -> None:
+    """Measure an engine and put its configuration into a profile file, in the place of its namesake.
+
+    The engine decodes batches of random prompts of many sizes. What does not fit into the budget is left out, from the
+    largest down. Ctrl-C ends every request and leaves the file as it was.
+
+    Example: `orchestrrl profile measure http://127.0.0.1:8000 --tp 2 --switch-s 45 --gpu H800 --out profile.yaml`
+    """
+    from orchestrrl.engines.base import connect
+    from orchestrrl.engines.profiles.importer import layout_id
+    from orchestrrl.engines.profiles.measure import Wanted
+    from orchestrrl.engines.profiles.store import as_document
+    from planner.cost.profile import Parallelism
+    from planner.model import ConfigurationId
+
+    with reporting_errors():
+        layout = Parallelism(tp=tp, dp=dp, ep=ep)
+        if gpus is not None and gpus != layout.gpus:
+            raise ProblemFaults([f"--gpus: must be tp x dp, which is {layout.gpus}, got {gpus}"])
+        link = _link(kv_bytes_per_token, transfer_gbps)
+        existing = _existing(out, gpu)
+        wanted = Wanted(
+            id=ConfigurationId(configuration) if configuration else layout_id(layout),
+            parallelism=layout,
+            switch_s=COLD_START_S if switch_s is None else switch_s,
+            switch_detail=_switch_detail(switch_s),
+            date=_today(),
+            budget_s=budget_s,
+            max_sequences=max_sequences,
+            kv_capacity_tokens=kv_capacity_tokens,
+        )
+        try:
+            check_url(url)
+        except ValueError as error:
+            raise ProblemFaults([f"URL: {error}, got {url!r}"]) from None
+        measured: list[Measured] = []
+        until_stopped(_measure(connect(engine, url), wanted, existing, measured))
+        if not measured:
+            fail(f"stopped: {out} is as it was")
+        profile = _merged(existing, measured[0], gpu, link)
+        _write(out, profile)
+    for reason in measured[0].skipped:
+        stderr().print(f"left out: {reason}", soft_wrap=True)
+    if json:
+        print_json(as_document(profile))
+        return
+    _table(profile)
+
+
+def import_(
+    model: Annotated[str, typer.Option(help="A model's name, or a folder with its config.json.")],
+    system: Annotated[str, typer.Option(help="Kind of GPU, e.g. h100_sxm.")],
+    out: OutFile,
+    backend: Annotated[str, typer.Option(help="vllm, sglang or trtllm.")] = "vllm",
+    tp: Annotated[str, typer.Option(help="Tensor parallelisms, e.g. 1,2,4,8.")] = "",
+    layouts: Annotated[str, typer.Option("--layouts", help="Others, e.g. tp8ep8,dp8ep8 for mixtures of experts.")] = "",
+    precision: Annotated[str, typer.Option(help="Of the weights, e.g. fp8; the model's own if left out.")] = "",
+    max_sequences: Annotated[int, typer.Option(min=1, help="Most sequences of an engine.")] = VLLM_MAX_SEQUENCES,
+    switch_s: SwitchOption = None,
+    json: JsonFlag = False,
+) -> None:
+    """Make a profile from NVIDIA's measured kernel data, with the optional package aiconfigurator-core.
+
+    Times are those of kernels: measure your own engines where you can. A layout whose weights leave no room for KV is
+    left out.
+
+    Example: `orchestrrl profile import --model Qwen/Qwen3-32B --system h100_sxm --tp 1,2,4,8 --out profile.yaml`
+    """
+    from orchestrrl.engines.profiles.importer import Aiconfigurator, Given, import_profile
+    from orchestrrl.engines.profiles.store import as_document
+
+    with reporting_errors():
+        wanted = _layouts(tp, layouts)
+        given = Given(
+            max_sequences,
+            COLD_START_S if switch_s is None else switch_s,
+            "command line" if max_sequences != VLLM_MAX_SEQUENCES else "default: vLLM's on large GPUs",
+            _switch_detail(switch_s),
+        )
+        vendor = Aiconfigurator(model, system, backend, precision=precision)
+        imported = import_profile(
+            vendor, model, system, backend, wanted, given, _today(), lambda name: stderr().print(f"{name} ...")
+        )
+        _write(out, imported.profile)
+    for reason in imported.left_out:
+        stderr().print(f"left out: {reason}", soft_wrap=True)
+    if json:
+        print_json(as_document(imported.profile))
+        return
+    _table(imported.profile)
+
+
+def show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile file.")],
+    plot: Annotated[Path | None, typer.Option(help="Also draw step time over sequences, to this PNG.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Show a profile: step times, room and costs of each configuration, and where each figure comes from.
+
+    Example: `orchestrrl profile show profile.yaml --plot profile.png`
+    """
+    from orchestrrl.engines.profiles.store import as_document, read_profile
+
+    with reporting_errors():
+        profile = read_profile(file)
+        if plot is not None:
+            _plot(profile, plot)
+    if json:
+        print_json(as_document(profile))
+        return
+    _table(profile)
+
+
+async def _measure(engine: "Engine", wanted: "Wanted", existing: "Profile | None", found: "list[Measured]") -> None:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from orchestrrl.core.clock import WallClock
+    from orchestrrl.engines.profiles.measure import Step
+    from orchestrrl.engines.profiles.measure import measure as measured
+
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        "{task.fields[doing]}",
+    )
+    try:
+        if existing is not None:
+            _same(existing, await engine.capabilities())
+        with Progress(*columns, console=stderr()) as bar:
+            task = bar.add_task("", total=1, doing="")
+
+            def on_step(step: Step) -> None:
+                bar.update(task, completed=step.done, total=step.total, doing=step.doing)
+
+            found.append(await measured(engine, wanted, WallClock(), on_step))
+    finally:
+        await engine.close()
+
+
+def _same(existing: "Profile", capabilities: Any) -> None:
+    """A file holds one model on one kind of engine."""
+    faults = []
+    if capabilities.models and existing.model not in capabilities.models:
+        faults.append(f"--out: is a profile of {existing.model}; the engine serves, got {capabilities.models[0]!r}")
+    if existing.engine != capabilities.engine:
+        faults.append(f"--out: is a profile of {existing.engine} engines, got {capabilities.engine!r}")
+    if faults:
+        raise ProblemFaults(faults)
+
+
+def _existing(path: Path, gpu: str) -> "Profile | None":
+    from orchestrrl.engines.profiles.store import read_profile
+
+    if not path.exists():
+        return None
+    profile = read_profile(path)
+    if gpu and gpu != profile.gpu:
+        raise ProblemFaults([f"--gpu: {path} is a profile of {profile.gpu}, got {gpu!r}"])
+    return profile
+
+
+def _link(kv_bytes_per_token: float | None, transfer_gbps: float | None) -> "Link | None":
+    from orchestrrl.engines.profiles.measure import Link
+
+    if kv_bytes_per_token is None and transfer_gbps is None:
+        return None
+    given = {"--kv-bytes-per-token": kv_bytes_per_token, "--transfer-gbps": transfer_gbps}
+    faults = [
+        f"{option}: must be > 0, got {'nothing' if value is None else f'{value:g}'}"
+        for option, value in given.items()
+        if value is None or not 0 < value < float("inf")
+    ]
+    if kv_bytes_per_token is None or transfer_gbps is None or faults:
+        raise ProblemFaults(faults)
+    return Link(kv_bytes_per_token, transfer_gbps)
+
+
+def _merged(existing: "Profile | None", measured: "Measured", gpu: str, link: "Link | None") -> "Profile":
+    from dataclasses import replace
+
+    from orchestrrl.engines.profiles.measure import move_costs
+    from orchestrrl.engines.profiles.store import tidy, tidy_moves, with_engine
+    from planner.cost.profile import Profile
+
+    profile = existing or Profile(measured.model, gpu or "unknown", measured.engine_name, ())
+    if link is not None:
+        moves = move_costs(measured.prefill, link, measured.engine.provenance)
+        profile = replace(profile, moves=tidy_moves(moves))
+    return with_engine(profile, tidy(measured.engine))
+
+
+def _write(path: Path, profile: "Profile") -> None:
+    from orchestrrl.engines.profiles.store import write_profile
+
+    try:
+        write_profile(path, profile)
+    except OSError as error:
+        raise Permanent(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _layouts(tp: str, layouts: str) -> list[Any]:
+    from orchestrrl.engines.profiles.importer import layout_named
+
+    named = [("--tp", f"tp{number.strip()}") for number in tp.split(",") if tp]
+    named += [("--layouts", name.strip()) for name in layouts.split(",") if layouts]
+    found, faults = [], []
+    for option, name in named or [("--tp", "tp1"), ("--tp", "tp2"), ("--tp", "tp4"), ("--tp", "tp8")]:
+        try:
+            layout = layout_named(name)
+        except ValueError as error:
+            faults.append(f"{option}: {error}, got {name.removeprefix('tp') if option == '--tp' else name!r}")
+        else:
+            found += [layout] if layout not in found else []
+    if faults:
+        raise ProblemFaults(faults)
+    return found
+
+
+def _switch_detail(switch_s: float | None) -> str:
+    return "default: a cold start" if switch_s is None else "command line"
+
+
+def _today() -> str:
+    from datetime import UTC, datetime
+
+    return datetime.now(UTC).date().isoformat()
+
+
+def _table(profile: "Profile") -> None:
+    print_table(
+        f"{profile.model} on {profile.gpu}, {profile.engine}",
+        (
+            "configuration",
+            "GPUs",
+            "step, 1 seq.",
+            "16",
+            "256",
+            "per 100k KV",
+            "prefill/s",
+            "KV tokens",
+            "sequences",
+            "switch",
+            "source",
+            "date",
+            "fit error",
+            "worst",
+        ),
+        (_row(engine) for engine in profile.configurations),
+        optional={"fit error", "worst"},
+    )
+    print_lines(_origins(profile))
+
+
+def _row(engine: "EngineProfile") -> tuple[object, ...]:
+    step, provenance = engine.step, engine.provenance
+    times = (
+        f"{step.base_s.at(sequences) * 1e3:.2f} ms" if sequences <= engine.max_sequences else None
+        for sequences in (1, 16, 256)
+    )
+    return (
+        engine.id,
+        engine.parallelism.gpus,
+        *times,
+        f"{step.kv_s_per_token * 1e8:.2f} ms",
+        f"{engine.prefill_tokens_per_s:.0f}",
+        engine.kv_capacity_tokens,
+        engine.max_sequences,
+        f"{engine.switch_s:g} s",
+        provenance.source,
+        provenance.date,
+        _percent(provenance.fit_error_mean),
+        _percent(provenance.fit_error_max),
+    )
+
+
+def _percent(fraction: float | None) -> str | None:
+    return None if fraction is None else f"{fraction:.1%}"
+
+
+def _origins(profile: "Profile") -> Iterator[str]:
+    """Where figures come from, one line for each that differs from its configuration's."""
+    for engine in profile.configurations:
+        yield f"{engine.id}: {_origin(engine.provenance)}"
+        for name, provenance in engine.others:
+            yield f"  {name}: {_origin(provenance)}"
+    if profile.moves is not None:
+        moves = profile.moves
+        rate = 1e9 / max(moves.transfer_s.at(2e9) - moves.transfer_s.at(1e9), 1e-12) / 1e9
+        yield (
+            f"moves: {moves.kv_bytes_per_token:.0f} bytes of KV a token; transfer {rate:.3g} GB/s; "
+            f"recomputing 8,192 tokens {moves.recompute_s.at(8192):.3g} s"
+            + (f" ({_origin(moves.provenance)})" if moves.provenance else "")
+        )
+
+
+def _origin(provenance: "Provenance") -> str:
+    parts = [f"{provenance.source}, {provenance.date}", provenance.detail]
+    if provenance.samples:
+        parts.append(f"{provenance.samples} samples")
+    if provenance.fit_error_mean is not None:
+        parts.append(f"fit error {provenance.fit_error_mean:.1%}")
+    return "; ".join(part for part in parts if part).replace("[", "\\[")
+
+
+def _plot(profile: "Profile", path: Path) -> None:
+    """Step time over sequences, empty and with the KV cache half full."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for engine in profile.configurations:
+        most = engine.max_sequences
+        batches = sorted({*(2**k for k in range(most.bit_length())), *engine.step.base_s.xs, most})
+        batches = [batch for batch in batches if 1 <= batch <= most]
+        (line,) = axes.plot(batches, [engine.step.at(b, 0) * 1e3 for b in batches], marker=".", label=str(engine.id))
+        half_full = [engine.step.at(b, engine.kv_capacity_tokens / 2) * 1e3 for b in batches]
+        axes.plot(batches, half_full, linestyle="--", color=line.get_color())
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("sequences")
+    axes.set_ylabel("decode step, ms (dashed: KV cache half full)")
+    axes.set_title(f"{profile.model} on {profile.gpu}, {profile.engine}")
+    axes.legend()
+    figure.tight_layout()
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise Permanent(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        plt.close(figure)

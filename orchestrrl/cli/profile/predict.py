@@ -1,0 +1,142 @@
+"""`orchestrrl profile predict`: profiles of engines that nobody has measured yet."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from planner.cost.models import Model
+    from planner.cost.profile import Profile
+    from planner.cost.roofline import Precision
+
+
+def register(app: typer.Typer) -> None:
+    group(app, "profile").command(name="predict")(predict)
+
+
+def predict(
+    model: Annotated[str, typer.Argument(help="A model's name or path, or a built-in profile: paper-14b-h800.")],
+    gpu: Annotated[str, typer.Option(help="Kind of GPU, e.g. h100.")] = "h100",
+    engine: Annotated[str, typer.Option(help="vllm, sglang or trtllm.")] = "vllm",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the whole fleet: no layout is larger.")] = 8,
+    per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    weight_bits: Annotated[int | None, typer.Option(help="16, 8 or 4; the checkpoint's own if left out.")] = None,
+    kv_bits: Annotated[int, typer.Option(help="16 or 8.")] = 16,
+    phase: Annotated[str, typer.Option(help="bulk or tail: only layouts that are good there.")] = "",
+    out: Annotated[Path | None, typer.Option(help="The profile file; .json writes JSON, others YAML.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Predict step times, room and costs of every layout worth a look, from data sheets and fitted engine constants.
+
+    Measure your own engines where you can: `orchestrrl profile score` shows how far such predictions are off.
+
+    Example: `orchestrrl profile predict Qwen/Qwen3-32B --gpu h100 --gpus 16 --out profile.yaml`
+    """
+    from orchestrrl.engines.profiles.store import as_document
+    from planner.cost.paper import PROFILES, named_profile
+
+    with reporting_errors():
+        if model in PROFILES:
+            made = named_profile(model)
+        else:
+            made = _predicted(model, gpu, engine, gpus, per_node, weight_bits, kv_bits, phase)
+        if out is not None:
+            _write(out, made)
+    if json:
+        print_json(as_document(made))
+        return
+    _table(made)
+    if out is not None:
+        print_lines([f"wrote {out}"])
+
+
+def _predicted(
+    model_name: str,
+    gpu_name: str,
+    engine_name: str,
+    gpus: int,
+    per_node: int,
+    weight_bits: int | None,
+    kv_bits: int,
+    phase_name: str,
+) -> "Profile":
+    from orchestrrl.core.errors import Permanent, ProblemFaults
+    from planner.cost.engines import ENGINES
+    from planner.cost.hardware import GPUS, UnknownGpu, gpu_named
+    from planner.cost.models import MODELS, UnknownModel, model_named
+    from planner.cost.predict import move_costs
+    from planner.cost.profile import Profile
+    from planner.solver.layouts import Phase, candidates
+
+    faults = []
+    try:
+        model = model_named(model_name)
+    except UnknownModel:
+        faults.append(f"MODEL: must be one of {', '.join(sorted(MODELS))}, got {model_name!r}")
+    try:
+        gpu = gpu_named(gpu_name)
+    except UnknownGpu:
+        faults.append(f"--gpu: must be one of {', '.join(sorted(GPUS))}, got {gpu_name!r}")
+    if engine_name not in ENGINES:
+        faults.append(f"--engine: must be one of {', '.join(sorted(ENGINES))}, got {engine_name!r}")
+    if weight_bits not in (None, 4, 8, 16):
+        faults.append(f"--weight-bits: must be 4, 8 or 16, got {weight_bits}")
+    if kv_bits not in (8, 16):
+        faults.append(f"--kv-bits: must be 8 or 16, got {kv_bits}")
+    if phase_name not in ("", *Phase):
+        faults.append(f"--phase: must be one of {', '.join(Phase)}, got {phase_name!r}")
+    if faults:
+        raise ProblemFaults(faults)
+    engine, phase = ENGINES[engine_name], Phase(phase_name) if phase_name else None
+    precision = _precision(model, weight_bits, kv_bits)
+    configurations = candidates(model, gpu, gpus, per_node, engine, phase, precision)
+    if not configurations:
+        raise Permanent(f"{model.name} fits on no layout of up to {gpus} {gpu.name}: allow more GPUs or fewer bits")
+    moves = move_costs(model, gpu, engine, precision, recompute_tp=min(per_node, gpus))
+    return Profile(model.name, gpu.name, engine.name, tuple(configurations), moves)
+
+
+def _precision(model: "Model", weight_bits: int | None, kv_bits: int) -> "Precision":
+    from planner.cost.roofline import Precision
+
+    if weight_bits is None:
+        return Precision(model.weight_bits, model.expert_bits, float(kv_bits))
+    # Four bits come with a scale for every few weights.
+    bits = 4.5 if weight_bits == 4 else float(weight_bits)
+    return Precision(bits, min(bits, model.expert_bits), float(kv_bits))
+
+
+def _write(out: Path, made: "Profile") -> None:
+    from orchestrrl.core.errors import ProblemFaults
+    from orchestrrl.engines.profiles.store import write_profile
+
+    try:
+        write_profile(out, made)
+    except OSError as error:
+        raise ProblemFaults([f"--out: cannot be written: {error.strerror}, got {str(out)!r}"]) from error
+
+
+def _table(made: "Profile") -> None:
+    columns = ("", "GPUs", "step, 1 seq.", "16", "256", "per 100k KV", "prefill/s", "KV tokens", "switch")
+    print_table(f"{made.model} on {made.gpu}, {made.engine}", columns, _rows(made))
+    print_lines(sorted({configuration.provenance.detail for configuration in made.configurations}))
+
+
+def _rows(made: "Profile") -> "Iterator[tuple[object, ...]]":
+    for configuration in made.configurations:
+        step = configuration.step
+        yield (
+            configuration.id,
+            configuration.parallelism.gpus,
+            *(f"{step.base_s.at(sequences) * 1e3:.2f} ms" for sequences in (1, 16, 256)),
+            f"{step.kv_s_per_token * 1e8:.2f} ms",
+            f"{configuration.prefill_tokens_per_s:.0f}",
+            configuration.kv_capacity_tokens,
+            f"{configuration.switch_s:.1f} s",
+        )

@@ -1,0 +1,69 @@
+"""Cells of the cluster simulator's tables, and the lines below them: what `orchestrrl sim run`, `compare`, `split` and
+`sweep` print. Pure."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from orchestrrl.lab.sim.rl.results import Result
+    from orchestrrl.lab.sim.rl.summary import Row
+
+STAGES = ("gen", "train", "sync", "waits", "idle gen", "idle train", "staleness")
+LEGEND = (
+    "gen, train, sync: means of a step; waits: engines for weights or room; per M$: samples/s for each million dollars"
+    " of network"
+)
+_FIGURE = re.compile(r"\d+(?:\.\d+)?")
+
+
+def stages_of(row: "Row") -> tuple[str, ...]:
+    seconds = (f"{value:.1f} s" for value in (row.gen_s, row.train_s))
+    finer = (f"{value:.2f} s" for value in (row.sync_s, row.waits_s))
+    return (*seconds, *finer, f"{row.idle_gen:.0%}", f"{row.idle_train:.0%}", f"{row.staleness:.2f}")
+
+
+def rate_of(row: "Row") -> str:
+    return digits(row.samples_per_s)
+
+
+def usd_of(row: "Row") -> str | None:
+    """Nothing where no prices are known."""
+    return f"{row.network_usd / 1e6:.2f} M$" if row.network_usd else None
+
+
+def worth_of(row: "Row") -> str | None:
+    return digits(row.samples_per_s_per_musd) if row.network_usd else None
+
+
+def total_of(row: "Row") -> str | None:
+    return None if row.total_usd is None else f"{row.total_usd / 1e6:.2f} M$"
+
+
+def digits(value: float) -> str:
+    """Three, so that a column can be compared; never as a power of ten where it is large."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def notes_of(results: "Sequence[Result]", out: Path | None) -> list[str]:
+    """For rich: each note once, with who has it first; those that differ from it in figures alone are counted."""
+    told: dict[str, tuple[str, set[str]]] = {}
+    for result in results:
+        who = f"{result.run.fabric}, {result.run.arm}"
+        for note in result.run.notes:
+            told.setdefault(_FIGURE.sub("#", note), (f"{who}: {note}", set()))[1].add(who)
+    lines = [LEGEND, *(escape(f"{first}{_others(len(having) - 1)}") for first, having in told.values())]
+    return [*lines, *kept_in(out)]
+
+
+def kept_in(out: Path | None) -> list[str]:
+    return (
+        [] if out is None else [escape(f"wrote results to {out}; `orchestrrl sim report {out}` makes a page of them")]
+    )
+
+
+def _others(count: int) -> str:
+    return f" (and {count} more alike)" if count else ""

@@ -1,0 +1,136 @@
+"""`orchestrrl sim`: try policies on simulated fleets, with the real control plane in the loop."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Annotated, TypeVar
+
+import typer
+from rich.markup import escape
+
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.core.errors import ProblemFaults
+
+Result = TypeVar("Result")
+
+Source = Annotated[
+    str, typer.Argument(metavar="SCENARIO.yaml", help="A scenario's file, or the name of a built-in one.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    group(app, "sim").command(name="gen")(gen)
+
+
+def gen(
+    scenario: Source = "",
+    example: Annotated[bool, typer.Option("--example", help="Run the built-in quickstart scenario.")] = False,
+    arms: Annotated[str, typer.Option(help="Comma-separated arms. Default: the scenario's.")] = "",
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")] = "",
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each seed, warm-up included. Default: the scenario's.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures there.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Run generation steps of a scenario in virtual time: static baselines, and what OrchestrRL makes of them.
+
+    Arms: verl_to (best static TP), verl_lo (widest), partial_rollout; planning, balancing, both (_paper: moves by the
+    paper's rule); mean_only (no forecast), oracle (the planner knows all lengths), packed_known (the best static fleet,
+    packed with lengths known), prompts_known (the same where only the distribution of each prompt's lengths is known).
+
+    Example: `orchestrrl sim gen --example --plot out/sim`
+    """
+    # Imported here so that every other command starts without the numerics.
+    from orchestrrl.lab.sim.report import COLUMNS, LEGEND, OPTIONAL_COLUMNS, as_json, marks, rows
+    from orchestrrl.lab.sim.report import plot as draw
+    from orchestrrl.lab.sim.run import chosen_arms, run_scenario
+    from orchestrrl.lab.sim.scenario import EXAMPLE, load_scenario, with_steps
+
+    logging.getLogger("orchestrrl").setLevel(logging.ERROR)  # engines come and go, as they should
+    with reporting_errors():
+        if bool(scenario) == example:
+            raise ProblemFaults([f"SCENARIO: give one, or --example, got {scenario!r} and --example {example}"])
+        faults: list[str] = []
+        loaded = or_faults(faults, lambda: with_steps(load_scenario(scenario or EXAMPLE), steps))
+        names = or_faults(faults, lambda: chosen_arms(parts_of(arms)))
+        numbers = or_faults(faults, lambda: seeds_of(seeds))
+        if plot is not None:
+            or_faults(faults, lambda: check_folder(plot, "--plot"))
+        if loaded is None or faults:
+            raise ProblemFaults(faults)
+        if plot is not None:
+            make_folder(plot, "--plot")
+        chosen = names or chosen_arms(loaded.arms)
+        outcome = with_progress(lambda report: run_scenario(loaded, chosen, numbers or loaded.seeds, report))
+        pictures = draw(outcome, plot) if plot else []
+    if json:
+        print_json(as_json(outcome))
+        return
+    print_table(escape(loaded.name), COLUMNS, rows(outcome), optional=OPTIONAL_COLUMNS)
+    print_lines([LEGEND, *marks(outcome), *(escape(f"wrote {path}") for path in pictures)])
+
+
+def with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description:40}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=stderr(), transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bars.update(task, description=what, completed=done, total=total or None)
+
+        return work(report)
+
+
+def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
+    """What the check returns; None, and its faults among the others, where it finds some."""
+    try:
+        return check()
+    except ProblemFaults as error:
+        faults += error.faults
+        return None
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """That files can be written to it, or to what it is made in: found out before a long run, not after it. Makes
+    nothing. Raises ProblemFaults."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise ProblemFaults([f"{option}: must be a folder, got the file {str(there)!r}"])
+    try:
+        with TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ProblemFaults([f"{option}: cannot be written to: {error.strerror}, got {str(folder)!r}"]) from None
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Raises ProblemFaults."""
+    check_folder(folder, option)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProblemFaults([f"{option}: cannot be made: {error.strerror}, got {str(folder)!r}"]) from None
+
+
+def parts_of(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def seeds_of(text: str) -> list[int]:
+    parts = parts_of(text)
+    faults = [
+        f"--seeds[{i}]: must be a whole number, got {part!r}" for i, part in enumerate(parts) if not part.isdecimal()
+    ]
+    if faults:
+        raise ProblemFaults(faults)
+    return [int(part) for part in parts]

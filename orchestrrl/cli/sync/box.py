@@ -1,0 +1,155 @@
+"""`orchestrrl sync box`: weight syncs over the circuits of a site that stands as network namespaces on this machine."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from orchestrrl.cli.fabric.box_site import prepare_folder, site_faults
+from orchestrrl.cli.formats import duration
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.core.errors import ProblemFaults
+
+OUT = Path("out/sync-box")
+MOST_MB = 4000.0
+
+HELP = """Bring weights to engines in a box, by a planned tree and by what it is compared with, on real TCP.
+
+Hosts and ToRs are network namespaces, as `orchestrrl fabric box` has them; every link has a rate. Each host is a
+process with the product's own carrier: those in PoDs that train hold a part of the weights each, those that generate
+need all of it. Each way in turn gets the circuits that its edges ask the daemon for, after those of generation; what
+was received is compared by SHA-256, and wiped.
+
+| way | |
+|---|---|
+| `tree` | planned on the circuits that are there: into each PoD once, forwarded as it comes |
+| `two_stage` | all to the first host of each PoD, which then broadcasts along a chain (figure 4 of the paper) |
+| `naive` | every receiver straight from those who hold the parts |
+
+The bound is what no plan can beat, at the rate that one circuit was measured to give to the payload of TCP.
+
+It needs Linux, `unshare`, `ip` and `tc`, and root or user namespaces that are permitted; nothing outside its own
+namespaces is touched, and nothing is left. FOLDER gets the site's file, the daemon's configuration and journal, all
+logs and `sync-box.json`.
+
+Example:
+
+    orchestrrl sync box
+
+    orchestrrl sync box --mb 40 --way tree --way two_stage
+"""
+
+
+def register(app: typer.Typer) -> None:
+    group(app, "sync").command("box", help=HELP)(box)
+
+
+def box(
+    site: Annotated[
+        Path | None,
+        typer.Option("--site", help="The site.  [default: 1 train and 2 gen PoDs, 14 hosts]", metavar="FILE"),
+    ] = None,
+    mb: Annotated[float, typer.Option("--mb", help="Megabytes of weights.")] = 200.0,
+    ways: Annotated[
+        list[str] | None, typer.Option("--way", help="Repeat for several.  [default: all]", metavar="WAY")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Each way so many times, in turn.")] = 1,
+    circuit_mbps: Annotated[float, typer.Option("--circuit-mbps", help="What a circuit carries in the box.")] = 200.0,
+    protocols: Annotated[
+        str, typer.Option("--protocols", help="Of the switches, in turn, separated by commas.  [default: three]")
+    ] = "",
+    transport: Annotated[str, typer.Option("--transport", help="That carries the bytes: tcp or gloo.")] = "tcp",
+    python: Annotated[
+        Path | None, typer.Option("--python", help="Of the processes that carry; gloo needs one with torch.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Is made where it is missing.")] = OUT,
+    as_json: JsonFlag = False,
+) -> None:
+    from orchestrrl.core.documents import read_text
+    from orchestrrl.lab.box.run import SYNC_WAYS, Order, run
+    from orchestrrl.lab.box.switches import PROTOCOLS, protocol_faults
+    from orchestrrl.lab.box.weights_site import weights_site
+    from planner.fabric.topology import Role
+
+    named = tuple(protocols.split(",")) if protocols else PROTOCOLS
+    faults = [f"--way: must be of {', '.join(SYNC_WAYS)}, got {way!r}" for way in ways or () if way not in SYNC_WAYS]
+    faults += protocol_faults(named)
+    limits = (("--mb", mb, MOST_MB), ("--circuit-mbps", circuit_mbps, 1e5), ("--rounds", rounds, 100))
+    faults += [
+        f"{flag}: must be > 0 and <= {most:g}, got {value:g}" for flag, value, most in limits if not 0 < value <= most
+    ]
+    if transport not in ("tcp", "gloo"):
+        faults.append(f"--transport: must be tcp or gloo, got {transport!r}")
+    with reporting_errors():
+        text = ""
+        try:
+            text = weights_site(max(1e-3, circuit_mbps)) if site is None else read_text(site)
+            faults += site_faults(text, {Role.TRAIN: 1, Role.GEN: 2})
+        except ProblemFaults as error:
+            faults += error.faults
+        if faults:
+            raise ProblemFaults(faults)
+        prepare_folder(out, text)
+        order = Order(
+            str(out.resolve()),
+            ("weights",),
+            named,
+            mbps=circuit_mbps,
+            sync_bytes=round(mb * 1e6),
+            sync_rounds=rounds,
+            sync_ways=tuple(way for way in SYNC_WAYS if not ways or way in ways),
+            transport=transport,
+            python="" if python is None else str(python.absolute()),
+        )
+        with stderr().status("making the box") as status:
+            found = run(order, lambda at: status.update(f"{at}: real time, real packets"))["weights"]
+    _keep(found, out)
+    if as_json:
+        print_json(found)
+    else:
+        _print(found, out)
+
+
+def _keep(found: dict[str, Any], out: Path) -> None:
+    import json
+
+    (out / "sync-box.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _print(found: dict[str, Any], out: Path) -> None:
+    from statistics import median
+
+    print_lines(
+        [
+            f"{found['bytes'] / 1e6:.0f} MB to {found['receivers']} receivers, circuits and NICs of "
+            f"{found['circuit_mbps']:g} Mbit/s, of which TCP's payload has {found['payload']:.1%}",
+            f"no plan can be faster than {duration(found['bound_s'])}; the tree has {found['waves']} waves",
+        ]
+    )
+    by_way: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        by_way.setdefault(row["way"], []).append(row)
+    seconds = {way: median(row["seconds"] for row in rows) for way, rows in by_way.items()}
+    slowest = seconds.get("naive")
+    print_table(
+        "Medians of each way",
+        ("way", "took", "by the bound", "naive by it", "MB into PoDs", "identical", "circuits", "cores busy"),
+        (
+            (
+                way,
+                duration(seconds[way]),
+                f"{seconds[way] / found['bound_s']:.2f}",
+                "-" if slowest is None else f"{slowest / seconds[way]:.2f}",
+                f"{median(row['crossed_bytes'] for row in rows) / 1e6:.0f}",
+                f"{min(row['identical'] for row in rows)} of {found['receivers']}",
+                f"{rows[-1]['circuits']['moves']} moves, {duration(rows[-1]['circuits']['took_s'])}",
+                f"{median(row['cores_busy'] for row in rows):.1f}",
+            )
+            for way, rows in by_way.items()
+        ),
+        left=("circuits",),
+    )
+    print_lines(
+        [f"SHA-256 of the weights: {found['sha256']}", f"{out}: all that was measured (sync-box.json), and logs"]
+    )

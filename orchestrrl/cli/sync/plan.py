@@ -1,0 +1,187 @@
+"""`orchestrrl sync plan`: how a weight version reaches every engine, for a site and shards in a file."""
+
+import math
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestrrl.cli.formats import duration
+from orchestrrl.cli.groups import group
+from orchestrrl.cli.output import (
+    EXIT_INFEASIBLE,
+    JsonFlag,
+    ProblemFile,
+    fail,
+    print_json,
+    print_lines,
+    print_table,
+    reporting_errors,
+)
+
+if TYPE_CHECKING:
+    from planner.sync_tree.model import SyncPlan, SyncProblem, Wave
+
+ROWS_SHOWN = 30  # waves
+
+
+def _example() -> dict[str, Any]:
+    pods = [{"id": "train0", "role": "train", "boundary_circuits": 4}]
+    pods += [{"id": f"gen{number}", "role": "gen", "boundary_circuits": 4} for number in range(3)]
+    names = {pod["id"]: [f"{pod['id']}-{number}" for number in range(8)] for pod in pods}
+    ends = [
+        {"id": name, "pod": pod, "tor": f"{pod}-tor{number // 4}", "nic_gbps": 200}
+        for pod, inside in names.items()
+        for number, name in enumerate(inside)
+    ]
+    receivers = [name for pod, inside in names.items() if pod != "train0" for name in inside]
+    return {
+        "link_gbps": 200,
+        "pods": pods,
+        "endpoints": ends,
+        "tor_circuits": {str(end["tor"]): 4 for end in ends},
+        "shards": [
+            {
+                "id": f"layers{number}",
+                "bytes": 2_000_000_000,
+                "holders": [names["train0"][number], names["train0"][number + 4]],
+                "receivers": receivers[number % 2 :: 2],
+            }
+            for number in range(4)
+        ],
+        "seeds_per_pod": 1,
+        "chunk_bytes": 4_194_304,
+        "hop_latency_s": 1e-5,
+    }
+
+
+HELP = """Plan a tree broadcast of new weights: who sends which bytes to whom, in waves.
+
+Reads one JSON problem: `link_gbps`; `pods` with the circuits that may cross their boundary; `endpoints` with their PoD,
+ToR and NIC; `tor_circuits`, upwards; `shards`, each with its `bytes`, who holds it and who receives it;
+`seeds_per_pod`, how many may receive the same bytes from outside; `chunk_bytes` and `hop_latency_s` of what is
+forwarded while it comes. Phase A crosses PoDs over circuits, phase B fans out inside. The estimate is the model's time
+of the very waves that are printed, beside a bound that no plan beats and the best that every receiver straight from a
+holder could do. Nothing is sent. Exit status 3: a PoD or ToR has no circuits and shards have to pass it.
+
+Where PoDs are joined as they are, by circuits that exist or by Ethernet across sites, `links` say which two, with how
+many circuits in each direction, of which rate: `[{"a", "b", "circuits", "gbps"}]`. There is no way but these then.
+
+Example:
+
+    orchestrrl sync plan --print-example > sync.json
+
+    orchestrrl sync plan sync.json
+
+    orchestrrl sync plan - --json < sync.json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    group(app, "sync").command("plan", help=HELP)(plan_sync)
+
+
+def _print_example(wanted: bool) -> None:
+    if wanted:
+        print_json(_example())
+        raise typer.Exit
+
+
+ExampleFlag = Annotated[
+    bool,
+    typer.Option("--print-example", help="Print an example problem and stop.", callback=_print_example, is_eager=True),
+]
+
+
+def plan_sync(file: ProblemFile, as_json: JsonFlag = False, _example: ExampleFlag = False) -> None:
+    # Imported here so that no other command waits for them; before the clock starts, which is for solving.
+    from orchestrrl.cli.problem import read_problem
+    from orchestrrl.cli.sync.plan_problem import CHECKS, SyncPlanProblem, problem_of
+    from planner.sync_tree.model import Unreachable
+    from planner.sync_tree.plan import make_plan
+
+    with reporting_errors():
+        problem = problem_of(read_problem(file, SyncPlanProblem, CHECKS))
+        started_s = time.perf_counter()
+        try:
+            plan = make_plan(problem)
+        except Unreachable as error:
+            fail(f"infeasible: {error}", EXIT_INFEASIBLE)
+        solve_s = time.perf_counter() - started_s
+    if as_json:
+        print_json(_json(problem, plan, solve_s))
+    else:
+        _show(problem, plan, solve_s)
+
+
+def _json(problem: "SyncProblem", plan: "SyncPlan", solve_s: float) -> dict[str, Any]:
+    return {
+        "waves": [
+            {"wave": number, "seconds": wave.seconds, "edges": _edges(problem, wave)}
+            for number, wave in enumerate(plan.waves)
+        ],
+        "estimate_s": plan.estimate_s,
+        "lower_bound_s": plan.lower_bound_s,
+        "naive_s": plan.naive_s if math.isfinite(plan.naive_s) else None,  # with `links`: not all are joined directly
+        "solve_s": solve_s,
+    }
+
+
+def _edges(problem: "SyncProblem", wave: "Wave") -> list[dict[str, Any]]:
+    edges = wave.edges
+    columns = (edges.shard, edges.offset, edges.bytes, edges.src, edges.dst, edges.circuits, edges.rate_gbps)
+    return [
+        {
+            "shard": problem.shards[shard].id,
+            "offset": offset,
+            "bytes": size,
+            "src": problem.endpoints[src],
+            "dst": problem.endpoints[dst],
+            "phase": "A" if circuits else "B",
+            "circuits": circuits,
+            "rate_gbps": rate_gbps,
+        }
+        for shard, offset, size, src, dst, circuits, rate_gbps in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]
+
+
+def _show(problem: "SyncProblem", plan: "SyncPlan", solve_s: float) -> None:
+    edges = sum(len(wave.edges.bytes) for wave in plan.waves)
+    if not plan.waves:
+        print_lines(["Nothing to send: no shard has a receiver that does not hold it."])
+        return
+    print_lines(
+        [
+            f"[bold]{duration(plan.estimate_s)}[/bold] in {len(plan.waves):,} waves of {edges:,} edges:"
+            f" {plan.estimate_s / plan.lower_bound_s:.2f} times the bound of {duration(plan.lower_bound_s)};"
+            f" {_naive(plan)};"
+            f" solved in {duration(solve_s)}"
+        ]
+    )
+    shown = plan.waves[:ROWS_SHOWN]
+    title = "Waves" if len(shown) == len(plan.waves) else f"The first {ROWS_SHOWN} of {len(plan.waves):,} waves"
+    columns = ("wave", "takes", "GB delivered", "PoD to PoD", "circuits", "inside PoDs", "deepest", "shards")
+    print_table(title, columns, [_row(number, wave) for number, wave in enumerate(shown)])
+
+
+def _naive(plan: "SyncPlan") -> str:
+    if not math.isfinite(plan.naive_s):
+        return "straight from the holders no link leads everywhere"
+    return f"straight from the holders {duration(plan.naive_s)}, {plan.naive_s / plan.estimate_s:.1f} times as long"
+
+
+def _row(number: int, wave: "Wave") -> tuple[object, ...]:
+    edges = wave.edges
+    crossing = edges.circuits > 0
+    return (
+        number,
+        duration(wave.seconds),
+        f"{edges.bytes.sum() / 1e9:,.3g}",
+        int(crossing.sum()),
+        int(edges.circuits.sum()),
+        int((~crossing).sum()),
+        int(edges.above.max()) + 1,
+        len(set(edges.shard.tolist())),
+    )

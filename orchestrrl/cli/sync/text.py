@@ -1,0 +1,315 @@
+"""Weight syncs in words and tables: how one stands, what became of versions, where the time of one went."""
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from rich.markup import escape
+
+from orchestrrl.cli.formats import UNKNOWN, bar, duration, percent, ranges, time_of_day
+from orchestrrl.weights.controller.advice import Advice, advice
+from orchestrrl.weights.controller.profile import BESIDE, SyncProfile, phase_words, profile
+from orchestrrl.weights.controller.reports import (
+    EdgeTook,
+    EngineStands,
+    EngineSync,
+    PeerStands,
+    SyncPhase,
+    SyncReport,
+    SyncState,
+    WeightsStatus,
+)
+
+NONE_YET = "No version was carried out yet: a trainer publishes one, see `orchestrrl sync peer --help`."
+NO_PEERS = "No peer is attached: `orchestrrl sync peer` runs on each host of the trainer and of engines."
+BAR_COLUMNS = 24
+LATE_SHOWN = 4
+EDGES_SHOWN = 8
+PATH_SHARE = 0.01  # of the whole, below which a stretch is not told
+
+PEER_COLUMNS = ("peer", "role", "host", "PoD", "ToR", "engines", "versions", "")
+ENGINE_COLUMNS = ("engine", "state", "installed in", "remark")
+HISTORY_COLUMNS = (
+    "version",
+    "published",
+    "became",
+    "took",
+    "transfer",
+    "install",
+    "stood still",
+    "GB",
+    "x estimate",
+    "x bound",
+    "engines",
+)
+PHASE_COLUMNS = ("phase", "seconds", "share", "")
+EDGE_COLUMNS = ("slowest edges", "phase", "GB", "seconds", "planned", "Gb/s")
+LAST_COLUMNS = ("phase", "median", "longest", "of version", "share", "")
+WORDY = {"role", "host", "PoD", "ToR", "engines", "versions", "", "state", "became", "remark"}
+
+COLOURS = {SyncState.DONE: "green", SyncState.ABORTED: "red", SyncState.SUPERSEDED: "yellow"}
+
+
+def size(value: float) -> str:
+    """`2.5 GB`, `500 MB`, `12 kB`, `7 B`"""
+    for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= least * 0.9995:
+            return f"{value / least:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+# --- how one stands
+
+
+def status_lines(status: WeightsStatus, now_s: float) -> list[str]:
+    version = "no version was committed yet" if status.committed is None else f"version {status.committed}"
+    lines = [f"weights of the fleet: [bold]{version}[/bold]"]
+    if status.sync is not None:
+        lines += standing(status.sync, now_s)
+    lines += [
+        f"[red]quarantined[/red] {escape(engine.engine)}: {escape(engine.detail or 'no reason given')}"
+        for engine in status.quarantined
+    ]
+    return lines
+
+
+def standing(report: SyncReport, now_s: float) -> list[str]:
+    """A few lines: what it does, how far it is, who is late."""
+    if report.over:
+        return [f"last: {outcome(report)}"]
+    lines = [progress(report, now_s)]
+    if report.state is SyncState.CARRYING:
+        lines.append(arrived(report))
+    if late := late_words(report):
+        lines.append(escape(late))
+    lines += [escape(note) for note in report.notes[-LATE_SHOWN:]]
+    return lines
+
+
+def progress(report: SyncReport, now_s: float) -> str:
+    """`version 8 (sync-8): carrying, phase A for 3.2 s, attempt 2`"""
+    lasting = [took for took in report.phases if took.ended_s is None]
+    doing = (
+        f", {phase_words(lasting[-1].phase)} for {duration(max(0.0, now_s - lasting[-1].began_s))}" if lasting else ""
+    )
+    again = f", attempt {report.attempt}" if report.attempt > 1 else ""
+    why = f": {escape(report.detail)}" if report.detail else ""
+    return f"{named(report)}: [cyan]{report.state}[/cyan]{doing}{again}{why}"
+
+
+def named(report: SyncReport) -> str:
+    return f"version [bold]{report.version}[/bold] ({escape(report.id)})"
+
+
+def arrived(report: SyncReport) -> str:
+    """A bar, and bytes over all edges."""
+    mended = f", {report.mended_edges} of {report.edges} edges broke and were replaced" if report.mended_edges else ""
+    over = f"over {report.edges} edges ({size(report.bytes)} of weights){mended}"
+    if not report.carried_bytes:
+        return f"{size(report.arrived_bytes)} have arrived, {over}"
+    share = min(1.0, report.arrived_bytes / report.carried_bytes)
+    return f"{bar(share, BAR_COLUMNS)} {percent(share)} of {size(report.carried_bytes)} {over}"
+
+
+def late_words(report: SyncReport) -> str:
+    """Who is waited for; empty where nobody is."""
+    if report.state is SyncState.PUBLISHING:
+        missing = sorted(set(range(report.world)) - set(report.published))
+        return f"not published yet: ranks {ranges(missing)} of {report.world}" if missing else ""
+    want = {
+        SyncState.CARRYING: EngineSync.WAITING,
+        SyncState.INSTALLING: EngineSync.PREPARED,
+        SyncState.VERIFYING: EngineSync.INSTALLED,
+    }.get(report.state)
+    late = [engine for engine in report.engines if engine.state is want]
+    if not late or len(late) == len(report.engines) > 1:
+        return ""
+    told = [f"{engine.engine}{f' ({engine.detail})' if engine.detail else ''}" for engine in late[:LATE_SHOWN]]
+    more = f" and {len(late) - LATE_SHOWN} more" if len(late) > LATE_SHOWN else ""
+    return f"late: {', '.join(told)}{more}"
+
+
+def outcome(report: SyncReport) -> str:
+    """`version 7 (sync-7): done in 4 s: 2 engines have it`"""
+    took = profile(report)
+    colour = "yellow" if report.code == "some_quarantined" else COLOURS.get(report.state, "cyan")
+    code = "" if report.code in ("", report.state) else f" ({escape(report.code)})"
+    why = f": {escape(report.detail)}" if report.detail else ""
+    return f"{named(report)}: [{colour}]{report.state}[/{colour}]{code} in {duration(took.whole_s)}{why}"
+
+
+def news(before: SyncReport | None, report: SyncReport, now_s: float) -> Iterator[str]:
+    """What has changed since, a line each: for a pipe."""
+    if report.over:
+        yield outcome(report)
+        return
+    if before is None or before.state is not report.state or before.attempt != report.attempt:
+        yield f"{time_of_day(now_s)} {progress(report, now_s)}"
+    known = set() if before is None else set(before.notes)
+    yield from (escape(note) for note in report.notes if note not in known)
+
+
+def live_line(report: SyncReport, now_s: float) -> str:
+    """For a terminal, renewed while it runs."""
+    lines = standing(report, now_s)
+    return "\n".join(lines)
+
+
+def is_well(report: SyncReport) -> bool:
+    """The version is the fleet's, on all of it."""
+    return report.state is SyncState.DONE and report.code != "some_quarantined"
+
+
+# --- rows
+
+
+def peer_rows(peers: Sequence[PeerStands]) -> Iterator[tuple[object, ...]]:
+    for peer in peers:
+        yield (
+            peer.id,
+            peer.role,
+            peer.host,
+            peer.pod or None,
+            peer.tor or None,
+            ", ".join([*peer.engines, *(f"{engine} (other ranks)" for engine in peer.ranks_of)]) or None,
+            ranges(sorted(peer.versions)) or None,
+            "attached" if peer.attached else "gone",
+        )
+
+
+def engine_rows(engines: Sequence[EngineStands]) -> Iterator[tuple[object, ...]]:
+    for engine in engines:
+        yield engine.engine, engine.state, duration(engine.install_s or None), engine.detail or None
+
+
+def history_rows(reports: Sequence[SyncReport], now_s: float) -> Iterator[tuple[object, ...]]:
+    for report in reports:
+        took = profile(report, now_s)
+        has = sum(engine.state is EngineSync.SERVES for engine in report.engines)
+        yield (
+            report.version,
+            time_of_day(report.began_s),
+            report.state if report.code in ("", report.state) else f"{report.state}: {report.code}",
+            duration(took.whole_s),
+            duration(took.transfer_s or None),
+            duration(took.seconds(SyncPhase.INSTALL) or None),
+            duration(took.still_s or None),
+            f"{report.bytes / 1e9:,.3g}",
+            times(took.over_estimate),
+            times(took.over_bound),
+            f"{has} of {len(report.engines)}",
+        )
+
+
+def phase_rows(took: SyncProfile) -> Iterator[tuple[object, ...]]:
+    for row in took.rows:
+        share = percent(row.share) if row.phase not in BESIDE else "beside"
+        yield phase_words(row.phase), duration(row.seconds), share, _bar(row.share)
+    if took.unnamed_s >= PATH_SHARE * took.whole_s > 0:
+        share_unnamed = took.unnamed_s / took.whole_s
+        yield phase_words(None), duration(took.unnamed_s), percent(share_unnamed), _bar(share_unnamed)
+
+
+def edge_rows(edges: Sequence[EdgeTook]) -> Iterator[tuple[object, ...]]:
+    for edge in edges:
+        yield (
+            f"{edge.src} -> {edge.dst}",
+            edge.phase,
+            f"{edge.bytes / 1e9:,.3g}",
+            duration(edge.seconds),
+            duration(edge.planned_s),
+            f"{edge.gbps:.3g}",
+        )
+
+
+def last_rows(profiles: Sequence[SyncProfile]) -> Iterator[tuple[object, ...]]:
+    """Of several versions, a phase a row: its median, its longest with the version, its share of all their time."""
+    whole_s = sum(each.whole_s for each in profiles)
+    for phase in SyncPhase:
+        took = [(row.seconds, each.report.version, row) for each in profiles for row in each.rows if row.phase is phase]
+        if not took:
+            continue
+        longest_s, version, _ = max(took, key=lambda each: each[0])
+        share = sum(row.waited_s for _, _, row in took) / whole_s if whole_s > 0 and phase not in BESIDE else None
+        yield (
+            phase_words(phase),
+            duration(median(seconds for seconds, _, _ in took)),
+            duration(longest_s),
+            version,
+            percent(share) if share is not None else "beside",
+            _bar(share or 0.0),
+        )
+    unnamed = [(each.unnamed_s, each.report.version) for each in profiles]
+    share = sum(unnamed_s for unnamed_s, _ in unnamed) / whole_s if whole_s > 0 else 0.0
+    if share >= PATH_SHARE:
+        longest_s, version = max(unnamed)
+        middle_s = median(unnamed_s for unnamed_s, _ in unnamed)
+        yield phase_words(None), duration(middle_s), duration(longest_s), version, percent(share), _bar(share)
+
+
+# --- where the time went
+
+
+def profile_lines(took: SyncProfile) -> list[str]:
+    report = took.report
+    lines = [
+        f"{outcome(report) if report.over else progress(report, report.began_s + took.whole_s)}",
+        f"waited for: {path_words(took) or 'nothing yet'}",
+    ]
+    if took.transfer_s:
+        lines.append(transfer_words(took))
+    if took.still_s:
+        lines.append(f"requests stood still for {duration(took.still_s)}")
+    return [*lines, *(escape(note) for note in report.notes)]
+
+
+def transfer_words(took: SyncProfile) -> str:
+    """`transfer: 2 s, 50 % of the whole, 16 Gb/s over all edges; 1.11 x its estimate, 1.25 x the bound, ...`"""
+    report = took.report
+    rate = f", {took.carried_gbps:.3g} Gb/s over all edges" if took.carried_gbps else ""
+    against = [
+        f"{times(over)} x {what} of {duration(of_s)}"
+        for over, what, of_s in (
+            (took.over_estimate, "its estimate", report.estimate_s),
+            (took.over_bound, "the bound", report.lower_bound_s),
+        )
+        if over is not None
+    ]
+    if report.naive_s:
+        against.append(f"straight from the trainer {duration(report.naive_s)}")
+    told = f"; {', '.join(against)}" if against else ""
+    return f"transfer: {duration(took.transfer_s)}, {percent(took.transfer_share)} of the whole{rate}{told}"
+
+
+def path_words(took: SyncProfile) -> str:
+    """`gather 500 ms, phase A 2 s, install 1 s`: one after the other; trifles are left out."""
+    told: list[tuple[SyncPhase | None, float]] = []
+    for stretch in took.path:
+        if stretch.phase in BESIDE or stretch.seconds < PATH_SHARE * took.whole_s:
+            continue
+        if told and told[-1][0] is stretch.phase:
+            told[-1] = stretch.phase, told[-1][1] + stretch.seconds
+        else:
+            told.append((stretch.phase, stretch.seconds))
+    return ", ".join(f"{phase_words(phase)} {duration(seconds)}" for phase, seconds in told)
+
+
+def advice_lines(profiles: Sequence[SyncProfile]) -> list[str]:
+    """Of the newest that it concerns, each kind once; of several, with how many it concerns."""
+    found: dict[str, list[Advice]] = {}
+    for took in profiles:
+        for each in advice(took):
+            found.setdefault(each.code, []).append(each)
+    told = sorted(found.values(), key=lambda each: -sum(one.seconds for one in each))
+    return [
+        f"[yellow]advice[/yellow]{f' ({len(each)} of {len(profiles)})' if len(profiles) > 1 else ''}:"
+        f" {escape(each[0].words)}"
+        for each in told
+    ]
+
+
+def times(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.2f}"
+
+
+def _bar(share: float) -> str:
+    return bar(share, BAR_COLUMNS).rstrip()

@@ -1,0 +1,1 @@
+"""What every room uses: time, errors, the journal, operations, documents, the configuration."""

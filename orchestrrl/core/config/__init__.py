@@ -1,0 +1,1 @@
+"""The daemon's configuration: its schema, and how a file becomes one."""

@@ -1,0 +1,145 @@
+"""Exceptions that no part of the daemon expects: counted, logged when they change, and kept for `orchestrrl status`.
+
+A part is a loop or a long-running task. Its turn is set aside by the exception, and the next turn begins as usual.
+"""
+
+import asyncio
+import logging
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, cut
+
+logger = logging.getLogger(__name__)
+
+# Parts that change the fleet by themselves: the two loops, and what these begin.
+FAST_LOOP, SLOW_LOOP, MOVES, PLANS = "fast_loop", "slow_loop", "moves", "plans"
+ACTING = frozenset({FAST_LOOP, SLOW_LOOP, MOVES, PLANS})
+# After so many turns running that ended by the same exception, the daemon stops acting.
+REPEATED = 10
+# Pauses before a task that ended by an exception is started again, longer each time.
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+MESSAGE_CHARACTERS = 300
+
+_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen")
+# Installed, these stand among the libraries.
+_PACKAGES = ("orchestrrl", "planner", "balancer", "ocs_drivers")
+_OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in _PACKAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """The latest exception of a part. Two are the same where type and place are; their messages may differ."""
+
+    part: str
+    type: str
+    place: str  # FILE:LINE, of no library where the traceback goes through other code
+    message: str
+    first_s: float
+    last_s: float
+    running: int = 1  # turns that ended by it one after the other; 0: the turns since went well
+
+    def __str__(self) -> str:
+        return f"{self.type} at {self.place}: {self.message}"
+
+
+class Defects:
+    """Every exception since the start, by part. `on_repeated` is called with each that ended `REPEATED` turns running;
+    it must not raise."""
+
+    def __init__(self, clock: Clock, on_repeated: Callable[[Defect], None]) -> None:
+        self.counts: Counter[str] = Counter()
+        self.errors: list[BaseException] = []  # the first of each kind, for a caller that wants them raised
+        self._clock = clock
+        self._on_repeated = on_repeated
+        self._latest: dict[str, Defect] = {}
+        self._traced: set[tuple[str, str, str]] = set()  # part, type and place whose traceback was logged
+
+    @property
+    def latest(self) -> tuple[Defect, ...]:
+        """The latest of each part, oldest first."""
+        return tuple(sorted(self._latest.values(), key=lambda defect: defect.last_s))
+
+    def met(self, part: str, error: BaseException) -> None:
+        """Record that a turn of the part ended by this exception."""
+        now_s, before = self._clock.now_s(), self._latest.get(part)
+        message = cut(_printable(error), MESSAGE_CHARACTERS)
+        defect = Defect(part, type(error).__qualname__, _place(error), message, now_s, now_s)
+        if before is not None and (before.type, before.place) == (defect.type, defect.place):
+            defect = replace(defect, first_s=before.first_s, running=before.running + 1)
+        else:
+            self._log(defect, error)
+        self.counts[part] += 1
+        self._latest[part] = defect
+        if defect.running == REPEATED:
+            self._on_repeated(defect)
+
+    def passed(self, part: str) -> None:
+        """Record that a turn of the part went well."""
+        defect = self._latest.get(part)
+        if defect is not None and defect.running:
+            self._latest[part] = replace(defect, running=0)
+
+    def start_anew(self) -> None:
+        """Count the turns that end by the same exception from none again."""
+        for part in list(self._latest):
+            self.passed(part)
+
+    def _log(self, defect: Defect, error: BaseException) -> None:
+        """One line, and the traceback where it is the first of its kind and says more than the message."""
+        key = (defect.part, defect.type, defect.place)
+        traced = key in self._traced or isinstance(error, OrchestrRLError)
+        if not traced:
+            self._traced.add(key)
+            self.errors.append(error)
+        logger.error("%s: a turn was set aside: %s", defect.part, defect, exc_info=None if traced else error)
+
+
+def is_cancelled() -> bool:
+    """Whether the current task was asked to end. A CancelledError without that comes from within its own work."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def keep_running(part: str, work: Callable[[], Awaitable[None]], defects: Defects, clock: Clock) -> None:
+    """Run a task until it returns or is cancelled. One that ends by an exception is started again after a pause: a
+    defect in one must not end the daemon."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        began_s = clock.now_s()
+        try:
+            return await work()
+        except (Exception, asyncio.CancelledError) as error:
+            if is_cancelled():
+                raise
+            if clock.now_s() - began_s > LONGEST_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+                defects.passed(part)
+            defects.met(part, error)
+        await clock.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised. Of a library's exception, where our own code called the library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if frame.filename.startswith(_OURS) or not frame.filename.startswith(_LIBRARIES)]
+    if not frames:
+        return "unknown"
+    frame = (ours or frames)[-1]
+    path = Path(frame.filename)
+    return f"{path.parent.name}/{path.name}:{frame.lineno}"
+
+
+def _printable(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  # a message that cannot be made must not hide the exception
+        return "(its message cannot be shown)"
+    return text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,89 @@
+"""Documents that people write: YAML without its traps, and numbers within bounds. Faults carry their path and value."""
+
+import math
+import re
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from orchestrrl.core.errors import ProblemFaults, shorten
+
+_Number = TypeVar("_Number", int, float)
+
+
+def require(condition: Callable[[Any], bool], wish: str) -> Callable[[_Number], _Number]:
+    """A pydantic check that a number is finite and as wished."""
+
+    def check(value: _Number) -> _Number:
+        if not math.isfinite(value) or not condition(value):
+            raise ValueError(f"must be {wish}")
+        return value
+
+    return check
+
+
+PositiveFloat = Annotated[float, AfterValidator(require(lambda value: value > 0, "> 0"))]
+NonNegativeFloat = Annotated[float, AfterValidator(require(lambda value: value >= 0, ">= 0"))]
+PositiveInt = Annotated[int, AfterValidator(require(lambda value: value > 0, "> 0"))]
+NonNegativeInt = Annotated[int, AfterValidator(require(lambda value: value >= 0, ">= 0"))]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Base of every object in a document: known fields only, no coercion, frozen."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def read_text(path: Path | str) -> str:
+    """The file's text. Raises ProblemFaults."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ProblemFaults([f"{path}: {reason}"]) from None
+
+
+def parse_yaml(text: str) -> Any:
+    """The document in the text; JSON is YAML too. Raises ProblemFaults."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ProblemFaults([f"(document): is not YAML: {' '.join(str(error).split())}"]) from None
+    except RecursionError:
+        raise ProblemFaults([f"(document): is nested too deeply, got {shorten(text)}"]) from None
+
+
+def dump_yaml(document: Any) -> str:
+    """The document as YAML that `parse_yaml` reads back, its keys in their order."""
+    return yaml.dump(document, Dumper=YamlDumper, sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without two of its traps: of two equal keys it silently keeps the last, and `1e-8` is a string to it."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    "while reading a mapping", node.start_mark, f"key {key!r} occurs twice", key_node.start_mark
+                )
+            if isinstance(key, Hashable):
+                seen.add(key)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+class YamlDumper(yaml.SafeDumper):
+    """Writes what `parse_yaml` reads back as it was: text that the loader would take for a number is quoted."""
+
+
+for _class in (_Loader, YamlDumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )

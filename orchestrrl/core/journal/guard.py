@@ -1,0 +1,428 @@
+"""Detect damage of a journal, and replace a damaged one by what can still be read of it.
+
+Every entry carries a checksum. Beside the journal, `<journal>.tail` holds the number of the last entry that was
+acknowledged and the sum of the checksums of all entries ever written. The tail is written after each entry: a process
+that is killed between the two leaves an entry more than the tail has, never one fewer. So a journal with fewer entries
+than its tail has lost some, however consistent the file itself is.
+"""
+
+import hashlib
+import json
+import os
+import sqlite3
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.core.errors import Permanent, few
+
+APPLICATION_ID = 0x4F52_4C31  # "ORL1"
+SCHEMA_VERSION = 2
+UNGUARDED = 1  # the format before there were checksums and a tail
+MASK = 2**64 - 1
+
+_TAIL = struct.Struct(">8sIQQQ")  # magic, format, generation, sequence, sum
+_MAGIC = b"ORLTAIL\n"
+_ENTRY = struct.Struct(">qdqIII")  # sequence, time, generation, lengths of kind, subject and body
+FAULTS_NAMED = 5
+_WRONG_CONTENT = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
+_VERSIONS = ((1, 1), (2, 2))  # of a file's format for writers and readers: without and with a write-ahead log
+COLUMNS = "sequence, at_s, generation, kind, subject, body"
+
+Row = tuple[Any, ...]
+
+
+def checksum(sequence: int, at_s: float, generation: int, kind: bytes, subject: bytes, body: bytes) -> int:
+    """Return the checksum of an entry, as SQLite stores integers: signed, of 64 bits."""
+    head = _ENTRY.pack(sequence, at_s, generation, len(kind), len(subject), len(body))
+    digest = hashlib.blake2b(b"".join((head, kind, subject, body)), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def is_intact(row: Row) -> bool:
+    """Whether a row of the entries, `COLUMNS` and the checksum, is as it was written. Read with texts as bytearray, so
+    that a text that has become a blob is not taken for one."""
+    if any(type(text) is not bytearray for text in row[3:6]):
+        return False
+    try:
+        return bool(checksum(row[0], row[1], row[2], row[3], row[4], row[5]) == row[6])
+    except struct.error:  # a number has become something else
+        return False
+
+
+# --- the tail
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What the writer of a journal has acknowledged."""
+
+    generation: int = 0
+    sequence: int = 0
+    total: int = 0  # of the checksums of all entries ever written, modulo 2**64
+    format: int = SCHEMA_VERSION
+
+    def encoded(self) -> bytes:
+        record = _TAIL.pack(_MAGIC, self.format, self.generation, self.sequence, self.total)
+        return record + hashlib.blake2b(record, digest_size=8).digest()
+
+
+class TailFile:
+    """The open tail of one writer."""
+
+    def __init__(self, journal: Path, tail: Tail) -> None:
+        """Write `tail` so that it outlasts a power cut. Raises OSError."""
+        self.path = tail_path(journal)
+        if not self.path.exists():  # there is never one without its record
+            half = beside(journal, ".tail.half")
+            half.write_bytes(tail.encoded())
+            os.replace(half, self.path)
+        self._descriptor = os.open(self.path, os.O_RDWR)
+        try:
+            self.write(tail)
+            os.fsync(self._descriptor)
+            sync_folder(journal)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, tail: Tail, *, durable: bool = False) -> None:
+        """Replace the record. A process that is killed meanwhile leaves the one before or this one; one that is
+        `durable` outlasts a power cut. Raises OSError."""
+        os.pwrite(self._descriptor, tail.encoded(), 0)
+        if durable:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def tail_path(journal: Path) -> Path:
+    return beside(journal, ".tail")
+
+
+def beside(journal: Path, suffix: str) -> Path:
+    return journal.with_name(journal.name + suffix)
+
+
+def sync_folder(journal: Path) -> None:
+    folder = os.open(journal.absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_tail(journal: Path) -> Tail | None:
+    """None where there is none. Raises ValueError where it is damaged."""
+    try:
+        data = tail_path(journal).read_bytes()
+    except FileNotFoundError:
+        return None
+    record, digest = data[: _TAIL.size], data[_TAIL.size :]
+    if len(data) != _TAIL.size + 8 or hashlib.blake2b(record, digest_size=8).digest() != digest:
+        raise ValueError("its tail file is damaged")
+    magic, format, generation, sequence, total = _TAIL.unpack(record)
+    if magic != _MAGIC:
+        raise ValueError("its tail file is damaged")
+    return Tail(generation, sequence, total, format)
+
+
+# --- examine
+
+
+@dataclass(slots=True)
+class Examined:
+    """What a journal's files hold. `faults`: empty where nothing is lost."""
+
+    faults: list[str] = field(default_factory=list)
+    version: int = 0  # of the format; 0: there is no journal yet
+    tail: Tail = field(default_factory=Tail)  # as the entries that are there make it
+
+    def fault(self, text: str) -> None:
+        if text not in self.faults:
+            self.faults.append(text)
+
+
+def examine(path: Path) -> Examined:
+    """Compare a journal with its checksums and its tail. Changes nothing. Raises Permanent for a file that is no
+    journal, or one of a later format."""
+    found = Examined()
+    tail: Tail | None = None
+    try:
+        tail = read_tail(path)
+    except ValueError as error:
+        found.fault(str(error))
+    is_ours = tail is not None or bool(found.faults)
+    if not path.exists() or path.stat().st_size == 0:
+        _examine_absence(path, tail, found)
+        return found
+    try:
+        with closing(open_read_only(path)) as db:
+            db.execute("BEGIN")
+            found.version = _identify(path, db, tail, is_ours)
+            with path.open("rb") as file:
+                versions = tuple(file.read(20)[18:])
+            _examine_database(db, versions, tail, found)
+    except sqlite3.DatabaseError as error:
+        if not is_ours or not _is_damage(error):
+            raise
+        found.fault(f"it cannot be read: {error}")
+    except ValueError as error:
+        found.fault(str(error))
+    if found.version == SCHEMA_VERSION and not is_ours:
+        found.fault(f"{tail_path(path).name} is missing, so nobody can tell whether the newest entries are lost")
+    return found
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether it is the file's content that is wrong, and not that it cannot be opened or read now."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is None or code & 0xFF in _WRONG_CONTENT
+
+
+def open_read_only(path: Path) -> sqlite3.Connection:
+    """Neither the file nor its write-ahead log is changed. Texts are read as bytearray."""
+    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    db.text_factory = bytearray
+    return db
+
+
+def _examine_absence(path: Path, tail: Tail | None, found: Examined) -> None:
+    log = beside(path, "-wal")
+    how = "is empty" if path.exists() else "is missing"
+    if tail is not None and tail.generation:
+        found.fault(f"the file {how}, and {tail.sequence} entries were written to it")
+    elif log.exists() and log.stat().st_size:
+        found.fault(f"the file {how}, and its write-ahead log is there")
+    elif found.faults:
+        found.fault(f"the file {how}")
+
+
+def _identify(path: Path, db: sqlite3.Connection, tail: Tail | None, is_ours: bool) -> int:
+    """The format's version. Raises Permanent for what is no damage, ValueError for what is."""
+    (identity,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    if tables == 0 and (not is_ours or (tail is not None and not tail.generation)):
+        return 0  # its first start was cut short
+    if identity != APPLICATION_ID:
+        if is_ours:
+            raise ValueError("its header is damaged")
+        raise Permanent(f"{path}: is not a journal of OrchestrRL")
+    if version not in (UNGUARDED, SCHEMA_VERSION):
+        if tail is not None and tail.format != version:
+            raise ValueError("its header is damaged")
+        raise Permanent(f"{path}: has journal format {version}, this version reads {SCHEMA_VERSION}")
+    columns = [bytes(name) for (name,) in db.execute("SELECT name FROM pragma_table_info('entries')")]
+    if version == UNGUARDED and b"checksum" in columns:
+        raise ValueError("its header is damaged")
+    return int(version)
+
+
+def _examine_database(db: sqlite3.Connection, versions: tuple[int, ...], tail: Tail | None, found: Examined) -> None:
+    if found.version == 0:
+        return
+    guarded = found.version == SCHEMA_VERSION
+    if versions not in _VERSIONS:
+        found.fault("its header is damaged")
+    meta = meta_of(db)
+    if guarded and (meta.get("schema") != schema_sum(db) or meta.get("generation_sum") != number_sum(meta)):
+        found.fault("its table of contents is damaged")
+    for (text,) in db.execute(f"PRAGMA integrity_check({FAULTS_NAMED})").fetchall():
+        if text != b"ok":
+            found.fault(f"it is damaged: {bytes(text).decode(errors='replace')}")
+    total, last, broken = meta.get("pruned", 0), 0, []
+    later: list[tuple[int, int]] = []  # entries after the tail, which a killed process may leave
+    for row in rows_of(db, guarded):
+        if not is_intact(row):
+            broken.append(str(row[0]))
+            continue
+        last = row[0]
+        if tail is not None and last > tail.sequence:
+            later.append((last, row[6]))
+        else:
+            total += row[6]
+    if broken:
+        found.fault(f"{len(broken)} entries are damaged: {few(broken, between=', ')}")
+    _compare(db, tail, found, total & MASK, last)
+    whole = (total + sum(each for _, each in later)) & MASK
+    found.tail = Tail(int(meta.get("generation", 0)), last, whole)
+
+
+def _compare(db: sqlite3.Connection, tail: Tail | None, found: Examined, total: int, last: int) -> None:
+    """With the tail, and with the number that SQLite gave out last."""
+    numbered = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'entries'").fetchone()
+    if (numbered[0] if numbered else 0) != last:
+        found.fault(f"its last entry is {last}, and {numbered[0] if numbered else 0} were written")
+    if tail is None:
+        return
+    if last < tail.sequence:
+        found.fault(f"its newest entries are lost: the last is {last}, and {tail.sequence} were written")
+    elif total != tail.total:
+        found.fault("entries were lost or changed: their checksums do not add up")
+    if meta_of(db).get("generation", 0) < tail.generation:
+        found.fault("it is older than its tail file")
+
+
+def meta_of(db: sqlite3.Connection) -> dict[str, int]:
+    """The journal's own numbers, by name. Raises ValueError where one is none."""
+    rows = db.execute("SELECT key, value FROM meta").fetchall()
+    if any(type(key) is not bytearray or type(value) is not int for key, value in rows):
+        raise ValueError("its table of contents is damaged")
+    return {key.decode(errors="replace"): value for key, value in rows}
+
+
+def number_sum(meta: Mapping[str, int]) -> int:
+    """The checksum of the generation."""
+    return checksum(0, 0.0, meta.get("generation", 0), b"generation", b"", b"")
+
+
+def schema_sum(db: sqlite3.Connection) -> int:
+    """The checksum of the definitions of all tables and indices. The connection reads texts as bytearray."""
+    rows = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY name").fetchall()
+    text = b"\n".join(each for row in rows for each in row if isinstance(each, bytearray))
+    return checksum(0, 0.0, 0, b"schema", b"", text)
+
+
+def rows_of(db: sqlite3.Connection, guarded: bool, order: str = "ASC") -> Iterator[Row]:
+    """All entries, each with its checksum; of a journal from before there were any, with the one it should have."""
+    column = ", checksum" if guarded else ""
+    for row in db.execute(f"SELECT {COLUMNS}{column} FROM entries NOT INDEXED ORDER BY sequence {order}"):
+        yield row if guarded else (*row, _checksum_of(row))
+
+
+def _checksum_of(row: Row) -> int | None:
+    """None of what no version has written."""
+    try:
+        for text in row[3:6]:
+            bytes(text).decode()
+        return checksum(*row)
+    except (struct.error, TypeError, ValueError):
+        return None
+
+
+# --- replace
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A new journal's content beside what could be read of the damaged one."""
+
+    schema: str
+    kind: str  # of the entry that records the damage
+    at_s: float
+
+
+def replace_damaged(path: Path, found: Examined, new: Replacement) -> None:
+    """Put a journal with everything that can still be read in the place of a damaged one, which is kept beside it. The
+    files are exchanged at the end: a process that is killed before leaves them as they were, and one that is killed
+    meanwhile leaves the rest to `finish`. Raises OSError and sqlite3.Error."""
+    with suppress(ValueError):
+        found.tail = _later(found.tail, read_tail(path) or Tail())
+    stamp = datetime.fromtimestamp(datetime.now(UTC).timestamp(), UTC).strftime("%Y%m%dT%H%M%SZ")
+    kept_as = next(
+        name
+        for name in (f"{path.name}.damaged-{stamp}{f'-{n}' if n else ''}" for n in range(1000))
+        if not path.with_name(name).exists()
+    )
+    draft = beside(path, ".new")
+    _remove_draft(draft)
+    with closing(sqlite3.connect(draft, isolation_level=None)) as db:
+        db.execute("PRAGMA synchronous = FULL")
+        db.text_factory = bytearray
+        db.executescript(new.schema)
+        db.execute("BEGIN")
+        kept, highest, total, generation = 0, found.tail.sequence, 0, found.tail.generation
+        for row in _readable(path, found.version != UNGUARDED):
+            texts = (bytes(each).decode() for each in row[3:6])
+            taken = db.execute(
+                f"INSERT OR IGNORE INTO entries ({COLUMNS}, checksum) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (*row[:3], *texts, row[6]),
+            ).rowcount
+            if taken:
+                kept, highest, total = kept + 1, max(highest, row[0]), total + row[6]
+                generation = max(generation, row[2])
+        body = {"faults": found.faults, "kept_as": kept_as, "entries_kept": kept}
+        text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+        sequence = highest + 1
+        sum_ = checksum(sequence, new.at_s, generation, new.kind.encode(), b"", text.encode())
+        db.execute(
+            f"INSERT INTO entries ({COLUMNS}, checksum) VALUES (?, ?, ?, ?, '', ?, ?)",
+            (sequence, new.at_s, generation, new.kind, text, sum_),
+        )
+        write_meta(db, {"generation": generation, "pruned": 0})
+        db.execute("COMMIT")
+    tail = Tail(generation, sequence, (total + sum_) & MASK)
+    half = beside(path, ".tail.half")
+    half.write_bytes(tail.encoded())
+    for written in (draft, half):
+        with written.open("rb") as file:
+            os.fsync(file.fileno())
+    os.replace(half, beside(path, ".tail.new"))
+    sync_folder(path)
+    finish(path)
+
+
+def finish(path: Path) -> None:
+    """Exchange the files of a replacement that is ready, where there is one. Harmless when done twice."""
+    draft, tail = beside(path, ".new"), beside(path, ".tail.new")
+    if not tail.exists():
+        _remove_draft(draft)
+        return
+    if draft.exists():
+        with closing(open_read_only(draft)) as db:
+            (text,) = db.execute("SELECT body FROM entries ORDER BY sequence DESC LIMIT 1").fetchone()
+        kept_as = path.with_name(json.loads(text)["kept_as"])
+        for suffix in ("-journal", "-wal", "-shm", ".tail", ""):
+            if beside(path, suffix).exists():
+                os.rename(beside(path, suffix), beside(kept_as, suffix))
+        os.rename(draft, path)
+    os.rename(tail, tail_path(path))
+    sync_folder(path)
+
+
+def roll_back(path: Path) -> None:
+    """Undo what a start that was killed had half written: SQLite does so for a connection that may write. Raises
+    OSError."""
+    if path.exists() and beside(path, "-journal").exists():
+        with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as db:
+            db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+
+
+def write_meta(db: sqlite3.Connection, numbers: Mapping[str, int]) -> None:
+    """Write the journal's own numbers, with their checksums. The connection reads texts as bytearray."""
+    sums = {"generation_sum": number_sum(numbers), "schema": schema_sum(db)}
+    db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", {**numbers, **sums}.items())
+
+
+def _later(one: Tail, other: Tail) -> Tail:
+    return Tail(max(one.generation, other.generation), max(one.sequence, other.sequence))
+
+
+def _remove_draft(draft: Path) -> None:
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        beside(draft, suffix).unlink(missing_ok=True)
+
+
+def _readable(path: Path, guarded: bool) -> Iterator[Row]:
+    """What can still be read, up to where the file is damaged from both ends. Entries may come twice."""
+    if not path.exists() or not path.stat().st_size:  # SQLite would drop the log of an empty one
+        return
+    for order in ("ASC", "DESC"):
+        # Of a damaged name, sqlite3 cannot even make the error's message.
+        with suppress(sqlite3.Error, UnicodeDecodeError), closing(open_read_only(path)) as db:
+            for row in rows_of(db, guarded, order):
+                if is_intact(row) and _is_entry(row):
+                    yield row
+
+
+def _is_entry(row: Row) -> bool:
+    try:
+        return isinstance(json.loads(row[5]), dict) and bool(bytes(row[3] + row[4]).decode() or True)
+    except ValueError:
+        return False

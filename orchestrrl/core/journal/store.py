@@ -1,0 +1,525 @@
+"""The append-only record of inputs, decisions and outcomes, in SQLite; recovery and replay read it.
+
+One process writes (a lock file beside the journal sees to it), any number read meanwhile. An entry is on disk for good
+once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation.
+
+What is missing or damaged at the next start is reported (guard.py): the damaged files are kept aside, what can
+be read of them goes on in a new file, and `damage` names it until an operator confirms it. Of what was so in the fleet
+before (open operations, the gate, its weights, its engines) nothing is recovered then, since lost entries may have
+changed it. An operator's words are recovered as they can be read.
+
+The oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations, switches and weight
+syncs, and the latest control, calibration, change of the deployment, mode, routes, gate, roster of engines, word on the
+fabric, pauses, way of its packets, weights and damage, and of each switch the latest word on whose its circuits are.
+"""
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from pydantic import ValidationError
+
+from orchestrrl.core.errors import Permanent, cut, faults_of, few, shorten
+from orchestrrl.core.journal.guard import (
+    APPLICATION_ID,
+    COLUMNS,
+    MASK,
+    SCHEMA_VERSION,
+    UNGUARDED,
+    Examined,
+    Replacement,
+    Row,
+    Tail,
+    TailFile,
+    checksum,
+    examine,
+    finish,
+    is_intact,
+    meta_of,
+    replace_damaged,
+    roll_back,
+    write_meta,
+)
+from orchestrrl.core.journal.kinds import Kind as Kind
+from orchestrrl.core.journal.values import EARLIEST_S, LATEST_S, body_faults, can_be_written
+
+logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
+
+# How many appends pass between two removals of old entries.
+PRUNE_EVERY = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the journal. `subject` is the id of what it is about: an operation, a plan, an engine."""
+
+    sequence: int
+    at_s: float
+    generation: int
+    kind: str
+    subject: str
+    body: Mapping[str, Any]
+
+
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS entries (
+  sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+  at_s REAL NOT NULL, generation INTEGER NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL, body TEXT NOT NULL,
+  checksum INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS entries_by_kind ON entries (kind, sequence);
+CREATE INDEX IF NOT EXISTS results_by_subject ON entries (subject) WHERE kind = '{Kind.OPERATION_RESULT}';
+CREATE INDEX IF NOT EXISTS switches_by_subject ON entries (subject) WHERE kind = '{Kind.SWITCH_ENDED}';
+CREATE INDEX IF NOT EXISTS syncs_by_subject ON entries (subject) WHERE kind = '{Kind.SYNC_ENDED}';
+CREATE INDEX IF NOT EXISTS circuits_by_subject ON entries (subject) WHERE kind = '{Kind.CIRCUITS_RESULT}';
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+_READ = f"{COLUMNS}, checksum"
+_ADD_CHECKSUMS = "ALTER TABLE entries ADD COLUMN checksum INTEGER NOT NULL DEFAULT 0"
+# How many entries of a kind are tried where the newest cannot be read.
+TRIED = 8
+
+# What was so in the fleet. After damage it has to be observed anew.
+_OF_THE_FLEET = (Kind.GATE, Kind.WEIGHTS, Kind.SWITCH_ENDED)
+# An operator's words, which a power cut does not take either: they are few.
+_DURABLE = frozenset(
+    {Kind.MODE, Kind.HOLDS, Kind.ENGINES, Kind.PLAN_CONTROL, Kind.FABRIC_CONTROL, Kind.JOURNAL_CONFIRMED}
+)
+
+_RESULT_OF = {
+    Kind.OPERATION_INTENT: Kind.OPERATION_RESULT,
+    Kind.CIRCUITS_INTENT: Kind.CIRCUITS_RESULT,
+    Kind.SWITCH_BEGAN: Kind.SWITCH_ENDED,
+    Kind.SYNC_BEGAN: Kind.SYNC_ENDED,
+}
+_STEP_OF = {Kind.SWITCH_STEP: Kind.SWITCH_BEGAN, Kind.SYNC_STEP: Kind.SYNC_BEGAN}
+
+
+def _open(intent: Kind) -> str:
+    return f"""
+(kind = '{intent}' AND NOT EXISTS (
+  SELECT 1 FROM entries AS result WHERE result.kind = '{_RESULT_OF[intent]}' AND result.subject = entries.subject
+))"""
+
+
+_RECOVERED_FROM_LATEST = (
+    Kind.PLAN_CONTROL,
+    Kind.PLAN_CALIBRATION,
+    Kind.DEPLOYMENT_ENDED,
+    Kind.SWITCH_ENDED,
+    Kind.MODE,
+    Kind.ROUTES,
+    Kind.ENGINES,
+    Kind.GATE,
+    Kind.FABRIC_CONTROL,
+    Kind.STEERED,
+    Kind.HOLDS,
+    Kind.WEIGHTS,
+    Kind.JOURNAL_DAMAGED,
+    Kind.JOURNAL_CONFIRMED,
+)
+
+
+class JournalReader:
+    """Reading, also while another process writes."""
+
+    def __init__(self, path: Path) -> None:
+        path = Path(os.path.realpath(path))
+        if not path.exists():
+            raise Permanent(f"{path}: there is no journal")
+        self.path = path
+        self.set_aside: dict[int, str] = {}  # entries that this version cannot read, by number, and why
+        with _naming(path):
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+            self._db.text_factory = bytearray
+            _check_identity(path, self._db)
+
+    def tail(self, count: int, kinds: Sequence[str] = ()) -> list[Entry]:
+        """The newest `count` entries, oldest first."""
+        where, values = _of_kinds(kinds)
+        query = f"SELECT {_READ} FROM entries WHERE {where} ORDER BY sequence DESC LIMIT ?"
+        return self._read(query, *values, count)[::-1]
+
+    def since(self, sequence: int, kinds: Sequence[str] = (), limit: int = 1000) -> list[Entry]:
+        """Entries after `sequence`, oldest first, at most `limit`."""
+        where, values = _of_kinds(kinds)
+        query = f"SELECT {_READ} FROM entries WHERE {where} AND sequence > ? ORDER BY sequence LIMIT ?"
+        return self._read(query, *values, sequence, limit)
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the newest entry; 0: there is none."""
+        newest = self.tail(1)
+        return newest[0].sequence if newest else 0
+
+    def latest(self, kind: Kind) -> Entry | None:
+        entries = self.tail(1, (kind,))
+        return entries[0] if entries else None
+
+    def latest_by_subject(self, kind: Kind) -> dict[str, Entry]:
+        """The newest entry of this kind of every subject that has one."""
+        newest = "SELECT max(sequence) FROM entries WHERE kind = ? GROUP BY subject"
+        query = f"SELECT {_READ} FROM entries WHERE sequence IN ({newest}) ORDER BY sequence"
+        return {entry.subject: entry for entry in self._read(query, kind)}
+
+    def open_operations(self, intent: Kind = Kind.OPERATION_INTENT) -> list[Entry]:
+        """Intents of this kind without a result, oldest first: what a restarted daemon has to settle."""
+        return self._read(f"SELECT {_READ} FROM entries WHERE {_open(intent)} ORDER BY sequence")
+
+    def interpret(self, entry: Entry, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
+        """What `parse` makes of the entry's body. None for what this version cannot read: the entry is named in
+        `set_aside`, and in the log."""
+        try:
+            if faults := body_faults(entry.body):
+                raise ValueError(faults[0])
+            return parse(entry.body)
+        except Exception as error:  # noqa: BLE001  # whatever another version wrote
+            if entry.sequence not in self.set_aside:
+                why = cut(few(faults_of(error), 2) if isinstance(error, ValidationError) else repr(error))
+                self.set_aside[entry.sequence] = f"{entry.kind} {entry.subject}: {why}"
+                logger.warning(
+                    "%s: entry %d: %s %s is left out: another version wrote it, or it is spoilt: %s",
+                    *(self.path, entry.sequence, entry.kind, entry.subject, why),
+                )
+            return None
+
+    def newest(self, kind: Kind, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
+        """The same of the newest entry of this kind that can be read; None where there is none."""
+        newest = self.latest(kind)
+        if newest is None or (value := self.interpret(newest, parse)) is not None:
+            return None if newest is None else value
+        for entry in reversed(self.tail(TRIED, (kind,))[:-1]):
+            if (value := self.interpret(entry, parse)) is not None:
+                return value
+        return None
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _read(self, query: str, *values: object) -> list[Entry]:
+        with _naming(self.path):
+            rows = self._db.execute(query, values).fetchall()
+        return [entry for row in rows if (entry := self._entry(row)) is not None]
+
+    def _entry(self, row: Row) -> Entry | None:
+        """None of a damaged one, where the reader goes on without it."""
+        if not is_intact(row):
+            self._damaged(f"entry {row[0]} is damaged")
+            return None
+        sequence, at_s, generation, kind, subject, body, _ = row
+        try:
+            return Entry(sequence, at_s, generation, kind.decode(), subject.decode(), json.loads(body))
+        except (ValueError, RecursionError) as error:
+            self._damaged(f"entry {sequence} cannot be read: {error}")
+            return None
+
+    def _damaged(self, why: str) -> None:
+        raise Permanent(f"{self.path}: {why}")
+
+
+class Journal(JournalReader):
+    """The writer. Opening it starts a new generation, greater than every one before.
+
+    Generations follow the clock where that is ahead: nodes refuse orders of an older generation than they have seen, so
+    a daemon whose journal was lost must not begin at 1 again.
+    """
+
+    def __init__(self, path: Path, at_s: float, max_entries: int = 1_000_000) -> None:
+        self.path = path = Path(os.path.realpath(path))  # SQLite's own files stand beside what a link leads to
+        self.set_aside = {}
+        self.damage: tuple[str, ...] = ()  # what was found, until an operator has confirmed it; empty: nothing
+        self._damaged_at = 0  # the entry that records it
+        self._confirmed: set[str] = set()
+        self._max_entries = max_entries
+        self._followers: set[asyncio.Event] = set()
+        self._lock_file = _locked(path)
+        try:
+            with _naming(path):
+                found = self._examined(at_s)
+                self._db = sqlite3.connect(path, isolation_level=None)
+                self._db.text_factory = bytearray
+                self.generation = self._begin(max(1, int(at_s)), found)
+            self._find_damage()
+        except BaseException:
+            os.close(self._lock_file)
+            raise
+        self._until_prune = PRUNE_EVERY
+
+    def _examined(self, at_s: float) -> Examined:
+        """The journal as it is found, or as it is after a damaged one was replaced."""
+        try:
+            finish(self.path)
+            roll_back(self.path)
+            found = self._examine()
+            if found.faults:
+                replace_damaged(self.path, found, Replacement(_SCHEMA, Kind.JOURNAL_DAMAGED, at_s))
+                found = self._examine()
+        except OSError as error:
+            raise Permanent(f"{self.path}: is damaged, and cannot be moved aside: {error.strerror or error}") from error
+        if found.faults:
+            raise Permanent(f"{self.path}: is damaged: {'; '.join(found.faults)}; move it away to start a new one")
+        return found
+
+    def _examine(self) -> Examined:
+        try:
+            return examine(self.path)
+        except OSError as error:
+            raise Permanent(f"{error.filename or self.path}: cannot be read: {error.strerror or error}") from error
+
+    def _begin(self, first_generation: int, found: Examined) -> int:
+        """The tail is written before a first entry can be, and again after the generation is on disk."""
+        with _naming_tail(self.path):
+            if found.version != SCHEMA_VERSION:
+                TailFile(self.path, found.tail).close()
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")  # a generation must never be given out twice
+        self._db.execute("BEGIN IMMEDIATE")
+        if found.version == UNGUARDED:
+            self._db.create_function("checksum_of", 6, _checksum_of, deterministic=True)
+            self._db.execute(_ADD_CHECKSUMS)
+            self._db.execute(f"UPDATE entries SET checksum = checksum_of({COLUMNS})")
+        for statement in _SCHEMA.split(";"):
+            self._db.execute(statement)
+        meta = meta_of(self._db)
+        generation = max(meta.get("generation", 0) + 1, first_generation)
+        write_meta(self._db, {"generation": generation, "pruned": meta.get("pruned", 0)})
+        self._db.execute("COMMIT")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        # What is in the file itself no damage of its log can take.
+        self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        self._sequence, self._total = found.tail.sequence, found.tail.total
+        self.generation = generation
+        with _naming_tail(self.path):
+            self._tail = TailFile(self.path, self._acknowledged())
+        return generation
+
+    def _acknowledged(self) -> Tail:
+        return Tail(self.generation, self._sequence, self._total)
+
+    def _find_damage(self) -> None:
+        """What an earlier start or this one has found, and no operator has confirmed."""
+        marks, confirmed = self.tail(TRIED, (Kind.JOURNAL_DAMAGED,)), super().latest(Kind.JOURNAL_CONFIRMED)
+        if not marks:
+            return
+        self._damaged_at = marks[-1].sequence
+        confirmed_at = 0 if confirmed is None else confirmed.sequence
+        self.damage = tuple(text for mark in marks if mark.sequence > confirmed_at for text in _damage_in(mark.body))
+        if not self.damage:
+            return
+        for text in self.damage:
+            logger.error("%s is damaged: %s", self.path, text)
+        logger.error("%s: nothing is changed in the fleet until `orchestrrl mode act` confirms the damage", self.path)
+
+    def confirm_damage(self, at_s: float, reason: str) -> None:
+        """An operator has seen what is damaged. Raises Permanent as `append` does."""
+        if self.damage:
+            self.append(at_s, Kind.JOURNAL_CONFIRMED, "", {"damage": list(self.damage), "reason": reason})
+            self._confirmed.update(self.damage)
+            self.damage = ()
+
+    @property
+    def last_sequence(self) -> int:
+        return self._sequence
+
+    def latest(self, kind: Kind) -> Entry | None:
+        entry = super().latest(kind)
+        stale = entry is not None and kind in _OF_THE_FLEET and entry.sequence < self._damaged_at
+        return None if stale else entry
+
+    def latest_by_subject(self, kind: Kind) -> dict[str, Entry]:
+        found = super().latest_by_subject(kind)
+        return {subject: entry for subject, entry in found.items() if entry.sequence > self._damaged_at}
+
+    def open_operations(self, intent: Kind = Kind.OPERATION_INTENT) -> list[Entry]:
+        return [entry for entry in super().open_operations(intent) if entry.sequence > self._damaged_at]
+
+    def append(self, at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+        """Write one entry; its sequence number. Raises Permanent when the file cannot take it, and for what could not
+        be read back."""
+        try:
+            if not isinstance(body, dict) or not can_be_written(body) or not EARLIEST_S <= at_s <= LATEST_S:
+                raise ValueError
+            at_s = at_s + 0.0  # SQLite has no negative zero
+            text = json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+            number, kind_, subject_, body_ = self._sequence + 1, kind.encode(), subject.encode(), text.encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise Permanent(f"{self.path}: {kind} cannot be written: {_why_not(at_s, subject, body, error)}") from None
+        sum_ = checksum(number, at_s, self.generation, kind_, subject_, body_)
+        durable = kind in _DURABLE
+        with self._naming_damage(), self._synchronous(durable):
+            self._db.execute(
+                f"INSERT INTO entries ({_READ}) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (number, at_s, self.generation, kind, subject, text, sum_),
+            )
+        self._sequence, self._total = number, (self._total + sum_) & MASK
+        for follower in self._followers:
+            follower.set()
+        with _naming_tail(self.path):
+            self._tail.write(self._acknowledged(), durable=durable)
+        self._until_prune -= 1
+        if self._until_prune <= 0:
+            try:
+                self._prune(number)
+            except Permanent as error:  # the entry is written; the next removal is PRUNE_EVERY entries away
+                logger.error("old entries cannot be removed: %s", error)
+        return number
+
+    @contextmanager
+    def _synchronous(self, durable: bool) -> Iterator[None]:
+        """A durable entry is on disk once it is written, as far as a power cut goes, too."""
+        if not durable:
+            yield
+            return
+        self._db.execute("PRAGMA synchronous = FULL")
+        try:
+            yield
+        finally:
+            self._db.execute("PRAGMA synchronous = NORMAL")
+
+    async def follow(self, sequence: int, kinds: Sequence[str] = ()) -> AsyncIterator[Entry]:
+        """Entries after `sequence`, then each new one as it is written; never ends by itself."""
+        news = asyncio.Event()
+        self._followers.add(news)
+        try:
+            while True:
+                news.clear()
+                for entry in self.since(sequence, kinds):
+                    sequence = entry.sequence
+                    yield entry
+                    news.set()  # there may be more than one read gives
+                await news.wait()
+        finally:
+            self._followers.discard(news)
+
+    def close(self) -> None:
+        super().close()
+        self._tail.close()
+        os.close(self._lock_file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _prune(self, newest: int) -> None:
+        self._until_prune = PRUNE_EVERY
+        kept = ", ".join("?" * len(_RECOVERED_FROM_LATEST))
+        still_open = " OR ".join(_open(intent) for intent in _RESULT_OF)
+        for step, began in _STEP_OF.items():  # what an open one has changed so far
+            subjects = f"SELECT subject FROM entries WHERE {_open(began)}"
+            still_open += f" OR (kind = '{step}' AND subject IN ({subjects}))"
+        with self._naming_damage(), self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            gone = self._db.execute(
+                f"DELETE FROM entries WHERE sequence <= ? AND NOT ({still_open}) AND sequence NOT IN"
+                f" (SELECT max(sequence) FROM entries WHERE kind IN ({kept}) GROUP BY kind)"
+                " AND sequence NOT IN (SELECT max(sequence) FROM entries WHERE kind = ? GROUP BY subject)"
+                " RETURNING checksum",
+                (newest - self._max_entries, *_RECOVERED_FROM_LATEST, Kind.CIRCUITS_OWNED),
+            ).fetchall()
+            pruned = (meta_of(self._db)["pruned"] + sum(checksum_ for (checksum_,) in gone)) & MASK
+            signed = pruned - (MASK + 1) if pruned > MASK // 2 else pruned
+            self._db.execute("UPDATE meta SET value = ? WHERE key = 'pruned'", (signed,))
+
+    def _damaged(self, why: str) -> None:
+        if why not in self.damage and why not in self._confirmed:
+            self.damage = (*self.damage, why)
+            logger.error("%s is damaged: %s", self.path, why)
+
+    @contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        try:
+            with _naming(self.path):
+                yield
+        except _Damaged as error:
+            self._damaged(str(error.__cause__))
+            raise
+
+
+def _damage_in(mark: Mapping[str, Any]) -> tuple[str, ...]:
+    kept_as, kept = mark["kept_as"], mark["entries_kept"]
+    went_on = f"{kept} entries could be read and go on in a new file; the damaged one is kept as {kept_as}"
+    return (*mark["faults"], went_on)
+
+
+def _of_kinds(kinds: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    return (f"kind IN ({', '.join('?' * len(kinds))})", tuple(kinds)) if kinds else ("TRUE", ())
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the writer's lock for as long as it is open; the system frees it with the process."""
+    lock = path.with_name(path.name + ".lock")
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise Permanent(f"{lock}: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise Permanent(
+            f"{path}: another daemon writes this journal; give this one a journal.path of its own"
+        ) from None
+    return descriptor
+
+
+def _check_identity(path: Path, db: sqlite3.Connection) -> None:
+    (identity,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if identity != APPLICATION_ID:
+        raise Permanent(f"{path}: is not a journal of OrchestrRL")
+    if version == UNGUARDED:
+        raise Permanent(f"{path}: has journal format {version}; a daemon started on it brings it to {SCHEMA_VERSION}")
+    if version != SCHEMA_VERSION:
+        raise Permanent(f"{path}: has journal format {version}, this version reads {SCHEMA_VERSION}")
+
+
+def _checksum_of(sequence: int, at_s: float, generation: int, kind: str, subject: str, body: str) -> int:
+    return checksum(sequence, at_s, generation, kind.encode(), subject.encode(), body.encode())
+
+
+def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exception) -> str:
+    """Every fault of what cannot be written."""
+    faults = body_faults({"body": body, "subject": subject})
+    if not isinstance(body, dict):
+        faults.append(f"body: must be an object, got {shorten(body)}")
+    if not EARLIEST_S <= at_s <= LATEST_S:
+        faults.append(f"at_s: must be a time in seconds since 1970, got {at_s}")
+    return "; ".join(faults) or str(error)
+
+
+class _Damaged(Permanent):
+    """SQLite finds the file damaged."""
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into ours, with the file's name and what to do."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise Permanent(f"{path}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        raise _Damaged(f"{path}: is damaged or not a journal ({error}); move it away to start a new one") from error
+
+
+@contextmanager
+def _naming_tail(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Permanent(f"{path}: its tail file cannot be written: {error.strerror}") from error

@@ -1,0 +1,179 @@
+"""The nodes that are attached, and the orders on their way to each.
+
+A node that attaches again under the same id replaces its old stream. Two nodes that are there at once under one id are
+two: the second is listed under an id with its incarnation. Of standing orders (routes) only the newest one waits: each
+replaces the one before.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from orchestrrl.core.errors import LimitReached, Retryable, shorten
+from orchestrrl.core.operations import Operation, SetRoutes
+from orchestrrl.core.reports import NodeHello, NodeKind
+from planner.model import NodeId
+
+# How soon a node that went away is expected back.
+REATTACH_S = 1.0
+
+
+class Attachment:
+    """One node's stream of orders, from its hello to its end."""
+
+    def __init__(self, hello: NodeHello) -> None:
+        self.hello = hello
+        self._orders: deque[Operation] = deque()
+        self._standing: Operation | None = None
+        self._news = asyncio.Event()
+        self._ended = False
+
+    def put(self, operation: Operation) -> None:
+        if isinstance(operation.action, SetRoutes):
+            self._standing = operation
+        else:
+            self._orders.append(operation)
+        self._news.set()
+
+    def end(self) -> None:
+        """Let the stream end; what waits in it is not sent."""
+        self._ended = True
+        self._news.set()
+
+    async def orders(self) -> AsyncIterator[Operation]:
+        """Each order as it comes, until the attachment ends. Standing orders go first: they also tell a node which
+        generation now commands."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while not self._ended and (self._standing or self._orders):
+                if self._standing:
+                    standing, self._standing = self._standing, None
+                    yield standing
+                else:
+                    yield self._orders.popleft()
+            if self._ended:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """A node that is or was attached."""
+
+    hello: NodeHello
+    attached: bool
+    heard_s: float
+
+
+@dataclass(slots=True)
+class _Process:
+    """One process of a node, while it has a stream."""
+
+    id: NodeId  # by which it is listed
+    streams: set[object] = field(default_factory=set)  # of reports by number, of orders by attachment
+
+
+class NodeRegistry:
+    """Who is attached, and since when others are missed; at most `most_nodes` are remembered."""
+
+    def __init__(self, most_nodes: int = 8192) -> None:
+        self._most_nodes = most_nodes
+        self._attached: dict[NodeId, Attachment] = {}
+        self._known: dict[NodeId, NodeState] = {}
+        self._processes: dict[tuple[NodeId, str], _Process] = {}  # by id and incarnation
+
+    def id_of(self, node: NodeId, incarnation: str, stream: object) -> NodeId:
+        """The id by which a node is listed that uses a stream: its own, unless another process that is there has it.
+        One without an incarnation cannot be told from others."""
+        if not incarnation:
+            return node
+        process = self._processes.get((node, incarnation))
+        if process is None:
+            self.stream_ended(stream)  # of another process until now
+            taken = any(other.id == node for other in self._processes.values())
+            digest = blake2b(incarnation.encode(), digest_size=4).hexdigest()
+            id = NodeId(f"{node}~{digest}") if taken else node
+            process = self._processes[node, incarnation] = _Process(id)
+        process.streams.add(stream)
+        return process.id
+
+    def stream_ended(self, stream: object) -> None:
+        """A process whose last stream has ended is there no longer."""
+        for key, process in list(self._processes.items()):
+            process.streams.discard(stream)
+            if not process.streams:
+                del self._processes[key]
+
+    def doubles(self) -> dict[NodeId, NodeId]:
+        """Nodes that are listed by another id, with the id that another node has that is there."""
+        there = {process.id for process in self._processes.values()}
+        listed = {process.id: node for (node, _), process in self._processes.items() if process.id != node}
+        return {id: node for id, node in listed.items() if node in there}
+
+    def attach(self, hello: NodeHello, now_s: float) -> Attachment:
+        """Raises LimitReached where too many other nodes are attached."""
+        attachment = Attachment(hello)
+        attachment.hello = hello = replace(hello, node=self.id_of(hello.node, hello.incarnation, attachment))
+        try:
+            self._make_room(hello.node)
+        except LimitReached:
+            self.stream_ended(attachment)
+            raise
+        old = self._attached.get(hello.node)
+        if old is not None:
+            old.end()
+            self.stream_ended(old)
+        self._attached[hello.node] = attachment
+        self._known[hello.node] = NodeState(hello, True, now_s)
+        return attachment
+
+    def detach(self, attachment: Attachment, now_s: float) -> bool:
+        """The stream has ended. False: a newer one of the same node had replaced it already."""
+        attachment.end()
+        node = attachment.hello.node
+        is_double = any(process.id == node != own for (own, _), process in self._processes.items())
+        self.stream_ended(attachment)
+        if self._attached.get(node) is not attachment:
+            return False
+        del self._attached[node]
+        self._known[node] = NodeState(attachment.hello, False, now_s)
+        if is_double:  # it comes back under another id, or as the only one
+            del self._known[node]
+        return True
+
+    def heard(self, node: NodeId, now_s: float) -> None:
+        known = self._known.get(node)
+        if known is not None:
+            self._known[node] = NodeState(known.hello, known.attached, now_s)
+
+    def send(self, node: NodeId, operation: Operation) -> None:
+        """Raises Retryable when the node is not attached."""
+        attachment = self._attached.get(node)
+        if attachment is None:
+            raise Retryable(f"node {node} is not attached", REATTACH_S)
+        attachment.put(operation)
+
+    def gateways(self) -> tuple[NodeId, ...]:
+        """The attached gateways, by id."""
+        return tuple(sorted(n for n, a in self._attached.items() if a.hello.kind is NodeKind.GATEWAY))
+
+    def states(self) -> tuple[NodeState, ...]:
+        """Every node that ever attached, by id."""
+        return tuple(self._known[node] for node in sorted(self._known))
+
+    def _make_room(self, node: NodeId) -> None:
+        """Forget the node that has been away for longest, if this is one too many."""
+        if node in self._known or len(self._known) < self._most_nodes:
+            return
+        away = [known for known in self._known.values() if not known.attached]
+        if not away:
+            limit = f"at most {self._most_nodes} nodes can be attached at a time (limits.nodes)"
+            raise LimitReached(f"node_id: {limit}, got {shorten(node)} as one more")
+        del self._known[min(away, key=lambda known: known.heard_s).hello.node]
+
+    def end_all(self) -> None:
+        """Close every stream, so that nodes notice at once and attach to the next daemon."""
+        for attachment in self._attached.values():
+            attachment.end()

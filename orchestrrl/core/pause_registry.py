@@ -1,0 +1,86 @@
+"""What an operator has told to stand still: the balancer, the fabric, weight syncs. Journalled; lasts over restarts.
+
+Plans have a control of their own in daemon/plan_book.py, which says more than yes and no.
+"""
+
+import logging
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pydantic import TypeAdapter
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.ttl import expiry_s, lifetime_faults
+from planner.model import Hold
+
+logger = logging.getLogger(__name__)
+
+
+class Part(StrEnum):
+    BALANCER = "balancer"  # moves of the fast loop; an operator's own go on
+    FABRIC = "fabric"  # all changes of circuits that periods ask for
+    SYNC = "sync"  # weight syncs: none begins, and no circuits are changed for one
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """`expires_s` None: until it is taken back."""
+
+    since_s: float
+    reason: str = ""
+    expires_s: float | None = None
+
+
+_PAUSES = TypeAdapter(dict[Part, Pause])
+
+
+class HoldBook:
+    """Construction recovers what the journal holds."""
+
+    def __init__(self, journal: Journal, clock: Clock) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._pauses = journal.newest(Kind.HOLDS, lambda body: _PAUSES.validate_python(body["pauses"])) or {}
+
+    @property
+    def pauses(self) -> dict[Part, Pause]:
+        """Those in force."""
+        now_s = self._clock.now_s()
+        return {
+            part: pause
+            for part, pause in sorted(self._pauses.items())
+            if pause.expires_s is None or pause.expires_s > now_s
+        }
+
+    def hold(self, part: Part) -> Hold | None:
+        """Why nothing of this part is to change now."""
+        pause = self.pauses.get(part)
+        if pause is None:
+            return None
+        until = "" if pause.expires_s is None else f", for {pause.expires_s - self._clock.now_s():.0f} s more"
+        return Hold("operator_paused", f"an operator paused the {part}{until}: {pause.reason or 'no reason given'}")
+
+    def pause(self, part: Part, reason: str, ttl_s: float = 0.0) -> Pause:
+        """`ttl_s` 0: until it is taken back. Raises ProblemFaults."""
+        if faults := lifetime_faults(ttl_s, until="resumed"):
+            raise ProblemFaults(faults)
+        now_s = self._clock.now_s()
+        pause = Pause(now_s, reason, expiry_s(now_s, ttl_s))
+        self._set({**self.pauses, part: pause})
+        logger.warning("%s is paused: %s", part, reason)
+        return pause
+
+    def resume(self, part: Part, reason: str) -> bool:
+        """Whether it was paused."""
+        before = self.pauses
+        if part not in before:
+            return False
+        self._set({other: pause for other, pause in before.items() if other is not part})
+        logger.warning("%s is resumed: %s", part, reason)
+        return True
+
+    def _set(self, pauses: dict[Part, Pause]) -> None:
+        self._journal.append(self._clock.now_s(), Kind.HOLDS, "", {"pauses": _PAUSES.dump_python(pauses, mode="json")})
+        self._pauses = pauses

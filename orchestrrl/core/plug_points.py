@@ -1,0 +1,46 @@
+"""Look up implementations by name: built-in ones, and those that other packages register as entry points."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from orchestrrl.core.errors import Permanent
+
+
+@dataclass(frozen=True, slots=True)
+class PlugPoint:
+    """One kind of implementation, such as engines. `kind` appears in errors.
+
+    `built_in` maps a name to `module:attribute`, and works where the package is only on the path, as in a trainer's
+    environment. `group` names the entry points of other packages. A built-in name takes precedence.
+    """
+
+    kind: str
+    group: str
+    built_in: Mapping[str, str]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.built_in or name in _registered(self.group)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted({*self.built_in, *_registered(self.group)}))
+
+    def check(self, name: str) -> None:
+        """Raises Permanent for an unknown name, listing the known ones."""
+        if name not in self:
+            raise Permanent(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+
+    def load(self, name: str) -> Any:
+        """Import an implementation. Raises Permanent for an unknown name, and where what it needs is not installed."""
+        self.check(name)
+        try:
+            return EntryPoint(name, self.built_in.get(name) or _registered(self.group)[name], self.group).load()
+        except ImportError as error:
+            raise Permanent(f"{self.kind} {name!r} needs what is not installed here: {error}") from error
+
+
+@cache  # it reads a file of every installed package
+def _registered(group: str) -> Mapping[str, str]:
+    return {entry.name: entry.value for entry in entry_points(group=group)}

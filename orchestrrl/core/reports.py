@@ -1,0 +1,166 @@
+"""What agents and gateways tell the daemon, as values. rpc/codecs/telemetry.py puts them on the wire; state.py folds
+them."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrrl.engines.base import Capabilities
+from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestView
+
+
+class NodeKind(StrEnum):
+    AGENT = "agent"
+    GATEWAY = "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayEngine:
+    """An engine under the name that a gateway's own command line gives it."""
+
+    engine: EngineId
+    url: str
+    server: str = ""  # identifies the server process, as read from it; empty: unknown
+    known_as: EngineId | None = None  # the daemon's id of the same engine, once the gateway uses that
+
+
+@dataclass(frozen=True, slots=True)
+class SendTimes:
+    """Timestamps of one report, from which its age is estimated (sender_clocks.py). 0: not given."""
+
+    sent_s: float = 0.0  # by the sender's clock
+    ack_sent_s: float = 0.0  # of the latest acknowledgement that the sender had, by the daemon's clock
+    ack_received_s: float = 0.0  # when that arrived, by the sender's clock
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHello:
+    """A node's first word when it attaches."""
+
+    node: NodeId
+    kind: NodeKind
+    engines: tuple[EngineId, ...]  # an agent's own, or those a gateway routes to
+    version: str
+    url: str = ""  # where the node itself listens
+    incarnation: str = ""  # one process of the node; empty: not given
+    addresses: tuple[GatewayEngine, ...] = ()  # a gateway's engines with their URLs
+    host: str = ""  # whose loopback addresses the node uses; empty: unknown
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """One scrape of one engine. Totals are counters since the engine's start."""
+
+    sampled_s: float  # by the agent's clock
+    running: int
+    waiting: int
+    kv_usage_fraction: float  # 0..1
+    kv_capacity_tokens: int  # 0: the engine does not tell
+    generation_tokens_total: int
+    prompt_tokens_total: int
+    preemptions_total: int
+    decode_tokens_per_s: float | None = None  # None: first scrape, a counter went back, nothing was to be decoded
+    scrape_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """An agent's word on one engine. `sequence` grows within a stream."""
+
+    agent: NodeId
+    sequence: int
+    engine: EngineId
+    url: str
+    health: EngineHealth
+    health_detail: str = ""
+    sample: EngineSample | None = None  # None: could not be read
+    capabilities: Capabilities | None = None  # with a stream's first report and when they change
+    incarnation: str = ""  # one process of the agent, over all its streams; empty: not given
+    times: SendTimes = SendTimes()
+    server: str = ""  # identifies the process behind the URL, as read from it; empty: it gives nothing that does
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A request that ended, however it ended."""
+
+    id: RequestId
+    engine: EngineId | None  # None: ended before it reached one
+    prompt_tokens: int
+    generated_tokens: int
+    finish_reason: str
+    moves: int = 0
+    tag: str = ""
+    duration_s: float = 0.0
+    group: str = ""
+    group_enough: int = 0  # as RequestView has it
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverCounts:
+    """Requests that went on after their engine failed. One that does so twice counts twice."""
+
+    failovers: int = 0
+    requests_recomputed: int = 0  # of these, that had been computed in part on the failed engine
+    tokens_recomputed: int = 0  # of their contexts, prefilled again where they went on
+
+    def __add__(self, other: "FailoverCounts") -> "FailoverCounts":
+        return FailoverCounts(
+            self.failovers + other.failovers,
+            self.requests_recomputed + other.requests_recomputed,
+            self.tokens_recomputed + other.tokens_recomputed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailovers:
+    """Failovers of one engine's requests between two reports of a gateway."""
+
+    engine: EngineId
+    sequence: int  # of the first report that had them
+    last_s: float  # the newest of them, by the gateway's clock
+    counts: FailoverCounts
+
+
+class GatePhase(StrEnum):
+    OPEN = "open"
+    CLOSING = "closing"  # nothing new goes to engines, some still run
+    QUIET = "quiet"  # they are at rest
+
+
+@dataclass(frozen=True, slots=True)
+class GateReport:
+    """How one gateway's gate stands."""
+
+    phase: GatePhase = GatePhase.OPEN
+    lease: str = ""
+    lease_until_s: float = 0.0
+    running: int = 0  # requests that still run on engines that are not paused
+    frozen: int = 0  # that stand still on paused engines
+    held: int = 0  # that the gateway holds
+    policy_version: int | None = None  # newest that it was told of
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayReport:
+    """Every request that a gateway has in flight. `sequence` grows within a stream."""
+
+    gateway: NodeId
+    sequence: int
+    sampled_s: float  # by the gateway's clock
+    url: str
+    in_flight: tuple[RequestView, ...]
+    finished: tuple[FinishedRequest, ...] = ()  # since the last report that was acknowledged
+    gate: GateReport = GateReport()
+    failovers: tuple[EngineFailovers, ...] = ()  # since the last report that was acknowledged
+    incarnation: str = ""
+    times: SendTimes = SendTimes()
+    engines: tuple[GatewayEngine, ...] | None = None  # that it was started with; None: as it last reported
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAck:
+    """The daemon has folded everything of this stream up to `sequence`."""
+
+    sequence: int
+    generation: int  # of the daemon: grows at each of its starts
+    sent_s: float = 0.0  # by the daemon's clock

@@ -1,0 +1,266 @@
+"""What the fast loop decides in one tick: snapshot -> problem -> moves -> gate. Pure.
+
+The policy is here in whole: `balance_problem` says what the balancer sees, `decide_balance` which moves it may make and
+whether they are made. The daemon and the simulator call the same functions. Moves are chosen by when each engine will
+end (balancer/packing.py) where the step times of all engines are known, else by the paper's rule
+(balancer/moves.py), as is any tick in which an engine is stalled. Either asks for room at the destination
+(kv_headroom.py, length_distributions.py) and is held back where requests would go to and fro (move_limits.py).
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from balancer.load_index import Problem, Worker, problem_of
+from balancer.moves import Balance, decide
+from balancer.packing import Packing, pack
+from orchestrrl.core.config.schema import FastPolicy, FastSettings
+from orchestrrl.core.operations import RequestMove
+from orchestrrl.daemon.cost_estimates import StepTimes
+from orchestrrl.daemon.kv_headroom import UNKNOWN_MAX_SEQUENCES, Futures, future_room
+from orchestrrl.daemon.move_limits import Restraint, resting
+from orchestrrl.daemon.packing import packed, packing_engines
+from planner.model import (
+    Act,
+    Configuration,
+    EngineHealth,
+    EngineId,
+    EngineView,
+    Hold,
+    Mode,
+    RequestId,
+    Snapshot,
+    Verdict,
+)
+
+CROWDED_RATIO = FastSettings().crowded_ratio
+MOST_SOURCES = 3  # of step times, that a reason names
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the fast loop knows beside the snapshot."""
+
+    mode: Mode
+    moves_open: int = 0  # operations that move requests and have no result yet
+    moves_ended_s: float | None = None  # when the last of them got its result
+    planning: bool = False  # the slow loop is about to decide
+    configurations: tuple[Configuration, ...] = ()
+    # By request; whoever is missing, and everybody where there are none, leaves packing to the paper's rule.
+    remaining_tokens: Mapping[RequestId, float] = field(default_factory=dict)
+    futures: Futures | None = None  # how long requests may go on; None: room is judged by headroom
+    moved_s: Mapping[RequestId, float] = field(default_factory=dict)  # when requests moved last, as far as it matters
+    settling: bool = False  # the last tick found something to move
+    step_times: Mapping[EngineId, StepTimes] = field(default_factory=dict)  # where those of engines come from
+    move_fixed_s: float = 0.0  # what a running request stands still for when it moves, beside its prefill
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInForce:
+    """How the moves of a tick were chosen: packing, load_index (the paper's rule), or none."""
+
+    name: str
+    reason: str
+
+
+NO_POLICY = PolicyInForce("none", "nothing was decided")
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceDecision:
+    """One tick: the indices, the moves that would help, and whether they are made."""
+
+    decided_s: float
+    theta: float
+    balance: Balance
+    verdict: Verdict
+    inputs_age_s: float | None
+    packing: Packing | None = None  # None: by the paper's rule
+    policy: PolicyInForce = NO_POLICY
+
+    @property
+    def moves(self) -> tuple[RequestMove, ...]:
+        return tuple(RequestMove(move.request, move.source, move.destination) for move in self.balance.moves)
+
+    @property
+    def load_index(self) -> Mapping[EngineId, float | None]:
+        return self.balance.load_before
+
+
+def balance_problem(snapshot: Snapshot, settings: FastSettings, headroom: bool = True) -> Problem:
+    """What the balancer decides on: engines that are well and not drained, by fresh news, and the requests on them.
+
+    An engine whose agent has fallen silent is left out, so that one dead node does not stop the others. Free KV is what
+    is left once each running request has grown by `headroom_tokens`: room that is taken already.
+    """
+    engines = tuple(
+        engine if engine.max_sequences else replace(engine, max_sequences=UNKNOWN_MAX_SEQUENCES)
+        for engine in snapshot.engines
+        if _usable(engine, settings)
+    )
+    problem = problem_of(replace(snapshot, engines=engines), settings.theta, settings.stall_grace_s)
+    if not headroom:
+        return problem
+    return replace(problem, workers=tuple(_with_headroom(w, settings.headroom_tokens) for w in problem.workers))
+
+
+def _usable(engine: EngineView, settings: FastSettings) -> bool:
+    fresh = engine.age_s is not None and engine.age_s <= settings.stale_after_s
+    return fresh and engine.health is EngineHealth.OK and not (engine.draining or engine.outdated)
+
+
+def _with_headroom(worker: Worker, headroom_tokens: int) -> Worker:
+    return replace(worker, kv_free_tokens=max(0, worker.kv_free_tokens - headroom_tokens * len(worker.running)))
+
+
+def staying(problem: Problem, crowded_ratio: float = CROWDED_RATIO) -> frozenset[RequestId]:
+    """Running requests without a reason to leave. A waiting request moves for nothing, a running one costs a prefill.
+
+    So a running request leaves only an engine that is out of room (requests wait there), stalled, or left with
+    `crowded_ratio` times the requests of the emptiest, a newcomer there counted in. Without this, rates that are
+    measured a little too low or high move requests to and fro.
+    """
+    fewest = min((len(worker.running) + len(worker.waiting) for worker in problem.workers), default=0)
+    return frozenset(
+        request.id
+        for worker in problem.workers
+        if not worker.waiting and not worker.stalled and len(worker.running) < crowded_ratio * (fewest + 1)
+        for request in worker.running
+    )
+
+
+def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Situation) -> BalanceDecision:
+    """The decision of one tick. The moves are worked out even where the verdict is to hold, for people to see."""
+    if situation.settling:
+        settings = _settling(settings)
+    used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
+    problem = balance_problem(snapshot, settings, headroom=situation.futures is None)
+    stuck = resting(used, problem, situation.moved_s, settings.rest_after_move_s) | {
+        request.id
+        for request in snapshot.requests
+        if not request.movable or request.moves >= settings.max_moves_per_request
+    }
+    found = _packing(used, problem, settings, situation, stuck)
+    packing = found if isinstance(found, Packing) else None
+    if isinstance(found, Packing):
+        policy = PolicyInForce("packing", _sources(used, situation.step_times))
+        balance = packed(problem, found)
+    else:
+        policy = PolicyInForce("none" if settings.policy is FastPolicy.NONE else "load_index", found.detail)
+        balance = decide(
+            problem,
+            max_moves=settings.max_moves_per_tick if settings.policy is not FastPolicy.NONE else 0,
+            excluded=stuck | staying(problem, settings.crowded_ratio),
+            forget_stuck=True,
+            room=_restraint(used, problem, settings, situation, keep_last=True),
+        )
+    verdict = _judge(used, settings, situation, balance, packing)
+    return BalanceDecision(snapshot.now_s, settings.theta, balance, verdict, used.inputs_age_s, packing, policy)
+
+
+def _settling(settings: FastSettings) -> FastSettings:
+    """Moves that have begun go on below the marks at which they begin."""
+    share = settings.settle_share
+    return settings.model_copy(update={"theta": settings.theta * share, "tolerance": settings.tolerance * share})
+
+
+def _packing(
+    used: Snapshot, problem: Problem, settings: FastSettings, situation: Situation, stuck: frozenset[RequestId]
+) -> Packing | Hold:
+    """Why the paper's rule decides, where it does."""
+    if settings.policy is not FastPolicy.PACKING:
+        return Hold("configured", f"fast.policy is {settings.policy}")
+    engines = packing_engines(
+        used, problem, situation.configurations, situation.remaining_tokens, stuck, situation.step_times
+    )
+    if isinstance(engines, Hold):
+        return engines
+    return pack(
+        engines,
+        max_moves=settings.max_moves_per_tick,
+        tolerance=settings.tolerance,
+        min_gain_share=settings.min_gain_share,
+        together=settings.keep_groups_together,
+        move_fixed_s=situation.move_fixed_s,
+        room=_restraint(used, problem, settings, situation, keep_last=False),
+    )
+
+
+def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimes]) -> str:
+    """Where the step times come from that packing goes by, the most frequent first."""
+    details = Counter(step_times[engine.id].detail for engine in used.engines if engine.id in step_times)
+    shown = [f"{count} x {detail}" for detail, count in details.most_common(MOST_SOURCES)]
+    more = [f"and {len(details) - MOST_SOURCES} more sources"] if len(details) > MOST_SOURCES else []
+    return "; ".join(["step times of all engines are known", *shown, *more])
+
+
+def _restraint(
+    used: Snapshot, problem: Problem, settings: FastSettings, situation: Situation, *, keep_last: bool
+) -> Restraint:
+    """By the paper's rule an idle engine looks better than the one that is left idle; packing knows when both end."""
+    room = None if situation.futures is None else future_room(used, situation.futures, settings.preemption_risk)
+    return Restraint(problem, room, max_to_engine=settings.max_moves_to_engine, keep_last=keep_last)
+
+
+def _judge(
+    snapshot: Snapshot, settings: FastSettings, situation: Situation, balance: Balance, packing: Packing | None
+) -> Verdict:
+    """Of a snapshot of the usable engines. Codes, in the order in which they are looked for: nothing_to_do,
+    stale_telemetry, moves_open, awaiting_telemetry, planning, no_policy, no_gain | within_theta | no_feasible_move,
+    advise_only; to act: pack | spread.
+    """
+    if not snapshot.requests:
+        return Hold("nothing_to_do", "no requests are in flight")
+    hold = _stale(snapshot, settings) or _unsettled(snapshot, situation)
+    if hold is not None:
+        return hold
+    if settings.policy is FastPolicy.NONE:
+        return Hold("no_policy", "fast.policy is none")
+    state, why, acted = _in_words(settings, balance, packing)
+    if not balance.moves:
+        return Hold(balance.stopped_because, f"{state}; {why}")
+    case = f"{state}, {acted}: {len(balance.moves)} moves"
+    if situation.mode is Mode.ADVISE:
+        return Hold("advise_only", f"mode is advise: {case}")
+    return Act("spread" if packing is None else "pack", case)
+
+
+def _in_words(settings: FastSettings, balance: Balance, packing: Packing | None) -> tuple[str, str, str]:
+    """How it is, why nothing is moved if nothing is, and what moves are for if there are any."""
+    if packing is not None:
+        ends = f"the last engine is expected to end in {packing.makespan_before_s:.1f} s"
+        return (
+            ends,
+            f"no move helps, tolerance is {settings.tolerance:.0%}",
+            f"{packing.makespan_after_s:.1f} s if packed",
+        )
+    spread = "an engine is stalled" if balance.spread_before is None else f"load differs by {balance.spread_before:.3g}"
+    theta = f"theta is {settings.theta:.3g}"
+    return (
+        spread,
+        theta if balance.stopped_because == "within_theta" else "no request can move to where it helps",
+        theta,
+    )
+
+
+def _stale(snapshot: Snapshot, settings: FastSettings) -> Hold | None:
+    limit_s = settings.stale_after_s
+    if not snapshot.engines:
+        return Hold("stale_telemetry", f"no engine is well by news of the last {limit_s:g} s")
+    if snapshot.requests_age_s is None:
+        return Hold("stale_telemetry", "no gateway has reported yet")
+    if snapshot.requests_age_s > limit_s:
+        return Hold("stale_telemetry", f"a gateway is {snapshot.requests_age_s:.1f} s old, limit {limit_s:g} s")
+    return None
+
+
+def _unsettled(snapshot: Snapshot, situation: Situation) -> Hold | None:
+    """Moves change what the next decision rests on: first let them end, then look again."""
+    if situation.moves_open:
+        return Hold("moves_open", f"{situation.moves_open} earlier operations have no result yet")
+    oldest_s = snapshot.now_s - (snapshot.inputs_age_s or 0.0)
+    if situation.moves_ended_s is not None and oldest_s <= situation.moves_ended_s:
+        return Hold("awaiting_telemetry", "not every engine and gateway has reported since the last moves")
+    if situation.planning:
+        return Hold("planning", "the slow loop is about to decide, on the fleet as it is")
+    return None

@@ -1,0 +1,154 @@
+"""What is believed of engines' costs, as plans, people and metrics take it. Values only; live_profile.py learns."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from orchestrrl.daemon.priors import Assumed
+from planner.cost.profile import EngineProfile, Provenance, Source
+from planner.model import Configuration, ConfigurationId, EngineId, Snapshot
+from planner.solver.phases import line_ahead, worth_a_look
+from planner.solver.problem import Transfer
+
+MOST_NAMES = 4  # of engines with one reason
+MOST_REASONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """One configuration, for people and metrics."""
+
+    profile: EngineProfile
+    given: EngineProfile  # as it was configured
+    refitted: bool  # its step times
+    factor: float  # step times against the configured ones, over the loads seen last
+    predicted_ratio: float | None  # predicted over measured step time, running; None: nothing was measured
+    taken: int  # samples
+    refused: int  # of steps that no engine of this configuration can take
+    assumed: Assumed | None = None  # None: it is configured
+
+    @property
+    def source(self) -> str:
+        """configured | prior | observed"""
+        if self.assumed is None:
+            return "configured"
+        return "prior" if self.assumed.prior else "observed"
+
+    @property
+    def source_detail(self) -> str:
+        """Where step times come from, e.g. `prior: qwen2.5-14b on H100, TP=2; refined by 12 observed batches`."""
+        match self.source:
+            case "configured":
+                detail = f"configured: {self.profile.id}"
+            case "prior":
+                assert self.assumed is not None
+                detail = f"prior: {self.assumed.prior}"
+            case _:
+                return f"observed: {self.taken} batches"
+        return f"{detail}; refined by {self.profile.provenance.samples} observed batches" if self.refitted else detail
+
+
+class StepTimes(NamedTuple):
+    """Where an engine's step times come from."""
+
+    source: str  # configured | prior | observed; empty: they are not known
+    detail: str  # as a sentence; why they are not known
+
+
+def unknown_step_times(why: Mapping[EngineId, str]) -> str:
+    """The engines without step times, by reason; empty where there are none."""
+    engines: dict[str, list[EngineId]] = {}
+    for engine, reason in sorted(why.items()):
+        engines.setdefault(reason, []).append(engine)
+    reasons = [f"no step times for {_listed(names)}: {reason}" for reason, names in engines.items()]
+    more = [f"and {len(reasons) - MOST_REASONS} more reasons"] if len(reasons) > MOST_REASONS else []
+    return "; ".join(reasons[:MOST_REASONS] + more)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Believed:
+    """Every configuration, with what is believed of it."""
+
+    profiles: tuple[EngineProfile, ...]
+    as_written: Mapping[
+        ConfigurationId, Configuration
+    ]  # where step times are as somebody wrote them: to the last digit
+
+    @property
+    def straight(self) -> bool:
+        """Whether each step time is a line anyway, whatever batches are to come."""
+        return all(
+            profile.id in self.as_written or (len(profile.step.base_s.xs) <= 2 and not profile.spill_capacity_tokens)
+            for profile in self.profiles
+        )
+
+    def lines(
+        self, snapshot: Snapshot, gpus_count: int, remaining_tokens: Sequence[float] = ()
+    ) -> tuple[Configuration, ...]:
+        """Each step time as a line over the batches to come. `remaining_tokens`: of the requests in flight, by which
+        curves that bend go."""
+        count = max(1, len(snapshot.requests))
+        context = sum(request.context_tokens for request in snapshot.requests) / count
+        return tuple(
+            self.as_written.get(profile.id) or line_ahead(profile, remaining_tokens, context, gpus_count)
+            for profile in self.profiles
+        )
+
+    def worth(
+        self, snapshot: Snapshot, gpus_count: int, always: Collection[ConfigurationId] = ()
+    ) -> tuple[ConfigurationId, ...]:
+        """Those that a plan should choose from: all of a few, of many those that fit the step's phase."""
+        return worth_a_look(self.profiles, snapshot, gpus_count, always)
+
+
+class Moving(NamedTuple):
+    """What moving a running request is believed to cost, as plans take it."""
+
+    transfer: Transfer
+    kv_bytes_per_token: float
+
+
+def said(belief: Belief) -> tuple[str, ...]:
+    """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
+    learnt."""
+    steps = (_steps_said(belief),) if _worth_saying(belief) else ()
+    began = "configured" if belief.assumed is None else "assumed"
+    return (*steps, *_figures_said(belief.profile, belief.given, began))
+
+
+def _worth_saying(belief: Belief) -> bool:
+    return belief.refitted or belief.profile.provenance.source is not Source.GIVEN
+
+
+def _steps_said(belief: Belief) -> str:
+    provenance = belief.profile.provenance
+    error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
+    if belief.assumed is not None:
+        return f"step times of {belief.profile.id}: {belief.source_detail}{error}"
+    if not belief.refitted:
+        return f"step times of {belief.profile.id}: {provenance.source}, {provenance.date}{error}"
+    return (
+        f"step times of {belief.profile.id}: {belief.factor:.2f} times the configured ones, re-fitted to"
+        f" {provenance.samples} batches of its engines, {provenance.date}{error}"
+    )
+
+
+def _figures_said(held: EngineProfile, given: EngineProfile, began: str) -> tuple[str, ...]:
+    """What was learnt beside step times. `began`: how the figure from before came to be."""
+    others = dict(held.others)
+    said = []
+    if held.prefill_tokens_per_s != given.prefill_tokens_per_s:
+        rates = f"{held.prefill_tokens_per_s:,.0f} tokens/s, {began} {given.prefill_tokens_per_s:,.0f}"
+        said.append(f"prefill of {held.id}: {rates}, by {_samples_of(others['prefill_tokens_per_s'])}")
+    if held.switch_s != given.switch_s:
+        times = f"{held.switch_s:.3g} s, {began} {given.switch_s:.3g} s"
+        said.append(f"starting {held.id}: {times}, by {_samples_of(others['switch_s'])}")
+    return tuple(said)
+
+
+def _samples_of(provenance: Provenance) -> str:
+    return f"{provenance.samples} samples of {provenance.detail.partition(';')[0]}, {provenance.date}"

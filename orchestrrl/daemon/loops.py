@@ -1,0 +1,69 @@
+"""The daemon's two loops on any clock: when the control plane decides. A simulation runs the same."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.defects import FAST_LOOP, SLOW_LOOP, Defects, is_cancelled
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.daemon.control_plane import ControlPlane
+
+logger = logging.getLogger(__name__)
+
+
+async def run_loops(plane: ControlPlane, clock: Clock, defects: Defects | None = None) -> None:
+    """Run both loops until cancelled. With `defects`, an exception sets the work of one tick aside and is recorded
+    there, and the next tick comes. Without, as in simulations and tests, a defect is raised."""
+    async with asyncio.TaskGroup() as loops:
+        fast_pause = partial(_interval, plane, clock)
+        slow_pause = partial(_interval_or_step, plane, clock)
+        loops.create_task(_repeat(FAST_LOOP, plane.fast_tick, fast_pause, defects))
+        loops.create_task(_repeat(SLOW_LOOP, plane.slow_tick, slow_pause, defects))
+
+
+async def _interval(plane: ControlPlane, clock: Clock) -> None:
+    await clock.sleep(plane.config.fast.interval_s)
+
+
+async def _interval_or_step(plane: ControlPlane, clock: Clock) -> None:
+    """Until the slow loop's next turn: an interval, or a fast one into a new step, when its requests are there."""
+    interval = asyncio.create_task(clock.sleep(plane.config.slow.interval_s))
+    began = asyncio.create_task(plane.step_began.wait())
+    try:
+        await asyncio.wait({interval, began}, return_when=asyncio.FIRST_COMPLETED)
+        if began.done():
+            plane.step_began.clear()
+            await clock.sleep(min(plane.config.fast.interval_s, plane.config.slow.interval_s))
+    finally:
+        interval.cancel()
+        began.cancel()
+
+
+async def _repeat(
+    part: str,
+    tick: Callable[[], Awaitable[Any] | Any],
+    pause: Callable[[], Awaitable[None]],
+    defects: Defects | None,
+) -> None:
+    while True:
+        try:
+            outcome = tick()
+            if inspect.isawaitable(outcome):
+                await outcome
+        except OrchestrRLError as error:  # the world made it fail, e.g. by a full disk
+            if defects is None:
+                logger.error("%s failed: %s", part, error)
+            else:
+                defects.met(part, error)
+        except (Exception, asyncio.CancelledError) as error:
+            if defects is None or is_cancelled():
+                raise
+            defects.met(part, error)
+        else:
+            if defects is not None:
+                defects.passed(part)
+        await pause()

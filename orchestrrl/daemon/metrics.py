@@ -1,0 +1,296 @@
+"""Every Prometheus metric that the daemon exports, with its help text, and the page that serves them.
+
+Values are read from the control plane when the page is asked for, in the daemon's own event loop.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from orchestrrl.core.addresses import parse_address
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.reports import GatePhase
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.fabric.metrics import defect_metrics, fabric_metrics, pause_metrics
+from orchestrrl.fleet.redeployment.metrics import SwitchMetrics
+from orchestrrl.gateway.failover_metrics import failover_metrics
+from orchestrrl.weights.controller.metrics import SyncMetrics, Syncs
+from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState, Snapshot
+
+_CONTENT_TYPE = "text/plain; version=0.0.4"
+
+
+class PlaneCollector(Collector):
+    """The control plane as Prometheus sees it."""
+
+    def __init__(self, plane: ControlPlane, syncs: Syncs | None = None) -> None:
+        self._plane = plane
+        self._switches = SwitchMetrics()
+        self._syncs = syncs
+        self._weights = SyncMetrics(plane.started_s)
+
+    def collect(self) -> Iterable[Metric]:
+        snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
+        yield from self._workers(snapshot.engines, {request.engine for request in snapshot.requests})
+        states = Counter(request.state for request in snapshot.requests)
+        yield _gauges(
+            "orchestrrl_requests",
+            "Requests in flight, by state.",
+            "state",
+            [(state, states[state]) for state in (RequestState.RUNNING, RequestState.WAITING)],
+        )
+        yield from self._totals()
+        yield from self._gate(snapshot.engines)
+        yield from self._decisions(snapshot.now_s)
+        yield from self._plans()
+        yield from self._profile(snapshot)
+        if self._plane.switching is not None:
+            yield from self._switches.collect(self._plane.switching.history(0))
+        yield pause_metrics(self._plane.holds.pauses)
+        yield defect_metrics(self._plane)
+        if self._plane.fabric is not None:
+            yield from fabric_metrics(self._plane.fabric)
+        if self._syncs is not None:
+            yield from self._weights.collect(self._syncs)
+
+    def _engine_states(
+        self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]
+    ) -> list[tuple[str, float]]:
+        draining = [engine.id for engine in engines if engine.draining]
+        busy = sum(engine in held for engine in draining)
+        return [
+            ("serving", len(engines) - len(draining)),
+            ("draining", busy),
+            ("drained", len(draining) - busy),
+            ("removed", len(self._plane.enrolment.roster.removed)),
+        ]
+
+    def _workers(self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]) -> Iterator[Metric]:
+        """`held`: engines that requests are on."""
+        healths = Counter(engine.health for engine in engines)
+        yield _gauges(
+            "orchestrrl_workers",
+            "Engines known, by health.",
+            "health",
+            [(health, healths[health]) for health in EngineHealth],
+        )
+        yield _gauges(
+            "orchestrrl_engines",
+            "Engines by what operators let them do; draining: requests are still there; removed: ever, and not added "
+            "again.",
+            "state",
+            self._engine_states(engines, held),
+        )
+        balance = self._plane.balance
+        indices = balance.load_index if balance else {}
+        yield _gauges(
+            "orchestrrl_worker_load_index",
+            "Load index of an engine (equation 5), seconds per token and slot; absent while it is stalled or unknown.",
+            "engine",
+            [(engine, index) for engine, index in indices.items() if index is not None],
+        )
+        yield _gauges(
+            "orchestrrl_worker_decode_tokens_per_second",
+            "Decode rate of an engine as last measured.",
+            "engine",
+            [(e.id, e.decode_tokens_per_s) for e in engines if e.decode_tokens_per_s is not None],
+        )
+        yield _gauges(
+            "orchestrrl_worker_kv_free_tokens",
+            "Free room in an engine's KV cache.",
+            "engine",
+            [(engine.id, engine.kv_free_tokens) for engine in engines],
+        )
+        yield _gauges(
+            "orchestrrl_worker_sample_age_seconds",
+            "Age of an engine's latest sample.",
+            "engine",
+            [(engine.id, engine.age_s) for engine in engines if engine.age_s is not None],
+        )
+        if balance and balance.balance.spread_before is not None:
+            help_text = "Highest minus lowest load index; absent while an engine is stalled."
+            yield GaugeMetricFamily("orchestrrl_load_spread", help_text, balance.balance.spread_before)
+
+    def _totals(self) -> Iterator[Metric]:
+        plane, totals = self._plane, self._plane.state.totals
+        moves = CounterMetricFamily("orchestrrl_moves", "Requests moved, by result.", labels=["result"])
+        moves.add_metric(["done"], totals.moves_done)
+        moves.add_metric(["failed"], totals.moves_failed)
+        yield moves
+        yield CounterMetricFamily("orchestrrl_requests_finished", "Requests that finished.", totals.finished)
+        help_text = "Tokens that destinations of moves had to prefill again."
+        yield CounterMetricFamily("orchestrrl_recomputed_tokens", help_text, totals.tokens_recomputed)
+        yield from failover_metrics("orchestrrl", plane.state.failovers)
+        help_text = "Tokens whose KV moves handed over between engines."
+        yield CounterMetricFamily("orchestrrl_loaded_tokens", help_text, totals.tokens_loaded)
+        nodes = Counter(node.hello.kind for node in plane.nodes.states() if node.attached)
+        yield _gauges("orchestrrl_nodes_attached", "Agents and gateways attached.", "kind", sorted(nodes.items()))
+        open_operations = len(plane.runner.open)
+        yield GaugeMetricFamily("orchestrrl_operations_open", "Operations without a result.", open_operations)
+        help_text = "Entries ever written to the journal."
+        yield CounterMetricFamily("orchestrrl_journal_entries", help_text, plane.journal.last_sequence)
+        help_text = "1 while damage of the journal was found that no operator has confirmed: the daemon does not act."
+        yield GaugeMetricFamily("orchestrrl_journal_damaged", help_text, float(bool(plane.journal.damage)))
+        help_text = "Entries of the journal that this version cannot read, and that recovery left out."
+        yield GaugeMetricFamily("orchestrrl_journal_set_aside", help_text, len(plane.journal.set_aside))
+        help_text = "Generation of the daemon: grows at each of its starts."
+        yield GaugeMetricFamily("orchestrrl_generation", help_text, plane.journal.generation)
+        modes = [(mode, float(mode is plane.mode)) for mode in Mode]
+        yield _gauges("orchestrrl_mode", "1 for the mode that is in force.", "mode", modes)
+
+    def _gate(self, engines: tuple[EngineView, ...]) -> Iterator[Metric]:
+        keeper, ended = self._plane.gate, self._plane.canceller.totals
+        phases = [(phase, float(phase is keeper.state.phase)) for phase in GatePhase]
+        help_text = "1 for how the gate for weight updates stands; quiet: all engines are at rest."
+        yield _gauges("orchestrrl_gate", help_text, "phase", phases)
+        help_text = "Seconds for which somebody held the gate, since the daemon's start."
+        yield CounterMetricFamily("orchestrrl_gate_held_seconds", help_text, keeper.paused_s)
+        help_text = "Leases of the gate that ended without a resume: weights may be mixed."
+        yield CounterMetricFamily("orchestrrl_gate_leases_expired", help_text, keeper.totals.expired)
+        newest = keeper.state.newest
+        if newest is not None:
+            help_text = "The policy version of the fleet's weights; absent until somebody has told it."
+            yield GaugeMetricFamily("orchestrrl_policy_version", help_text, newest)
+        yield _gauges(
+            "orchestrrl_worker_policy_version",
+            "Of an engine's weights; with one other than the fleet's it gets no requests; absent where not known.",
+            "engine",
+            [(engine.id, engine.policy_version) for engine in engines if engine.policy_version is not None],
+        )
+        cancelled = CounterMetricFamily(
+            "orchestrrl_requests_cancelled",
+            "Requests that the daemon had gateways end: somebody asked for it, or their group had enough over all "
+            "gateways. Those that gateways ended by themselves are their metrics.",
+            labels=["reason"],
+        )
+        for reason, count in ended.items():
+            cancelled.add_metric([reason], count)
+        yield cancelled
+
+    def _decisions(self, now_s: float) -> Iterator[Metric]:
+        plane, latest = self._plane, self._plane.plans.latest
+        ages = []
+        if plane.balance:
+            ages.append(("fast", now_s - plane.balance.decided_s))
+        if latest:
+            ages.append(("slow", now_s - latest.created_s))
+        if plane.balance:
+            policies = [(name, float(name == plane.balance.policy.name)) for name in ("packing", "load_index", "none")]
+            yield _gauges("orchestrrl_balance_policy", "1 for how the fast loop chooses moves.", "policy", policies)
+        yield _gauges("orchestrrl_decision_age_seconds", "Since the latest decision of a loop.", "loop", ages)
+        seconds = [("fast", plane.fast_tick_s), ("slow", plane.slow_tick_s)]
+        yield _gauges("orchestrrl_loop_seconds", "What the latest turn of a loop took.", "loop", seconds)
+
+    def _plans(self) -> Iterator[Metric]:
+        yield from self._calibration()
+        latest = self._plane.plans.latest
+        if latest is not None:
+            seconds = [
+                ("current", latest.current_makespan_s),
+                ("proposed", latest.proposed_total_s),
+                ("switch_cost", latest.switch_cost_s),
+                ("migration_cost", latest.migration_cost_s),
+                ("lower_bound", latest.lower_bound_s or None),
+            ]
+            yield _gauges(
+                "orchestrrl_plan_seconds",
+                "Seconds to the step's end by the latest plan: as it stands and as proposed, costs included; what the "
+                "costs are; and before which it cannot end.",
+                "of",
+                [(of, value) for of, value in seconds if value is not None],
+            )
+        done = next((plan for plan in self._plane.plans.newest(0) if plan.actual_makespan_s is not None), None)
+        if done is None or done.actual_makespan_s is None:
+            return
+        if done.predicted_s is not None:
+            help_text = "Seconds to the step's end, as the latest plan with a known outcome had predicted them."
+            yield GaugeMetricFamily("orchestrrl_plan_predicted_makespan_seconds", help_text, done.predicted_s)
+        help_text = "Seconds from that plan to the step's end, as they really were."
+        yield GaugeMetricFamily("orchestrrl_plan_actual_makespan_seconds", help_text, done.actual_makespan_s)
+
+    def _calibration(self) -> Iterator[Metric]:
+        plans = self._plane.plans
+        calibration = plans.calibration
+        if calibration.error is not None and calibration.bias is not None:
+            help_text = "Running mean of |predicted - actual| / actual seconds to a step's end."
+            yield GaugeMetricFamily("orchestrrl_plan_calibration_error_ratio", help_text, calibration.error)
+            help_text = "Running mean of (predicted - actual) / actual: above 0 where steps end sooner than predicted."
+            yield GaugeMetricFamily("orchestrrl_plan_calibration_bias_ratio", help_text, calibration.bias)
+        help_text = "Ended steps that the calibration rests on."
+        yield CounterMetricFamily("orchestrrl_plan_calibration_steps", help_text, calibration.steps)
+        help_text = "What predicted decoding seconds are multiplied with, from how earlier steps came out."
+        yield GaugeMetricFamily("orchestrrl_plan_correction_ratio", help_text, calibration.correction)
+        if plans.last_switch_s is not None:
+            help_text = "Since engines were last changed by a plan."
+            age_s = self._plane.clock.now_s() - plans.last_switch_s
+            yield GaugeMetricFamily("orchestrrl_deployment_age_seconds", help_text, age_s)
+
+    def _profile(self, snapshot: Snapshot) -> Iterator[Metric]:
+        sources = Counter(told.source or "unknown" for told in self._plane.planning.step_times(snapshot).values())
+        yield _gauges(
+            "orchestrrl_workers_by_step_times",
+            "Engines by where their step times come from; observed: learnt from batches, without a prior.",
+            "source",
+            [(source, sources[source]) for source in ("configured", "prior", "observed", "unknown")],
+        )
+        beliefs = self._plane.planning.costs.beliefs()
+        yield _gauges(
+            "orchestrrl_profile_predicted_step_ratio",
+            "Predicted over measured seconds of a decode step, running mean; absent until something was measured.",
+            "configuration",
+            [(b.profile.id, b.predicted_ratio) for b in beliefs if b.predicted_ratio is not None],
+        )
+        yield _gauges(
+            "orchestrrl_profile_step_time_factor",
+            "Step times as they are now believed, against the configured ones, at the loads seen last.",
+            "configuration",
+            [(belief.profile.id, belief.factor) for belief in beliefs],
+        )
+        fits = [(belief.profile.id, belief.profile.provenance.fit_error_mean) for belief in beliefs]
+        yield _gauges(
+            "orchestrrl_profile_fit_error_ratio",
+            "Mean relative error of the curves in use against what they were fitted to; absent where nothing was.",
+            "configuration",
+            [(configuration, error) for configuration, error in fits if error is not None],
+        )
+        samples = CounterMetricFamily(
+            "orchestrrl_profile_batches",
+            "Batches of engines whose step time was measured; refused: no engine of the configuration could be so.",
+            labels=["configuration", "result"],
+        )
+        for belief in beliefs:
+            samples.add_metric([belief.profile.id, "taken"], belief.taken)
+            samples.add_metric([belief.profile.id, "refused"], belief.refused)
+        yield samples
+
+
+def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, float]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, help_text, labels=[label])
+    for key, value in values:
+        family.add_metric([key], value)
+    return family
+
+
+async def serve_metrics(plane: ControlPlane, address: str, syncs: Syncs | None = None) -> web.AppRunner:
+    """Serve /metrics until the runner is cleaned up. Raises Permanent when the address is taken."""
+    registry = CollectorRegistry()
+    registry.register(PlaneCollector(plane, syncs))
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": _CONTENT_TYPE})
+
+    app = web.Application()
+    app.router.add_get("/metrics", page)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    host, port = parse_address(address)
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise Permanent(f"cannot serve metrics on {address}: {error.strerror}") from None
+    return runner

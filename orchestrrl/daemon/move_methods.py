@@ -1,0 +1,151 @@
+"""Which way each running request moves, by KV or by computing its context again, and what that should take. Pure.
+
+A move takes a part that grows with the context (prefill, or the links' time) and a fixed part: the order's way to the
+gateway's engines, the step that the destination is in, the first token's way back. Profiles and links give the first;
+the second is learnt from the moves that ended (`FixedPart`).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove
+from orchestrrl.daemon.cost_estimates import Moving
+from planner.cost.profile import EngineProfile
+from planner.model import ConfigurationId, EngineId, EngineView, RequestState, Snapshot
+
+# Before any move was measured: two HTTP requests to busy servers, and half a decode step.
+FIXED_PRIOR_S = 0.03
+PRIOR_COUNTS_FOR = 3  # orders
+MOST_ORDERS = 16
+MOST_FIXED_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPart:
+    """The median of what the newest orders to move by one method took beside the part that grows with the context.
+
+    The prior counts as a few orders, so that the first one that stalls is not taken for the rule.
+    """
+
+    prior_s: float = FIXED_PRIOR_S
+    measured_s: tuple[float, ...] = ()
+
+    def after(self, seconds: float) -> "FixedPart":
+        """With one more order. Seconds below 0 (the growing part was overestimated) count as 0; NaN tells nothing."""
+        if math.isnan(seconds):
+            return self
+        newest = (*self.measured_s, min(MOST_FIXED_S, max(0.0, seconds)))[-MOST_ORDERS:]
+        return replace(self, measured_s=newest)
+
+    @property
+    def seconds(self) -> float:
+        return median((*(self.prior_s,) * PRIOR_COUNTS_FOR, *self.measured_s))
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCosting:
+    """What moves are priced by. `kv_versions`: of the engines that can hand KV over; those of the same one to each
+    other."""
+
+    profiles: Mapping[ConfigurationId, EngineProfile]
+    moving: Moving
+    per_node: int
+    kv_versions: Mapping[EngineId, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MovedRequest:
+    """A move and what became of it, for people: predicted against actual."""
+
+    ended_s: float
+    move: RequestMove
+    item: ItemResult
+
+
+def with_methods(moves: Sequence[RequestMove], snapshot: Snapshot, costing: MoveCosting) -> tuple[RequestMove, ...]:
+    """The moves, each by the cheaper method (appendix A), with what it is predicted to take.
+
+    Contexts that an engine computes are computed one after the other, in this order; KV comes at once, and so does the
+    fixed part of every move. A preempted request has no KV to bring and is computed again. Nothing is predicted of
+    requests that have not run yet, whose prompts are computed in their turn, and of engines of an unknown
+    configuration.
+    """
+    engines = {engine.id: engine for engine in snapshot.engines}
+    wanted = {move.request for move in moves}
+    views = {view.id: view for view in snapshot.requests if view.id in wanted}
+    latency_s = costing.moving.transfer.recompute_latency_s
+    before_s: dict[EngineId, float] = {}  # of what is to be computed at an engine already
+    priced = []
+    for move in moves:
+        view, target = views.get(move.request), engines.get(move.to_engine)
+        prefill_s = None if view is None or target is None else _prefill_s(view.context_tokens, target, costing)
+        if view is None or target is None or prefill_s is None:
+            priced.append(move)
+            continue
+        prefill_s += before_s.get(move.to_engine, 0.0)
+        runs = view.state is RequestState.RUNNING
+        source = engines.get(move.from_engine) if runs else None
+        transfer_s = _transfer_s(view.context_tokens, source, target, costing)
+        recompute_s = latency_s + prefill_s
+        if transfer_s is not None and transfer_s < recompute_s:
+            fixed_s = costing.moving.transfer.latency_s
+            method = MoveMethod.TRANSFER
+            priced.append(replace(move, method=method, predicted_s=transfer_s, other_s=recompute_s, fixed_s=fixed_s))
+            continue
+        before_s[move.to_engine] = prefill_s
+        if runs or view.generated_tokens:
+            move = replace(move, predicted_s=recompute_s, other_s=transfer_s or 0.0, fixed_s=latency_s)
+        priced.append(move)
+    return tuple(priced)
+
+
+def fixed_parts(moves: Iterable[RequestMove], items: Iterable[ItemResult]) -> list[tuple[MoveMethod, float]]:
+    """What moves took beside the part that grows with the context: of those that were predicted, went by the method
+    ordered, and were seen to their end."""
+    by_id = {item.id: item for item in items}
+    return [
+        (move.method, item.duration_s - (move.predicted_s - move.fixed_s))
+        for move in moves
+        if move.predicted_s > 0
+        and (item := by_id.get(move.request)) is not None
+        and item.done
+        and item.duration_s > 0
+        and item.method is move.method
+    ]
+
+
+def ended(at_s: float, moves: Iterable[RequestMove], items: Iterable[ItemResult]) -> list[MovedRequest]:
+    """Those moves that were carried out."""
+    by_id = {item.id: item for item in items}
+    return [
+        MovedRequest(at_s, move, by_id[move.request])
+        for move in moves
+        if move.request in by_id and by_id[move.request].done
+    ]
+
+
+def _prefill_s(tokens: int, target: EngineView, costing: MoveCosting) -> float | None:
+    profile = None if target.configuration is None else costing.profiles.get(target.configuration)
+    if profile is None or not profile.prefill_tokens_per_s > 0:
+        return None
+    context, rate = np.array([float(tokens)]), np.array([profile.prefill_tokens_per_s])
+    return float(costing.moving.transfer.prefill_s(context, rate)[0])
+
+
+def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, costing: MoveCosting) -> float | None:
+    """None where the two hand nothing over to each other."""
+    version = costing.kv_versions.get(target.id, "")
+    if source is None or not version or costing.kv_versions.get(source.id) != version:
+        return None
+    assert target.configuration is not None, "a version names the configuration"
+    gpus = costing.profiles[target.configuration].parallelism.gpus  # the source has as many: it is configured alike
+    nodes = {gpu // costing.per_node for engine in (source, target) for gpu in engine.gpus}
+    transfer = costing.moving.transfer
+    inside = len(nodes) == 1 and bool(source.gpus) and bool(target.gpus)
+    context = np.array([float(tokens)])
+    (seconds,) = transfer.transfer_s(context, costing.moving.kv_bytes_per_token, np.array([gpus]), np.array([inside]))
+    return float(seconds) if np.isfinite(seconds) else None

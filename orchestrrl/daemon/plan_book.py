@@ -1,0 +1,239 @@
+"""The plans that were made, who watches them, and how an operator has bound the planner.
+
+Plans and controls are journalled as they come and come back from the journal after a restart.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.ttl import expiry_s, lifetime_faults
+from orchestrrl.fleet.state import Step
+from planner.admission import FREE, Control, ControlState
+from planner.calibration import Calibration
+from planner.model import Act, ConfigurationId, Hold, Plan, PlanId, Snapshot
+
+logger = logging.getLogger(__name__)
+
+_PLAN = TypeAdapter(Plan)
+_CONTROL = TypeAdapter(Control)
+_CALIBRATION = TypeAdapter(Calibration)
+
+# Plans kept in memory; the journal has the older ones.
+REMEMBERED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEvent:
+    """A plan, and the operator's word when it was made or changed."""
+
+    plan: Plan | None  # None: there was none yet when the operator spoke
+    control: Control
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart:
+    """An engine that was brought up: seconds from when the engines in its way began to stop until it answered, and what
+    its configuration had said."""
+
+    configuration: ConfigurationId
+    took_s: float
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentOutcome:
+    """What became of a change of the deployment."""
+
+    done: bool
+    detail: str
+    ended_s: float
+    starts: tuple[EngineStart, ...] = ()
+
+
+class Deployment(Protocol):
+    """Whoever can stop and start engines."""
+
+    @property
+    def busy(self) -> bool:
+        """A change is under way."""
+
+    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
+        """Bring the fleet to `plan.instances`, requests included. Raises OrchestrRLError where nothing was begun."""
+
+
+def never_still(from_s: float, to_s: float) -> float:
+    """Where nobody holds the fleet at rest."""
+    return 0.0
+
+
+class PlanBook:
+    """Every recent plan, newest last, how they came out, and the operator's word in force."""
+
+    def __init__(self, journal: Journal, clock: Clock) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._plans: dict[PlanId, Plan] = {}
+        self._control = FREE
+        self.calibration = Calibration()
+        self.last_switch_s: float | None = None  # when the deployment last changed
+        self._watchers: set[asyncio.Queue[PlanEvent | None]] = set()
+
+    def recover(self) -> None:
+        """What earlier generations left: the latest plans with their outcomes, and the operator's word."""
+        for entry in self._journal.tail(REMEMBERED, (Kind.PLAN,)):
+            plan = self._journal.interpret(entry, _plan_from)
+            if plan is not None:
+                self._plans[plan.id] = plan
+        for entry in self._journal.tail(REMEMBERED, (Kind.PLAN_ACTED,)):
+            held = self._plans.get(PlanId(entry.subject))
+            if held is not None:
+                done, detail = bool(entry.body.get("done")), str(entry.body.get("detail", ""))
+                self._plans[held.id] = replace(held, acted=done, acted_detail=detail)
+        for entry in self._journal.tail(REMEMBERED, (Kind.PLAN_ACTUAL,)):
+            held = self._plans.get(PlanId(entry.subject))
+            if held is not None:
+                actual_s = self._journal.interpret(entry, lambda body: float(body["actual_makespan_s"]))
+                self._plans[held.id] = replace(held, actual_makespan_s=actual_s)
+        self._control = self._journal.newest(Kind.PLAN_CONTROL, _CONTROL.validate_python) or FREE
+        calibration = self._journal.newest(Kind.PLAN_CALIBRATION, _CALIBRATION.validate_python)
+        self.calibration = calibration or Calibration()
+        self.last_switch_s = self._journal.newest(Kind.DEPLOYMENT_ENDED, lambda body: float(body["ended_s"]))
+
+    @property
+    def control(self) -> Control:
+        return self._control.at(self._clock.now_s())
+
+    @property
+    def latest(self) -> Plan | None:
+        return next(reversed(self._plans.values()), None)
+
+    def get(self, plan: PlanId) -> Plan:
+        """Raises Permanent for a plan that is not remembered."""
+        if plan not in self._plans:
+            raise Permanent(f"plan {plan!r} is not among the {REMEMBERED} newest")
+        return self._plans[plan]
+
+    def newest(self, limit: int) -> list[Plan]:
+        """Newest first; 0: all that are remembered."""
+        plans = list(reversed(self._plans.values()))
+        return plans[:limit] if limit else plans
+
+    def add(self, plan: Plan, inputs_digest: str) -> None:
+        self._journal.append(plan.created_s, Kind.PLAN, plan.id, {**_body_of(plan), "inputs_digest": inputs_digest})
+        self._plans[plan.id] = plan
+        for old in list(self._plans)[:-REMEMBERED]:
+            del self._plans[old]
+        self._tell(plan)
+
+    def acted(self, plan: PlanId, done: bool, detail: str) -> None:
+        """The plan was carried out, as far as `detail` says; `done` False: nothing came of it."""
+        self._journal.append(self._clock.now_s(), Kind.PLAN_ACTED, plan, {"done": done, "detail": detail})
+        if plan in self._plans:
+            self._plans[plan] = replace(self._plans[plan], acted=done, acted_detail=detail)
+            self._tell(self._plans[plan])
+
+    def deployment_ended(self, plan: PlanId, outcome: DeploymentOutcome) -> None:
+        """Engines were changed, or it was tried: both begin the cooldown."""
+        body = {"done": outcome.done, "detail": outcome.detail, "ended_s": outcome.ended_s}
+        self._journal.append(self._clock.now_s(), Kind.DEPLOYMENT_ENDED, plan, body)
+        self.last_switch_s = outcome.ended_s
+
+    def step_ended(self, step: Step, still_s: Callable[[float, float], float] = never_still) -> None:
+        """Fill in what really happened: seconds from each of the step's plans to the step's end, less those in which
+        the fleet was held at rest, which no plan foresees. `still_s`: of the time from, to."""
+        assert step.ended_s is not None
+        ended_s = step.ended_s
+        of_step = [
+            plan
+            for plan in self._plans.values()
+            if plan.actual_makespan_s is None and step.started_s <= plan.created_s <= ended_s
+        ]
+        took_s = {plan.id: ended_s - plan.created_s - still_s(plan.created_s, ended_s) for plan in of_step}
+        for plan in of_step:
+            actual_s = took_s[plan.id]
+            body = {"actual_makespan_s": actual_s, "predicted_makespan_s": plan.predicted_s}
+            self._journal.append(ended_s, Kind.PLAN_ACTUAL, plan.id, body)
+            self._plans[plan.id] = replace(plan, actual_makespan_s=actual_s)
+            self._tell(self._plans[plan.id])
+        self._calibrate(ended_s, [(plan, took_s[plan.id]) for plan in of_step])
+
+    def _calibrate(self, ended_s: float, plans: Sequence[tuple[Plan, float]]) -> None:
+        """What a plan foresaw holds until the next one is acted on, so those before that are not counted."""
+        last_act = max((place for place, (plan, _) in enumerate(plans) if plan.acted), default=0)
+        outcomes = [
+            (plan.predicted_s / plan.correction, actual_s)
+            for plan, actual_s in plans[last_act:]
+            if plan.predicted_s is not None
+        ]
+        after = self.calibration.after(outcomes)
+        if after != self.calibration:
+            self.calibration = after
+            self._journal.append(ended_s, Kind.PLAN_CALIBRATION, "", _CALIBRATION.dump_python(after, mode="json"))
+
+    def override(
+        self, configuration: ConfigurationId, known: Collection[ConfigurationId], reason: str, ttl_s: float
+    ) -> Control:
+        """Bind the planner to a configuration. Raises ProblemFaults for one that is not known."""
+        faults = lifetime_faults(ttl_s)
+        if configuration not in known:
+            listing = ", ".join(sorted(known)) or "none; fleet.configurations lists them"
+            faults.append(f"configuration: is not a known one (known: {listing}), got {configuration!r}")
+        if faults:
+            raise ProblemFaults(faults)
+        return self._set(Control(ControlState.OVERRIDDEN, configuration, reason, expiry_s(self._clock.now_s(), ttl_s)))
+
+    def pin(self, reason: str, ttl_s: float) -> Control:
+        """Keep the deployment as it is."""
+        if faults := lifetime_faults(ttl_s):
+            raise ProblemFaults(faults)
+        return self._set(Control(ControlState.PINNED, None, reason, expiry_s(self._clock.now_s(), ttl_s)))
+
+    def release(self, reason: str) -> Control:
+        return self._set(Control(reason=reason))
+
+    async def watch(self) -> AsyncIterator[PlanEvent]:
+        """The latest plan, if there is one, then each as it is made or changed, until the book is closed."""
+        queue: asyncio.Queue[PlanEvent | None] = asyncio.Queue()
+        if self.latest is not None:
+            queue.put_nowait(PlanEvent(self.latest, self.control))
+        self._watchers.add(queue)
+        try:
+            while (event := await queue.get()) is not None:
+                yield event
+        finally:
+            self._watchers.discard(queue)
+
+    def close(self) -> None:
+        """End every watch."""
+        for queue in self._watchers:
+            queue.put_nowait(None)
+
+    def _set(self, control: Control) -> Control:
+        body = _CONTROL.dump_python(control, mode="json")
+        self._journal.append(self._clock.now_s(), Kind.PLAN_CONTROL, control.state, body)
+        self._control = control
+        self._tell(self.latest)
+        return control
+
+    def _tell(self, plan: Plan | None) -> None:
+        for queue in self._watchers:
+            queue.put_nowait(PlanEvent(plan, self.control))
+
+
+def _body_of(plan: Plan) -> dict[str, Any]:
+    # Act and Hold have the same fields, so which of them it is must be said.
+    return {**_PLAN.dump_python(plan, mode="json"), "acts": isinstance(plan.verdict, Act)}
+
+
+def _plan_from(body: Mapping[str, Any]) -> Plan:
+    plan = _PLAN.validate_python(body)
+    verdict = Act if body.get("acts", False) else Hold
+    return replace(plan, verdict=verdict(plan.verdict.code, plan.verdict.detail))

@@ -1,0 +1,316 @@
+"""What both loops expect: what engines and moves cost, how long outputs become, who else uses the links. With it, the
+question that the slow loop puts to the planner.
+
+Telemetry comes in on the event loop; a question, once put, may be answered in a thread: it holds all it needs.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from orchestrrl.core.config.schema import Config, FastPolicy
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.operations import MoveMethod
+from orchestrrl.core.reports import EngineReport
+from orchestrrl.daemon.cost_estimates import Belief, StepTimes, unknown_step_times
+from orchestrrl.daemon.kv_headroom import Futures
+from orchestrrl.daemon.length_distributions import KnownFutures
+from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile, Note
+from orchestrrl.daemon.move_methods import MoveCosting
+from orchestrrl.daemon.plan_book import EngineStart
+from orchestrrl.daemon.priors import Assumed, assumed_of
+from orchestrrl.daemon.remaining_tokens import Outlook
+from orchestrrl.daemon.step_lengths import StepLengths
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.profiles.refit import LEAST_SAMPLES
+from planner.admission import Control
+from planner.cost.profile import EngineProfile
+from planner.model import (
+    Configuration,
+    ConfigurationId,
+    EngineId,
+    EngineView,
+    Knowledge,
+    Mode,
+    Plan,
+    PlanId,
+    RequestId,
+    Snapshot,
+)
+from planner.plan import History, PlannerConfig, make_plan, remaining_of
+from planner.workload.series import StepForecast
+
+logger = logging.getLogger(__name__)
+
+STARTS_REMEMBERED = 256
+REFITS_REMEMBERED = 256
+# Of the time until the end, that a plan's moves must gain where the fast loop does not pack.
+REBALANCE_SHARE = 0.05
+NICS_ALL_BUT_FREE = 0.995
+# A move that could fill a node's NICs has less of them than this only where others want more than there is.
+NICS_CROWDED = 0.5
+LIKE_OTHERS = ", of engines with the same model"
+
+
+class Planning:
+    """`note` and `today` as LiveProfile wants them."""
+
+    def __init__(self, config: Config, note: Note, today: Callable[[], str]) -> None:
+        self.costs = LiveProfile(config.fleet, note, today)
+        self.lengths = _step_lengths(config)
+        self.lines = config.fleet.configuration_values()  # of all configurations, as of the latest plan
+        self.known_output_tokens: Mapping[RequestId, int] | None = None  # told by a simulation, for an oracle's plans
+        self.nic_share = 1.0  # that moves have; whoever watches the links sets it, and who takes the rest
+        self.nic_taken_by: Sequence[str] = ()
+        self.unstartable: Mapping[ConfigurationId, str] = {}  # why no engine of these can be started
+        self._config = config
+        self._assumed: dict[EngineId, tuple[Capabilities, Assumed]] = {}  # with the capabilities that it rests on
+        self._outlook = Outlook()
+        self._expected: StepForecast | None = None  # of this step, as the slow loop last forecast it
+
+    # --- learn
+
+    def recover(self, journal: Journal) -> None:
+        """Take up what earlier generations wrote down."""
+        self.lengths.recover(journal)
+        # Engines are started seldom: what starts take is not learnt anew by every daemon.
+        for entry in journal.tail(STARTS_REMEMBERED, (Kind.ENGINE_STARTED,)):
+            starts = journal.interpret(entry, _starts)
+            if starts is not None:
+                self.costs.started(starts)
+        for entry in journal.tail(REFITS_REMEMBERED, (Kind.PROFILE_REFITTED,)):
+            fixed = journal.interpret(entry, _move_fixed)
+            if fixed is not None:
+                self.costs.recover_fixed(*fixed)
+
+    def reconfigure(self, config: Config, snapshot: Snapshot, journal: Journal) -> None:
+        """Take over a reloaded configuration."""
+        before, self._config = self._config.slow, config
+        if (before.bin_tokens, before.max_output_tokens) != (config.slow.bin_tokens, config.slow.max_output_tokens):
+            self.lengths = _step_lengths(config)
+            self.lengths.recover(journal)
+        self.costs.configured(config.fleet)
+        believed = self.costs.believed()
+        self.lines = believed.lines(snapshot, gpus_count(config, snapshot, believed.profiles))
+
+    def observe(self, report: EngineReport, configuration: ConfigurationId | None) -> None:
+        """A report that was taken in. Steps on crowded links say nothing of the engine."""
+        self.costs.observe(report, configuration, crowded_links=self.nic_share < NICS_CROWDED)
+
+    def offered(
+        self, engine: EngineId, configuration: ConfigurationId | None, capabilities: Capabilities | None
+    ) -> None:
+        """Take in what an engine reports of itself: its implicit configuration, where none is configured."""
+        if configuration is not None or capabilities is None:
+            return
+        before = self._assumed.get(engine)
+        if before is None or (before[0] is not capabilities and before[0] != capabilities):
+            assumed = assumed_of(engine, capabilities)
+            self._assumed[engine] = capabilities, assumed
+            self.costs.assume(assumed)
+            logger.info("%s: %s", engine, assumed.unknown or f"step times of {assumed.prior} are assumed")
+
+    # --- implicit configurations
+
+    def implicit_configuration(self, engine: EngineId) -> ConfigurationId | None:
+        """What stands in for a configured one, also while its step times are still to be learnt."""
+        held = self._assumed.get(engine)
+        return None if held is None else held[1].configuration
+
+    def identified(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot, with implicit configurations where none is configured and step times are known."""
+        believed = {profile.id for profile in self.costs.believed().profiles}
+        stand_ins = self._stand_ins(believed)
+
+        def identified(engine: EngineView) -> EngineView:
+            own = self.implicit_configuration(engine.id)
+            if engine.configuration is not None or own is None:
+                return engine
+            return replace(engine, configuration=own if own in believed else stand_ins.get(self._model_of(engine.id)))
+
+        return replace(snapshot, engines=tuple(map(identified, snapshot.engines)))
+
+    def _stand_ins(self, believed: Collection[ConfigurationId]) -> dict[str, ConfigurationId]:
+        """By model, the implicit configuration that rests on the most batches: an engine that has been idle is expected
+        to be as fast as others that serve the same model."""
+        best: dict[str, tuple[int, ConfigurationId]] = {}
+        for capabilities, assumed in self._assumed.values():
+            model, name = capabilities.serving.model, assumed.configuration
+            if model and name in believed:
+                best[model] = max(best.get(model, (-1, name)), (self.costs.batches_taken(name), name))
+        return {model: name for model, (_, name) in best.items()}
+
+    def _model_of(self, engine: EngineId) -> str:
+        return self._assumed[engine][0].serving.model
+
+    def step_times(self, snapshot: Snapshot) -> Mapping[EngineId, StepTimes]:
+        """Where the step times of each engine come from, or why there are none."""
+        beliefs = {belief.profile.id: belief for belief in self.costs.beliefs()}
+        identified = self.identified(snapshot)
+        return {engine.id: self._step_times(engine, beliefs) for engine in identified.engines}
+
+    def _step_times(self, engine: EngineView, beliefs: Mapping[ConfigurationId, Belief]) -> StepTimes:
+        """Of an engine of an identified snapshot."""
+        own = self.implicit_configuration(engine.id)
+        belief = beliefs.get(engine.configuration) if engine.configuration is not None else None
+        if belief is not None:
+            like = "" if belief.assumed is None or own == belief.profile.id else LIKE_OTHERS
+            return StepTimes(belief.source, f"{belief.source_detail}{like}")
+        if engine.configuration is not None:
+            return StepTimes("", f"{engine.configuration} is not among the configured configurations")
+        if own is None:
+            return StepTimes("", "no agent has reported what the engine serves")
+        taken = self.costs.batches_taken(own)
+        learnt = f"learnt from {LEAST_SAMPLES} observed batches, {taken} so far"
+        return StepTimes("", f"{self._assumed[engine.id][1].unknown}; {learnt}")
+
+    def configurations(self) -> tuple[Configuration, ...]:
+        """What the fast loop goes by: as of the latest plan, and implicit ones that have come since."""
+        planned = {line.id for line in self.lines}
+        since = (profile for profile in self.costs.believed().profiles if profile.id not in planned)
+        return (*self.lines, *(profile.configuration() for profile in since))
+
+    # --- answer
+
+    def remaining_tokens(self, snapshot: Snapshot) -> Mapping[RequestId, float]:
+        """What the fast loop expects of the requests in flight."""
+        if self._config.fast.policy is FastPolicy.NONE:
+            return {}
+        slow, known = self._config.slow, self.known_output_tokens
+        if known is not None and slow.knowledge is Knowledge.ORACLE:
+            return {
+                request.id: max(1.0, known[request.id] - request.generated_tokens)
+                for request in snapshot.requests
+                if request.id in known
+            }
+        return self._outlook.remaining_tokens(snapshot, slow.bin_tokens, slow.max_output_tokens, self._expected)
+
+    def futures(self, snapshot: Snapshot) -> Futures | None:
+        """How long the requests in flight may go on, as of the latest `remaining_tokens`; None: nobody knows."""
+        known = self.known_output_tokens
+        if self._config.fast.policy is FastPolicy.NONE:
+            return None
+        if known is not None and self._config.slow.knowledge is Knowledge.ORACLE:
+            return KnownFutures(known) if all(request.id in known for request in snapshot.requests) else None
+        return self._outlook.futures
+
+    def question(
+        self,
+        plan_id: PlanId,
+        snapshot: Snapshot,
+        history: History,
+        *,
+        mode: Mode,
+        control: Control,
+        can_deploy: bool,
+    ) -> Callable[[], Plan]:
+        """What is to be asked now; calling it makes the plan, notes on what it rests on included."""
+        there = {engine.id for engine in snapshot.engines}
+        unconfigured = {engine.id for engine in snapshot.engines if engine.configuration is None}
+        self._assumed = {engine: held for engine, held in self._assumed.items() if engine in unconfigured}
+        self.costs.forget_implicit({held[1].configuration for held in self._assumed.values()})
+        self.costs.refit(there)
+        overriding = () if control.configuration is None else (control.configuration,)
+        configured = {configuration.id for configuration in self._config.fleet.configuration_values()}
+        if not configured:
+            snapshot = self.identified(snapshot)
+        costs = self.costs.believed()
+        gpus = gpus_count(self._config, snapshot, costs.profiles)
+        notes = (*self.costs.notes(), *self._nic_notes())
+        running = {engine.configuration for engine in snapshot.engines}
+        barred = {id: why for id, why in self.unstartable.items() if id not in running}
+        # Engines of implicit configurations are what they are: none is started, and the configured fleet comes first.
+        usable = configured or running
+        worth = [id for id in costs.worth(snapshot, gpus, overriding) if id not in barred and id in usable]
+        notes = (*notes, *(f"{id} is left out: {why}" for id, why in sorted(barred.items())))
+        settings = planner_config(self._config, (), gpus, can_deploy=can_deploy)
+        unknown = self._unknown(snapshot)
+        settings = replace(settings, only_as_deployed=not configured, unknown=unknown)
+        notes = (*notes, unknown) if unknown and worth else notes
+        settings = replace(settings, **self.costs.moving(self.nic_share)._asdict())
+        lengths = self.lengths
+
+        def decide() -> Plan:
+            self._expected = lengths.expected()
+            told = replace(history, before=self._expected)
+            remaining = () if costs.straight else remaining_of(snapshot, settings, told)
+            self.lines = costs.lines(snapshot, gpus, remaining)
+            choices = replace(settings, configurations=tuple(line for line in self.lines if line.id in worth))
+            plan = make_plan(plan_id, snapshot, choices, mode=mode, control=control, history=told)
+            return replace(plan, notes=(*plan.notes, *notes))
+
+        return decide
+
+    def move_costing(self, kv_versions: Mapping[EngineId, str]) -> MoveCosting:
+        """What single moves are priced by, now."""
+        gpus = self._config.fleet.gpus
+        profiles = {profile.id: profile for profile in self.costs.believed().profiles}
+        return MoveCosting(profiles, self.costs.moving(self.nic_share), gpus.per_node if gpus else 8, kv_versions)
+
+    def _unknown(self, snapshot: Snapshot) -> str:
+        """Why step times of engines are not known; empty where all are."""
+        return unknown_step_times(
+            {engine: told.detail for engine, told in self.step_times(snapshot).items() if not told.source}
+        )
+
+    def _nic_notes(self) -> Sequence[str]:
+        if self.nic_share >= NICS_ALL_BUT_FREE:
+            return ()
+        take = "takes" if len(self.nic_taken_by) == 1 else "take"
+        taken = f"moves have {self.nic_share:.0%} of the NICs: {' and '.join(self.nic_taken_by)} {take} the rest"
+        if self._config.fleet.kv_transfer is None:
+            return (taken,)
+        return (f"{taken}, and KV between nodes is priced at {1 / self.nic_share:.1f} times its time",)
+
+
+def _move_fixed(body: Mapping[str, Any]) -> tuple[MoveMethod, float] | None:
+    """The learnt fixed part of moves by a method. None for other figures of a profile."""
+    if body.get("figure") != MOVE_FIXED:
+        return None
+    return MoveMethod(body["method"]), float(body["value"])
+
+
+def _starts(body: Mapping[str, Any]) -> tuple[EngineStart, ...]:
+    if "took_s" not in body:
+        return ()
+    return (EngineStart(ConfigurationId(body["configuration"]), float(body["took_s"]), float(body["expected_s"])),)
+
+
+def _step_lengths(config: Config) -> StepLengths:
+    return StepLengths(config.slow.bin_tokens, config.slow.max_output_tokens)
+
+
+def gpus_count(config: Config, snapshot: Snapshot, profiles: Sequence[EngineProfile]) -> int:
+    """Those that may serve. Without fleet.gpus, the ones that the engines have, by their configurations' `profiles`."""
+    if config.fleet.gpus is not None:
+        return config.fleet.gpus.count
+    needed = {profile.id: profile.parallelism.gpus for profile in profiles}
+    return max(1, sum(needed[engine.configuration] for engine in snapshot.engines if engine.configuration in needed))
+
+
+def planner_config(
+    config: Config, configurations: tuple[Configuration, ...], gpus: int, *, can_deploy: bool
+) -> PlannerConfig:
+    """What the planner may choose from."""
+    slow = config.slow
+    # The fast loop packs every second by the same lengths: a plan that moves requests as well undoes what that has
+    # settled, unless it knows the lengths (which waives the share).
+    moves_itself = config.fast.policy is not FastPolicy.PACKING
+    return PlannerConfig(
+        configurations=configurations,
+        gpus_count=gpus,
+        per_node=config.fleet.gpus.per_node if config.fleet.gpus else 8,
+        epsilon_s=slow.epsilon_s,
+        rebalance_share=REBALANCE_SHARE if moves_itself else 1.0,
+        cooldown_s=slow.cooldown_s,
+        interval_s=slow.interval_s,
+        stale_after_s=slow.stale_after_s,
+        bin_tokens=slow.bin_tokens,
+        max_output_tokens=slow.max_output_tokens,
+        max_moves_per_request=config.fast.max_moves_per_request,
+        scenarios=slow.scenarios,
+        work_budget=slow.work_budget,
+        knowledge=slow.knowledge,
+        can_deploy=can_deploy,
+    )

@@ -1,0 +1,206 @@
+"""Step times to begin with for engines that no configuration describes, from the model and GPU that they report. Pure.
+
+A prior is a prediction of the cost model (planner/cost/predict.py). Where the model or the GPU is not known to it, the
+shape of a typical engine's step times is assumed instead, and its scale is learnt from observed batches
+(live_profile.py).
+"""
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.serving import QUANTIZED_BITS, ServingFacts
+from planner.cost.engines import ENGINES, Engine
+from planner.cost.hardware import Gpu, UnknownGpu, gpu_of_product
+from planner.cost.models import MODELS, Model, UnknownModel, model_named
+from planner.cost.predict import DoesNotFit, identifier, predict
+from planner.cost.profile import EngineProfile
+from planner.cost.roofline import Precision
+from planner.model import ConfigurationId, EngineId, Parallelism
+
+PREFIX = "auto:"  # of implicit configurations' ids; none of fleet.configurations is meant by them
+USUAL_ENGINE = "vllm"
+# The engine whose shape of step times stands in where nothing is known: only its scale is learnt at first.
+TYPICAL = "qwen2.5-14b", "NVIDIA H100"
+TP_TRIED = (1, 2, 4, 8)  # where the engine does not report its own: the first that has room
+USUAL_CONTEXT_TOKENS = 4096
+SAME_SIZE = 1.25  # a dense model stands for another one whose parameters differ by this factor at most
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """An implicit configuration. Engines that report the same facts share one."""
+
+    profile: EngineProfile
+    prior: str = ""  # what was predicted, e.g. `qwen2.5-14b on H100, TP=2`; empty: the shape alone is assumed
+    unknown: str = ""  # why there is no prior
+
+    @property
+    def configuration(self) -> ConfigurationId:
+        return self.profile.id
+
+
+class NoPrior(ValueError):
+    """The facts do not suffice for a prediction; the message says which is missing."""
+
+
+def assumed_of(engine: EngineId, capabilities: Capabilities) -> Assumed:
+    """Return the prior for what the engine reports, or a typical shape with the reason."""
+    facts = capabilities.serving
+    try:
+        return _prior(facts, capabilities.engine, capabilities.max_model_len_tokens or USUAL_CONTEXT_TOKENS)
+    except NoPrior as why:
+        return Assumed(replace(_typical(), id=_shape_id(engine, facts)), unknown=str(why))
+
+
+def model_of(facts: ServingFacts) -> tuple[Model, str]:
+    """The model to predict with, and how it was found. Raises NoPrior."""
+    if facts.sizes is not None:
+        return facts.sizes, f"{facts.sizes.name} (sizes of its config.json)"
+    try:
+        model = model_named(facts.model)
+    except UnknownModel:
+        similar = similar_model(facts.model)
+        if similar is None:
+            told = f"its model is not known: {facts.model}" if facts.model else "the engine does not report its model"
+            raise NoPrior(f"{told}, and its config.json cannot be read") from None
+        return similar, f"like {similar.name} (by its name)"
+    return model, model.name
+
+
+def similar_model(name: str) -> Model | None:
+    """The known model closest to a name that is not in the table: one of its size, of its family if there is one.
+
+    `DeepSeek-R1-Distill-Qwen-14B` is like qwen2.5-14b; `Mistral-7B-v0.3`, like the 7B that is known. None where the
+    name has no size, or no model of about that size is known.
+    """
+    words = re.split(r"[-_/ ]+", name.strip().lower())
+    sizes = {word for word in words if re.fullmatch(r"a?\d+(\.\d+)?b", word)}
+    if not sizes:
+        return None
+    alike = [model for model in MODELS.values() if sizes == set(re.findall(r"(?<![a-z0-9.])a?\d+b\b", model.name))]
+    families = [model for model in alike if _family(model) in "-".join(words)]
+    if families or alike:
+        return (families or alike)[0]
+    if len(sizes) > 1:
+        return None
+    (size,) = sizes
+    if size.startswith("a"):
+        return None
+    params = float(size.removesuffix("b")) * 1e9
+    if not 0 < params < math.inf:
+        return None
+    dense = [(abs(math.log(model.params / params)), model.name) for model in MODELS.values() if not model.moe]
+    distance, closest = min(dense)
+    return MODELS[closest] if distance <= math.log(SAME_SIZE) else None
+
+
+# --- inside
+
+
+@lru_cache(maxsize=256)
+def _prior(facts: ServingFacts, product: str, longest_tokens: int) -> Assumed:
+    gpu = _gpu(facts)
+    model, words = model_of(facts)
+    engine = ENGINES.get(product, ENGINES[USUAL_ENGINE])
+    precision = _precision(facts, model)
+    profile = _predicted(facts, model, gpu, engine, precision, longest_tokens)
+    layout = profile.parallelism
+    said = f"{words} on {gpu.name.upper()}, {_layout(layout)}{'' if facts.tp else ' assumed'}"
+    name = _implicit_id(model, gpu, profile, precision)
+    return Assumed(replace(profile, id=name), prior=said)
+
+
+def _gpu(facts: ServingFacts) -> Gpu:
+    if not facts.gpu:
+        raise NoPrior(facts.gpu_detail or "the engine does not report its GPU")
+    try:
+        return gpu_of_product(facts.gpu)
+    except UnknownGpu:
+        raise NoPrior(f"its GPU is not known to the cost model: {facts.gpu}") from None
+
+
+def _predicted(
+    facts: ServingFacts, model: Model, gpu: Gpu, engine: Engine, precision: Precision, longest_tokens: int
+) -> EngineProfile:
+    """Of the reported layout; else of the first with room for a request of `longest_tokens`: an engine without does not
+    start."""
+    if (facts.pp or 1) > 1:
+        raise NoPrior(f"step times of pipeline stages are not modelled: PP={facts.pp}")
+    for tp in (facts.tp,) if facts.tp else TP_TRIED:
+        dp = facts.dp or 1
+        layout = Parallelism(tp=tp, dp=dp, ep=tp * dp if facts.ep and model.moe else 1)
+        try:
+            with np.errstate(all="ignore"):  # of sizes that no model has; what comes out is checked
+                profile = predict(model, gpu, layout, engine, precision)
+        except DoesNotFit:
+            continue
+        except (ValueError, ArithmeticError) as error:
+            raise NoPrior(f"its step times cannot be predicted: {error}") from error
+        if not facts.tp and profile.kv_capacity_tokens < longest_tokens:
+            continue
+        if not _sound(profile):
+            raise NoPrior(f"its step times cannot be predicted from the sizes of {model.name}")
+        return profile
+    raise NoPrior(f"by its reported facts, {model.name} does not fit into {gpu.name.upper()}, TP={facts.tp or 'any'}")
+
+
+def _sound(profile: EngineProfile) -> bool:
+    """Whether step times are finite, positive, and never fall with load."""
+    step = profile.step
+    ys = step.base_s.ys
+    finite = all(math.isfinite(y) and y > 0 for y in ys) and 0 <= step.kv_s_per_token < math.inf
+    rising = all(later >= sooner for sooner, later in pairwise(ys))
+    return finite and rising and 0 < profile.prefill_tokens_per_s < math.inf
+
+
+def _precision(facts: ServingFacts, model: Model) -> Precision:
+    """As the engine reports it, else by the checkpoint's name, else as it was published."""
+    words = re.split(r"[-_/. ]+", facts.model.lower())
+    named = next((QUANTIZED_BITS[word] for word in words if word in QUANTIZED_BITS), None)
+    bits = facts.weight_bits or named
+    kv = facts.kv_bits or 16.0
+    return Precision(bits or model.weight_bits, min(bits or model.expert_bits, model.expert_bits), kv)
+
+
+@lru_cache(maxsize=1)
+def _typical() -> EngineProfile:
+    model, gpu = TYPICAL
+    return predict(model_named(model), gpu_of_product(gpu), Parallelism(), ENGINES[USUAL_ENGINE])
+
+
+def _implicit_id(model: Model, gpu: Gpu, profile: EngineProfile, precision: Precision) -> ConfigurationId:
+    """Unique to what was predicted: sizes that are not of the table, and unusual precisions, are part of it."""
+    parts = [_slug(model.name), gpu.name, identifier(profile.parallelism)]
+    if precision != Precision(model.weight_bits, model.expert_bits):
+        parts.append(f"w{precision.weight_bits:g}kv{precision.kv_bits:g}")
+    if MODELS.get(model.name) != model:
+        parts.append(hashlib.sha256(repr(model).encode()).hexdigest()[:6])
+    return ConfigurationId(PREFIX + "-".join(parts))
+
+
+def _shape_id(engine: EngineId, facts: ServingFacts) -> ConfigurationId:
+    """Engines that report the same model and the same facts learn together; one without a model, by itself."""
+    if not facts.model:
+        return ConfigurationId(f"{PREFIX}{engine}")
+    digest = hashlib.sha256(repr(replace(facts, sizes=None)).encode()).hexdigest()[:6]
+    return ConfigurationId(f"{PREFIX}{_slug(facts.model)}-{_slug(facts.gpu or facts.device or 'unknown')}-{digest}")
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.rsplit("/", 1)[-1].lower()).strip("-")[:40] or "model"
+
+
+def _family(model: Model) -> str:
+    return re.split(r"[^a-z]", model.name)[0]
+
+
+def _layout(layout: Parallelism) -> str:
+    degrees = {"TP": layout.tp, "DP": layout.dp, "EP": layout.ep}
+    return " ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1 or name == "TP")

@@ -1,0 +1,91 @@
+"""How many tokens each request in flight is expected to generate yet, for the fast loop: smooth in its age, and kept
+from tick to tick.
+
+The distribution of lengths is conditioned on how far a request has come. Read off it request by request, the mean jumps
+from bin to bin, and between two engines each jump looks like something to gain by a move. So means are taken at a few
+ages only, with straight lines between them: what is wrong with them is then wrong alike for requests of like age.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrrl.daemon.length_distributions import ForecastFutures
+from planner.model import RequestId, RequestView, Snapshot
+from planner.workload.forecast import ConditionalLengths, conditional_lengths
+from planner.workload.series import StepForecast
+
+# Between the ages at which means are taken. Chosen in simulated steps (orchestrrl.lab.bench.policies): with 2, requests
+# move more than twice as often, for longer steps.
+AGE_RATIO = 4
+YOUNGEST_TOKENS = 256
+# The distribution is made anew when this share more requests have finished than it knows of.
+WORTH_NEWS = 1 / 16
+NOTHING_KNOWN = "uniform"  # the method of a distribution made of limits alone
+
+
+class Outlook:
+    """One step at a time; a new step, or news enough, and the distribution is made anew."""
+
+    def __init__(self) -> None:
+        self._lengths: ConditionalLengths | None = None
+        self._known: tuple[float | None, int, int] = (None, 0, 0)  # the step's start, its bins
+        self._finished = 0
+        self._before: StepForecast | None = None
+
+    def remaining_tokens(
+        self, snapshot: Snapshot, bin_tokens: int, max_output_tokens: int, before: StepForecast | None = None
+    ) -> dict[RequestId, float]:
+        """At least 1 for each request. `before`: what was forecast of the step before it began."""
+        if not snapshot.requests:
+            return {}
+        if before is not None and (before.bin_tokens, len(before.shares)) != (
+            bin_tokens,
+            ceil(max_output_tokens / bin_tokens),
+        ):
+            before = None  # of bins that the configuration had before
+        known = snapshot.step_started_s, bin_tokens, max_output_tokens
+        finished = len(snapshot.finished)
+        news = finished > self._finished * (1 + WORTH_NEWS) or before is not self._before
+        if self._lengths is None or known != self._known or news:
+            self._lengths = conditional_lengths(
+                snapshot.finished,
+                [request.generated_tokens for request in snapshot.requests],
+                [request.tag for request in snapshot.requests],
+                bin_tokens,
+                max_output_tokens,
+                before,
+            )
+            self._known, self._finished, self._before = known, finished, before
+        return smooth_means(self._lengths, snapshot.requests)
+
+    @property
+    def futures(self) -> ForecastFutures | None:
+        """By the distribution that was last made; None where it rests on nothing that has ended yet."""
+        lengths = self._lengths
+        return None if lengths is None or lengths.method == NOTHING_KNOWN else ForecastFutures(lengths)
+
+
+def smooth_means(lengths: ConditionalLengths, requests: Sequence[RequestView]) -> dict[RequestId, float]:
+    """Expected remaining tokens of each request, at least 1, with straight lines between a few ages."""
+    count, longest = len(requests), lengths.max_output_tokens
+    ages = np.fromiter((request.generated_tokens for request in requests), np.int64, count)
+    limits = np.fromiter((min(request.max_tokens or longest, longest) for request in requests), np.int64, count)
+    rows = lengths.rows_of([request.tag for request in requests])
+    remaining = np.empty(count)
+    kinds, kind_of = np.unique(np.stack([rows, limits]), axis=1, return_inverse=True)
+    for kind, (row, limit_tokens) in enumerate(kinds.T.tolist()):
+        here, knots = kind_of.reshape(-1) == kind, _ages(limit_tokens)
+        remaining[here] = np.interp(ages[here], knots, lengths.mean(knots, row, limit_tokens))
+    ids = (request.id for request in requests)
+    return dict(zip(ids, np.maximum(remaining, 1.0).tolist(), strict=True))
+
+
+def _ages(limit_tokens: int) -> NDArray[np.int64]:
+    ages, age = [0], YOUNGEST_TOKENS
+    while age < limit_tokens:
+        ages.append(age)
+        age *= AGE_RATIO
+    return np.array([*ages, limit_tokens], dtype=np.int64)

@@ -1,0 +1,66 @@
+"""The daemon's weight syncs, put together: who asks peers, who closes the gate, whose circuits serve."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.schema import Config
+from orchestrrl.fabric.weight_circuits import circuits_of
+from orchestrrl.weights.controller.carrying import Offload
+from orchestrrl.weights.controller.controller import EngineNow, WeightSync
+from orchestrrl.weights.controller.fence import GateFence
+from orchestrrl.weights.controller.peer_hub import PeerHub
+from planner.model import EngineHealth, EngineId
+
+if TYPE_CHECKING:
+    from orchestrrl.daemon.control_plane import ControlPlane
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """`syncs` is kept running as a task; `hub` is whom peers attach to."""
+
+    hub: PeerHub
+    syncs: WeightSync
+
+
+def weights_of(config: Config, plane: "ControlPlane", clock: Clock, offload: Offload = asyncio.to_thread) -> Weights:
+    """For the daemon, once the plane has its fabric. It plans in a thread, so that peers are heard meanwhile."""
+    settings = config.weights
+    hub = PeerHub(clock, plane.journal.generation, settings.patience_s, config.limits.nodes)
+
+    def engines() -> Mapping[EngineId, EngineNow]:
+        return {
+            view.id: EngineNow(
+                str(view.configuration or ""), view.health in (EngineHealth.OK, EngineHealth.SLOW), view.url
+            )
+            for view in plane.state.engines(clock.now_s())
+        }
+
+    syncs = WeightSync(
+        hub,
+        GateFence(plane.gate, plane.nodes, lambda version: source_of(version, hub)),
+        circuits_of(config, plane.fabric, lambda: {id: state.peer for id, state in hub.peers.items()}),
+        plane.journal,
+        plane.holds,
+        clock,
+        settings,
+        engines=engines,
+        deploying=lambda: plane.deployment is not None and plane.deployment.busy,
+        offload=offload,
+    )
+    return Weights(hub, syncs)
+
+
+def source_of(version: int, hub: PeerHub) -> str:
+    """The folder of a version that engines which are started later load it from: where every peer of engines has it
+    under the same path. On one machine one peer is enough for that."""
+    attached = [state.peer for state in hub.peers.values() if state.attached]
+    peers = [peer for peer in attached if peer.engines or peer.serves or peer.ranks_of]
+    folders = {peer.folder for peer in peers}
+    if len(folders) != 1 or "" in folders:
+        return ""
+    has = all(any(held.version == version and held.complete for held in peer.held) for peer in peers)
+    return f"{folders.pop()}/v{version}" if has else ""

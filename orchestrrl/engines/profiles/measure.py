@@ -1,0 +1,458 @@
+"""Measure a running engine: batches over a grid of (sequences, context), prefill, and the engine's own word on room.
+
+A point is a batch of unique prompts that decodes while the arrival of every token is noted; its step time is the slope
+of tokens over time while the whole batch ran, the median over its streams. Unique, so that no prefix cache helps;
+sampled at temperature 1, as rollouts are. Whatever ends a measurement, its requests are aborted. The shell of
+planner/cost/fit.py.
+"""
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from statistics import linear_regression, median
+from typing import NamedTuple
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
+from orchestrrl.engines.base import Capabilities, Endpoint, Engine, GenerationRequest, Refused
+from orchestrrl.engines.profiles.spill import Spill, overfills, spill_of
+from planner.cost.fit import FitError, Seen, StepSample, TooFewSamples, fit_curve, fit_rate, fit_step
+from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Provenance, Source
+from planner.model import ConfigurationId
+
+LEAST_STEPS = 16  # per stream, for a slope
+MOST_STEPS = 256
+POINT_S = 2.0  # of decoding, where steps are short
+KV_FILL = 0.85  # of the KV cache, at most, prompts and what they grow by
+PREFILL_SHARE = 0.25  # of the budget
+PREFILL_ROUNDS = 3
+POINT_SHARE = 0.25  # of the time that is left; a point that takes more waits until the smaller ones are done
+ENOUGH_POINTS = 6  # for a rough fit: what an error about the budget reckons with
+LONGEST_PREFILL_TOKENS = 16384
+LONGEST_CONTEXT_TOKENS = 16384
+FIRST_CONTEXT_TOKENS = 32
+LONGEST_UNKNOWN_TOKENS = 4096  # where the engine does not tell its longest context
+QUIET_WITHIN_S = 30.0
+PATIENCE = 1.5  # times what prefill should take, until a batch beyond the KV cache all runs, or never will
+LARGE_BYTES = 1e10  # a line of transfer times is drawn through this size
+POLL_S = 0.05
+NO_SPILL = Spill(0.0, 0, FitError(0, 0.0, 0.0))
+# Token ids that are tried in turn, to learn how large a vocabulary is: prompts of a few ids would load few experts.
+VOCABULARIES = (100_000, 30_000, 8_000, 1_000, 400, 100)
+
+
+class Wanted(NamedTuple):
+    """What to call the configuration, and what an engine cannot tell of itself; None: ask the engine."""
+
+    id: ConfigurationId
+    parallelism: Parallelism
+    switch_s: float
+    switch_detail: str
+    date: str
+    budget_s: float
+    max_sequences: int | None = None
+    kv_capacity_tokens: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine can hold."""
+
+    model: str
+    max_sequences: int
+    kv_capacity_tokens: int
+    max_model_len_tokens: int
+
+
+class Link(NamedTuple):
+    """What moving KV costs, by somebody's word; an engine cannot tell."""
+
+    kv_bytes_per_token: float
+    transfer_gbps: float
+
+
+class Point(NamedTuple):
+    """One batch of the grid: how many sequences, and the prompt tokens of each."""
+
+    sequences: int
+    context_tokens: int
+
+
+class Step(NamedTuple):
+    """How far a measurement is, for a progress bar."""
+
+    done: int
+    total: int
+    doing: str
+
+
+OnStep = Callable[[Step], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    engine: EngineProfile
+    model: str
+    engine_name: str
+    samples: tuple[StepSample, ...]  # within the KV cache
+    prefill: tuple[Seen, ...]
+    skipped: tuple[str, ...]  # points without a sample, and why
+
+
+async def measure(engine: Engine, wanted: Wanted, clock: Clock, on_step: OnStep = lambda step: None) -> Measured:
+    """The engine's profile. Raises ProblemFaults where the engine does not tell its limits and nobody else does,
+    Permanent where it is busy or the budget was too short for a fit."""
+    capabilities = await engine.capabilities()
+    limits = await _limits(engine, capabilities, wanted)
+    run = _Run(engine, limits, clock, wanted)
+    try:
+        return await run.measure(capabilities, on_step)
+    finally:
+        await run.close()
+
+
+def move_costs(prefill: Sequence[Seen], link: Link, provenance: Provenance) -> MoveCosts:
+    """Recomputing as measured, transfer as given. A measurement has always several prompt lengths."""
+    recompute = fit_curve(prefill)
+    error = recompute.error
+    detail = f"{provenance.detail}; transfer: command line"
+    transfer_s = Curve((0.0, LARGE_BYTES), (0.0, LARGE_BYTES * 8 / (link.transfer_gbps * 1e9)))
+    told = Provenance(provenance.source, provenance.date, detail, error.samples, error.mean, error.max)
+    return MoveCosts(link.kv_bytes_per_token, transfer_s, recompute.curve, told)
+
+
+def grid(limits: Limits) -> list[Point]:
+    """Points that fit, the corners first: whatever the budget cuts off, what came before spans the range.
+
+    Batches double up to the most sequences; contexts quadruple up to what fits beside room to grow.
+    """
+    batches = sorted({*(2**k for k in range(limits.max_sequences.bit_length())), limits.max_sequences})
+    batches = [batch for batch in batches if batch <= limits.max_sequences]
+    longest = min(LONGEST_CONTEXT_TOKENS, limits.max_model_len_tokens - 2 * LEAST_STEPS)
+    contexts = [FIRST_CONTEXT_TOKENS]
+    while contexts[-1] * 4 < longest:
+        contexts.append(contexts[-1] * 4)
+    points = set()
+    for batch in batches:
+        most = int(KV_FILL * limits.kv_capacity_tokens / batch) - 2 * LEAST_STEPS
+        fitting = [context for context in (*contexts, longest) if 1 <= context <= most]
+        if not fitting or most < longest:
+            fitting.append(most)
+        points |= {Point(batch, context) for context in fitting if 1 <= context <= longest}
+    ends = {batches[0], batches[-1], batches[len(batches) // 2]}
+    corners = [
+        corner
+        for batch in sorted(ends)
+        if (row := sorted(point for point in points if point.sequences == batch))
+        for corner in (row[0], row[-1])
+    ]
+    return list(dict.fromkeys([*corners, *sorted(points, key=_work)]))
+
+
+def _work(point: Point) -> int:
+    return point.sequences * point.context_tokens
+
+
+async def _limits(engine: Engine, capabilities: Capabilities, wanted: Wanted) -> Limits:
+    metrics = await engine.metrics()
+    if metrics.running or metrics.waiting:
+        raise Permanent(
+            f"{engine.url} is busy ({metrics.running} running, {metrics.waiting} waiting): measuring needs it idle"
+        )
+    sequences = wanted.max_sequences or capabilities.max_sequences
+    capacity_tokens = wanted.kv_capacity_tokens or metrics.kv_capacity_tokens
+    faults = [
+        f"{option}: is missing, and {engine.url} does not tell it, got nothing"
+        for option, known in (("--max-sequences", sequences), ("--kv-capacity-tokens", capacity_tokens))
+        if not known
+    ]
+    if not capabilities.models:
+        raise Permanent(f"{engine.url} serves no model")
+    if faults or not sequences:
+        raise ProblemFaults(faults)
+    longest = capabilities.max_model_len_tokens or LONGEST_UNKNOWN_TOKENS
+    return Limits(capabilities.models[0], sequences, capacity_tokens, min(longest, capacity_tokens))
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One request: when how many of its tokens had arrived."""
+
+    id: str
+    arrived: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens so far)
+    ended: bool = False
+    failed: str = ""  # why
+
+    @property
+    def tokens(self) -> int:
+        return self.arrived[-1][1] if self.arrived else 0
+
+
+class _Run:
+    """One measurement, and the requests that it has on the engine."""
+
+    def __init__(self, engine: Engine, limits: Limits, clock: Clock, wanted: Wanted) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._clock = clock
+        self._wanted = wanted
+        self._random = random.Random(wanted.seed)
+        self._numbers = itertools.count()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._decode_s = 0.0  # of a point, prefill apart, as the longest so far took
+        self._vocabulary = 0  # token ids below this are known to the model
+        self._started_s = clock.now_s()
+        self._end_s = self._started_s + wanted.budget_s
+
+    async def measure(self, capabilities: Capabilities, on_step: OnStep) -> Measured:
+        points = grid(self._limits)
+        total = len(points) + 2
+        on_step(Step(0, total, "prefill"))
+        await self._learn_vocabulary()
+        prefill = await self._prefill()
+        try:
+            rate, _ = fit_rate(prefill)
+        except TooFewSamples as error:
+            raise Permanent(f"{self._engine.url}: {error}; its longest context is too short to measure") from None
+        point_s = min(POINT_S, 0.5 * self._wanted.budget_s / len(points))
+        self._decode_s = 2 * point_s
+        samples: list[StepSample] = []
+        skipped = []
+        number = 0
+        # One large point of a short budget would leave no time for the others, and one sample is no fit.
+        waiting: list[Point] = []
+        for point, may_wait in itertools.chain(((each, True) for each in points), ((each, False) for each in waiting)):
+            needed_s, left_s = _work(point) / rate + self._decode_s, self._end_s - self._clock.now_s()
+            if may_wait and needed_s > POINT_SHARE * left_s:
+                waiting.append(point)
+                waiting.sort(key=_work)
+                continue
+            number += 1
+            on_step(Step(number, total, _named(point)))
+            if needed_s > left_s:
+                skipped.append(f"{_named(point)}: not within the budget")
+                continue
+            sample = await self._point(point, point_s)
+            self._decode_s = max(self._decode_s, left_s - (self._end_s - self._clock.now_s()) - _work(point) / rate)
+            if isinstance(sample, StepSample):
+                samples.append(sample)
+            else:
+                skipped.append(f"{_named(point)}: {sample}")
+        on_step(Step(total - 1, total, "beyond the KV cache"))
+        beyond = await self._beyond(rate, point_s)
+        on_step(Step(total, total, "done"))
+        engine = self._profile(capabilities, samples, prefill, skipped, beyond)
+        return Measured(engine, self._limits.model, capabilities.engine, tuple(samples), tuple(prefill), tuple(skipped))
+
+    async def close(self) -> None:
+        await self._stop(list(self._tasks))
+
+    def _profile(
+        self,
+        capabilities: Capabilities,
+        samples: list[StepSample],
+        prefill: list[Seen],
+        skipped: list[str],
+        beyond: list[StepSample],
+    ) -> EngineProfile:
+        wanted, limits = self._wanted, self._limits
+        try:
+            fitted = fit_step(samples)
+        except TooFewSamples as error:
+            left_out = f"; left out: {'; '.join(skipped)}" if skipped else ""
+            point_s = self._decode_s if samples else max(self._decode_s, wanted.budget_s)  # else it took all of it
+            enough_s = math.ceil(2 * wanted.budget_s + ENOUGH_POINTS * point_s)
+            raise Permanent(
+                f"{error}; more of them need a longer --budget-s than {wanted.budget_s:g}, about {enough_s}{left_out}"
+            ) from None
+        rate, prefill_error = fit_rate(prefill)
+        detail = f"{self._engine.url}, {capabilities.engine} {capabilities.version}".rstrip()
+
+        def seen(error: FitError) -> Provenance:
+            return Provenance(Source.MEASURED, wanted.date, detail, error.samples, error.mean, error.max)
+
+        others = [("prefill_tokens_per_s", seen(prefill_error))]
+        for name, told in (("kv_capacity_tokens", wanted.kv_capacity_tokens), ("max_sequences", wanted.max_sequences)):
+            word = Provenance(Source.GIVEN, wanted.date, "command line")
+            others.append((name, word if told else Provenance(Source.MEASURED, wanted.date, f"{detail}, its own word")))
+        others.append(("switch_s", Provenance(Source.GIVEN, wanted.date, wanted.switch_detail)))
+        spill = spill_of(beyond, fitted.step, limits.kv_capacity_tokens) or NO_SPILL
+        if spill is not NO_SPILL:
+            others += [("spill_s_per_token", seen(spill.error)), ("spill_capacity_tokens", seen(spill.error))]
+        return EngineProfile(
+            id=wanted.id,
+            parallelism=wanted.parallelism,
+            step=replace(fitted.step, spill_s_per_token=spill.s_per_token),
+            prefill_tokens_per_s=rate,
+            kv_capacity_tokens=limits.kv_capacity_tokens,
+            max_sequences=limits.max_sequences,
+            switch_s=wanted.switch_s,
+            provenance=seen(fitted.error),
+            spill_capacity_tokens=spill.capacity_tokens,
+            others=tuple(others),
+        )
+
+    async def _learn_vocabulary(self) -> None:
+        for size in VOCABULARIES:
+            stream = _Stream(self._new_id())
+            try:
+                await self._read(stream, [size - 1], 1)
+            except Refused:
+                continue
+            self._vocabulary = size
+            return
+        raise Permanent(f"{self._engine.url} refuses every prompt of one token that was tried")
+
+    async def _prefill(self) -> list[Seen]:
+        """Seconds to the first token over prompt lengths; each has a fixed part, which a fit sets apart."""
+        longest = min(LONGEST_PREFILL_TOKENS, self._limits.max_model_len_tokens - 2)
+        lengths = sorted({max(1, longest // 2**halvings) for halvings in range(5)})
+        end_s = self._started_s + PREFILL_SHARE * self._wanted.budget_s
+        seen: list[Seen] = []
+        for length in lengths * PREFILL_ROUNDS:
+            if len({found.size for found in seen}) > 1:
+                if self._clock.now_s() > end_s:
+                    break
+                if self._clock.now_s() + length * seen[-1].seconds / seen[-1].size > end_s:
+                    continue
+            stream, sent_s = _Stream(self._new_id()), self._clock.now_s()
+            await self._read(stream, self._prompt(length), 1)
+            seen.append(Seen(length, max(stream.arrived[0][0] - sent_s, 1e-6)))
+        return seen
+
+    async def _beyond(self, rate: float, point_s: float) -> list[StepSample]:
+        """Batches that hold more KV than there is room for; none from the first on that the engine does not run whole,
+        or that the budget has no time for."""
+        limits, samples = self._limits, []
+        capacity_tokens, longest = limits.kv_capacity_tokens, limits.max_model_len_tokens
+        for point in itertools.starmap(Point, overfills(capacity_tokens, limits.max_sequences, longest, MOST_STEPS)):
+            patience_s = PATIENCE * _work(point) / rate + point_s
+            if self._clock.now_s() + patience_s + 2 * point_s > self._end_s:
+                break
+            sample = await self._point(point, point_s, patience_s)
+            if not isinstance(sample, StepSample):
+                break
+            samples.append(sample)
+        return samples
+
+    async def _point(self, point: Point, point_s: float, patience_s: float | None = None) -> StepSample | str:
+        """The step time of this batch, or why there is none. `patience_s`: for a batch that may never run whole."""
+        most_tokens = self._limits.max_model_len_tokens - point.context_tokens
+        if patience_s is None:
+            room = int(self._limits.kv_capacity_tokens / point.sequences) - point.context_tokens
+            most_tokens = min(room, most_tokens)
+        give_up_s = self._end_s if patience_s is None else self._clock.now_s() + patience_s
+        before = await self._engine.metrics()
+        streams = [self._start(point.context_tokens, most_tokens) for _ in range(point.sequences)]
+        try:
+            if not await self._until(lambda: all(stream.tokens for stream in streams), streams, give_up_s):
+                return self._why_not(streams)
+            began_s, first = self._clock.now_s(), min(stream.tokens for stream in streams)
+
+            def enough() -> bool:
+                steps = min(stream.tokens for stream in streams) - first
+                return steps >= MOST_STEPS or (steps >= LEAST_STEPS and self._clock.now_s() - began_s >= point_s)
+
+            await self._until(enough, streams, self._end_s)
+            after = await self._engine.metrics()
+        finally:
+            await self._stop([stream.id for stream in streams])
+        if after.preemptions_total != before.preemptions_total:
+            return "sequences were preempted"
+        return sample_of(point, [stream.arrived for stream in streams]) or self._why_not(streams)
+
+    def _why_not(self, streams: Sequence[_Stream]) -> str:
+        failed = next((stream.failed for stream in streams if stream.failed), "")
+        if failed:
+            return failed
+        return "not all sequences ran at once for long enough" if self._clock.now_s() < self._end_s else "budget over"
+
+    async def _until(self, condition: Callable[[], bool], streams: Sequence[_Stream], give_up_s: float) -> bool:
+        """Wait while all streams go on; whether the condition came true."""
+        while not condition():
+            if any(stream.ended for stream in streams) or self._clock.now_s() > give_up_s:
+                return False
+            await self._clock.sleep(POLL_S)
+        return True
+
+    def _start(self, context_tokens: int, most_tokens: int) -> _Stream:
+        stream = _Stream(self._new_id())
+        prompt = self._prompt(context_tokens)
+
+        async def follow() -> None:
+            try:
+                await self._read(stream, prompt, most_tokens)
+            except OrchestrRLError as error:
+                stream.failed = str(error)
+            finally:
+                stream.ended = True
+
+        self._tasks[stream.id] = asyncio.create_task(follow())
+        return stream
+
+    async def _read(self, stream: _Stream, prompt: list[int], most_tokens: int) -> None:
+        body = {
+            "model": self._limits.model,
+            "prompt": prompt,
+            "max_tokens": most_tokens,
+            "ignore_eos": True,
+            "temperature": 1.0,  # and no seed: an engine samples seeded requests one by one
+        }
+        async for chunk in self._engine.generate(GenerationRequest(stream.id, Endpoint.COMPLETIONS, body)):
+            if chunk.token_ids:
+                stream.arrived.append((self._clock.now_s(), stream.tokens + len(chunk.token_ids)))
+        if not stream.arrived:
+            raise Permanent(f"{self._engine.url}: a request ended without a token")
+
+    async def _stop(self, ids: Sequence[str]) -> None:
+        """End these requests, on our side and on the engine, and see it idle."""
+        tasks = [self._tasks.pop(name) for name in ids if name in self._tasks]
+        for task in tasks:
+            task.cancel()
+        if not tasks:
+            return
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Their connections are closed, which ends them too, if later; an engine that has gone has nothing to end.
+        with suppress(OrchestrRLError):
+            await self._engine.abort(ids)
+        give_up_s = self._clock.now_s() + QUIET_WITHIN_S
+        while self._clock.now_s() < give_up_s:
+            with suppress(Retryable):
+                metrics = await self._engine.metrics()
+                if not metrics.running and not metrics.waiting:
+                    return
+            await self._clock.sleep(POLL_S)
+
+    def _new_id(self) -> str:
+        return f"profile-{self._wanted.seed}-{next(self._numbers)}"
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return [self._random.randrange(self._vocabulary) for _ in range(tokens)]
+
+
+def sample_of(point: Point, arrivals: Sequence[Sequence[tuple[float, int]]]) -> StepSample | None:
+    """The batch's step time: over the time in which all of it ran, the median of its streams' slopes.
+
+    `arrivals`: per stream, when how many tokens had arrived. None where too few did for a slope.
+    """
+    begin_s = max(stream[0][0] for stream in arrivals)
+    end_s = min(stream[-1][0] for stream in arrivals)
+    slopes, tokens = [], 0.0
+    for stream in arrivals:
+        inside = [(at_s, count) for at_s, count in stream if begin_s <= at_s <= end_s]
+        if len(inside) < 2 or inside[-1][1] - inside[0][1] < LEAST_STEPS // 2:
+            return None
+        counts, times_s = [count for _, count in inside], [at_s for at_s, _ in inside]
+        slopes.append(linear_regression(counts, times_s).slope)
+        tokens += point.context_tokens + (counts[0] + counts[-1] - 1) / 2
+    step_s = median(slopes)
+    return StepSample(point.sequences, tokens, step_s) if step_s > 0 else None
+
+
+def _named(point: Point) -> str:
+    return f"{point.sequences} x {point.context_tokens} tokens"

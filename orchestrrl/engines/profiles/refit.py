@@ -1,0 +1,357 @@
+"""Follow what engines really take: step times and prefill from telemetry, what moves and starts take from their ends.
+
+No input or output; one `Refitter` for the fleet, bounded in memory. Samples are kept by the load at which they were
+seen, the newest few of each, so that an hour at one load does not wash out what is known of the others; older ones
+fade. The profile that it began with pulls a little everywhere, and stays what it was wherever nothing has been seen.
+"""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from orchestrrl.core.reports import EngineSample
+from planner.cost.fit import Belief, CurveFit, FitError, Seen, StepSample, refit_curve, refit_step
+from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
+from planner.model import Configuration, ConfigurationId
+
+PER_CELL = 8  # newest samples of one load
+MOST_CELLS = 512  # the load that has not been seen for longest is forgotten
+HALF_LIFE = 2000  # samples after which one counts half
+# Weight of the beginning's profile, in samples: the square of how far samples scatter (5 %, say) over how far that
+# profile may be off (by half).
+TRUST = 0.01
+LEAST_SAMPLES = 8
+# What a step can be, against what is believed. Beyond is a fault of measuring, not of the profile.
+PLAUSIBLE = 20.0
+# Of the time between two scrapes, what prefill must have taken by the profile's rate: less drowns in decoding.
+PREFILL_SHARE = 0.2
+# A batch is steady while its sequences stay within this factor, and prompts are at most this share of its tokens.
+STEADY = 1.25
+STEADY_PROMPTS = 0.25
+# Prefill is told from other time only where it grows with the context by this many times what samples scatter.
+GROWS_OVER_SCATTER = 2.0
+# Starts take long and come seldom: the median of the newest few, once there are some.
+LEAST_STARTS = 3
+MOST_STARTS = 16
+
+
+class Batch(NamedTuple):
+    """What an engine did between two scrapes, where that tells its step time."""
+
+    sequences: float
+    kv_tokens: float
+    step_s: float
+
+
+class Prefilled(NamedTuple):
+    """What an engine did between two scrapes in which it prefilled beside decoding, and never stood idle."""
+
+    tokens: int  # prefilled
+    elapsed_s: float
+    decoded_tokens: int
+    fewest: int  # sequences, at either end
+    most: int
+    kv_tokens: float
+
+    def prefill_s(self, step: StepTime) -> float | None:
+        """What decoding does not account for; None where that is too vague, or nothing."""
+        fewest_s, most_s = (
+            self.decoded_tokens / batch * step.at(batch, self.kv_tokens) for batch in (self.fewest, self.most)
+        )
+        left_s = self.elapsed_s - (fewest_s + most_s) / 2
+        vague = abs(fewest_s - most_s) > PREFILL_SHARE * self.elapsed_s
+        return None if vague or left_s <= 0 else left_s
+
+
+class Figure(NamedTuple):
+    """A figure of a configuration, as it is now believed to be."""
+
+    value: float
+    provenance: Provenance
+
+
+def same_batch(earlier: EngineSample, later: EngineSample) -> bool:
+    """Whether nothing was prefilled, preempted or finished between two scrapes of an engine."""
+    return (
+        later.running == earlier.running
+        and later.waiting >= earlier.waiting
+        and later.prompt_tokens_total == earlier.prompt_tokens_total
+        and later.preemptions_total == earlier.preemptions_total
+        and later.generation_tokens_total >= earlier.generation_tokens_total
+        and later.kv_usage_fraction >= earlier.kv_usage_fraction
+    )
+
+
+def batch_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
+    """The mean decode step between two scrapes of an engine; None where they do not tell it."""
+    elapsed_s = later.sampled_s - earlier.sampled_s
+    made = later.generation_tokens_total - earlier.generation_tokens_total
+    same = same_batch(earlier, later)
+    if not same or later.running < 1 or elapsed_s <= 0 or made < later.running or later.kv_capacity_tokens < 1:
+        return None
+    usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
+    return Batch(later.running, usage * later.kv_capacity_tokens, later.running * elapsed_s / made)
+
+
+def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
+    """Whether the batch hardly changed between two scrapes. Weaker than `same_batch`, since no batch stays the same for
+    long while requests come and go."""
+    fewest, most = sorted((earlier.running, later.running))
+    decoded = later.generation_tokens_total - earlier.generation_tokens_total
+    prompts = later.prompt_tokens_total - earlier.prompt_tokens_total
+    return (
+        fewest >= 1
+        and most <= STEADY * fewest
+        and 0 <= prompts <= STEADY_PROMPTS * max(decoded, 0)
+        and later.preemptions_total == earlier.preemptions_total
+    )
+
+
+def steady_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
+    """The mean decode step of a steady batch, right to about a tenth; None where there is no step time to tell."""
+    elapsed_s = later.sampled_s - earlier.sampled_s
+    made = later.generation_tokens_total - earlier.generation_tokens_total
+    sequences = (earlier.running + later.running) / 2
+    if not steady_batch(earlier, later) or elapsed_s <= 0 or made < sequences or later.kv_capacity_tokens < 1:
+        return None
+    usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
+    return Batch(sequences, usage * later.kv_capacity_tokens, sequences * elapsed_s / made)
+
+
+def prefilled_between(earlier: EngineSample, later: EngineSample) -> Prefilled | None:
+    """What was prefilled between two scrapes of an engine; None where its time cannot be told from other time.
+
+    While requests wait, engines differ in when they count a prompt.
+    """
+    elapsed_s = later.sampled_s - earlier.sampled_s
+    tokens = later.prompt_tokens_total - earlier.prompt_tokens_total
+    decoded = later.generation_tokens_total - earlier.generation_tokens_total
+    fewest, most = sorted((earlier.running, later.running))
+    idle_or_queued = fewest < 1 or earlier.waiting or later.waiting
+    same_process = decoded >= 0 and later.preemptions_total == earlier.preemptions_total
+    if idle_or_queued or not same_process or tokens < 1 or elapsed_s <= 0:
+        return None
+    usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
+    return Prefilled(tokens, elapsed_s, decoded, fewest, most, usage * later.kv_capacity_tokens)
+
+
+def given_profile(configurations: Iterable[Configuration], date: str) -> Profile:
+    """Configurations that somebody wrote out, as a profile to begin with."""
+    return Profile("", "", "", tuple(_given(configuration, date) for configuration in configurations))
+
+
+def _given(configuration: Configuration, date: str) -> EngineProfile:
+    alpha_s, most = configuration.alpha_s, configuration.max_sequences
+    base_s = Curve((0.0, float(most)), (alpha_s, alpha_s + configuration.beta_s * most))
+    return EngineProfile(
+        id=configuration.id,
+        parallelism=Parallelism(tp=configuration.gpus),
+        step=StepTime(base_s, configuration.gamma_s),
+        prefill_tokens_per_s=configuration.prefill_tokens_per_s,
+        kv_capacity_tokens=configuration.kv_capacity_tokens,
+        max_sequences=most,
+        switch_s=configuration.switch_s,
+        provenance=Provenance(Source.GIVEN, date, "configuration"),
+    )
+
+
+class Refitter:
+    """Believes `profile` until samples say otherwise. `date` gives the day of a re-fit, ISO 8601."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        date: Callable[[], str] = lambda: datetime.now(UTC).date().isoformat(),
+        plausible: float = PLAUSIBLE,
+    ) -> None:
+        """`plausible`: samples that differ from the profile by a larger factor are refused; inf for a guess."""
+        self._profile = profile
+        self._date = date
+        self._plausible = plausible
+        self._windows = {engine.id: _Window() for engine in profile.configurations}
+        self._transfers, self._recomputes = _Window(), _Window()
+        self._recomputed_on = {engine.id: _Window() for engine in profile.configurations}
+        self._prefilled = {engine.id: _Window() for engine in profile.configurations}
+        self._starts_s: dict[ConfigurationId, deque[float]] = {
+            engine.id: deque(maxlen=MOST_STARTS) for engine in profile.configurations
+        }
+
+    def observe(self, configuration: ConfigurationId, sequences: float, kv_tokens: float, step_s: float) -> bool:
+        """Take a sample in. False: it is not one (an unknown configuration, an impossible step)."""
+        window = self._windows.get(configuration)
+        values = (sequences, kv_tokens, step_s)
+        if window is None or not all(map(math.isfinite, values)) or sequences < 1 or kv_tokens < 0 or step_s <= 0:
+            return False
+        believed_s = self._prior(configuration).step.at(sequences, kv_tokens)
+        if believed_s > 0 and not 1 / self._plausible < step_s / believed_s < self._plausible:
+            return False
+        window.add((_cell(sequences), _cell(kv_tokens)), values)
+        return True
+
+    def observe_move(self, method: str, context_tokens: int, seconds: float) -> bool:
+        """A finished move of a request: `transfer` or `recompute`. False: it tells nothing."""
+        window = {"transfer": self._transfers, "recompute": self._recomputes}.get(method)
+        if window is None or context_tokens < 1 or not 0 < seconds < math.inf:
+            return False
+        window.add((_cell(context_tokens),), (context_tokens, seconds))
+        return True
+
+    def observe_recompute(self, configuration: ConfigurationId, context_tokens: Sequence[int], seconds: float) -> bool:
+        """Requests that moved to an engine of that configuration at once, and what it took until the last had its
+        context again. False: it tells nothing."""
+        window = self._recomputed_on.get(configuration)
+        tokens = sum(map(self._as_usual, context_tokens))
+        if window is None or tokens < 1 or not 0 < seconds < math.inf:
+            return False
+        window.add((_cell(tokens),), (tokens, seconds))
+        return True
+
+    def observe_prefill(self, configuration: ConfigurationId, seen: Prefilled) -> bool:
+        """Prefill beside decoding. False: too little of it to tell, or an unknown configuration."""
+        window = self._prefilled.get(configuration)
+        if window is None or not all(map(math.isfinite, seen)):
+            return False
+        if seen.tokens / self._prior(configuration).prefill_tokens_per_s < PREFILL_SHARE * seen.elapsed_s:
+            return False
+        window.add((_cell(seen.tokens),), seen)
+        return True
+
+    def observe_start(self, configuration: ConfigurationId, seconds: float) -> bool:
+        """An engine that was started. False: it tells nothing."""
+        if configuration not in self._starts_s or not 0 <= seconds < math.inf:
+            return False
+        self._starts_s[configuration].append(seconds)
+        return True
+
+    def profile(self, configuration: ConfigurationId) -> EngineProfile:
+        """The configuration as it is now believed to be; the one of the beginning while samples are few.
+
+        Raises KeyError for an unknown one.
+        """
+        prior, window = self._prior(configuration), self._windows[configuration]
+        if len(window) < LEAST_SAMPLES:
+            return prior
+        samples = [StepSample(*values) for values, _ in window.items()]
+        belief = Belief(prior.step, prior.max_sequences, prior.kv_capacity_tokens)
+        fitted = refit_step(belief, samples, window.weights(), TRUST)
+        return replace(prior, step=fitted.step, provenance=self._telemetry(fitted.error, prior.provenance))
+
+    def prefill_tokens_per_s(self, configuration: ConfigurationId, step: StepTime) -> Figure | None:
+        """The prefill rate as it is now believed to be, where decode steps take `step`; None while little was seen.
+
+        Moves say more than prompts do, part of which a prefix cache may have had: once there are enough, they alone
+        count.
+        """
+        prior, moved = self._prior(configuration), self._recomputed_on[configuration]
+        if len(moved) >= LEAST_SAMPLES:
+            seen, weights, by = [Seen(*values) for values, _ in moved.items()], moved.weights(), "moves"
+        else:
+            window, by = self._prefilled[configuration], "telemetry"
+            told = [(values[0], Prefilled._make(values).prefill_s(step)) for values, _ in window.items()]
+            kept = [place for place, (_, seconds) in enumerate(told) if seconds is not None]
+            seen = [Seen(told[place][0], told[place][1] or 0.0) for place in kept]
+            weights = window.weights()[kept] if kept else np.empty(0)
+        if len(seen) < LEAST_SAMPLES:
+            return None
+        fitted = refit_curve(Curve.line(0.0, 1 / prior.prefill_tokens_per_s), seen, weights, TRUST)
+        largest = max(item.size for item in seen)
+        grown_s = fitted.curve.at(largest) - fitted.curve.at(0.0)  # beside what each of them waits
+        if grown_s < GROWS_OVER_SCATTER * fitted.error.mean * median(item.seconds for item in seen):
+            return None  # what each waits scatters more than that
+        slope_s = grown_s / largest
+        if not 1 / self._plausible < slope_s * prior.prefill_tokens_per_s < self._plausible:
+            return None
+        return Figure(1 / slope_s, self._telemetry(fitted.error, _provenance_of(prior, "prefill_tokens_per_s"), by))
+
+    def switch_s(self, configuration: ConfigurationId) -> Figure | None:
+        """What starting an engine is now believed to take; None while few were started."""
+        starts_s = self._starts_s[configuration]
+        if len(starts_s) < LEAST_STARTS:
+            return None
+        value = median(starts_s)
+        misses = [abs(value / start_s - 1) for start_s in starts_s if start_s > 0] or [0.0]
+        error = FitError(len(starts_s), sum(misses) / len(misses), max(misses))
+        return Figure(value, self._telemetry(error, _provenance_of(self._prior(configuration), "switch_s"), "starts"))
+
+    def moves(self) -> MoveCosts | None:
+        """Costs of moving as they are now believed to be; None where the profile began without any."""
+        moves = self._profile.moves
+        if moves is None:
+            return None
+        transfer = self._refitted(moves.transfer_s, self._transfers, moves.kv_bytes_per_token)
+        recompute = self._refitted(moves.recompute_s, self._recomputes, 1.0)
+        errors = [fitted.error for fitted in (transfer, recompute) if fitted is not None]
+        if not errors:
+            return moves
+        worst = max(errors, key=lambda error: error.mean)
+        return replace(
+            moves,
+            transfer_s=transfer.curve if transfer else moves.transfer_s,
+            recompute_s=recompute.curve if recompute else moves.recompute_s,
+            provenance=self._telemetry(worst, moves.provenance),
+        )
+
+    def current(self) -> Profile:
+        """The whole profile as it is now believed to be."""
+        engines = tuple(self.profile(engine.id) for engine in self._profile.configurations)
+        return replace(self._profile, configurations=engines, moves=self.moves())
+
+    def _refitted(self, prior: Curve, window: "_Window", units_per_token: float) -> CurveFit | None:
+        if len(window) < LEAST_SAMPLES:
+            return None
+        seen = [Seen(tokens * units_per_token, seconds) for (tokens, seconds), _ in window.items()]
+        return refit_curve(prior, seen, window.weights(), TRUST)
+
+    def _as_usual(self, context_tokens: int) -> float:
+        """Tokens of usual prompts that take as long to prefill, by the profile that this began with."""
+        rebuilt = self._profile.moves.rebuilt_tokens() if self._profile.moves is not None else None
+        return rebuilt.at(context_tokens) if rebuilt is not None else float(context_tokens)
+
+    def _prior(self, configuration: ConfigurationId) -> EngineProfile:
+        return next(engine for engine in self._profile.configurations if engine.id == configuration)
+
+    def _telemetry(self, error: FitError, prior: Provenance | None, by: str = "telemetry") -> Provenance:
+        began = f"{by}; began as {prior.source}, {prior.date}" if prior is not None else by
+        return Provenance(Source.MEASURED, self._date(), began, error.samples, error.mean, error.max)
+
+
+def _provenance_of(profile: EngineProfile, figure: str) -> Provenance:
+    return dict(profile.others).get(figure, profile.provenance)
+
+
+def _cell(size: float) -> int:
+    """Loads within about a fifth of each other share a cell."""
+    return round(math.log(max(size, 1.0)) / math.log(1.2))
+
+
+@dataclass(slots=True)
+class _Window:
+    """The newest samples of each load, with when they came, counted in samples."""
+
+    _cells: OrderedDict[tuple[int, ...], deque[tuple[tuple[float, ...], int]]] = field(default_factory=OrderedDict)
+    _count: int = 0
+
+    def add(self, cell: tuple[int, ...], values: tuple[float, ...]) -> None:
+        self._count += 1
+        self._cells.setdefault(cell, deque(maxlen=PER_CELL)).append((values, self._count))
+        self._cells.move_to_end(cell)
+        if len(self._cells) > MOST_CELLS:
+            self._cells.popitem(last=False)
+
+    def items(self) -> Iterator[tuple[tuple[float, ...], int]]:
+        for cell in self._cells.values():
+            yield from cell
+
+    def weights(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """[sample], in the order of `items`: 1 for the newest, halved every HALF_LIFE."""
+        ages = np.array([self._count - came for _, came in self.items()], dtype=float)
+        return np.asarray(0.5 ** (ages / HALF_LIFE))
+
+    def __len__(self) -> int:
+        return sum(len(cell) for cell in self._cells.values())

@@ -1,0 +1,145 @@
+"""Fit the engine constants of the roofline to measured deployments, and predict deployments with them.
+
+Least squares on the logarithm of TPOT, made robust (Cauchy), with every constant held by its prior. Constants that only
+models with experts show are fitted second, on those alone, so that a poor fit there does not spoil the dense models.
+For each model in the file there is a set that was fitted without any of its rows: it is the one that scores the model.
+Two checkpoints of one architecture (bf16 and fp8) are one model. What no fit can leave out is the form of the roofline
+and its priors: they were chosen once, for all models and engines alike, with this file at hand.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from orchestrrl.engines.profiles.silicon import Deployment
+from planner.cost.engine_constants import MOE_ONLY, constants_of, flat_priors, prior_values, stacked
+from planner.cost.roofline import (
+    Work,
+    attended_tokens,
+    kv_capacity_tokens,
+    running_sequences,
+    stacked_work,
+    tpot_s,
+    work_of,
+)
+
+# Relative errors beyond this count as outliers.
+USUAL_ERROR = 0.06
+# Rows of one sweep err alike: the priors weigh as if there were fewer rows, by this squared.
+PRIOR_WEIGHT = 3.0
+
+ALL_MODELS = ""  # the set that was fitted on every model
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Deployments in columns, as the roofline takes them."""
+
+    work: Work
+    backends: tuple[str, ...]
+    context_tokens: Floats
+    prompt_tokens: Floats
+    output_tokens: Floats
+    moe: NDArray[np.bool_]
+    models: tuple[str, ...]
+    measured_s: Floats
+
+
+def rows_of(deployments: Sequence[Deployment]) -> Rows:
+    works = []
+    for row in deployments:
+        capacity = kv_capacity_tokens(row.model, row.gpu, row.parallelism, row.precision)
+        sequences = running_sequences(row.load, capacity)
+        works.append(work_of(row.model, row.gpu, row.parallelism, row.precision, sequences))
+    return Rows(
+        work=stacked_work(works),
+        backends=tuple(row.backend for row in deployments),
+        context_tokens=np.array([attended_tokens(row.model, row.load) for row in deployments]),
+        prompt_tokens=np.array([row.load.prompt_tokens for row in deployments]),
+        output_tokens=np.array([row.load.output_tokens for row in deployments]),
+        moe=np.array([row.model.moe for row in deployments], dtype=np.bool_),
+        models=tuple(row.model.name for row in deployments),
+        measured_s=np.array([row.tpot_s for row in deployments]),
+    )
+
+
+def predicted_s(rows: Rows, values: Mapping[str, float]) -> Floats:
+    """TPOT of every row, with one set of constants."""
+    by_backend = {backend: constants_of(values, backend) for backend in sorted(set(rows.backends))}
+    constants = stacked([by_backend[backend] for backend in rows.backends])
+    return tpot_s(rows.work, constants, rows.context_tokens, rows.prompt_tokens, rows.output_tokens)
+
+
+def fit(deployments: Sequence[Deployment]) -> dict[str, dict[str, float]]:
+    """Constants by the model that was left out, and those of all models under `ALL_MODELS`."""
+    rows = rows_of(deployments)
+    models = np.array(rows.models)
+    return {left_out: fit_one(rows, models != left_out) for left_out in (ALL_MODELS, *sorted(set(rows.models)))}
+
+
+def fit_one(rows: Rows, used: NDArray[np.bool_]) -> dict[str, float]:
+    """The constants that explain the `used` rows best, near their priors."""
+    values = prior_values()
+    dense = [name for name in values if name not in MOE_ONLY]
+    for free, which in ((dense, used & ~rows.moe), (list(MOE_ONLY), used & rows.moe)):
+        if which.any():
+            values |= _fitted(rows, which, free, values)
+    return values
+
+
+def _fitted(rows: Rows, used: NDArray[np.bool_], free: list[str], values: Mapping[str, float]) -> dict[str, float]:
+    priors = flat_priors()
+    start = np.log([priors[name].value for name in free])
+    spread = np.array([priors[name].spread for name in free])
+    measured = np.log(rows.measured_s[used])
+
+    def named(logs: Floats) -> dict[str, float]:
+        return dict(zip(free, np.exp(logs).tolist(), strict=True))
+
+    def residuals(logs: Floats) -> Floats:
+        error = (np.log(predicted_s(rows, {**values, **named(logs)})[used]) - measured) / USUAL_ERROR
+        robust = np.sign(error) * np.sqrt(np.log1p(error**2))
+        return np.concatenate([robust, PRIOR_WEIGHT * (logs - start) / spread])
+
+    return named(least_squares(residuals, start, x_scale=0.3).x)
+
+
+def left_out_errors(deployments: Sequence[Deployment], sets: Mapping[str, Mapping[str, float]]) -> Floats:
+    """Relative error of every deployment [row], predicted by the set that was fitted without its model."""
+    rows = rows_of(deployments)
+    models = np.array(rows.models)
+    predicted = np.empty(len(models))
+    for left_out, values in sets.items():
+        if left_out != ALL_MODELS:
+            predicted[models == left_out] = predicted_s(rows, values)[models == left_out]
+    return np.asarray(np.abs(predicted / rows.measured_s - 1))
+
+
+def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Floats, source: str, today: date) -> None:
+    """As a Python module of literals, for the pure planner to import. `errors` are those of models left out [row]."""
+    lines = [
+        '"""Engine constants after fitting, by the model that was left out; "" is fitted on all. Written by',
+        '`orchestrrl profile fit`, never by hand; what the names mean: engine_constants.py."""',
+        "",
+        f'FITTED_ON = "{today.isoformat()}"',
+        f'FITTED_TO = "{source}"',
+        f"LEFT_OUT_ROWS = {len(errors)}",
+        f"LEFT_OUT_ERROR_MEAN = {errors.mean():.4g}",
+        f"LEFT_OUT_ERROR_MAX = {errors.max():.4g}",
+        "",
+        "FITTED: dict[str, dict[str, float]] = {",
+    ]
+    for left_out, values in sets.items():
+        lines += [
+            f'    "{left_out}": {{',
+            *(f'        "{name}": {value:.4g},' for name, value in values.items()),
+            "    },",
+        ]
+    path.write_text("\n".join([*lines, "}"]) + "\n")

@@ -1,0 +1,157 @@
+"""How well predicted TPOT and its ratios between TPs match measured deployments.
+
+A planner chooses between configurations, so it lives on ratios: over rows that are equal but for TP, the error of
+`predicted(tp a) / predicted(tp b)` against the measured one counts, beside the error of each prediction.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean, median
+from typing import Any
+
+from orchestrrl.engines.profiles.roofline_fit import ALL_MODELS, predicted_s, rows_of
+from orchestrrl.engines.profiles.silicon import Deployment, Silicon
+from planner.cost.fitted import FITTED, FITTED_TO
+from planner.cost.profile import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    tpot_s: float
+    source: Source
+    detail: str  # which figures stood behind it
+
+
+# One prediction for each deployment, in order.
+Predictor = Callable[[Sequence[Deployment]], list[Prediction]]
+
+
+def roofline(deployments: Sequence[Deployment]) -> list[Prediction]:
+    """With the constants that were fitted without the model at hand; a model that was in no fit takes those of all."""
+    if not deployments:
+        return []
+    rows = rows_of(deployments)
+    sets = {model: model if model in FITTED else ALL_MODELS for model in set(rows.models)}
+    by_set = {left_out: predicted_s(rows, FITTED[left_out]) for left_out in set(sets.values())}
+    return [
+        Prediction(float(by_set[sets[model]][index]), Source.ROOFLINE, _detail(sets[model]))
+        for index, model in enumerate(rows.models)
+    ]
+
+
+def _detail(left_out: str) -> str:
+    return f"constants fitted to {FITTED_TO}, {f'without {left_out}' if left_out else 'none of them of this model'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    deployment: Deployment
+    prediction: Prediction
+
+    @property
+    def error(self) -> float:
+        """Relative to what was measured; above 0 where the prediction is too slow."""
+        return self.prediction.tpot_s / self.deployment.tpot_s - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RatioError:
+    """Of TPOT at the smaller TP over TPOT at the larger, for two deployments equal but for TP."""
+
+    narrow: Scored
+    wide: Scored
+
+    @property
+    def tps(self) -> tuple[int, int]:
+        return self.narrow.deployment.tp, self.wide.deployment.tp
+
+    @property
+    def error(self) -> float:
+        return (1 + self.narrow.error) / (1 + self.wide.error) - 1
+
+
+def score(silicon: Silicon, predict: Predictor = roofline) -> list[Scored]:
+    predictions = predict(silicon.deployments)
+    return [Scored(row, prediction) for row, prediction in zip(silicon.deployments, predictions, strict=True)]
+
+
+def ratio_errors(scored: Iterable[Scored]) -> list[RatioError]:
+    groups: dict[object, list[Scored]] = defaultdict(list)
+    for row in scored:
+        groups[row.deployment.but_for_tp()].append(row)
+    return [
+        RatioError(*sorted(pair, key=lambda row: row.deployment.tp))
+        for rows in groups.values()
+        for pair in combinations(rows, 2)
+        if pair[0].deployment.tp != pair[1].deployment.tp
+    ]
+
+
+def report(silicon: Silicon, scored: Sequence[Scored]) -> dict[str, Any]:
+    """What `orchestrrl profile score --json` prints. Errors are fractions; null where nothing was compared."""
+    kinds = {
+        "dense": [row for row in scored if not row.deployment.model.moe],
+        "moe": [row for row in scored if row.deployment.model.moe],
+        "all": list(scored),
+    }
+    groups: dict[tuple[str, str, str, str], list[Scored]] = defaultdict(list)
+    for row in scored:
+        texts = row.deployment.texts
+        groups[texts["system"], texts["backend"], texts["model_path"], row.prediction.source.value].append(row)
+    return {
+        "rows": len(silicon.deployments) + len(silicon.unpredicted),
+        "predicted": len(scored),
+        "overall": {kind: _errors(rows) for kind, rows in kinds.items()},
+        "groups": [
+            {"system": system, "backend": backend, "model": model, "source": source, **_errors(rows)}
+            for (system, backend, model, source), rows in sorted(groups.items())
+        ],
+        "tp_ratios": {kind: _by_pair(rows) for kind, rows in kinds.items()},
+        "not_predicted": [
+            {"row": row.row, "model": row.model_path, "reason": row.reason} for row in silicon.unpredicted
+        ],
+        "predictions": [_prediction(row) for row in scored],
+    }
+
+
+def _errors(rows: Sequence[Scored]) -> dict[str, Any]:
+    ratios = [abs(pair.error) for pair in ratio_errors(rows)]
+    return {"rows": len(rows), **_mean_median([abs(row.error) for row in rows]), "ratio": _pairs(ratios)}
+
+
+def _by_pair(rows: Sequence[Scored]) -> list[dict[str, Any]]:
+    pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for pair in ratio_errors(rows):
+        pairs[pair.tps].append(abs(pair.error))
+    return [{"tp": list(tps), **_pairs(errors)} for tps, errors in sorted(pairs.items())]
+
+
+def _pairs(errors: list[float]) -> dict[str, Any]:
+    return {"pairs": len(errors), **_mean_median(errors)}
+
+
+def _mean_median(errors: list[float]) -> dict[str, float | None]:
+    if not errors:
+        return {"error_mean": None, "error_median": None}
+    return {"error_mean": fmean(errors), "error_median": median(errors)}
+
+
+def _prediction(row: Scored) -> dict[str, Any]:
+    deployment = row.deployment
+    return {
+        "row": deployment.row,
+        "model": deployment.texts["model_path"],
+        "system": deployment.texts["system"],
+        "backend": deployment.backend,
+        "tp": deployment.tp,
+        "concurrency": deployment.load.concurrency,
+        "isl": deployment.load.prompt_tokens,
+        "osl": deployment.load.output_tokens,
+        "measured_ms": deployment.tpot_s * 1e3,
+        "predicted_ms": row.prediction.tpot_s * 1e3,
+        "error": row.error,
+        "source": row.prediction.source.value,
+        "detail": row.prediction.detail,
+    }

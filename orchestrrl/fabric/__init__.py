@@ -1,0 +1,1 @@
+"""The circuits of a site: periods, windows, commits, verification, rerouting."""

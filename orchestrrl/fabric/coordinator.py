@@ -1,0 +1,616 @@
+"""Bring circuits about for one communication period after the other, each change inside a safe window.
+
+announced -> materialised (what circuits, which ports, in which stages) -> prepared (written down, all but sent) ->
+committed when a window opens that covers it, verified, routed. Where none opens by the deadline, or anything is amiss
+before the first command, what is up stays up. Periods of several jobs wait side by side; once one has changed circuits,
+the others plan again from there. Section 5.3 and algorithm 2 of the paper. Deciding is
+planner/fabric/materialize.py, transition.py and windows.py; sending is stage_commit.py,
+circuit_executor.py and rerouting.py.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.pause_registry import HoldBook, Part
+from orchestrrl.core.ttl import MOST_S
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
+from orchestrrl.fabric.intents import parse_intent
+from orchestrrl.fabric.operator_overrides import OperatorsWord
+from orchestrrl.fabric.period_book import PeriodBook
+from orchestrrl.fabric.period_queue import Announced, Circuits, PeriodQueue, lane_of
+from orchestrrl.fabric.periods import CommitReport, ControlState, FabricControl, PeriodReport, PeriodState
+from orchestrrl.fabric.shared_pods import Watch, neighbours, unannounced
+from orchestrrl.fabric.stage_commit import Amiss, Port, Routing, Rules, StageCommitter, StageOrder, Windows
+from orchestrrl.fabric.switch_reader import Glance, Glass
+from planner.fabric.commit_times import CommitTimes
+from planner.fabric.intent import Intent, Stage
+from planner.fabric.model import OcsId, Pair, PortPair
+from planner.fabric.plan import FabricPlan, FabricState, Failures
+from planner.fabric.topology import Site
+from planner.fabric.transition import Transition, TransitionProblem, TransitionStage, transition
+from planner.model import Hold, Mode
+
+__all__ = ["Coordinator", "Routing", "Rules", "Watch", "Windows"]
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # at materialising, when the world has changed between looking and acting
+LOOK_EVERY_S = 10.0  # at the switches, while nothing else is to be done
+LOOK_AGAIN_S = 0.2  # after the last look, where a switch has told something since: it may have much to tell
+SUSPECT_S = 60.0  # a port at which nothing came up, whatever its switch says, is left out for so long
+LISTED = 8
+
+Materialise = Callable[[Intent, FabricState], FabricPlan | Hold]
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
+_Basis = tuple[object, int]  # what operators said when it was planned, and how often circuits had been changed
+
+
+async def inline(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+class _Restated(Exception):
+    """An operator has had a word since this was planned, or another period has changed circuits."""
+
+
+class _PutOff(Exception):
+    """Somebody stands still for another period, and this one only waits."""
+
+
+class Coordinator:
+    """One site's circuits. The caller keeps `run` as a task."""
+
+    def __init__(
+        self,
+        site: Site,
+        glass: Glass,
+        circuits: CircuitExecutor,
+        windows: Windows,
+        word: OperatorsWord,
+        holds: HoldBook,
+        journal: Journal,
+        clock: Clock,
+        *,
+        materialise: Materialise,
+        mode: Callable[[], Mode],
+        times: CommitTimes,
+        rules: Rules | None = None,
+        routing: Routing | None = None,
+        offload: Offload = inline,
+    ) -> None:
+        self.site = site
+        self.word = word
+        self.times = times
+        self.rules = rules or Rules()
+        self.glance = Glance()  # as the switches were last seen, or left
+        self.defects = 0  # faults of ours that were met while running
+        self.period = ""  # whose circuits came up last, as far as it is known
+        self._glass = glass
+        self._holds = holds
+        self._clock = clock
+        self._materialise = materialise
+        self._mode = mode
+        self._windows = windows
+        self._routing = routing
+        self._offload = offload
+        self._generation = journal.generation
+        self._numbers = itertools.count(1)
+        self._book = PeriodBook(journal)
+        self._queue = PeriodQueue()
+        self._active: dict[Announced, asyncio.Task[None]] = {}
+        self._circuits = Circuits()
+        self._planning = asyncio.Lock()
+        self._up: dict[tuple[str, Stage], str] = {}  # names of the periods whose circuits are up
+        self._left: frozenset[PortPair] = frozenset()  # what was up when it was last seen to
+        self._seen_to = Failures()  # what had failed then
+        self._looked_s = -inf
+        self._is_told = False  # a switch has news
+        self._failed_anew = 0  # how often something has, since a period was planned that waits
+        self._suspects: dict[Port, float] = {}  # until when
+        self._committer = StageCommitter(glass, circuits, windows, times, clock, self.rules, routing)
+        self._recover()
+        word.changed = self._poke
+
+    # --- asked from outside
+
+    def announce(
+        self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False, job: str = ""
+    ) -> Announced:
+        """A period that is about to come; the one of its job that waits is superseded. `boundary`: the caller stands
+        still until it is over, so it needs no window; circuits of training are changed in windows all the same. `job`:
+        whose, where the intent does not say. Raises ProblemFaults, and Permanent for a name that nobody has given an
+        intent to."""
+        faults = []
+        if not 0 <= within_s <= MOST_S:
+            faults.append(f"within_s: must be >= 0 and <= {MOST_S:.0f} (0: as configured), got {within_s}")
+        try:
+            intent = parse_intent(period, intent_json, job) if intent_json else self._book.intent(period, job)
+        except ProblemFaults as error:
+            raise ProblemFaults([*faults, *error.faults]) from None
+        if faults:
+            raise ProblemFaults(faults)
+        return self.expect(intent, within_s, boundary=boundary)
+
+    def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> Announced:
+        """The same, for who has an intent."""
+        now_s = self._clock.now_s()
+        self._book.know(intent, now_s)
+        id = f"c{self._generation}-{next(self._numbers)}"
+        report = PeriodReport(id, intent.period, intent.stage, PeriodState.ANNOUNCED, now_s, job=intent.job)
+        limit_s = within_s or (self.rules.boundary_within_s if boundary else self.rules.within_s)
+        made = Announced(intent, now_s + limit_s, boundary, report)
+        superseded = Hold("superseded", f"{intent.period} was announced")
+        if (before := self._queue.put(made)) is not None:
+            self._end(before, PeriodState.SUPERSEDED, superseded.code, superseded.detail)
+        for each in self._active:
+            if each.lane == made.lane:
+                each.call_off(superseded)
+            elif boundary:
+                each.poked.set()
+        return made
+
+    def withdraw(self, period: Announced, why: str) -> None:
+        """Its caller goes on: what is not yet changed stays as it is. Harmless when it is over."""
+        hold = Hold("withdrawn", why)
+        if self._queue.remove(period):
+            self._keep(period, hold)
+        elif not period.report.over:
+            period.call_off(hold)
+
+    def follow(self, period: Announced) -> AsyncIterator[PeriodReport]:
+        """What becomes of it, whenever that changes; ends after the last."""
+        return period.follow()
+
+    async def until_over(self, period: Announced) -> PeriodReport:
+        async for report in period.follow():
+            last = report
+        return last
+
+    def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
+        """Circuits of this period from now on. Raises Permanent for one without an intent, ProblemFaults."""
+        intent = self._book.intent(period, job)
+        control = self.word.override(period, reason, ttl_s, intent.job)
+        self.expect(intent)
+        return control
+
+    def mask(self, masked: Sequence[str], reason: str) -> None:
+        """What is not to be used from now on; circuits go around it in the next window. Raises ProblemFaults."""
+        self.word.mask(masked, reason)
+        self._reallocate()
+
+    def times_of_switches(self) -> list[tuple[OcsId, float, int]]:
+        """Of each: what its next change is expected to take in seconds, and from how many changes that is known."""
+        return [
+            (switch.id, self.times.need([switch.id], 0.0).total_s, self.times.samples(switch.id))
+            for switch in self.site.switches
+        ]
+
+    def reports(self, limit: int) -> list[PeriodReport]:
+        """Newest first: those under way, then those that are over."""
+        coming = (*self.active, *self._queue)
+        return [*(each.report for each in reversed(coming)), *reversed(self._book.over)][:limit]
+
+    @property
+    def active(self) -> tuple[Announced, ...]:
+        """Periods that are under way."""
+        return tuple(each for each in self._active if not each.report.over)
+
+    @property
+    def changing(self) -> Announced | None:
+        """The one whose circuits are being changed."""
+        return self._circuits.by
+
+    @property
+    def counts(self) -> Counter[tuple[str, str]]:
+        """Of periods that ended since the start, by state and code."""
+        return self._book.counts
+
+    @property
+    def up(self) -> dict[tuple[str, Stage], str]:
+        """The periods whose circuits came up last, by job and stage, the latest last."""
+        return dict(self._up)
+
+    def traced_on(self, hosts: Collection[str]) -> frozenset[str]:
+        """Jobs that are traced and have ranks on one of these."""
+        return frozenset(
+            job for job, theirs in self._windows.hosts_of_jobs().items() if not set(hosts).isdisjoint(theirs)
+        )
+
+    @property
+    def sync_is_up(self) -> bool:
+        """The last circuits that PoDs which generate were given are those of a weight sync."""
+        stages = [stage for _, stage in self._up if stage is not Stage.TRAIN]
+        return bool(stages) and stages[-1] is Stage.WEIGHT_SYNC
+
+    def ends(self, cross_connect: PortPair) -> Pair | None:
+        """The endpoints that it joins; None: it is none of the site's."""
+        return self._glass.cabling.ends(cross_connect)
+
+    async def look(self) -> Glance:
+        self.glance = await self._glass.look()
+        self._looked_s = self._clock.now_s()
+        return self.glance
+
+    def look_soon(self) -> None:
+        """A switch has told something of itself: it is looked at before its turn."""
+        self._is_told = True
+        self._queue.news.set()
+
+    # --- run
+
+    async def run(self) -> None:
+        """Never returns. A period that fails is told of and logged, and the next one has its turn."""
+        has_looked = False
+        try:
+            while True:
+                try:
+                    if not has_looked:
+                        await self.look()
+                        self._left, self._seen_to = self.glance.of_site, self.glance.failures
+                        has_looked = True
+                    period = await self._next()
+                    self._active[period] = asyncio.ensure_future(self._safely(period))
+                except Exception:
+                    # A fault of ours, or of one driver's, is no reason to stop: periods under way go on.
+                    self.defects += 1
+                    logger.exception("the switches could not be looked after")
+                    await self._clock.sleep(LOOK_EVERY_S)
+        finally:
+            for task in self._active.values():
+                task.cancel()
+            await asyncio.gather(*self._active.values(), return_exceptions=True)
+            for period in [*self._queue, *self._active]:
+                self._queue.remove(period)
+                if not period.report.over:
+                    self._keep(period, Hold("stopped", "the daemon stops"))
+            self._active.clear()
+
+    async def _next(self) -> Announced:
+        """The next period that may go on. While there is none at all, the switches are looked at now and then."""
+        while True:
+            self._queue.news.clear()
+            for period in [each for each, task in self._active.items() if task.done()]:
+                self._active.pop(period).result()
+            if (next_one := self._queue.take(self._active)) is not None:
+                return next_one
+            due_s = self._looked_s + (LOOK_AGAIN_S if self._is_told else LOOK_EVERY_S)
+            may_look = not self._active or (self._is_told and self._circuits.by is None)
+            if may_look and self._clock.now_s() >= due_s:
+                await (self._look_for_waiting() if self._active else self._look_after())
+                continue
+            pause_s = due_s - self._clock.now_s() if may_look else inf
+            news = asyncio.ensure_future(self._queue.news.wait())
+            alarm = asyncio.ensure_future(self._clock.sleep(min(pause_s, LOOK_EVERY_S)))
+            try:
+                await asyncio.wait({news, alarm, *self._active.values()}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
+                alarm.cancel()
+
+    async def _look_for_waiting(self) -> None:
+        """What has failed since they were planned is not learnt in a window, by what does not come up."""
+        self._is_told = False
+        before, changes = self.glance.failures, self._circuits.changes
+        glance = await self._glass.look()
+        self._looked_s = self._clock.now_s()
+        if self._circuits.as_at(changes) and glance.failures != before and self.glance.failures == before:
+            self._failed_anew += 1
+            self._poke()
+
+    async def _look_after(self) -> None:
+        """What was up and is not, or has a port that failed since, is to be replaced."""
+        self._is_told = False
+        glance = await self.look()
+        if glance.unread:
+            return  # what it has up is not known
+        failed = glance.failures.ports - self._seen_to.ports
+        self._seen_to = glance.failures
+        lost = {pair for pair in self._left if pair not in glance.of_site or not _ports([pair]).isdisjoint(failed)}
+        self._left = glance.of_site
+        if lost:
+            logger.warning("lost: %s", _listed(lost))
+            try:
+                self._reallocate()
+            except OrchestrRLError as error:  # the next announcement brings it about
+                logger.error("what was lost cannot be asked for: %s", error)
+
+    async def _safely(self, period: Announced) -> None:
+        try:
+            await self._bring_about(period)
+        except OrchestrRLError as error:  # the journal's: without a record nothing is done
+            self._end(period, PeriodState.FAILED, "not_recorded", str(error))
+        except Exception as error:
+            # A fault of ours in one plan is no reason to leave all circuits to themselves.
+            logger.exception("period %s", period.report.period)
+            self._end(period, PeriodState.FAILED, "internal", f"{type(error).__name__}: {error}")
+
+    async def _bring_about(self, period: Announced) -> None:
+        attempt = 1
+        while True:
+            try:
+                return await self._attempt(period)
+            except _Restated:
+                continue
+            except _PutOff:
+                if not self._queue.put_back(period):
+                    self._keep(period, Hold("superseded", "a newer one was announced"))
+                return None
+            except Amiss as amiss:
+                logger.warning("period %s: %s: %s", period.report.period, amiss.code, amiss)
+                if attempt == ATTEMPTS:
+                    return self._end(period, amiss.state, amiss.code, amiss.detail)
+                attempt += 1
+
+    async def _attempt(self, period: Announced) -> None:
+        said = self._said
+        intent = self._bound(period.intent)
+        if isinstance(intent, Hold):
+            return self._keep(period, intent)
+        async with self._planning:
+            changes = await self._circuits.at_rest()
+            glance = await self.look()
+            plan = await self._offload(lambda: self._materialise(intent, self._state(glance)))
+            stages = () if isinstance(plan, Hold) else await self._stages(period, plan, glance)
+        if not self._circuits.as_at(changes):
+            raise _Restated
+        if isinstance(plan, Hold):
+            in_the_way = "".join(f"; {note}" for note in self._not_ours(glance))
+            return self._keep(period, replace(plan, detail=plan.detail + in_the_way))
+        if not stages:
+            return self._committed(period, intent, "was_so", "its circuits were up already")
+        if hold := self._restraint(intent):
+            return self._keep(period, hold)
+        await self._think_ahead(glance, stages)
+        for number, stage in enumerate(stages):
+            hold = await self._carry_out(period, intent, stage, (said, changes + number), plan)
+            if hold is not None:
+                rest = f"; stages {number + 1} to {len(stages)} were left undone" if number else ""
+                return self._keep(period, replace(hold, detail=hold.detail + rest))
+        return self._committed(period, intent, "committed", "")
+
+    async def _think_ahead(self, glance: Glance, stages: Sequence[TransitionStage]) -> None:
+        if self._routing is not None:
+            try:
+                await self._routing.prepare(glance.of_site, stages)
+            except OrchestrRLError as error:  # then it has to think within the window
+                logger.warning("routes could not be prepared: %s", error)
+
+    async def _stages(self, period: Announced, plan: FabricPlan, glance: Glance) -> Sequence[TransitionStage]:
+        problem = TransitionProblem(
+            self._glass.cabling,
+            glance.of_site,
+            self._glass.of_site(plan.cross_connects) | glance.foreign,  # nobody may take those down
+            self.rules.max_moves_per_stage,
+            self.rules.min_fraction,
+        )
+        steps: Transition = await self._offload(lambda: transition(problem))
+        removed = [pair for stage in steps.stages for pair in stage.remove]
+        added = [pair for stage in steps.stages for pair in stage.add]
+        notes = [*plan.notes, *self._not_ours(glance)]
+        if steps.dark_pairs:
+            notes.append(f"dark for a moment: {', '.join(f'{a} - {b}' for a, b in steps.dark_pairs)}")
+        if steps.thin_endpoints:
+            notes.append(f"below {self.rules.min_fraction:.0%} for a moment: {', '.join(steps.thin_endpoints)}")
+        if self._mode() is not Mode.ACT and steps.stages:
+            notes.append(f"would take down {_listed(removed) or 'nothing'}, and put up {_listed(added) or 'nothing'}")
+        before = period.report
+        period.tell(
+            state=PeriodState.MATERIALISED,
+            stages=before.stages_done + len(steps.stages),
+            moves=sum(commit.moves for commit in before.commits) + len(removed) + len(added),
+            completion_s=plan.completion_s,
+            # What was told before something was sent stays told.
+            notes=tuple(dict.fromkeys((*(before.notes if before.commits else ()), *notes))),
+        )
+        return steps.stages
+
+    async def _carry_out(
+        self, period: Announced, intent: Intent, stage: TransitionStage, basis: _Basis, plan: FabricPlan
+    ) -> Hold | None:
+        """One stage in one window; why not, where it is not to be. Raises Amiss."""
+        if hold := self._objection(period, intent, basis):
+            return hold
+        before = self.glance.of_site
+        order = StageOrder(
+            stage,
+            intent.stage,
+            intent.job,
+            intent.ranks,
+            period.deadline_s,
+            period.boundary,
+            period.poked,
+            objection=lambda: self._objection(period, intent, basis),
+            begins=lambda: self._circuits.begin(period),
+            waiting=lambda hold: self._waits(period, hold),
+            usable=before,
+            others=self._others(period, intent),
+        )
+        try:
+            done = await self._committer.carry_out(order)
+            if isinstance(done, CommitReport):
+                self._changed(period, stage, done)
+        except Amiss as amiss:
+            await self._note_amiss(period, amiss, before, plan)
+            raise
+        finally:
+            if self._circuits.end(period):
+                self._poke()
+        return done if isinstance(done, Hold) else None
+
+    def _others(self, period: Announced, intent: Intent) -> frozenset[str]:
+        """Jobs that are to pause as well: by what they announced, or by the servers that they run on."""
+        training = list(self._book.training())
+        traced = self._windows.hosts_of_jobs()
+        near, unknown = unannounced(self.site, intent, {each.job for each in training}, traced)
+        if unknown and intent.stage is Stage.TRAIN:
+            jobs = ", ".join(each or "one without a name" for each in sorted(unknown)[:LISTED])
+            note = f"not waited for, as nobody knows over which circuits they send: {jobs}"
+            period.tell(notes=tuple(dict.fromkeys((*period.report.notes, note))))
+        return neighbours(self.site, intent, training) | near
+
+    def _changed(self, period: Announced, stage: TransitionStage, done: CommitReport) -> None:
+        after = self.glance.cross_connects - set(stage.remove) | set(stage.add)
+        self.glance = replace(self.glance, cross_connects=after, of_site=self._glass.of_site(after))
+        self._left, self.period = self.glance.of_site, ""
+        period.tell(
+            state=PeriodState.COMMITTING,
+            code="",
+            detail=done.detail,
+            stages_done=period.report.stages_done + 1,
+            commits=(*period.report.commits, done),
+        )
+
+    async def _note_amiss(self, period: Announced, amiss: Amiss, before: frozenset[PortPair], plan: FabricPlan) -> None:
+        """What was sent, and where that leaves pairs that were to stay alight."""
+        until_s = self._clock.now_s() + SUSPECT_S
+        self._suspects |= dict.fromkeys(amiss.suspects, until_s)
+        if amiss.report is None:
+            return
+        self.period = ""
+        glance = await self.look()
+        self._left = glance.of_site
+        dark = (self._pairs(before) & self._pairs(plan.cross_connects)) - self._pairs(glance.of_site)
+        notes = [f"dark until the next change: {a} - {b}" for a, b in sorted(dark)]
+        if amiss.suspects:
+            ports = ", ".join(f"{switch}:{port}" for switch, port in sorted(amiss.suspects))
+            notes.append(f"not used for {SUSPECT_S:.0f} s, nothing came up there: {ports}")
+        period.tell(
+            state=PeriodState.COMMITTING,
+            detail=amiss.report.detail,
+            commits=(*period.report.commits, amiss.report),
+            notes=tuple(dict.fromkeys((*period.report.notes, *notes))),
+        )
+
+    # --- what binds it
+
+    def _objection(self, period: Announced, intent: Intent, basis: _Basis) -> Hold | None:
+        """Why nothing more is to be sent for it. Raises _PutOff and _Restated."""
+        if period.stop is not None:
+            return period.stop
+        if not period.boundary and self._queue.urgent:
+            raise _PutOff
+        said, changes = basis
+        if self._said != said or not self._circuits.as_at(changes):
+            raise _Restated
+        return self._restraint(intent)
+
+    def _bound(self, intent: Intent) -> Intent | Hold:
+        """The intent that is to be met: an operator's override goes first."""
+        control = self.word.control
+        if control.state is not ControlState.OVERRIDDEN:
+            return intent
+        if (control.job, control.period) == (intent.job, intent.period):
+            return intent
+        wanted = self._book.get(control.period, control.job)
+        if wanted is None:
+            return Hold("overridden", f"an operator wants {control.period}, which was never announced")
+        # Of other PoDs, it is left to those who ask for it.
+        return wanted if lane_of(wanted) == lane_of(intent) else intent
+
+    def _restraint(self, intent: Intent) -> Hold | None:
+        """Why nothing is to be changed now."""
+        if self._mode() is not Mode.ACT:
+            return Hold("advise", "mode is advise: nothing is changed")
+        if hold := self._holds.hold(Part.FABRIC):
+            return hold
+        if intent.stage is Stage.WEIGHT_SYNC and (hold := self._holds.hold(Part.SYNC)):
+            return hold
+        control = self.word.control
+        if control.state is ControlState.PINNED and not control.cross_connects:
+            return Hold("pinned", f"an operator pinned all circuits: {control.reason or 'no reason given'}")
+        return None
+
+    def _state(self, glance: Glance) -> FabricState:
+        now_s = self._clock.now_s()
+        self._suspects = {port: until_s for port, until_s in self._suspects.items() if until_s > now_s}
+        failures = glance.failures | self.word.failures | Failures(ports=frozenset(self._suspects))
+        # What is not ours carries what it joins, and its ports are nobody else's.
+        return FabricState(glance.of_site, failures, self.word.pinned | glance.foreign)
+
+    def _not_ours(self, glance: Glance) -> list[str]:
+        """What stands in the way of other circuits, by switch, and the way out."""
+        notes = []
+        for switch in sorted({pair.switch for pair in glance.foreign}):
+            pairs = [pair for pair in sorted(glance.foreign) if pair.switch == switch]
+            names = " ".join(str(each) for pair in pairs[:LISTED] for each in self._glass.device_pairs(pair))
+            more = f" and {len(pairs) - LISTED} more" if len(pairs) > LISTED else ""
+            notes.append(
+                f"not ours and left as it is, {_listed(pairs)}: orchestrrl ocs take-over {switch} {names}{more}, or "
+                "owns: all in the configuration"
+            )
+        return notes
+
+    @property
+    def _said(self) -> object:
+        """By operators, and by switches of themselves."""
+        return self.word.said, self._failed_anew
+
+    def _poke(self) -> None:
+        for each in self._active:
+            each.poked.set()
+
+    def _reallocate(self) -> None:
+        """Bring what is up about again, under what is left; a period that is to come anyway sees to it itself."""
+        coming = {each.lane for each in (*self._queue, *self.active)}
+        for (job, stage), period in list(self._up.items()):
+            intent = self._book.get(period, job)
+            if stage is not Stage.WEIGHT_SYNC and intent is not None and lane_of(intent) not in coming:
+                self.expect(intent)
+
+    def _pairs(self, cross_connects: Iterable[PortPair]) -> set[Pair]:
+        return {ends for pair in cross_connects if (ends := self.ends(pair)) is not None}
+
+    # --- told and written down
+
+    def _waits(self, period: Announced, hold: Hold) -> None:
+        if period.report.state is not PeriodState.WAITING:
+            period.tell(state=PeriodState.WAITING, code=hold.code, detail=hold.detail)
+        else:  # several times in each iteration: nobody is woken for it
+            period.report = replace(period.report, code=hold.code, detail=hold.detail)
+
+    def _committed(self, period: Announced, intent: Intent, code: str, detail: str) -> None:
+        self.period = intent.period
+        self._up.pop((intent.job, intent.stage), None)  # the last to come up stands last
+        self._up[intent.job, intent.stage] = intent.period
+        self._left = self.glance.of_site
+        return self._end(period, PeriodState.COMMITTED, code, detail)
+
+    def _keep(self, period: Announced, hold: Hold) -> None:
+        state = PeriodState.SUPERSEDED if hold.code == "superseded" else PeriodState.KEPT
+        self._end(period, state, hold.code, hold.detail)
+
+    def _end(self, period: Announced, state: PeriodState, code: str, detail: str) -> None:
+        now_s = self._clock.now_s()
+        told = "; ".join(filter(None, (detail, period.report.detail if state is PeriodState.COMMITTED else "")))
+        period.tell(state=state, code=code, detail=told, ended_s=now_s)
+        logger.info("period %s: %s %s %s", period.report.period, state, code, told)
+        self._book.ended(period.report, now_s)
+
+    def _recover(self) -> None:
+        for took in self._book.took():
+            if OcsId(took.switch) in self.site.switch:
+                self.times.measured(
+                    OcsId(took.switch), control_s=took.control_s, device_s=took.device_s, route_s=took.route_s
+                )
+        for intent in self._book.up():
+            self._up.pop((intent.job, intent.stage), None)  # as in `_committed`
+            self._up[intent.job, intent.stage] = self.period = intent.period
+
+
+def _ports(cross_connects: Iterable[PortPair]) -> frozenset[Port]:
+    return frozenset((pair.switch, port) for pair in cross_connects for port in pair.ports)
+
+
+def _listed(pairs: Iterable[PortPair]) -> str:
+    ordered = [str(pair) for pair in sorted(pairs)]
+    more = f" and {len(ordered) - LISTED} more" if len(ordered) > LISTED else ""
+    return ", ".join(ordered[:LISTED]) + more

@@ -1,0 +1,224 @@
+"""Circuits of Gen follow the deployment: when engines are about to serve, their traffic becomes the next period.
+
+At that boundary the engines that left are empty and those that come have no requests yet, so no window is needed;
+engines that stay keep what they need at every stage of the transition. Section 5.2 of the paper. A daemon that finds
+engines running has missed their boundary: it does what it would have done once nobody has a request.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.fabric.coordinator import Coordinator
+from planner.cost.models import Model
+from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
+from planner.fabric.intent import Intent
+from planner.fabric.topology import Role, Site
+from planner.fabric.windows import NO_BOUNDARY
+from planner.model import EngineId, GpuId, Parallelism
+
+logger = logging.getLogger(__name__)
+
+PERIOD = "generation"
+HEARD_WITHIN_S = 30.0  # of a daemon's start, from every engine that it has found
+LOOK_S = 0.25
+RESTED_S = 2.0  # between two steps, not between two requests
+LOOKED_BACK = 64  # periods
+WORDS_CHARACTERS = 160
+SYNC_OVER_WITHIN_S = 5.0  # the gate is held for no longer, nor beyond its lease
+
+
+class Serving(Protocol):
+    """An engine that is to serve. `gpus` are the fleet's, which the site may number otherwise."""
+
+    @property
+    def engine(self) -> EngineId: ...
+
+    @property
+    def parallelism(self) -> Parallelism: ...
+
+    @property
+    def gpus(self) -> tuple[GpuId, ...]: ...
+
+
+class Fleet(Protocol):
+    """The engines as a daemon that starts comes to know them."""
+
+    def serving(self) -> Sequence[Serving]:
+        """Whoever has been found to run."""
+        ...
+
+    def switching(self) -> bool:
+        """A switch is under way: its end is a boundary."""
+        ...
+
+    def idle(self) -> bool | None:
+        """Nobody has a request. None: not every engine has been heard of yet."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Volumes:
+    """What an engine is taken to say until the next switch."""
+
+    model: Model
+    tokens: float  # that an engine's sequences decode
+    first_gpu: int = 0  # of the site, which is the fleet's GPU 0
+
+
+class GenCircuits:
+    """`within_s`: serving is never held up for longer."""
+
+    def __init__(
+        self,
+        fabric: Coordinator,
+        volumes: Volumes,
+        clock: Clock,
+        within_s: float,
+    ) -> None:
+        self._fabric = fabric
+        self._volumes = volumes
+        self._clock = clock
+        self._within_s = within_s
+        self._gpus_per_server = _gpus_per_server(fabric.site)
+        self._followed = False
+        self.defects = 0  # faults of ours that were met while tending
+
+    async def tend(self, fleet: Fleet) -> None:
+        """`begin`; then, whenever circuits should have changed among requests (some were lost, say), change them once
+        nobody has any. Until cancelled."""
+        await self._safely(self.begin(fleet))
+        while True:
+            await self._clock.sleep(RESTED_S)
+            await self._safely(self._catch_up(fleet))
+
+    async def _catch_up(self, fleet: Fleet) -> None:
+        if not fleet.switching() and self._missed() and await self._rest(fleet):
+            await self._announce(fleet.serving(), boundary=True)
+
+    async def _safely(self, work: Awaitable[object]) -> None:
+        try:
+            await work
+        except OrchestrRLError as error:
+            logger.error("circuits of the deployment are left as they are: %s", error)
+        except Exception:
+            # A fault of ours is no reason to stop the daemon: engines serve on the circuits that there are.
+            self.defects += 1
+            logger.exception("circuits of the deployment are left as they are")
+
+    async def after_sync(self, fleet: Fleet, until_s: float = inf) -> str:
+        """Requests are about to be let in again: where weights were brought over circuits of their own, engines get
+        theirs back. What became of it, in words; nothing where there was no such sync, or a switch goes before. A
+        trainer that does not use the gate announces `generation` itself: nobody else knows when its broadcast is
+        over. `until_s`: when requests are let in anyway."""
+        if not self._fabric.sync_is_up or fleet.switching() or not (engines := fleet.serving()):
+            return ""
+        within_s = min(self._within_s, SYNC_OVER_WITHIN_S, until_s - self._clock.now_s())
+        if within_s <= 0:
+            return "circuits stay as they are: no time is left"
+        return await self._announce(engines, boundary=True, within_s=within_s)
+
+    def _missed(self) -> bool:
+        """What was announced last waits for a boundary."""
+        latest = next((each for each in self._fabric.reports(LOOKED_BACK) if each.period == PERIOD), None)
+        return latest is not None and latest.over and latest.code == NO_BOUNDARY
+
+    async def begin(self, fleet: Fleet) -> str:
+        """Circuits for engines that run already, as soon as nobody has a request; what became of it, in words. Until
+        then what is up stays, and says so in the list of periods. A switch of the deployment goes before."""
+        limit_s = self._clock.now_s() + HEARD_WITHIN_S
+        while not fleet.switching() and fleet.idle() is None and self._clock.now_s() < limit_s:
+            await self._clock.sleep(LOOK_S)
+        words, at_rest = "", fleet.idle() is True
+        while not self._followed and not fleet.switching() and (engines := fleet.serving()):
+            words = await self._announce(engines, boundary=at_rest)
+            logger.info("engines were found running: %s", words)
+            if at_rest or not await self._rest(fleet):
+                break
+            at_rest = True
+        return words
+
+    async def _rest(self, fleet: Fleet) -> bool:
+        """Once nobody has had a request for a while; False where a switch comes first."""
+        since_s = self._clock.now_s()
+        while self._clock.now_s() < since_s + RESTED_S:
+            await self._clock.sleep(LOOK_S)
+            if fleet.switching():
+                return False
+            if fleet.idle() is not True:
+                since_s = self._clock.now_s()
+        return True
+
+    async def follow(self, engines: Iterable[Serving]) -> str:
+        """Give these engines their circuits; what became of it, in words. Whatever happens, they may serve then."""
+        self._followed = True
+        return await self._announce(list(engines), boundary=True)
+
+    async def _announce(self, engines: Sequence[Serving], *, boundary: bool, within_s: float | None = None) -> str:
+        limit_s = self._within_s if within_s is None else within_s
+        try:
+            intent = self.intent(engines)
+            if not intent.traffic:
+                return "no traffic beyond a GPU"
+            period = self._fabric.expect(intent, boundary=boundary)
+        except (OrchestrRLError, ValueError) as error:
+            logger.error("the circuits of the deployment cannot be chosen: %s", error)
+            return f"circuits stay as they are: {error}"
+        over = asyncio.ensure_future(self._fabric.until_over(period))
+        alarm = asyncio.ensure_future(self._clock.sleep(limit_s))
+        try:
+            await asyncio.wait({over, alarm}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            alarm.cancel()
+            over.cancel()
+            report = period.report
+            # Also where whoever waits is told to stop: what was begun comes to its end, nothing more is begun among
+            # requests. Harmless where it is over.
+            self._fabric.withdraw(period, f"engines serve, at the latest after {limit_s:g} s")
+        if not report.over:
+            return f"circuits are still being changed after {limit_s:g} s: {report.state}"
+        changed = sum(commit.moves for commit in report.commits if commit.done)  # not all that were planned, maybe
+        words = f"circuits {report.state}: {changed} cross-connects changed"
+        return f"{words} ({_shorten(f'{report.code}: {report.detail}')})" if report.detail else words
+
+    def intent(self, engines: Sequence[Serving]) -> Intent:
+        """What they will say to each other, and to those that train. Raises ValueError for a layout that does not
+        fit its GPUs."""
+        first_gpu, tokens = self._volumes.first_gpu, self._volumes.tokens
+        deployed = [
+            DeployedEngine(
+                each.engine,
+                tuple(GpuId(gpu + first_gpu) for gpu in each.gpus),
+                each.parallelism,
+                tokens,
+                tokens,
+            )
+            for each in engines
+        ]
+        return deployment_intent(
+            self._volumes.model,
+            deployed,
+            period=PERIOD,
+            trainers=_trainers(self._fabric.site),
+            per_node=self._gpus_per_server,
+        )
+
+
+def _shorten(text: str) -> str:
+    """The report of the period has all of it."""
+    return text if len(text) <= WORDS_CHARACTERS else f"{text[: WORDS_CHARACTERS - 3]}..."
+
+
+def _gpus_per_server(site: Site) -> int:
+    """Beyond which an engine's ranks sum up in two levels: of the servers that generate, the largest."""
+    return max((len(server.gpus) for server in site.servers if site.pod[server.pod].role is Role.GEN), default=1)
+
+
+def _trainers(site: Site) -> list[GpuId]:
+    """The GPUs of PoDs that train, by number."""
+    return sorted(gpu for server in site.servers if site.pod[server.pod].role is Role.TRAIN for gpu in server.gpus)

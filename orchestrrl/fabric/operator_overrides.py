@@ -1,0 +1,187 @@
+"""An operator's word on the fabric: pins, an override, and what is not to be used. Journalled; lasts over restarts."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.ttl import expiry_s, lifetime_faults
+from orchestrrl.fabric.periods import ControlState, FabricControl
+from planner.fabric.model import OcsId, PortPair, port_pair
+from planner.fabric.plan import Failures
+from planner.fabric.topology import ServerId, Site
+
+_CONTROL = TypeAdapter(FabricControl)
+_CROSS_CONNECT = re.compile(r"(?P<switch>.+):(?P<one>\d{1,6})-(?P<other>\d{1,6})")
+_NUMBERED = re.compile(r"(?P<name>.+):(?P<number>\d{1,6})")
+MASKS = "switch SWITCH, port SWITCH:PORT, circuit SWITCH:PORT-PORT, nic SERVER:INDEX or server SERVER"
+
+
+class OperatorsWord:
+    """Construction recovers what the journal holds."""
+
+    def __init__(self, site: Site, journal: Journal, clock: Clock) -> None:
+        self._site = site
+        self._journal = journal
+        self._clock = clock
+        self._control = FabricControl()
+        self.masked: tuple[str, ...] = ()
+        self.changed: Callable[[], None] = lambda: None  # called after each change
+        said = journal.newest(Kind.FABRIC_CONTROL, _said_in)
+        if said is not None:
+            self._control, masked = said
+            # A site that has changed since knows some of it no more.
+            self.masked = tuple(each for each in masked if not self._mask_faults(each))
+            pins = tuple(each for each in self._control.cross_connects if not self._pin_faults(each))
+            if pins != self._control.cross_connects:
+                self._control = FabricControl(reason="what was pinned is not of this site any more")
+
+    @property
+    def control(self) -> FabricControl:
+        return self._control.at(self._clock.now_s())
+
+    @property
+    def said(self) -> tuple[FabricControl, tuple[str, ...]]:
+        """All of it; two are equal where they bind alike."""
+        return self.control, self.masked
+
+    @property
+    def pinned(self) -> frozenset[PortPair]:
+        return frozenset(map(_cross_connect, self.control.cross_connects))
+
+    @property
+    def failures(self) -> Failures:
+        return self._failures(self.masked)
+
+    def pin(self, cross_connects: Sequence[str], reason: str, ttl_s: float) -> FabricControl:
+        """Raises ProblemFaults."""
+        faults = [
+            f"cross_connects[{index}]: {fault}"
+            for index, text in enumerate(cross_connects)
+            for fault in self._pin_faults(text)
+        ]
+        self._check([*faults, *lifetime_faults(ttl_s)])
+        pins = sorted({_cross_connect(text) for text in cross_connects})
+        times = Counter((each.switch, port) for each in pins for port in each.ports)
+        self._check(
+            [
+                f"cross_connects: port {port} of {switch} must be pinned once, got {count} times"
+                for (switch, port), count in sorted(times.items())
+                if count > 1
+            ]
+        )
+        names = tuple(map(str, pins))
+        return self._set(FabricControl(ControlState.PINNED, names, "", reason, expiry_s(self._clock.now_s(), ttl_s)))
+
+    def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
+        self._check(lifetime_faults(ttl_s))
+        ends_s = expiry_s(self._clock.now_s(), ttl_s)
+        return self._set(FabricControl(ControlState.OVERRIDDEN, (), period, reason, ends_s, job))
+
+    def release(self, reason: str) -> FabricControl:
+        return self._set(FabricControl(reason=reason))
+
+    def mask(self, masked: Sequence[str], reason: str) -> None:
+        """The whole list. Raises ProblemFaults."""
+        self._check(
+            [f"masked[{index}]: {fault}" for index, text in enumerate(masked) for fault in self._mask_faults(text)]
+        )
+        before = self.masked
+        self.masked = tuple(sorted(set(masked)))
+        try:
+            self._write(reason)
+        except BaseException:
+            self.masked = before
+            raise
+        self.changed()
+
+    def _set(self, control: FabricControl) -> FabricControl:
+        before, self._control = self._control, control
+        try:
+            self._write(control.reason)
+        except BaseException:
+            self._control = before
+            raise
+        self.changed()
+        return control
+
+    def _write(self, reason: str) -> None:
+        control = _CONTROL.dump_python(self._control, mode="json")
+        body = {"control": control, "masked": list(self.masked), "reason": reason}
+        self._journal.append(self._clock.now_s(), Kind.FABRIC_CONTROL, self._control.state, body)
+
+    @staticmethod
+    def _check(faults: list[str]) -> None:
+        if faults:
+            raise ProblemFaults(faults)
+
+    def _pin_faults(self, text: str) -> list[str]:
+        match = _CROSS_CONNECT.fullmatch(text)
+        if match is None or match["one"] == match["other"]:
+            return [f"must be SWITCH:PORT-PORT, got {text!r}"]
+        ports = {port for numbers in self._ports(match["switch"]).values() for port in numbers}
+        if not ports:
+            return [f"is on no switch of the site, got {text!r}"]
+        unknown = sorted({int(match["one"]), int(match["other"])} - ports)
+        if unknown:
+            return [f"ends at ports without a fibre ({', '.join(map(str, unknown))}), got {text!r}"]
+        pod = self._site.switch[OcsId(match["switch"])].pod
+        cabling = self._site.core_cabling if pod is None else self._site.agg_cabling(pod)
+        return [] if cabling.ends(_cross_connect(text)) else [f"joins one endpoint with itself, got {text!r}"]
+
+    def _mask_faults(self, text: str) -> list[str]:
+        kind, _, what = text.partition(" ")
+        match kind:
+            case "switch" if OcsId(what) in self._site.switch:
+                return []
+            case "port" if (found := _NUMBERED.fullmatch(what)) and OcsId(found["name"]) in self._site.switch:
+                return []
+            case "circuit":
+                return self._pin_faults(what)
+            case "server" if what in self._servers:
+                return []
+            case "nic" if (found := _NUMBERED.fullmatch(what)) and found["name"] in self._servers:
+                there = len(self._servers[found["name"]])
+                return [] if int(found["number"]) < there else [f"its server has {there} NICs, got {text!r}"]
+            case "switch" | "port" | "server" | "nic":
+                return [f"names nothing of the site, got {text!r}"]
+        return [f"must be {MASKS}, got {text!r}"]
+
+    @property
+    def _servers(self) -> dict[str, tuple[str, ...]]:
+        return {str(server.id): server.tors for server in self._site.servers}
+
+    def _ports(self, switch: str) -> dict[str, tuple[int, ...]]:
+        found = self._site.switch.get(OcsId(switch))
+        return {} if found is None else {str(endpoint): ports for endpoint, ports in found.ports.items()}
+
+    @staticmethod
+    def _failures(masked: Sequence[str]) -> Failures:
+        found: dict[str, list[str]] = {"switch": [], "port": [], "circuit": [], "nic": [], "server": []}
+        for each in masked:
+            kind, _, what = each.partition(" ")
+            found[kind].append(what)
+        ports = [what.rpartition(":") for what in found["port"]]
+        nics = [what.rpartition(":") for what in found["nic"]]
+        return Failures(
+            ports=frozenset((OcsId(switch), int(port)) for switch, _, port in ports),
+            switches=frozenset(map(OcsId, found["switch"])),
+            cross_connects=frozenset(map(_cross_connect, found["circuit"])),
+            nics=frozenset((ServerId(server), int(index)) for server, _, index in nics),
+            servers=frozenset(map(ServerId, found["server"])),
+        )
+
+
+def _said_in(body: Mapping[str, Any]) -> tuple[FabricControl, tuple[str, ...]]:
+    return _CONTROL.validate_python(body["control"]), tuple(map(str, body["masked"]))
+
+
+def _cross_connect(text: str) -> PortPair:
+    match = _CROSS_CONNECT.fullmatch(text)
+    assert match is not None, text
+    return port_pair(OcsId(match["switch"]), int(match["one"]), int(match["other"]))

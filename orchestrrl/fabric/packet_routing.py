@@ -1,0 +1,258 @@
+"""Packets follow circuits: what the coordinator of circuits asks for, in the terms of routers and their links.
+
+It speaks of cross-connects; packets know links between ToRs, each over one cross-connect or, between PoDs, over three
+(planner/fabric/light.py). Between commits, links that lose their light or get it back, and routers that failed, are
+seen to by `tend`. Changing the routers is steering.py.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.fabric.rerouting import NotDrained, Offload, Steered, Steering
+from orchestrrl.fabric.switch_reader import Glance
+from planner.fabric.light import Interface, Lit, links_up
+from planner.fabric.masks import Port
+from planner.fabric.model import EndpointId, OcsId, PortPair
+from planner.fabric.steering import Link
+from planner.fabric.topology import Site
+from planner.fabric.transition import TransitionStage
+
+logger = logging.getLogger(__name__)
+
+Look = Callable[[], Awaitable[Glance]]
+
+LISTED = 4
+WRITE_EVERY_S = 60.0
+LONGEST_PAUSE_S = 60.0  # between two tries at what stays as it is
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """How packets go. `left_out`: links that there are by the switches, and why packets do not take them."""
+
+    at_s: float
+    links: tuple[Link, ...]
+    left_out: Mapping[Link, str] = field(default_factory=dict)
+    failed: Mapping[EndpointId, str] = field(default_factory=dict)  # routers that are not as they should be
+    unreachable: tuple[tuple[EndpointId, EndpointId], ...] = ()
+    on_packet_side: tuple[tuple[EndpointId, EndpointId], ...] = ()
+
+    @property
+    def amiss(self) -> str:
+        """In one line; empty: every link is used, and every router as it should be. Pairs without a way are not
+        counted: what no circuit joins is the plan's business."""
+        told = (("not used", self.left_out), ("routes amiss", self.failed))
+        return "; ".join(f"{what}: {_listed(some)}" for what, some in told if some)
+
+
+class FabricRouting:
+    """The coordinator's `Routing`; the caller keeps `tend` as a task. One change at a time."""
+
+    def __init__(
+        self,
+        site: Site,
+        interfaces: Mapping[Port, Interface],
+        steering: Steering,
+        look: Look,
+        journal: Journal,
+        clock: Clock,
+        *,
+        look_again_s: float = 5.0,
+        offload: Offload,
+    ) -> None:
+        self.defects = 0  # faults of ours that were met while tending
+        self.routed: Routed | None = None  # None: nobody has said yet which circuits there are
+        self._site = site
+        self._interfaces = interfaces
+        self._steering = steering
+        self._look = look
+        self._journal = journal
+        self._clock = clock
+        self._look_again_s = look_again_s
+        self._offload = offload
+        self._turn = asyncio.Lock()
+        self._lit: tuple[Lit, ...] = ()
+        self._is_changing = False  # drained, and not yet steered again
+        self._tried: tuple[frozenset[Link], float] = (frozenset(), 0.0)  # what `tend` tried last, and its next pause
+        self._again_s = 0.0
+        self._recorded_s = -math.inf
+        recorded = journal.newest(Kind.STEERED, _recorded_in)
+        self._recorded = recorded or frozenset()
+
+    @property
+    def interfaces(self) -> Mapping[Port, Interface]:
+        """What is behind each port that a ToR is fibred to, by the site."""
+        return self._interfaces
+
+    @property
+    def steering(self) -> Steering:
+        return self._steering
+
+    @asynccontextmanager
+    async def standing_still(self) -> AsyncIterator[None]:
+        """Packets stay where they are meanwhile, whatever is lit: somebody looks where fibres end."""
+        async with self._turn:
+            was, self._is_changing = self._is_changing, True
+            try:
+                yield
+            finally:
+                self._is_changing = was
+                self._lit = (*self._lit,)  # another value: who looked meanwhile has seen what is gone
+
+    # --- asked by the coordinator
+
+    async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
+        """Find the routes of every point of a transition before its window opens."""
+        points, now = [], frozenset(up)
+        for stage in stages:
+            drained = now.difference(stage.remove)
+            now = drained.union(stage.add)
+            points += [drained, now]
+
+        def find() -> None:
+            for point in points:
+                self._steering.prepare([lit.link for lit in links_up(self._site, point, self._interfaces)])
+
+        async with self._turn:
+            await self._offload(find)
+
+    async def drain(self, going: Iterable[PortPair]) -> None:
+        """Take packets off the links that go over these. Raises OrchestrRLError where some still take one: `steer`
+        brings back what was moved off, and so does `tend`."""
+        going = frozenset(going)
+        await self._begin()
+        async with self._turn:
+            leaving = [lit.link for lit in self._lit if lit.goes_over(going)]
+            if leaving:
+                try:
+                    await self._steering.drain(leaving)
+                except NotDrained as error:
+                    assert self.routed is not None
+                    self.routed = replace(self.routed, failed=error.routers)
+                    raise
+            self._is_changing = True
+            self._lit = tuple(lit for lit in self._lit if not lit.goes_over(going))
+
+    async def steer(self, usable: Iterable[PortPair]) -> str:
+        """Route over all links that these make; what is amiss then. What has gone without being drained counts as up
+        where its switch does not answer: its light says more."""
+        async with self._turn:
+            wanted = frozenset(usable)
+            gone = self._over - wanted
+            self._lit = await self._find(wanted | _on(gone, (await self._look()).unread if gone else ()))
+            self._tried = (frozenset(), 0.0)
+            routed = await self._route(lit.link for lit in self._lit)
+            self._is_changing = False
+            return routed.amiss
+
+    async def close(self) -> None:
+        if self.routed is not None:
+            self._write_down()
+        await self._steering.close()
+
+    # --- between commits
+
+    async def tend(self) -> None:
+        """Never returns. Begins with what is up."""
+        while True:
+            try:
+                await self._begin()
+                await self._look_again()
+                if self._clock.now_s() >= self._recorded_s + WRITE_EVERY_S:
+                    self._write_down()
+            except OrchestrRLError as error:
+                logger.warning("routes could not be looked after: %s", error)
+            except Exception:
+                # A fault of ours, or of one router's driver, is no reason to stop the daemon.
+                self.defects += 1
+                logger.exception("routes could not be looked after")
+            await self._clock.sleep(self._look_again_s)
+
+    async def _begin(self) -> None:
+        """Route over what there is, unless somebody has begun."""
+        async with self._turn:
+            if self.routed is None:
+                self._lit = await self._find(await self._seen())
+                await self._route(lit.link for lit in self._lit)
+
+    async def _look_again(self) -> None:
+        if self._is_changing or self.routed is None:
+            return
+        before = self._lit
+        lit = await self._find(await self._seen())
+        dark = await self._steering.dark([each.link for each in lit])
+        usable = frozenset(each.link for each in lit if each.link not in dark)
+        tried, pause_s = self._tried
+        if tried == usable and self._clock.now_s() < self._again_s:
+            return
+        async with self._turn:
+            if self._is_changing or self._lit is not before:  # a commit was faster
+                return
+            self._lit = lit
+            if usable == set(self.routed.links) and not self.routed.failed:
+                self.routed = replace(self.routed, left_out=dark)
+                return
+            routed = await self._route(usable, dark)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if tried == usable else self._look_again_s
+            self._tried, self._again_s = (usable, pause_s), self._clock.now_s() + pause_s
+        logger.warning("packets go over %d of %d links: %s", len(routed.links), len(lit), routed.amiss or "as wanted")
+
+    async def _seen(self) -> frozenset[PortPair]:
+        """What is up. A switch that does not answer has what it had when it last did."""
+        known = self._over or self._recorded
+        glance = await self._look()
+        return glance.cross_connects | _on(known, glance.unread)
+
+    @property
+    def _over(self) -> frozenset[PortPair]:
+        return frozenset(pair for lit in self._lit for pair in lit.over)
+
+    async def _find(self, up: frozenset[PortPair]) -> tuple[Lit, ...]:
+        found: tuple[Lit, ...] = await self._offload(lambda: links_up(self._site, up, self._interfaces))
+        return found
+
+    async def _route(self, links: Iterable[Link], dark: Mapping[Link, str] | None = None) -> Routed:
+        links = tuple(links)
+        await self._offload(lambda: self._steering.prepare(links))
+        self.routed = _routed(await self._steering.steer(links), dark or {}, self._clock.now_s())
+        return self.routed
+
+    def _write_down(self) -> None:
+        """For a daemon that starts while a switch does not answer. Who is at the far end is asked then anyway, so it
+        need not be of the last minute."""
+        if self._recorded != self._over and not self._is_changing:
+            self._recorded, self._recorded_s = self._over, self._clock.now_s()
+            body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._recorded)]}
+            self._journal.append(self._recorded_s, Kind.STEERED, "", body)
+
+
+def _recorded_in(body: Mapping[str, Any]) -> frozenset[PortPair]:
+    return frozenset(PortPair(*each) for each in body["cross_connects"])
+
+
+def _listed(some: Mapping[Any, str]) -> str:
+    words = [f"{what} ({why})" for what, why in sorted(some.items())]
+    return ", ".join(words[:LISTED]) + (f" and {len(words) - LISTED} more" if len(words) > LISTED else "")
+
+
+def _on(pairs: Iterable[PortPair], switches: Collection[OcsId]) -> frozenset[PortPair]:
+    return frozenset(pair for pair in pairs if pair.switch in switches)
+
+
+def _routed(steered: Steered, dark: Mapping[Link, str], at_s: float) -> Routed:
+    return Routed(
+        at_s,
+        steered.routed,
+        {**dark, **{out.link: out.why for out in steered.left_out}},
+        steered.failed,
+        steered.unreachable,
+        steered.on_packet_side,
+    )

@@ -1,0 +1,380 @@
+"""Bring packets onto circuits and off them: drain, then (somebody else) switch, then wait for light, then route again.
+
+    await steering.drain(going)      # raises NotDrained: then the circuits must stay
+    ...                              # the switches are changed
+    await steering.steer(usable)     # all circuits that are up, or about to be
+
+Routes are read from the routers each time, never remembered in their place: after a restart, or an outcome that nobody
+knows, the next call starts from what is there. Routers change in the order of `planner/fabric/steering.py`, stage by
+stage, and each stage is read back before the next. Whoever depends on a router that fails keeps its old route.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
+from orchestrrl.fabric.route_drivers.base import Applied, RouteDriver
+from planner.fabric import steering as pure
+from planner.fabric.model import EndpointId
+from planner.fabric.steering import Domain, Link, NextHop, RouteChange, RouteTable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+RETRY_S = 1.0
+KEPT = 64  # sets of circuits whose routes are kept ready
+
+
+async def inline(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`link_up_s`: for light, once the switches are done; `neighbour_s`: for the router at the far end to answer;
+    `settle_s`: for packets that are under way on a circuit whose routes have gone."""
+
+    link_up_s: float = 2.0
+    neighbour_s: float = 1.0
+    settle_s: float = 0.002
+
+    def __post_init__(self) -> None:
+        for name in ("link_up_s", "neighbour_s", "settle_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+
+class NotDrained(Retryable):
+    """These routers still send packets to circuits that were to go, or nobody knows: the circuits must stay. What was
+    moved off them has another way; `Steering.steer` brings it back."""
+
+    def __init__(self, routers: Mapping[EndpointId, str]) -> None:
+        super().__init__(f"not drained: {_listed(routers)}", RETRY_S)
+        self.routers = routers
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """No packet of ours goes to the circuits any more."""
+
+    detail: str
+    took_s: float
+    stages: int  # how many times routers were changed, one after the other
+    dark: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to) that had a way and have none now
+    failed: Mapping[EndpointId, str]  # routers that could not be changed and need not have been
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    link: Link
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Steered:
+    """Packets go over `routed`. `done`: every circuit is used and every router is as it should be."""
+
+    done: bool
+    detail: str
+    took_s: float
+    light_s: float  # of it, until all that come up were up and their far ends had answered
+    stages: int
+    routed: tuple[Link, ...]
+    left_out: tuple[LeftOut, ...]
+    failed: Mapping[EndpointId, str]
+    unreachable: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to)
+    on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]
+
+
+@dataclass
+class _Moved:
+    """How far a change of tables has come."""
+
+    stages: int = 0
+    failed: dict[EndpointId, str] = field(default_factory=dict)
+    unread: set[EndpointId] = field(default_factory=set)
+    held: tuple[tuple[EndpointId, str], ...] = ()
+
+
+class Steering:
+    """The routers of one domain, changed by one caller at a time."""
+
+    def __init__(
+        self,
+        routers: Mapping[EndpointId, RouteDriver],
+        domain: Domain,
+        clock: Clock,
+        limits: Limits | None = None,
+        offload: Offload = inline,
+    ) -> None:
+        if set(routers) != set(domain.routers):
+            raise ValueError(f"routers must be those of the domain, got {sorted(set(routers) ^ set(domain.routers))}")
+        self.domain = domain
+        self._routers = routers
+        self._clock = clock
+        self._limits = limits or Limits()
+        self._offload = offload  # what takes long on a large site
+        self._turn = asyncio.Lock()
+        self._routed: tuple[Link, ...] | None = None  # None: nobody has said yet
+        self._prepared: dict[frozenset[Link], pure.Steer] = {}
+        self._tables: dict[EndpointId, RouteTable] = {}  # as last read; of those silent now, as known
+
+    @property
+    def routed(self) -> tuple[Link, ...] | None:
+        """The circuits that packets go over; None before the first `steer`."""
+        return self._routed
+
+    def prepare(self, links: Collection[Link]) -> pure.Steer:
+        """The routes over these circuits, found once: periods recur, and a window is short. Touches no router."""
+        key = frozenset(links)
+        want = self._prepared.pop(key, None) or pure.steer(self.domain, key)
+        self._prepared[key] = want  # the latest used stand last
+        if len(self._prepared) > KEPT:
+            del self._prepared[next(iter(self._prepared))]
+        return want
+
+    async def drain(self, going: Collection[Link]) -> Drained:
+        """Move packets off circuits that are about to go. Raises NotDrained where a router still uses one, or might;
+        Permanent before the first `steer`."""
+        async with self._turn:
+            if self._routed is None:
+                raise Permanent("nothing can be drained before it is known which circuits there are: steer first")
+            began_s = self._clock.now_s()
+            before = self.prepare(self._routed)
+            want = self.prepare([link for link in self._routed if link not in set(going)])
+            moved = await self._move(want.tables)
+            still = self._still_using(going, moved)
+            if still:
+                logger.warning("circuits are not drained: %s", _listed(still))
+                raise NotDrained(still)
+            self._routed = tuple(link for link in self._routed if link not in set(going))
+            await self._clock.sleep(self._limits.settle_s)
+            dark = tuple(sorted(set(want.unreachable) - set(before.unreachable)))
+            detail = _detail(moved, f"no way for {_pairs(dark)}" if dark else "")
+            return Drained(detail, self._clock.now_s() - began_s, moved.stages, dark, moved.failed)
+
+    async def steer(self, usable: Collection[Link]) -> Steered:
+        """Route over these circuits, less those that get no light or whose far end does not answer, in time."""
+        async with self._turn:
+            began_s = self._clock.now_s()
+            wanted = self.prepare(usable)  # raises ValueError before anything is done
+            left_out = await self._dark_ones(usable)
+            light_s = self._clock.now_s() - began_s
+            routed = tuple(sorted(link for link in set(usable) if link not in left_out))
+            want = self.prepare(routed) if left_out else wanted
+            moved = await self._move(want.tables)
+            self._routed = routed
+            out = tuple(LeftOut(link, why) for link, why in sorted(left_out.items()))
+            detail = _detail(moved, f"not used: {', '.join(f'{o.link} ({o.why})' for o in out)}" if out else "")
+            steered = Steered(
+                done=not (out or moved.failed or moved.held),
+                detail=detail,
+                took_s=self._clock.now_s() - began_s,
+                light_s=light_s,
+                stages=moved.stages,
+                routed=routed,
+                left_out=out,
+                failed=moved.failed,
+                unreachable=want.unreachable,
+                on_packet_side=want.on_packet_side,
+            )
+            logger.info("packets steered over %d circuits: %s", len(routed), detail or "all as wanted")
+            return steered
+
+    async def close(self) -> None:
+        """Routes stay as they are."""
+        for router in self._routers.values():
+            await router.close()
+
+    async def dark(self, links: Collection[Link]) -> dict[Link, str]:
+        """Those without light at this moment, with the reason; one whose routers do not tell is none of them."""
+        seen = await self._up(links, 0.0)
+        return {link: why for link, why in seen.items() if not isinstance(why, OrchestrRLError)}
+
+    async def signals(self) -> tuple[frozenset[tuple[EndpointId, str]], dict[EndpointId, str]]:
+        """Interfaces of all routers that have a signal, and routers that do not tell."""
+        told = await self._each({name: router.links() for name, router in self._routers.items()})
+        up: set[tuple[EndpointId, str]] = set()
+        silent: dict[EndpointId, str] = {}
+        for name, links in told.items():
+            if isinstance(links, OrchestrRLError):
+                silent[name] = str(links)
+            else:
+                up |= {(name, interface) for interface, is_up in links.items() if is_up}
+        return frozenset(up), silent
+
+    async def heard(
+        self, asked: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
+    ) -> dict[tuple[EndpointId, str], frozenset[EndpointId]]:
+        """Which of these routers answer on each interface."""
+        hops: dict[EndpointId, dict[NextHop, tuple[str, EndpointId]]] = {}
+        for (name, interface), others in asked.items():
+            for other in others:
+                if other != name:
+                    hop = NextHop(self.domain.routers[other].address, interface)
+                    hops.setdefault(name, {})[hop] = (interface, other)
+        found = await self._each(
+            {name: self._routers[name].find(tuple(some), self._limits.neighbour_s) for name, some in hops.items()}
+        )
+        heard: dict[tuple[EndpointId, str], set[EndpointId]] = {}
+        for name, answered in found.items():
+            for hop in () if isinstance(answered, OrchestrRLError) else answered:
+                interface, other = hops[name][hop]
+                heard.setdefault((name, interface), set()).add(other)
+        return {end: frozenset(some) for end, some in heard.items()}
+
+    async def _dark_ones(self, links: Collection[Link]) -> dict[Link, str]:
+        """Circuits that cannot carry packets, with the reason. Light is waited for where it is still to come."""
+        old = set(links) & set(self._routed or ())
+        new = set(links) - old
+        dark = await self.dark(old)  # of what carries packets, routers that do not answer keep the rest
+        came = await self._up(new, self._limits.link_up_s)
+        dark |= {link: str(why) for link, why in came.items()}  # a driver's errors begin with its name
+        return dark | await self._silent_ones([link for link in sorted(new) if link not in dark])
+
+    async def _up(self, links: Collection[Link], limit_s: float) -> dict[Link, str | OrchestrRLError]:
+        """Those that are not known to be up within the time: why not, or what kept a router from telling."""
+        waiting = {name: self._routers[name].wait_up(some, limit_s) for name, some in _interfaces(links).items()}
+        up = await self._each(waiting)
+        found: dict[Link, str | OrchestrRLError] = {}
+        for link, (name, interface) in ((one, end) for one in sorted(links) for end in one.ends):
+            waited = up[name]
+            if isinstance(waited, OrchestrRLError):
+                found.setdefault(link, waited)
+            elif interface in waited.down:
+                found[link] = f"{interface} of {name} is down"
+        return found
+
+    async def _silent_ones(self, links: Collection[Link]) -> dict[Link, str]:
+        """Circuits whose far end is not whom it should be: light alone does not say that."""
+        hops: dict[EndpointId, dict[NextHop, Link]] = {}
+        for link in links:
+            (a, interface_a), (b, interface_b) = link.ends
+            hops.setdefault(a, {})[NextHop(self.domain.routers[b].address, interface_a)] = link
+            hops.setdefault(b, {})[NextHop(self.domain.routers[a].address, interface_b)] = link
+        found = await self._each(
+            {name: self._routers[name].find(tuple(some), self._limits.neighbour_s) for name, some in hops.items()}
+        )
+        silent: dict[Link, str] = {}
+        for name, answered in found.items():
+            for hop, link in hops[name].items():
+                if isinstance(answered, OrchestrRLError):
+                    silent[link] = f"{name}: {answered}"
+                elif hop not in answered:
+                    silent[link] = f"{name} gets no answer from {hop.gateway} on {hop.interface}"
+        return silent
+
+    async def _move(self, tables: Mapping[EndpointId, RouteTable]) -> _Moved:
+        """Bring every router to its table, in an order that keeps every packet on a way."""
+        moved = _Moved()
+        await self._read_all(moved)
+        want = {}
+        for name, table in tables.items():
+            can = await self._routers[name].capabilities()
+            want[name] = pure.fit(table, can.max_next_hops, can.max_weight)
+        stuck = {
+            (name, prefix)
+            for name in moved.failed
+            for prefix in {*want[name].routes, *self._tables.get(name, RouteTable()).routes}
+        }
+        while True:
+            plan = await self._offload(lambda: pure.update(self.domain, self._tables, want, stuck))
+            moved.held = tuple(key for key in plan.held if key not in stuck)
+            if await self._carry_out(plan.stages, moved, stuck):
+                return moved
+
+    async def _carry_out(self, stages: Iterable[pure.Stage], moved: _Moved, stuck: set[tuple[EndpointId, str]]) -> bool:
+        """False as soon as a router failed: the rest is to be planned again without it."""
+        for stage in stages:
+            results = await self._each({name: self._routers[name].apply(some) for name, some in stage.changes.items()})
+            moved.stages += 1
+            known = len(stuck)
+            for name, applied in results.items():
+                stuck |= self._note(name, stage.changes[name], applied, moved)
+            if len(stuck) > known:
+                return False
+        return True
+
+    def _note(
+        self,
+        name: EndpointId,
+        asked: tuple[RouteChange, ...],
+        applied: Applied | OrchestrRLError,
+        moved: _Moved,
+    ) -> set[tuple[EndpointId, str]]:
+        """Take over what a router has done; what it has not."""
+        if isinstance(applied, OrchestrRLError):
+            moved.failed[name] = str(applied)
+            if not isinstance(applied, Permanent | Retryable):
+                moved.unread.add(name)
+            return {(name, change.prefix) for change in asked}
+        routes = dict(self._tables[name].routes)
+        for change in applied.done:
+            routes.pop(change.prefix, None)
+            if change.route:
+                routes[change.prefix] = change.route
+        self._tables[name] = RouteTable.of(routes.values())
+        if applied.missing:
+            moved.failed[name] = "; ".join(f"{each.change}: {each.why}" for each in applied.missing)
+        return {(name, each.change.prefix) for each in applied.missing}
+
+    async def _read_all(self, moved: _Moved) -> None:
+        read = await self._each({name: router.read() for name, router in self._routers.items()})
+        for name, table in read.items():
+            if isinstance(table, OrchestrRLError):
+                moved.failed[name] = str(table)
+                moved.unread.add(name)
+            else:
+                self._tables[name] = table
+
+    def _still_using(self, going: Collection[Link], moved: _Moved) -> dict[EndpointId, str]:
+        still: dict[EndpointId, str] = {}
+        for name, interfaces in _interfaces(going).items():
+            used = interfaces if name in moved.unread else interfaces & self._tables[name].interfaces
+            if used:
+                still[name] = f"{', '.join(sorted(used))}: {moved.failed.get(name, 'waits for another router')}"
+        return still
+
+    @staticmethod
+    async def _each(calls: Mapping[EndpointId, Awaitable[T]]) -> dict[EndpointId, T | OrchestrRLError]:
+        """All at once; errors of ours stand in the place of the result."""
+
+        async def one(call: Awaitable[T]) -> T | OrchestrRLError:
+            try:
+                return await call
+            except OrchestrRLError as error:
+                return error
+
+        results = await asyncio.gather(*(one(call) for call in calls.values()))
+        return dict(zip(calls, results, strict=True))
+
+
+def _interfaces(links: Iterable[Link]) -> dict[EndpointId, set[str]]:
+    found: dict[EndpointId, set[str]] = {}
+    for link in links:
+        for name, interface in link.ends:
+            found.setdefault(name, set()).add(interface)
+    return found
+
+
+def _detail(moved: _Moved, *more: str) -> str:
+    parts = [part for part in more if part]
+    if moved.failed:
+        parts.append(f"routers that failed: {_listed(moved.failed)}")
+    if moved.held:
+        parts.append(f"kept as they were, behind them: {', '.join(f'{n} to {prefix}' for n, prefix in moved.held)}")
+    return "; ".join(parts)
+
+
+def _listed(routers: Mapping[EndpointId, str]) -> str:
+    return ", ".join(f"{name} ({why})" for name, why in sorted(routers.items()))
+
+
+def _pairs(pairs: Iterable[tuple[EndpointId, EndpointId]]) -> str:
+    return ", ".join(f"{one}->{other}" for one, other in pairs)

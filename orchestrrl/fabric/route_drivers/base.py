@@ -1,0 +1,131 @@
+"""The driver contract: what the control plane asks of any router whose packets it steers.
+
+A plug point: one module per product, registered in the entry-point group `orchestrrl.route_drivers`, looked up
+by `registry.py`. Every driver passes `conformance.py`. A product need not implement all of `RouteDriver`: it writes a
+`Wire`, the few verbs that it has, and `driver.py` makes the contract of it. A driver owns the routes that bear its mark
+(a protocol number, a tag); it reads, changes and removes those alone. Errors are those of `orchestrrl/core/errors.py`.
+"""
+
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from planner.fabric.steering import NextHop, RouteChange, RouteTable
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a router can hold. `max_weight` 1: all next hops of a route get the same. `link_events`: the router says by
+    itself when an interface changes; without, it is asked again and again. `installs_later`: it takes a change before
+    it forwards by it, so that reading back may have to wait."""
+
+    max_next_hops: int
+    max_weight: int
+    link_events: bool = False
+    installs_later: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A change that is not there, and why, with the router's own words."""
+
+    change: RouteChange
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What became of changes, as read back from the router."""
+
+    done: tuple[RouteChange, ...]  # those that were so already included
+    missing: tuple[Missing, ...]
+    sent: int  # how many were not so already
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Which interfaces are up in the end, and after how long. One that the router does not have is down."""
+
+    up: frozenset[str]
+    down: frozenset[str]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Our routes, and the prefixes that others hold where ours would have to go. `idle`: of those that are ours, the
+    ones by which the router does not forward yet, or not over all of their next hops."""
+
+    table: RouteTable
+    foreign: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
+
+
+class RouteDriver(Protocol):
+    """One router. Construction opens nothing. Calls may come concurrently: one writer is let through at a time, and
+    every command and every wait is bounded in time. Reading raises Retryable where the router cannot be reached."""
+
+    router: str  # the name it goes by in errors and journals
+
+    async def capabilities(self) -> Capabilities: ...
+
+    async def read(self) -> RouteTable:
+        """The routes that are ours, as they are."""
+        ...
+
+    async def apply(self, changes: Sequence[RouteChange]) -> Applied:
+        """Send what of the changes is not yet so, then read back. A route is replaced in one step: at no time is there
+        none. Raises Permanent, before anything is sent, for what this router can never hold and for a prefix that
+        somebody else holds; Retryable where it cannot be reached; OutcomeUnknown where it could not be read
+        afterwards."""
+        ...
+
+    async def links(self) -> Mapping[str, bool]:
+        """Every interface: whether it is up and there is a signal."""
+        ...
+
+    async def wait_up(self, interfaces: Collection[str], limit_s: float) -> Waited:
+        """Returns once all are up, or after `limit_s`."""
+        ...
+
+    async def find(self, hops: Collection[NextHop], limit_s: float) -> frozenset[NextHop]:
+        """Forget who was at the far end of these interfaces, look who is there now, and tell those next hops whose
+        gateway answers within `limit_s`. Packets that go there afterwards do not wait for that any more."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Wire(Protocol):
+    """The verbs of one product, without policy. `driver.Driver` calls them inside a time limit. A verb raises
+
+    - Retryable: the router cannot be reached, or is busy
+    - Permanent: the router refused, with its own words; of a `send`, part may have taken
+    - OutcomeUnknown: the connection broke after changes were sent.
+    """
+
+    capabilities: Capabilities
+
+    async def read_routes(self) -> Reading:
+        """Our routes as the router has been told them: one that is idle now may come to life with its link."""
+        ...
+
+    async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
+        """Make these, whose prefixes have the routes of `now`. One that is refused does not keep back the others."""
+        ...
+
+    async def read_links(self) -> Mapping[str, bool]: ...
+
+    def link_events(self) -> AsyncGenerator[None]:
+        """Something about some interface has changed. Asked for only where `link_events` is declared."""
+        ...
+
+    async def look_for(self, hops: Collection[NextHop]) -> None:
+        """Forget the neighbours on these interfaces and start to look for these gateways there; waits for nobody."""
+        ...
+
+    async def found(self, hops: Collection[NextHop]) -> frozenset[NextHop]:
+        """Those whose gateway has answered."""
+        ...
+
+    async def close(self) -> None: ...

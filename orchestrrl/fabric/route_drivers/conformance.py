@@ -1,0 +1,204 @@
+"""The suite that every driver passes. Subclass it, say how to make a driver, and run pytest (asyncio mode auto):
+
+    class TestMyRouter(RouteDriverConformance):
+        async def make_driver(self) -> RouteDriver:
+            return MyRouter("lab1", address="192.0.2.7")
+
+        async def inject(self, driver: RouteDriver, fault: Fault) -> None: ...
+
+        async def others(self, driver: RouteDriver) -> frozenset[str]: ...
+
+The router has three interfaces, `interfaces`, that are up, with a router that answers for `peer` at the far end of
+each, and no routes of ours. Each test gets a driver of its own and closes it. Faults that cannot be injected are named
+in `cannot_inject` with the reason, and their tests skip with it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+from unittest import SkipTest
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.fabric.route_drivers.base import Capabilities, RouteDriver
+from orchestrrl.fabric.route_drivers.virtual import Fault, FaultKind
+from planner.fabric.steering import NextHop, Route, RouteChange, RouteTable
+
+ONE, TWO, THREE = "10.0.1.0/24", "10.0.2.0/24", "10.0.3.3/32"
+FAR_S = 60.0  # for what is to come: nothing waits so long
+NEAR_S = 0.1  # for what is not to come
+
+
+def put(route: Route) -> RouteChange:
+    return RouteChange(route.prefix, route)
+
+
+def gone(prefix: str) -> RouteChange:
+    return RouteChange(prefix, None)
+
+
+class RouteDriverConformance:
+    """See the module."""
+
+    interfaces: tuple[str, str, str] = ("swp1", "swp2", "swp3")
+    peer: str = "192.0.2.2"
+    cannot_inject: Mapping[FaultKind, str] = MappingProxyType({})
+
+    async def make_driver(self) -> RouteDriver:
+        """A driver for a router as the module says. Override it."""
+        raise AssertionError("this harness does not say how to make a driver")
+
+    async def inject(self, driver: RouteDriver, fault: Fault) -> None:
+        """Make this go wrong. Override it, or fill `cannot_inject`."""
+        raise AssertionError(f"this harness neither injects {fault.kind} nor says why it cannot")
+
+    async def others(self, driver: RouteDriver) -> frozenset[str]:
+        """The prefixes that have routes which are not ours. Override it."""
+        raise AssertionError("this harness does not say which routes are not ours")
+
+    @asynccontextmanager
+    async def device(self) -> AsyncIterator[RouteDriver]:
+        driver = await self.make_driver()
+        try:
+            yield driver
+        finally:
+            await driver.close()
+
+    async def break_it(self, driver: RouteDriver, kind: FaultKind, interface: str = "", prefix: str = "") -> None:
+        if kind in self.cannot_inject:
+            raise SkipTest(f"{kind}: {self.cannot_inject[kind]}")
+        await self.inject(driver, Fault(kind, interface, prefix))
+
+    def route(self, prefix: str, *weights: int) -> Route:
+        """Over as many interfaces as there are weights."""
+        ways = zip(self.interfaces, weights, strict=False)
+        return Route.of(prefix, {(self.peer, interface): weight for interface, weight in ways if weight})
+
+    def weighted(self, can: Capabilities) -> tuple[int, int]:
+        return (3, 2) if can.max_weight >= 3 else (1, 1)
+
+    # Routes.
+
+    async def test_routes_are_made_changed_and_removed(self) -> None:
+        async with self.device() as driver:
+            assert await driver.read() == RouteTable()
+            weights = self.weighted(await driver.capabilities())
+            first = (self.route(ONE, 1), self.route(TWO, *weights), self.route(THREE, 0, 1, 1))
+            applied = await driver.apply([put(route) for route in first])
+            assert (len(applied.done), applied.missing, applied.sent) == (3, (), 3)
+            assert await driver.read() == RouteTable.of(first)
+            second = (self.route(ONE, 0, 1, 1), self.route(TWO, 0, 0, 1))
+            applied = await driver.apply([*(put(route) for route in second), gone(THREE)])
+            assert (applied.missing, applied.sent) == ((), 3)
+            assert await driver.read() == RouteTable.of(second)
+
+    async def test_a_change_that_is_so_already_sends_nothing(self) -> None:
+        async with self.device() as driver:
+            changes = [put(self.route(ONE, 1, 1)), gone(TWO)]
+            assert (await driver.apply(changes)).sent == 1
+            again = await driver.apply(changes)
+            assert (again.done, again.missing, again.sent) == (tuple(changes), (), 0)
+            assert (await driver.apply([])).sent == 0
+
+    async def test_several_writers_get_through(self) -> None:
+        async with self.device() as driver:
+            routes = [self.route(prefix, 1) for prefix in (ONE, TWO, THREE)]
+            results = await asyncio.gather(*(driver.apply([put(route)]) for route in routes))
+            assert all(result.missing == () for result in results)
+            assert await driver.read() == RouteTable.of(routes)
+
+    async def test_routes_of_others_are_never_touched(self) -> None:
+        async with self.device() as driver:
+            await driver.apply([put(self.route(TWO, 1))])
+            before = await self.others(driver)
+            await self.break_it(driver, FaultKind.FOREIGN_ROUTE, prefix=ONE)
+            assert await self.others(driver) == before | {ONE}
+            for change in (put(self.route(ONE, 1)), put(self.route(ONE, 1, 1))):
+                await self.refused(driver, [change, put(self.route(TWO, 0, 1))], ONE)
+            assert (await driver.apply([gone(ONE)])).sent == 0  # ours is not there, as is wanted
+            assert (await driver.apply([gone(TWO)])).missing == ()
+            assert await driver.read() == RouteTable()
+            assert await self.others(driver) == before | {ONE}
+
+    async def test_what_the_router_can_never_hold_is_refused_before_anything_is_sent(self) -> None:
+        async with self.device() as driver:
+            can = await driver.capabilities()
+            heavy = self.route(ONE, can.max_weight + 1, 1)
+            ways = {(self.peer, f"swp{n}"): 1 for n in range(can.max_next_hops + 1)}
+            await self.refused(driver, [put(heavy), put(Route.of(TWO, ways))], ONE, TWO)
+            await self.refused(driver, [put(self.route(ONE, 1)), gone(ONE)], "twice")
+            assert await driver.read() == RouteTable()
+
+    async def refused(self, driver: RouteDriver, changes: list[RouteChange], *words: str) -> None:
+        table = await driver.read()
+        refusal = ""
+        try:
+            await driver.apply(changes)
+        except Permanent as error:
+            refusal = str(error)
+        assert refusal, "expected Permanent, nothing was raised"
+        unnamed = [word for word in (driver.router, *words) if word not in refusal]
+        assert not unnamed, f"{unnamed} not named in: {refusal}"
+        assert await driver.read() == table
+
+    async def test_what_did_not_take_is_told_and_the_rest_is_done(self) -> None:
+        async with self.device() as driver:
+            nowhere = Route.of(ONE, {(self.peer, "nosuch0"): 1})
+            applied = await driver.apply([put(nowhere), put(self.route(TWO, 1))])
+            assert [missing.change.prefix for missing in applied.missing] == [ONE]
+            assert applied.missing[0].why
+            assert [change.prefix for change in applied.done] == [TWO]
+            await driver.apply([gone(ONE)])  # a router may remember what it has no use for yet
+            assert await driver.read() == RouteTable.of([self.route(TWO, 1)])
+
+    # Broken connections.
+
+    async def test_a_connection_lost_after_the_change_is_read_back_as_done(self) -> None:
+        async with self.device() as driver:
+            await self.break_it(driver, FaultKind.DROP_CONNECTION)
+            applied = await driver.apply([put(self.route(ONE, 1))])
+            assert applied.missing == ()
+            assert await driver.read() == RouteTable.of([self.route(ONE, 1)])
+
+    async def test_a_connection_lost_before_the_change_is_read_back_as_missing(self) -> None:
+        async with self.device() as driver:
+            await self.break_it(driver, FaultKind.DROP_COMMAND)
+            applied = await driver.apply([put(self.route(ONE, 1))])
+            assert [missing.change.prefix for missing in applied.missing] == [ONE]
+            assert await driver.read() == RouteTable()
+            assert (await driver.apply([put(self.route(ONE, 1))])).missing == ()
+
+    # Links and neighbours.
+
+    async def test_links_that_are_up_are_not_waited_for(self) -> None:
+        async with self.device() as driver:
+            links = await driver.links()
+            assert all(links[interface] for interface in self.interfaces)
+            waited = await driver.wait_up(self.interfaces, FAR_S)
+            assert (waited.up, waited.down) == (frozenset(self.interfaces), frozenset())
+
+    async def test_a_link_that_stays_down_is_told(self) -> None:
+        async with self.device() as driver:
+            await self.break_it(driver, FaultKind.LINK_DOWN, self.interfaces[0])
+            assert not (await driver.links())[self.interfaces[0]]
+            waited = await driver.wait_up((*self.interfaces[:2], "nosuch0"), NEAR_S)
+            assert waited.up == {self.interfaces[1]}
+            assert waited.down == {self.interfaces[0], "nosuch0"}
+            assert waited.took_s >= NEAR_S
+
+    async def test_a_link_that_comes_up_ends_the_wait(self) -> None:
+        async with self.device() as driver:
+            await self.break_it(driver, FaultKind.LINK_DOWN, self.interfaces[0])
+            waiting = asyncio.ensure_future(driver.wait_up(self.interfaces, FAR_S))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            await self.break_it(driver, FaultKind.LINK_UP, self.interfaces[0])
+            assert (await waiting).down == frozenset()
+
+    async def test_who_is_at_the_far_end_is_found(self) -> None:
+        async with self.device() as driver:
+            there = [NextHop(self.peer, interface) for interface in self.interfaces]
+            stranger = NextHop("192.0.2.99", self.interfaces[0])
+            assert await driver.find(there, FAR_S) == frozenset(there)
+            assert await driver.find([there[0], stranger], NEAR_S) == {there[0]}
+            assert await driver.find([], NEAR_S) == frozenset()

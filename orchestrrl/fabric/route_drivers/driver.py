@@ -1,0 +1,211 @@
+"""The contract of `base.RouteDriver` made of a product's `base.Wire`: one writer, time limits, reading back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ocs_drivers.driver import within
+from orchestrrl.core.clock import Clock, WallClock
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.fabric.route_drivers.base import Applied, Capabilities, Missing, Reading, Waited, Wire
+from planner.fabric.steering import NextHop, Route, RouteChange, RouteTable
+
+T = TypeVar("T")
+
+RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long one command may take, how long to wait for another writer, and how often to look again."""
+
+    command_s: float = 5.0
+    lock_s: float = 10.0
+    install_s: float = 1.0  # from a change that a router has taken until it forwards by it
+    poll_s: float = 0.02
+    # The first question may be lost while a link comes up, and a kernel asks again only after a second.
+    ask_again_s: float = 0.1
+    # Where the router reports changes by itself, looking is for reports that went missing.
+    poll_with_events_s: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("command_s", "lock_s", "install_s", "poll_s", "ask_again_s", "poll_with_events_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+
+class Driver:
+    """A RouteDriver over one wire. See `base.RouteDriver` for what each call promises."""
+
+    def __init__(self, router: str, wire: Wire, *, clock: Clock | None = None, limits: Limits | None = None) -> None:
+        self.router = router
+        self._wire = wire
+        self._clock = clock or WallClock()
+        self._limits = limits or Limits()
+        self._writer = asyncio.Lock()
+
+    async def capabilities(self) -> Capabilities:
+        return self._wire.capabilities
+
+    async def read(self) -> RouteTable:
+        return (await self._read_routes()).table
+
+    async def apply(self, changes: Sequence[RouteChange]) -> Applied:
+        self._check(changes)
+        async with self._writing():
+            before = await self._read_routes()
+            todo = [change for change in changes if before.table.routes.get(change.prefix) != change.route]
+            taken = [change for change in todo if change.prefix in before.foreign]
+            if taken:
+                raise Permanent(
+                    f"{self.router}: nothing sent, somebody else holds {', '.join(sorted(c.prefix for c in taken))}"
+                )
+            if not todo and before.idle.isdisjoint(change.prefix for change in changes):
+                return Applied(tuple(changes), (), 0)
+            why = "the router does not forward by it"
+            if todo:
+                try:
+                    await self._command("routes", self._wire.send(todo, before.table), OutcomeUnknown)
+                except (Permanent, OutcomeUnknown) as error:  # what counts is what the router shows
+                    why = str(error)
+            missing = tuple(Missing(change, why) for change in await self._missing(changes, why))
+            lacking = {each.change.prefix for each in missing}
+            return Applied(tuple(c for c in changes if c.prefix not in lacking), missing, len(todo))
+
+    async def links(self) -> Mapping[str, bool]:
+        return await self._command("links", self._wire.read_links())
+
+    async def wait_up(self, interfaces: Collection[str], limit_s: float) -> Waited:
+        began_s = self._clock.now_s()
+        async with self._link_changes() as changed:
+            while True:
+                changed.clear()
+                links = await self.links()
+                up = frozenset(interface for interface in interfaces if links.get(interface))
+                took_s = self._clock.now_s() - began_s
+                if len(up) == len(set(interfaces)) or took_s >= limit_s:
+                    return Waited(up, frozenset(interfaces) - up, took_s)
+                with suppress(TimeoutError):
+                    await within(self._clock, min(self._pause_s, limit_s - took_s), changed.wait())
+
+    async def find(self, hops: Collection[NextHop], limit_s: float) -> frozenset[NextHop]:
+        wanted = frozenset(hops)
+        if not wanted:
+            return wanted
+        until_s = self._clock.now_s() + limit_s
+        ask_s = self._clock.now_s()
+        found: frozenset[NextHop] = frozenset()
+        while True:
+            if self._clock.now_s() >= ask_s:
+                silent = {hop.interface for hop in wanted - found}
+                again = frozenset(hop for hop in wanted if hop.interface in silent)
+                await self._command("look for neighbours", self._wire.look_for(again))
+                ask_s = self._clock.now_s() + self._limits.ask_again_s
+            found = await self._command("neighbours", self._wire.found(wanted))
+            left_s = until_s - self._clock.now_s()
+            if found == wanted or left_s <= 0:
+                return found
+            await self._clock.sleep(min(self._limits.poll_s, left_s))
+
+    async def close(self) -> None:
+        await self._wire.close()
+
+    @property
+    def _pause_s(self) -> float:
+        return self._limits.poll_with_events_s if self._wire.capabilities.link_events else self._limits.poll_s
+
+    def _check(self, changes: Sequence[RouteChange]) -> None:
+        """Raises Permanent with everything that this router can never hold."""
+        can = self._wire.capabilities
+        wrong = []
+        prefixes = [change.prefix for change in changes]
+        wrong += [f"{prefix} is changed twice" for prefix in sorted(set(prefixes)) if prefixes.count(prefix) > 1]
+        for route in (change.route for change in changes if change.route):
+            wrong += self._faults_of(route, can)
+        if wrong:
+            raise Permanent(f"{self.router}: nothing sent: {'; '.join(wrong)}")
+
+    @staticmethod
+    def _faults_of(route: Route, can: Capabilities) -> list[str]:
+        wrong = []
+        if len(route.next_hops) > can.max_next_hops:
+            wrong.append(f"{route.prefix}: next hops must be <= {can.max_next_hops}, got {len(route.next_hops)}")
+        largest = max(hop.weight for hop in route.next_hops)
+        if largest > can.max_weight:
+            wrong.append(f"{route.prefix}: weights must be <= {can.max_weight}, got {largest}")
+        return wrong
+
+    async def _read_routes(self) -> Reading:
+        return await self._command("read routes", self._wire.read_routes())
+
+    async def _missing(self, changes: Sequence[RouteChange], why: str) -> tuple[RouteChange, ...]:
+        """Those that the router does not show, after the time that it may take."""
+        until_s = self._clock.now_s() + (self._limits.install_s if self._wire.capabilities.installs_later else 0.0)
+        while True:
+            try:
+                now = await self._read_routes()
+            except OrchestrRLError as error:
+                raise OutcomeUnknown(f"routes were sent ({why}), then the router could not be read: {error}") from error
+            missing = tuple(
+                change
+                for change in changes
+                if now.table.routes.get(change.prefix) != change.route or change.prefix in now.idle
+            )
+            if not missing or self._clock.now_s() >= until_s:
+                return missing
+            await self._clock.sleep(self._limits.poll_s)
+
+    async def _command(self, name: str, verb: Awaitable[T], late: type[OutcomeUnknown] | None = None) -> T:
+        """What the verb answers; `late` is raised where the answer does not come in time, else Retryable."""
+        try:
+            return await within(self._clock, self._limits.command_s, verb)
+        except TimeoutError as error:
+            text = f"{self.router}: {name}: {error}"
+            raise (late(text) if late else Retryable(text, RETRY_S)) from None
+        except Retryable as error:
+            raise Retryable(f"{self.router}: {name}: {error}", error.after_s) from error
+        except (Permanent, OutcomeUnknown) as error:
+            raise type(error)(f"{self.router}: {name}: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise Permanent(f"{self.router}: {name}: the answer makes no sense: {error!r}") from error
+
+    @asynccontextmanager
+    async def _writing(self) -> AsyncIterator[None]:
+        turn = asyncio.ensure_future(self._writer.acquire())
+        try:
+            await within(self._clock, self._limits.lock_s, turn)
+        except TimeoutError:
+            raise Retryable(
+                f"{self.router}: another change is under way, waited {self._limits.lock_s:g} s", RETRY_S
+            ) from None
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # our turn came at the very moment
+                self._writer.release()
+            raise
+        try:
+            yield
+        finally:
+            self._writer.release()
+
+    @asynccontextmanager
+    async def _link_changes(self) -> AsyncIterator[asyncio.Event]:
+        """An event that is set whenever the router reports something about an interface, where it does."""
+        changed = asyncio.Event()
+        if not self._wire.capabilities.link_events:
+            yield changed
+            return
+
+        async def listen() -> None:
+            async with aclosing(self._wire.link_events()) as events:
+                async for _ in events:
+                    changed.set()
+
+        listening = asyncio.ensure_future(listen())
+        try:
+            yield changed
+        finally:
+            listening.cancel()
+            # A listener that broke cost some speed: the links were looked at all the same.
+            await asyncio.gather(listening, return_exceptions=True)

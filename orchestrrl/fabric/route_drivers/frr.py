@@ -1,0 +1,158 @@
+"""The driver `frr`: static routes of a router that runs FRRouting (zebra and staticd), by `vtysh -c`.
+
+Ours are the static routes of the default VRF that bear our tag; one is in place once zebra has installed all of it.
+A prefix that has a static route without the tag is somebody else's, whatever its distance: staticd keeps one line per
+next hop, so ours would take theirs over. The next hops of a route come and go one by one, the new ones before the old
+ones go, and zebra replaces the kernel's route each time: there is always one. Between the two a packet may follow
+either; where new routes wait for those further on (see `planner/fabric/steering.py`), neither loops. staticd knows no
+weights, so each next hop gets the same.
+
+staticd asks zebra for every gateway, even for one that it is told is on link. So the router needs some route, one to
+Null0 will do, that covers the addresses of the other routers: `ip route 192.0.2.0/24 Null0`.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.fabric.route_drivers.base import Capabilities, Reading
+from orchestrrl.fabric.route_drivers.command import Answer, Shell
+from orchestrrl.fabric.route_drivers.driver import Driver, Limits
+from orchestrrl.fabric.route_drivers.iproute import options_of_commands
+from orchestrrl.fabric.route_drivers.linux import LinuxHost
+from planner.fabric.steering import Route, RouteChange, RouteTable
+
+TAG = 160
+RETRY_S = 1.0
+
+# `ip route 10.0.2.0/24 192.0.2.2 swp1 tag 160 onlink`, as the configuration is shown.
+STATIC = re.compile(r"ip route (?P<prefix>\S+) (?P<rest>.+)")
+OURS = re.compile(r"(?P<gateway>[0-9.]+) (?P<interface>\S+) tag (?P<tag>\d+)(?: \d+)? onlink")
+# vtysh says so, and exits with 1, where no daemon listens, and where one has lost the connection.
+UNREACHABLE = re.compile(r"failed to connect to any daemons|staticd is not running|Exiting: ", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class FrrOptions:
+    tag: int
+    distance: int
+    vtysh: tuple[str, ...]
+
+
+class FrrWire(LinuxHost):
+    """The `base.Wire` of a router with FRRouting. 64 next hops are what it is commonly built for."""
+
+    capabilities = Capabilities(max_next_hops=64, max_weight=1, link_events=True, installs_later=True)
+
+    def __init__(self, shell: Shell, options: FrrOptions) -> None:
+        super().__init__(shell)
+        self._options = options
+
+    async def read_routes(self) -> Reading:
+        ours, foreign = await self._configured()
+        answer = await self._vtysh("zebra", "show ip route static json")
+        if answer.status:
+            raise Retryable(f"vtysh: {answer.words}", RETRY_S)
+        installed = _installed(json.loads(answer.out or "{}"), self._options.tag)
+        idle = frozenset(prefix for prefix, ways in ours.items() if ways != installed.get(prefix))
+        routes = (Route.of(prefix, dict.fromkeys(ways, 1)) for prefix, ways in ours.items())
+        return Reading(RouteTable.of(routes), frozenset(foreign), idle)
+
+    async def _configured(self) -> tuple[dict[str, set[tuple[str, str]]], set[str]]:
+        """Prefix -> ways that are ours; prefixes that are somebody else's."""
+        answer = await self._vtysh("staticd", "show running-config staticd")
+        if answer.status or "Current configuration" not in answer.out:
+            raise Retryable(f"vtysh: {answer.words}", RETRY_S)
+        ours: dict[str, set[tuple[str, str]]] = {}
+        foreign = set()
+        for line in _default_vrf(answer.out):
+            if static := STATIC.fullmatch(line):
+                mine = OURS.fullmatch(static["rest"])
+                if mine and int(mine["tag"]) == self._options.tag:
+                    ours.setdefault(static["prefix"], set()).add((mine["gateway"], mine["interface"]))
+                else:
+                    foreign.add(static["prefix"])
+        return ours, foreign
+
+    async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
+        come, go = [], []
+        for change in changes:
+            wanted = {hop.way for hop in change.route.next_hops} if change.route else set()
+            there = now.routes.get(change.prefix)
+            present = {hop.way for hop in there.next_hops} if there else set()
+            come += [self._line(change.prefix, *way) for way in sorted(wanted - present)]
+            go += [f"no {self._line(change.prefix, *way)}" for way in sorted(present - wanted)]
+        answer = await self._vtysh("staticd", "configure terminal", *come, *go, is_setter=True)
+        refused = [line.strip() for line in (answer.out + answer.err).splitlines() if line.startswith("%")]
+        if UNREACHABLE.search(answer.out + answer.err):
+            raise OutcomeUnknown(f"vtysh: {answer.words}")
+        if refused or answer.status:
+            raise Permanent(f"vtysh: {' | '.join(refused) or answer.words}")
+
+    def _line(self, prefix: str, gateway: str, interface: str) -> str:
+        distance = f" {self._options.distance}" if self._options.distance != 1 else ""
+        return f"ip route {prefix} {gateway} {interface} tag {self._options.tag}{distance} onlink"
+
+    async def _vtysh(self, daemon: str, *commands: str, is_setter: bool = False) -> Answer:
+        """To one daemon: asked of all, one that is not there would pass for one that has nothing."""
+        # Over ssh the words are read by a shell once more.
+        quoted = [f"'{command}'" for command in commands] if self.shell.is_ssh else list(commands)
+        words = [word for command in quoted for word in ("-c", command)]
+        return await self.shell.run(*self._options.vtysh, "-d", daemon, *words, is_setter=is_setter)
+
+
+def _installed(shown: Mapping[str, Any], tag: int) -> dict[str, set[tuple[str, str]]]:
+    """Prefix -> ways that packets take."""
+    return {
+        prefix: {
+            (hop["ip"], hop["interfaceName"])
+            for entry in entries
+            if entry.get("tag") == tag and entry.get("installed")
+            for hop in entry["nexthops"]
+            if hop.get("fib") and "ip" in hop and "interfaceName" in hop
+        }
+        for prefix, entries in shown.items()
+    }
+
+
+def _default_vrf(configuration: str) -> list[str]:
+    """Its lines; those of another VRF stand between `vrf NAME` and `exit-vrf`."""
+    lines, is_other = [], False
+    for line in map(str.strip, configuration.splitlines()):
+        is_other = (is_other or line.startswith("vrf ")) and line != "exit-vrf"
+        if not is_other:
+            lines.append(line)
+    return lines
+
+
+class FrrRouter(Driver):
+    """The driver `frr`. `prefix`: the words that stand before each command. `tag`, `distance`: of our static routes.
+    `vtysh_arguments`: for daemons whose sockets are not at the usual place."""
+
+    def __init__(
+        self,
+        router: str,
+        *,
+        clock: Clock | None = None,
+        prefix: Sequence[str] = (),
+        tag: int = TAG,
+        distance: int = 1,
+        vtysh_arguments: Sequence[str] = (),
+        command_timeout_s: float = 5.0,
+    ) -> None:
+        wrong = [
+            f"options.{name}: must be a whole number within 1..{high}, got {value!r}"
+            for name, value, high in (("tag", tag, 2**32 - 1), ("distance", distance, 254))
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high
+        ]
+        words, faults = options_of_commands(prefix, command_timeout_s)
+        if isinstance(vtysh_arguments, str) or not all(isinstance(word, str) for word in vtysh_arguments):
+            faults.append(f"options.vtysh_arguments: must be a list of words, got {vtysh_arguments!r}")
+        if wrong + faults:
+            raise ProblemFaults(wrong + faults)
+        wire = FrrWire(Shell(words), FrrOptions(tag, distance, ("vtysh", *vtysh_arguments)))
+        super().__init__(router, wire, clock=clock, limits=Limits(command_s=command_timeout_s))

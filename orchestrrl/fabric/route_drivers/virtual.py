@@ -1,0 +1,182 @@
+"""A virtual router that behaves like one: it refuses what it cannot hold, forwards, and loses its links and sessions.
+
+`VirtualRouter` is the device: it says where a packet goes. `VirtualWire` is a session with it. `VirtualRouterDriver` is
+the driver `virtual`. Two routers are joined by `join`, as circuits come, and parted by `part`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from ipaddress import IPv4Address, IPv4Network
+
+from orchestrrl.core.clock import Clock, WallClock
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.fabric.route_drivers.base import Capabilities, Reading
+from orchestrrl.fabric.route_drivers.driver import Driver, Limits
+from planner.fabric.steering import INTERFACE, NextHop, Route, RouteChange, RouteTable
+
+
+class FaultKind(StrEnum):
+    LINK_DOWN = "link_down"
+    LINK_UP = "link_up"
+    FOREIGN_ROUTE = "foreign_route"  # somebody else comes to hold a prefix
+    DROP_COMMAND = "drop_command"  # the connection breaks before the next change is heard
+    DROP_CONNECTION = "drop_connection"  # and after it was heard
+    UNREACHABLE = "unreachable"  # nobody answers, from now on
+    REACHABLE = "reachable"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: FaultKind
+    interface: str = ""
+    prefix: str = ""
+
+
+class VirtualRouter:
+    """Interfaces, a routing table, and what is at the far end of each interface."""
+
+    def __init__(self, address: str, interfaces: Iterable[str]) -> None:
+        self.address = address
+        self.signal = dict.fromkeys(interfaces, False)
+        self.far_end: dict[str, tuple[VirtualRouter, str]] = {}
+        self.routes: dict[str, Route] = {}
+        self.foreign: set[str] = set()
+        self.pending: list[FaultKind] = []
+        self.is_reachable = True
+        self.changed = asyncio.Event()
+
+    def join(self, interface: str, other: "VirtualRouter", other_interface: str) -> None:
+        self.far_end[interface] = (other, other_interface)
+        other.far_end[other_interface] = (self, interface)
+        self.set_signal(interface, True)
+        other.set_signal(other_interface, True)
+
+    def part(self, interface: str) -> None:
+        other, other_interface = self.far_end.pop(interface)
+        del other.far_end[other_interface]
+        self.set_signal(interface, False)
+        other.set_signal(other_interface, False)
+
+    def set_signal(self, interface: str, up: bool) -> None:
+        self.signal[interface] = up
+        self.changed.set()
+
+    def inject(self, fault: Fault) -> None:
+        """Let this go wrong now, or with the next change."""
+        if fault.kind in (FaultKind.LINK_DOWN, FaultKind.LINK_UP):
+            self.set_signal(fault.interface, fault.kind is FaultKind.LINK_UP)
+        elif fault.kind is FaultKind.FOREIGN_ROUTE:
+            self.foreign.add(fault.prefix)
+        elif fault.kind in (FaultKind.UNREACHABLE, FaultKind.REACHABLE):
+            self.is_reachable = fault.kind is FaultKind.REACHABLE
+        else:
+            self.pending.append(fault.kind)
+
+    def ways(self, destination: str) -> tuple[NextHop, ...]:
+        """Where packets for an address may go: the next hops of the longest prefix that has it; () for nowhere."""
+        holding = [route for prefix, route in self.routes.items() if IPv4Address(destination) in IPv4Network(prefix)]
+        if not holding:
+            return ()
+        return max(holding, key=lambda route: IPv4Network(route.prefix).prefixlen).next_hops
+
+    def answering(self, hop: NextHop) -> "VirtualRouter | None":
+        """Who takes a packet that goes to this next hop: nobody, where the far end is not whom it is meant for."""
+        if hop.interface not in self.far_end or not self.signal[hop.interface]:
+            return None
+        far, _ = self.far_end[hop.interface]
+        return far if far.address == hop.gateway else None
+
+
+class VirtualWire:
+    """A session with a `VirtualRouter`: the `base.Wire` of it."""
+
+    def __init__(self, device: VirtualRouter, clock: Clock, capabilities: Capabilities) -> None:
+        self.capabilities = capabilities
+        self.sends = 0
+        self._device = device
+        self._clock = clock
+
+    async def read_routes(self) -> Reading:
+        self._check()
+        return Reading(RouteTable.of(self._device.routes.values()), frozenset(self._device.foreign))
+
+    async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
+        self._check()
+        self.sends += 1
+        pending = self._device.pending.pop(0) if self._device.pending else None
+        if pending is FaultKind.DROP_COMMAND:
+            raise OutcomeUnknown("the connection broke")
+        refused = [change for change in changes if not self._take(change)]
+        if pending is FaultKind.DROP_CONNECTION:
+            raise OutcomeUnknown("the connection broke")
+        if refused:
+            raise Permanent(f"NO SUCH INTERFACE OR NO SIGNAL: {', '.join(map(str, refused))}")
+
+    def _take(self, change: RouteChange) -> bool:
+        """As a kernel does: all next hops of a route must be on interfaces that are there."""
+        if change.route is None:
+            self._device.routes.pop(change.prefix, None)
+        elif change.route.interfaces <= set(self._device.signal):
+            self._device.routes[change.prefix] = change.route
+        else:
+            return False
+        return True
+
+    async def read_links(self) -> Mapping[str, bool]:
+        self._check()
+        return dict(self._device.signal)
+
+    async def link_events(self) -> AsyncGenerator[None]:
+        while True:
+            await self._device.changed.wait()
+            self._device.changed.clear()
+            yield
+
+    async def look_for(self, hops: Collection[NextHop]) -> None:
+        self._check()
+
+    async def found(self, hops: Collection[NextHop]) -> frozenset[NextHop]:
+        self._check()
+        return frozenset(hop for hop in hops if self._device.answering(hop))
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    def _check(self) -> None:
+        if not self._device.is_reachable:
+            raise Retryable("no route to host", 1.0)
+
+
+class VirtualRouterDriver(Driver):
+    """The driver `virtual`: a router in this very process."""
+
+    def __init__(
+        self,
+        router: str,
+        *,
+        clock: Clock | None = None,
+        address: str = "192.0.2.1",
+        interfaces: Sequence[str] = ("swp1", "swp2", "swp3", "swp4"),
+        max_next_hops: int = 128,
+        max_weight: int = 256,
+        link_events: bool = True,
+        command_timeout_s: float = 5.0,
+    ) -> None:
+        wrong = [
+            f"options.interfaces: must match {INTERFACE.pattern}, got {name!r}"
+            for name in interfaces
+            if not (isinstance(name, str) and INTERFACE.fullmatch(name))
+        ]
+        wrong += [
+            f"options.{name}: must be a whole number >= 1, got {value!r}"
+            for name, value in (("max_next_hops", max_next_hops), ("max_weight", max_weight))
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ]
+        if wrong:
+            raise ProblemFaults(wrong)
+        clock = clock or WallClock()
+        self.device = VirtualRouter(address, interfaces)
+        self.wire = VirtualWire(self.device, clock, Capabilities(max_next_hops, max_weight, link_events))
+        super().__init__(router, self.wire, clock=clock, limits=Limits(command_s=command_timeout_s))

@@ -1,0 +1,147 @@
+"""A site in one YAML file: read with every fault at once, and written. What it means: `planner/fabric/topology.py`."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.core.documents import parse_yaml, read_text
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.fabric.site_checks import faults_between
+from orchestrrl.fabric.site_parts import SitePart, numbers_text, read_parts
+from planner.fabric.model import EndpointId, OcsId
+from planner.fabric.topology import (
+    DEVICES,
+    Device,
+    Pod,
+    Reservation,
+    Server,
+    ServerId,
+    Site,
+    Switch,
+    Tor,
+    Uplink,
+)
+from planner.model import GpuId
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./@+-]*")
+_OTHER_THAN_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
+_NEEDED = ("pods", "tors", "servers", "switches")
+
+
+def read_site(path: Path | str) -> Site:
+    """The site that the file describes. Raises ProblemFaults with every fault."""
+    return parse_site(read_text(path))
+
+
+def parse_site(text: str) -> Site:
+    """Raises ProblemFaults with every fault."""
+    return site_from(parse_yaml(text))
+
+
+def site_from(document: object) -> Site:
+    """Raises ProblemFaults with every fault."""
+    site, parts, faults = read_parts(document)
+    faults += faults_between(parts)
+    if site is None or faults:
+        raise ProblemFaults(faults)
+    return _site(site)
+
+
+def _site(part: SitePart) -> Site:
+    devices = dict(DEVICES)
+    for name, own in part.devices.items():
+        devices[name] = Device(name, own.reconfiguration_s, own.ports)
+    return Site(
+        link_gbps=part.link_gbps,
+        nic_gbps=part.nic_gbps,
+        pods=tuple(Pod(EndpointId(each.id), each.role) for each in part.pods),
+        tors=tuple(Tor(EndpointId(each.id), EndpointId(each.pod), each.rail) for each in part.tors),
+        uplinks=tuple(Uplink(EndpointId(each.id), EndpointId(each.pod)) for each in part.uplinks),
+        servers=tuple(
+            Server(
+                ServerId(each.id),
+                EndpointId(each.pod),
+                tuple(map(GpuId, each.gpus)),
+                tuple(map(EndpointId, each.tors)),
+            )
+            for each in part.servers
+        ),
+        switches=tuple(
+            Switch(
+                OcsId(each.id),
+                each.tier,
+                None if each.pod is None else EndpointId(each.pod),
+                devices[each.device],
+                {EndpointId(endpoint): ports for endpoint, ports in each.ports.items()},
+            )
+            for each in part.switches
+        ),
+        reservations=tuple(
+            Reservation(each.purpose, OcsId(each.switch), frozenset(each.ports)) for each in part.reserved
+        ),
+    )
+
+
+def site_document(site: Site) -> dict[str, Any]:
+    """What the file holds, as plain values."""
+    own = {each.device.name: each.device for each in site.switches if DEVICES.get(each.device.name) != each.device}
+    document: dict[str, Any] = {
+        "link_gbps": _number(site.link_gbps),
+        "nic_gbps": _number(site.nic_gbps),
+        "pods": [{"id": pod.id, "role": str(pod.role)} for pod in site.pods],
+        "tors": [
+            {"id": tor.id, "pod": tor.pod} | ({} if tor.rail is None else {"rail": tor.rail}) for tor in site.tors
+        ],
+        "uplinks": [{"id": uplink.id, "pod": uplink.pod} for uplink in site.uplinks],
+        "servers": [
+            {"id": server.id, "pod": server.pod, "gpus": numbers_text(server.gpus), "tors": list(server.tors)}
+            for server in site.servers
+        ],
+        "devices": {
+            name: {"reconfiguration_s": _number(device.reconfiguration_s), "ports": device.ports}
+            for name, device in sorted(own.items())
+        },
+        "switches": [
+            {"id": switch.id, "tier": str(switch.tier)}
+            | ({} if switch.pod is None else {"pod": switch.pod})
+            | {
+                "device": switch.device.name,
+                "ports": {endpoint: numbers_text(numbers) for endpoint, numbers in switch.ports.items()},
+            }
+            for switch in site.switches
+        ],
+        "reserved": [
+            {"purpose": each.purpose, "switch": each.switch, "ports": numbers_text(sorted(each.ports))}
+            for each in site.reservations
+        ],
+    }
+    return {field: value for field, value in document.items() if value not in ({}, []) or field in _NEEDED}
+
+
+def site_text(site: Site) -> str:
+    """The file that describes the site, one line for each part; `parse_site` reads the same site from it."""
+    lines: list[str] = []
+    for field, value in site_document(site).items():
+        if isinstance(value, list):
+            lines += [f"{field}:", *(f"  - {_flow(part)}" for part in value)]
+        elif isinstance(value, dict):
+            lines += [f"{field}:", *(f"  {_flow(name)}: {_flow(part)}" for name, part in value.items())]
+        else:
+            lines.append(f"{field}: {_flow(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _flow(value: Any) -> str:
+    """YAML on one line. Words are quoted where they would be taken for something else."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_flow(name)}: {_flow(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _OTHER_THAN_WORDS):
+        return json.dumps(value)
+    return str(value)
+
+
+def _number(value: float) -> float:
+    return int(value) if value == int(value) else value

@@ -1,0 +1,393 @@
+"""One stage of a transition: written down ahead, then sent the moment a window opens that covers it.
+
+Between the word that a window is open and the command there is no journal, no thread and no question to a device but
+the driver's own, which asks whether the switch is still as it was when this was planned.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Protocol
+
+from ocs_drivers.errors import Conflict, DriverError
+from ocs_drivers.model import Action
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOperation, CircuitOutcome
+from orchestrrl.fabric.periods import CommitReport, PeriodState, SwitchTook
+from orchestrrl.fabric.shared_pods import JointWatch, Watch
+from orchestrrl.fabric.switch_reader import Glance, Glass
+from planner.fabric.commit_times import CommitTimes
+from planner.fabric.intent import Stage
+from planner.fabric.model import OcsId, PortPair
+from planner.fabric.transition import TransitionStage
+from planner.fabric.windows import SHORT, TOO_SHORT, CommitNeed, Window, may_commit
+from planner.model import Act, Hold
+
+logger = logging.getLogger(__name__)
+
+Port = tuple[OcsId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """See the section `fabric` of the configuration."""
+
+    margin_s: float = 0.005
+    within_s: float = 30.0  # how long a period waits for its windows
+    boundary_within_s: float = 60.0
+    min_fraction: float = 0.5  # of its circuits, that an endpoint keeps at every point
+    max_moves_per_stage: int = 1024
+    route_s: float = 0.0  # where nobody here steers
+    most_risk: float = 1.0  # that a window is broken, at most, by adding up what each rank risks
+
+
+class Windows(Protocol):
+    def watch(self, job: str, ranks: frozenset[int], need_s: float, changed: asyncio.Event) -> Watch:
+        """Of a job's traced ranks; these are among them, or there is no window. `changed` is set at each news of it."""
+        ...
+
+    def is_traced(self, job: str) -> bool: ...
+
+    def hosts_of_jobs(self) -> Mapping[str, Collection[str]]:
+        """Where each traced job has ranks."""
+        ...
+
+
+class Routing(Protocol):
+    """Takes packets off circuits before they go, and onto those that have come."""
+
+    async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
+        """Think ahead: of a transition that is about to come, from what is up. Touches no router."""
+        ...
+
+    async def drain(self, going: Iterable[PortPair]) -> None:
+        """Raises OrchestrRLError where packets still take them."""
+        ...
+
+    async def steer(self, usable: Iterable[PortPair]) -> str:
+        """What is not as it should be; empty: all is."""
+        ...
+
+
+class Amiss(Exception):
+    """A stage was not carried out: look at the switches and plan again. `state`: what the period comes to if that does
+    not help. `report`: of what was sent; None: nothing was."""
+
+    def __init__(
+        self, code: str, detail: str, report: CommitReport | None = None, suspects: frozenset[Port] = frozenset()
+    ) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+        self.report = report
+        self.suspects = suspects
+        self.state = PeriodState.FAILED if code == "switch_failed" else PeriodState.KEPT
+
+
+@dataclass(frozen=True, slots=True)
+class StageOrder:
+    """`objection` is asked last before anything is sent; it may raise. `begins` is called then. `waiting` is told why
+    nothing is, each time that changes. `poked`: somebody has news of any kind. `usable`: what is up of the site before
+    the stage. `others`: jobs that send over the same PoDs, and are to pause as well."""
+
+    stage: TransitionStage
+    of: Stage
+    job: str
+    ranks: frozenset[int]
+    deadline_s: float
+    boundary: bool
+    poked: asyncio.Event
+    objection: Callable[[], Hold | None]
+    begins: Callable[[], None]
+    waiting: Callable[[Hold], None]
+    usable: frozenset[PortPair]
+    others: frozenset[str] = frozenset()
+
+
+_Timed = tuple[CircuitOutcome, SwitchTook | None]
+
+
+class StageCommitter:
+    """Of one site."""
+
+    def __init__(
+        self,
+        glass: Glass,
+        circuits: CircuitExecutor,
+        windows: Windows,
+        times: CommitTimes,
+        clock: Clock,
+        rules: Rules,
+        routing: Routing | None,
+    ) -> None:
+        self._glass = glass
+        self._circuits = circuits
+        self._windows = windows
+        self._times = times
+        self._clock = clock
+        self._rules = rules
+        self._routing = routing
+
+    async def carry_out(self, order: StageOrder) -> CommitReport | Hold:
+        """In one window; why not, where it is not to be. Raises Amiss, and OrchestrRLError of the journal."""
+        need = self._need(order.stage)
+        watch = self._watch(order, need)  # first: agents have told how things stand when all is prepared
+        operations: list[CircuitOperation] = []
+        try:
+            operations += await self._prepare(order)
+            window = self._boundary(order, need) if watch is None else await self._window(order, need, watch)
+            if isinstance(window, Hold):
+                return window
+            order.begins()
+            return await self._commit(order, operations, window, need, watch)
+        finally:
+            if watch is not None:
+                watch.close()
+            for operation in operations:  # those that were begun are not affected
+                self._circuits.abandon(operation, "no window came, or it was called off")
+
+    async def _prepare(self, order: StageOrder) -> list[CircuitOperation]:
+        changes: dict[OcsId, tuple[list[PortPair], list[PortPair]]] = {}
+        for which, pairs in enumerate((order.stage.remove, order.stage.add)):
+            for pair in pairs:
+                changes.setdefault(pair.switch, ([], []))[which].append(pair)
+        # Until the deadline, and as long again as a commit may take.
+        valid_s = max(0.0, order.deadline_s - self._clock.now_s()) + self._rules.boundary_within_s
+
+        async def one(switch: OcsId, remove: list[PortPair], add: list[PortPair]) -> CircuitOperation:
+            return await self._circuits.prepare(switch, await self._glass.change_of(switch, remove, add), valid_s)
+
+        made = await asyncio.gather(
+            *(one(switch, *pairs) for switch, pairs in sorted(changes.items())), return_exceptions=True
+        )
+        wrong = [each for each in made if isinstance(each, BaseException)]
+        operations = [each for each in made if isinstance(each, CircuitOperation)]
+        if not wrong:
+            return operations
+        for operation in operations:
+            self._circuits.abandon(operation, f"another switch could not be prepared: {wrong[0]}")
+        for error in wrong:
+            if not isinstance(error, DriverError):
+                raise error
+        raise Amiss("switch_refused", "; ".join(map(_line, wrong)))
+
+    def _need(self, stage: TransitionStage) -> CommitNeed:
+        switches = {pair.switch for pair in (*stage.remove, *stage.add)}
+        need = self._times.need(switches, self._rules.margin_s)
+        # Who routes by himself, as links come and go, is trusted to take no longer than the operator says.
+        return need if self._routing is not None else replace(need, route_s=self._rules.route_s)
+
+    def _watch(self, order: StageOrder, need: CommitNeed) -> Watch | None:
+        """None: nobody has to pause who does not stand still anyway."""
+        watches: list[Watch] = []
+        if order.of is Stage.TRAIN:
+            watches.append(self._windows.watch(order.job, order.ranks, need.total_s, order.poked))
+        if order.of is Stage.TRAIN or order.boundary:
+            traced = filter(self._windows.is_traced, sorted(order.others))
+            watches += [self._windows.watch(job, frozenset(), need.total_s, order.poked) for job in traced]
+        return JointWatch(watches) if len(watches) > 1 else next(iter(watches), None)
+
+    def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
+        """Nobody sends, so no window is needed, as long as the caller stands still."""
+        now_s = self._clock.now_s()
+        verdict = may_commit(order.of, None, need, now_s, order.boundary)
+        if isinstance(verdict, Hold):
+            return verdict
+        if now_s >= order.deadline_s:
+            return Hold("no_window", f"the boundary lasted until {now_s - order.deadline_s:.1f} s ago")
+        return order.objection()
+
+    async def _window(self, order: StageOrder, need: CommitNeed, watch: Watch) -> Window | Hold:
+        """Wait for one that covers the need: a Hold where none came."""
+        alarm = asyncio.ensure_future(self._clock.sleep(max(0.0, order.deadline_s - self._clock.now_s())))
+        alarm.add_done_callback(lambda _: order.poked.set())
+        told: Hold | None = None
+        short = False  # there was a window, and none that lasts
+        try:
+            while True:
+                order.poked.clear()
+                if objection := order.objection():
+                    self._unfit(order, short)
+                    return _with_last(objection, told)
+                window = watch.window()
+                now_s = self._clock.now_s()
+                verdict = may_commit(order.of, window, need, now_s, order.boundary, self._rules.most_risk)
+                if isinstance(verdict, Act) and (order.of is Stage.TRAIN or not alarm.done()):
+                    assert isinstance(window, Window)
+                    return window
+                short = short or verdict.code in (TOO_SHORT, SHORT)
+                if alarm.done():
+                    self._unfit(order, short)
+                    return Hold("no_window", f"none by the deadline: {verdict.code}: {verdict.detail}")
+                if isinstance(verdict, Hold) and told != verdict:
+                    told = verdict
+                    order.waiting(verdict)
+                await order.poked.wait()  # one event for all news: whoever sets it has us run next
+        finally:
+            alarm.cancel()
+
+    async def _commit(
+        self,
+        order: StageOrder,
+        operations: Sequence[CircuitOperation],
+        window: Window | None,
+        need: CommitNeed,
+        watch: Watch | None,
+    ) -> CommitReport:
+        commanded_s = self._clock.now_s()
+        stage = order.stage
+        if self._routing is not None and stage.remove:
+            window = await self._drain(order, need, window, watch)
+        drained_s = self._clock.now_s()
+        # Whoever has a switch's turn before us does not take us beyond the window.
+        rest_s = need.device_s + max(0.0, need.route_s - (drained_s - commanded_s))
+        begin_by_s = inf if window is None else window.until_s - rest_s
+        if len(operations) == 1:
+            outcomes: list[_Timed | BaseException] = [await self._tried(operations[0], begin_by_s)]
+        else:
+            outcomes = list(await asyncio.gather(*(self._tried(operation, begin_by_s) for operation in operations)))
+        switched_s = self._clock.now_s()
+        done = not any(map(_failed, outcomes))
+        routed = await self._steer(order, done)
+        usable_s = self._clock.now_s()
+        route_s = usable_s - switched_s + drained_s - commanded_s
+        took = tuple(
+            replace(each[1], route_s=route_s) for each in outcomes if isinstance(each, tuple) and each[1] is not None
+        )
+        for each in took:
+            self._times.measured(
+                OcsId(each.switch), control_s=each.control_s, device_s=each.device_s, route_s=each.route_s
+            )
+        detail = "; ".join(filter(None, map(_amiss, outcomes)))
+        report = CommitReport(
+            None if window is None else window.opened_s,
+            None if window is None else window.until_s,
+            need.total_s,
+            commanded_s,
+            usable_s,
+            len(stage.remove) + len(stage.add),
+            done,
+            "; ".join(filter(None, (detail, routed))),
+            took,
+            0.0 if window is None else window.risk,
+        )
+        if done:
+            return report
+        nothing_sent = all(isinstance(each, Conflict) for each in outcomes if _failed(each))
+        raise _first_of_journal(outcomes) or Amiss(
+            "overtaken" if nothing_sent else "switch_failed", detail, report, self._suspects(stage, outcomes)
+        )
+
+    def _unfit(self, order: StageOrder, short: bool) -> None:
+        if short:
+            self._times.unfit(pair.switch for pair in (*order.stage.remove, *order.stage.add))
+
+    async def _drain(
+        self, order: StageOrder, need: CommitNeed, window: Window | None, watch: Watch | None
+    ) -> Window | None:
+        """Take packets off what goes; the window as it is then. Raises Amiss where they stay on it, or that has taken
+        too long."""
+        assert self._routing is not None
+        began_s = self._clock.now_s()
+        try:
+            await self._routing.drain(order.stage.remove)
+        except OrchestrRLError as error:
+            back = await self._steered(order.usable)
+            raise Amiss("not_drained", "; ".join(filter(None, (_line(error), back)))) from error
+        if watch is None:
+            return window
+        now_s = self._clock.now_s()
+        rest = replace(need, route_s=max(0.0, need.route_s - (now_s - began_s)))
+        left = watch.window()
+        verdict = may_commit(order.of, left, rest, now_s, order.boundary, self._rules.most_risk)
+        if isinstance(verdict, Act):
+            assert isinstance(left, Window)
+            return left
+        back = await self._steered(order.usable)
+        detail = f"the window did not outlast taking packets off: {verdict.code}: {verdict.detail}"
+        raise Amiss("window_passed", "; ".join(filter(None, (detail, back))))
+
+    async def _steer(self, order: StageOrder, done: bool) -> str:
+        """Onto what is up now. After a failure that is looked at, not assumed."""
+        if self._routing is None:
+            return ""
+        if done:
+            return await self._steered(order.usable - set(order.stage.remove) | set(order.stage.add))
+        glance: Glance = await self._glass.look()
+        return await self._steered(glance.of_site)
+
+    async def _steered(self, usable: Iterable[PortPair]) -> str:
+        assert self._routing is not None
+        try:
+            return await self._routing.steer(usable)
+        except OrchestrRLError as error:  # circuits are as they are; packets go where they went
+            logger.error("packets cannot be steered: %s", error)
+            return f"packets cannot be steered: {_line(error)}"
+
+    async def _tried(self, operation: CircuitOperation, begin_by_s: float) -> _Timed | BaseException:
+        """How it came out, or why it did not. A fault that nobody foresaw is raised once packets follow what is up."""
+        try:
+            return await self._timed(operation, begin_by_s)
+        except Exception as error:  # noqa: BLE001
+            return error
+
+    async def _timed(self, operation: CircuitOperation, begin_by_s: float) -> _Timed:
+        began_s = self._clock.now_s()
+        outcome = await self._circuits.commit(operation, begin_by_s)
+        took_s = self._clock.now_s() - began_s
+        items = [item for item in outcome.items if item.commanded_s is not None]
+        if not outcome.done or not any(item.action is Action.ADD for item in items):
+            return outcome, None  # no measure of what light needs to come
+        ready_s = max(item.link_up_s or item.tuned_s or item.commanded_s or 0.0 for item in items)
+        commanded_s = min(item.commanded_s for item in items if item.commanded_s is not None)
+        device_s = max(0.0, ready_s - commanded_s)
+        return outcome, SwitchTook(outcome.switch, max(0.0, took_s - device_s), device_s, 0.0)
+
+    def _suspects(self, stage: TransitionStage, outcomes: Iterable[_Timed | BaseException]) -> frozenset[Port]:
+        """Ports of what was to come up and did not, whatever the switch says of them."""
+        found: set[Port] = set()
+        for each in outcomes:
+            if isinstance(each, BaseException) or each[0].done:
+                continue
+            switch = OcsId(each[0].switch)
+            missed = {
+                item.cross_connect
+                for item in each[0].items
+                if item.action is Action.ADD and not item.done and item.commanded_s is not None and item.tuned_s is None
+            }
+            for wanted in stage.add:
+                if wanted.switch == switch and missed.intersection(self._glass.device_pairs(wanted)):
+                    found |= {(switch, port) for port in wanted.ports}
+        return frozenset(found)
+
+
+def _with_last(objection: Hold, told: Hold | None) -> Hold:
+    """With what stood in the way until then."""
+    if told is None:
+        return objection
+    return replace(objection, detail=f"{objection.detail}; until then: {told.code}: {told.detail}")
+
+
+def _failed(outcome: _Timed | BaseException) -> bool:
+    return isinstance(outcome, BaseException) or not outcome[0].done
+
+
+def _first_of_journal(outcomes: Iterable[_Timed | BaseException]) -> BaseException | None:
+    """Without a record nothing goes on, nor after a fault that nobody foresaw."""
+    return next(
+        (each for each in outcomes if isinstance(each, BaseException) and not isinstance(each, DriverError)), None
+    )
+
+
+def _amiss(outcome: _Timed | BaseException) -> str:
+    if isinstance(outcome, BaseException):
+        return _line(outcome)
+    return "" if outcome[0].done and not outcome[0].detail else f"{outcome[0].switch}: {outcome[0].detail}"
+
+
+def _line(error: object) -> str:
+    """A driver names several faults in as many lines."""
+    return ", ".join(str(error).splitlines())

@@ -1,0 +1,180 @@
+"""The glass of a site: what its switches show in the site's own terms, and changes in the devices'.
+
+A port of the site is a duplex pair of fibres. On a device that joins any two ports it is one port of the device. On one
+with an ingress and an egress side, port n is the n-th of either side, and a cross-connect of the site is two of the
+device: one each way.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.errors import DriverError
+from ocs_drivers.model import Change, CircuitState, Connectivity, CrossConnect, Facts, PortStatus
+from orchestrrl.core.clock import Clock, WallClock
+from orchestrrl.fabric.circuit_owners import CircuitOwners
+from planner.fabric.model import Cabling, OcsId, PortPair, port_pair
+from planner.fabric.plan import Failures
+from planner.fabric.topology import Site
+
+logger = logging.getLogger(__name__)
+
+ANSWER_WITHIN_S = 5.0
+
+# What is up, what is up one way only, which ports have failed, what of it is not ours; or why nobody knows.
+_Seen = tuple[set[PortPair], set[CrossConnect], set[int], set[PortPair]] | str
+
+
+def device_pairs(facts: Facts, wanted: PortPair) -> tuple[CrossConnect, ...]:
+    """What carries a cross-connect of the site on this device."""
+    if facts.connectivity is Connectivity.ANY_TO_ANY:
+        return (facts.normal(CrossConnect(wanted.port_a, wanted.port_b)),)
+    offset = facts.egress_ports.start - facts.ingress_ports.start
+    return (
+        CrossConnect(wanted.port_a, wanted.port_b + offset),
+        CrossConnect(wanted.port_b, wanted.port_a + offset),
+    )
+
+
+def site_pairs(switch: OcsId, facts: Facts, present: Iterable[CrossConnect]) -> tuple[set[PortPair], set[CrossConnect]]:
+    """What is up in the site's terms, and what of the device is no whole cross-connect of it, e.g. one way only."""
+    present = set(present)
+    if facts.connectivity is Connectivity.ANY_TO_ANY:
+        return {port_pair(switch, each.ingress_port, each.egress_port) for each in present}, set()
+    offset = facts.egress_ports.start - facts.ingress_ports.start
+    found: set[PortPair] = set()
+    odd: set[CrossConnect] = set()
+    for each in present:
+        one, other = each.ingress_port, each.egress_port - offset
+        if one != other and CrossConnect(other, one + offset) in present:
+            found.add(port_pair(switch, one, other))
+        else:
+            odd.add(each)
+    return found, odd
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """All switches at one instant. `of_site`: those of `cross_connects` that join two endpoints of the site; what else
+    somebody has patched is left alone, its ports count as failed, and so do those of what is up `odd`, one way only.
+    `unread`: why a switch did not answer; what it has up is not known. `foreign`: those of `of_site` that are not ours:
+    they carry packets as others do, and stay as they are."""
+
+    cross_connects: frozenset[PortPair] = frozenset()
+    failures: Failures = field(default_factory=Failures)
+    odd: Mapping[OcsId, frozenset[CrossConnect]] = field(default_factory=dict)
+    unread: Mapping[OcsId, str] = field(default_factory=dict)
+    of_site: frozenset[PortPair] = frozenset()
+    foreign: frozenset[PortPair] = frozenset()
+
+
+class Glass:
+    """Reads the site's switches. `drivers` has all of them."""
+
+    def __init__(
+        self,
+        site: Site,
+        drivers: Mapping[OcsId, OcsDriver],
+        clock: Clock | None = None,
+        owners: CircuitOwners | None = None,
+    ) -> None:
+        self._site = site
+        self._owners = owners
+        self._drivers = drivers
+        self._clock = clock or WallClock()
+        self._silent: dict[OcsId, asyncio.Task[_Seen]] = {}  # asked before, and still to answer
+        self._facts: dict[OcsId, Facts] = {}
+        self.cabling = Cabling(
+            {
+                **site.core_cabling.ports,
+                **{id: ports for pod in site.pods for id, ports in site.agg_cabling(pod.id).ports.items()},
+            }
+        )
+
+    def of_site(self, cross_connects: Iterable[PortPair]) -> frozenset[PortPair]:
+        return frozenset(pair for pair in cross_connects if self.cabling.ends(pair) is not None)
+
+    def device_pairs(self, wanted: PortPair) -> tuple[CrossConnect, ...]:
+        """Once the switch has been seen."""
+        return device_pairs(self._facts[wanted.switch], wanted)
+
+    async def look(self) -> Glance:
+        """A switch that does not answer in time counts as failed: nothing is planned on it, and what it has stays. It
+        is not waited for again before it has answered, or its driver has given up."""
+        switches = [switch.id for switch in self._site.switches]
+        self._silent = {switch: asked for switch, asked in self._silent.items() if not asked.done()}
+        asked = {
+            switch: asyncio.ensure_future(self._look_at(switch)) for switch in switches if switch not in self._silent
+        }
+        alarm = asyncio.ensure_future(self._clock.sleep(ANSWER_WITHIN_S))
+        try:
+            while not alarm.done() and (pending := [each for each in asked.values() if not each.done()]):
+                await asyncio.wait([*pending, alarm], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            for each in asked.values():
+                each.cancel()
+            raise
+        finally:
+            alarm.cancel()
+        self._silent |= {switch: each for switch, each in asked.items() if not each.done()}
+        late = f"has not answered within {ANSWER_WITHIN_S:g} s"
+        return self._glance({switch: late if switch in self._silent else asked[switch].result() for switch in switches})
+
+    def _glance(self, seen: Mapping[OcsId, "_Seen"]) -> Glance:
+        cross_connects: set[PortPair] = set()
+        failed_ports: set[tuple[OcsId, int]] = set()
+        foreign: set[PortPair] = set()
+        odd: dict[OcsId, frozenset[CrossConnect]] = {}
+        unread: dict[OcsId, str] = {}
+        for switch, found in seen.items():
+            if isinstance(found, str):
+                unread[switch] = found
+                continue
+            pairs, strange, ports, not_ours = found
+            cross_connects |= pairs
+            foreign |= not_ours
+            failed_ports |= {(switch, port) for port in ports}
+            if strange:
+                odd[switch] = frozenset(strange)
+        of_site = self.of_site(cross_connects)
+        failed_ports |= {(pair.switch, port) for pair in cross_connects - of_site for port in pair.ports}
+        failures = Failures(ports=frozenset(failed_ports), switches=frozenset(unread))
+        return Glance(frozenset(cross_connects), failures, odd, unread, of_site, of_site & foreign)
+
+    async def change_of(self, switch: OcsId, remove: Iterable[PortPair], add: Iterable[PortPair]) -> Change:
+        """The same in the device's terms. Raises DriverError where the device does not answer."""
+        facts = await self.facts(switch)
+        return Change(
+            connect=tuple(each for wanted in sorted(add) for each in device_pairs(facts, wanted)),
+            disconnect=tuple(each for unwanted in sorted(remove) for each in device_pairs(facts, unwanted)),
+        )
+
+    async def facts(self, switch: OcsId) -> Facts:
+        if switch not in self._facts:
+            self._facts[switch] = await self._drivers[switch].facts()
+        return self._facts[switch]
+
+    async def _look_at(self, switch: OcsId) -> "_Seen":
+        try:
+            facts, driver = await self.facts(switch), self._drivers[switch]
+            reading, states = await driver.cross_connects(), await driver.ports()
+            if self._owners is not None:
+                reading = await self._owners.claim(switch, reading)
+        except DriverError as error:
+            return str(error)
+        except Exception as error:  # of one driver: the other switches are not to suffer from it
+            logger.exception("switch %s cannot be looked at", switch)
+            return f"{type(error).__name__}: {error}"
+        pairs, odd = site_pairs(switch, facts, reading.cross_connects)
+        broken = {state.port for state in states if state.status is not PortStatus.ENABLED}
+        if facts.connectivity is not Connectivity.ANY_TO_ANY:
+            offset = facts.egress_ports.start - facts.ingress_ports.start
+            broken = {port if port in facts.ingress_ports else port - offset for port in broken}
+        # What is up one way only holds its ports, whoever made it; what has failed carries nothing, whatever its ports
+        # say of themselves.
+        for each in odd | {each.cross_connect for each in reading.circuits if each.state is CircuitState.FAILED}:
+            broken |= {each.ingress_port, each.egress_port - (facts.egress_ports.start - facts.ingress_ports.start)}
+        not_ours = {pair for pair in pairs if not reading.foreign.isdisjoint(device_pairs(facts, pair))}
+        return pairs, odd, broken, not_ours

@@ -1,0 +1,284 @@
+"""Hold the fabric against its site's file: circuits on the glass against what was left there, fibres against light.
+
+`look` changes nothing. `walk` lights what is free, one cross-connect after the other, and sees where light comes out;
+circuits that are up are not touched, and packets are not led over what it lights. What it sees means is
+planner/fabric/cables.py.
+"""
+
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from ocs_drivers.errors import DriverError
+from ocs_drivers.model import Change, ChangeMode
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.pause_registry import HoldBook, Part
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
+from orchestrrl.fabric.coordinator import Coordinator
+from orchestrrl.fabric.packet_routing import FabricRouting
+from orchestrrl.fabric.switch_reader import Glance, Glass, site_pairs
+from planner.fabric import cables
+from planner.fabric.cables import DARK, Fault, Seen, port_text
+from planner.fabric.light import Interface, links_up
+from planner.fabric.masks import Port
+from planner.fabric.model import OcsId, PortPair, port_pair
+from planner.fabric.topology import Lane, Site
+
+LIGHT_WITHIN_S = 2.0
+LOOK_S = 0.02
+LISTED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """`fibres` that are known to be plugged in where the site says, of `fibres_of_site` (lanes included); `not_seen`:
+    why the others are not known."""
+
+    faults: tuple[Fault, ...]
+    circuits: int
+    links: int
+    fibres: int
+    fibres_of_site: int
+    not_seen: tuple[str, ...] = ()
+
+
+@dataclass
+class _Findings:
+    faults: list[Fault] = field(default_factory=list)
+    good: set[Port] = field(default_factory=set)
+    not_seen: list[str] = field(default_factory=list)
+
+
+class FabricVerifier:
+    """Of a running daemon; `routing` None: its ToRs cannot be asked, only its switches."""
+
+    def __init__(
+        self,
+        fabric: Coordinator,
+        routing: FabricRouting | None,
+        circuits: CircuitExecutor,
+        glass: Glass,
+        holds: HoldBook,
+        clock: Clock,
+    ) -> None:
+        self._fabric = fabric
+        self._routing = routing
+        self._circuits = circuits
+        self._glass = glass
+        self._holds = holds
+        self._clock = clock
+
+    @property
+    def _site(self) -> Site:
+        return self._fabric.site
+
+    async def verify(self, walk: bool) -> Verified:
+        """Raises Permanent where it may not walk, and OrchestrRLError of routers and switches."""
+        if walk and self._routing is None:
+            raise Permanent("to walk, the ToRs have to be asked for signals: name them in fabric.routers")
+        if walk and self._holds.hold(Part.FABRIC) is None:
+            raise Permanent("circuits must stand still while fibres are lit: first `orchestrrl fabric pause`")
+        glance = await self._glass.look()
+        findings = _Findings(faults_of_glass(await self._book(glance), glance))
+        links = 0
+        if self._routing is None:
+            findings.not_seen.append("fabric.routers names no ToRs, so that nobody can say where light comes out")
+        else:
+            links = await self._look(self._routing, glance, findings)
+            if walk:
+                async with self._routing.standing_still():
+                    await self._walk(self._routing, glance, findings)
+        ports = {*self._interfaces, *(port for lane in self._site.lanes for port in _ports_of(lane))}
+        unknown = sorted(ports - findings.good - {_port_of(fault) for fault in findings.faults})
+        if unknown and self._routing is not None:
+            more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
+            how = "in use or broken" if walk else "no light shows where they end; --walk lights those that are free"
+            findings.not_seen.append(f"{how}: {', '.join(map(port_text, unknown[:LISTED]))}{more}")
+        return Verified(
+            tuple(dict.fromkeys(findings.faults)),
+            len(glance.of_site),
+            links,
+            len(ports & findings.good),
+            len(ports),
+            tuple(findings.not_seen),
+        )
+
+    @property
+    def _interfaces(self) -> Mapping[Port, Interface]:
+        return {} if self._routing is None else self._routing.interfaces
+
+    async def _book(self, glance: Glance) -> frozenset[PortPair]:
+        """What should be up: our own circuits, by the journal. Of switches that do not answer, nothing is said."""
+        ours: set[PortPair] = set()
+        for switch in self._site.switch.keys() - glance.unread.keys():
+            pairs, _ = site_pairs(switch, await self._glass.facts(switch), self._circuits.owners.owned(switch))
+            ours |= pairs
+        return frozenset(ours)
+
+    async def _look(self, routing: FabricRouting, glance: Glance, findings: _Findings) -> int:
+        """From light that is there anyway; the number of links."""
+        lits = links_up(self._site, glance.of_site, routing.interfaces)
+        signals, silent = await routing.steering.signals()
+        findings.not_seen += [f"{tor} does not answer: {why}" for tor, why in sorted(silent.items())]
+        expected = {end: far for lit in lits for end, far in (lit.link.ends, lit.link.ends[::-1])}
+        wanted = {end: far[0] for end, far in expected.items() if end in signals}
+        heard = await routing.steering.heard({end: (tor,) for end, tor in wanted.items()})
+        # Where the right one is not, who else is? Also where nobody should be.
+        odd = [end for end in wanted if wanted[end] not in heard.get(end, ())]
+        odd += [end for end in set(routing.interfaces.values()) & signals if end not in expected]
+        others = await routing.steering.heard({end: tuple(self._site.tor) for end in odd})
+        seen = Seen(signals, {**heard, **others}, frozenset(silent), frozenset(glance.unread))
+        faults = cables.faults_seen(self._site, routing.interfaces, glance.of_site, seen)
+        findings.faults += faults
+        bad = {_port_of(fault) for fault in faults}
+        for lit in lits:
+            if any(tor in silent for tor, _ in lit.link.ends):
+                continue
+            if not lit.goes_over(pair for pair in lit.over for port in pair.ports if (pair.switch, port) in bad):
+                findings.good |= {(pair.switch, port) for pair in lit.over for port in pair.ports}
+        return len(lits)
+
+    async def _walk(self, routing: FabricRouting, glance: Glance, findings: _Findings) -> None:
+        used = {(pair.switch, port) for pair in glance.cross_connects for port in pair.ports}
+        barred = used | glance.failures.ports | self._fabric.word.failures.ports
+        switches = glance.failures.switches | self._fabric.word.failures.switches
+        free = [port for port in routing.interfaces if port not in barred and port[0] not in switches]
+        lightings = []
+        for pair in cables.walk(routing.interfaces, free):
+            ends = {routing.interfaces[pair.switch, port] for port in pair.ports}
+            lightings.append((pair, frozenset(await self._came(routing, [pair], ends))))
+        good, faults = cables.traced(lightings, routing.interfaces)
+        findings.good |= good
+        findings.faults += faults
+        await self._walk_lanes(routing, barred, switches, findings)
+
+    async def _walk_lanes(
+        self, routing: FabricRouting, barred: Collection[Port], switches: Collection[OcsId], findings: _Findings
+    ) -> None:
+        """Each free lane once, with one of another PoD on the same switch of the core."""
+        lanes = [
+            lane
+            for lane in sorted(self._site.lanes)
+            if not {lane.agg, lane.core} & set(switches) and not set(_ports_of(lane)) & set(barred)
+        ]
+        good = {lane.agg: self._good_at(routing, lane.agg, barred, findings) for lane in lanes}
+        for one, other in _pairs_of_lanes(self._site, lanes):
+            ends = [good[one.agg], good[other.agg]]
+            if one.agg == other.agg or None in ends:
+                findings.not_seen.append(
+                    f"{port_text((one.agg, one.agg_port))}: no good fibre of a ToR is free beside it"
+                )
+                continue
+            here, there = ends
+            assert here is not None
+            assert there is not None
+            path = [
+                port_pair(one.agg, here[1], one.agg_port),
+                port_pair(one.core, one.core_port, other.core_port),
+                port_pair(other.agg, there[1], other.agg_port),
+            ]
+            came = await self._came(routing, path, {routing.interfaces[here], routing.interfaces[there]})
+            if came == {routing.interfaces[here], routing.interfaces[there]}:
+                findings.good |= {*_ports_of(one), *_ports_of(other)}
+            else:
+                what = f"no light gets from it over {port_text(_ports_of(one)[1])} and {port_text(_ports_of(other)[1])}"
+                what += f" to {port_text(_ports_of(other)[0])}: one of the two lanes ends elsewhere, or is broken"
+                findings.faults.append(Fault(DARK, port_text(_ports_of(one)[0]), what))
+
+    def _good_at(
+        self, routing: FabricRouting, switch: OcsId, barred: Collection[Port], findings: _Findings
+    ) -> Port | None:
+        found = sorted(findings.good & routing.interfaces.keys())
+        return next((port for port in found if port[0] == switch and port not in barred), None)
+
+    async def _came(
+        self, routing: FabricRouting, pairs: Sequence[PortPair], expected: Collection[Interface]
+    ) -> Set[Interface]:
+        """The interfaces that have a signal while these are lit, and had none before."""
+        before, _ = await routing.steering.signals()
+        async with self._lit(pairs):
+            now = await self._signals(routing, lambda now: now - before >= set(expected))
+        came = now - before
+        await self._signals(routing, lambda now: not now & came)  # or the next lighting finds them lit already
+        return came & set(routing.interfaces.values())
+
+    async def _signals(self, routing: FabricRouting, enough: Callable[[Set[Interface]], bool]) -> Set[Interface]:
+        """The interfaces that have a signal, once that is enough, or as they are after `LIGHT_WITHIN_S`."""
+        until_s = self._clock.now_s() + LIGHT_WITHIN_S
+        while True:
+            now, _ = await routing.steering.signals()
+            if enough(now) or self._clock.now_s() >= until_s:
+                return now
+            await self._clock.sleep(LOOK_S)
+
+    @asynccontextmanager
+    async def _lit(self, pairs: Sequence[PortPair]) -> AsyncIterator[None]:
+        """All are darkened in the end, whichever of them fail."""
+        async with AsyncExitStack() as dark:
+            for pair in pairs:
+                dark.push_async_callback(self._change, pair, is_up=False)
+                await self._change(pair, is_up=True)
+            yield
+
+    async def _change(self, pair: PortPair, is_up: bool) -> None:
+        change: Change = await self._glass.change_of(pair.switch, [] if is_up else [pair], [pair] if is_up else [])
+        try:
+            outcome = await self._circuits.change(pair.switch, change, ChangeMode.SAFE)
+        except DriverError as error:
+            raise Permanent(f"{pair} could not be {'lit' if is_up else 'darkened'}: {error}") from error
+        if not outcome.done:
+            raise Permanent(f"{pair} could not be {'lit' if is_up else 'darkened'}: {outcome.detail}")
+
+
+def faults_of_glass(book: frozenset[PortPair], glance: Glance) -> list[Fault]:
+    """What the switches show, against the circuits that are ours."""
+    faults = [Fault("silent_switch", switch, why) for switch, why in sorted(glance.unread.items())]
+    for pair in sorted(book - glance.of_site):
+        if pair.switch not in glance.unread:
+            faults.append(Fault("missing_circuit", str(pair), "is ours, and not on the switch"))
+    faults += [
+        Fault("unknown_circuit", str(pair), "is up, and nobody here asked for it")
+        for pair in sorted(glance.of_site - book)
+    ]
+    for pair in sorted(glance.cross_connects - glance.of_site):
+        faults.append(Fault("odd_circuit", str(pair), "is up between ports that the site does not join"))
+    for switch, pairs in sorted(glance.odd.items()):
+        faults += [Fault("one_way", f"{switch}:{pair}", "light goes one way only") for pair in sorted(pairs)]
+    told = {(pair.switch, port) for pair in glance.cross_connects - glance.of_site for port in pair.ports}
+    told |= {port for port in glance.failures.ports if port[0] in glance.odd}
+    faults += [
+        Fault("failed_port", port_text(port), "by the word of its switch")
+        for port in sorted(glance.failures.ports - told)
+    ]
+    return faults
+
+
+def _pairs_of_lanes(site: Site, lanes: Iterable[Lane]) -> list[tuple[Lane, Lane]]:
+    """Of different PoDs on one switch of the core; one that is left over goes with one that has been taken."""
+    by_core: dict[OcsId, list[Lane]] = {}
+    for lane in lanes:
+        by_core.setdefault(lane.core, []).append(lane)
+    pairs: list[tuple[Lane, Lane]] = []
+    for some in by_core.values():
+        left = sorted(some, key=lambda lane: (site.pod_of[lane.uplink], lane))
+        while left:
+            one = left.pop(0)
+            pod = site.pod_of[one.uplink]
+            other = next((lane for lane in left if site.pod_of[lane.uplink] != pod), None)
+            if other is not None:
+                left.remove(other)
+            else:
+                other = next((lane for lane in some if site.pod_of[lane.uplink] != pod), None)
+            if other is not None:
+                pairs.append((one, other))
+    return pairs
+
+
+def _ports_of(lane: Lane) -> tuple[Port, Port]:
+    return (lane.agg, lane.agg_port), (lane.core, lane.core_port)
+
+
+def _port_of(fault: Fault) -> Port | None:
+    switch, colon, port = fault.where.rpartition(":")
+    return (OcsId(switch), int(port)) if colon and port.isdecimal() else None

@@ -1,0 +1,183 @@
+"""What a picture of a site shows: layers of endpoints and switches with the fibres between them, alike ones together.
+
+A layer is a PoD with its ToRs, uplinks and own switches, or the core with all uplinks. `pictures.py` draws them
+as SVG, `cli/fabric/show.py` as text.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from orchestrrl.fabric.site_parts import numbers_text
+from planner.fabric.model import EndpointId
+from planner.fabric.topology import Device, Pod, Role, Site, Switch
+
+MOST_COLUMNS = 16  # beyond that, endpoints that are alike share a column
+MOST_ROWS = 6  # of switches
+
+_NOBODY = EndpointId("")
+_Thing = TypeVar("_Thing")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Endpoints that are alike: ToRs or uplinks."""
+
+    label: str
+    count: int
+    rail: int | None
+    nics: int  # on each of them
+    uplink: bool
+    role: Role
+    fibres: tuple[int, ...]  # [row], of each of them to each of the switches
+    core_fibres: tuple[int, ...]  # [row of the core], of an uplink of a PoD
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Switches that are alike."""
+
+    label: str
+    count: int
+    device: Device
+    fibred: int  # ports of each
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """PoDs that are alike, or the core (`role` None)."""
+
+    pods: tuple[EndpointId, ...]
+    role: Role | None
+    servers: int  # of each PoD
+    gpus: str  # of all of them
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def lanes(self) -> int:
+        """Fibres of all uplinks of one PoD; of the core, of all PoDs."""
+        return sum(
+            column.count * row.count * fibres
+            for column in self.columns
+            if column.uplink
+            for row, fibres in zip(self.rows, column.fibres, strict=True)
+        )
+
+    @property
+    def title(self) -> str:
+        return ", ".join(self.pods) if len(self.pods) <= 4 else named(self.pods)
+
+
+def views(site: Site) -> tuple[Layer | None, tuple[Layer, ...]]:
+    """The core, if there is one, and every PoD."""
+    single = {pod.id for pod in site.pods if len(site.uplinks_of[pod.id]) == 1}
+    roles = {pod.id: pod.role for pod in site.pods}
+    ends = [
+        _End(uplink.pod if uplink.pod in single else uplink.id, uplink.id, roles[uplink.pod], None, 0, True)
+        for uplink in site.uplinks
+    ]
+    rows, fibres = _rows(site, ends, site.core_switches, str)
+    core = Layer(tuple(pod.id for pod in site.pods), None, len(site.servers), "", _columns(ends, fibres, {}), rows)
+    nics = Counter(tor for server in site.servers for tor in server.tors)
+    pods = tuple(_pod_layer(site, pod, nics, fibres) for pod in site.pods)
+    return core if rows else None, pods
+
+
+def grouped(site: Site, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """PoDs that differ by no more than names as one layer."""
+    found = []
+    for alike in _alike(layers, lambda layer: (layer.role, layer.servers, layer.columns, layer.rows)):
+        pods = tuple(pod for layer in alike for pod in layer.pods)
+        found.append(replace(alike[0], pods=pods, gpus=_gpus(site, pods)))
+    return tuple(found)
+
+
+def _gpus(site: Site, pods: Iterable[EndpointId]) -> str:
+    return numbers_text(gpu for pod in pods for server in site.servers_of[pod] for gpu in server.gpus)
+
+
+def _pod_layer(site: Site, pod: Pod, nics: Counter[EndpointId], core: Mapping[EndpointId, tuple[int, ...]]) -> Layer:
+    def own(name: str) -> str:
+        """Without the PoD's name, which stands above."""
+        return name.removeprefix(f"{pod.id}/")
+
+    tors = sorted(site.tors_of[pod.id], key=lambda tor: (tor.rail is None, tor.rail or 0, tor.id))
+    ends = [_End(own(tor.id), tor.id, pod.role, tor.rail, nics[tor.id], False) for tor in tors]
+    ends += [_End(own(each.id), each.id, pod.role, None, 0, True) for each in site.uplinks_of[pod.id]]
+    rows, fibres = _rows(site, ends, site.agg_switches_of[pod.id], own)
+    servers = len(site.servers_of[pod.id])
+    return Layer((pod.id,), pod.role, servers, _gpus(site, (pod.id,)), _columns(ends, fibres, core), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    label: str
+    id: EndpointId
+    role: Role
+    rail: int | None
+    nics: int
+    uplink: bool
+
+
+def _rows(
+    site: Site, ends: Sequence[_End], switches: Sequence[Switch], own: Callable[[str], str]
+) -> tuple[tuple[Row, ...], Mapping[EndpointId, tuple[int, ...]]]:
+    """Switches, and how many fibres each endpoint has to each."""
+    reserved = Counter(switch for switch, _ in site.reserved)
+
+    def ports(switch: Switch) -> tuple[int, ...]:
+        return tuple(len(switch.ports.get(end.id, ())) for end in ends)
+
+    together = [[switch] for switch in switches]
+    if len(switches) > MOST_ROWS:
+        together = _alike(switches, lambda each: (each.device, reserved[each.id], ports(each)))
+    rows = tuple(
+        Row(
+            named([own(switch.id) for switch in alike]),
+            len(alike),
+            alike[0].device,
+            sum(map(len, alike[0].ports.values())),
+            reserved[alike[0].id],
+        )
+        for alike in together
+    )
+    counts = [ports(alike[0]) for alike in together]
+    return rows, {end.id: tuple(count[place] for count in counts) for place, end in enumerate(ends)}
+
+
+def _columns(
+    ends: Sequence[_End], fibres: Mapping[EndpointId, tuple[int, ...]], core: Mapping[EndpointId, tuple[int, ...]]
+) -> tuple[Column, ...]:
+    def column(alike: Sequence[_End]) -> Column:
+        first = alike[0]
+        return Column(
+            named([end.label for end in alike]),
+            len(alike),
+            first.rail,
+            first.nics,
+            first.uplink,
+            first.role,
+            fibres[first.id],
+            core.get(first.id, ()),
+        )
+
+    together = [[end] for end in ends]
+    if len(ends) > MOST_COLUMNS:
+        together = _alike(ends, lambda end: (replace(end, label="", id=_NOBODY), fibres[end.id], core.get(end.id, ())))
+    return tuple(map(column, together))
+
+
+def _alike(things: Iterable[_Thing], key: Callable[[_Thing], Hashable]) -> list[list[_Thing]]:
+    """In the order of the first of each kind."""
+    kinds: dict[Hashable, list[_Thing]] = {}
+    for thing in things:
+        kinds.setdefault(key(thing), []).append(thing)
+    return list(kinds.values())
+
+
+def named(names: Sequence[str]) -> str:
+    """`gen0 ... gen3 (4)`"""
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"

@@ -1,0 +1,373 @@
+"""Circuits for weight syncs: what a sync could have, circuits for the edges of its plan, and those from before again.
+
+The coordinator of circuits (`fabric.py`) decides when and whether: this announces what the edges of a plan send, waits
+for what becomes of it, and says which circuits there are then. Whatever comes of it, the sync runs over what there is.
+Without an optical fabric the network is as the configuration says, and stays so. Section 5.2 and appendix E of the
+paper: circuits of both phases come up before the broadcast, and are torn down after it.
+"""
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Protocol
+
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.fabric.coordinator import Coordinator
+from orchestrrl.fabric.period_queue import Announced
+from orchestrrl.fabric.periods import PeriodReport, PeriodState
+from orchestrrl.weights.controller.planning import Network, PairLink, PlannedSync, Station
+from orchestrrl.weights.controller.reports import SyncPhase
+from orchestrrl.weights.model import Peer, PeerId, PeerRole
+from orchestrrl.weights.orders import Edge
+from orchestrrl.weights.settings import NetworkSettings
+from planner.fabric.ground import Ground
+from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.light import Interface, fibres_of, interfaces_at, links_up
+from planner.fabric.masks import Port
+from planner.fabric.model import EndpointId, PortPair, pair_of
+from planner.fabric.plan import FabricState
+from planner.fabric.templates import template_of
+from planner.fabric.topology import Site
+from planner.model import GpuId
+
+if TYPE_CHECKING:
+    from orchestrrl.core.config.schema import Config
+
+logger = logging.getLogger(__name__)
+
+PERIOD = "weight-sync"
+# Not the trainer's: what it announces meanwhile supersedes nothing, and where it runs on, its pauses are waited for.
+JOB = "weights"
+LOOKED_BACK = 64  # periods
+# For a pause of training: nobody is held up by it, and a trainer that announces supersedes it.
+TRAINING_WITHIN_S = 600.0
+ROUNDING = 1 + 1e-6
+
+OnPhase = Callable[[SyncPhase], None]
+Peers = Callable[[], Mapping[PeerId, Peer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """The network as it really is, and what of the circuits is not as the plan had it, and why; nothing: all is, and
+    the plan holds as it was made."""
+
+    network: Network
+    notes: tuple[str, ...] = ()
+
+
+class SyncCircuits(Protocol):
+    """What the coordinator of syncs asks for."""
+
+    def network(self) -> Network:
+        """What a sync could have."""
+        ...
+
+    async def bring_up(self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False) -> Brought:
+        """`still`: the trainer sends nothing until this is over."""
+        ...
+
+    async def tear_down(self, sync_id: str) -> tuple[str, ...]:
+        """What became of it, in words."""
+        ...
+
+
+class PacketNetwork:
+    """Without an optical fabric: `weights.network` of the configuration, and where peers say they are."""
+
+    def __init__(self, settings: NetworkSettings, peers: Peers) -> None:
+        self._settings = settings
+        self._peers = peers
+
+    def network(self) -> Network:
+        settings = self._settings
+        return Network(
+            settings.link_gbps,
+            {id: named_station(peer, settings.nic_gbps) for id, peer in self._peers().items()},
+            {pod.id: pod.boundary_circuits for pod in settings.pods},
+            {tor.id: tor.circuits for tor in settings.tors},
+        )
+
+    async def bring_up(self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False) -> Brought:
+        return Brought(self.network())
+
+    async def tear_down(self, sync_id: str) -> tuple[str, ...]:
+        return ()
+
+
+class WeightCircuits:
+    """Over the coordinator of circuits. `packet_tors`: ToRs that an electrical network joins beside the circuits, each
+    at `packet_gbps`."""
+
+    def __init__(
+        self,
+        fabric: Coordinator,
+        peers: Peers,
+        *,
+        packet_tors: Collection[EndpointId] = (),
+        packet_gbps: float = 0.0,
+    ) -> None:
+        self._fabric = fabric
+        self._peers = peers
+        self._packet_tors = frozenset(packet_tors) if packet_gbps > 0 else frozenset()
+        self._packet_gbps = packet_gbps
+        self._partly: set[str] = set()  # syncs that have changed circuits, and not got all of theirs
+
+    def network(self) -> Network:
+        """All lanes and fibres that are sound and free may be had; nothing is asked of the switches for it."""
+        fabric, site = self._fabric, self._fabric.site
+        glance, word = fabric.glance, fabric.word
+        state = FabricState(glance.of_site, glance.failures | word.failures, word.pinned | glance.foreign)
+        ground = Ground(site, state, frozenset(site.pod))
+        lanes = ground.lanes_for(None)
+        tors: dict[str, int] = {
+            tor.id: sum(port not in ground.held for port in fibres_of(site, tor.id)) or int(tor.id in self._packet_tors)
+            for tor in site.tors
+        }
+        boundary: dict[str, int] = {
+            pod.id: len(lanes.get(pod.id, ())) or _by_packets(site, pod.id, self._packet_tors) for pod in site.pods
+        }
+        eligible = template_of(Intent(PERIOD, Stage.WEIGHT_SYNC, ())).core_pairs(site.pods)
+        pairs: dict[tuple[str, str], PairLink] = {
+            (one, other): PairLink(min(len(lanes[one]), len(lanes[other])), site.link_gbps)
+            for one, other in sorted(eligible)
+            if lanes.get(one) and lanes.get(other)
+        }
+        pairs = _packet_pairs(site, self._packet_tors, self._packet_gbps) | pairs
+        return Network(site.link_gbps, self._stations(), boundary, tors, pairs)
+
+    async def bring_up(self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False) -> Brought:
+        """Circuits for what the plan's edges send. Where nobody says that the trainer stands still, its pauses are
+        waited for, if it is traced. Where this is cancelled, nothing more is changed."""
+        peers = self._peers()
+        job = self._trainer(peers[edge.src] for edge in planned.edges if edge.src in peers) if still else JOB
+        intent, notes = intent_of(planned.edges, self._fabric.site, peers, job)
+        if not intent.traffic:
+            return Brought(await self._present(), notes)
+        on_phase(SyncPhase.WINDOW)
+        try:
+            period = self._fabric.expect(intent, boundary=True)
+        except OrchestrRLError as error:
+            logger.error("no circuits for weight sync %s: %s", sync_id, error)
+            return Brought(await self._present(), (*notes, f"circuits stay as they are: {error}"))
+        try:
+            report = await self._follow(period, on_phase)
+        finally:
+            if period.begun.is_set() and period.report.state is not PeriodState.COMMITTED:
+                self._partly.add(sync_id)
+            if not period.report.over:
+                self._fabric.withdraw(period, f"weight sync {sync_id} was given up")
+        network = await self._present()
+        return Brought(network, (*notes, *_what_became(report), *_not_joined(planned.edges, network)))
+
+    async def tear_down(self, sync_id: str) -> tuple[str, ...]:
+        """Who had circuits before, and has not asked for others since, is given them again: generation at once;
+        training in a pause of its own, which is not waited for here, since the trainer may wait for the sync's end.
+        Harmless where nothing was changed, and after a restart: the journal knows what came up, in which order."""
+        periods: list[Announced] = []
+        words: list[str] = []
+        before = self._before(sync_id in self._partly)
+        self._partly.discard(sync_id)
+        for job, stage, name in before:
+            try:
+                if stage is Stage.TRAIN:
+                    self._fabric.announce(name, within_s=TRAINING_WITHIN_S, job=job)
+                    words.append(f"{name}: has its circuits again in a pause of training")
+                else:  # nobody's broadcast runs any more; where packets are steered they leave a circuit before it goes
+                    periods.append(self._fabric.announce(name, boundary=True, job=job))
+            except OrchestrRLError as error:
+                words.append(f"{name}: circuits stay as they are: {error}")
+        for period in periods:
+            report = await self._fabric.until_over(period)
+            words.append(f"{report.period}: {report.state}{_why(report)}")
+        return tuple(words)
+
+    def _trainer(self, senders: Iterable[Peer]) -> str:
+        """The job that is traced on the trainer's hosts."""
+        hosts = {peer.host for peer in senders if peer.role is PeerRole.TRAINER}
+        return next(iter(sorted(self._fabric.traced_on(hosts))), JOB)
+
+    async def _follow(self, period: Announced, on_phase: OnPhase) -> PeriodReport:
+        over = asyncio.ensure_future(self._fabric.until_over(period))
+        begun = asyncio.ensure_future(period.begun.wait())
+        try:
+            await asyncio.wait({over, begun}, return_when=asyncio.FIRST_COMPLETED)
+            if period.begun.is_set():
+                on_phase(SyncPhase.CIRCUITS)
+            return await over
+        finally:
+            over.cancel()
+            begun.cancel()
+
+    def _before(self, partly: bool) -> list[tuple[str, Stage, str]]:
+        """Periods whose circuits a sync took: those that came up before it and have not since. `partly`: the last one
+        has come to nothing, but has changed something on its way."""
+        up = [(job, stage, name) for (job, stage), name in self._fabric.up.items()]
+        syncs = [place for place, (_, stage, _) in enumerate(up) if stage is Stage.WEIGHT_SYNC]
+        last = len(up) if partly else max(syncs, default=0)
+        coming = {(each.job, each.stage) for each in self._fabric.reports(LOOKED_BACK) if not each.over}
+        return [
+            (job, stage, name)
+            for job, stage, name in up[:last]
+            if stage is not Stage.WEIGHT_SYNC and (job, stage) not in coming
+        ]
+
+    async def _present(self) -> Network:
+        glance = await self._fabric.look()
+        return network_of(self._fabric.site, glance.of_site, self._stations(), self._packet_tors, self._packet_gbps)
+
+    def _stations(self) -> dict[PeerId, Station]:
+        return {id: station_of(peer, self._fabric.site) for id, peer in self._peers().items()}
+
+
+def circuits_of(config: "Config", fabric: Coordinator | None, peers: Peers) -> SyncCircuits:
+    """For the daemon. The electrical network joins the ToRs whose routers say so; where nobody here steers packets, it
+    is taken to join all, since peers do reach the daemon over something."""
+    network = config.weights.network
+    if fabric is None or config.fabric is None:
+        return PacketNetwork(network, peers)
+    routers = config.fabric.routers
+    joined = {EndpointId(each.tor) for each in routers if each.packet_side is not None}
+    tors = joined if routers else {tor.id for tor in fabric.site.tors}
+    return WeightCircuits(fabric, peers, packet_tors=tors, packet_gbps=network.link_gbps)
+
+
+def network_of(
+    site: Site,
+    cross_connects: Iterable[PortPair],
+    stations: Mapping[PeerId, Station],
+    packet_tors: Collection[EndpointId] = (),
+    packet_gbps: float = 0.0,
+) -> Network:
+    """What these circuits and the packet side make of it. What streams responses is kept for them."""
+    ours = [each for each in cross_connects if not any((each.switch, port) in site.reserved for port in each.ports)]
+    boundary: Counter[str] = Counter()
+    tors: Counter[str] = Counter()
+    pairs: dict[tuple[str, str], PairLink] = {}
+    for (one, other), count in sorted(links_between_tors(site, ours).items()):
+        tors[one] += count
+        tors[other] += count
+        here, there = sorted((site.pod_of[one], site.pod_of[other]))
+        if here != there:
+            boundary[here] += count
+            boundary[there] += count
+            before = pairs.get((here, there))
+            pairs[here, there] = PairLink(count + (before.circuits if before else 0), site.link_gbps)
+    return Network(
+        site.link_gbps,
+        stations,
+        {pod.id: boundary[pod.id] or _by_packets(site, pod.id, packet_tors) for pod in site.pods},
+        {tor.id: tors[tor.id] or int(tor.id in packet_tors) for tor in site.tors},
+        _packet_pairs(site, packet_tors, packet_gbps) | pairs,
+    )
+
+
+def _packet_pairs(
+    site: Site, packet_tors: Collection[EndpointId], packet_gbps: float
+) -> dict[tuple[str, str], PairLink]:
+    joined = sorted(pod.id for pod in site.pods if _by_packets(site, pod.id, packet_tors))
+    return {pair: PairLink(1, packet_gbps) for pair in combinations(joined, 2)}
+
+
+def _by_packets(site: Site, pod: EndpointId, packet_tors: Collection[EndpointId]) -> int:
+    """Ways out of a PoD beside circuits: one to each other PoD, so that by their number none is in another's way."""
+    return max(1, len(site.pods) - 1) if any(tor.id in packet_tors for tor in site.tors_of[pod]) else 0
+
+
+def named_station(peer: Peer, nic_gbps: float) -> Station:
+    return Station(peer.place.pod, peer.place.tor, peer.place.nic_gbps or nic_gbps)
+
+
+def station_of(peer: Peer, site: Site) -> Station:
+    """By its GPU's NIC; else by the names that it has for its place."""
+    place = peer.place
+    if place.gpu is None or GpuId(place.gpu) not in site.server_of:
+        if place.gpu is not None:
+            logger.warning("peer %s is at GPU %d, which is none of the site's: by name, then", peer.id, place.gpu)
+        return named_station(peer, site.nic_gbps)
+    gpu = GpuId(place.gpu)
+    return Station(site.server_of[gpu].pod, site.tor_of(gpu), place.nic_gbps or site.nic_gbps)
+
+
+def intent_of(
+    edges: Iterable[Edge], site: Site, peers: Mapping[PeerId, Peer], job: str = JOB
+) -> tuple[Intent, tuple[str, ...]]:
+    """What these send, GPU by GPU, and whose bytes are not in it. An edge has sent all of it once it is over, so both
+    phases have their circuits at once."""
+    sent: Counter[tuple[int, int]] = Counter()
+    nowhere: set[str] = set()
+    for edge in edges:
+        ends = [_gpu_of(peers[end], site) if end in peers else None for end in (edge.src, edge.dst)]
+        nowhere |= {end for end, gpu in zip((edge.src, edge.dst), ends, strict=True) if gpu is None}
+        one, other = ends
+        if one is not None and other is not None and one != other:
+            sent[one, other] += edge.bytes
+    by_bytes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for pair, count in sorted(sent.items()):
+        by_bytes[count].append(pair)
+    traffic = tuple(
+        Traffic(Operation.WEIGHT_SYNC, Primitive.PIPELINE, tuple(pairs), float(count))
+        for count, pairs in sorted(by_bytes.items())
+    )
+    notes = [f"no circuits for {', '.join(sorted(nowhere))}: no place of the site is known of them"] if nowhere else []
+    return Intent(PERIOD, Stage.WEIGHT_SYNC, traffic, job=job), tuple(notes)
+
+
+def _gpu_of(peer: Peer, site: Site) -> int | None:
+    """Its own, or some GPU below the same ToR."""
+    if peer.place.gpu is not None and GpuId(peer.place.gpu) in site.server_of:
+        return peer.place.gpu
+    below = (gpu for gpu in sorted(site.server_of) if site.tor_of(gpu) == peer.place.tor)
+    return next(below, None)
+
+
+def links_between_tors(site: Site, cross_connects: Iterable[PortPair]) -> Counter[tuple[EndpointId, EndpointId]]:
+    """How many links light makes between which ToRs."""
+    found: Counter[tuple[EndpointId, EndpointId]] = Counter()
+    for lit in links_up(site, cross_connects, _fibres(site)):
+        (one, _), (other, _) = lit.link.ends
+        found[pair_of(one, other)] += 1
+    return found
+
+
+def _fibres(site: Site) -> Mapping[Port, Interface]:
+    """What is behind each port that a ToR is fibred to."""
+    names = {tor.id: [f"f{k}" for k in range(len(fibres_of(site, tor.id)))] for tor in site.tors}
+    return interfaces_at(site, names)
+
+
+def _what_became(report: PeriodReport) -> tuple[str, ...]:
+    if report.state is PeriodState.COMMITTED:
+        return ()  # what else there is to say of the period is told with it
+    partly = f" ({report.stages_done} of {report.stages} stages were done)" if report.stages_done else ""
+    return (f"circuits of the sync are not up{partly}, {report.state}{_why(report)}", *report.notes)
+
+
+def _why(report: PeriodReport) -> str:
+    return f" ({report.code}: {report.detail})" if report.detail else f" ({report.code})"
+
+
+def _not_joined(edges: Iterable[Edge], network: Network) -> tuple[str, ...]:
+    """PoDs between which edges of one wave find less than they are to have."""
+    assert network.pairs is not None
+    asked: defaultdict[tuple[tuple[str, str], int], dict[str, float]] = defaultdict(dict)
+    for edge in edges:
+        ends = [network.stations[end].pod for end in (edge.src, edge.dst) if end in network.stations]
+        if len(set(ends)) == 2:
+            one, other = sorted(ends)
+            ways = asked[(one, other), edge.wave]
+            ways[ends[0]] = ways.get(ends[0], 0.0) + edge.rate_gbps  # each way by itself
+    found: dict[str, None] = {}
+    for ((one, other), _), gbps in sorted(asked.items()):
+        link, most_gbps = network.pairs.get((one, other)), max(gbps.values())
+        if link is None:
+            found[f"nothing joins {one} and {other}"] = None
+        elif link.gbps < network.link_gbps:
+            found[f"{one} and {other} are joined by the packet side alone, at {link.gbps:g} Gbps"] = None
+        elif most_gbps > link.circuits * link.gbps * ROUNDING:
+            has_gbps = link.circuits * link.gbps
+            found[f"{one} and {other} have circuits for {has_gbps:g} Gbps, the plan fills {most_gbps:g}"] = None
+    return tuple(found)

@@ -1,0 +1,322 @@
+"""Windows of whole jobs, from what the agents of all their hosts tell.
+
+A host tells of its own ranks in its own clock, whose offset is measured over the same stream. A window is what all of
+them have in common; a host that is gone while its ranks may live has none.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import LimitReached, shorten
+from planner.fabric.clocks import Exchange, OffsetEstimator
+from planner.fabric.slack import Remaining
+from planner.fabric.windows import CLOSED, HostWindows, Window, intersect
+from planner.model import Hold
+
+logger = logging.getLogger(__name__)
+
+QUANTILE = 0.05
+LEAST_QUANTILE = 0.005  # of one rank: of rarer events its memory says nothing
+PING_EVERY_S = 2.0
+FIRST_PINGS = 8  # at once, so that the first window finds the clock's offset known
+FIRST_PINGS_EVERY_S = 0.01
+SLACK_WITHIN_S = 10.0  # an agent with much to summarise
+FORGET_AFTER_S = 60.0  # a host without an agent: whatever it traced has ended, or is not to be known any more
+
+MOST_LISTED = 8
+
+Jobs = Mapping[str, frozenset[int]]  # ranks by job
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Tell of windows of this job that last `need_s`, as they open and close."""
+
+    id: int
+    job: str
+    need_s: float
+    quantile: float
+
+
+@dataclass(frozen=True, slots=True)
+class Disarm:
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    sent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summarise:
+    """Tell what is known of the iterations of all ranks, once."""
+
+
+Order = Arm | Disarm | Ping | Summarise
+
+
+@dataclass(eq=False)
+class Host:
+    """One agent's host. `said`: the latest word on each job that is watched, and when, by the host's clock."""
+
+    name: str
+    jobs: Jobs = field(default_factory=dict)
+    clock: OffsetEstimator = field(default_factory=OffsetEstimator)
+    said: dict[str, tuple[float, int, Remaining | Hold]] = field(default_factory=dict)
+    stream: "Stream | None" = None  # None: nobody is attached
+    gone_s: float = 0.0
+    slack_json: str = ""
+    slack_told: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Stream:
+    """One agent's connection: its orders go out, its words come in, until it is ended."""
+
+    def __init__(self, hub: "TraceHub", host: Host) -> None:
+        self._hub = hub
+        self._host = host
+        self._orders: asyncio.Queue[Order | None] = asyncio.Queue()
+
+    async def next_order(self) -> Order | None:
+        """None: it has ended, e.g. because another agent of the host has come."""
+        return await self._orders.get()
+
+    def put(self, order: Order | None) -> None:
+        self._orders.put_nowait(order)
+
+    async def ping(self) -> None:
+        """Measure the host's clock for as long as this lasts. Never returns."""
+        for number in itertools.count():
+            self.put(Ping(self._hub.clock.now_s()))
+            await self._hub.clock.sleep(PING_EVERY_S if number >= FIRST_PINGS else FIRST_PINGS_EVERY_S)
+
+    @property
+    def _is_the_hosts(self) -> bool:
+        """Not once another agent of the host has come, or this one has gone: what was under way then is void."""
+        return self._host.stream is self
+
+    def traces(self, jobs: Jobs) -> None:
+        """These are all that the agent reads now."""
+        if not self._is_the_hosts:
+            return
+        before, self._host.jobs = self._host.jobs, jobs
+        for job in [job for job in self._host.said if jobs.get(job) != before.get(job)]:
+            del self._host.said[job]  # it was said of other ranks than these
+        logger.info("%s traces %s", self._host.name, {job: len(ranks) for job, ranks in jobs.items()})
+        self._hub.news(None)
+
+    def says(self, job: str, said_s: float, rank: int, word: Remaining | Hold) -> None:
+        if self._is_the_hosts and job in self._host.jobs:  # agents are asked for jobs that they have not, too
+            self._host.said[job] = said_s, rank, word
+            self._hub.news(job)
+
+    def answers(self, exchange: Exchange) -> None:
+        if self._is_the_hosts:
+            was_known = self._host.clock.offset(exchange.back_s) is not None
+            self._host.clock.add(exchange)
+            if not was_known:
+                self._hub.news(None)  # of many hosts one answers all the time: nobody is woken for a little more
+
+    def knows(self, slack_json: str) -> None:
+        if self._is_the_hosts:
+            self._host.slack_json = slack_json
+        self._host.slack_told.set()
+
+    def end(self) -> None:
+        self.put(None)
+        if self._host.stream is self:
+            self._host.stream, self._host.gone_s = None, self._hub.clock.now_s()
+            self._hub.news(None)
+
+
+async def _all_told(hosts: Sequence[Host]) -> None:
+    for host in hosts:
+        await host.slack_told.wait()
+
+
+class JobWatch:
+    """Somebody waits for a job's traffic to pause: meanwhile its hosts tell of it at once, and `changed` is set."""
+
+    def __init__(self, hub: "TraceHub", arm: Arm, ranks: frozenset[int], changed: asyncio.Event) -> None:
+        self.arm = arm
+        self.changed = changed
+        self._ranks = ranks
+        self._hub = hub
+        self._opening: asyncio.Task[None] | None = None
+
+    def window(self) -> Window | Hold:
+        """One that clocks allow to open a moment later only is looked at again then."""
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+        window = self._hub.window(self.arm.job, self._ranks)
+        if isinstance(window, Hold) and window.code == CLOSED:
+            opens_in_s = self._hub.opens_s(self.arm.job) - self._hub.clock.now_s()
+            if opens_in_s > 0:
+                self._opening = asyncio.ensure_future(self._open_in(opens_in_s))
+        return window
+
+    def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+        self._hub.forget(self)
+
+    async def _open_in(self, duration_s: float) -> None:
+        await self._hub.clock.sleep(duration_s)
+        self._opening = None
+        self.changed.set()
+
+
+class TraceHub:
+    """Every host that has an agent which reads recorders. `quantile`: of a window's length, that is counted on."""
+
+    def __init__(self, clock: Clock, quantile: float = QUANTILE, most_hosts: int = 8192) -> None:
+        self.quantile = quantile
+        self._most_hosts = most_hosts
+        self.clock = clock
+        self.hosts: dict[str, Host] = {}
+        self._watches: dict[int, JobWatch] = {}
+        self._numbers = itertools.count(1)
+
+    def watch(self, job: str, ranks: frozenset[int], need_s: float, changed: asyncio.Event | None = None) -> JobWatch:
+        traced = sum(len(host.jobs[job]) for host in self.known() if job in host.jobs)
+        # Any rank may break the window: what each may risk adds up over them.
+        quantile = max(self.quantile / max(1, traced), min(self.quantile, LEAST_QUANTILE))
+        arm = Arm(next(self._numbers), job, need_s, quantile)
+        made = self._watches[arm.id] = JobWatch(self, arm, ranks, changed or asyncio.Event())
+        for host in self.hosts.values():
+            host.said.pop(job, None)  # of an earlier watch, perhaps long ago
+            if host.stream is not None:
+                host.stream.put(arm)
+        return made
+
+    def is_traced(self, job: str) -> bool:
+        """Whether anybody reads, or has lately read, recorders of its ranks."""
+        return any(job in host.jobs for host in self.known())
+
+    def hosts_of_jobs(self) -> dict[str, frozenset[str]]:
+        """Where each traced job has ranks."""
+        found: dict[str, set[str]] = {}
+        for host in self.known():
+            for job in host.jobs:
+                found.setdefault(job, set()).add(host.name)
+        return {job: frozenset(hosts) for job, hosts in found.items()}
+
+    def forget(self, watch: JobWatch) -> None:
+        self._watches.pop(watch.arm.id, None)
+        for host in self.hosts.values():
+            if host.stream is not None:
+                host.stream.put(Disarm(watch.arm.id))
+
+    def window(self, job: str, ranks: frozenset[int]) -> Window | Hold:
+        """What the job's hosts have in common now; `ranks` must be among those that are traced."""
+        now_s = self.clock.now_s()
+        hosts = [host for host in self.known() if job in host.jobs]
+        traced = frozenset[int]().union(*(host.jobs[job] for host in hosts))
+        if missing := sorted(ranks - traced):
+            wanted = f"no recorder is read of rank {_listed(missing)}{f' of {job}' if job else ''}"
+            return Hold("untraced", f"{wanted}; read are: {self._read_words()}")
+        told: list[tuple[Host, float, int, Remaining]] = []
+        for host in hosts:
+            if host.stream is None:
+                return Hold("host_gone", f"{host.name}: its agent is gone for {now_s - host.gone_s:.1f} s")
+            if job not in host.said:
+                return Hold("host_silent", f"{host.name}: has said nothing yet")
+            said_s, rank, word = host.said[job]
+            if isinstance(word, Hold):
+                return Hold(word.code, f"{host.name}: {word.detail}")
+            told.append((host, said_s, rank, word))
+        # Clocks take most of the time, and are asked for once nobody is in the way.
+        return intersect(
+            (
+                HostWindows(host.name, said_s, ((rank, word),), host.clock.offset(now_s))
+                for host, said_s, rank, word in told
+            ),
+            now_s,
+        )
+
+    def _read_words(self) -> str:
+        ranks: dict[str, set[int]] = {}
+        for host in self.known():
+            for job, some in host.jobs.items():
+                ranks.setdefault(job, set()).update(some)
+        listed = [f"{job or 'a job without a name'} (rank {_listed(sorted(ranks[job]))})" for job in sorted(ranks)]
+        return ", ".join(listed[:MOST_LISTED]) + (", ..." if len(listed) > MOST_LISTED else "") if listed else "none"
+
+    def opens_s(self, job: str) -> float:
+        """When the job's quiet has begun by all clocks, at the latest; -inf where nothing is known of it."""
+        now_s, latest_s = self.clock.now_s(), -inf
+        for host in self.known():
+            offset = host.clock.offset(now_s)
+            _, _, word = host.said.get(job, (0.0, 0, None))
+            if offset is not None and isinstance(word, Remaining):
+                latest_s = max(latest_s, offset.ours(word.opened_s)[1])
+        return latest_s
+
+    async def slack_json(self) -> str:
+        """What hosts know of their ranks' iterations. It is work for agents: not asked for but for people."""
+        asked = [host for host in self.known() if host.stream is not None]
+        for host in asked:
+            host.slack_told.clear()
+            if host.stream is not None:
+                host.stream.put(Summarise())
+        told = asyncio.ensure_future(_all_told(asked))
+        alarm = asyncio.ensure_future(self.clock.sleep(SLACK_WITHIN_S))
+        both: set[asyncio.Future[Any]] = {told, alarm}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in both:
+                each.cancel()
+        return json.dumps([json.loads(host.slack_json) for host in asked if host.slack_json])
+
+    def attach(self, name: str, jobs: Jobs) -> Stream:
+        """An agent's stream begins. A second agent of the same host takes the first one's place. Raises
+        LimitReached."""
+        if name not in self.hosts and len(self.hosts) >= self._most_hosts and len(self.known()) >= self._most_hosts:
+            limit = f"at most {self._most_hosts} hosts can be traced at a time (limits.nodes)"
+            raise LimitReached(f"hello.host: {limit}, got {shorten(name)} as one more")
+        host = self.hosts.setdefault(name, Host(name))
+        if host.stream is not None:
+            host.stream.put(None)
+        host.stream = stream = Stream(self, host)
+        host.clock = OffsetEstimator()  # the host may have been started anew
+        host.said.clear()
+        for watch in self._watches.values():
+            stream.put(watch.arm)
+        stream.traces(jobs)
+        return stream
+
+    def news(self, job: str | None) -> None:
+        """Of this job; None: of any."""
+        for watch in self._watches.values():
+            if job is None or watch.arm.job == job:
+                watch.changed.set()
+
+    def known(self) -> list[Host]:
+        """By name; those without an agent for long are forgotten."""
+        now_s = self.clock.now_s()
+        for name, host in list(self.hosts.items()):
+            if host.stream is None and now_s - host.gone_s > FORGET_AFTER_S:
+                del self.hosts[name]
+        return [host for _, host in sorted(self.hosts.items())]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Runs of them, e.g. `0-7, 9`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(words[:MOST_LISTED]) + (", ..." if len(words) > MOST_LISTED else "")

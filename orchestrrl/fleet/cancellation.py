@@ -1,0 +1,76 @@
+"""End answers where they are: those that somebody names, and those that are redundant: their group has enough."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.nodes import NodeRegistry
+from orchestrrl.core.operation_runner import Runner, answers
+from orchestrrl.core.operations import CancelRequests, OperationResult, OperationStatus
+from planner.model import NodeId, RequestId
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 5.0
+ASKED = "cancelled"  # the stop_reason of answers that somebody ended who gave no reason
+REDUNDANT = "redundant"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    requests: tuple[RequestId, ...]
+    silent: tuple[NodeId, ...]  # gateways that have not said what they ended
+
+
+class Canceller:
+    """Orders it of gateways. `totals`: requests ended so, by whether somebody asked for it or they were redundant."""
+
+    def __init__(self, runner: Runner, nodes: NodeRegistry, clock: Clock) -> None:
+        self._runner = runner
+        self._nodes = nodes
+        self._clock = clock
+        self._tasks: set[asyncio.Task[OperationResult]] = set()
+        self.totals: Counter[str] = Counter({ASKED: 0, REDUNDANT: 0})
+
+    async def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> Cancelled:
+        """Wherever they are. Raises ProblemFaults where nothing is named, Permanent where there is no gateway."""
+        action = CancelRequests(tuple(requests), tuple(groups), reason or ASKED)
+        named = (*action.requests, *action.groups)
+        if not named or not all(named):
+            raise ProblemFaults([f"request_ids, group_ids: must name something, got {list(named)}"])
+        orders = {node: self._order(node, action, ASKED) for node in self._nodes.gateways()}
+        if not orders:
+            raise Permanent("no gateway is attached: see `orchestrrl status`")
+        told = await answers(orders, self._clock, ANSWER_S)
+        results = {node: result for node, result in told.items() if result is not None}
+        ended = [RequestId(item.id) for result in results.values() for item in result.items if item.done]
+        silent = [node for node in orders if node not in results or results[node].status is not OperationStatus.DONE]
+        return Cancelled(tuple(sorted(ended)), tuple(silent))
+
+    def redundant(self, groups: Mapping[NodeId, tuple[str, ...]]) -> None:
+        """The groups of each gateway have enough. A gateway alone knows that by itself."""
+        attached = self._nodes.gateways()
+        for node in attached if len(attached) > 1 else ():
+            if groups.get(node):
+                self._order(node, CancelRequests((), groups[node], REDUNDANT), REDUNDANT)
+
+    def close(self) -> list[asyncio.Task[OperationResult]]:
+        """Stop waiting for gateways; what they were told they do."""
+        for task in self._tasks:
+            task.cancel()
+        return [*self._tasks]
+
+    def _order(self, node: NodeId, action: CancelRequests, why: str) -> asyncio.Task[OperationResult]:
+        task = asyncio.create_task(self._counted(node, action, why))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _counted(self, node: NodeId, action: CancelRequests, why: str) -> OperationResult:
+        result = await self._runner.run(node, action, ANSWER_S)
+        self.totals[why] += sum(item.done for item in result.items)
+        return result

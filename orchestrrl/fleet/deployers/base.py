@@ -1,0 +1,120 @@
+"""What OrchestrRL asks of whatever starts and stops engines: processes, Ray, Kubernetes, a simulator.
+
+A plug point: one module per product, registered in the entry-point group `orchestrrl.deployers`; every one passes
+`orchestrrl/fleet/deployers/conformance.py`. Starting and stopping may be repeated: an engine's id names it for good, so
+starting what runs as wanted and stopping what is gone change nothing. Engines outlive the daemon: a deployer that is
+made anew finds the engines of its fleet again, also those whose start was cut short. Implementations raise `Retryable`
+(not now), `Permanent` (not like this) and `OutcomeUnknown`; after the last, `status` tells.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from planner.model import ConfigurationId, EngineId, GpuId
+
+
+class Life(StrEnum):
+    """Of an engine's processes. Whether they answer is to be asked of the engine itself."""
+
+    ALIVE = "alive"
+    ENDED = "ended"  # they went by themselves; what is left of them, GPUs included, goes with `stop`
+    UNKNOWN = "unknown"  # its machine does not answer: the GPUs count as taken
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """One engine of the fleet that holds GPUs. An empty `url`: its place is not known yet. `spec` is what it was
+    started with, None where that was lost: such an engine can be stopped, and not started again."""
+
+    engine: EngineId
+    configuration: ConfigurationId
+    gpus: tuple[GpuId, ...]
+    url: str = ""
+    life: Life = Life.ALIVE
+    detail: str = ""  # of an end: how, with the end of its log
+    spec: EngineSpec | None = None
+    lent: bool = False  # it sleeps, and its GPUs may serve another
+
+
+class Deployer(Protocol):
+    """Starts and stops engines. A GPU serves one engine at a time. Construction touches nothing."""
+
+    can_lend: bool  # whether the GPUs of an engine that sleeps can serve another
+    can_scale: bool  # whether an engine that runs can be given more GPUs, or fewer
+
+    def check(self, spec: EngineSpec) -> None:
+        """What can be told of a start beforehand, at once and from files alone. Raises ProblemFaults, or Permanent, for
+        what could never start so: a switch asks before it stops anybody."""
+        ...
+
+    async def start(self, spec: EngineSpec) -> Deployed:
+        """Begin to start an engine; returns when its processes are there and its URL is known, which is before it
+        answers. Raises Permanent when a GPU is taken, when the id runs with another spec, or when it can never start
+        so; ProblemFaults for what cannot be put into command lines. Retryable while room may come."""
+        ...
+
+    async def stop(self, engine: EngineId) -> None:
+        """Returns once the engine's processes are gone and its GPUs are free, by force after a grace. An engine that is
+        not there is none."""
+        ...
+
+    async def status(self, engine: EngineId) -> Deployed | None:
+        """How it is now; None: nothing of it is left."""
+        ...
+
+    async def list_engines(self) -> tuple[Deployed, ...]:
+        """All of this fleet, by id, whoever started them: what holds GPUs now, ended ones and lost ones included."""
+        ...
+
+    async def lend(self, engine: EngineId, lent: bool) -> None:
+        """The engine sleeps, and others may have its GPUs; or it takes them back. Raises Permanent where `can_lend` is
+        False, where there is no such engine, and when one that is to have its GPUs back shares them with another."""
+        ...
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        """An engine that runs has the GPUs of `spec` from now on, and counts as started so; its processes are scaled by
+        whoever asks. Raises Permanent where `can_scale` is False, where there is no such engine, and for a GPU that is
+        taken."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections. Engines go on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetIdentity:
+    """Whose engines are whose: two daemons that share a machine or a cluster leave each other's alone."""
+
+    name: str
+    folder: str  # of the daemon's own, for records and logs
+
+
+ENTRY_POINT_GROUP = "orchestrrl.deployers"
+
+
+def known_deployers() -> list[str]:
+    """Return the names of the products that are installed."""
+    return sorted(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))
+
+
+def make_deployer(
+    product: str, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock
+) -> Deployer:
+    """A deployer by its product's name. Raises Permanent for an unknown name, listing the known ones, and where its
+    extra is not installed; ProblemFaults for what is wrong with `options`, with paths that begin with `options.`"""
+    known = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if product not in known:
+        raise Permanent(f"unknown deployer {product!r}; known: {', '.join(sorted(known))}")
+    try:
+        factory: Any = known[product].load()
+    except ModuleNotFoundError as error:
+        raise Permanent(f"deployer {product} needs {error.name}: pip install 'orchestrrl[{product}]'") from error
+    deployer: Deployer = factory(launch, identity, options, clock)
+    return deployer

@@ -1,0 +1,332 @@
+"""The command lines of an engine: from its layout, its GPUs and the user's own words to processes. Pure.
+
+One place for every deployer. `layout_flags.py` says which processes a layout takes and what makes each its part;
+`user_arguments.py`, what a user may say beside it.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from urllib.parse import quote
+
+from orchestrrl.core.errors import ProblemFaults, shorten
+from orchestrrl.engines import handover, vllm_weight_flags
+from orchestrrl.fleet.deployers.layout_flags import (
+    ADDITIONAL,
+    AFD_MICRO_BATCHES,
+    Group,
+    Part,
+    Role,
+    additional_config,
+    decided_for,
+    groups,
+    parallel_flags,
+    shares,
+)
+from orchestrrl.fleet.deployers.simulator_flags import SIMULATED_DECIDED, SIMULATED_PROGRAM, simulated_layout
+from orchestrrl.fleet.deployers.user_arguments import SET, Argument, Owned, read_arguments, replaced
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Product(StrEnum):
+    VLLM = "vllm"
+    SIMULATED = "simulated"
+
+
+class Device(StrEnum):
+    CUDA = "cuda"
+    CPU = "cpu"  # vLLM's CPU build; a GPU's id stands for some cores
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What engines have in common. Paths are those on the engines' machines."""
+
+    python: str  # of the engines' own environment
+    model: str  # a name or a folder
+    engine: Product = Product.VLLM
+    device: Device = Device.CUDA
+    host: str = "127.0.0.1"  # that they listen on
+    served_model_name: str = ""  # by default the model's
+    nodes: tuple[str, ...] = ()  # addresses; node n has the GPUs from n * per_node
+    per_node: int = 8
+    first_port: int = 8100  # each GPU of a node has its own four from there: an engine uses those of its lowest GPU
+    last_port: int = 0  # those that are left up to here are spare; 0: any port is
+    cores_per_gpu: int = 0  # CPU alone: GPU g stands for so many cores from g * cores_per_gpu; 0: not bound
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    kv_directory: str = ""  # through which engines of one configuration hand over KV; empty: they do not
+    weight_backend: bool = False  # vLLM takes versions of the weights through OrchestrRL's own
+    where: str = "launch"  # what to call this in messages
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine to start. What is said of its configuration goes before what all have in common."""
+
+    engine: EngineId
+    configuration: ConfigurationId
+    parallelism: Parallelism
+    gpus: tuple[GpuId, ...]  # empty: not bound to any; then it is one process
+    port: int | None = None  # for HTTP, instead of that of its lowest GPU
+    max_sequences: int | None = None  # of the whole engine
+    weights: str = ""  # folder of a checkpoint to begin with; empty: the model's own
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    usual: Mapping[str, str] = field(default_factory=dict)  # flags of its own that a user may say otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """One process: what it is started with, and on which node."""
+
+    role: Role
+    node: int
+    gpus: tuple[GpuId, ...]
+    environment: Mapping[str, str]
+    program: tuple[str, ...]
+    arguments: tuple[str, ...]
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return self.program + self.arguments
+
+    def shell(self) -> str:
+        """To be pasted into a shell: a line for each variable and each flag."""
+        lines = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        lines.append(shlex.join(self.program))
+        for word in self.arguments:
+            if word.startswith("-"):
+                lines.append("    " + shlex.quote(word))
+            else:
+                lines[-1] += " " + shlex.quote(word)
+        return " \\\n".join(lines)
+
+
+def render(spec: EngineSpec, launch: Launch) -> tuple[CommandLine, ...]:
+    """The processes of one engine, the one that answers requests first. Raises ProblemFaults with every fault."""
+    if launch.engine is Product.SIMULATED:
+        return (_render_simulated(spec, launch),)
+    misplaced = _layout_faults(spec, launch)
+    given, faults = _given(spec, launch)
+    faults += _environment_faults(spec, launch)
+    # Arguments are checked against the layout even where it cannot be placed, so that nothing waits for a second run.
+    placed = replace(spec, gpus=()) if misplaced else spec
+    lines = []
+    for group in () if misplaced and spec.parallelism.afd else _groups(placed, launch):
+        for place in range(len(group.parts)):
+            line, more = _command_line(placed, launch, group, place, given)
+            lines.append(line)
+            faults += more
+    if misplaced or faults:
+        raise ProblemFaults(list(dict.fromkeys(misplaced + faults)))
+    return tuple(lines)
+
+
+def url_of(spec: EngineSpec, launch: Launch) -> str:
+    """Where the engine will answer requests."""
+    group = _groups(spec, launch)[0]
+    host, node = launch.host, group.parts[0].node
+    if host in ("0.0.0.0", "::"):
+        host = launch.nodes[node] if node < len(launch.nodes) else "127.0.0.1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{_http_port(spec, group)}"
+
+
+def _render_simulated(spec: EngineSpec, launch: Launch) -> CommandLine:
+    """One process, whatever the layout, and no GPU in fact. Raises ProblemFaults."""
+    given, faults = _given(spec, launch)
+    group = _groups(spec, launch)[0]
+    values = {"--host": launch.host, "--port": str(_http_port(spec, group)), **simulated_layout(spec.parallelism)}
+    if spec.weights:
+        values["--weights"] = spec.weights
+    if launch.kv_directory:
+        values["--kv-directory"] = str(_kv_folder(spec, launch))
+    usual = {"--model-name": launch.served_model_name or launch.model, **spec.usual}
+    if spec.max_sequences is not None:
+        usual["--max-num-seqs"] = str(max(1, spec.max_sequences // spec.parallelism.dp))
+    words, more = Owned(values, {}, SIMULATED_DECIDED, spec.configuration).merge(given, usual)
+    faults = [*_gpu_faults(spec), *faults, *_environment_faults(spec, launch), *more]
+    if faults:
+        raise ProblemFaults(list(dict.fromkeys(faults)))
+    return CommandLine(
+        role=Role.SERVER,
+        node=group.parts[0].node,
+        gpus=tuple(sorted(spec.gpus)),
+        environment={**launch.environment, **spec.environment},
+        program=(launch.python, *SIMULATED_PROGRAM),
+        arguments=tuple(words),
+    )
+
+
+def _layout_faults(spec: EngineSpec, launch: Launch) -> list[str]:
+    p, name = spec.parallelism, spec.configuration
+    faults = []
+    ranks = p.tp * p.dp
+    if p.ep not in (1, ranks) and not p.afd:
+        faults.append(f"{name}.ep: must be 1 or tp x dp ({ranks}), as vLLM spreads experts, got {p.ep}")
+    if p.afd:
+        if p.attention_gpus % p.tp:
+            faults.append(f"{name}.attention_gpus: must be a multiple of tp ({p.tp}), got {p.attention_gpus}")
+        if p.attention_gpus < p.ffn_gpus:
+            faults.append(f"{name}.ffn_gpus: must be <= attention_gpus ({p.attention_gpus}), got {p.ffn_gpus}")
+        if p.micro_batches not in AFD_MICRO_BATCHES:
+            faults.append(f"{name}.micro_batches: afd-plugin overlaps two at most, got {p.micro_batches}")
+        if p.pp > 1:
+            faults.append(f"{name}.pp: must be 1 under AFD, got {p.pp}")
+        if launch.device is Device.CPU:
+            faults.append(f"{launch.where}.device: must be cuda for {name}, which is AFD, got 'cpu'")
+    faults += _gpu_faults(spec)
+    if not spec.gpus and p.afd:
+        faults.append(f"{spec.engine}.gpus: must be named for {name}, which is AFD, got none")
+    return faults if faults or not spec.gpus else _placement_faults(spec, launch)
+
+
+def _gpu_faults(spec: EngineSpec) -> list[str]:
+    wanted, faults = spec.parallelism.gpus, []
+    if spec.gpus and (len(set(spec.gpus)), len(spec.gpus)) != (wanted, wanted):
+        wish = f"must be {wanted} different GPUs for {spec.configuration}"
+        faults.append(f"{spec.engine}.gpus: {wish}, got {shorten(list(spec.gpus))}")
+    if any(gpu < 0 for gpu in spec.gpus):
+        faults.append(f"{spec.engine}.gpus: must be >= 0, got {shorten(list(spec.gpus))}")
+    return faults
+
+
+def _placement_faults(spec: EngineSpec, launch: Launch) -> list[str]:
+    """Where the GPUs lie: in equal shares, so that replicas fit on nodes or nodes into replicas."""
+    faults = []
+    for group in _groups(spec, launch):
+        sizes = {len(part.gpus) for part in group.parts}
+        replica, share = group.parallelism.tp * group.parallelism.pp, min(sizes)
+        if len(group.parts) > 1 and (len(sizes) > 1 or (share % replica and replica % share)):
+            lie = ", ".join(f"{len(part.gpus)} on node {part.node}" for part in group.parts)
+            wish = f"must lie in equal shares of whole replicas ({replica} GPUs each), or replicas be of whole nodes"
+            faults.append(f"{spec.engine}.gpus: {wish}, got {lie}")
+    nodes = {part.node for part in shares(spec.gpus, launch.per_node)}
+    unknown = sorted(node for node in nodes if node >= len(launch.nodes))
+    if len(nodes) > 1 and unknown:
+        missing = ", ".join(map(str, unknown))
+        faults.append(f"{launch.where}.nodes: must have the addresses of nodes {missing} too, got {list(launch.nodes)}")
+    if launch.device is Device.CPU and len(nodes) > 1:
+        faults.append(f"{spec.engine}.gpus: must lie on one node where device is cpu, got nodes {sorted(nodes)}")
+    return faults
+
+
+def _given(spec: EngineSpec, launch: Launch) -> tuple[list[Argument], list[str]]:
+    common, faults = read_arguments(f"{launch.where}.arguments", launch.arguments)
+    own, more = read_arguments(f"{launch.where}.configurations.{spec.configuration}.arguments", spec.arguments)
+    return replaced(common, own), faults + more
+
+
+def _environment_faults(spec: EngineSpec, launch: Launch) -> list[str]:
+    pinned, faults = _pinned(spec.gpus, launch), []
+    for path, variables in _environments(spec, launch):
+        for name, value in variables.items():
+            if not _VARIABLE.fullmatch(name):
+                faults.append(f"{path}: must have names that a shell takes, got {name!r}")
+            for ours in pinned:
+                if name == ours and (spec.parallelism.afd or pinned[name] != value):
+                    theirs = f"`{ours}={pinned[ours]}` of {spec.engine}'s GPUs"
+                    faults.append(f"{path}.{name}: contradicts {theirs}, got {value!r}")
+    return faults
+
+
+def _environments(spec: EngineSpec, launch: Launch) -> tuple[tuple[str, Mapping[str, str]], ...]:
+    own = f"{launch.where}.configurations.{spec.configuration}.environment"
+    return (f"{launch.where}.environment", launch.environment), (own, spec.environment)
+
+
+def _groups(spec: EngineSpec, launch: Launch) -> tuple[Group, ...]:
+    layout = spec.parallelism if launch.engine is Product.VLLM else Parallelism()
+    return groups(layout, spec.gpus, launch.per_node, launch.nodes, launch.first_port)
+
+
+def _command_line(
+    spec: EngineSpec, launch: Launch, group: Group, place: int, given: Sequence[Argument]
+) -> tuple[CommandLine, list[str]]:
+    part = group.parts[place]
+    model, serving = spec.weights or launch.model, place == 0
+    # The CPU build's own `vllm serve` does not start: it asks for a distribution of another name.
+    if launch.device is Device.CPU:
+        program = [launch.python, "-m", "vllm.entrypoints.openai.api_server"]
+        values = {"--model": model}
+    else:
+        program = [launch.python, "-m", "vllm.entrypoints.cli.main", "serve", model]
+        values = {}
+    if serving:
+        values |= {"--host": launch.host, "--port": str(_http_port(spec, group))}
+    values |= parallel_flags(group, place, launch.nodes)
+    faults: list[str] = []
+    if group.afd is not None:
+        values |= {"--enable-dbo": SET} if spec.parallelism.micro_batches > 1 else {}
+        values[ADDITIONAL], given, faults = additional_config(group.afd, given)
+    if launch.kv_directory and group.roles[0] is Role.SERVER:
+        flag, config = handover.vllm_arguments(_kv_folder(spec, launch))
+        values[flag] = config
+    usual = _usual(spec, launch)
+    if launch.weight_backend and group.roles[0] is Role.SERVER:
+        usual |= dict([vllm_weight_flags.VLLM_ARGUMENTS])
+    by = spec.configuration if group.afd is None else f"{spec.configuration}'s {group.afd['role']} side"
+    words, more = Owned(values, {"--model": model}, decided_for(group), by).merge(given, usual)
+    line = CommandLine(
+        role=group.roles[0 if serving else 1],
+        node=part.node,
+        gpus=part.gpus,
+        environment=_environment(spec, launch, group, part),
+        program=tuple(program),
+        arguments=tuple(words),
+    )
+    return line, faults + more
+
+
+def _kv_folder(spec: EngineSpec, launch: Launch) -> Path:
+    return Path(launch.kv_directory) / quote(spec.configuration, safe="+")
+
+
+def _http_port(spec: EngineSpec, group: Group) -> int:
+    return spec.port if spec.port is not None and group.roles[0] is Role.SERVER else group.port
+
+
+def _usual(spec: EngineSpec, launch: Launch) -> dict[str, str]:
+    """What a user may say otherwise."""
+    usual = dict(spec.usual)
+    if spec.weights:
+        usual |= {"--tokenizer": launch.model, "--served-model-name": launch.model}
+    if launch.served_model_name:
+        usual["--served-model-name"] = launch.served_model_name
+    if spec.max_sequences is not None:
+        # vLLM counts them for each replica.
+        replicas = spec.parallelism.attention_gpus // spec.parallelism.tp or spec.parallelism.dp
+        usual["--max-num-seqs"] = str(max(1, spec.max_sequences // replicas))
+    return usual
+
+
+def _pinned(gpus: Sequence[GpuId], launch: Launch) -> dict[str, str]:
+    """What binds a process to its GPUs, numbered as its node does."""
+    local = [gpu % launch.per_node for gpu in sorted(gpus)]
+    if not local or launch.engine is Product.SIMULATED or (launch.device is Device.CPU and not launch.cores_per_gpu):
+        return {}
+    if launch.device is Device.CUDA:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))}
+    n = launch.cores_per_gpu
+    cores = (str(g * n) if n == 1 else f"{g * n}-{g * n + n - 1}" for g in local)
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores)}
+
+
+def _environment(spec: EngineSpec, launch: Launch, group: Group, part: Part) -> dict[str, str]:
+    ours = {"VLLM_SERVER_DEV_MODE": "1"}  # /pause, /abort_requests and the other control endpoints
+    if launch.device is Device.CPU:
+        ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by itself each server binds to the same core as the others
+    if group.afd is not None:
+        ours["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # as the plugin's examples have it
+    made = {**_pinned(part.gpus, launch), **ours}
+    for _, variables in _environments(spec, launch):
+        made |= variables
+    made |= _pinned(part.gpus, launch)
+    if (launch.kv_directory or launch.weight_backend) and group.roles[0] is Role.SERVER:
+        made["PYTHONPATH"] = ":".join(filter(None, (str(handover.MODULE_FOLDER), made.get("PYTHONPATH"))))
+    return made

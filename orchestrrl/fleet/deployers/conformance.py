@@ -1,0 +1,545 @@
+"""The suite that every deployer passes. Subclass it, say how to make a deployer, and run pytest (asyncio mode auto):
+
+    class TestMine(DeployerConformance):
+        @pytest.fixture(autouse=True)
+        def in_folder(self, tmp_path):
+            self.folder = tmp_path
+
+        async def make_deployer(self, fleet: str) -> Deployer:
+            # made anew at every call; a name stands for one FleetIdentity, and is a DNS label
+            return MyDeployer(stub_launch(self.folder), FleetIdentity(fleet, str(self.folder / fleet)), {}, WallClock())
+
+Four GPUs, 0 to 3, must be free. Engines are what `spec` says: by default the stub below, which is no engine and answers
+every request with 200; how it behaves is said in its environment. What a harness cannot do (a container that nobody
+runs exits by nobody's will) is named in `cannot` with the reason, and its tests skip with it.
+"""
+
+import asyncio
+import secrets
+import socket
+import sys
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+from unittest import SkipTest
+
+import aiohttp
+
+from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
+from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
+from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
+
+E = TypeVar("E", bound=OrchestrRLError)
+
+DEADLINE_S = 60.0
+POLL_S = 0.05
+LAST_WORDS = "the stub has had enough"
+BEHAVIOUR = "STUB_BEHAVIOUR"
+NO = (Permanent, Retryable)  # nothing happened
+ONE, TWO = EngineId("e-one"), EngineId("e-two")
+
+# Below those that the kernel gives to whoever asks for any. Whoever holds the lock of a range has its ports.
+PORTS, RANGE, RANGES = 20_000, 100, 100
+LOCKS = PORTS + RANGE * RANGES
+_locks: deque[socket.socket] = deque(maxlen=10)  # of this process's latest ranges
+
+
+class Behaviour(StrEnum):
+    """Of the stub, and of what the conformance suite asks for."""
+
+    SERVES = "serves"
+    EXITS = "exits"  # says LAST_WORDS and ends with status 3
+    IGNORES_SIGTERM = "ignores_sigterm"
+    HANGS = "hangs"  # in its start-up: it never answers
+
+
+STUB = """\
+import os, signal, socket, sys, time
+behaviour = os.environ.get("STUB_BEHAVIOUR", "serves")
+if behaviour == "ignores_sigterm":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("the stub", os.getpid(), behaviour, flush=True)
+if behaviour == "exits":
+    print("the stub has had enough", flush=True)
+    sys.exit(3)
+if behaviour == "hangs" or "--port" not in sys.argv:
+    time.sleep(600)
+    sys.exit(4)
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.bind((sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])))
+server.listen()
+server.settimeout(600)
+while True:
+    connection, _ = server.accept()
+    connection.recv(65536)
+    body = str(os.getpid()).encode()
+    connection.sendall(b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body) + body)
+    connection.close()
+"""
+
+
+def stub_launch(folder: Path, first_port: int = 0) -> Launch:
+    """A launch whose `python` is the stub, written to `folder`. By default its ports are nobody's now."""
+    program = folder / "stub"
+    program.write_text(f"#!{sys.executable} -IS\n{STUB}")
+    program.chmod(0o755)
+    return Launch(python=str(program), model="stub", device=Device.CPU, first_port=first_port or free_range())
+
+
+def free_range() -> int:
+    """The first of RANGE ports that are nobody's now. Test processes beside this one are not given them either."""
+    while True:
+        number = secrets.randbelow(RANGES)
+        lock = _taken(LOCKS + number)
+        if lock is None:
+            continue
+        if len(_locks) == _locks.maxlen:
+            _locks[0].close()
+        _locks.append(lock)
+        first = PORTS + RANGE * number
+        if all(map(_is_free, range(first, first + RANGE))):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    if taker := _taken(port):
+        taker.close()
+    return taker is not None
+
+
+def _taken(port: int) -> socket.socket | None:
+    """Who holds it; None where it is somebody's."""
+    taker = socket.socket()
+    try:
+        taker.bind(("127.0.0.1", port))
+    except OSError:
+        taker.close()
+        return None
+    return taker
+
+
+class Bench:
+    """The deployers of one test, by name of their fleet."""
+
+    def __init__(self, harness: "DeployerConformance") -> None:
+        self._harness = harness
+        self._prefix = f"c{uuid.uuid4().hex[:8]}"
+        self._open: dict[str, Deployer] = {}
+
+    async def deployer(self, fleet: str = "a") -> Deployer:
+        if fleet not in self._open:
+            self._open[fleet] = await self._harness.make_deployer(f"{self._prefix}-{fleet}")
+        return self._open[fleet]
+
+    async def anew(self, fleet: str = "a") -> Deployer:
+        """As a daemon that was started again."""
+        await (await self.deployer(fleet)).close()
+        del self._open[fleet]
+        return await self.deployer(fleet)
+
+    async def clear(self) -> None:
+        for deployer in self._open.values():
+            for deployed in await deployer.list_engines():
+                await deployer.stop(deployed.engine)
+            await deployer.close()
+
+
+@asynccontextmanager
+async def refusal(kind: type[E], *words: str) -> AsyncIterator[None]:
+    """The block must raise `kind`, naming all of `words`."""
+    caught: E | None = None
+    try:
+        yield
+    except kind as error:
+        caught = error
+    assert caught is not None, f"expected {kind.__name__}, nothing was raised"
+    unnamed = [word for word in words if word not in str(caught)]
+    assert not unnamed, f"{unnamed} not named in: {caught}"
+
+
+async def until(deployer: Deployer, engine: EngineId, life: Life) -> Deployed:
+    """Poll its status until it lives so."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            found = await deployer.status(engine)
+            if found is not None and found.life is life:
+                return found
+            await asyncio.sleep(POLL_S)
+
+
+def replicas(spec: EngineSpec, gpus: Sequence[int]) -> EngineSpec:
+    """The same engine with a replica on each of these GPUs."""
+    return replace(spec, gpus=tuple(map(GpuId, gpus)), parallelism=Parallelism(dp=len(gpus), ep=len(gpus)))
+
+
+def names(engines: Iterable[Deployed]) -> list[str]:
+    return [each.engine for each in engines]
+
+
+class DeployerConformance:
+    """See the module."""
+
+    cannot: Mapping[Behaviour | str, str] = MappingProxyType({})
+
+    async def make_deployer(self, fleet: str) -> Deployer:
+        """A deployer for the fleet of this name. Override it."""
+        raise AssertionError("this harness does not say how to make a deployer")
+
+    def spec(
+        self, engine: EngineId, gpus: Sequence[int] = (0,), behaviour: Behaviour = Behaviour.SERVES, tp: int = 0
+    ) -> EngineSpec:
+        """An engine that behaves so. Override it where the stub cannot be started."""
+        parallelism = Parallelism(tp=tp or len(gpus))
+        return EngineSpec(
+            engine=engine,
+            configuration=ConfigurationId(f"tp{parallelism.tp}"),
+            parallelism=parallelism,
+            gpus=tuple(map(GpuId, gpus)),
+            environment={BEHAVIOUR: behaviour.value},
+        )
+
+    async def answers(self, url: str) -> bool:
+        """Whether anybody answers there. Override it where engines are not to be reached from here."""
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+                async with session.get(url + "/health") as response:
+                    return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    @asynccontextmanager
+    async def bench(self, *needs: Behaviour | str) -> AsyncIterator[Bench]:
+        for need in needs:
+            if need in self.cannot:
+                raise SkipTest(f"{need}: {self.cannot[need]}")
+        bench = Bench(self)
+        try:
+            yield bench
+        finally:
+            await bench.clear()
+
+    async def until_it_answers(self, deployer: Deployer, engine: EngineId) -> Deployed:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                found = await deployer.status(engine)
+                assert found is not None
+                assert found.life is not Life.ENDED, found.detail
+                if found.url and await self.answers(found.url):
+                    return found
+                await asyncio.sleep(POLL_S)
+
+    # Start and stop.
+
+    async def test_a_fleet_begins_empty(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            assert await deployer.list_engines() == ()
+            assert await deployer.status(ONE) is None
+
+    async def test_an_engine_starts_answers_and_is_gone_once_stopped(self) -> None:
+        async with self.bench() as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE, (0, 1))
+            started = await deployer.start(spec)
+            assert started.life is not Life.ENDED, started.detail
+            assert (started.engine, started.configuration, started.gpus) == (ONE, spec.configuration, spec.gpus)
+            assert started.url
+            assert not started.lent
+            found = await self.until_it_answers(deployer, ONE)
+            assert found.life is Life.ALIVE
+            assert found.url == started.url
+            assert found.spec is not None
+            assert (found.spec.engine, found.spec.parallelism, found.spec.gpus) == (ONE, spec.parallelism, spec.gpus)
+            assert (await deployer.list_engines()) == (found,)
+            await deployer.stop(ONE)
+            assert not await self.answers(started.url)
+            assert await deployer.status(ONE) is None
+            assert await deployer.list_engines() == ()
+
+    async def test_engines_side_by_side_have_places_of_their_own(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            started = [await deployer.start(self.spec(engine, (gpu,))) for gpu, engine in enumerate((TWO, ONE))]
+            assert len({each.url for each in started}) == 2
+            for engine in (ONE, TWO):
+                await self.until_it_answers(deployer, engine)
+            assert names(await deployer.list_engines()) == sorted((ONE, TWO))
+            await deployer.stop(TWO)
+            assert names(await deployer.list_engines()) == [ONE]
+            await self.until_it_answers(deployer, ONE)
+
+    async def test_starting_again_with_the_same_spec_changes_nothing(self) -> None:
+        async with self.bench() as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE)
+            before = await deployer.start(spec)
+            await self.until_it_answers(deployer, ONE)
+            assert (await deployer.start(spec)).url == before.url
+            assert len(await deployer.list_engines()) == 1
+            await self.until_it_answers(deployer, ONE)
+
+    async def test_stopping_what_is_not_there_or_gone_changes_nothing(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            await deployer.stop(ONE)
+            await deployer.start(self.spec(TWO))
+            await deployer.stop(ONE)
+            assert names(await deployer.list_engines()) == [TWO]
+            await deployer.stop(TWO)
+            await deployer.stop(TWO)
+            assert await deployer.list_engines() == ()
+
+    async def test_a_stopped_engine_can_be_started_again_otherwise(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            await deployer.start(self.spec(ONE, (0,)))
+            await deployer.stop(ONE)
+            await deployer.start(self.spec(ONE, (0, 1)))
+            assert (await self.until_it_answers(deployer, ONE)).gpus == (0, 1)
+
+    async def test_closing_leaves_engines_alone_and_can_be_repeated(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            started = await deployer.start(self.spec(ONE))
+            await self.until_it_answers(deployer, ONE)
+            await deployer.close()
+            await deployer.close()
+            assert await self.answers(started.url)
+            await bench.anew()
+
+    # What is refused.
+
+    async def test_an_id_with_another_spec_is_refused_and_what_runs_goes_on(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            before = await deployer.start(self.spec(ONE, (0,)))
+            for other in (self.spec(ONE, (1,)), self.spec(ONE, (0, 1)), self.spec(ONE, (0,), Behaviour.HANGS)):
+                async with refusal(Permanent, ONE):
+                    await deployer.start(other)
+            assert (await self.until_it_answers(deployer, ONE)).url == before.url
+            assert names(await deployer.list_engines()) == [ONE]
+
+    async def test_gpus_that_are_taken_are_refused_by_name_of_who_has_them(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            await deployer.start(self.spec(ONE, (0, 1)))
+            async with refusal(Permanent, ONE, "1"):
+                await deployer.start(self.spec(TWO, (1, 2)))
+            assert names(await deployer.list_engines()) == [ONE]
+            await deployer.stop(ONE)
+            await deployer.start(self.spec(TWO, (1, 2)))
+            await self.until_it_answers(deployer, TWO)
+
+    async def test_concurrent_starts_of_one_id_are_one_engine(self) -> None:
+        async with self.bench() as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE)
+            both = await asyncio.gather(*(deployer.start(spec) for _ in range(4)), return_exceptions=True)
+            started = [each for each in both if isinstance(each, Deployed)]
+            refused = [each for each in both if not isinstance(each, Deployed)]
+            assert started
+            assert all(isinstance(each, Retryable) for each in refused), refused
+            assert len({each.url for each in started}) == 1
+            assert len(await deployer.list_engines()) == 1
+            await self.until_it_answers(deployer, ONE)
+
+    async def test_concurrent_starts_on_one_gpu_are_one_engine(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            specs = [self.spec(ONE, (0, 1)), self.spec(TWO, (1, 2))]
+            both = await asyncio.gather(*map(deployer.start, specs), return_exceptions=True)
+            (started,) = [each for each in both if isinstance(each, Deployed)]
+            (refused,) = [each for each in both if not isinstance(each, Deployed)]
+            assert isinstance(refused, Permanent), refused
+            assert names(await deployer.list_engines()) == [started.engine]
+            await self.until_it_answers(deployer, started.engine)
+
+    async def test_whatever_is_asked_at_once_a_gpu_serves_one_engine(self) -> None:
+        specs = [self.spec(ONE, (0, 1)), self.spec(TWO, (1, 2)), self.spec(EngineId("e-three"), (2, 3))]
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            for turn in range(3):
+                asked = [act for spec in specs for act in (deployer.start(spec), deployer.stop(spec.engine))]
+                asked += [deployer.start(spec) for spec in specs[turn:]]
+                outcomes = await asyncio.gather(*asked, return_exceptions=True)
+                wrong = [each for each in outcomes if isinstance(each, BaseException) and not isinstance(each, NO)]
+                assert not wrong
+                held = [gpu for each in await deployer.list_engines() for gpu in each.gpus]
+                assert len(held) == len(set(held))
+            for spec in specs:
+                await deployer.stop(spec.engine)
+            assert await deployer.list_engines() == ()
+
+    # Those who were here before.
+
+    async def test_a_deployer_made_anew_finds_its_engines(self) -> None:
+        async with self.bench() as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE, (0, 1))
+            started = await deployer.start(spec)
+            await self.until_it_answers(deployer, ONE)
+            deployer = await bench.anew()
+            (found,) = await deployer.list_engines()
+            assert (found.engine, found.gpus, found.url) == (ONE, (0, 1), started.url)
+            assert found.life is Life.ALIVE
+            assert found.configuration == spec.configuration
+            assert found.spec == started.spec
+            assert (await deployer.start(spec)).url == started.url
+            async with refusal(Permanent, ONE):
+                await deployer.start(self.spec(TWO, (1,)))
+            assert await self.answers(started.url)
+            await deployer.stop(ONE)
+            assert not await self.answers(started.url)
+            assert await deployer.list_engines() == ()
+
+    async def test_fleets_leave_each_others_engines_alone(self) -> None:
+        async with self.bench() as bench:
+            a, b = await bench.deployer("a"), await bench.deployer("b")
+            mine, theirs = await a.start(self.spec(ONE, (0,))), await b.start(self.spec(ONE, (1,)))
+            assert mine.url != theirs.url
+            assert [each.gpus for each in await a.list_engines()] == [(0,)]
+            assert [each.gpus for each in await b.list_engines()] == [(1,)]
+            await a.stop(ONE)
+            assert await a.list_engines() == ()
+            await self.until_it_answers(b, ONE)
+            assert [each.gpus for each in await (await bench.anew("b")).list_engines()] == [(1,)]
+
+    # Ends.
+
+    async def test_an_engine_that_exits_is_told_with_its_last_words_and_keeps_its_gpus_until_stopped(self) -> None:
+        async with self.bench(Behaviour.EXITS) as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE, (0,), Behaviour.EXITS)
+            await deployer.start(spec)
+            ended = await until(deployer, ONE, Life.ENDED)
+            assert LAST_WORDS in ended.detail
+            assert ended.gpus == (0,)
+            assert names(await deployer.list_engines()) == [ONE]
+            async with refusal(Permanent, ONE):
+                await deployer.start(self.spec(TWO, (0,)))
+            deployer = await bench.anew()
+            assert LAST_WORDS in (await until(deployer, ONE, Life.ENDED)).detail
+            await deployer.stop(ONE)
+            assert await deployer.list_engines() == ()
+            await deployer.start(self.spec(TWO, (0,)))
+            await self.until_it_answers(deployer, TWO)
+
+    async def test_an_engine_that_has_ended_is_not_started_again_by_itself(self) -> None:
+        async with self.bench(Behaviour.EXITS) as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE, (0,), Behaviour.EXITS)
+            await deployer.start(spec)
+            await until(deployer, ONE, Life.ENDED)
+            assert (await deployer.start(spec)).life is Life.ENDED
+
+    async def test_an_engine_is_stopped_during_its_start_up(self) -> None:
+        async with self.bench(Behaviour.HANGS) as bench:
+            deployer = await bench.deployer()
+            await deployer.start(self.spec(ONE, (0,), Behaviour.HANGS))
+            await deployer.stop(ONE)
+            assert await deployer.list_engines() == ()
+            starting = asyncio.create_task(deployer.start(self.spec(TWO, (0,))))
+            await asyncio.sleep(0)
+            await asyncio.gather(starting, deployer.stop(TWO), return_exceptions=True)
+            await deployer.stop(TWO)
+            assert await deployer.list_engines() == ()
+
+    async def test_an_engine_that_ignores_sigterm_is_ended_by_force(self) -> None:
+        async with self.bench(Behaviour.IGNORES_SIGTERM) as bench:
+            deployer = await bench.deployer()
+            await deployer.start(self.spec(ONE, (0,), Behaviour.IGNORES_SIGTERM))
+            started = await self.until_it_answers(deployer, ONE)
+            async with asyncio.timeout(DEADLINE_S):
+                await deployer.stop(ONE)
+            assert not await self.answers(started.url)
+            assert await deployer.list_engines() == ()
+
+    async def test_concurrent_stops_are_one(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            started = await deployer.start(self.spec(ONE))
+            await self.until_it_answers(deployer, ONE)
+            await asyncio.gather(*(deployer.stop(ONE) for _ in range(3)))
+            assert not await self.answers(started.url)
+            assert await deployer.list_engines() == ()
+
+    # GPUs of engines that sleep.
+
+    async def test_lending_is_declared(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            async with refusal(Permanent):
+                await deployer.lend(ONE, True)
+            if deployer.can_lend:
+                return
+            await deployer.start(self.spec(ONE))
+            async with refusal(Permanent):
+                await deployer.lend(ONE, True)
+            found = await deployer.status(ONE)
+            assert found is not None
+            assert not found.lent
+
+    async def test_gpus_of_a_sleeper_serve_another_until_it_wants_them_back(self) -> None:
+        async with self.bench() as bench:
+            deployer = await bench.deployer()
+            if not deployer.can_lend:
+                raise SkipTest("declared: it cannot lend GPUs")
+            await deployer.start(self.spec(ONE, (0, 1)))
+            await deployer.lend(ONE, True)
+            await deployer.lend(ONE, True)
+            await deployer.start(self.spec(TWO, (1, 2)))
+            deployer = await bench.anew()
+            assert [(each.engine, each.lent) for each in await deployer.list_engines()] == [(ONE, True), (TWO, False)]
+            async with refusal(Permanent, TWO):
+                await deployer.lend(ONE, False)
+            async with refusal(Permanent, TWO):
+                await deployer.start(self.spec(EngineId("e-three"), (2,)))
+            await deployer.stop(TWO)
+            await deployer.lend(ONE, False)
+            await deployer.lend(ONE, False)
+            found = await self.until_it_answers(deployer, ONE)
+            assert not found.lent
+            async with refusal(Permanent, ONE):
+                await deployer.start(self.spec(TWO, (1, 2)))
+
+    # GPUs of engines that grow and shrink.
+
+    async def test_scaling_is_declared(self) -> None:
+        async with self.bench() as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE)
+            async with refusal(Permanent):
+                await deployer.scale(spec)
+            if deployer.can_scale:
+                return
+            await deployer.start(spec)
+            async with refusal(Permanent):
+                await deployer.scale(replicas(spec, (0, 1)))
+            found = await deployer.status(ONE)
+            assert found is not None
+            assert found.gpus == (0,)
+
+    async def test_an_engine_that_was_scaled_counts_as_started_so(self) -> None:
+        async with self.bench() as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE)
+            if not deployer.can_scale:
+                raise SkipTest("declared: it cannot scale engines")
+            started = await deployer.start(spec)
+            await deployer.start(self.spec(TWO, (3,)))
+            async with refusal(Permanent, TWO, "3"):
+                await deployer.scale(replicas(spec, (0, 3)))
+            wide = replicas(spec, (0, 1, 2))
+            for _ in range(2):
+                scaled = await deployer.scale(wide)
+                assert (scaled.gpus, scaled.url, scaled.life) == ((0, 1, 2), started.url, Life.ALIVE)
+            deployer = await bench.anew()
+            found = await self.until_it_answers(deployer, ONE)
+            assert (found.gpus, found.spec) == ((0, 1, 2), wide)
+            assert (await deployer.start(wide)).url == started.url
+            async with refusal(Permanent, ONE):
+                await deployer.start(self.spec(EngineId("e-three"), (2,)))
+            await deployer.scale(spec)
+            await deployer.start(self.spec(EngineId("e-three"), (1, 2)))
+            await deployer.stop(ONE)
+            assert names(await deployer.list_engines()) == ["e-three", TWO]

@@ -1,0 +1,293 @@
+"""Engines on Kubernetes: one Deployment each, or one LeaderWorkerSet for an engine over several nodes.
+
+Owns nothing but what is in the cluster: a fleet's engines are the objects with its label, and what they were started
+with is in their annotations. `kubernetes_objects.py` says what is made, `kubernetes_life.py` how it is read.
+
+An engine answers at the address of its pod. There is no Service before it: no second pod ever stands in for the first
+(see kubernetes_objects), so it would have nothing to choose, and could be left behind.
+
+GPUs of the fleet are not devices here: Kubernetes counts a node's GPUs, and its device plugin picks which. That no GPU
+serves two engines is kept over the fleet's own numbers, by the annotations of its objects; a start is seen by all
+before its first process can run.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.fleet.deployers.base import Deployed, FleetIdentity, Life
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from orchestrrl.fleet.deployers.kubernetes_api import Conflict, KubernetesApi, NotFound
+from orchestrrl.fleet.deployers.kubernetes_life import (
+    LogPlace,
+    cannot_be_made,
+    deleting,
+    gates,
+    let_through,
+    read_life,
+    uids,
+)
+from orchestrrl.fleet.deployers.kubernetes_objects import (
+    GATE,
+    LWS,
+    PODS,
+    PORT,
+    Object,
+    annotation,
+    identity_of,
+    name_of,
+    size_of,
+    spec_of,
+    workload,
+)
+from orchestrrl.fleet.deployers.kubernetes_options import read_options
+from orchestrrl.fleet.deployers.kubernetes_view import FleetView, Found, pods_path, workloads_path
+from planner.model import EngineId, GpuId
+
+INSTALL_LWS = (
+    "an engine over several nodes needs LeaderWorkerSet, which this cluster does not have: "
+    "https://lws.sigs.k8s.io/docs/installation/"
+)
+RETRY_AFTER_S = 1.0
+NODES_KNOWN_POLLS = 10
+
+
+class KubernetesDeployer:
+    """See the module. Give it one fleet's name in one namespace: that name is what its engines are found by."""
+
+    # Kubernetes gives a pod its GPUs for as long as it lives.
+    can_lend = False
+    can_scale = False
+
+    def __init__(self, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
+        self._launch = launch
+        self._fleet = identity.name
+        self._options = read_options(options)
+        self._clock = clock
+        self._api = KubernetesApi(self._options.kubeconfig, self._options.context, self._options.request_timeout_s)
+        nodes_known_s = self._options.poll_s * NODES_KNOWN_POLLS if self._options.read_nodes else None
+        self._view = FleetView(self._api, self._options.namespace, self._fleet, nodes_known_s, clock)
+        self._pods = pods_path(self._options.namespace)
+        self._making: list[EngineSpec] = []  # looked for by nobody else yet: their objects are only being made
+
+    def check(self, spec: EngineSpec) -> None:
+        workload(spec, self._launch, self._options, self._fleet)
+
+    async def start(self, spec: EngineSpec) -> Deployed:
+        wanted = workload(spec, self._launch, self._options, self._fleet)
+        clash = _clash(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})
+        if clash is not None:
+            raise clash
+        self._making.append(spec)
+        try:
+            await self._make(spec, wanted)
+        finally:
+            self._making.remove(spec)
+        return await self._bring_up(spec.engine)
+
+    async def stop(self, engine: EngineId) -> None:
+        deadline_s = self._clock.now_s() + self._options.grace_s + self._options.stop_within_s
+        asked: set[str] = set()
+        while True:
+            with _begun(bool(asked), f"stopping engine {engine}"):
+                made, pods = await self._view.find(name_of(self._fleet, engine))
+                if made is None and not pods:
+                    return
+                await self._ask_to_go(made, pods, asked)
+            if self._clock.now_s() > deadline_s:
+                found = read_life(made, pods, await self._view.answering(pods))
+                raise OutcomeUnknown(f"engine {engine} is still there: {found.detail or 'its pods do not end'}")
+            await self._clock.sleep(self._options.poll_s)
+
+    async def status(self, engine: EngineId) -> Deployed | None:
+        made, pods = await self._view.find(name_of(self._fleet, engine))
+        if made is None and not pods:
+            return None
+        return await self._deployed(made, pods, await self._view.answering(pods))
+
+    async def list_engines(self) -> tuple[Deployed, ...]:
+        everyone = (await self._view.all()).values()
+        answering = await self._view.answering([pod for _, pods in everyone for pod in pods])
+        found = [await self._deployed(made, pods, answering) for made, pods in everyone]
+        return tuple(sorted(found, key=lambda deployed: deployed.engine))
+
+    async def lend(self, engine: EngineId, lent: bool) -> None:
+        raise Permanent(f"the GPUs of {engine} cannot be lent: Kubernetes gives them to a pod for as long as it lives")
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        raise Permanent(
+            f"the GPUs of {spec.engine} cannot change: Kubernetes gives them to a pod for as long as it lives"
+        )
+
+    async def close(self) -> None:
+        await self._view.close()
+        await self._api.close()
+
+    # Starting.
+
+    async def _make(self, spec: EngineSpec, wanted: Object) -> None:
+        """The engine's object is there. Raises Permanent where it may not be."""
+        everyone = await self._view.all()
+        name = wanted["metadata"]["name"]
+        made, pods = everyone.pop(name, (None, []))
+        if made is not None and not deleting(made):
+            self._check_same(spec, made)
+            return
+        if made is not None or pods:
+            raise Retryable(f"engine {spec.engine} is still being removed", RETRY_AFTER_S)
+        clash = _clash(spec.engine, spec.gpus, _held(everyone))
+        if clash is not None:
+            raise clash
+        kind = workloads_path(self._options.namespace, wanted["apiVersion"] == LWS)
+        try:
+            await self._api.create(kind, wanted)
+        except Conflict:
+            # Another daemon of this fleet, or an earlier request of ours whose answer was lost.
+            self._check_same(spec, await self._api.get(f"{kind}/{name}"))
+        except NotFound as error:
+            raise Permanent(INSTALL_LWS if "namespaces" not in str(error) else str(error)) from error
+
+    def _check_same(self, spec: EngineSpec, made: Object) -> None:
+        engine, configuration, gpus = identity_of(made)
+        if spec_of(made) != spec:
+            held = f"as {configuration} on GPUs {list(gpus)}"
+            raise Permanent(f"engine {engine} is there already, {held}, and was started with another spec")
+
+    async def _bring_up(self, engine: EngineId) -> Deployed:
+        """Let its first pods through, and wait until all of their containers run, or one has ended. How long images may
+        take to be pulled is for the caller to say: cut short, it goes on in the cluster, and `start` joins it again."""
+        with _begun(True, f"starting engine {engine}"):
+            up = await self._until_it_runs(engine)
+        if isinstance(up, Deployed):
+            return up
+        # It has never run. To its callers nothing has happened.
+        await self.stop(engine)
+        raise up
+
+    async def _until_it_runs(self, engine: EngineId) -> Deployed | Retryable | Permanent:
+        """An error to be raised: it cannot have its pods now, or never."""
+        waiting_since_s: float | None = None
+        while True:
+            everyone = await self._view.all()
+            made, pods = everyone.get(name_of(self._fleet, engine), (None, []))
+            if made is None or deleting(made):
+                raise Permanent(f"engine {engine} was stopped before it was up")
+            # Two daemons may have made engines for one GPU: who sees the other's before its own has run withdraws.
+            clash = None if uids(made) else _clash(engine, identity_of(made)[2], _held(everyone))
+            if clash is not None:
+                return clash
+            refused = cannot_be_made(made)
+            if refused and not pods:
+                return self._no_room(engine, refused) if "exceeded quota" in refused else Permanent(refused)
+            await self._let_through(made, pods)
+            answering = await self._view.answering(pods)
+            read = read_life(made, pods, answering)
+            if read.life is not Life.ALIVE or read.running:
+                return await self._deployed(made, pods, answering)
+            if not read.no_room:
+                waiting_since_s = None
+            elif waiting_since_s is None:
+                waiting_since_s = self._clock.now_s()
+            elif self._clock.now_s() - waiting_since_s > self._options.schedule_within_s:
+                return self._no_room(engine, read.detail)
+            await self._clock.sleep(self._options.poll_s)
+
+    def _no_room(self, engine: EngineId, why: str) -> Retryable:
+        return Retryable(f"no room for engine {engine}: {why}", self._options.schedule_within_s)
+
+    async def _let_through(self, made: Object, pods: Sequence[Object]) -> None:
+        """Write down its first pods, once they are all there, and then open their gates: what is not written down has
+        never run. What changed meanwhile is looked at again by the caller."""
+        first = [pod for pod in pods if not deleting(pod)]
+        if uids(made):
+            await self._open_gates(made, pods)
+        elif len(first) >= size_of(made):
+            written = " ".join(sorted(pod["metadata"]["uid"] for pod in first))
+            mark = {"resourceVersion": made["metadata"]["resourceVersion"], "annotations": {PODS: written}}
+            with contextlib.suppress(Conflict, NotFound):
+                await self._open_gates(await self._api.patch(self._path_of(made), {"metadata": mark}), pods)
+
+    async def _open_gates(self, made: Object, pods: Sequence[Object]) -> None:
+        for pod in let_through(made, pods):
+            others = [gate for gate in gates(pod) if gate["name"] != GATE]
+            if len(others) == len(gates(pod)):
+                continue
+            version = {"resourceVersion": pod["metadata"]["resourceVersion"]}
+            opened = {"metadata": version, "spec": {"schedulingGates": others or None}}
+            with contextlib.suppress(Conflict, NotFound):
+                await self._api.patch(f"{self._pods}/{pod['metadata']['name']}", opened)
+
+    # Stopping.
+
+    async def _ask_to_go(self, made: Object | None, pods: Sequence[Object], asked: set[str]) -> None:
+        """The workload, and its pods with it; pods alone where it is gone. What is going is not asked again."""
+        goes = [(self._path_of(made), made)] if made is not None else []
+        if made is None:
+            goes = [(f"{self._pods}/{pod['metadata']['name']}", pod) for pod in pods]
+        for path, one in goes:
+            uid = one["metadata"]["uid"]
+            if deleting(one) or uid in asked:
+                continue
+            order = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
+            with contextlib.suppress(NotFound, Conflict):  # it is gone, and perhaps another is there by that name
+                await self._api.delete(path, {**order, "propagationPolicy": "Foreground"})
+            asked.add(uid)
+
+    # Looking.
+
+    async def _deployed(self, made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> Deployed:
+        source = made if made is not None else pods[0]
+        engine, configuration, gpus = identity_of(source)
+        read = read_life(made, pods, answering)
+        port = annotation(source, PORT)
+        host = f"[{read.address}]" if ":" in read.address else read.address
+        return Deployed(
+            engine=engine,
+            configuration=configuration,
+            gpus=gpus,
+            url=f"http://{host}:{port}" if host and port else "",
+            life=read.life,
+            detail=f"{read.detail}{await self._last_words(read.log)}" if read.log is not None else read.detail,
+            spec=spec_of(made) if made is not None else None,
+        )
+
+    async def _last_words(self, place: LogPlace) -> str:
+        query = {
+            "container": place.container,
+            "tailLines": str(self._options.log_lines),
+            "previous": str(place.previous).lower(),
+        }
+        try:
+            words = await self._api.text(f"{self._pods}/{place.pod}/log", query)
+        except OrchestrRLError as error:
+            return f"; its log cannot be had ({error}); its status says:\n{place.message}"
+        return f"; the end of its log:\n{words.rstrip() or place.message}"
+
+    def _path_of(self, made: Object) -> str:
+        return f"{workloads_path(self._options.namespace, made['apiVersion'] == LWS)}/{made['metadata']['name']}"
+
+
+@contextlib.contextmanager
+def _begun(begun: bool, what: str) -> Iterator[None]:
+    """Once something has been asked for, what is only not now elsewhere leaves it open."""
+    try:
+        yield
+    except Retryable as error:
+        raise (OutcomeUnknown(f"{what} has begun: {error}") if begun else error) from error
+
+
+def _clash(engine: EngineId, gpus: Sequence[GpuId], held: Mapping[EngineId, Sequence[GpuId]]) -> Permanent | None:
+    """Whether others hold some of these GPUs."""
+    taken = []
+    for holder in sorted(set(held) - {engine}):
+        shared = sorted(set(held[holder]) & set(gpus))
+        taken += [f"GPUs {shared} by {holder}"] if shared else []
+    return Permanent(f"engine {engine} cannot have GPUs that are in use: {', '.join(taken)}") if taken else None
+
+
+def _held(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:
+    """Who has which GPUs."""
+    identities = [identity_of(made or pods[0]) for made, pods in everyone.values()]
+    return {engine: gpus for engine, _, gpus in identities}

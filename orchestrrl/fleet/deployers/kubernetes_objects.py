@@ -1,0 +1,296 @@
+"""The Kubernetes objects of an engine: from its command lines to a Deployment or a LeaderWorkerSet. Pure.
+
+One object for each engine, so that a start is one request and cannot be half done. An engine inside one node is a
+Deployment of one pod; one over several nodes, a LeaderWorkerSet of one group, whose leader answers requests.
+
+A pod of ours runs once. Kubernetes would start a container anew that has ended (a Deployment's pods allow no other
+restartPolicy than Always), and make a new pod for one that is evicted; either would answer at the engine's place with
+weights of long ago and no requests. So the first command of a container refuses to be run twice in its pod, and a pod
+is made with a scheduling gate, which the deployer removes from the engine's first pods alone.
+"""
+
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.fleet.deployers.command_line import CommandLine, Device, EngineSpec, Launch, Product, render, url_of
+from orchestrrl.fleet.deployers.kubernetes_options import KubernetesOptions
+from orchestrrl.fleet.deployers.layout_flags import Role
+from planner.model import ConfigurationId, EngineId, GpuId
+
+Object = dict[str, Any]
+
+FLEET, ENGINE = "orchestrrl/fleet", "orchestrrl/engine"  # labels: names made of ids
+FLEET_NAME, ENGINE_ID = "orchestrrl/fleet-name", "orchestrrl/engine-id"  # annotations: the ids themselves
+CONFIGURATION, GPUS, SPEC = "orchestrrl/configuration", "orchestrrl/gpus", "orchestrrl/spec"
+PORT, PODS = "orchestrrl/port", "orchestrrl/pods"  # uids of the pods that were let through
+GATE = "orchestrrl/first-pod"
+HOSTNAME = "kubernetes.io/hostname"
+LWS = "leaderworkerset.x-k8s.io/v1"
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+# Expanded by Kubernetes; LeaderWorkerSet sets it in each of its containers.
+LEADER = "$(LWS_LEADER_ADDRESS)"
+
+RUNS_FOLDER = "/var/run/orchestrrl"
+# Waiting instead of exiting keeps the log of the run that ended: Kubernetes has that of the last one alone.
+_ONCE = """\
+if [ -d "$ORCHESTRRL_RUN" ]; then
+  echo 'OrchestrRL: this engine has ended, and is not started again in its pod'
+  trap 'exit 0' TERM
+  while :; do sleep 60 & wait $!; done
+fi
+mkdir "$ORCHESTRRL_RUN" || exit 75
+"""
+_PINNED = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
+
+
+def name_of(*ids: str) -> str:
+    """A DNS label (RFC 1035) for ids that may be anything: what can be read of the last, and a digest of all. Short
+    enough for what Deployments and LeaderWorkerSets append."""
+    readable = re.sub(r"[^a-z0-9]+", "-", ids[-1].lower())[:20].strip("-")
+    digest = hashlib.sha256("\0".join(ids).encode()).hexdigest()[:12]
+    return "-".join(part for part in ("orl", readable, digest) if part)
+
+
+def selector(fleet: str) -> str:
+    """What finds all of a fleet."""
+    return f"{FLEET}={name_of(fleet)}"
+
+
+def workload(spec: EngineSpec, launch: Launch, options: KubernetesOptions, fleet: str) -> Object:
+    """The engine's one object. Raises ProblemFaults with every fault."""
+    launch = _in_pods(spec, launch)
+    lines = render(spec, launch)
+    nodes = sorted({line.node for line in lines})
+    faults = _faults(spec.engine, lines, nodes, options)
+    if faults:
+        raise ProblemFaults(faults)
+    name = name_of(fleet, spec.engine)
+    annotations = _annotations(spec, launch, fleet)
+    labels = _labels(fleet, spec.engine)
+    metadata = {"name": name, "labels": labels, "annotations": annotations}
+    by_node = {node: [line for line in lines if line.node == node] for node in nodes}
+    marks = {"labels": labels, "annotations": {ENGINE_ID: spec.engine, GPUS: annotations[GPUS]}}
+
+    def template(holders: Sequence[int]) -> Object:
+        """The pods on these nodes: one alike for each."""
+        containers = [
+            _container(place, [by_node[node][place] for node in holders], spec, launch, options)
+            for place in range(len(by_node[holders[0]]))
+        ]
+        ours = {"metadata": marks, "spec": _pod_spec(containers, options)}
+        affinity = _affinity(holders if spec.gpus else (), options, labels if len(nodes) > 1 else {})
+        if affinity:
+            ours["spec"]["affinity"] = affinity
+        merged: Object = merged_objects(options.pod_template, ours)
+        return merged
+
+    if len(nodes) == 1:
+        return {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": metadata,
+            "spec": {
+                "replicas": 1,
+                "strategy": {"type": "Recreate"},
+                "revisionHistoryLimit": 0,
+                "selector": {"matchLabels": labels},
+                "template": template(nodes),
+            },
+        }
+    group = {"leaderTemplate": template(nodes[:1]), "workerTemplate": template(nodes[1:])}
+    return {
+        "apiVersion": LWS,
+        "kind": "LeaderWorkerSet",
+        "metadata": metadata,
+        "spec": {
+            "replicas": 1,
+            "startupPolicy": "LeaderCreated",
+            "leaderWorkerTemplate": {"size": len(nodes), "restartPolicy": "None", **group},
+        },
+    }
+
+
+def size_of(made: Mapping[str, Any]) -> int:
+    """How many pods it is to have."""
+    size: int = made["spec"].get("leaderWorkerTemplate", {}).get("size", 1)
+    return size
+
+
+def spec_of(made: Mapping[str, Any]) -> EngineSpec | None:
+    """What the engine was started with; None: that was lost, or another version wrote it."""
+    try:
+        return _SPEC.validate_json(annotation(made, SPEC))
+    except ValidationError:
+        return None
+
+
+def identity_of(made: Mapping[str, Any]) -> tuple[EngineId, ConfigurationId, tuple[GpuId, ...]]:
+    """Of a workload or of one of its pods."""
+    gpus = annotation(made, GPUS)
+    engine = annotation(made, ENGINE_ID) or made["metadata"]["name"]
+    return (
+        EngineId(engine),
+        ConfigurationId(annotation(made, CONFIGURATION)),
+        tuple(GpuId(int(gpu)) for gpu in gpus.split(",") if gpu.isdecimal()),
+    )
+
+
+def annotation(made: Mapping[str, Any], key: str) -> str:
+    value: str = (made["metadata"].get("annotations") or {}).get(key, "")
+    return value
+
+
+def merged_objects(under: Any, over: Any) -> Any:
+    """Both, `over` where they differ. Lists of named things are merged by name, others are put together."""
+    if isinstance(under, dict) and isinstance(over, dict):
+        return {**under, **{key: merged_objects(under[key], over[key]) if key in under else over[key] for key in over}}
+    if isinstance(under, list) and isinstance(over, list):
+        named = {each["name"]: each for each in under if isinstance(each, dict) and "name" in each}
+        taken = {each["name"] for each in over if isinstance(each, dict) and "name" in each}
+        first = [
+            merged_objects(named[each["name"]], each) if isinstance(each, dict) and each.get("name") in named else each
+            for each in over
+        ]
+        return first + [each for each in under if not (isinstance(each, dict) and each.get("name") in taken)]
+    return over
+
+
+def literal(word: str) -> str:
+    """A word that Kubernetes leaves as it is: it would expand `$(NAME)`, and read `$$` as `$`. The leader's address
+    alone is expanded."""
+    return word.replace("$", "$$").replace("$" + LEADER, LEADER)
+
+
+def _in_pods(spec: EngineSpec, launch: Launch) -> Launch:
+    """A pod has an address of its own, which is not known before it is there."""
+    host = "0.0.0.0" if launch.host in _LOOPBACK else launch.host
+    return replace(launch, host=host, nodes=(LEADER,) * (1 + max(spec.gpus, default=0) // launch.per_node))
+
+
+def _labels(fleet: str, engine: EngineId) -> dict[str, str]:
+    return {FLEET: name_of(fleet), ENGINE: name_of(fleet, engine)}
+
+
+def _annotations(spec: EngineSpec, launch: Launch, fleet: str) -> dict[str, str]:
+    return {
+        FLEET_NAME: fleet,
+        ENGINE_ID: spec.engine,
+        CONFIGURATION: spec.configuration,
+        GPUS: ",".join(map(str, spec.gpus)),
+        PORT: str(urlsplit(url_of(spec, replace(launch, host="localhost"))).port),
+        SPEC: _SPEC.dump_json(spec).decode(),
+    }
+
+
+def _faults(
+    engine: EngineId, lines: Sequence[CommandLine], nodes: Sequence[int], options: KubernetesOptions
+) -> list[str]:
+    faults = []
+    unnamed = [node for node in nodes if node >= len(options.nodes)] if options.nodes else []
+    if unnamed:
+        missing = ", ".join(map(str, unnamed))
+        faults.append(f"options.nodes: must name nodes {missing} too, got {list(options.nodes)}")
+    if len(nodes) > 1 and any(line.role in (Role.FFN, Role.FFN_NODE) for line in lines):
+        lies = ", ".join(map(str, nodes))
+        faults.append(f"{engine}.gpus: must lie on one node under Kubernetes where a layout is AFD, got nodes {lies}")
+    return faults
+
+
+def _container(
+    place: int, lines: Sequence[CommandLine], spec: EngineSpec, launch: Launch, options: KubernetesOptions
+) -> Object:
+    """One process of each of these nodes' pods. Where there are several, each pod picks its own by its index."""
+    first, name = lines[0], "engine" if place == 0 else f"process-{place}"
+    if len(lines) == 1:
+        script, words = f'{_ONCE}exec "$@"', list(first.argv)
+    else:
+        cases = "\n".join(f"{index}) exec {shlex.join(line.argv)} ;;" for index, line in enumerate(lines, 1))
+        script, words = f'{_ONCE}case "$ORCHESTRRL_NODE" in\n{cases}\nesac', []
+    variables = _environment(first, launch)
+    environment: list[Object] = [{"name": key, "value": literal(value)} for key, value in variables.items()]
+    environment.append({"name": "ORCHESTRRL_RUN", "value": f"{RUNS_FOLDER}/{name}"})
+    if len(lines) > 1:
+        index: Object = {"fieldRef": {"fieldPath": f"metadata.labels['{WORKER_INDEX}']"}}
+        environment.append({"name": "ORCHESTRRL_NODE", "valueFrom": index})
+    mounts: list[Object] = [{"name": "orchestrrl-run", "mountPath": RUNS_FOLDER}]
+    if options.shm_size is not None:
+        mounts.append({"name": "orchestrrl-shm", "mountPath": "/dev/shm"})
+    made: Object = {
+        "name": name,
+        "image": options.image,
+        "command": ["/bin/sh", "-c", literal(script), "orchestrrl"],
+        "args": [literal(word) for word in words],
+        "env": environment,
+        "volumeMounts": [*mounts, *options.volume_mounts],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    if options.environment_from:
+        made["envFrom"] = list(options.environment_from)
+    needs = _resources(first, spec, launch, options)
+    if needs:
+        made["resources"] = {"limits": needs, "requests": needs}
+    return made
+
+
+def _environment(line: CommandLine, launch: Launch) -> dict[str, str]:
+    """Without what binds a process to GPUs or cores of its machine: a container sees its own alone, and they are
+    numbered anew in it."""
+    made = {key: value for key, value in line.environment.items() if key not in _PINNED}
+    return {**made, "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device is Device.CPU else made
+
+
+def _resources(line: CommandLine, spec: EngineSpec, launch: Launch, options: KubernetesOptions) -> dict[str, str]:
+    held = len(line.gpus) or spec.parallelism.gpus
+    if launch.engine is Product.SIMULATED:
+        return {}
+    if launch.device is Device.CUDA:
+        return {options.gpu_resource: str(held)}
+    return {"cpu": str(held * launch.cores_per_gpu)} if launch.cores_per_gpu else {}
+
+
+def _pod_spec(containers: list[Object], options: KubernetesOptions) -> Object:
+    volumes: list[Object] = [{"name": "orchestrrl-run", "emptyDir": {}}]
+    if options.shm_size is not None:
+        shm = {"medium": "Memory", "sizeLimit": options.shm_size}
+        volumes.append({"name": "orchestrrl-shm", "emptyDir": shm})
+    made: Object = {
+        "restartPolicy": "Always",
+        "schedulingGates": [{"name": GATE}],
+        "terminationGracePeriodSeconds": options.grace_s,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "containers": containers,
+        "volumes": [*volumes, *options.volumes],
+    }
+    if options.service_account is not None:
+        made["serviceAccountName"] = options.service_account
+    if options.image_pull_secrets:
+        made["imagePullSecrets"] = [{"name": name} for name in options.image_pull_secrets]
+    if options.node_selector:
+        made["nodeSelector"] = dict(options.node_selector)
+    if options.tolerations:
+        made["tolerations"] = list(options.tolerations)
+    return made
+
+
+def _affinity(holders: Sequence[int], options: KubernetesOptions, apart: Mapping[str, str]) -> Object:
+    """On the nodes that hold its GPUs, where nodes are named; and pods with the labels `apart` on a node each."""
+    made: Object = {}
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    if options.nodes and holders:
+        named = [options.nodes[node] for node in holders]
+        term = {"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": named}]}
+        made["nodeAffinity"] = {required: {"nodeSelectorTerms": [term]}}
+    if apart:
+        made["podAntiAffinity"] = {required: [{"labelSelector": {"matchLabels": apart}, "topologyKey": HOSTNAME}]}
+    return made

@@ -1,0 +1,372 @@
+"""Engines as processes of this machine that outlive the daemon: started, found again, stopped. `LocalDeployer`.
+
+What there is is looked for, not remembered: records on disk (local_records.py) say what was meant, and the machine's
+processes (local_processes.py) what came of it. All of a change is done by one thread under the fleet's lock, so that
+neither another call, nor a caller that gives up, nor a second daemon of the fleet comes between.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.documents import NonNegativeInt, PositiveFloat, Section
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable, faults_of
+from orchestrrl.fleet.deployers.base import Deployed, FleetIdentity, Life
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, Product, render, url_of
+from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU
+from orchestrrl.fleet.deployers.local_processes import (
+    Found,
+    exit_status,
+    find_processes,
+    hold_port,
+    is_alive,
+    same,
+    spawn,
+)
+from orchestrrl.fleet.deployers.local_records import Logs, Record, Records, State
+from planner.model import ConfigurationId, EngineId
+
+POLL_S = 0.05
+FORCE_S = 10.0  # after SIGKILL: a process in the middle of a system call goes when that is done
+ROUNDS_OF_FORCE = 3
+LATER_S = 1.0
+
+
+class LocalOptions(Section):
+    grace_s: PositiveFloat = 15.0  # between SIGTERM and SIGKILL
+    logs_kept: NonNegativeInt = 3  # of earlier starts, for each engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An engine as records and processes show it. No `record`: neither file nor environment tells."""
+
+    engine: EngineId
+    record: Record | None
+    found: tuple[Found, ...]
+
+    @property
+    def leaders(self) -> list[Found]:
+        """Those that were spawned for it and live."""
+        if self.record is None or not self.record.leaders:
+            return [found for found in self.found if found.leads]
+        return [found for found in self.found if any(same(found, leader) for leader in self.record.leaders)]
+
+    @property
+    def whole(self) -> bool:
+        return len(self.leaders) >= (1 if self.record is None else self.record.processes)
+
+    @property
+    def cut_short(self) -> bool:
+        """Its start or its stop was, by the end of whoever did it."""
+        if self.record is None or self.record.state is State.STARTED:
+            return False
+        return self.record.state is State.STOPPING or not self.whole
+
+
+class LocalDeployer:
+    """See `orchestrrl.fleet.deployers.base.Deployer`. Of GPUs it knows the ids: which exist is not its to judge."""
+
+    can_lend = True
+
+    def __init__(self, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
+        try:
+            self._options = LocalOptions.model_validate(dict(options))
+        except ValidationError as error:
+            raise ProblemFaults([f"options.{fault}" for fault in faults_of(error, LocalOptions)]) from None
+        self._launch = launch
+        self._identity = identity
+        self._clock = clock
+        folder = Path(os.path.abspath(identity.folder))
+        self._records = Records(folder)
+        self._logs = Logs(folder, self._options.logs_kept)
+        self._stopping: Counter[EngineId] = Counter()
+        self._exits: dict[tuple[int, float], int] = {}  # status of our own children, by leader
+
+    def check(self, spec: EngineSpec) -> None:
+        lines = render(spec, self._launch)
+        self._check_place(lines)
+        faults = []
+        if shutil.which(lines[0].argv[0]) is None:
+            faults.append(f"{self._launch.where}.python: is no program of this machine, got {lines[0].argv[0]!r}")
+        if spec.weights and not Path(spec.weights).is_dir():
+            faults.append(f"weights: must be a folder of this machine, got {spec.weights!r}")
+        if faults:
+            raise ProblemFaults(faults)
+
+    async def start(self, spec: EngineSpec) -> Deployed:
+        return await asyncio.to_thread(self._start, spec)
+
+    async def stop(self, engine: EngineId) -> None:
+        self._stopping[engine] += 1
+        try:
+            asked = await asyncio.to_thread(self._signal, engine, signal.SIGTERM)
+            await self._until_gone(asked, self._options.grace_s)
+            for _ in range(ROUNDS_OF_FORCE):
+                left = await asyncio.to_thread(self._signal, engine, signal.SIGKILL)
+                if not left:
+                    return
+                await self._until_gone(left, FORCE_S)
+        finally:
+            self._stopping[engine] -= 1
+        pids = [found.process.pid for found in left]
+        raise OutcomeUnknown(f"engine {engine}: processes {pids} do not end on SIGKILL")
+
+    async def status(self, engine: EngineId) -> Deployed | None:
+        running = await asyncio.to_thread(self._running, engine)
+        if running is not None:
+            return running
+        return next((each for each in await self.list_engines() if each.engine == engine), None)
+
+    async def list_engines(self) -> tuple[Deployed, ...]:
+        return await asyncio.to_thread(self._list)
+
+    async def lend(self, engine: EngineId, lent: bool) -> None:
+        await asyncio.to_thread(self._lend, engine, lent)
+
+    @property
+    def can_scale(self) -> bool:
+        """Simulated engines do. A vLLM server sees the GPUs alone that it was started with, unless Ray places its
+        replicas (never run: that needs GPUs)."""
+        words = self._launch.arguments
+        by_ray = ("--data-parallel-backend", "ray") in pairwise(words) or "--data-parallel-backend=ray" in words
+        return self._launch.engine is Product.SIMULATED or by_ray
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        return await asyncio.to_thread(self._scale, spec)
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
+    # What follows runs in threads.
+
+    def _start(self, spec: EngineSpec) -> Deployed:
+        self.check(spec)
+        try:
+            with self._records.alone():
+                seen = self._look()
+                held = seen.get(spec.engine)
+                if held is not None and self._stopping[spec.engine]:
+                    raise Retryable(f"engine {spec.engine} is being stopped", LATER_S)
+                if held is not None and not held.cut_short:
+                    return self._held(held, spec)
+                self._check_gpus(spec, seen)
+                if held is not None:
+                    self._clear(held)
+                return self._deployed(self._spawn(spec))
+        except OSError as error:
+            raise Retryable(f"engine {spec.engine}: {error}", LATER_S) from error
+
+    def _check_place(self, lines: Sequence[CommandLine]) -> None:
+        nodes = sorted({line.node for line in lines})
+        if nodes != [0] and self._launch.engine is not Product.SIMULATED:
+            raise Permanent(f"deployer local starts engines on node 0 alone, which is this machine, got nodes {nodes}")
+
+    def _held(self, held: _Seen, spec: EngineSpec) -> Deployed:
+        """The engine that is there already, if it is as wanted."""
+        if held.record is None or held.record.spec != spec:
+            there = self._deployed(held)
+            raise Permanent(
+                f"engine {spec.engine} is there already, as {there.configuration or 'nobody knows what'} on GPUs "
+                f"{list(there.gpus)}, and with another specification"
+            )
+        if held.record.state is State.STARTING:
+            held = self._note(held.record, held.found)
+        return self._deployed(held)
+
+    def _check_gpus(self, spec: EngineSpec, seen: Mapping[EngineId, _Seen]) -> None:
+        taken = {
+            gpu: each.engine
+            for each in seen.values()
+            if each.record is not None and not each.record.lent and each.engine != spec.engine
+            for gpu in each.record.spec.gpus
+        }
+        owners = ", ".join(f"{gpu} by {taken[gpu]}" for gpu in sorted(spec.gpus) if gpu in taken)
+        if owners:
+            raise Permanent(f"engine {spec.engine} cannot have GPUs that are in use: {owners}")
+
+    def _clear(self, held: _Seen) -> None:
+        """What a start or a stop that was cut short has left."""
+        deadline_s = time.monotonic() + FORCE_S
+        found = held.found
+        while found:
+            for each in found:
+                each.signal(signal.SIGKILL)
+            time.sleep(POLL_S)
+            found = self._look_for(held.engine)
+            if found and time.monotonic() > deadline_s:
+                raise Retryable(f"engine {held.engine}: what is left of it does not end on SIGKILL", FORCE_S)
+
+    def _forget(self, held: _Seen) -> None:
+        for leader in held.record.leaders if held.record is not None else ():
+            self._exit_status(leader)
+            self._exits.pop(leader, None)
+        self._records.remove(held.engine)
+
+    def _exit_status(self, leader: tuple[int, float]) -> int | None:
+        """Of a child of ours. It is waited for once: later its id may be another child's."""
+        if leader not in self._exits and (status := exit_status(leader[0])) is not None:
+            self._exits[leader] = status
+        return self._exits.get(leader)
+
+    def _spawn(self, spec: EngineSpec) -> _Seen:
+        wanted = spec.port or urlsplit(url_of(spec, self._launch)).port or 0
+        try:
+            holder, port = hold_port(self._launch.host, wanted, self._spare_ports(), spec.port is not None)
+        except OSError as error:
+            raise Retryable(f"engine {spec.engine}: no port for it on {self._launch.host}: {error}", LATER_S) from error
+        with holder:
+            placed = replace(spec, port=port)
+            lines = render(placed, self._launch)
+            record = Record(spec, url_of(placed, self._launch), len(lines))
+            self._records.write(record)
+            log, spawned = self._logs.rotate(spec.engine), []
+            try:
+                for line in lines:
+                    spawned.append(spawn(line.argv, line.environment, self._fleet, record, log, holder.fileno()))
+            except OSError as error:
+                self._clear(_Seen(spec.engine, record, self._look_for(spec.engine)))
+                self._records.remove(spec.engine)
+                raise Permanent(f"engine {spec.engine}: {lines[0].argv[0]}: {error.strerror}") from error
+        noted = replace(record, state=State.STARTED, leaders=tuple(spawned))
+        self._records.write(noted)
+        return _Seen(spec.engine, noted, self._look_for(spec.engine))
+
+    def _note(self, record: Record, found: Sequence[Found]) -> _Seen:
+        """A start that was cut short when all of it was there is a start."""
+        leaders = tuple((each.process.pid, each.created_s) for each in found if each.leads)
+        noted = replace(record, state=State.STARTED, leaders=leaders)
+        self._records.write(noted)
+        return _Seen(record.spec.engine, noted, tuple(found))
+
+    def _spare_ports(self) -> Iterator[int]:
+        """Those of the range that belong to no GPU; where there is no range, any."""
+        launch = self._launch
+        yield from range(launch.first_port + PORTS_PER_GPU * launch.per_node, launch.last_port + 1)
+        if not launch.last_port:
+            yield 0
+
+    def _signal(self, engine: EngineId, number: signal.Signals) -> tuple[Found, ...]:
+        """To all that is left of an engine, which is returned; with nothing left, it is forgotten."""
+        with self._records.alone():
+            held = self._look().get(engine)
+            if held is None:
+                return ()
+            if not held.found:
+                self._forget(held)
+                return ()
+            if held.record is not None and held.record.state is not State.STOPPING:
+                self._records.write(replace(held.record, state=State.STOPPING))
+            for found in held.found:
+                found.signal(number)
+            return held.found
+
+    async def _until_gone(self, processes: Sequence[Found], within_s: float) -> None:
+        deadline_s = self._clock.now_s() + within_s
+        while any(found.alive for found in processes) and self._clock.now_s() < deadline_s:
+            await self._clock.sleep(POLL_S)
+
+    def _running(self, engine: EngineId) -> Deployed | None:
+        """The usual answer, without a look at every process of the machine; None: that has to be had."""
+        record = self._records.read_one(engine)
+        if record is None or record.state is not State.STARTED:
+            return None
+        return _told(record) if all(map(is_alive, record.leaders)) else None
+
+    def _list(self) -> tuple[Deployed, ...]:
+        with self._records.alone():
+            seen = self._look()
+        return tuple(self._deployed(seen[engine]) for engine in sorted(seen))
+
+    def _lend(self, engine: EngineId, lent: bool) -> None:
+        with self._records.alone():
+            seen = self._look()
+            held = seen.get(engine)
+            if held is None or held.record is None:
+                raise Permanent(f"there is no engine {engine} that could lend its GPUs")
+            if not lent:
+                self._check_gpus(held.record.spec, seen)
+            if held.record.lent != lent:
+                self._records.write(replace(held.record, lent=lent))
+
+    def _scale(self, spec: EngineSpec) -> Deployed:
+        if not self.can_scale:
+            raise Permanent(f"engine {spec.engine} has the GPUs that it was started with")
+        with self._records.alone():
+            seen = self._look()
+            held = seen.get(spec.engine)
+            if held is None or held.record is None or held.cut_short:
+                raise Permanent(f"there is no engine {spec.engine} that runs and could be scaled")
+            self._check_gpus(spec, seen)
+            record = replace(held.record, spec=spec)
+            self._records.write(record)
+            return self._deployed(_Seen(spec.engine, record, held.found))
+
+    @property
+    def _fleet(self) -> str:
+        """Whose processes are whose. The folder tells apart what two people called the same."""
+        return f"{self._identity.name} in {os.path.realpath(self._identity.folder)}"
+
+    def _look_for(self, engine: EngineId) -> tuple[Found, ...]:
+        return tuple(find_processes(self._fleet, self._logs).get(engine, ()))
+
+    def _look(self) -> dict[EngineId, _Seen]:
+        records, found = self._records.read(), find_processes(self._fleet, self._logs)
+        seen = {}
+        for engine in sorted({*records, *found}):
+            processes = tuple(found.get(engine, ()))
+            told = (each.record for each in processes if each.record is not None)
+            seen[engine] = _Seen(engine, records.get(engine) or next(told, None), processes)
+        return seen
+
+    def _deployed(self, seen: _Seen) -> Deployed:
+        record, alive = seen.record, seen.whole
+        if record is None:
+            detail = f"its record was lost; {self._logs.tail(seen.engine)}"
+            life = Life.ALIVE if alive else Life.ENDED
+            return Deployed(seen.engine, ConfigurationId(""), (), life=life, detail=detail)
+        return _told(record) if alive else _told(record, Life.ENDED, self._obituary(seen, record))
+
+    def _obituary(self, seen: _Seen, record: Record) -> str:
+        living = {found.process.pid for found in seen.leaders}
+        ends = []
+        for leader in record.leaders:
+            pid = leader[0]
+            if pid in living:
+                continue
+            ends.append(f"process {pid} {_how(self._exit_status(leader))}")
+        if seen.cut_short:
+            what = "is being stopped" if record.state is State.STOPPING else "was not started to the end"
+            ends.append(f"it {what}: {len(living)} of {record.processes} processes are there")
+        return f"{', '.join(ends)}; {self._logs.tail(seen.engine)}"
+
+
+def _told(record: Record, life: Life = Life.ALIVE, detail: str = "") -> Deployed:
+    return Deployed(
+        engine=record.spec.engine,
+        configuration=record.spec.configuration,
+        gpus=record.spec.gpus,
+        url=record.url,
+        life=life,
+        detail=detail,
+        spec=record.spec,
+        lent=record.lent,
+    )
+
+
+def _how(status: int | None) -> str:
+    if status is None:
+        return "has ended"
+    return f"ended with status {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"

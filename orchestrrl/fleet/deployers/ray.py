@@ -1,0 +1,266 @@
+"""Start and stop engines as actors of a Ray cluster, an RL job's own included.
+
+An engine has a placement group with a bundle for each of its processes, tied to the node that the plan means, or
+bundles of a group that the job has set aside; a detached actor in each bundle; and under it the process of one command
+line. A GPU's number says on which node it lies: which GPU of that node it is, Ray decides (`CUDA_VISIBLE_DEVICES`).
+What Ray is asked for each GPU is `per_gpu`, so that a cluster without GPUs can count something else.
+
+Engines that sleep keep their GPUs here, and none is given more while it runs: Ray gives a bundle's GPUs to an actor
+when it begins and for as long as it lives, and whatever else used them would be hidden from Ray.
+
+What is done in Ray is done by `ray_driver.py`, in a process of its own.
+"""
+
+import asyncio
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.documents import Name, PositiveFloat, Section
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable, faults_of
+from orchestrrl.fleet.deployers.base import Deployed, FleetIdentity, Life
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, render, url_of
+from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU, Part, shares
+from orchestrrl.fleet.deployers.ray_client import RETRY_AFTER_S, Lost, RayDriver
+from planner.model import ConfigurationId, EngineId, GpuId
+
+_SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
+_ANYWHERE = ("0.0.0.0", "::", "")
+
+
+class RayOptions(Section):
+    """`options` of the deployer `ray`."""
+
+    # Of a cluster that runs: `auto` or HOST:PORT; by default RAY_ADDRESS, else auto. None is started.
+    address: Name | None = None
+    namespace: Name | None = None  # of the actors; by default orchestrrl-FLEET
+    per_gpu: dict[Name, PositiveFloat] = Field(default_factory=lambda: {"GPU": 1.0})
+    # Names or patterns (rollout*) of groups that the job has made for engines; without them, engines make their own.
+    placement_groups: Annotated[tuple[Name, ...], Field(strict=False)] = ()
+    # Ray's nodes, as IP addresses or host names, in the order of the fleet's GPUs; by default fleet.launch.nodes
+    nodes: Annotated[tuple[Name, ...], Field(strict=False)] = ()
+    python: Name | None = None  # with the cluster's versions of Python and Ray; by default OrchestrRL's own
+    log_folder: Name = "/tmp/orchestrrl"  # on the engines' nodes: a folder for each namespace
+    connect_within_s: PositiveFloat = 30.0
+    start_within_s: PositiveFloat = 30.0  # for bundles and actors; how long an engine takes to answer is not in it
+    answer_within_s: PositiveFloat = 10.0
+    grace_s: PositiveFloat = 15.0  # between SIGTERM and SIGKILL
+
+    @field_validator("per_gpu")
+    @classmethod
+    def _something_whole(cls, per_gpu: dict[str, float]) -> dict[str, float]:
+        if not per_gpu:
+            raise ValueError("must name what of Ray makes up a GPU")
+        if per_gpu.get("GPU", 1.0) != 1.0:
+            raise ValueError("must take one GPU, or none, for each of the fleet's")
+        return per_gpu
+
+
+class RayDeployer:
+    """See the module. Raises ProblemFaults for options, and Permanent where Ray is not installed."""
+
+    can_lend = False
+    can_scale = False
+
+    def __init__(self, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
+        del clock  # Ray's time is real
+        try:
+            self._options = RayOptions.model_validate(dict(options))
+        except ValidationError as error:
+            raise ProblemFaults([f"options.{fault}" for fault in faults_of(error, RayOptions)]) from None
+        if self._options.python is None and find_spec("ray") is None:
+            raise Permanent("deployer ray needs ray: pip install 'orchestrrl[ray]', or name a python that has it")
+        self._launch = launch
+        self._driver = RayDriver(
+            self._options.python or sys.executable,
+            self._settings(identity),
+            Path(identity.folder) / "ray-driver.log",
+            self._options.connect_within_s,
+        )
+        self._turns: defaultdict[EngineId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._starting: dict[EngineId, EngineSpec] = {}
+        self._seen: dict[EngineId, Deployed] = {}
+
+    def _settings(self, identity: FleetIdentity) -> dict[str, Any]:
+        chosen = self._options
+        namespace = chosen.namespace or f"orchestrrl-{identity.name}"
+        return {
+            "address": chosen.address or os.environ.get("RAY_ADDRESS") or "auto",
+            "namespace": namespace,
+            "per_gpu": chosen.per_gpu,
+            "placement_groups": list(chosen.placement_groups),
+            "nodes": list(chosen.nodes or self._launch.nodes),
+            "log_folder": str(Path(chosen.log_folder) / quote(namespace, safe="")),
+            "start_within_s": chosen.start_within_s,
+            "answer_within_s": chosen.answer_within_s,
+            "grace_s": chosen.grace_s,
+        }
+
+    def check(self, spec: EngineSpec) -> None:
+        nodes = self._options.nodes or self._launch.nodes
+        lines = render(spec, self._launch)
+        places = {part["node"] for process, line in enumerate(lines) for part in self._parts(spec, process, line)}
+        if nodes and max(places) >= len(nodes):
+            known = ", ".join(nodes)
+            raise Permanent(f"engine {spec.engine}: node {max(places)} of the fleet has no address; known: {known}")
+
+    async def start(self, spec: EngineSpec) -> Deployed:
+        self.check(spec)
+        lines = render(spec, self._launch)
+        async with self._turns[spec.engine]:
+            self._starting[spec.engine] = spec
+            try:
+                deployed = await self._start(spec, lines)
+            except Lost as error:
+                raise OutcomeUnknown(f"engine {spec.engine}: Ray was lost during its start: {error}") from error
+            finally:
+                del self._starting[spec.engine]
+        self._seen[spec.engine] = deployed
+        return deployed
+
+    async def _start(self, spec: EngineSpec, lines: tuple[CommandLine, ...]) -> Deployed:
+        host = self._launch.host
+        held = await self._driver.call(
+            "hold",
+            # Where there is no room, what was taken is given back, which has its own limits.
+            self._options.start_within_s + self._stop_limit_s,
+            engine=spec.engine,
+            spec=_SPEC.dump_python(spec, mode="json"),
+            gpus=list(spec.gpus),
+            parts=[part for process, line in enumerate(lines) for part in self._parts(spec, process, line)],
+            host="0.0.0.0" if host in _ANYWHERE and host != "::" else host,
+            ports=self._ports(spec),
+        )
+        if "found" in held:
+            return self._same(spec, _deployed(held["found"]))
+        places = held["places"]
+        url = f"http://{_bracketed(self._host(places[0]['address']))}:{places[0]['port']}"
+        if places[0]["port"] != _port_of(url_of(spec, self._launch)):
+            lines = render(replace(spec, port=places[0]["port"]), self._launch)
+        state = await self._driver.call(
+            "launch",
+            2 * self._options.answer_within_s,
+            engine=spec.engine,
+            url=url,
+            lines=[
+                {"argv": line.argv, "environment": dict(line.environment), "gpus": place["gpus"]}
+                for line, place in zip(lines, places, strict=True)
+            ],
+        )
+        return _deployed(state)
+
+    async def stop(self, engine: EngineId) -> None:
+        # Not in turn: a start that is under way gives up.
+        try:
+            await self._driver.call("stop", self._stop_limit_s, engine=engine)
+        except Lost as error:
+            raise OutcomeUnknown(f"engine {engine}: Ray was lost while it was stopped: {error}") from error
+        self._seen.pop(engine, None)
+
+    async def status(self, engine: EngineId) -> Deployed | None:
+        try:
+            found = await self._driver.call("look", self._look_limit_s, engine=engine)
+        except (Lost, Retryable) as error:
+            if engine in self._seen:
+                return replace(self._seen[engine], life=Life.UNKNOWN, detail=str(error))
+            raise Retryable(f"engine {engine}: {error}", RETRY_AFTER_S) from error
+        if found is None:
+            self._seen.pop(engine, None)
+            return None
+        return self._noted(found)
+
+    async def list_engines(self) -> tuple[Deployed, ...]:
+        try:
+            found = await self._driver.call("list_engines", self._look_limit_s)
+        except Lost as error:
+            raise Retryable(f"Ray was lost: {error}", RETRY_AFTER_S) from error
+        self._seen.clear()
+        return tuple(self._noted(state) for state in found)
+
+    async def lend(self, engine: EngineId, lent: bool) -> None:
+        raise Permanent(f"engine {engine}: in Ray its GPUs stay with its actor while that lives")
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        raise Permanent(f"engine {spec.engine}: in Ray it has the bundles that it was started with")
+
+    async def close(self) -> None:
+        await self._driver.close()
+
+    @property
+    def _look_limit_s(self) -> float:
+        return 3 * self._options.answer_within_s
+
+    @property
+    def _stop_limit_s(self) -> float:
+        """Grace, a look at nodes whose actors do not answer, and Ray's own part."""
+        return self._options.grace_s + 4 * self._options.answer_within_s + 20.0
+
+    def _parts(self, spec: EngineSpec, process: int, line: CommandLine) -> list[dict[str, Any]]:
+        """What a process needs of each node. Without GPUs by number it is as many as its layout has."""
+        size = self._launch.per_node
+        held = shares(line.gpus, size) or (Part(line.node, tuple(map(GpuId, range(spec.parallelism.gpus)))),)
+        return [
+            {"process": process, "node": part.node, "local": [gpu % size for gpu in part.gpus], "units": len(part.gpus)}
+            for part in held
+        ]
+
+    def _ports(self, spec: EngineSpec) -> list[tuple[int, bool]]:
+        """To be tried in turn: its own, also with connections that were just closed where it must be that; then spare
+        ones, or where there is no range any."""
+        launch, wanted = self._launch, _port_of(url_of(spec, self._launch))
+        spare = range(launch.first_port + PORTS_PER_GPU * launch.per_node, launch.last_port + 1)
+        own = [(wanted, False), (wanted, True)] if spec.port is not None else [(wanted, False)]
+        return [*own, *((port, False) for port in (spare if launch.last_port else (0,)))]
+
+    def _host(self, node_address: str) -> str:
+        return node_address if self._launch.host in _ANYWHERE else self._launch.host
+
+    def _same(self, spec: EngineSpec, found: Deployed) -> Deployed:
+        if found.spec != spec:
+            what = f"as {found.configuration} on GPUs {list(found.gpus)}"
+            raise Permanent(f"engine {spec.engine} is there already with another spec: {what}")
+        return found
+
+    def _noted(self, state: Mapping[str, Any]) -> Deployed:
+        deployed = _deployed(state)
+        if deployed.engine in self._starting:  # half of it is there
+            deployed = replace(deployed, url="", life=Life.ALIVE, detail="")
+        self._seen[deployed.engine] = deployed
+        return deployed
+
+
+def _deployed(state: Mapping[str, Any]) -> Deployed:
+    """What the driver says of an engine. Its record is lost where somebody has emptied Ray's store."""
+    record, engine = state["record"], EngineId(state["engine"])
+    if record is None:
+        return Deployed(engine, ConfigurationId(""), (), life=Life(state["life"]), detail=state["detail"])
+    return Deployed(
+        engine=engine,
+        configuration=ConfigurationId(record["spec"]["configuration"]),
+        gpus=tuple(GpuId(gpu) for gpu in record["gpus"]),
+        url=record["url"],
+        life=Life(state["life"]),
+        detail=state["detail"],
+        spec=_SPEC.validate_python(record["spec"]),
+    )
+
+
+def _port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def _bracketed(host: str) -> str:
+    try:
+        return f"[{host}]" if ip_address(host).version == 6 else host
+    except ValueError:
+        return host

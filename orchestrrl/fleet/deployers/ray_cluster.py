@@ -1,0 +1,358 @@
+"""The engines of one fleet in a Ray cluster: start them, look at them, stop them. Runs in `ray_driver.py`.
+
+An engine has a record in the cluster's key-value store, which is written before all else and deleted last, so that no
+start is cut short unseen; a placement group of its own, unless the RL job lends bundles of one (`ray_places.py`); and
+named detached actors, `ENGINE#PROCESS.SEAT`, in the namespace of the fleet.
+"""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
+from ray.util import list_named_actors, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from orchestrrl.fleet.deployers import ray_keeper
+from orchestrrl.fleet.deployers.ray_places import POLL_S, Json, Patience, Places, Refusal
+
+STORE = b"orchestrrl"
+CUT_SHORT = "its start was cut short"
+
+
+class Cluster:
+    """One fleet's engines in a Ray cluster. `settings` as RayDeployer makes them."""
+
+    def __init__(self, settings: Json) -> None:
+        self._settings = settings
+        self._namespace: str = settings["namespace"]
+        self._prefix = quote(self._namespace, safe="") + "/"
+        self._places = Places(settings)
+        # To workers it goes as it is, not by name.
+        ray.cloudpickle.register_pickle_by_value(ray_keeper)
+        self._supervisor = Path(ray_keeper.__file__).with_name("ray_supervisor.py").read_text()
+        self._claiming = threading.Lock()
+        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._unwanted: Counter[str] = Counter()  # stops that wait for a start to give up
+
+    def open(self) -> Json:
+        address = self._settings["address"]
+        try:
+            ray.init(
+                address=address,
+                namespace=self._namespace,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            raise Refusal("retryable", f"no Ray cluster at {address}: {error}") from error
+        return {"version": ray.__version__}
+
+    # Start, in two calls: a place first, with which the command lines can be made.
+
+    def hold(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
+        """Claim the GPUs, and have Ray keep bundles and actors for the parts, one for each process. Returns `places` of
+        the parts; or `found`, the engine as it is, where it is there already. What was cut short begins anew."""
+        with self._turns[engine]:
+            return self._hold(engine, spec, gpus, parts, host, ports)
+
+    def _hold(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
+        with self._claiming:
+            records = self._records()
+            if engine in records:
+                found = self._states({engine: records[engine]})[0]
+                if not found["cut_short"] or records[engine]["spec"] != spec:
+                    return {"found": found}
+                self._remove(engine)
+                del records[engine]
+            self._refuse_taken(engine, gpus, records)
+            record: Json = {"spec": spec, "gpus": gpus, "seats": [], "url": ""}
+            if self._settings["placement_groups"]:
+                record["seats"] = self._places.offered(parts)
+            self._write(engine, record)
+        patience = Patience(self._settings["start_within_s"], lambda: engine in self._unwanted)
+        try:
+            if not self._settings["placement_groups"]:
+                record["seats"] = self._places.own(self._prefix + engine, parts, patience)
+                self._write(engine, record)
+            self._refuse_unreachable(engine, record["seats"][0]["address"], host)
+            return {"places": self._seated(engine, record["seats"], host, ports, patience)}
+        except BaseException:
+            self._clear(engine)
+            raise
+
+    def launch(self, engine: str, url: str, lines: list[Json]) -> Json:
+        """Run the command lines `{"argv", "environment"}`, one for each part."""
+        with self._turns[engine]:
+            return self._launch(engine, url, lines)
+
+    def _launch(self, engine: str, url: str, lines: list[Json]) -> Json:
+        record = self._records().get(engine)
+        if record is None:
+            raise Refusal("retryable", f"engine {engine} was stopped before it was up")
+        # Written first: with a URL there may be processes, without one there are none.
+        record["url"] = url
+        self._write(engine, record)
+        calls = []
+        for process, line in enumerate(lines):
+            environment = {**line["environment"], ray_keeper.MARK: self._prefix + engine}
+            if "GPU" in self._settings["per_gpu"]:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(line["gpus"])
+            actor = ray.get_actor(_name(engine, process, 0), namespace=self._namespace)
+            logged = f"{self._settings['log_folder']}/{quote(engine, safe='')}.{process}.log"
+            calls.append(actor.launch.remote(self._supervisor, line["argv"], environment, logged))
+        ray.get(calls, timeout=self._settings["answer_within_s"])
+        return self._states({engine: record})[0]
+
+    # Look.
+
+    def list_engines(self) -> list[Json]:
+        """All engines of the fleet, also those of which only a group or an actor is left."""
+        records: dict[str, Json | None] = {**self._records()}
+        for engine in [*self._groups(), *(name.rpartition("#")[0] for name in self._actors())]:
+            records.setdefault(engine, None)
+        return self._states(records)
+
+    def look(self, engine: str) -> Json | None:
+        return next((state for state in self.list_engines() if state["engine"] == engine), None)
+
+    def _states(self, records: Mapping[str, Json | None]) -> list[Json]:
+        """`{"engine", "record", "life", "detail", "cut_short"}` of each; all actors are asked at once."""
+        present, lost = set(self._actors()), self._lost_nodes()
+        asked = {}
+        for engine, record in records.items():
+            for seat in record["seats"] if record is not None else ():
+                name = _name(engine, seat["process"], seat["seat"])
+                if name in present and seat["seat"] == 0:
+                    with contextlib.suppress(ValueError):  # it ended just now
+                        asked[name] = ray.get_actor(name, namespace=self._namespace).report.remote()
+        limit_s = self._settings["answer_within_s"]
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
+        states = []
+        for engine, record in sorted(records.items()):
+            life, detail = self._life(engine, record, present, asked, lost)
+            said = {"engine": engine, "record": record, "life": life, "detail": detail}
+            states.append({**said, "cut_short": detail == CUT_SHORT})
+        return states
+
+    def _life(
+        self, engine: str, record: Json | None, present: set[str], asked: Mapping[str, Any], lost: Mapping[str, str]
+    ) -> tuple[str, str]:
+        if record is None or not record["url"]:
+            return "ended", CUT_SHORT
+        for seat in record["seats"]:
+            name, node = _name(engine, seat["process"], seat["seat"]), seat["address"]
+            if seat["node"] in lost:
+                return "unknown", f"Ray has lost node {node}: {lost[seat['node']]}"
+            if name not in present:
+                return "ended", f"Ray has ended its actor {name} on {node}"
+            if seat["seat"] == 0:
+                life, detail = self._process_life(name, node, asked.get(name))
+                if life != "alive":
+                    return life, detail
+        return "alive", ""
+
+    def _process_life(self, name: str, node: str, asked: Any) -> tuple[str, str]:
+        try:
+            report = ray.get(asked, timeout=0) if asked is not None else None
+        except (GetTimeoutError, ActorUnavailableError):
+            return "unknown", f"its actor {name} on {node} does not answer"
+        except RayActorError as error:
+            report, why = None, f": {str(error).splitlines()[0]}"
+        else:
+            why = ""
+        if report is None:
+            return "ended", f"Ray has ended its actor {name} on {node}{why}"
+        if report["running"]:
+            return "alive", ""
+        if report["running"] is None:
+            return "ended", CUT_SHORT
+        how = "was killed" if report["status"] is None else f"exited with status {report['status']}"
+        return "ended", f"process {report['pid']} on {node} {how}; the end of {report['log']}:\n{report['tail']}"
+
+    # Stop.
+
+    def stop(self, engine: str) -> None:
+        """A start that is under way gives up."""
+        self._unwanted[engine] += 1
+        try:
+            with self._turns[engine]:
+                self._remove(engine)
+        finally:
+            self._unwanted[engine] -= 1
+            self._unwanted += Counter()  # forgets zeros
+
+    def _remove(self, engine: str) -> None:
+        record = self._records().get(engine)
+        if record is None and engine not in self._groups() and not self._named(engine):
+            return
+        if not self._clear(engine):
+            raise Refusal("unknown", f"engine {engine}: a node does not answer, so its processes may still be there")
+
+    def _clear(self, engine: str) -> bool:
+        """Remove all of an engine, its record last. False, and the record stays: its processes may still be there."""
+        record = self._records().get(engine)
+        ended = self._end(engine) if record is not None and record["url"] else set()
+        for name in self._named(engine):
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(name, namespace=self._namespace))
+        lost = self._lost_nodes()
+        seats = record["seats"] if record is not None else ()
+        unsure = {s["node"] for s in seats if s["seat"] == 0 and _name(engine, s["process"], 0) not in ended}
+        # A node that Ray has given up for lost comes back as another, without what it ran.
+        if record is not None and record["url"] and not self._sweep(engine, unsure - lost.keys()):
+            return False
+        group = self._groups().get(engine)
+        if group is not None:
+            remove_placement_group(group)
+        deadline_s = time.monotonic() + self._settings["answer_within_s"]
+        while self._named(engine) or engine in self._groups():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(POLL_S)
+        _internal_kv_del(self._key(engine), namespace=STORE)
+        return True
+
+    def _end(self, engine: str) -> set[str]:
+        """Ask the actors to end their processes, gently. Returns those that have."""
+        calls = {}
+        grace_s = self._settings["grace_s"]
+        for name in self._named(engine):
+            with contextlib.suppress(ValueError):
+                calls[name] = ray.get_actor(name, namespace=self._namespace).end.remote(grace_s)
+        if calls:
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=grace_s + self._settings["answer_within_s"])
+        ended = set()
+        for name, call in calls.items():
+            with contextlib.suppress(GetTimeoutError, RayActorError):
+                if ray.get(call, timeout=0):
+                    ended.add(name)
+        return ended
+
+    def _sweep(self, engine: str, nodes: Iterable[str]) -> bool:
+        """Whether nothing of the engine is left on nodes where its actor could not see to that."""
+        patience_s, limit_s = 3.0, 10.0
+        swept = ray.remote(ray_keeper.swept)
+        calls = [
+            swept.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                self._prefix + engine, patience_s, limit_s
+            )
+            for node in sorted(nodes)
+        ]
+        try:
+            return all(ray.get(calls, timeout=limit_s + self._settings["answer_within_s"])) if calls else True
+        except GetTimeoutError:
+            for call in calls:
+                ray.cancel(call, force=True)
+            return False
+
+    def _seated(
+        self, engine: str, seats: Sequence[Json], host: str, ports: list[Json], patience: Patience
+    ) -> list[Json]:
+        """Actors in all the bundles. Returns `{"address", "gpus": [Ray's ids], "port"}` of each process."""
+        calls = []
+        for seat in seats:
+            group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(seat["group"])))
+            actor = (
+                ray.remote(ray_keeper.Keeper)
+                .options(
+                    name=_name(engine, seat["process"], seat["seat"]),
+                    namespace=self._namespace,
+                    lifetime="detached",
+                    max_restarts=0,
+                    max_concurrency=8,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, seat["bundle"]),
+                    **_actor_resources(self._places.resources(seat["units"])),
+                )
+                .remote()
+            )
+            first = seat["process"] == seat["seat"] == 0
+            calls.append(actor.place.remote(host, ports if first else []))
+        waiting = calls
+        while waiting and not patience.over:
+            _, waiting = ray.wait(calls, num_returns=len(calls), timeout=POLL_S)
+        if waiting:
+            behind = [seat for seat, call in zip(seats, calls, strict=True) if call in waiting]
+            where = ", ".join(sorted({f"bundle {seat['bundle']} on {seat['address']}" for seat in behind}))
+            raise Refusal("retryable", f"engine {engine}: Ray starts no actor in {where}: it may be in use")
+        places: list[Json] = []
+        try:
+            answers = ray.get(calls)
+        except RayTaskError as error:
+            raise Refusal("retryable", f"engine {engine}: {error.cause}") from error
+        for seat, found in zip(seats, answers, strict=True):
+            if seat["seat"] == 0:
+                places.append(found)
+            else:
+                places[-1]["gpus"] += found["gpus"]
+        return places
+
+    # Records, and what Ray has of the fleet.
+
+    def _refuse_taken(self, engine: str, gpus: Iterable[int], records: Mapping[str, Json]) -> None:
+        owner = {gpu: other for other, record in records.items() for gpu in record["gpus"]}
+        taken = [f"{gpu} by {owner[gpu]}" for gpu in gpus if gpu in owner]
+        if taken:
+            raise Refusal("permanent", f"engine {engine} cannot have GPUs that are in use: {', '.join(taken)}")
+
+    def _refuse_unreachable(self, engine: str, address: str, host: str) -> None:
+        if (host == "localhost" or host.startswith("127.") or host == "::1") and address not in _own_addresses():
+            why = f"it would listen on {host} of {address}, where only {address} reaches it"
+            raise Refusal("permanent", f"engine {engine}: {why}; set fleet.launch.host: 0.0.0.0")
+
+    def _key(self, engine: str) -> bytes:
+        return (self._prefix + engine).encode()
+
+    def _write(self, engine: str, record: Json) -> None:
+        _internal_kv_put(self._key(engine), json.dumps(record).encode(), overwrite=True, namespace=STORE)
+
+    def _records(self) -> dict[str, Json]:
+        found = {}
+        for key in _internal_kv_list(self._prefix.encode(), namespace=STORE):
+            text = _internal_kv_get(key, namespace=STORE)
+            if text is not None:
+                found[key.decode().removeprefix(self._prefix)] = json.loads(text)
+        return found
+
+    def _groups(self) -> dict[str, PlacementGroup]:
+        return {
+            table["name"].removeprefix(self._prefix): PlacementGroup(
+                ray.PlacementGroupID(bytes.fromhex(table["placement_group_id"]))
+            )
+            for table in placement_group_table().values()
+            if table["name"].startswith(self._prefix) and table["state"] != "REMOVED"
+        }
+
+    def _actors(self) -> list[str]:
+        return [name for name in list_named_actors() if "#" in name]
+
+    def _named(self, engine: str) -> list[str]:
+        return [name for name in self._actors() if name.rpartition("#")[0] == engine]
+
+    def _lost_nodes(self) -> dict[str, str]:
+        return {node["NodeID"]: node.get("DeathReasonMessage") or "dead" for node in ray.nodes() if not node["Alive"]}
+
+
+def _own_addresses() -> set[str]:
+    return {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
+
+
+def _name(engine: str, process: int, seat: int) -> str:
+    return f"{engine}#{process}.{seat}"
+
+
+def _actor_resources(resources: Mapping[str, float]) -> Json:
+    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options: Json = {"num_cpus": 0, "resources": {n: a for n, a in resources.items() if n not in named}}
+    return options | {named[name]: amount for name, amount in resources.items() if name in named}

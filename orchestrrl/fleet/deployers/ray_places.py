@@ -1,0 +1,168 @@
+"""Where in a Ray cluster an engine's processes go. Runs in `ray_driver.py`.
+
+A part is what one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as the node counts
+them], "units": how many}`. A seat is a bundle that an actor of it takes: `{"process", "seat", "node": Ray's id,
+"address", "group", "bundle", "units"}`. A process runs in its first seat; further ones hold what it needs of other
+bundles.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import ray
+from ray.util import placement_group, placement_group_table
+
+POLL_S = 0.1
+SETTLE_S = 2.0  # Ray's view of what is free may lag so much
+NODE_SHARE = 0.001  # of a node's own resource, to tie a bundle to it
+Json = dict[str, Any]
+
+
+class Refusal(Exception):
+    """`kind`: retryable, permanent or unknown, as the errors of orchestrrl.core.errors."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Patience:
+    """Of a start: so long, and not once somebody has given up on it."""
+
+    def __init__(self, limit_s: float, given_up: Callable[[], bool]) -> None:
+        self._began_s = time.monotonic()
+        self._limit_s = limit_s
+        self._given_up = given_up
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    @property
+    def over(self) -> bool:
+        return self._given_up() or self.waited_s > self._limit_s
+
+
+class Places:
+    """`settings` as RayDeployer makes them."""
+
+    def __init__(self, settings: Json) -> None:
+        self._settings = settings
+
+    def resources(self, units: int) -> dict[str, float]:
+        return {name: amount * units for name, amount in self._settings["per_gpu"].items()}
+
+    def own(self, name: str, parts: Sequence[Json], patience: "Patience") -> list[Json]:
+        """A placement group with a bundle for each part, tied to its node."""
+        nodes = [self._node(part["node"]) for part in parts]
+        bundles = [
+            {**self.resources(part["units"]), f"node:{node['NodeManagerAddress']}": NODE_SHARE}
+            for part, node in zip(parts, nodes, strict=True)
+        ]
+        distinct = len({node["NodeID"] for node in nodes})
+        strategy = "STRICT_PACK" if distinct == 1 else "STRICT_SPREAD" if distinct == len(parts) else "PACK"
+        group = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
+        while (state := placement_group_table(group).get("state")) != "CREATED":
+            missing = self._missing(parts, nodes) if patience.waited_s > SETTLE_S else []
+            if missing or patience.over:
+                why = "; ".join(missing) or f"its placement group is {str(state).lower()}"
+                raise Refusal("retryable", f"{name}: Ray has no room: {why}")
+            time.sleep(POLL_S)
+        seats: list[Json] = []
+        for bundle, (part, node) in enumerate(zip(parts, nodes, strict=True)):
+            place = {"node": node["NodeID"], "address": node["NodeManagerAddress"]}
+            _seat(seats, part["process"], **place, group=group.id.hex(), bundle=bundle, units=part["units"])
+        return seats
+
+    def _node(self, place: int) -> Json:
+        """The fleet's node of that number. Without a list of nodes, the only one that has what engines need."""
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        names: list[str] = self._settings["nodes"]
+        if names and place >= len(names):
+            raise Refusal("permanent", f"the fleet's node {place} has no address; known: {', '.join(names)}")
+        if names:
+            found = [n for n in alive if names[place] in (n["NodeManagerAddress"], n["NodeManagerHostname"])]
+        else:
+            found = [n for n in alive if all(n["Resources"].get(name) for name in self._settings["per_gpu"])]
+        if len(found) == 1 and (names or place == 0):
+            return dict(found[0])
+        seen = ", ".join(sorted(node["NodeManagerAddress"] for node in alive)) or "none"
+        if names:
+            raise Refusal("retryable", f"Ray has no node {names[place]} now; it has: {seen}")
+        wanted = " and ".join(self._settings["per_gpu"])
+        if not found:
+            raise Refusal("retryable", f"no node of Ray offers {wanted}; its nodes: {seen}")
+        raise Refusal("permanent", f"which node of Ray is node {place} of the fleet must be told; its nodes: {seen}")
+
+    def _missing(self, parts: Sequence[Json], nodes: Sequence[Json]) -> list[str]:
+        """What the nodes have too little of."""
+        free = ray._private.state.available_resources_per_node()
+        need: dict[str, int] = {}
+        for part, node in zip(parts, nodes, strict=True):
+            need[node["NodeID"]] = need.get(node["NodeID"], 0) + part["units"]
+        return [
+            f"{node['NodeManagerAddress']} has {has:g} of its {node['Resources'].get(name, 0):g} {name} free, "
+            f"{amount:g} needed"
+            for node in {node["NodeID"]: node for node in nodes}.values()
+            for name, amount in self.resources(need[node["NodeID"]]).items()
+            if (has := free.get(node["NodeID"], {}).get(name, 0.0)) < amount
+        ]
+
+    def offered(self, parts: Sequence[Json]) -> list[Json]:
+        """Bundles that the job has set aside for engines. A GPU of the fleet is one place in one bundle: on its node,
+        in the order of groups and bundles."""
+        offer = self._offer()
+        seats: list[Json] = []
+        for part in parts:
+            node_id, address, slots = self._offered_node(offer, part["node"])
+            beyond = [gpu for gpu in part["local"] if gpu >= len(slots)]
+            if beyond:
+                name = ", ".join(self._settings["placement_groups"])
+                has = f"{name} offers {len(slots)} GPUs on {address}"
+                raise Refusal("retryable", f"{has}: there is none for GPUs {beyond} of node {part['node']}")
+            units: dict[tuple[str, int], int] = {}
+            for gpu in part["local"]:
+                units[slots[gpu]] = units.get(slots[gpu], 0) + 1
+            place = {"node": node_id, "address": address}
+            for (group, bundle), count in units.items():
+                _seat(seats, part["process"], **place, group=group, bundle=bundle, units=count)
+        return seats
+
+    def _offer(self) -> dict[str, list[tuple[str, int]]]:
+        """Of each node's id, the GPUs in bundles on it: (group, bundle), once for each GPU."""
+        patterns = self._settings["placement_groups"]
+        tables = [
+            table
+            for table in placement_group_table().values()
+            if table["state"] == "CREATED" and any(fnmatchcase(table["name"], pattern) for pattern in patterns)
+        ]
+        if not tables:
+            raise Refusal("retryable", f"there is no placement group {' or '.join(patterns)} now")
+        offer: dict[str, list[tuple[str, int]]] = {}
+        for table in sorted(tables, key=lambda table: (len(table["name"]), table["name"], table["placement_group_id"])):
+            for bundle, resources in sorted(table["bundles"].items()):
+                count = min(int(resources.get(name, 0) // each) for name, each in self._settings["per_gpu"].items())
+                slots = offer.setdefault(table["bundles_to_node_id"][bundle], [])
+                slots += [(table["placement_group_id"], bundle)] * count
+        return {node: slots for node, slots in offer.items() if slots}
+
+    def _offered_node(
+        self, offer: Mapping[str, list[tuple[str, int]]], place: int
+    ) -> tuple[str, str, list[tuple[str, int]]]:
+        """Without a list of nodes, they are numbered in the order in which the offer comes to them."""
+        if self._settings["nodes"]:
+            node = self._node(place)
+            return node["NodeID"], node["NodeManagerAddress"], offer.get(node["NodeID"], [])
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        if place >= len(offer):
+            has = ", ".join(addresses.get(node, node) for node in offer) or "none"
+            raise Refusal("retryable", f"the placement groups offer GPUs on no node {place}; they have nodes: {has}")
+        node_id = [*offer][place]
+        return node_id, addresses[node_id], offer[node_id]
+
+
+def _seat(seats: list[Json], process: int, **where: Any) -> None:
+    seat = sum(each["process"] == process for each in seats)
+    seats.append({"process": process, "seat": seat, **where})

@@ -1,0 +1,205 @@
+"""How engines are started, as people write it: `fleet.launch` and layouts; and what each engine is started with then.
+
+The command lines themselves are made in `fleet/deployers/command_line.py`.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from orchestrrl.core.documents import Name, NonNegativeInt, PositiveInt, Section
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch, Product
+from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU
+from orchestrrl.fleet.deployers.simulator_flags import simulated_costs
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
+
+if TYPE_CHECKING:  # it imports this module
+    from orchestrrl.core.config.schema import Fleet
+
+WHERE = "fleet.launch"
+
+Words = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class ParallelismSection(Section):
+    """A layout. Without `attention_gpus` and `ffn_gpus` it is not AFD."""
+
+    tp: PositiveInt = 1
+    dp: PositiveInt = 1
+    ep: PositiveInt = 1
+    attention_gpus: NonNegativeInt = 0
+    ffn_gpus: NonNegativeInt = 0
+    micro_batches: PositiveInt = 1
+    pp: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _checks_itself(self) -> Self:
+        self.value()
+        return self
+
+    def value(self) -> Parallelism:
+        return Parallelism(**dict(self))
+
+
+class OwnWords(Section):
+    """What is for the engines of one configuration alone."""
+
+    arguments: Words = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+
+
+class LaunchSettings(Section):
+    """How engines are started. Paths are those on the engines' machines."""
+
+    engine: Annotated[Product, Field(strict=False)] = Product.VLLM
+    python: Name | None = None  # of the engines' own environment; by default python3, and ours for simulated ones
+    model: Name | None = None  # a name or a folder; simulated engines need none
+    served_model_name: Name | None = None  # by default the model's
+    device: Annotated[Device, Field(strict=False)] = Device.CUDA
+    cores_per_gpu: NonNegativeInt = 0  # CPU alone: what a GPU's id stands for; 0: not bound
+    host: Name = "127.0.0.1"
+    # First and last. Each GPU of a node has its own four of them; an engine uses those of its lowest GPU.
+    ports: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] = (8100, 8199)
+    nodes: Words = ()  # addresses, in the order of GPUs
+    arguments: Words = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+    configurations: dict[Name, OwnWords] = Field(default_factory=dict)  # by id: more, or otherwise
+    kv_directory: Name | None = None  # for kv_transfer.connector: a folder in it for each configuration
+    weight_backend: bool = False  # vLLM: versions of the weights are checked as they are loaded, and read back
+
+    @field_validator("ports")
+    @classmethod
+    def _a_range(cls, ports: tuple[int, int]) -> tuple[int, int]:
+        if not ports[0] <= ports[1] <= 65535:
+            raise ValueError("must be the first and the last port of a range up to 65535")
+        return ports
+
+
+def launch_of(fleet: "Fleet") -> Launch:
+    """What all engines have in common. Raises ProblemFaults where nothing is said of it."""
+    settings = fleet.launch
+    if settings is None:
+        raise ProblemFaults([f"{WHERE}: is missing, got nothing; `orchestrrl check-config --print-example` has one"])
+    hands_over = fleet.kv_transfer is not None and fleet.kv_transfer.connector is not None
+    simulated = settings.engine is Product.SIMULATED
+    return Launch(
+        python=settings.python or (sys.executable if simulated else "python3"),
+        model=settings.model or "simulated",
+        engine=settings.engine,
+        device=settings.device,
+        host=settings.host,
+        served_model_name=settings.served_model_name or "",
+        nodes=settings.nodes,
+        per_node=fleet.gpus.per_node if fleet.gpus is not None else 8,
+        first_port=settings.ports[0],
+        last_port=settings.ports[1],
+        cores_per_gpu=settings.cores_per_gpu,
+        arguments=settings.arguments,
+        environment=settings.environment,
+        kv_directory=(settings.kv_directory or "") if hands_over else "",
+        weight_backend=settings.weight_backend and not simulated,
+        where=WHERE,
+    )
+
+
+def spec_of(
+    fleet: "Fleet",
+    engine: EngineId,
+    configuration: ConfigurationId,
+    gpus: Sequence[GpuId],
+    port: int | None = None,
+    weights: str = "",
+) -> EngineSpec:
+    """What one engine is started with. Raises ProblemFaults for a configuration that nobody knows."""
+    layouts = fleet.layouts()
+    if configuration not in layouts:
+        known = ", ".join(sorted(layouts)) or "none"
+        raise ProblemFaults(
+            [f"configuration: is not one of fleet.configurations (known: {known}), got {configuration!r}"]
+        )
+    costs = {each.id: each for each in fleet.configuration_values()}[configuration]
+    simulated = fleet.launch is not None and fleet.launch.engine is Product.SIMULATED
+    own = fleet.launch.configurations.get(configuration) if fleet.launch is not None else None
+    return EngineSpec(
+        engine=engine,
+        configuration=configuration,
+        parallelism=layouts[configuration],
+        gpus=tuple(gpus),
+        port=port,
+        max_sequences=costs.max_sequences,
+        weights=weights,
+        arguments=own.arguments if own is not None else (),
+        environment=own.environment if own is not None else {},
+        usual=simulated_costs(costs, layouts[configuration]) if simulated else {},
+    )
+
+
+def configured_engines(fleet: "Fleet") -> list[EngineSpec]:
+    """The engines that the configuration lists, each on the port of its URL. Raises ProblemFaults."""
+    specs, faults = [], []
+    for place, engine in enumerate(fleet.engines):
+        if engine.configuration is None:
+            faults.append(f"fleet.engines[{place}].configuration: must be given to start {engine.id}, got nothing")
+        if not engine.gpus:
+            faults.append(f"fleet.engines[{place}].gpus: must be given to start {engine.id}, got nothing")
+        if engine.configuration is None or not engine.gpus:
+            continue
+        url = urlsplit(engine.url)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        spec = spec_of(fleet, engine.engine, ConfigurationId(engine.configuration), engine.gpu_ids, port)
+        specs.append(spec if engine.max_sequences is None else replace(spec, max_sequences=engine.max_sequences))
+    if faults:
+        raise ProblemFaults(faults)
+    return specs
+
+
+def filled(fleet: "Fleet", configuration: ConfigurationId, gpus: Iterable[GpuId] | None = None) -> list[EngineSpec]:
+    """As many engines of one configuration as the fleet's GPUs make, or one of them on the GPUs named. Raises
+    ProblemFaults."""
+    layout = fleet.layouts().get(configuration)
+    if gpus is not None or layout is None:
+        groups = [tuple(gpus or ())]
+    elif fleet.gpus is None:
+        raise ProblemFaults(["fleet.gpus: is missing, got nothing; or name GPUs with --gpus"])
+    else:
+        count, size = fleet.gpus.count, layout.gpus
+        groups = [tuple(GpuId(g) for g in range(at, at + size)) for at in range(0, count - size + 1, size)]
+        if not groups:
+            raise ProblemFaults([f"fleet.gpus.count: must be >= {size} for {configuration}, got {count}"])
+    return [
+        spec_of(fleet, EngineId(f"{configuration}-{place}"), configuration, group) for place, group in enumerate(groups)
+    ]
+
+
+def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
+    """Faults between `fleet.launch` and the rest of the section, as written."""
+    section = fleet.get("launch")
+    if not isinstance(section, dict):
+        return []
+    faults = []
+    if section.get("model") is None and section.get("engine") != Product.SIMULATED:
+        faults.append(f"{WHERE}.model: is missing, got nothing")
+    own = section.get("configurations")
+    for name in own if isinstance(own, dict) else ():
+        if name not in known:
+            listing = ", ".join(sorted(known)) or "none"
+            path = f"{WHERE}.configurations.{name}"
+            faults.append(f"{path}: is not one of fleet.configurations (known: {listing}), got {name!r}")
+    transfer = fleet.get("kv_transfer")
+    if isinstance(transfer, dict) and transfer.get("connector") and section.get("kv_directory") is None:
+        faults.append(f"{WHERE}.kv_directory: must be given where fleet.kv_transfer has a connector, got nothing")
+    gpus = fleet.get("gpus")
+    per_node = gpus.get("per_node", 8) if isinstance(gpus, dict) else 8
+    ports = section.get("ports", [8100, 8199])
+    whole = isinstance(ports, list) and len(ports) == 2 and all(type(n) is int for n in (*ports, per_node))
+    if whole and ports[1] - ports[0] + 1 < PORTS_PER_GPU * per_node:
+        wish = f"must have {PORTS_PER_GPU} ports for each of a node's {per_node} GPUs"
+        faults.append(f"{WHERE}.ports: {wish}, got {ports}")
+    if section.get("cores_per_gpu") and section.get("device") != Device.CPU:
+        faults.append(f"{WHERE}.cores_per_gpu: is for device cpu alone, got {section['cores_per_gpu']!r}")
+    return faults

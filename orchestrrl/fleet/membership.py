@@ -1,0 +1,85 @@
+"""Whom operators added, drained and removed at run time. Values only; acting on them is fleet/membership_changes.py."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.fleet.state import EngineFacts
+from planner.model import EngineId
+
+_FACTS = TypeAdapter(tuple[EngineFacts, ...])
+
+# An agent that was forgotten somewhere may go on to report an engine for long; but names are not kept for ever.
+REMOVED_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """What operators said of engines, over restarts and reloads. Each transition is a new roster; done twice, it is the
+    same one. An engine stands in at most one of `added` and `removed`, and is never removed and draining.
+    """
+
+    added: tuple[EngineFacts, ...] = ()  # by id; they stand before the configuration's
+    draining: frozenset[EngineId] = frozenset()  # nothing new goes there
+    leaving: frozenset[EngineId] = frozenset()  # of these, whose requests are moved elsewhere
+    removed: tuple[EngineId, ...] = ()  # in this order; none of ours until added again, whoever reports them
+
+    def __post_init__(self) -> None:
+        added = [facts.id for facts in self.added]
+        if added != sorted(set(added)):
+            raise ValueError(f"added must be in the order of their ids, each once, got {added}")
+        if twice := (set(added) | self.draining) & set(self.removed):
+            raise ValueError(f"removed engines must not be added or draining, got {sorted(twice)}")
+        if not self.leaving <= self.draining:
+            raise ValueError(f"leaving engines must be draining, got {sorted(self.leaving - self.draining)}")
+
+    def with_added(self, facts: EngineFacts) -> "Roster":
+        """It is there, and takes requests."""
+        others = [other for other in self.added if other.id != facts.id]
+        taking = self.with_undrained(facts.id)
+        removed = tuple(engine for engine in self.removed if engine != facts.id)
+        return replace(taking, added=tuple(sorted([*others, facts], key=lambda one: one.id)), removed=removed)
+
+    def with_readmitted(self, engine: EngineId) -> "Roster":
+        """It is there by the configuration's word again."""
+        return replace(self, removed=tuple(other for other in self.removed if other != engine))
+
+    def with_drained(self, engine: EngineId, move: bool = False) -> "Roster":
+        """It takes nothing new; `move`: what is there goes elsewhere. Draining it again does not call moves back."""
+        leaving = self.leaving | {engine} if move else self.leaving
+        return replace(self, draining=self.draining | {engine}, leaving=leaving)
+
+    def with_undrained(self, engine: EngineId) -> "Roster":
+        return replace(self, draining=self.draining - {engine}, leaving=self.leaving - {engine})
+
+    def with_removed(self, engine: EngineId) -> "Roster":
+        others = tuple(other for other in self.removed if other != engine)
+        added = tuple(facts for facts in self.added if facts.id != engine)
+        removed = (*others, engine)[-REMOVED_REMEMBERED:]
+        return replace(self.with_undrained(engine), added=added, removed=removed)
+
+    def body(self) -> dict[str, Any]:
+        """For the journal."""
+        return {
+            "added": _FACTS.dump_python(self.added, mode="json"),
+            "draining": sorted(self.draining),
+            "leaving": sorted(self.leaving),
+            "removed": list(self.removed),
+        }
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> "Roster":
+        return cls(
+            added=_FACTS.validate_python(body["added"]),
+            draining=frozenset(map(EngineId, body["draining"])),
+            leaving=frozenset(map(EngineId, body["leaving"])),
+            removed=tuple(map(EngineId, body["removed"])),
+        )
+
+
+def recovered_roster(journal: Journal) -> Roster:
+    """The roster as the daemon before left it."""
+    return journal.newest(Kind.ENGINES, lambda body: Roster.from_body(body["roster"])) or Roster()

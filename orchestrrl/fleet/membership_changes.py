@@ -1,0 +1,298 @@
+"""Engines come and go while the daemon runs: an operator adds, drains and removes them.
+
+Each word is checked, journalled, and told to the gateways at once. Who leaves is emptied in rounds, by the same path as
+any other move, until nothing is there that can move: also what a gateway sent before it heard, and what an earlier
+daemon had begun.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from balancer.drain import leave
+from orchestrrl.core.addresses import check_url
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.schema import Config
+from orchestrrl.core.errors import Permanent, ProblemFaults, shorten
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.operations import RequestMove
+from orchestrrl.fleet.engine_facts import engine_facts
+from orchestrrl.fleet.membership import Roster, recovered_roster
+from orchestrrl.fleet.moves import MovesOutcome
+from orchestrrl.fleet.routes import Routes
+from orchestrrl.fleet.state import EngineFacts, State
+from planner.model import ConfigurationId, EngineHealth, EngineId, EngineView, GpuId, RequestId, Snapshot
+
+logger = logging.getLogger(__name__)
+
+MOVES_A_ROUND = 64
+# How long a request that was moved is left alone, until its gateway has told of it.
+TOLD_WITHIN_S = 2.0
+# A request whose move was refused is tried again after this long, doubling up to the cap.
+RETRY_FIRST_S = 1.0
+RETRY_CAP_S = 30.0
+
+StartMoves = Callable[[Sequence[RequestMove], Snapshot], "asyncio.Task[MovesOutcome]"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewEngine:
+    """As an operator names it; nothing is checked yet."""
+
+    engine: str
+    url: str = ""
+    configuration: str = ""  # empty: not known
+    gpus: tuple[int, ...] = ()
+    pool: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    requests_moved: int
+    requests_left: int  # that could not move, and finish there
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """A request that was ordered elsewhere is not ordered again before `until_s`."""
+
+    until_s: float
+    refusals: int = 0
+    refused_by: frozenset[EngineId] = frozenset()
+
+    def refused(self, by: EngineId, now_s: float) -> "_Rest":
+        wait_s = min(RETRY_CAP_S, RETRY_FIRST_S * 2.0**self.refusals)
+        return _Rest(now_s + wait_s, self.refusals + 1, self.refused_by | {by})
+
+
+class Enrolment:
+    """The roster in force. Construction recovers it from the journal; `tick` moves what is to leave."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: State,
+        routes: Routes,
+        journal: Journal,
+        clock: Clock,
+        start_moves: StartMoves,
+        check_movable: Callable[[], None],
+    ) -> None:
+        """`start_moves` begins moves by the normal path, whatever the mode; `check_movable` raises Permanent while all
+        requests stand still."""
+        self.config = config
+        self.roster = recovered_roster(journal)
+        self._state = state
+        self._routes = routes
+        self._journal = journal
+        self._clock = clock
+        self._start_moves = start_moves
+        self._check_movable = check_movable
+        self._round: asyncio.Task[MovesOutcome] | None = None
+        self._rests: dict[RequestId, _Rest] = {}
+        self._tell_state()
+
+    # --- an operator's words
+
+    def add(self, new: NewEngine, reason: str = "") -> None:
+        """Name it to every gateway. A removed one that the configuration names needs no more than its id. Raises
+        ProblemFaults with all that is wrong with it."""
+        engine = EngineId(new.engine)
+        configured = any(facts.id == engine for facts in engine_facts(self.config))
+        if configured and engine in self.roster.removed and new == NewEngine(new.engine):
+            self._change("add", engine, self.roster.with_readmitted(engine), reason)
+            return
+        views = self._state.engines(self._clock.now_s())
+        faults = [*self._identity_faults(new, views), *self._place_faults(new, views)]
+        if faults:
+            raise ProblemFaults(faults)
+        name = ConfigurationId(new.configuration) if new.configuration else None
+        configuration = next((c for c in self.config.fleet.configuration_values() if c.id == name), None)
+        facts = EngineFacts(
+            engine,
+            new.url,
+            name,
+            tuple(map(GpuId, new.gpus)),
+            configuration.max_sequences if configuration else None,
+            configuration.kv_capacity_tokens if configuration else None,
+            new.pool,
+        )
+        self._change("add", engine, self.roster.with_added(facts), reason)
+
+    def drain(self, engine: EngineId, move: bool = False, reason: str = "") -> None:
+        """Nothing new goes there; `move`: what is there goes elsewhere, round by round. Raises ProblemFaults for an
+        engine that is not known."""
+        self._require_known(engine)
+        roster = self.roster
+        for name in self._names_of(engine):
+            roster = roster.with_drained(name, move)
+        self._change("drain", engine, roster, reason)
+
+    def undrain(self, engine: EngineId, reason: str = "") -> None:
+        """It takes requests again."""
+        self._require_known(engine)
+        roster = self.roster
+        for name in self._names_of(engine):
+            roster = roster.with_undrained(name)
+        self._change("undrain", engine, roster, reason)
+
+    async def remove(self, engine: EngineId, force: bool = False, reason: str = "") -> Removal:
+        """It is none of ours from now on, whoever reports it. What still runs there finishes: its gateway keeps the
+        connection. Raises Permanent while requests are there, unless forced: then those that can go on elsewhere do,
+        but for while all stand still.
+        """
+        self._require_known(engine)
+        there = self._requests_on(engine)
+        if there and not force:
+            raise Permanent(
+                f"{len(there)} requests are on {engine}: `orchestrrl engines drain {engine} --move --wait` empties it;"
+                " --force moves those that can go on elsewhere, and lets the others finish"
+            )
+        if there:
+            self._check_movable()
+        moved = await self._empty(engine, reason) if there else set()
+        roster = self.roster
+        for name in self._names_of(engine):
+            roster = roster.with_removed(name)
+        self._change("remove", engine, roster, reason)
+        return Removal(len(moved), len(self._requests_on(engine) - moved))
+
+    def _names_of(self, engine: EngineId) -> list[EngineId]:
+        """The engine's id, and those that only nodes use for it: they would be its id once nothing else names it."""
+        names = self._state.names(self._clock.now_s())
+        others = {id for _, id in names.others.get(engine, ())}
+        return [engine, *sorted(id for id in others if names.is_other(id) and id not in self.roster.removed)]
+
+    # --- moving what leaves
+
+    def tick(self, snapshot: Snapshot) -> None:
+        """Begin a round of moves off the engines that are to be empty, unless one is under way."""
+        leaving = self.roster.leaving
+        if self._round is not None:
+            return
+        there = {request.id for request in snapshot.requests if request.engine in leaving}
+        self._rests = {request: rest for request, rest in self._rests.items() if request in there}
+        resting = {request for request, rest in self._rests.items() if rest.until_s > snapshot.now_s}
+        moves = self._moves(snapshot, leaving, resting, MOVES_A_ROUND) if there else ()
+        if moves:
+            self._round = self._start_moves(moves, snapshot)
+            self._round.add_done_callback(partial(self._round_ended, moves))
+
+    def _moves(
+        self, snapshot: Snapshot, leaving: Iterable[EngineId], resting: Iterable[RequestId], most: int
+    ) -> tuple[RequestMove, ...]:
+        moves = leave(
+            snapshot.requests,
+            frozenset(leaving),
+            snapshot.engines,
+            willing={engine.id for engine in snapshot.engines if self._takes(engine)},
+            max_moves=most,
+            avoid={request: rest.refused_by for request, rest in self._rests.items()},
+            excluded=frozenset(resting),
+        )
+        return tuple(RequestMove(move.request, move.source, move.destination) for move in moves)
+
+    def _takes(self, engine: EngineView) -> bool:
+        """Of one without an agent only its gateways know whether it is well."""
+        well = not self._state.reported(engine.id) or (engine.health is EngineHealth.OK and self._fresh(engine))
+        changing = engine.id in self._routes.draining or engine.id in self._routes.expected
+        return well and not (engine.draining or engine.outdated or changing)
+
+    def _fresh(self, engine: EngineView) -> bool:
+        return engine.age_s is not None and engine.age_s <= self.config.fast.stale_after_s
+
+    def _round_ended(self, moves: Sequence[RequestMove], task: "asyncio.Task[MovesOutcome]") -> None:
+        self._round = None
+        if task.cancelled() or task.exception() is not None:  # who started it tells of it
+            return
+        now_s = self._clock.now_s()
+        for move, item in zip(moves, task.result().items, strict=True):
+            if item.done:
+                self._rests[move.request] = _Rest(now_s + TOLD_WITHIN_S)
+            else:
+                logger.info("request %s stays on %s: %s", move.request, move.from_engine, item.detail)
+                earlier = self._rests.get(move.request, _Rest(now_s))
+                self._rests[move.request] = earlier.refused(move.to_engine, now_s)
+
+    async def _empty(self, engine: EngineId, reason: str) -> set[RequestId]:
+        """Drain it and have all that is there tried once; those that were moved."""
+        self._change("drain", engine, self.roster.with_drained(engine), reason)
+        snapshot = self._state.snapshot(self._clock.now_s())
+        moved: set[RequestId] = set()
+        moves = self._moves(snapshot, {engine}, (), len(snapshot.requests))
+        for first in range(0, len(moves), MOVES_A_ROUND):
+            outcome = await self._start_moves(moves[first : first + MOVES_A_ROUND], snapshot)
+            moved.update(RequestId(item.id) for item in outcome.items if item.done)
+        return moved
+
+    # --- inside
+
+    def _change(self, change: str, engine: EngineId, roster: Roster, reason: str) -> None:
+        if roster == self.roster:
+            return
+        now_s = self._clock.now_s()
+        self._journal.append(now_s, Kind.ENGINES, engine, {"change": change, "reason": reason, "roster": roster.body()})
+        self.roster = roster
+        logger.info("engine %s: %s %s", engine, change, reason)
+        self._tell_state()
+        self._routes.send(self._state.engines(now_s))
+
+    def _tell_state(self) -> None:
+        self._state.set_roster(self.roster.added, self.roster.draining, self.roster.removed)
+        self._state.set_facts(engine_facts(self.config))
+
+    def _requests_on(self, engine: EngineId) -> set[RequestId]:
+        snapshot = self._state.snapshot(self._clock.now_s())
+        return {request.id for request in snapshot.requests if request.engine == engine}
+
+    def _require_known(self, engine: EngineId) -> None:
+        # One that was drained and then forgotten can still be spoken of.
+        known = {view.id for view in self._state.engines(self._clock.now_s())} | self.roster.draining
+        if engine not in known:
+            listing = ", ".join(sorted(known)) or "none"
+            raise ProblemFaults([f"engine_id: is not a known engine (known: {listing}), got {engine!r}"])
+
+    def _place_faults(self, new: NewEngine, views: Sequence[EngineView]) -> list[str]:
+        """Of configuration and GPUs."""
+        fleet, faults = self.config.fleet, []
+        known = {str(configuration.id): configuration for configuration in fleet.configuration_values()}
+        configuration = known.get(new.configuration)
+        if new.configuration and configuration is None:
+            listing = ", ".join(sorted(known)) or "none; fleet.configurations lists them"
+            faults.append(f"configuration: is not a known one (known: {listing}), got {new.configuration!r}")
+        if configuration is not None and new.gpus and len(new.gpus) != configuration.gpus:
+            wish = f"must be as many as {configuration.id} takes, {configuration.gpus}"
+            faults.append(f"gpus: {wish}, got {shorten(list(new.gpus))}")
+        owner = {int(gpu): view.id for view in views for gpu in view.gpus if view.id != new.engine}
+        for place, gpu in enumerate(new.gpus):
+            if gpu < 0:
+                faults.append(f"gpus[{place}]: must be >= 0, got {gpu}")
+            if fleet.gpus is not None and gpu >= fleet.gpus.count:
+                faults.append(f"gpus[{place}]: must be less than fleet.gpus.count ({fleet.gpus.count}), got {gpu}")
+            if gpu in owner:
+                faults.append(f"gpus[{place}]: is in use by {owner[gpu]}, got {gpu}")
+            if gpu in new.gpus[:place]:
+                faults.append(f"gpus[{place}]: is named twice, got {gpu}")
+        return faults
+
+    def _identity_faults(self, new: NewEngine, views: Sequence[EngineView]) -> list[str]:
+        faults, now_s = [], self._clock.now_s()
+        if not new.engine.strip():
+            faults.append(f"engine_id: must not be empty, got {new.engine!r}")
+        here = next((view for view in views if view.id == new.engine), None)
+        if here is not None:
+            where = f"is the id of an engine already, at {here.url or 'an unknown URL'}; remove that one first"
+            faults.append(f"engine_id: {where}, got {new.engine!r}")
+        called = self._state.engine_called(EngineId(new.engine), now_s)
+        if called != new.engine:
+            faults.append(f"engine_id: is what nodes call {called}, got {new.engine!r}")
+        try:
+            check_url(new.url)
+        except ValueError as error:
+            faults.append(f"url: {error}, got {new.url!r}")
+        twin = self._state.engine_at(new.url, now_s)
+        if twin is not None and twin != new.engine:
+            faults.append(f"url: is that of {twin} already, got {new.url!r}")
+        return faults

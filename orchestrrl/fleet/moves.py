@@ -1,0 +1,70 @@
+"""Moves of requests -> one operation per gateway that holds them, with one outcome per move."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.operation_runner import Runner
+from orchestrrl.core.operations import ItemResult, MoveRequests, OperationResult, RequestMove
+from planner.model import EngineHealth, EngineId, NodeId, RequestId, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class MovesOutcome:
+    """What became of each move, in the order in which they were asked for, and the operations behind them."""
+
+    items: tuple[ItemResult, ...]
+    operations: tuple[OperationResult, ...]
+
+
+def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) -> RequestMove:
+    """An operator's own move. Raises ProblemFaults for what does not exist, Permanent for what must not move."""
+    found = next((view for view in snapshot.requests if view.id == request), None)
+    engines = {engine.id: engine for engine in snapshot.engines}
+    faults = []
+    if found is None:
+        faults.append(f"request_id: is not in flight, got {request!r}")
+    if to_engine not in engines:
+        known = ", ".join(engines) or "none"
+        faults.append(f"to_engine_id: is not a known engine (known: {known}), got {to_engine!r}")
+    if found is None or faults:
+        raise ProblemFaults(faults)
+    if not found.movable:
+        raise Permanent(f"request {request} cannot move: {found.movable_detail or 'its gateway says so'}")
+    if found.engine is None or found.engine == to_engine:
+        where = "held by its gateway" if found.engine is None else f"on {to_engine} already"
+        raise Permanent(f"request {request} is {where}")
+    if engines[to_engine].health is not EngineHealth.OK:
+        raise Permanent(f"engine {to_engine} is {engines[to_engine].health}: {engines[to_engine].health_detail}")
+    if engines[to_engine].draining:
+        raise Permanent(f"engine {to_engine} is draining: `orchestrrl engines drain {to_engine} --undo` first")
+    if engines[to_engine].outdated:
+        raise Permanent(f"engine {to_engine} has not the fleet's weights: see `orchestrrl gate status`")
+    return RequestMove(request, found.engine, to_engine)
+
+
+async def run_moves(
+    runner: Runner,
+    moves: Sequence[RequestMove],
+    gateway_of: Callable[[RequestId], NodeId | None],
+    valid_for_s: float,
+) -> MovesOutcome:
+    """Have every gateway move its own requests, all gateways at once. A request occurs at most once."""
+    by_gateway: dict[NodeId, list[RequestMove]] = {}
+    outcome: dict[RequestId, ItemResult] = {}
+    for move in moves:
+        gateway = gateway_of(move.request)
+        if gateway is None:
+            outcome[move.request] = ItemResult(move.request, done=False, detail="no gateway has it in flight")
+        else:
+            by_gateway.setdefault(gateway, []).append(move)
+    results = await asyncio.gather(
+        *(runner.run(gateway, MoveRequests(tuple(held)), valid_for_s) for gateway, held in by_gateway.items())
+    )
+    for held, result in zip(by_gateway.values(), results, strict=True):
+        told = {item.id: item for item in result.items}
+        for move in held:
+            silent = ItemResult(move.request, done=False, detail=result.detail or f"{result.status}, without a reason")
+            outcome[move.request] = told.get(move.request, silent)
+    return MovesOutcome(tuple(outcome[move.request] for move in moves), tuple(results))

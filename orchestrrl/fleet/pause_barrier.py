@@ -1,0 +1,447 @@
+"""Close and open every gateway's gate: intent -> all at rest, or all as before. What a lease is and means is
+pause_lease.py's.
+
+Gateways keep the time of a lease themselves, so what the daemon does not get to tell them happens without it.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable, few
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.nodes import NodeRegistry
+from orchestrrl.core.operation_runner import Runner
+from orchestrrl.core.operations import (
+    FrozenRequests,
+    ItemResult,
+    OperationResult,
+)
+from orchestrrl.core.reports import EngineSample, GatePhase, GateReport
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.fleet.pause_lease import Ending, GateState, Lease, Opened, time_of_day
+from orchestrrl.fleet.pause_orders import AGAIN_S, ANSWER_S, GateOrders, Order, Quieting, rested, why
+from planner.model import EngineId, NodeId
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 60.0  # where none is asked for
+LEASE_LEAST_S = 0.001  # less is lost when it is added to the time of day
+LEASE_MAX_S = 24 * 3600.0  # whoever dies with a lease keeps the fleet for so long
+# Gateways that say that a gate is closed which was opened so long ago have not heard of it.
+MISSED_S = 2.0
+UNHEARD_S = 600.0  # a daemon that was away for so long need not hurry
+LEASES_REMEMBERED = 256
+BUSY_POLL_S = 0.25
+NAMES_TOLD = 32
+OUTDATED = "has not the fleet's weights, as far as anybody told: gets no requests until its version is told"
+
+
+@dataclass(frozen=True, slots=True)
+class GateWish:
+    """What somebody asks for who wants to pause. 0 seconds: the usual."""
+
+    mode: PauseMode = PauseMode.KEEP
+    frozen: FrozenRequests = FrozenRequests.RECOMPUTE
+    holder: str = ""
+    lease_s: float = 0.0
+    deadline_s: float = 0.0
+    weights_change: bool = False  # by us, who would otherwise say which weights engines have when the lease is over
+
+    def lease(self, id: str, now_s: float) -> Lease:
+        """It lasts at least until the deadline. Raises ProblemFaults."""
+        faults = _seconds_faults("lease_s", self.lease_s) + _seconds_faults("deadline_s", self.deadline_s)
+        if faults:
+            raise ProblemFaults(faults)
+        quiet_s = self.deadline_s or self.lease_s or LEASE_S
+        lasts_s = max(self.lease_s or LEASE_S, quiet_s)
+        until_s, quiet_by_s = now_s + lasts_s, now_s + quiet_s
+        return Lease(id, self.holder, self.mode, self.frozen, now_s, until_s, quiet_by_s, self.weights_change)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRest:
+    """What became of an engine when the gate closed or opened last."""
+
+    engine: EngineId
+    done: bool
+    detail: str
+    policy_version: int | None  # of its weights
+
+
+@dataclass(frozen=True, slots=True)
+class GateTotals:
+    """Since the daemon's start."""
+
+    paused_s: float = 0.0  # of leases that have ended
+    expired: int = 0
+
+
+class GateKeeper:
+    """One fleet's gate. `engines` are those there are, `busy` says that engines are being started or stopped, `changed`
+    is called when routes have another version or may be used again."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        nodes: NodeRegistry,
+        journal: Journal,
+        clock: Clock,
+        *,
+        engines: Callable[[], Collection[EngineId]],
+        reports: Callable[[], Mapping[NodeId, GateReport]],
+        busy: Callable[[], bool],
+        changed: Callable[[], None],
+    ) -> None:
+        self._nodes = nodes
+        self._journal = journal
+        self._clock = clock
+        self._engines = engines
+        self._reports = reports
+        self._busy = busy
+        self._changed = changed
+        self._state = GateState()
+        self._leases = itertools.count(1)
+        self._orders = GateOrders(runner, nodes, clock)
+        self._quieting: Quieting | None = None  # the fleet on its way to rest, for the lease that lasts
+        self._rests: dict[EngineId, ItemResult] = {}  # what became of each engine when the gate closed or opened last
+        self._generated: dict[EngineId, int] = {}  # tokens, as each engine last counted
+        self._still_since_s: float | None = None
+        self._still: deque[tuple[float, float]] = deque(maxlen=LEASES_REMEMBERED)  # from quiet to open
+        self._over: dict[str, Opened] = {}  # how leases ended, the latest last: a gateway may have missed any
+        self._unheard: Opened | None = None  # of which gateways may not have heard, as the daemon before died
+        self._told: set[NodeId] = set()  # of that
+        self.restarted: Callable[[EngineId], None] = lambda _: None  # whoever wants to know; what they had is gone
+        self.totals = GateTotals()
+
+    # --- ask
+
+    @property
+    def state(self) -> GateState:
+        """As of now. A lease that has run out is written down by who looks first."""
+        now = self._state.at(self._clock.now_s())
+        if now is not self._state:
+            logger.warning("gate: %s", now.opened.detail if now.opened else "")
+            self._take(now, "expired")
+            self._break_off("the lease has run out")
+        return self._state
+
+    @property
+    def paused_s(self) -> float:
+        lease = self.state.lease
+        return self.totals.paused_s + (self._clock.now_s() - lease.began_s if lease else 0.0)
+
+    def still_s(self, from_s: float, to_s: float) -> float:
+        """For how much of a time of late everything was at rest by order."""
+        spans = [*self._still]
+        if self._still_since_s is not None:
+            spans.append((self._still_since_s, to_s))
+        return sum(max(0.0, min(to_s, ended_s) - max(from_s, began_s)) for began_s, ended_s in spans)
+
+    def gateways(self) -> dict[NodeId, GateReport | None]:
+        """The attached ones, by id, each with its latest word."""
+        reports = self._reports()
+        return {node: reports.get(node) for node in self._nodes.gateways()}
+
+    def rests(self) -> list[EngineRest]:
+        """Every engine, by id."""
+        state = self.state
+        rests = []
+        for engine in sorted(self._engines()):
+            item = self._rests.get(engine)
+            outdated = state.lease is None and not state.serves(engine)
+            detail = OUTDATED if outdated else item.detail if item is not None else ""
+            done = not outdated and (item is None or item.done)
+            rests.append(EngineRest(engine, done, detail, state.versions.get(engine)))
+        return rests
+
+    def check_open(self) -> None:
+        """Raises Permanent while requests stand still."""
+        state = self.state
+        if state.lease is not None:
+            raise Permanent(f"requests stand still while weights change: the gate is {state.phase}, {state.lease}")
+
+    # --- act
+
+    def recover(self) -> None:
+        """Take up the gate as the daemon before left it. Nobody waits any more for a fleet that was to come to rest."""
+        state = self._journal.newest(Kind.GATE, lambda body: GateState.from_body(body["state"]))
+        if state is not None:
+            self._state = state
+            if self._state.opened is not None:
+                self._ended(self._state.opened)
+            if self._state.lease is not None and self._state.quiet:
+                self._still_since_s = self._state.lease.began_s
+        lease = self.state.lease
+        if lease is not None and not self._state.quiet:
+            detail = "the daemon was restarted while the fleet was coming to rest"
+            self._take(self._state.given_up(lease.id, self._clock.now_s(), detail), "gave_up")
+        opened = self._state.opened
+        # It is written down before gateways are told, who refuse what they have done. Older ones tell what they missed.
+        if opened is not None and self._state.lease is None and self._clock.now_s() - opened.at_s < UNHEARD_S:
+            self._unheard = opened
+
+    async def pause(self, wish: GateWish) -> GateState:
+        """Answers when every gateway's engines are at rest. Raises ProblemFaults; Permanent where another holds the
+        gate or no gateway is attached; Retryable when it did not come to that, and all goes on as before."""
+        state = self.state
+        lease = wish.lease(f"g{self._journal.generation}-{next(self._leases)}", self._clock.now_s())
+        if not self._nodes.gateways() and state.lease is None:
+            raise Permanent("no gateway is attached, so nothing can be brought to rest: see `orchestrrl status`")
+        self._take(state.paused(lease), "pause")
+        self._rests = {}
+        quieting = self._quieting = Quieting(engines_run=wish.mode is PauseMode.WAIT)
+        try:
+            await self._engines_unchanging(lease, quieting)
+            if quieting.engines_run:  # a gateway that has nothing left would freeze what another has to finish
+                await self._all_close(quieting, lease)
+                quieting.engines_run = False
+            self._rest(await self._all_close(quieting, lease))
+        except asyncio.CancelledError:
+            self._give_up(lease, "nobody waits any more for the fleet to come to rest")
+            raise
+        except Retryable as trouble:
+            await self._orders.answers(self._give_up(lease, str(trouble)))
+            raise
+        finally:
+            if self._quieting is quieting:  # by now somebody else may have begun
+                self._quieting = None
+        self._take(self.state.at_rest(lease.id), "quiet")
+        return self._state
+
+    async def renew(self, lease_id: str, lease_s: float) -> GateState:
+        """From now, everywhere. Raises Permanent when the lease has ended, Retryable when a gateway has not been told,
+        which opens when the lease was to end before."""
+        faults = _seconds_faults("lease_s", lease_s)
+        if not lease_id:
+            faults.append(f"lease_id: must not be empty, got {lease_id!r}")
+        if faults:
+            raise ProblemFaults(faults)
+        before = self.state.held(lease_id)
+        self._take(self._state.renewed(lease_id, self._clock.now_s() + (lease_s or LEASE_S)), "renew")
+        orders = {node: self._order_close(node) for node in self._nodes.gateways()}
+        if not self._state.quiet:
+            return self._state  # who waits for the fleet to come to rest hears of failures
+        results = await self._orders.answers(orders)
+        late = [f"{node}: {why(result)}" for node, result in results.items() if not rested(result)]
+        late += [f"{node}: is not attached" for node in self._away(lease_id)]
+        if late:
+            until = time_of_day(before.until_s)
+            words = "; ".join(late)
+            raise Retryable(f"not every gateway has extended the lease, some may open at {until}: {words}", AGAIN_S)
+        self.state.held(lease_id)
+        return self._state
+
+    async def resume(
+        self,
+        lease_id: str,
+        policy_version: int | None,
+        without: Collection[EngineId],
+        reason: str = "",
+        weights_source: str = "",
+    ) -> GateState:
+        """Raises ProblemFaults for unknown engines, Permanent when the lease has ended. The same again is answered
+        again. A gateway that does not answer opens by itself, and is named in how the gate opened."""
+        state, engines = self.state, self._engines()
+        if faults := _engine_faults("without_engine_ids", without, engines):
+            raise ProblemFaults(faults)
+        if _said_before(state, lease_id, policy_version, without, weights_source):
+            return state
+        if policy_version is not None:  # an engine that was not brought to rest had nothing done to it
+            without = {*without, *(engine for engine, item in self._rests.items() if not item.done)}
+        now_s = self._clock.now_s()
+        resumed = state.resumed(lease_id, now_s, engines, policy_version, without, reason, weights_source)
+        self._take(resumed, "resume")
+        self._break_off("somebody has opened the gate")
+        self._changed()
+        opened = self._state.opened
+        assert opened is not None
+        results = await self._orders.answers(self._orders.open_all(opened))
+        self._rest(results.values())
+        silent = [f"gateway {node}: {why(result)}" for node, result in results.items() if not rested(result)]
+        if silent and self._state.opened is opened:
+            detail = f"{opened.detail}; not opened yet, which they do by themselves: {'; '.join(silent)}"
+            self._take(replace(self._state, opened=replace(opened, detail=detail)), "resume")
+        return self._state
+
+    def set_version(
+        self, engines: Collection[EngineId], policy_version: int, reason: str = "", weights_source: str = ""
+    ) -> int:
+        """The fleet's newest. Raises ProblemFaults."""
+        faults = _engine_faults("engine_ids", engines, self._engines())
+        if not engines:
+            faults.append("engine_ids: names no engine, got []")
+        if faults:
+            raise ProblemFaults(faults)
+        for engine in engines:  # of one that was restarted before, only what it generates from now on counts
+            self._generated.pop(engine, None)
+        self._take(self.state.told(engines, policy_version, weights_source), "version", reason)
+        self._changed()
+        assert self._state.newest is not None
+        return self._state.newest
+
+    def attaching(self, node: NodeId) -> None:
+        """Before a gateway is told again what it has not answered: an order to close for a lease that is over by now
+        would keep it closed. It opens where it has closed for one, unless weights are being changed."""
+        state = self.state
+        for lease in self._orders.withdraw_closes(node, but=state.lease):
+            if not state.quiet:
+                self._orders.open(node, self._end(lease))
+
+    def attached(self, node: NodeId) -> None:
+        """A gateway that has come while requests stand still must not send any to engines at rest. One that stands
+        still for a lease that was given up goes on, and can be closed again."""
+        if self._unheard is not None and node not in self._told:
+            self._told.add(node)
+            self._orders.open(node, self._unheard)
+        if self.state.lease is not None:
+            order = self._order_close(node)
+            if self._quieting is not None:
+                self._quieting.orders[node] = order
+
+    def detached(self, node: NodeId) -> None:
+        """A gateway that goes while the fleet comes to rest leaves nobody to say so."""
+        self._break_off(f"gateway {node} has gone away")
+
+    def reported(self, node: NodeId, report: GateReport) -> None:
+        """A gateway that has not heard of the end of a lease is told again."""
+        if report.phase is GatePhase.OPEN or self._state.lease is not None or report.lease not in self._over:
+            return
+        opened = self._end(report.lease)
+        missed = self._clock.now_s() - opened.at_s > MISSED_S
+        if missed and not self._orders.opening(node) and node in self._nodes.gateways():
+            self._orders.open(node, opened)
+
+    def sampled(self, engine: EngineId, sample: EngineSample) -> None:
+        """An engine whose count goes back was restarted, and has not the weights any more that were told."""
+        before = self._generated.get(engine, 0)
+        self._generated[engine] = sample.generation_tokens_total
+        if sample.generation_tokens_total >= before:
+            return
+        self.restarted(engine)
+        self.forget([engine], "was restarted")
+
+    def forget(self, engines: Iterable[EngineId], why: str) -> None:
+        """What is known of their weights holds no longer."""
+        told = sorted(engine for engine in engines if engine in self._state.versions)
+        if told:
+            reason = f"{', '.join(told)} {why}"
+            logger.warning("gate: %s: no requests go there until a policy version is told", reason)
+            self._take(self.state.forgotten(told), "forgotten", reason)
+            self._changed()
+
+    def gone(self, engines: Iterable[EngineId]) -> None:
+        """They were stopped, or sleep: what they had is no weights of the fleet's any longer."""
+        told = sorted(engine for engine in engines if engine in self._state.versions)
+        for engine in told:
+            self._generated.pop(engine, None)
+            self.restarted(engine)
+        if told:
+            self._take(self.state.forgotten(told), "forgotten", f"{', '.join(told)} stopped")
+
+    def close(self) -> list[Order]:
+        """Stop waiting for gateways."""
+        return self._orders.stop()
+
+    # --- inside
+
+    async def _engines_unchanging(self, lease: Lease, quieting: Quieting) -> None:
+        """Let a change of the deployment end: the next ones wait for the gate."""
+        while self._busy():
+            if self._clock.now_s() >= lease.quiet_by_s or quieting.broken:
+                raise Retryable("engines are being started or stopped", ANSWER_S)
+            await self._clock.sleep(BUSY_POLL_S)
+
+    async def _all_close(self, quieting: Quieting, lease: Lease) -> Iterable[OperationResult]:
+        quieting.orders.update({node: self._order_close(node) for node in self._nodes.gateways()})
+        return await quieting.wait(self._clock, lease.quiet_by_s + ANSWER_S, self._reports)
+
+    def _away(self, lease_id: str) -> list[NodeId]:
+        """Gateways that have closed for this lease, and of which nobody knows whether they are still there."""
+        now_s, attached = self._clock.now_s(), self._nodes.gateways()
+        return [
+            node
+            for node, report in self._reports().items()
+            if node not in attached and report.lease == lease_id and now_s < report.lease_until_s
+        ]
+
+    def _give_up(self, lease: Lease, detail: str) -> dict[NodeId, Order]:
+        """Everything as before, unless the lease has ended otherwise."""
+        if self._state.lease is not None and self._state.lease.id == lease.id:
+            logger.warning("gate: %s: %s", lease, detail)
+            self._take(self._state.given_up(lease.id, self._clock.now_s(), detail), "gave_up")
+        opened = self._state.opened
+        return self._orders.open_all(opened) if self._state.lease is None and opened is not None else {}
+
+    def _end(self, lease: str) -> Opened:
+        """What is to be said of it now. Which weights engines had at the end of an older one is no news."""
+        opened = self._over.get(lease) or Opened(lease, 0.0, Ending.GAVE_UP, "ended under a daemon before")
+        return opened if opened is self._state.opened else replace(opened, policy_version=None, without=())
+
+    def _order_close(self, node: NodeId) -> Order:
+        lease = self._state.lease
+        assert lease is not None
+        quiet_by_s = lease.until_s if self._state.quiet else lease.quiet_by_s
+        running = self._quieting is not None and self._quieting.engines_run
+        return self._orders.close(node, lease, quiet_by_s, engines_run=running)
+
+    def _rest(self, results: Iterable[OperationResult | None]) -> None:
+        """An engine is at rest where it is so for every gateway."""
+        for item in (item for result in results if result is not None for item in result.items):
+            known = self._rests.get(EngineId(item.id))
+            if known is None or known.done:
+                self._rests[EngineId(item.id)] = item
+
+    def _break_off(self, because: str) -> None:
+        if self._quieting is not None:
+            self._quieting.break_off(because)
+
+    def _ended(self, opened: Opened) -> None:
+        self._over[opened.lease] = opened
+        if len(self._over) > LEASES_REMEMBERED:
+            del self._over[next(iter(self._over))]
+
+    def _take(self, state: GateState, event: str, reason: str = "") -> None:
+        before, self._state = self._state.lease, state
+        if before is not None and state.lease is None and state.opened is not None:
+            self._ended(state.opened)
+            expired = self.totals.expired + (state.opened.how is Ending.EXPIRED)
+            self.totals = GateTotals(self.totals.paused_s + state.opened.at_s - before.began_s, expired)
+            if self._still_since_s is not None:
+                self._still.append((self._still_since_s, state.opened.at_s))
+                self._still_since_s = None
+        elif state.quiet and self._still_since_s is None:
+            self._still_since_s = self._clock.now_s()
+        body = {"event": event, "phase": state.phase, "reason": reason, "state": state.body()}
+        lease = state.lease or before
+        self._journal.append(self._clock.now_s(), Kind.GATE, lease.id if lease else "", body)
+        logger.info("gate %s: %s %s", event, state.phase, lease or "")
+
+
+def _said_before(
+    state: GateState, lease_id: str, policy_version: int | None, without: Collection[EngineId], weights_source: str
+) -> bool:
+    """Whether the lease was resumed in these words already, by whose answer got lost."""
+    opened = state.opened
+    if state.lease is not None or opened is None or not lease_id:
+        return False
+    asked = (lease_id, Ending.RESUMED, policy_version, weights_source, set(without))
+    was = (opened.lease, opened.how, opened.policy_version, opened.weights_source, set(without) & set(opened.without))
+    return was == asked
+
+
+def _seconds_faults(name: str, value: float) -> list[str]:
+    if value == 0 or LEASE_LEAST_S <= value <= LEASE_MAX_S:
+        return []
+    if 0 < value < LEASE_LEAST_S:
+        return [f"{name}: must be 0 (the usual) or >= {LEASE_LEAST_S:g}, got {value}"]
+    return [f"{name}: must be from 0 (the usual) to {LEASE_MAX_S:g}, got {value}"]
+
+
+def _engine_faults(name: str, engines: Iterable[EngineId], known: Collection[EngineId]) -> list[str]:
+    names = few(sorted(known), NAMES_TOLD, ", ") or "none"
+    return [f"{name}: is not a known engine (known: {names}), got {e!r}" for e in engines if e not in known]

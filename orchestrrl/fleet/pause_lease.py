@@ -1,0 +1,223 @@
+"""The gate for weight updates as the daemon knows it: one lease at a time, and which weights engines have. Pure.
+
+While a lease lasts, requests stand still. It ends when its holder resumes, or by itself. Ordering that of gateways is
+fleet/pause_barrier.py.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.operations import FrozenRequests
+from orchestrrl.core.reports import GatePhase
+from orchestrrl.engines.base import PauseMode
+from planner.model import EngineId, Hold
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Somebody's right to have the fleet stand still. All must be at rest by `quiet_by_s`; at `until_s` all goes on."""
+
+    id: str
+    holder: str
+    mode: PauseMode
+    frozen: FrozenRequests
+    began_s: float
+    until_s: float
+    quiet_by_s: float
+    weights_change: bool = False  # if it ends by itself nobody knows which weights engines have
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise ValueError("id must not be empty")
+        if not self.began_s < self.quiet_by_s <= self.until_s:
+            raise ValueError(
+                f"quiet_by_s must be after began_s and not after until_s, got {self.began_s}, {self.quiet_by_s},"
+                f" {self.until_s}"
+            )
+
+    def __str__(self) -> str:
+        return f"lease {self.id} of {self.holder or 'somebody without a name'}, until {time_of_day(self.until_s)}"
+
+
+class Ending(StrEnum):
+    """How a lease ended."""
+
+    RESUMED = "resumed"
+    EXPIRED = "expired"
+    GAVE_UP = "gave_up"  # the fleet did not come to rest
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The end of the lease before: what gateways are told that have not heard of it."""
+
+    lease: str
+    at_s: float
+    how: Ending
+    detail: str
+    policy_version: int | None = None
+    without: tuple[EngineId, ...] = ()
+    weights_source: str = ""  # as it was told with the resume
+
+
+@dataclass(frozen=True, slots=True)
+class GateState:
+    """Each transition is a new state, or Permanent and no change."""
+
+    lease: Lease | None = None
+    quiet: bool = False  # every gateway has said so
+    opened: Opened | None = None  # None: it was never closed
+    versions: Mapping[EngineId, int] = field(default_factory=dict)  # of engines' weights, as far as they were told
+    newest: int | None = None  # the fleet's; None: nobody has told one
+    newest_source: str = ""  # a folder with these weights that engines can read; empty: nobody has told one
+    left_out: tuple[EngineId, ...] = ()  # did not get the newest weights: nothing goes there until a version is told
+
+    def __post_init__(self) -> None:
+        if self.quiet and self.lease is None:
+            raise ValueError("quiet is a property of a lease")
+        if list(self.left_out) != sorted(set(self.left_out)):
+            raise ValueError(f"left_out must be in order, each once, got {self.left_out}")
+        for version in (*self.versions.values(), *(() if self.newest is None else (self.newest,))):
+            if not 0 <= version < 2**64:
+                raise ValueError(f"a policy version must be from 0 to 2**64 - 1, got {version}")
+
+    @property
+    def phase(self) -> GatePhase:
+        if self.lease is None:
+            return GatePhase.OPEN
+        return GatePhase.QUIET if self.quiet else GatePhase.CLOSING
+
+    def at(self, now_s: float) -> "GateState":
+        """The state as of now: itself, unless the lease has run out. If weights were being changed then, nobody knows
+        which engine has which any longer."""
+        if self.lease is None or now_s < self.lease.until_s:
+            return self
+        detail = (
+            f"{self.lease} ended without a resume; requests have gone on since, and weights that were being changed may"
+            " be mixed"
+        )
+        state = self._open(Opened(self.lease.id, self.lease.until_s, Ending.EXPIRED, detail))
+        if self.lease.weights_change and self.quiet:
+            return replace(state, versions={}, newest=None, newest_source="")
+        return state
+
+    def paused(self, lease: Lease) -> "GateState":
+        if self.lease is not None:
+            raise Permanent(f"the gate is held by another: {self.lease}")
+        return replace(self, lease=lease, quiet=False)
+
+    def at_rest(self, lease_id: str) -> "GateState":
+        self.held(lease_id)
+        return replace(self, quiet=True)
+
+    def renewed(self, lease_id: str, until_s: float) -> "GateState":
+        """It never becomes shorter."""
+        lease = self.held(lease_id)
+        return replace(self, lease=replace(lease, until_s=max(lease.until_s, until_s)))
+
+    def resumed(
+        self,
+        lease_id: str,
+        now_s: float,
+        engines: Iterable[EngineId],
+        policy_version: int | None,
+        without: Iterable[EngineId],
+        reason: str = "",
+        weights_source: str = "",
+    ) -> "GateState":
+        """`engines` are all there are; the version, where one is told, is that of all but `without`. Where none is
+        told nobody got other weights, so who was left out before still is. `weights_source` is where the weights are
+        that engines have now, whatever they are called."""
+        lease = self.held(lease_id)
+        before = self.left_out if policy_version is None else ()
+        left_out = tuple(sorted({*before, *without}))
+        holder = lease.holder or "its holder"
+        words = f"resumed by {holder}" if lease_id else f"opened by another than {holder}"
+        words += f": {reason}" if reason else ""
+        opened = Opened(lease.id, now_s, Ending.RESUMED, words, policy_version, left_out, weights_source)
+        newest = self.newest if policy_version is None else policy_version
+        state = replace(self._open(opened), left_out=left_out, newest_source=self._source(newest, weights_source))
+        if policy_version is None:
+            return state
+        fresh = {engine: policy_version for engine in sorted(engines) if engine not in left_out}
+        older = {engine: version for engine, version in self.versions.items() if engine in left_out}
+        return replace(state, versions=dict(sorted({**older, **fresh}.items())), newest=policy_version)
+
+    def given_up(self, lease_id: str, now_s: float, detail: str) -> "GateState":
+        lease = self.held(lease_id)
+        return self._open(Opened(lease.id, now_s, Ending.GAVE_UP, detail))
+
+    def told(self, engines: Iterable[EngineId], policy_version: int, weights_source: str = "") -> "GateState":
+        """These have weights of that version, however they got them. It becomes the fleet's when none is left that has
+        the fleet's: those with others wait. Where the weights are is remembered of the fleet's alone."""
+        now = frozenset(engines)
+        versions = dict(sorted({**self.versions, **dict.fromkeys(now, policy_version)}.items()))
+        left_out = tuple(engine for engine in self.left_out if engine not in now)
+        serving = {version for engine, version in versions.items() if engine not in left_out}
+        newest = self.newest if self.newest in serving else policy_version
+        source = self._source(newest, weights_source if newest == policy_version else "")
+        return replace(self, versions=versions, left_out=left_out, newest=newest, newest_source=source)
+
+    def forgotten(self, engines: Collection[EngineId]) -> "GateState":
+        """Nobody knows any longer what they have: they were restarted, and have the weights that they were started
+        with, or are others than they were."""
+        versions = {engine: version for engine, version in self.versions.items() if engine not in engines}
+        left_out = tuple(engine for engine in self.left_out if engine not in engines or self.newest is None)
+        return replace(self, versions=versions, left_out=left_out)
+
+    def serves(self, engine: EngineId) -> bool:
+        """Whether it has the fleet's weights, so that requests may go there."""
+        return engine not in self.left_out and self.versions.get(engine) == self.newest
+
+    def held(self, lease_id: str) -> Lease:
+        """The lease, if it is this one; an empty id means whichever there is."""
+        if self.lease is not None and lease_id in ("", self.lease.id):
+            return self.lease
+        if not lease_id:
+            raise Permanent("the gate is open: there is nothing to resume")
+        if self.opened is not None and self.opened.lease == lease_id:
+            how, since = self.opened.how.replace("_", " "), time_of_day(self.opened.at_s)
+            raise Permanent(
+                f"lease {lease_id} has ended ({how}): requests have gone on since {since}; weights that were changed"
+                " since then may be mixed"
+            )
+        now = f"the gate is held by another: {self.lease}" if self.lease else "the gate is open"
+        raise Permanent(f"lease {lease_id} is not known, or ended long ago: {now}")
+
+    def hold(self, now_s: float, settle_s: float = 0.0) -> Hold | None:
+        """Why nothing is to be moved: engines that stood still tell nothing of their speed until `settle_s` later."""
+        if self.lease is not None:
+            return Hold("gate_closed", f"the gate is {self.phase}: {self.lease}")
+        if self.opened is not None and now_s - self.opened.at_s < settle_s:
+            since_s = now_s - self.opened.at_s
+            return Hold("gate_opened", f"engines have run again for {since_s:.1f} s, limit {settle_s:g} s")
+        return None
+
+    def body(self) -> dict[str, Any]:
+        """For the journal."""
+        body: dict[str, Any] = _STATE.dump_python(self, mode="json")
+        return body
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> "GateState":
+        return _STATE.validate_python(body)
+
+    def _source(self, newest: int | None, told: str) -> str:
+        """Where the weights of version `newest` are: where it is told, or where they were if they are the same."""
+        return told or (self.newest_source if newest == self.newest else "")
+
+    def _open(self, opened: Opened) -> "GateState":
+        return replace(self, lease=None, quiet=False, opened=opened)
+
+
+_STATE = TypeAdapter(GateState)
+
+
+def time_of_day(at_s: float) -> str:
+    return f"{datetime.fromtimestamp(at_s, UTC):%H:%M:%S} UTC"

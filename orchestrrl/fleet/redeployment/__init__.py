@@ -1,0 +1,1 @@
+"""Change which engines run, in journalled steps that can be undone."""

@@ -1,0 +1,486 @@
+"""What each step of a switch does to the fleet. Doing one twice is harmless: it looks first.
+
+The order of steps is steps.py's; journalling them and going back is run.py's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.managed import Excerpt, ManagedEngine
+from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment import emptying
+from orchestrrl.fleet.redeployment.checks import (
+    CANARY_IDS,
+    Tolerance,
+    answers_fault,
+    capacity_fault,
+    layout_fault,
+    reading_fault,
+    writing_fault,
+)
+from orchestrrl.fleet.redeployment.emptying import Emptying, Tally
+from orchestrrl.fleet.redeployment.steps import Step, StepKind, Switch, Weights
+from orchestrrl.fleet.state import EngineFacts
+from planner.model import Configuration, ConfigurationId, EngineId
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+POLL_S = 0.1
+# For what engines serve to be compared with. It keeps a switch from beginning, or an engine from stopping.
+REFERENCE_WITHIN_S = 10.0
+
+
+class Plane(emptying.Plane, Protocol):
+    """What steps need of the control plane."""
+
+    def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
+        """These engines have those weights; version None: they have what they were started with."""
+
+    def current_weights(self) -> Weights:
+        """What all engines have to serve."""
+
+    def engine_stopped(self, engine: EngineId) -> None:
+        """It serves no longer; `engines_deployed` follows."""
+
+    def engines_deployed(self) -> None:
+        """Whom a deployer started has changed: watch these, and tell gateways."""
+
+    async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
+        """Exactly these are about to serve: give them their circuits. What became of it; empty without a fabric.
+        Raises nothing, and takes no longer than it may."""
+
+
+@dataclass(slots=True)
+class Hands:
+    """For one switch. `running` is what the deployer has, kept by whoever owns the fleet."""
+
+    plane: Plane
+    deployer: Deployer
+    connect: Callable[[str], ManagedEngine]
+    configurations: Mapping[ConfigurationId, Configuration]
+    running: dict[EngineId, Deployed]
+    tolerance: Tolerance
+    switch: Switch
+    tally: Tally = field(default_factory=Tally)
+    going_back: bool = False
+    capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
+    offers: dict[EngineId, Capabilities] = field(default_factory=dict)  # the same
+    loaded: set[EngineId] = field(default_factory=set)  # by this switch, with what all have to serve
+    waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
+    _asks_emptied: bool = False
+    _emptying: Emptying = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._emptying = Emptying(self.plane, self.switch, self.configurations, self.tally)
+
+    @property
+    def _clock(self) -> Clock:
+        return self.plane.clock
+
+    def _spec(self, engine: EngineId) -> EngineSpec:
+        """As it is wanted in the direction that is gone."""
+        new, old = self.switch.new, self.switch.old
+        specs = (*old, *new, *self.switch.asleep) if self.going_back else (*new, *old, *self.switch.asleep)
+        return next(spec for spec in specs if spec.engine == engine)
+
+    async def forward(self, step: Step) -> str:
+        """Do it; a word on it for the report. Raises OrchestrRLError."""
+        if step.engine is None:
+            match step.kind:
+                case StepKind.FENCE:
+                    return self._fence(step)
+                case StepKind.ADMIT:
+                    engines = [spec.engine for spec in self.switch.preparing]
+                    self._check_weights()
+                    await self._check_there(engines)
+                    return await self._admit(engines, self.switch.new)
+                case _:
+                    return ""
+        if step.kind in (StepKind.STOP, StepKind.SLEEP):
+            await self._ask_the_emptied(step.engine)
+        return await self._of_engine(step.kind, step.engine)
+
+    async def back(self, step: Step) -> str:
+        """The same, on the way back."""
+        if step.engine is None:
+            if step.kind is not StepKind.ADMIT:
+                return ""
+            there = [spec.engine for spec in self.switch.old if spec.engine in self.running]
+            alive = [engine for engine in there if self.running[engine].life is Life.ALIVE]
+            return await self._admit(alive, [spec for spec in self.switch.old if spec.engine in alive])
+        return await self._of_engine(step.kind, step.engine)
+
+    async def reference(self, *, patient: bool) -> Excerpt | None:
+        """How an engine that serves now answers, the emptiest first; None where none can be asked. Who has no seat free
+        answers once requests have ended: it is asked by the `patient` alone. Others ask who has been emptied, later."""
+        found: list[tuple[bool, int, EngineId]] = []
+        for spec in self.switch.old:
+            deployed = self.running.get(spec.engine)
+            if deployed is None or deployed.life is not Life.ALIVE or not deployed.url:
+                continue
+            with _warning(spec.engine):
+                metrics = await self._asking(spec.engine, lambda engine: engine.metrics())
+                known = self.configurations.get(spec.configuration)
+                full = metrics.waiting > 0 or (known is not None and metrics.running >= known.max_sequences)
+                found.append((full, metrics.running + metrics.waiting, spec.engine))
+        for full, _, engine in sorted(found):
+            if not full or patient:
+                with _warning(engine):
+                    return await self._excerpt(engine)
+        return None
+
+    async def _excerpt(self, engine: EngineId) -> Excerpt:
+        return await self._asking(engine, lambda client: client.excerpt(CANARY_IDS, self.tolerance.tokens))
+
+    async def _ask_the_emptied(self, engine: EngineId) -> None:
+        """Of engines that stop side by side one is enough."""
+        if self.switch.reference is not None or self._asks_emptied or engine not in self.running:
+            return
+        self._asks_emptied = True
+        with _warning(engine):
+            reference = await within(self._clock, REFERENCE_WITHIN_S, self._excerpt(engine))
+            self.switch = replace(self.switch, reference=reference)
+        self._asks_emptied = False
+
+    def expect(self, engines: Iterable[EngineId]) -> None:
+        """Of this switch's engines, these are to serve soon: gateways send them nothing before they are admitted, keep
+        requests for them, and let nobody give up meanwhile."""
+        limits = self.switch.limits
+        lasts_s = limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s + limits.load_s + 2 * limits.check_s
+        self._expect_nobody()
+        self.plane.routes.expected.update(dict.fromkeys(engines, self._clock.now_s() + lasts_s))
+        self.plane.engines_deployed()
+
+    def let_be(self) -> None:
+        """Nobody is fenced or expected any longer: requests go to whatever serves."""
+        self.plane.routes.draining.difference_update(spec.engine for spec in (*self.switch.old, *self.switch.new))
+        self._expect_nobody()
+        self.plane.engines_deployed()
+
+    def _expect_nobody(self) -> None:
+        for spec in (*self.switch.old, *self.switch.new):
+            self.plane.routes.expected.pop(spec.engine, None)
+
+    async def look(self) -> set[EngineId]:
+        """What is there now, of all that the deployer has."""
+        found = {deployed.engine: deployed for deployed in await self.deployer.list_engines()}
+        self.running.clear()
+        self.running.update(found)
+        return set(found)
+
+    async def discard(self, engine: EngineId) -> None:
+        await self._stop(engine)
+
+    # --- of the fleet
+
+    def _fence(self, step: Step) -> str:
+        leaving = [spec.engine for spec in (*self.switch.leaving, *(new for _, new in self.switch.scaled))]
+        self.plane.routes.draining.update(leaving)
+        self.plane.engines_deployed()
+        return f"{len(leaving)} engines take nothing new"
+
+    async def _check_there(self, engines: Sequence[EngineId]) -> None:
+        """Where others took long to come up, who was verified first may have ended meanwhile. Raises Permanent."""
+        for engine in engines:
+            told = await self.deployer.status(engine)
+            if told is None or told.life is Life.ENDED:
+                raise Permanent(f"{engine} ended before it served: {told.detail if told else 'nothing is left'}")
+
+    async def _admit(self, engines: Sequence[EngineId], serving: Sequence[EngineSpec]) -> str:
+        """Requests go to these; nobody is fenced or expected any longer. `serving`: all that serve from now on."""
+        circuits = await self.plane.circuits_follow(serving)
+        for engine in engines:
+            self.plane.state.add_engine(self.facts(self.running[engine]))
+        try:
+            # Of the others nobody knows more than before.
+            self.plane.weights_told([engine for engine in engines if engine in self.loaded], self._weights)
+        finally:  # what cannot be written down keeps no request from those who serve
+            self.let_be()
+        return f"requests go to {len(engines)} engines{f'; {circuits}' if circuits else ''}"
+
+    @property
+    def _weights(self) -> Weights:
+        """On the way back the fleet's, which may be others than when it began."""
+        return self.plane.current_weights() if self.going_back else self.switch.weights
+
+    @property
+    def _reference(self) -> Excerpt | None:
+        """Of the same weights."""
+        return self.switch.reference if self._weights.version == self.switch.weights.version else None
+
+    def _check_weights(self) -> None:
+        """Requests would stand still at engines that come with yesterday's weights."""
+        began, now = self.switch.weights, self.plane.current_weights()
+        if now.version != began.version and now.source:
+            raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
+
+    def facts(self, deployed: Deployed) -> EngineFacts:
+        configuration = self.configurations.get(deployed.configuration)
+        planned_tokens = configuration.kv_capacity_tokens if configuration else None
+        return EngineFacts(
+            deployed.engine,
+            deployed.url,
+            configuration.id if configuration else None,
+            deployed.gpus,
+            configuration.max_sequences if configuration else None,
+            self.capacity_tokens.get(deployed.engine, planned_tokens),
+        )
+
+    # --- of an engine
+
+    async def _of_engine(self, kind: StepKind, engine: EngineId) -> str:
+        match kind:
+            case StepKind.EVACUATE:
+                return await self._evacuate(engine)
+            case StepKind.STOP | StepKind.RETIRE:
+                return await self._stop(engine)
+            case StepKind.SLEEP:
+                return await self._sleep(engine)
+            case StepKind.START:
+                return await self._start(engine)
+            case StepKind.WAKE:
+                return await self._wake(engine)
+            case StepKind.SCALE:
+                return await self._scale(self._spec(engine))
+            case StepKind.READY:
+                return await self._until_ready(engine)
+            case StepKind.LOAD:
+                return await self._asking(engine, lambda client: self._load(engine, client))
+            case StepKind.WARM_UP:
+                return await self._asking(engine, self._warm_up)
+            case StepKind.VERIFY:
+                return await self._asking(engine, lambda client: self._verify(engine, client))
+            case _:
+                raise AssertionError(f"{kind} is of the whole fleet")
+
+    async def _evacuate(self, engine: EngineId) -> str:
+        """Until neither a gateway nor the engine itself knows of a request there."""
+        took = 0
+        while True:
+            took += await self._emptying.order(engine)
+            here = self._emptying.here(engine)
+            stuck = [request for request in here if not request.movable]
+            busy = "" if stuck else await self._busy(engine)
+            if not stuck and not busy:
+                return f"{took} requests left" if took else "nothing was there"
+            why = f", {len(stuck)} of them cannot move: {stuck[0].movable_detail}" if stuck else ""
+            self.waits_for[engine] = f"{len(here)} requests are still there{why}" if here else busy
+            await self._clock.sleep(POLL_S)
+
+    async def _busy(self, engine: EngineId) -> str:
+        """With what, as the engine itself knows; empty: with nothing."""
+        deployed = self.running.get(engine)
+        if deployed is None or deployed.life is not Life.ALIVE or not deployed.url:
+            return ""
+        try:
+            metrics = await self._asking(engine, lambda client: client.metrics())
+        except OrchestrRLError as error:
+            # One that has ended is as good as stopped: gateways take their requests back from it.
+            told = await self.deployer.status(engine)
+            return "" if told is None or told.life is Life.ENDED else f"it does not say what it has: {error}"
+        has = metrics.running + metrics.waiting
+        return f"it has {has} requests that no gateway has told of" if has else ""
+
+    async def _stop(self, engine: EngineId) -> str:
+        held = self.running.pop(engine, None)
+        self.plane.engines_deployed()  # nobody is to watch it go
+        try:
+            await self.deployer.stop(engine)
+        except BaseException:
+            if held is not None:
+                self.running[engine] = held
+            raise
+        self.plane.engine_stopped(engine)
+        self.plane.engines_deployed()
+        return ""
+
+    async def _sleep(self, engine: EngineId) -> str:
+        await self._asking(engine, self._put_to_sleep)
+        await self.deployer.lend(engine, True)
+        self.running[engine] = replace(self.running[engine], lent=True)
+        self.plane.engine_stopped(engine)
+        self.plane.engines_deployed()
+        return ""
+
+    @staticmethod
+    async def _put_to_sleep(client: ManagedEngine) -> None:
+        if not await client.asleep():
+            await client.sleep()
+
+    async def _wake(self, engine: EngineId) -> str:
+        async def wake(client: ManagedEngine) -> None:
+            if await client.asleep():
+                await client.wake()
+
+        await self.deployer.lend(engine, False)
+        await self._asking(engine, wake)
+        self.running[engine] = replace(self.running[engine], lent=False)
+        return ""
+
+    async def _start(self, engine: EngineId) -> str:
+        spec = started_with(self._spec(engine), self._weights)
+        before = await self.deployer.status(engine)
+        if before is not None and before.life is Life.ENDED:
+            await self.deployer.stop(engine)
+        while True:
+            try:
+                self.running[engine] = await self.deployer.start(spec)
+            except (Retryable, OutcomeUnknown) as error:  # starting again is harmless, and tells
+                self.waits_for[engine] = str(error)
+                await self._clock.sleep(error.after_s if isinstance(error, Retryable) else POLL_S)
+            else:
+                return self.running[engine].url
+
+    async def _scale(self, spec: EngineSpec) -> str:
+        """GPUs are taken before an engine grows onto them, and given back when it has left them."""
+
+        async def scale(client: ManagedEngine) -> str:
+            has = (await client.layout()).dp
+            if has == spec.parallelism.dp:
+                return f"has DP {has}"
+            await client.scale(spec.parallelism.dp)
+            return f"DP {has} to {spec.parallelism.dp}"
+
+        if len(spec.gpus) > len(self.running[spec.engine].gpus):
+            self.running[spec.engine] = await self.deployer.scale(spec)
+            said = await self._asking(spec.engine, scale)
+        else:
+            said = await self._asking(spec.engine, scale)
+            self.running[spec.engine] = await self.deployer.scale(spec)
+        scaled = self.running.pop(spec.engine)
+        self.plane.engines_deployed()  # its watch begins anew: it has other seats now
+        self.running[spec.engine] = scaled
+        return said
+
+    async def _until_ready(self, engine: EngineId) -> str:
+        """A real completion is the proof: an engine can be healthy before it can generate."""
+        while True:
+            deployed = await self.deployer.status(engine)
+            if deployed is None or deployed.life is Life.ENDED:
+                self.waits_for.pop(engine, None)
+                raise Permanent(
+                    f"{engine} ended while it started: {deployed.detail if deployed else 'nothing is left'}"
+                )
+            self.running[engine] = deployed
+            if deployed.url:
+                try:
+                    took_s = await self._asking(engine, _first_token)
+                except OrchestrRLError as error:
+                    self.waits_for[engine] = str(error)
+                else:
+                    return f"a token in {took_s:.3g} s"
+            await self._clock.sleep(POLL_S)
+
+    async def _load(self, engine: EngineId, client: ManagedEngine) -> str:
+        wanted = self._weights
+        if wanted.version is None:
+            return "nobody has named weights: it keeps its own"
+        has = await client.weight_version()
+        if has == wanted.version:
+            return f"has version {has}"
+        deployed = self.running[engine]
+        if wanted.source and deployed.spec is not None and deployed.spec.weights == wanted.source:
+            await client.name_weights(wanted.version)
+            return f"was started with version {wanted.version}"
+        if not wanted.source:
+            raise Permanent(
+                f"nobody has told where the weights of version {wanted.version} are, and {engine} has {has}"
+            )
+        await client.load_weights(wanted.source, wanted.version)
+        return f"version {wanted.version}"
+
+    async def _warm_up(self, client: ManagedEngine) -> str:
+        """Its first prompt and its first decode steps, which compile and allocate, are not for a request."""
+        excerpt = await client.excerpt(CANARY_IDS, self.tolerance.tokens)
+        return f"{len(excerpt.token_ids)} tokens"
+
+    async def _verify(self, engine: EngineId, client: ManagedEngine) -> str:
+        spec, wanted = self._spec(engine), self._weights.version
+        # Side by side: a server may take seconds to collect facts about itself.
+        layout, metrics, version, offers, answers = await asyncio.gather(
+            client.layout(),
+            client.metrics(),
+            client.weight_version(),
+            client.capabilities(),
+            self._answer_faults(client),
+        )
+        faults = layout_fault(layout, spec.parallelism)
+        if (known := self.configurations.get(spec.configuration)) is not None:
+            faults += capacity_fault(metrics.kv_capacity_tokens, known.kv_capacity_tokens)
+        if wanted is not None and version is not None and version != wanted:
+            faults.append(f"its weights are version {version}, the fleet's {wanted}")
+        if faults := faults + answers:
+            raise Permanent("; ".join(faults))
+        self.capacity_tokens[engine] = metrics.kv_capacity_tokens
+        self.offers[engine] = offers
+        compared = "" if self._reference is not None else "; there was no other to compare its answers with"
+        return f"{layout}, KV of {metrics.kv_capacity_tokens} tokens{compared}"
+
+    async def _answer_faults(self, client: ManagedEngine) -> list[str]:
+        written = await client.excerpt(CANARY_IDS, self.tolerance.tokens)
+        faults = reading_fault(written, await client.score(written), self.tolerance)
+        reference = self._reference
+        if reference is not None:
+            faults += answers_fault(reference, await client.score(reference), self.tolerance)
+            faults += writing_fault(reference, written, self.tolerance)
+        return faults
+
+    async def _asking(self, engine: EngineId, ask: Callable[[ManagedEngine], Awaitable[_T]]) -> _T:
+        client = self.connect(self.running[engine].url)
+        try:
+            return await ask(client)
+        finally:
+            await client.close()
+
+
+def started_with(spec: EngineSpec, weights: Weights) -> EngineSpec:
+    """An engine begins with the fleet's weights where it is known where they are, and can: they are not loaded twice
+    then."""
+    return replace(spec, weights=weights.source) if weights.source and not weights.tensors_only else spec
+
+
+@contextmanager
+def _warning(engine: EngineId) -> Iterator[None]:
+    """An engine of before that cannot be asked keeps nobody from replacing it."""
+    try:
+        yield
+    except OrchestrRLError as error:
+        logger.warning("%s gave no excerpt to compare with: %s", engine, error)
+
+
+async def _first_token(client: ManagedEngine) -> float:
+    if not await client.healthy():
+        raise Retryable("is not healthy", POLL_S)
+    return await client.probe()
+
+
+async def within(clock: Clock, limit_s: float, work: Awaitable[_T]) -> _T:
+    """The work's outcome; Permanent when it takes longer: it is cancelled then. As asyncio.timeout, on our clock."""
+    task, expired = asyncio.current_task(), False
+    assert task is not None
+    cancelled_before = task.cancelling()
+
+    async def expire() -> None:
+        nonlocal expired
+        await clock.sleep(limit_s)
+        expired = True
+        task.cancel()
+
+    timer = asyncio.ensure_future(expire())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if expired and task.uncancel() <= cancelled_before:
+            raise Permanent(f"took longer than {limit_s:g} s") from None
+        raise
+    finally:
+        timer.cancel()

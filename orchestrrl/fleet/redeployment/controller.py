@@ -1,0 +1,485 @@
+"""Change which engines there are: one switch at a time, for the planner's plans and for operators.
+
+Here is who owns the deployment, over restarts of the daemon too: `recover` finds the engines that run, ends those that
+belong to nobody, and takes up a switch that was cut short. A switch itself is run.py's, what its steps do
+actions.py's, where engines go targets.py's.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.plan_book import DeploymentOutcome
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.managed import ManagedEngine
+from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment import actions
+from orchestrrl.fleet.redeployment.actions import POLL_S, Hands, started_with
+from orchestrrl.fleet.redeployment.book import SwitchBook, in_words, starts_of
+from orchestrrl.fleet.redeployment.checks import Tolerance
+from orchestrrl.fleet.redeployment.records import Fleet, OpenSwitch, read_fleet, read_open
+from orchestrrl.fleet.redeployment.run import SwitchRun
+from orchestrrl.fleet.redeployment.steps import (
+    Limits,
+    Stage,
+    Switch,
+    SwitchId,
+    SwitchReport,
+    SwitchState,
+    SwitchWish,
+    check,
+    stages_of,
+)
+from orchestrrl.fleet.redeployment.targets import Standing, Wanted, wanted_by_plan, wanted_by_targets
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlanId, Snapshot
+
+logger = logging.getLogger(__name__)
+
+_NUMBERED = re.compile(r"s([0-9]{1,9})(?:$|\.)")
+TEND_S = 2.0  # between looks at what the deployer has
+VANISHED = "nothing is left of it, and nobody here has stopped it"
+
+
+class Plane(actions.Plane, Protocol):
+    """What the owner of the deployment needs of the control plane."""
+
+    journal: Journal
+
+    def plan_named(self, plan: str) -> Plan:
+        """Raises Permanent for one that is not remembered."""
+
+    def switch_hold(self) -> str:
+        """Why nothing may be changed now; empty: it may."""
+
+    def switch_ended(self, plan: PlanId, outcome: DeploymentOutcome) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How switches are done."""
+
+    limits: Limits = field(default_factory=Limits)
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    keep_asleep: bool = False  # engines that can sleep are kept for a later switch, instead of stopped
+
+
+class Switching:
+    """One change at a time. `make_spec` says what an engine of a configuration on those GPUs is started with, and
+    raises ProblemFaults; `gpus_count` and `per_node` are of the fleet."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        deployer: Deployer,
+        connect: Callable[[str], ManagedEngine],
+        configurations: Mapping[ConfigurationId, Configuration],
+        make_spec: Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec],
+        *,
+        gpus_count: int,
+        per_node: int,
+        policy: Policy | None = None,
+    ) -> None:
+        self.policy = policy or Policy()
+        self._plane = plane
+        self._deployer = deployer
+        self._connect = connect
+        self.configurations = configurations
+        self._make_spec = make_spec
+        self._gpus_count = gpus_count
+        self._per_node = per_node
+        self._running: dict[EngineId, Deployed] = {}
+        self._fleet = read_fleet(plane.journal)  # None: nothing has been switched here
+        self._run: SwitchRun | None = None
+        self._task: asyncio.Task[DeploymentOutcome] | None = None
+        self._starting = False
+        self._book = SwitchBook(plane.journal, plane.clock, lambda: None if self._run is None else self._run.report())
+
+    # --- the engines that there are
+
+    @property
+    def deployed(self) -> Mapping[EngineId, Deployed]:
+        return self._running
+
+    async def recover(self) -> None:
+        """Before anything else: adopt what runs, end what is nobody's, take up what was cut short."""
+        await self._look()
+        opened = read_open(self._plane.journal)
+        ours = self._ours() if opened is None else (*opened.switch.old, *opened.switch.new, *opened.switch.asleep)
+        if ours is not None:
+            await self._end_strangers({spec.engine for spec in ours})
+        if opened is None:
+            await self._end_dead()
+            self._adopt()
+            return
+        logger.warning("switch %s was cut short by the end of its daemon", opened.switch.id)
+        self._adopt()
+        hands = self._hands(opened.switch)
+        self._run = run = SwitchRun(opened.switch, hands, self._plane.journal, self._plane.clock, self._changed)
+        self._task = asyncio.create_task(self._carry(run, self._resume(run, opened)))
+
+    async def _resume(self, run: SwitchRun, opened: OpenSwitch) -> None:
+        """Nothing can be moved while a gate is closed, which a daemon before may have left so."""
+        while self._plane.switch_hold():
+            await self._plane.clock.sleep(POLL_S)
+        await run.resume(opened.steps)
+
+    async def tend(self) -> None:
+        """Notice engines that end by themselves; until cancelled."""
+        while True:
+            await self._plane.clock.sleep(TEND_S)
+            if self.busy:
+                continue
+            before, run = dict(self._running), self._run
+            try:
+                found = await self._deployer.list_engines()
+            except OrchestrRLError as error:
+                logger.warning("the deployer does not say what runs: %s", error)
+                continue
+            if self.busy or self._run is not run:  # a switch knows better by now
+                continue
+            self._take_stock(found)
+            gone = [replace(told, life=Life.ENDED, detail=VANISHED) for told in self._missing(before)]
+            ended = [told for e, told in self._running.items() if told.life is Life.ENDED and e in before]
+            for deployed in [*gone, *ended]:
+                await self._bury(deployed)
+
+    def _missing(self, before: Mapping[EngineId, Deployed]) -> list[Deployed]:
+        return [deployed for engine, deployed in before.items() if engine not in self._running]
+
+    async def _bury(self, deployed: Deployed) -> None:
+        """An engine went by itself: its GPUs are freed, and nobody is sent there."""
+        logger.error("engine %s has ended: %s", deployed.engine, deployed.detail)
+        try:
+            await self._deployer.stop(deployed.engine)
+        except OrchestrRLError as error:
+            logger.error("what is left of %s cannot be cleared: %s", deployed.engine, error)
+            return
+        if self.busy:  # it is the business of a switch that has begun meanwhile
+            return
+        self._running.pop(deployed.engine, None)
+        self._plane.engine_stopped(deployed.engine)
+        self._book.note_stopped(deployed.engine, done=True, detail=deployed.detail)
+        self._plane.engines_deployed()
+
+    async def _look(self) -> None:
+        self._take_stock(await self._deployer.list_engines())
+
+    def _take_stock(self, found: Iterable[Deployed]) -> None:
+        self._running.clear()
+        self._running.update({deployed.engine: deployed for deployed in found})
+
+    def _ours(self) -> tuple[EngineSpec, ...] | None:
+        """None where that is not known: all that is found is adopted then."""
+        return None if self._fleet is None else (*self._fleet.serving, *self._fleet.asleep)
+
+    async def _end_strangers(self, ours: set[EngineId]) -> None:
+        for engine in [engine for engine in self._running if engine not in ours]:
+            logger.warning("engine %s belongs to no deployment and is ended", engine)
+            try:
+                await self._deployer.stop(engine)
+            except OrchestrRLError as error:  # the others have to be served all the same
+                logger.error("engine %s does not end: %s", engine, error)
+                self._plane.routes.draining.add(engine)
+                self._book.note_stopped(engine, done=False, detail=str(error))
+                continue
+            del self._running[engine]
+            self._book.note_stopped(engine, done=True, detail="belonged to no deployment")
+
+    async def _end_dead(self) -> None:
+        for deployed in [deployed for deployed in self._running.values() if deployed.life is Life.ENDED]:
+            await self._bury(deployed)
+
+    def _adopt(self) -> None:
+        """Requests may go to what runs, as its last word was."""
+        hands = self._hands(None)
+        for deployed in self._running.values():
+            if deployed.life is Life.ALIVE and deployed.url and not deployed.lent:
+                self._plane.state.add_engine(hands.facts(deployed))
+                if deployed.configuration not in self.configurations:
+                    logger.error(
+                        "engine %s runs as %s, which is not configured", deployed.engine, deployed.configuration
+                    )
+        self._plane.engines_deployed()
+
+    def _standing(self) -> Standing:
+        drained = {view.id for view in self._plane.state.engines(self._plane.clock.now_s()) if view.draining}
+        specs = {spec.engine: spec for spec in self._ours() or ()}
+        serving: list[EngineSpec] = []
+        asleep: list[EngineSpec] = []
+        lost: list[EngineId] = []
+        for engine, deployed in sorted(self._running.items()):
+            spec = deployed.spec or specs.get(engine) or self._spec_of(deployed)
+            if deployed.life is Life.UNKNOWN:
+                lost.append(engine)
+            (asleep if deployed.lent else serving).append(spec)
+        owned = set(self._running)
+        others = {
+            gpu: view.id
+            for view in self._plane.state.engines(self._plane.clock.now_s())
+            if view.id not in owned
+            for gpu in view.gpus
+        }
+        return Standing(
+            serving=tuple(serving),
+            asleep=tuple(asleep),
+            elastic=self._elastic(),
+            alive=frozenset(e for e, deployed in self._running.items() if self._serves(deployed)),
+            drained=frozenset(drained),
+            lost=frozenset(lost),
+            others=others,
+            gpus_count=self._gpus_count,
+            per_node=self._per_node,
+        )
+
+    def _serves(self, deployed: Deployed) -> bool:
+        """It lives, and no operator has removed it, who wants no requests there."""
+        return deployed.life is Life.ALIVE and not self._plane.state.barred(deployed.engine)
+
+    def _spec_of(self, deployed: Deployed) -> EngineSpec:
+        """Of an engine whose record was lost: as it would be started now."""
+        return self._make_spec(deployed.engine, deployed.configuration, deployed.gpus)
+
+    # --- what is wanted
+
+    def unstartable(self) -> dict[ConfigurationId, str]:
+        """Configurations of which no engine can be started, and why: nothing that a plan should choose."""
+        why = {}
+        for id, configuration in self.configurations.items():
+            if configuration.gpus > self._gpus_count:
+                continue  # the planner sees that itself
+            try:
+                gpus = [GpuId(gpu) for gpu in range(configuration.gpus)]
+                self._deployer.check(self._make_spec(EngineId(f"{id}-0"), id, gpus))
+            except ProblemFaults as error:
+                why[id] = "; ".join(error.faults)
+            except Permanent as error:
+                why[id] = str(error)
+        return why
+
+    def draft(self, wish: SwitchWish) -> tuple[Switch, tuple[Stage, ...]]:
+        """What would be done: no steps where the fleet is so already. Raises ProblemFaults with all faults of the wish,
+        Permanent where it cannot be now."""
+        standing = self._standing()
+        id = self._next_id()
+        if wish.plan and not wish.targets:
+            wanted = self._wanted(self._plane.plan_named(wish.plan), standing)
+        else:
+            wanted = wanted_by_targets(wish, id, standing, self.configurations, self._make_spec)
+        switch = self._switch(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
+        return switch, stages_of(switch) if _changes(switch) else ()
+
+    def _next_id(self) -> SwitchId:
+        """s1, s2, ...: numbers that no switch had, and no engine is called after, also where the journal was lost."""
+        used = [*self._book.ids, *self._running]
+        numbers = (int(found[1]) for name in used if (found := _NUMBERED.match(name)))
+        return SwitchId(f"s{max(numbers, default=0) + 1}")
+
+    def _wanted(self, plan: Plan, standing: Standing) -> Wanted:
+        return wanted_by_plan(plan, standing, self._make_spec)
+
+    def _switch(self, id: SwitchId, plan: PlanId, reason: str, standing: Standing, wanted: Wanted) -> Switch:
+        weights = self._plane.current_weights()
+        coming = {spec.engine for spec in wanted.new} - {spec.engine for spec in standing.serving}
+        woken = {spec.engine for spec in standing.asleep} & coming
+        if coming - woken and weights.version is not None and not weights.source:
+            raise Permanent(
+                f"engines that are started need the weights of version {weights.version}, and nobody has told where"
+                f" they are: `orchestrrl gate set-version {weights.version} --weights FOLDER`"
+            )
+        switch = Switch(
+            id=id,
+            plan=plan,
+            reason=reason,
+            created_s=self._plane.clock.now_s(),
+            old=standing.serving,
+            new=wanted.new,
+            asleep=standing.asleep,
+            can_sleep=frozenset() if wanted.sleepers_too else self._can_sleep(standing, wanted.new),
+            keep_asleep=self.policy.keep_asleep and not wanted.sleepers_too,
+            destinations=wanted.destinations,
+            weights=weights,
+            limits=self.policy.limits,
+        )
+        check(switch, stages_of(switch))
+        self._check_starts(switch)
+        return switch
+
+    def _check_starts(self, switch: Switch) -> None:
+        """What could never start is told before anybody stops. Raises ProblemFaults with the faults of all."""
+        faults: list[str] = []
+        asleep = {spec.engine for spec in switch.asleep}
+        for spec in switch.coming:
+            if spec.engine in asleep:
+                continue
+            try:
+                self._deployer.check(started_with(spec, switch.weights))
+            except ProblemFaults as error:
+                faults += error.faults
+        if faults:
+            raise ProblemFaults(list(dict.fromkeys(faults)))
+
+    def _offers(self, engine: EngineId) -> Capabilities | None:
+        """As it was last reported; right after a switch, as it told then."""
+        verified = None if self._run is None else self._run.hands.offers.get(engine)
+        return self._plane.state.capabilities(engine) or verified
+
+    def _elastic(self) -> frozenset[EngineId]:
+        if not self._deployer.can_scale:
+            return frozenset()
+        offers = self._offers
+        return frozenset(e for e in self._running if (told := offers(e)) is not None and told.scale_elastic_ep)
+
+    def _can_sleep(self, standing: Standing, new: Sequence[EngineSpec]) -> frozenset[EngineId]:
+        if not self._deployer.can_lend:
+            return frozenset()
+        wanted = {spec.engine for spec in new}
+        offers = self._offers
+        return frozenset(
+            spec.engine
+            for spec in standing.serving
+            if spec.engine not in wanted
+            and spec.engine in standing.alive
+            and (told := offers(spec.engine)) is not None
+            and told.sleep
+        )
+
+    # --- one at a time
+
+    @property
+    def busy(self) -> bool:
+        return self._starting or (self._task is not None and not self._task.done())
+
+    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
+        """Bring the fleet to `plan.instances`. Raises Permanent or ProblemFaults before anything is done, never in the
+        middle."""
+        self._check_free()
+        self._starting = True
+        try:
+            await self._look()
+            standing = self._standing()
+            id = self._next_id()
+            wanted = self._wanted(plan, standing)
+            switch = self._switch(id, plan.id, plan.verdict.detail, standing, wanted)
+            self._begin(switch, tell=False)
+        finally:
+            self._starting = False
+        assert self._task is not None
+        return await asyncio.shield(self._task)
+
+    def begin(self, wish: SwitchWish) -> SwitchId:
+        """Start what `draft` shows; it then goes on by itself."""
+        self._check_free()
+        if because := self._plane.switch_hold():
+            raise Permanent(because)
+        switch, _ = self.draft(wish)
+        if not _changes(switch):
+            raise Permanent("the fleet is as it is wanted: there is nothing to switch")
+        self._begin(switch)
+        return switch.id
+
+    def _check_free(self) -> None:
+        if self.busy:
+            which = f" ({self._run.switch.id})" if self._run is not None else ""
+            raise Permanent(f"another change of the deployment is under way{which}")
+
+    def _begin(self, switch: Switch, *, tell: bool = True) -> None:
+        """`tell` the control plane how it ends, where the caller does not."""
+        self._run = run = SwitchRun(switch, self._hands(switch), self._plane.journal, self._plane.clock, self._changed)
+        self._task = asyncio.create_task(self._carry(run, run.run(), tell=tell))
+        self._task.add_done_callback(_log_defect)
+
+    def _hands(self, switch: Switch | None) -> Hands:
+        blank = Switch(SwitchId(""), PlanId(""), "", 0.0, (), ())
+        return Hands(
+            self._plane,
+            self._deployer,
+            self._connect,
+            self.configurations,
+            self._running,
+            self.policy.tolerance,
+            switch or blank,
+        )
+
+    async def _carry(self, run: SwitchRun, work: Awaitable[None], *, tell: bool = True) -> DeploymentOutcome:
+        try:
+            await work
+        except Exception:  # a defect of ours: nobody is to wait for a switch that goes on no further
+            run.hands.let_be()
+            raise
+        try:
+            await self._look()
+        except OrchestrRLError as error:  # what the switch has seen is as good
+            logger.warning("the deployer does not say what runs: %s", error)
+        report = run.report()
+        specs = {spec.engine: spec for spec in (*run.switch.asleep, *run.switch.old, *run.switch.new)}
+        there = [(specs[e], d) for e, d in sorted(self._running.items()) if e in specs and d.life is not Life.ENDED]
+        self._fleet = Fleet(
+            serving=tuple(spec for spec, deployed in there if not deployed.lent),
+            asleep=tuple(spec for spec, deployed in there if deployed.lent),
+        )
+        now_s, starts = self._plane.clock.now_s(), starts_of(run, self._as_usual)
+        outcome = DeploymentOutcome(report.state is SwitchState.DONE, in_words(report), now_s, starts)
+        try:
+            self._book.ended(report, self._fleet)
+            self._book.note_engines(run, self._as_usual)
+            if tell:
+                self._plane.switch_ended(run.switch.plan, outcome)
+        except OrchestrRLError as error:
+            logger.error("the end of switch %s cannot be written down: %s", report.id, error)
+        self._changed()
+        return outcome
+
+    def _as_usual(self, run: SwitchRun, engine: EngineId) -> bool:
+        """Engines that are kept asleep start once and are woken from then on, which is what the next will take."""
+        if not self.policy.keep_asleep or engine in {spec.engine for spec in run.switch.asleep}:
+            return True
+        told = self._offers(engine)
+        return told is not None and not told.sleep
+
+    # --- told
+
+    def report(self, id: str = "") -> SwitchReport:
+        """The one under way, or that was last, or the one of that id. Raises Permanent where there is none."""
+        return self._book.report(id)
+
+    def history(self, limit: int = 0) -> list[SwitchReport]:
+        """Newest first; 0: all that are remembered."""
+        return self._book.newest(limit)
+
+    def watch(self, id: str) -> AsyncIterator[SwitchReport]:
+        """The switch as it stands, then whenever it changes, until it has ended."""
+        return self._book.watch(id)
+
+    def cancel(self, id: str, reason: str) -> SwitchReport:
+        """Go back to the engines from before. Raises Permanent where nothing can be called off."""
+        if not self.busy or self._run is None or id not in ("", self._run.switch.id):
+            raise Permanent(f"switch {id} is not under way" if id else "no switch is under way")
+        self._run.call_off(f"called off: {reason or 'by an operator'}")
+        return self._run.report()
+
+    async def close(self) -> None:
+        """The daemon ends: a switch under way is left for the next one to take up."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._deployer.close()
+
+    def _changed(self) -> None:
+        assert self._run is not None
+        self._book.changed(self._run.report())
+
+
+def _changes(switch: Switch) -> bool:
+    unwanted = not switch.keep_asleep and any(spec not in switch.new for spec in switch.asleep)
+    return bool(switch.leaving or switch.coming or switch.scaled) or unwanted
+
+
+def _log_defect(task: "asyncio.Task[DeploymentOutcome]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a switch broke off: %s", error, exc_info=error)

@@ -1,0 +1,151 @@
+"""Where the requests of engines that leave go: to one that stays, or to one that is yet to come. All engines that leave
+are emptied at the same time, by one look at the fleet."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.operations import RequestMove
+from orchestrrl.fleet.moves import MovesOutcome
+from orchestrrl.fleet.redeployment.steps import Switch
+from orchestrrl.fleet.routes import Routes
+from orchestrrl.fleet.state import State
+from planner.model import (
+    Configuration,
+    ConfigurationId,
+    EngineHealth,
+    EngineId,
+    EngineView,
+    RequestId,
+    RequestView,
+    Snapshot,
+)
+
+# A gateway that hears no more of the switch keeps a request for its engine at least this long, and twice the time that
+# this should take; then it goes elsewhere.
+HOLD_S = 30.0
+# After an order a gateway has this long to tell where its requests are; then what is still there is ordered again.
+TOLD_WITHIN_S = 1.5
+# A look at a fleet of ten thousands of requests takes tens of milliseconds of the event loop: it is good for so long.
+LOOK_S = 0.05
+LOOK_S_PER_REQUEST = 1.5e-5
+
+
+class Plane(Protocol):
+    """What emptying needs of the control plane."""
+
+    state: State
+    clock: Clock
+    routes: Routes
+
+    async def move_for_switch(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
+        """Carry them out, whatever the mode."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of requests."""
+
+    moved: set[RequestId] = field(default_factory=set)
+    parked: set[RequestId] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    snapshot: Snapshot
+    requests: Mapping[EngineId, Sequence[RequestView]]
+    willing: Mapping[EngineId, int]  # who takes requests, or will, and on how many GPUs
+    load: Counter[EngineId]  # requests that are there or on their way; grows as more are sent
+
+
+class Emptying:
+    """For one switch. Requests go where its plan wants them, as far as that engine takes any; the others where least
+    is."""
+
+    def __init__(
+        self, plane: Plane, switch: Switch, configurations: Mapping[ConfigurationId, Configuration], tally: Tally
+    ) -> None:
+        self._plane = plane
+        self._switch = switch
+        self._tally = tally
+        self._coming = {spec.engine: spec.configuration for spec in switch.preparing}
+        self._hold_s = {
+            engine: HOLD_S + 2 * (configurations[id].switch_s if id in configurations else 0.0)
+            for engine, id in self._coming.items()
+        }
+        self._given: dict[RequestId, EngineId] = {}  # as last ordered
+        self._until_s: dict[RequestId, float] = {}  # not ordered again before
+        self._refused: defaultdict[RequestId, set[EngineId]] = defaultdict(set)  # by whom
+        self._look: _Look | None = None
+
+    def here(self, engine: EngineId) -> Sequence[RequestView]:
+        """What gateways have there."""
+        return self._looked().requests.get(engine, ())
+
+    async def order(self, engine: EngineId) -> int:
+        """Have what can leave leave, unless that was ordered of late; how many did."""
+        look, now_s = self._looked(), self._plane.clock.now_s()
+        due = [r for r in self.here(engine) if r.movable and self._until_s.get(r.id, 0.0) <= now_s]
+        moves = [move for request in due if (move := self._move(request, look)) is not None]
+        if not moves:
+            return 0
+        self._until_s |= {move.request: now_s + TOLD_WITHIN_S for move in moves}
+        outcome = await self._plane.move_for_switch(moves, look.snapshot)
+        left = 0
+        for move, item in zip(moves, outcome.items, strict=True):
+            if not item.done:
+                self._refused[move.request].add(move.to_engine)
+                continue
+            left += 1
+            parks = move.to_engine in self._plane.routes.expected
+            (self._tally.parked if parks else self._tally.moved).add(move.request)
+        return left
+
+    def _move(self, request: RequestView, look: _Look) -> RequestMove | None:
+        assert request.engine is not None
+        refused = self._refused.get(request.id, set())
+        if refused.issuperset(look.willing):  # whatever that was about, it may be over
+            refused = set()
+        open_to = [engine for engine in look.willing if engine not in refused]
+        if not open_to:
+            return None
+        destination = self._switch.destinations.get(request.id)
+        if destination is None or destination not in open_to:
+            destination = min(open_to, key=lambda engine: (look.load[engine] / look.willing[engine], engine))
+        look.load[self._headed(request)] -= 1
+        look.load[destination] += 1
+        self._given[request.id] = destination
+        return RequestMove(request.id, request.engine, destination, self._hold_s.get(destination, 0.0))
+
+    def _headed(self, request: RequestView) -> EngineId:
+        there = request.engine or EngineId("")
+        return self._given.get(request.id) or self._switch.destinations.get(request.id) or there
+
+    def _looked(self) -> _Look:
+        now_s = self._plane.clock.now_s()
+        before = self._look
+        if before is not None:
+            age_s, requests = now_s - before.snapshot.now_s, len(before.snapshot.requests)
+            if 0 <= age_s <= LOOK_S + LOOK_S_PER_REQUEST * requests:
+                return before
+        snapshot = self._plane.state.snapshot(now_s)
+        requests_of: defaultdict[EngineId, list[RequestView]] = defaultdict(list)
+        for request in snapshot.requests:
+            if request.engine is not None:
+                requests_of[request.engine].append(request)
+        takes = {view.id for view in snapshot.engines if self._takes(view)}
+        willing = {
+            spec.engine: len(spec.gpus) or 1
+            for spec in self._switch.new
+            if spec.engine in self._coming or spec.engine in takes
+        }
+        load = Counter(map(self._headed, snapshot.requests))
+        self._look = _Look(snapshot, requests_of, willing, load)
+        return self._look
+
+    def _takes(self, engine: EngineView) -> bool:
+        """Of one that nobody reports only its gateways know whether it is well."""
+        well = engine.health is EngineHealth.OK or not self._plane.state.reported(engine.id)
+        return well and not (engine.draining or engine.outdated) and engine.id not in self._plane.routes.draining

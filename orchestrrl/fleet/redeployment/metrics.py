@@ -1,0 +1,62 @@
+"""What Prometheus is told of switches of the deployment: how many came out how, and what each kind of step takes."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+
+from orchestrrl.fleet.redeployment.steps import StepKind, StepState, SwitchReport, SwitchState
+
+OUTCOMES = (SwitchState.DONE, SwitchState.ROLLED_BACK, SwitchState.DEGRADED)
+
+
+class SwitchMetrics:
+    """Counts each switch once, when it has ended, however few of them are remembered."""
+
+    def __init__(self) -> None:
+        self._counted: set[str] = set()
+        self._outcomes: Counter[SwitchState] = Counter()
+        self._steps: Counter[StepKind] = Counter()
+        self._failed: Counter[StepKind] = Counter()
+        self._took_s: dict[StepKind, float] = dict.fromkeys(StepKind, 0.0)
+        self._closed_s = 0.0
+
+    def collect(self, history: Sequence[SwitchReport]) -> Iterator[Metric]:
+        """`history`: all switches that are remembered."""
+        ended = [report for report in history if report.state is not SwitchState.RUNNING]
+        for report in ended:
+            if report.id not in self._counted:
+                self._count(report)
+        self._counted = {report.id for report in ended}
+        help_text = "1 while engines are being changed."
+        yield GaugeMetricFamily("orchestrrl_switch_running", help_text, float(len(ended) < len(history)))
+        outcomes = CounterMetricFamily(
+            "orchestrrl_switches",
+            "Switches of the deployment that have ended; rolled_back: the engines are those from before; degraded: "
+            "some of these are missing.",
+            labels=["outcome"],
+        )
+        for outcome in OUTCOMES:
+            outcomes.add_metric([outcome], self._outcomes[outcome])
+        yield outcomes
+        help_text = "Seconds for which requests of engines that left had none to go to, over all switches."
+        yield CounterMetricFamily("orchestrrl_switch_closed_seconds", help_text, self._closed_s)
+        help_text = "Steps of switches that were carried out, and the seconds that they took, by kind."
+        steps = SummaryMetricFamily("orchestrrl_switch_step_seconds", help_text, labels=["kind"])
+        failed = CounterMetricFamily(
+            "orchestrrl_switch_steps_failed", "Steps of switches that failed.", labels=["kind"]
+        )
+        for kind in StepKind:
+            steps.add_metric([kind], self._steps[kind], self._took_s[kind])
+            failed.add_metric([kind], self._failed[kind])
+        yield from (steps, failed)
+
+    def _count(self, report: SwitchReport) -> None:
+        self._outcomes[report.state] += 1
+        self._closed_s += report.closed_s or 0.0
+        for told in report.steps:
+            if told.state is StepState.DONE and told.took_s is not None:
+                self._steps[told.step.kind] += 1
+                self._took_s[told.step.kind] += told.took_s
+            elif told.state is StepState.FAILED:
+                self._failed[told.step.kind] += 1

@@ -1,0 +1,95 @@
+"""Switches and the fleet that they left, in the journal: written and read in one form."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from orchestrrl.core.journal.store import Entry, Journal, JournalReader, Kind
+from orchestrrl.engines.managed import Excerpt
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment.steps import StepKind, StepState, Switch, SwitchId, SwitchReport
+
+SWITCH = TypeAdapter(Switch)
+EXCERPT = TypeAdapter(Excerpt)
+REPORT = TypeAdapter(SwitchReport)
+_SPECS = TypeAdapter(tuple[EngineSpec, ...])
+
+HISTORY = 256  # switches that are remembered
+MOST_STEPS = 100_000  # entries of one switch
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The engines as the last switch left them: those that serve, and those that sleep."""
+
+    serving: tuple[EngineSpec, ...] = ()
+    asleep: tuple[EngineSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSwitch:
+    """One whose daemon did not live to end it, and what it wrote of its steps."""
+
+    switch: Switch
+    steps: tuple[Entry, ...]
+
+
+def write_end(journal: Journal, at_s: float, report: SwitchReport, fleet: Fleet) -> None:
+    body = {
+        "report": REPORT.dump_python(report, mode="json"),
+        "serving": _SPECS.dump_python(fleet.serving, mode="json"),
+        "asleep": _SPECS.dump_python(fleet.asleep, mode="json"),
+    }
+    journal.append(at_s, Kind.SWITCH_ENDED, report.id, body)
+
+
+def read_fleet(journal: JournalReader) -> Fleet | None:
+    """None: no switch has ended here."""
+    latest = journal.latest(Kind.SWITCH_ENDED)
+    return None if latest is None else journal.interpret(latest, _fleet_from)
+
+
+def read_open(journal: JournalReader) -> OpenSwitch | None:
+    """The latest that was not ended: there is one at a time."""
+    opened = journal.open_operations(Kind.SWITCH_BEGAN)
+    if not opened:
+        return None
+    begun, ended = opened[-1], journal.latest(Kind.SWITCH_ENDED)
+    if ended is not None and ended.sequence > begun.sequence:  # it has ended, and that could not be written down
+        return None
+    switch = journal.interpret(begun, lambda body: SWITCH.validate_python(body["switch"]))
+    if switch is None:
+        return None
+    steps = [
+        entry
+        for entry in journal.since(begun.sequence, (Kind.SWITCH_STEP,), MOST_STEPS)
+        if entry.subject == switch.id and journal.interpret(entry, _checked_step) is not None
+    ]
+    return OpenSwitch(switch, tuple(steps))
+
+
+def read_history(journal: JournalReader) -> dict[SwitchId, SwitchReport]:
+    """Oldest first."""
+    reports = {}
+    for entry in journal.tail(HISTORY, (Kind.SWITCH_ENDED,)):
+        report = journal.interpret(entry, lambda body: REPORT.validate_python(body["report"]))
+        if report is not None:
+            reports[SwitchId(entry.subject)] = report
+    return reports
+
+
+def _fleet_from(body: Mapping[str, Any]) -> Fleet:
+    return Fleet(_SPECS.validate_python(body["serving"]), _SPECS.validate_python(body["asleep"]))
+
+
+def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body of a step, which has what a resumed switch reads of it."""
+    StepKind(body["kind"]), StepState(body["state"])
+    if "reference" in body:
+        EXCERPT.validate_python(body["reference"])
+    missing = {"engine", "number", "direction", "detail", "began_s", "took_s"} - body.keys()
+    if missing:
+        raise ValueError(f"has no {min(missing)}")
+    return body

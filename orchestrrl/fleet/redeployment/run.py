@@ -1,0 +1,431 @@
+"""Carry one switch out, step by step, each written down before and after; where a step fails, go back.
+
+Whatever happens, the run ends with the old engines, the new ones, or, where going back fails for some, with all others.
+A run that its daemon did not live to end is taken up by the next one: `resume` decides by what was written down and by
+what the deployer has.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.core.journal.store import Entry, Journal, Kind
+from orchestrrl.fleet.deployers.base import Life
+from orchestrrl.fleet.redeployment.actions import REFERENCE_WITHIN_S, Hands, within
+from orchestrrl.fleet.redeployment.records import EXCERPT, SWITCH
+from orchestrrl.fleet.redeployment.steps import (
+    BRING_UP,
+    Direction,
+    Stage,
+    Step,
+    StepKind,
+    StepReport,
+    StepState,
+    Switch,
+    SwitchReport,
+    SwitchState,
+    check,
+    goes_on,
+    stages_back,
+    stages_of,
+    steps_in,
+)
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 2.0
+BACK_ATTEMPTS = 2  # for an engine of before: memory of what was on its GPUs may be freed late
+_TAKES_GPUS = (StepKind.START, StepKind.WAKE)
+_FREES_GPUS = (StepKind.STOP, StepKind.SLEEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why it does not go on."""
+
+    step: Step | None  # None: it was called off
+    why: str
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return self.why
+        return f"{self.step.kind}{f' of {self.step.engine}' if self.step.engine else ''}: {self.why}"
+
+
+class _ChainFailed(Exception):
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class SwitchRun:
+    """One switch under way. `changed` is called with each new state of the report."""
+
+    def __init__(
+        self, switch: Switch, hands: Hands, journal: Journal, clock: Clock, changed: Callable[[], None]
+    ) -> None:
+        self.switch = switch
+        self.hands = hands
+        self._journal = journal
+        self._clock = clock
+        self._changed = changed
+        self._stages: dict[Direction, tuple[Stage, ...]] = {Direction.FORWARD: stages_of(switch), Direction.BACK: ()}
+        check(switch, self._stages[Direction.FORWARD])
+        self._steps: dict[tuple[Direction, int], StepReport] = {}
+        self._list_steps(Direction.FORWARD)
+        self._state = SwitchState.RUNNING
+        self._detail = ""
+        self._ended_s: float | None = None
+        self._fenced_s: float | None = None
+        self._closed_s: float | None = None
+        self._going: asyncio.Task[None] | None = None  # forward
+        self._called_off = ""
+        self._point_of_no_return = False
+        self._stopping: set[EngineId] = set()  # begun, and not known to have been done
+        self._dozing: set[EngineId] = set()  # that may sleep, whatever the deployer knows of it
+        self._unready: set[EngineId] = set()  # on their way up, and not known to have been verified
+
+    # --- told
+
+    def report(self) -> SwitchReport:
+        return SwitchReport(
+            id=self.switch.id,
+            plan=self.switch.plan,
+            reason=self.switch.reason,
+            created_s=self.switch.created_s,
+            state=self._state,
+            old=self.switch.old,
+            new=self.switch.new,
+            engines=tuple(sorted(e for e, d in self.hands.running.items() if d.life is Life.ALIVE and not d.lent)),
+            steps=tuple(self._steps.values()),
+            detail=self._detail,
+            ended_s=self._ended_s,
+            requests_moved=len(self.hands.tally.moved - self.hands.tally.parked),
+            requests_parked=len(self.hands.tally.parked),
+            closed_s=self._closed_s,
+        )
+
+    def took_s(self, engine: EngineId) -> float | None:
+        """Seconds from when what was in its way began to leave until it was verified; None: it was not."""
+        verified_s, began_s = None, []
+        gpus = {gpu for spec in self.switch.coming if spec.engine == engine for gpu in spec.gpus}
+        in_the_way = {spec.engine for spec in self.switch.leaving if gpus.intersection(spec.gpus)}
+        for (direction, _), told in self._steps.items():
+            if direction is not Direction.FORWARD or told.began_s is None:
+                continue
+            step = told.step
+            if step.engine in in_the_way and step.kind in _FREES_GPUS:
+                began_s.append(told.began_s)
+            if step.engine == engine and step.kind in _TAKES_GPUS:
+                began_s.append(told.began_s)
+            if step.engine == engine and step.kind is StepKind.VERIFY and told.took_s is not None:
+                verified_s = told.began_s + told.took_s
+        return None if verified_s is None or not began_s else verified_s - min(began_s)
+
+    def call_off(self, because: str) -> None:
+        """Go back. Raises Permanent where that is no longer possible."""
+        going = self._going  # None: it is yet to begin
+        over = self.hands.going_back or self._state is not SwitchState.RUNNING or (going is not None and going.done())
+        if over or self._point_of_no_return:
+            raise Permanent(f"switch {self.switch.id} can no longer be called off")
+        self._called_off = because
+        if going is not None:
+            going.cancel()
+
+    # --- run
+
+    async def run(self) -> None:
+        """From the beginning to the end."""
+        # Who comes on free GPUs is verified before any engine is emptied that could be asked then.
+        early = next(steps_in(self._stages[Direction.FORWARD])).kind in _TAKES_GPUS
+        limit_s = self.switch.limits.check_s if early else REFERENCE_WITHIN_S
+        try:
+            reference = await within(self._clock, limit_s, self.hands.reference(patient=early))
+        except OrchestrRLError as error:
+            logger.warning("switch %s: nobody was there to compare answers with: %s", self.switch.id, error)
+            reference = None
+        self.switch = self.hands.switch = replace(self.switch, reference=reference)
+        body = {"switch": SWITCH.dump_python(self.switch, mode="json")}
+        try:
+            self._journal.append(self._clock.now_s(), Kind.SWITCH_BEGAN, self.switch.id, body)
+        except OrchestrRLError as error:
+            self._state, self._ended_s = SwitchState.ROLLED_BACK, self._clock.now_s()
+            self._detail = f"nothing was begun, since it cannot be written down: {error}"
+            return
+        failure = Failure(None, self._called_off) if self._called_off else await self._forward()
+        await self._end(failure)
+
+    async def resume(self, steps: Sequence[Entry]) -> None:
+        """Take up what a daemon before left open; `steps` are its entries of this switch, in order."""
+        done = self._recall(steps)
+        alive = {engine for engine, deployed in self.hands.running.items() if deployed.life is Life.ALIVE}
+        if not goes_on(self.switch, done, alive):
+            return await self._end(Failure(None, "the daemon ended in the middle of it"))
+        logger.warning("switch %s is finished: all that is new had been verified", self.switch.id)
+        stopped = {engine for kind, engine in done if kind in _FREES_GPUS}
+        # What this daemon has to know of itself, and what is as good as undone until its engine has stopped.
+        again: set[tuple[StepKind, EngineId | None]] = {(StepKind.FENCE, None), (StepKind.ADMIT, None)}
+        again |= {(StepKind.EVACUATE, spec.engine) for spec in self.switch.leaving if spec.engine not in stopped}
+        return await self._end(await self._forward(done - again))
+
+    async def _forward(self, done: set[tuple[StepKind, EngineId | None]] | None = None) -> Failure | None:
+        skip = done or set()
+        self.hands.expect(spec.engine for spec in self.switch.preparing)
+        self._going = asyncio.ensure_future(self._run_stages(skip))
+        try:
+            await self._going
+        except _ChainFailed as failed:
+            return failed.failure
+        except OrchestrRLError as error:
+            return Failure(None, f"it cannot be written down: {error}")
+        except asyncio.CancelledError:
+            if not self._called_off:  # the daemon ends: the next one takes it up
+                self._going.cancel()
+                await asyncio.wait({self._going})
+                raise
+            return Failure(None, self._called_off)
+        return None
+
+    async def _end(self, failure: Failure | None) -> None:
+        amiss: list[str] = []
+        if failure is not None:
+            logger.warning("switch %s goes back: %s", self.switch.id, failure)
+            self._detail = str(failure)
+            self._told()
+            amiss = await self._back()
+        state = SwitchState.DONE
+        if failure is not None:
+            # What failed on the way may have come right in the end, e.g. an engine that would not stop and serves on.
+            state = SwitchState.ROLLED_BACK if await self._as_before() else SwitchState.DEGRADED
+            self._detail = "; ".join([str(failure), *amiss])
+        self._state = state  # in one go: whoever looks sees a switch that runs, or how it ended
+        self._ended_s = self._clock.now_s()
+        # Whose run it is tells of it, once the next one may begin.
+
+    async def _back(self) -> list[str]:
+        """What failed on the way."""
+        for key, told in list(self._steps.items()):
+            if told.state is StepState.PENDING:
+                self._steps[key] = replace(told, state=StepState.SKIPPED)
+        self.hands.going_back = True
+        present = await self._look()
+        asleep = {engine for engine in present if self.hands.running[engine].lent}
+        old = {spec.engine for spec in self.switch.leaving}
+        asleep |= present & self._dozing & old
+        there = present - (self._unready & old)  # starting one again is harmless, and brings it up
+        ended = {engine for engine in present if self.hands.running[engine].life is Life.ENDED}
+        scaled = {
+            told.step.engine
+            for told in self._steps.values()
+            if told.step.kind is StepKind.SCALE and told.step.engine is not None and told.began_s is not None
+        }
+        self._stages[Direction.BACK] = stages_back(self.switch, there, asleep, scaled, self._stopping | ended)
+        self._list_steps(Direction.BACK)
+        brought_up = {step.engine for step in steps_in(self._stages[Direction.BACK]) if step.kind is StepKind.READY}
+        self.hands.expect(engine for engine in brought_up if engine is not None)
+        self._told()
+        amiss: list[str] = []
+        for stage in self._stages[Direction.BACK]:
+            outcomes = await asyncio.gather(*(self._chain_back(chain) for chain in stage))
+            amiss += [outcome for outcome in outcomes if outcome]
+        return list(dict.fromkeys(amiss))
+
+    async def _look(self) -> set[EngineId]:
+        """What is there. Without that nothing can be undone, so a deployer that does not answer is asked again."""
+        while True:
+            try:
+                return await self.hands.look()
+            except OrchestrRLError as error:
+                logger.error(
+                    "switch %s cannot go back: the deployer does not say what there is: %s", self.switch.id, error
+                )
+                await self._clock.sleep(LOOK_AGAIN_S)
+
+    async def _as_before(self) -> bool:
+        await self._look()
+        serving = {engine for engine, up in self.hands.running.items() if up.life is Life.ALIVE and not up.lent}
+        return serving == {spec.engine for spec in self.switch.old}
+
+    async def _chain_back(self, chain: Sequence[Step]) -> str:
+        """Nobody else goes without an engine because of this one; why it failed, if it did."""
+        failure: Failure | None = None
+        for _ in range(BACK_ATTEMPTS):
+            try:
+                for step in chain:
+                    await self._do(Direction.BACK, step, self.hands.back)
+            except _ChainFailed as failed:
+                failure = failed.failure
+                logger.error("switch %s, on its way back: %s", self.switch.id, failure)
+                if failure.step is not None and failure.step.kind in (*_TAKES_GPUS, StepKind.SCALE, *BRING_UP):
+                    await self._let_go(failure.step)
+                    if chain[0].kind is StepKind.WAKE:  # nobody is there to be woken now
+                        start = replace(chain[0], kind=StepKind.START, within_s=self.switch.limits.start_s)
+                        chain = [start, *chain[1:]]
+            else:
+                return ""
+        return str(failure)
+
+    async def _let_go(self, step: Step) -> None:
+        """What came up by half is not left on its GPUs."""
+        assert step.engine is not None
+        try:
+            await within(self._clock, self.switch.limits.stop_s, self.hands.discard(step.engine))
+        except OrchestrRLError as error:
+            logger.error("%s: %s", step.engine, error)
+
+    async def _run_stages(self, skip: set[tuple[StepKind, EngineId | None]]) -> None:
+        for stage in self._stages[Direction.FORWARD]:
+            chains = [asyncio.ensure_future(self._run_chain(chain, skip)) for chain in stage]
+            try:
+                await asyncio.wait(chains, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                # Where one fails the others are not waited for: all go back.
+                for chain in chains:
+                    chain.cancel()
+                outcomes = await asyncio.gather(*chains, return_exceptions=True)
+            failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            told = [outcome for outcome in failures if not isinstance(outcome, asyncio.CancelledError)]
+            if failures:
+                raise (told or failures)[0]
+
+    async def _run_chain(self, chain: Sequence[Step], skip: set[tuple[StepKind, EngineId | None]]) -> None:
+        for step in chain:
+            if (step.kind, step.engine) in skip:
+                continue
+            try:
+                await self._do(Direction.FORWARD, step, self.hands.forward)
+            except _ChainFailed as failed:
+                if step.kind is not StepKind.RETIRE:
+                    raise
+                # The new deployment stands: what could not be stopped is told, and stopped by the next switch.
+                self._detail = "; ".join(filter(None, [self._detail, str(failed.failure)]))
+
+    async def _do(self, direction: Direction, step: Step, act: Callable[[Step], Awaitable[str]]) -> None:
+        if direction is Direction.FORWARD and step.kind is StepKind.ADMIT:
+            self._point_of_no_return = True
+        began_s = self._clock.now_s()
+        if step.kind is StepKind.FENCE and self._fenced_s is None:
+            self._fenced_s = began_s
+        self._write(StepReport(step, direction, StepState.RUNNING, began_s=began_s))
+        if step.engine is not None:
+            self.hands.waits_for.pop(step.engine, None)
+        try:
+            detail = await within(self._clock, step.within_s, act(step))
+        except OrchestrRLError as error:
+            waits = self.hands.waits_for.get(step.engine, "") if step.engine is not None else ""
+            why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
+            self._write(self._ended_step(direction, step, StepState.FAILED, why, began_s))
+            raise _ChainFailed(Failure(step, why)) from error
+        except Exception as error:
+            # A defect, ours or a deployer's, must not leave the fleet between the two.
+            logger.exception("switch %s: %s %s", self.switch.id, step.kind, step.engine or "")
+            why = f"a defect: {error!r}"
+            self._write(self._ended_step(direction, step, StepState.FAILED, why, began_s))
+            raise _ChainFailed(Failure(step, why)) from error
+        except asyncio.CancelledError:
+            # What became of it is looked at before anything else is done.
+            self._steps[direction, step.number] = self._ended_step(
+                direction, step, StepState.FAILED, "cut short", began_s
+            )
+            raise
+        if step.kind is StepKind.ADMIT and self._fenced_s is not None:
+            self._closed_s = self._clock.now_s() - self._fenced_s
+        self._write(self._ended_step(direction, step, StepState.DONE, detail, began_s))
+
+    def _ended_step(
+        self, direction: Direction, step: Step, state: StepState, detail: str, began_s: float
+    ) -> StepReport:
+        return StepReport(step, direction, state, detail, began_s, self._clock.now_s() - began_s)
+
+    # --- written down
+
+    def _write(self, told: StepReport) -> None:
+        step = told.step
+        self._steps[told.direction, step.number] = told
+        self._note(step.kind, step.engine, told.state)
+        body: dict[str, Any] = {
+            "id": f"{self.switch.id}/{told.direction}/{step.number}",
+            "direction": told.direction,
+            "number": step.number,
+            "kind": step.kind,
+            "engine": step.engine,
+            "state": told.state,
+            "detail": told.detail,
+            "began_s": told.began_s,
+            "took_s": told.took_s,
+            "valid_until_s": (told.began_s or 0.0) + step.within_s,
+        }
+        if self.switch.reference is None and self.hands.switch.reference is not None:
+            self.switch = self.hands.switch
+            body["reference"] = EXCERPT.dump_python(self.hands.switch.reference, mode="json")
+        try:
+            self._journal.append(self._clock.now_s(), Kind.SWITCH_STEP, self.switch.id, body)
+        except OrchestrRLError as error:
+            if told.direction is Direction.FORWARD:
+                raise
+            # A full disk must not keep the fleet from being whole again.
+            logger.error("switch %s: %s", self.switch.id, error)
+        logger.info("switch %s: %s %s %s %s", self.switch.id, step.kind, step.engine or "", told.state, told.detail)
+        self._told()
+
+    def _note(self, kind: StepKind, engine: EngineId | None, state: StepState) -> None:
+        """Whose processes may be there now, and neither serve nor stay."""
+        if engine is None:
+            return
+        if kind in _TAKES_GPUS and state is StepState.RUNNING:
+            self._unready.add(engine)
+        if kind in (*_TAKES_GPUS, *_FREES_GPUS) and state is StepState.RUNNING:
+            self.hands.loaded.discard(engine)
+        match kind, state:
+            case (StepKind.LOAD, StepState.DONE):
+                self.hands.loaded.add(engine)
+            case (StepKind.VERIFY, StepState.DONE):
+                self._unready.discard(engine)
+            case (StepKind.STOP, StepState.RUNNING):
+                self._stopping.add(engine)
+            case (StepKind.STOP, StepState.DONE) | (StepKind.START, StepState.RUNNING):
+                self._stopping.discard(engine)
+            case (StepKind.SLEEP, StepState.RUNNING):
+                self._dozing.add(engine)
+            case (StepKind.WAKE, StepState.DONE):
+                self._dozing.discard(engine)
+
+    def _recall(self, entries: Sequence[Entry]) -> set[tuple[StepKind, EngineId | None]]:
+        """What was done, forward. A step that had begun may have been done or not."""
+        done = set()
+        forward = {step.number: step for step in steps_in(self._stages[Direction.FORWARD])}
+        for entry in entries:
+            body = entry.body
+            self._note(StepKind(body["kind"]), body["engine"], StepState(body["state"]))
+            if "reference" in body:
+                reference = EXCERPT.validate_python(body["reference"])
+                self.switch = self.hands.switch = replace(self.switch, reference=reference)
+            step = forward.get(body["number"])
+            if body["direction"] != Direction.FORWARD or step is None:
+                continue
+            state = StepState(body["state"])
+            self._steps[Direction.FORWARD, step.number] = StepReport(
+                step, Direction.FORWARD, state, body["detail"], body["began_s"], body["took_s"]
+            )
+            if step.kind is StepKind.FENCE and self._fenced_s is None:
+                self._fenced_s = body["began_s"]
+            if state is StepState.DONE:
+                done.add((step.kind, step.engine))
+        for key, told in list(self._steps.items()):
+            if told.state is StepState.RUNNING:
+                self._steps[key] = replace(told, state=StepState.FAILED, detail="the daemon ended")
+        if any(entry.body["direction"] == Direction.BACK for entry in entries):
+            return set()  # it was on its way back already
+        return done
+
+    def _list_steps(self, direction: Direction) -> None:
+        for step in steps_in(self._stages[direction]):
+            self._steps[direction, step.number] = StepReport(step, direction)
+
+    def _told(self) -> None:
+        self._changed()

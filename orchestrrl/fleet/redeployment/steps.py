@@ -1,0 +1,416 @@
+"""A switch of the deployment: from the engines that there are to those wanted, in ordered steps, and back. Pure.
+
+The order is what keeps the fleet whole: engines that stay never stop serving; nothing is sent to an engine that is
+about to stop; none stops while a request is there that its gateway would not take back; a GPU serves one engine at a
+time; new engines serve once all of them have been verified. Carrying the steps out is fleet/redeployment/controller.py.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from orchestrrl.engines.managed import Excerpt
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from planner.model import EngineId, GpuId, PlanId, RequestId
+
+SwitchId = NewType("SwitchId", str)
+
+
+class StepKind(StrEnum):
+    FENCE = "fence"  # of the fleet: nothing new goes to the engines that leave
+    EVACUATE = "evacuate"  # their requests move, or are kept by their gateway for an engine to come
+    SLEEP = "sleep"  # it frees its GPUs and can be woken
+    STOP = "stop"
+    START = "start"
+    WAKE = "wake"
+    SCALE = "scale"  # elastic expert parallelism: it goes on with more or fewer replicas
+    READY = "ready"  # it answers with a real token
+    LOAD = "load_weights"
+    WARM_UP = "warm_up"
+    VERIFY = "verify"  # layout, KV capacity, weights, and that it answers as the others do
+    ADMIT = "admit"  # of the fleet: requests go to all of the new engines
+    COMMIT = "commit"  # of the fleet: from here on this is the deployment
+    RETIRE = "retire"  # an engine that slept through the switch is stopped
+
+
+# What is done to an engine before it may serve.
+BRING_UP = (StepKind.READY, StepKind.LOAD, StepKind.WARM_UP, StepKind.VERIFY)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long each step may take. Past it the step has failed."""
+
+    drain_s: float = 30.0  # for requests that cannot be moved to finish
+    stop_s: float = 60.0
+    start_s: float = 60.0
+    ready_s: float = 600.0  # large models are long to load
+    load_s: float = 300.0
+    check_s: float = 120.0  # warm-up, verification, admission, and going to sleep and waking
+
+    def of(self, kind: StepKind) -> float:
+        match kind:
+            case StepKind.EVACUATE:
+                return self.drain_s
+            case StepKind.STOP | StepKind.RETIRE:
+                return self.stop_s
+            case StepKind.START:
+                return self.start_s
+            case StepKind.READY:
+                return self.ready_s
+            case StepKind.LOAD:
+                return self.load_s
+            case _:
+                return self.check_s
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What all engines have to serve. `version` None: nobody has named one, and the model's own are meant. `source`: a
+    folder that engines can read; empty: nobody has told where to get them."""
+
+    version: int | None = None
+    source: str = ""
+    tensors_only: bool = False  # no configuration beside them: engines begin with the model's own, and load these then
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One change. `old` is the whole deployment, `new` the whole of what is wanted: what is in both stays as it is, or
+    is scaled where it has other GPUs there."""
+
+    id: SwitchId
+    plan: PlanId
+    reason: str
+    created_s: float
+    old: tuple[EngineSpec, ...]
+    new: tuple[EngineSpec, ...]
+    asleep: tuple[EngineSpec, ...] = ()  # that can be woken instead of starting their like
+    can_sleep: frozenset[EngineId] = frozenset()  # of those that leave
+    keep_asleep: bool = False  # who sleeps and is not wanted stays so, to be woken by a later switch
+    destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)  # of requests, as the plan has them
+    weights: Weights = Weights()
+    limits: Limits = Limits()
+    reference: Excerpt | None = None  # how the old engines answer: the new ones have to agree
+
+    def __post_init__(self) -> None:
+        for name, specs in (("old", self.old), ("new", self.new)):
+            owner: dict[GpuId, EngineId] = {}
+            for spec in specs:
+                for gpu in spec.gpus:
+                    if gpu in owner:
+                        raise ValueError(f"{name}: GPU {gpu} serves both {owner[gpu]} and {spec.engine}")
+                    owner[gpu] = spec.engine
+            ids = [spec.engine for spec in specs]
+            if len(set(ids)) != len(ids):
+                raise ValueError(f"{name}: engine ids must differ, got {ids}")
+        changed = [new.engine for old, new in self.scaled if not can_scale(old, new)]
+        if changed:
+            raise ValueError(f"engines that stay must keep their GPUs, got others for {changed}")
+
+    @property
+    def leaving(self) -> tuple[EngineSpec, ...]:
+        wanted = {spec.engine for spec in self.new}
+        return tuple(spec for spec in self.old if spec.engine not in wanted)
+
+    @property
+    def coming(self) -> tuple[EngineSpec, ...]:
+        there = {spec.engine for spec in self.old}
+        return tuple(spec for spec in self.new if spec.engine not in there)
+
+    @property
+    def preparing(self) -> tuple[EngineSpec, ...]:
+        """Those to be verified before they serve: who comes, and who is scaled, as wanted."""
+        return (*self.coming, *(new for _, new in self.scaled))
+
+    @property
+    def staying(self) -> tuple[EngineSpec, ...]:
+        before = {spec.engine: spec for spec in self.old}
+        return tuple(s for s in self.new if s.engine in before and before[s.engine].gpus == s.gpus)
+
+    @property
+    def scaled(self) -> tuple[tuple[EngineSpec, EngineSpec], ...]:
+        """As they are, and as they are wanted."""
+        before = {spec.engine: spec for spec in self.old}
+        pairs = ((before[spec.engine], spec) for spec in self.new if spec.engine in before)
+        return tuple((old, new) for old, new in pairs if old.gpus != new.gpus)
+
+
+def can_scale(old: EngineSpec, new: EngineSpec) -> bool:
+    """Whether they differ in how many replicas share the experts, and in nothing else."""
+    one, other = old.parallelism, new.parallelism
+    spread = all(p.ep == p.tp * p.dp > 1 and not p.afd for p in (one, other))
+    nested = set(old.gpus) < set(new.gpus) or set(new.gpus) < set(old.gpus)
+    return spread and nested and (one.tp, one.pp) == (other.tp, other.pp) and one.dp != other.dp
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`number` from 1, over the whole direction. `engine` None: of the fleet."""
+
+    number: int
+    stage: int
+    kind: StepKind
+    engine: EngineId | None
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchWish:
+    """What somebody asks for: a plan to be carried out, or how many engines of which configurations. A count of 0: as
+    many as the GPUs make that the others leave. Nothing is checked yet."""
+
+    targets: tuple[tuple[str, int], ...] = ()
+    plan: str = ""
+    reason: str = ""
+
+
+# Steps of one chain follow each other; the chains of a stage run side by side; stages follow each other.
+Chain = tuple[Step, ...]
+Stage = tuple[Chain, ...]
+
+
+class Direction(StrEnum):
+    FORWARD = "forward"
+    BACK = "back"
+
+
+class StepState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    SKIPPED = "skipped"  # something before it had failed
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    step: Step
+    direction: Direction
+    state: StepState = StepState.PENDING
+    detail: str = ""
+    began_s: float | None = None
+    took_s: float | None = None
+
+
+class SwitchState(StrEnum):
+    RUNNING = "running"
+    DONE = "done"
+    ROLLED_BACK = "rolled_back"  # the fleet is as it was before
+    DEGRADED = "degraded"  # going back failed for some engines; the others serve
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchReport:
+    """A switch as it stands, or as it ended. Seconds are the daemon's."""
+
+    id: SwitchId
+    plan: PlanId
+    reason: str
+    created_s: float
+    state: SwitchState
+    old: tuple[EngineSpec, ...]
+    new: tuple[EngineSpec, ...]
+    engines: tuple[EngineId, ...]  # that the fleet has now
+    steps: tuple[StepReport, ...]  # forward, then those back where it was rolled back
+    detail: str = ""  # why it was rolled back, what is missing
+    ended_s: float | None = None
+    requests_moved: int = 0
+    requests_parked: int = 0  # kept by their gateway meanwhile
+    # From the fence until requests went to the new engines; None: they have not.
+    closed_s: float | None = None
+
+    @property
+    def took_s(self) -> float | None:
+        return None if self.ended_s is None else self.ended_s - self.created_s
+
+
+_Plan = list[list[list[tuple[StepKind, EngineId | None]]]]
+
+
+def stages_of(switch: Switch) -> tuple[Stage, ...]:
+    """Forward. Engines whose GPUs are free come up while the old ones still serve."""
+    held = {gpu for spec in switch.old for gpu in spec.gpus}
+    early = [spec for spec in switch.coming if not held.intersection(spec.gpus)]
+    late = [spec for spec in switch.coming if held.intersection(spec.gpus)]
+    asleep = {spec.engine for spec in switch.asleep}
+    leave = {
+        spec.engine: StepKind.SLEEP if spec.engine in switch.can_sleep else StepKind.STOP for spec in switch.leaving
+    }
+    shrink = [new.engine for old, new in switch.scaled if len(new.gpus) < len(old.gpus)]
+    grow = [new.engine for old, new in switch.scaled if len(new.gpus) > len(old.gpus)]
+    plan: _Plan = [[_coming(spec, asleep) for spec in early]]
+    if emptied := [*leave, *shrink, *grow]:
+        plan.append([[(StepKind.FENCE, None)]])
+        plan.append([[(StepKind.EVACUATE, engine)] for engine in emptied])
+        freeing = [*((way, engine) for engine, way in leave.items()), *((StepKind.SCALE, engine) for engine in shrink)]
+        plan.append([[step] for step in freeing])
+    plan.append(
+        [
+            *(_coming(spec, asleep) for spec in late),
+            *(_scaling(engine) for engine in grow),
+            *(_bring_up(engine) for engine in shrink),
+        ]
+    )
+    plan += [[[(StepKind.ADMIT, None)]], [[(StepKind.COMMIT, None)]]]
+    if not switch.keep_asleep:
+        slept = [engine for engine, way in leave.items() if way is StepKind.SLEEP]
+        slept += [spec.engine for spec in switch.asleep if spec not in switch.new]
+        plan.append([_only(StepKind.RETIRE, engine) for engine in slept])
+    return _numbered(plan, switch.limits)
+
+
+def stages_back(
+    switch: Switch,
+    alive: Collection[EngineId],
+    asleep: Collection[EngineId] = (),
+    scaled: Collection[EngineId] = (),
+    failing: Collection[EngineId] = (),
+) -> tuple[Stage, ...]:
+    """Back to the old engines, from wherever it broke off. `alive`: all engines of either side whose processes are
+    there now, `asleep` those of them that sleep; `scaled`, whose scaling was begun: some may find that nothing came of
+    it; `failing`, who are there and will not be: their stop was begun, or they have ended."""
+    new = [spec for spec in switch.coming if spec.engine in alive and spec.engine not in asleep]
+    sleeping = {spec.engine for spec in switch.leaving if spec.engine in asleep}
+    lent = {spec.engine for spec in switch.asleep}
+    grew = [old for old, new in switch.scaled if len(new.gpus) > len(old.gpus)]
+    shrank = [old for old, new in switch.scaled if len(new.gpus) < len(old.gpus)]
+    ending = [s for s in (*switch.leaving, *grew, *shrank) if s.engine in failing and s.engine in alive]
+    sleeping -= {spec.engine for spec in ending}
+    gone = [*ending, *(spec for spec in (*switch.leaving, *grew, *shrank) if spec.engine not in alive)]
+    untouched = [*gone, *(old for old in (*grew, *shrank) if old.engine not in scaled)]
+    plan: _Plan = [
+        [
+            *(_only(StepKind.SLEEP if spec.engine in lent else StepKind.STOP, spec.engine) for spec in new),
+            *(_only(StepKind.STOP, spec.engine) for spec in ending),
+            *(_only(StepKind.SCALE, spec.engine) for spec in grew if spec not in untouched),
+        ],
+        [
+            *(_coming(spec, sleeping) for spec in switch.leaving if spec in gone or spec.engine in sleeping),
+            *(_coming(spec, ()) for spec in (*grew, *shrank) if spec in gone),
+            *(_bring_up(spec.engine) for spec in grew if spec not in untouched),
+            *(_scaling(spec.engine) for spec in shrank if spec not in untouched),
+        ],
+        [[(StepKind.ADMIT, None)]],
+        [[(StepKind.COMMIT, None)]],
+    ]
+    return _numbered(plan, switch.limits)
+
+
+def _bring_up(engine: EngineId) -> list[tuple[StepKind, EngineId | None]]:
+    return [(kind, engine) for kind in BRING_UP]
+
+
+def _only(kind: StepKind, engine: EngineId) -> list[tuple[StepKind, EngineId | None]]:
+    return [(kind, engine)]
+
+
+def _scaling(engine: EngineId) -> list[tuple[StepKind, EngineId | None]]:
+    return [(StepKind.SCALE, engine), *_bring_up(engine)]
+
+
+def _coming(spec: EngineSpec, asleep: Collection[EngineId]) -> list[tuple[StepKind, EngineId | None]]:
+    first = StepKind.WAKE if spec.engine in asleep else StepKind.START
+    return [(first, spec.engine), *_bring_up(spec.engine)]
+
+
+def _numbered(
+    plan: Iterable[Iterable[Iterable[tuple[StepKind, EngineId | None]]]], limits: Limits
+) -> tuple[Stage, ...]:
+    number = 0
+    stages: list[Stage] = []
+    for stage in plan:
+        chains = []
+        for chain in stage:
+            steps = []
+            for kind, engine in chain:
+                number += 1
+                steps.append(Step(number, len(stages) + 1, kind, engine, limits.of(kind)))
+            chains.append(tuple(steps))
+        if chains:
+            stages.append(tuple(chains))
+    return tuple(stages)
+
+
+def steps_in(stages: Sequence[Stage]) -> Iterator[Step]:
+    """In order of their numbers."""
+    return (step for stage in stages for chain in stage for step in chain)
+
+
+class Intact(ValueError):
+    """An order of steps would break what the fleet relies on."""
+
+
+def check(switch: Switch, stages: Sequence[Stage]) -> None:
+    """The invariants of going forward, step by step. Raises Intact with the first one that is broken."""
+    specs = {spec.engine: spec for spec in (*switch.asleep, *switch.old, *switch.new)}
+    staying = {spec.engine for spec in switch.staying}
+    before = {old.engine: old for old, _ in switch.scaled}
+    coming = {spec.engine for spec in switch.coming} | before.keys()
+    asleep = {spec.engine for spec in switch.asleep}
+    owner = {gpu: spec.engine for spec in switch.old for gpu in spec.gpus}
+    serving = {spec.engine for spec in switch.old}
+    evacuated: set[EngineId] = set()
+    passed: dict[EngineId, list[StepKind]] = {}  # of who comes: what has been done, in order
+    for step in steps_in(stages):
+        engine = step.engine
+        if engine is None:
+            if step.kind is StepKind.FENCE:
+                serving -= {spec.engine for spec in switch.leaving} | before.keys()
+            elif step.kind is StepKind.ADMIT:
+                if unready := sorted(e for e in coming if StepKind.VERIFY not in passed.get(e, ())):
+                    raise Intact(f"requests go to {unready} unverified")
+                serving |= coming
+            continue
+        if engine in staying:
+            raise Intact(f"{engine} is touched, and stays")
+        match step.kind:
+            case StepKind.EVACUATE:
+                if engine in serving:
+                    raise Intact(f"{engine} is evacuated before it is fenced")
+                evacuated.add(engine)
+            case StepKind.STOP | StepKind.SLEEP:
+                if engine not in evacuated or engine not in owner.values():
+                    raise Intact(f"{engine} stops before its requests have left, or twice")
+                owner = {gpu: of for gpu, of in owner.items() if of != engine}
+                if step.kind is StepKind.SLEEP:
+                    asleep.add(engine)
+            case StepKind.SCALE:
+                if engine not in evacuated or engine in passed:
+                    raise Intact(f"{engine} is scaled before its requests have left, or twice")
+                owner = {gpu: of for gpu, of in owner.items() if of != engine}
+                _take(owner, specs[engine])
+                passed[engine] = []
+            case StepKind.RETIRE:
+                if engine not in asleep:
+                    raise Intact(f"{engine} is retired, and does not sleep")
+                asleep.remove(engine)
+            case StepKind.START | StepKind.WAKE:
+                if (engine in asleep) is not (step.kind is StepKind.WAKE):
+                    raise Intact(
+                        f"{engine} is to {step.kind}, and {'sleeps' if engine in asleep else 'does not sleep'}"
+                    )
+                _take(owner, specs[engine])
+                asleep.discard(engine)
+                passed[engine] = []
+            case _:
+                if engine not in passed or passed[engine] != list(BRING_UP[: BRING_UP.index(step.kind)]):
+                    raise Intact(f"{step.kind} of {engine} comes out of order")
+                passed[engine].append(step.kind)
+
+
+def _take(owner: dict[GpuId, EngineId], spec: EngineSpec) -> None:
+    for gpu in spec.gpus:
+        if gpu in owner:
+            raise Intact(f"{spec.engine} comes to GPU {gpu}, which {owner[gpu]} has")
+        owner[gpu] = spec.engine
+
+
+def goes_on(switch: Switch, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]) -> bool:
+    """Whether a switch that was cut short is finished rather than undone: all that is new has been verified, and is
+    still there, so that going back would cost more than going on."""
+    ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in switch.preparing)
+    # A switch that only stops engines is undone as long as they are all there.
+    began = bool(switch.preparing) or any((StepKind.STOP, spec.engine) in done for spec in switch.leaving)
+    return ready and began

@@ -1,0 +1,234 @@
+"""From a plan, or an operator's wish, to the engines that the fleet is to have, each on its GPUs. Pure."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from orchestrrl.core.errors import Permanent, ProblemFaults, shorten
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment.steps import SwitchWish, can_scale
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, RequestId
+
+# The wish that all engines stop, once their requests have finished.
+NOTHING = (("nothing", 0),)
+
+MakeSpec = Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The deployment as it is. `serving` are the deployer's engines that do not sleep, dead ones included until they
+    are stopped; `others` are GPUs of engines that somebody else has started."""
+
+    serving: tuple[EngineSpec, ...]
+    asleep: tuple[EngineSpec, ...]
+    elastic: frozenset[EngineId]  # that can be scaled while they run
+    alive: frozenset[EngineId]
+    drained: frozenset[EngineId]  # by an operator: they stay, and finish what they have
+    lost: frozenset[EngineId]  # nobody knows how they are: their GPUs count as taken
+    others: Mapping[GpuId, EngineId]
+    gpus_count: int
+    per_node: int
+
+    @property
+    def kept_anyway(self) -> tuple[EngineSpec, ...]:
+        """What no switch touches."""
+        return tuple(spec for spec in self.serving if spec.engine in self.drained | self.lost)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    new: tuple[EngineSpec, ...]
+    destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)
+    sleepers_too: bool = False  # who sleeps is to end as well
+
+
+def wanted_by_plan(plan: Plan, standing: Standing, make_spec: MakeSpec) -> Wanted:
+    """Raises Permanent where the fleet is no longer the one that the plan was made for."""
+    if not plan.instances:
+        raise Permanent(f"plan {plan.id} names no engines")
+    there = {spec.engine: spec for spec in standing.serving if spec.engine in standing.alive}
+    foreign = set(standing.others.values())
+    new = list(standing.kept_anyway)
+    for instance in plan.instances:
+        if instance.id in there:
+            if instance.id not in {spec.engine for spec in new}:
+                new.append(there[instance.id])
+        elif instance.id not in foreign:
+            if instance.kept:
+                raise Permanent(f"plan {plan.id} keeps engine {instance.id}, which is not there any more")
+            new.append(make_spec(instance.id, instance.configuration, instance.gpus))
+    wanted = {instance.id for instance in plan.instances}
+    if unowned := sorted(foreign - wanted):
+        raise Permanent(
+            f"plan {plan.id} is without {', '.join(unowned)}, which this deployer has not started and does not stop"
+        )
+    _check_gpus(new, standing)
+    destinations = {move.request: move.destination for move in plan.moves}
+    destinations |= {request: instance.id for instance in plan.instances for request in instance.requests}
+    return _reusing(Wanted(tuple(new), destinations), standing)
+
+
+def wanted_by_targets(
+    wish: SwitchWish,
+    name: str,
+    standing: Standing,
+    configurations: Mapping[ConfigurationId, Configuration],
+    make_spec: MakeSpec,
+) -> Wanted:
+    """Engines of each configuration, those that are there kept as far as they fit in; new ones are called after `name`.
+    `nothing` is a target, too. Raises ProblemFaults with every fault of the wish."""
+    faults = _target_faults(wish, configurations)
+    if faults:
+        raise ProblemFaults(faults)
+    if wish.targets == NOTHING:
+        return Wanted(standing.kept_anyway, sleepers_too=True)
+    targets = [(ConfigurationId(target), count) for target, count in wish.targets]
+    keepable = _keepable(targets, standing)
+    for dropped in range(len(keepable) + 1):  # as few as need be
+        new = _filled(targets, name, standing, configurations, make_spec, keepable[dropped:])
+        if new is not None:
+            return _reusing(Wanted((*standing.kept_anyway, *new)), standing)
+    free = len(_free(standing, standing.kept_anyway))
+    asked = ", ".join(f"{count or 'any'} x {target} of {configurations[target].gpus} GPUs" for target, count in targets)
+    fault = f"targets: do not fit on the {free} GPUs in nodes of {standing.per_node}, got {asked}"
+    raise ProblemFaults([fault + _taken_by(standing)])
+
+
+def _taken_by(standing: Standing) -> str:
+    """Who has the GPUs that no switch can free."""
+    kept = {gpu: spec.engine for spec in standing.kept_anyway for gpu in spec.gpus}
+    words = (
+        (kept, "drained by an operator, or nobody knows how they are"),
+        (standing.others, "not started by this deployer, which does not stop them"),
+    )
+    told = [f"{', '.join(sorted(set(owner.values())))} ({why})" for owner, why in words if owner]
+    return f"; the other GPUs have {' and '.join(told)}" if told else ""
+
+
+def _target_faults(wish: SwitchWish, configurations: Mapping[ConfigurationId, Configuration]) -> list[str]:
+    faults = []
+    if wish.targets == NOTHING:
+        return []
+    if wish.plan and wish.targets:
+        faults.append(f"plan_id: cannot go with targets, got {wish.plan!r}")
+    if not wish.targets:
+        faults.append("targets: must name a configuration, got none")
+    known = ", ".join(sorted(configurations)) or "none"
+    for place, (target, count) in enumerate(wish.targets):
+        if target not in configurations:
+            where = f"targets[{place}].configuration"
+            faults.append(f"{where}: is not one of fleet.configurations (known: {known}), got {shorten(target)}")
+        if target in [earlier for earlier, _ in wish.targets[:place]]:
+            faults.append(f"targets[{place}].configuration: is named twice, got {shorten(target)}")
+        if count < 0:
+            faults.append(f"targets[{place}].engines: must be >= 0 (0: as many as fit), got {count}")
+    return faults
+
+
+def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: Standing) -> list[EngineSpec]:
+    """Engines that are wanted and there; those first that are rather given up where others find no room."""
+    untouched = {spec.engine for spec in standing.kept_anyway}
+    there = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
+    by_configuration = {
+        target: [spec for spec in there if spec.configuration == target][: count or None] for target, count in targets
+    }
+    filling = [target for target, count in targets if not count]
+    order = [*filling, *(target for target, count in targets if count)]
+    return [spec for target in order for spec in by_configuration[target]]
+
+
+def _filled(
+    targets: Sequence[tuple[ConfigurationId, int]],
+    name: str,
+    standing: Standing,
+    configurations: Mapping[ConfigurationId, Configuration],
+    make_spec: MakeSpec,
+    kept: Sequence[EngineSpec],
+) -> list[EngineSpec] | None:
+    """None where they do not fit. The largest are placed first: small ones find room anywhere."""
+    new = list(kept)
+    have = Counter(spec.configuration for spec in kept)
+    free = _free(standing, [*standing.kept_anyway, *new])
+
+    def place(target: ConfigurationId) -> bool:
+        gpus = _room(free, configurations[target].gpus, standing.per_node)
+        if gpus is None:
+            return False
+        free.difference_update(gpus)
+        new.append(make_spec(EngineId(f"{name}.{len(new) - len(kept)}"), target, gpus))
+        return True
+
+    by_size = sorted(targets, key=lambda one: (-configurations[one[0]].gpus, one[0]))
+    for target, count in by_size:  # one at least of those that take what the others leave
+        if not all(place(target) for _ in range(max(count, 1) - have[target])):
+            return None
+    for target, count in by_size:
+        while not count and place(target):
+            pass
+    return new
+
+
+def _free(standing: Standing, specs: Iterable[EngineSpec]) -> set[GpuId]:
+    taken = {gpu for spec in specs for gpu in spec.gpus} | set(standing.others)
+    return {GpuId(gpu) for gpu in range(standing.gpus_count)} - taken
+
+
+def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | None:
+    """The lowest GPUs that an engine of this size can have: side by side in one node, aligned where sizes divide it, or
+    whole nodes."""
+    if size > per_node:
+        nodes = -(-size // per_node)
+        starts, rest = range(0, max(free, default=-1) + 1, per_node), size % per_node
+        if rest:
+            return None
+        for start in starts:
+            gpus = tuple(GpuId(gpu) for gpu in range(start, start + nodes * per_node))
+            if free.issuperset(gpus):
+                return gpus
+        return None
+    for start in sorted(free):
+        in_node = start % per_node
+        if in_node + size > per_node or (per_node % size == 0 and in_node % size):
+            continue
+        gpus = tuple(GpuId(gpu) for gpu in range(start, start + size))
+        if free.issuperset(gpus):
+            return gpus
+    return None
+
+
+def _reusing(wanted: Wanted, standing: Standing) -> Wanted:
+    """The same fleet, with what is there instead of what would have to be started: an engine that sleeps and is like a
+    wanted one on the same GPUs is woken, one that is to stop and differs in its replicas alone is scaled. These keep
+    their ids."""
+    sleeping = {(spec.configuration, spec.gpus): spec for spec in standing.asleep if spec.engine in standing.alive}
+    there = {spec.engine for spec in standing.serving}
+    kept = {spec.engine for spec in wanted.new}
+    free = [
+        spec for spec in standing.serving if spec.engine in standing.elastic - kept and spec.engine in standing.alive
+    ]
+    new, names = [], {}
+    for spec in wanted.new:
+        reused = spec
+        if spec.engine not in there:
+            similar = [old for old in free if can_scale(old, spec)]
+            if (spec.configuration, spec.gpus) in sleeping:
+                reused = sleeping[spec.configuration, spec.gpus]
+            elif similar:
+                old = max(similar, key=lambda one: (len(set(one.gpus) & set(spec.gpus)), one.engine))
+                free.remove(old)
+                reused = replace(spec, engine=old.engine, port=old.port)
+        new.append(reused)
+        names[spec.engine] = reused.engine
+    destinations = {request: names.get(engine, engine) for request, engine in wanted.destinations.items()}
+    return Wanted(tuple(new), destinations)
+
+
+def _check_gpus(new: Sequence[EngineSpec], standing: Standing) -> None:
+    """Raises Permanent where engines get in each other's way."""
+    owner: dict[GpuId, EngineId] = dict(standing.others)
+    for spec in new:
+        for gpu in spec.gpus:
+            if gpu in owner:
+                raise Permanent(f"GPU {gpu} is wanted for {spec.engine}, and stays with {owner[gpu]}")
+            owner[gpu] = spec.engine

@@ -1,0 +1,189 @@
+"""Tell gateways which engines there are, how loaded each is, and whether anything new may go there."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.schema import Config
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.nodes import NodeRegistry
+from orchestrrl.core.operation_runner import Runner
+from orchestrrl.core.operations import Route, SetRoutes
+from orchestrrl.fleet.state import State
+from planner.model import EngineId, EngineView, NodeId
+
+logger = logging.getLogger(__name__)
+
+# A change is sent at once. While changes keep coming, as when a fleet starts, the time between two messages doubles
+# from the first to the last of these: each message has all routes, and one for each change would be N^2 of them.
+SPACING_FIRST_S = 0.05
+SPACING_LAST_S = 1.0
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How soon changes are sent: see SPACING_FIRST_S."""
+
+    spacing_s: float = 0.0
+    sent_s: float = float("-inf")
+    sending: asyncio.Task[None] | None = None
+
+    def wait_s(self, now_s: float) -> float:
+        return self.sent_s + self.spacing_s - now_s
+
+    def sent(self, now_s: float) -> None:
+        rested = now_s - self.sent_s > max(SPACING_FIRST_S, 2 * self.spacing_s)
+        self.spacing_s = SPACING_FIRST_S if rested else min(SPACING_LAST_S, 2 * self.spacing_s)
+        self.sent_s = now_s
+
+
+class Routes:
+    """The routes as they stand. They are written down when they change in more than load."""
+
+    def __init__(
+        self, config: Config, state: State, nodes: NodeRegistry, runner: Runner, journal: Journal, clock: Clock
+    ) -> None:
+        self.config = config
+        self.draining: set[EngineId] = set()  # engines that are about to be stopped: gateways send them nothing new
+        # Engines that are being started, and until when that is believed: gateways keep requests for them, and send
+        # them there once they are no longer named here, whoever reports them well before.
+        self.expected: dict[EngineId, float] = {}
+        self.load_index: Mapping[EngineId, float | None] = {}  # as the fast loop last found it
+        self._state = state
+        self._nodes = nodes
+        self._runner = runner
+        self._journal = journal
+        self._clock = clock
+        self._told: tuple[tuple[object, ...], ...] = ()
+        self._expected_before: dict[EngineId, float] = {}  # as written down
+        self._sent: dict[NodeId, tuple[SetRoutes, float]] = {}  # to each gateway, and when
+        self._changes, self._losses = _Pace(), _Pace()
+
+    def recover(self) -> None:
+        """Engines that were routed to, or expected: a gateway that attaches before their agents do must not lose
+        them, nor send elsewhere what it keeps for them."""
+        written = self._journal.newest(Kind.ROUTES, _written)
+        if written is None:
+            return
+        now_s = self._clock.now_s()
+        urls, self._expected_before = written
+        for engine, url in urls.items():
+            self._state.remember_engine(engine, url, now_s)
+        self.expected.update(self._still_expected(self._expected_before, now_s))
+
+    def attached(self, gateway: NodeId) -> None:
+        """A gateway has attached, and has nothing yet."""
+        self._sent.pop(gateway, None)
+
+    def changed(self, *, lost: bool = False) -> None:
+        """Send the routes with the next turn of the event loop, or as soon as the pace allows. An engine that was
+        `lost` does not wait behind those that come."""
+        pace = self._losses if lost else self._changes
+        if pace.sending is not None and not pace.sending.done():
+            return
+        try:
+            pace.sending = asyncio.get_running_loop().create_task(self._send_changes(pace))
+            pace.sending.add_done_callback(_report_failure)
+        except RuntimeError:  # no event loop: the fast loop's next turn sends them
+            pace.sending = None
+
+    async def _send_changes(self, pace: "_Pace") -> None:
+        if (wait_s := pace.wait_s(self._clock.now_s())) > 0:
+            await self._clock.sleep(wait_s)
+        now_s = self._clock.now_s()
+        pace.sent(now_s)
+        self.send(self._state.engines(now_s))
+
+    def close(self) -> None:
+        for pace in (self._changes, self._losses):
+            if pace.sending is not None:
+                pace.sending.cancel()
+
+    def send(self, engines: Sequence[EngineView]) -> None:
+        """To every attached gateway that has others. They are repeated before they could be missed for long: a gateway
+        that was busy refuses orders that have expired."""
+        gateways = self._nodes.gateways()
+        now_s = self._clock.now_s()
+        expected = self._still_expected(self.expected, now_s)
+        if not gateways and expected == self._expected_before:
+            return
+        routes = tuple(self._route(engine, engine.id in expected) for engine in engines)
+        action = SetRoutes(routes, tuple(sorted(expected)), max(expected.values(), default=0.0))
+        lasts_s = self.config.fast.operation_expiry_s
+        self._sent = {gateway: sent for gateway, sent in self._sent.items() if gateway in gateways}
+        for gateway in gateways:
+            own = self._as_reached_by(gateway, engines, action)
+            before, sent_s = self._sent.get(gateway, (None, 0.0))
+            if own != before or now_s - sent_s >= lasts_s / 2:
+                self._nodes.send(gateway, self._runner.next_operation(own, lasts_s))
+                self._sent[gateway] = own, now_s
+        shape = (
+            *((route.engine, route.url, route.health, route.draining) for route in routes),
+            *sorted(expected.items()),
+        )
+        if shape != self._told:
+            self._told, self._expected_before = shape, expected
+            listing = [{"engine": r.engine, "url": r.url, "health": r.health, "draining": r.draining} for r in routes]
+            try:
+                self._journal.append(now_s, Kind.ROUTES, "", {"routes": listing, "expected": expected})
+            except OrchestrRLError as error:  # gateways have them all the same
+                logger.error("routes cannot be written down: %s", error)
+
+    def _as_reached_by(self, gateway: NodeId, engines: Sequence[EngineView], action: SetRoutes) -> SetRoutes:
+        urls = self._state.urls_for(gateway, engines)
+        if not urls:
+            return action
+        routes = tuple(replace(route, url=urls.get(route.engine, route.url)) for route in action.routes)
+        return replace(action, routes=routes)
+
+    @staticmethod
+    def _still_expected(expected: Mapping[EngineId, float], now_s: float) -> dict[EngineId, float]:
+        return {engine: until_s for engine, until_s in expected.items() if until_s > now_s}
+
+    def kv_versions(self, engines: Iterable[EngineView]) -> dict[EngineId, str]:
+        """Engines of the same one can hand KV over to each other; with the policy version, as gateways have it."""
+        return {
+            engine.id: f"{kv}@{engine.policy_version}" if (kv := self._kv_version(engine)) else "" for engine in engines
+        }
+
+    def _kv_version(self, engine: EngineView) -> str:
+        """Engines hand KV over to those of the same configuration and weights; empty: to none."""
+        links = self.config.fleet.kv_transfer
+        if links is None or links.connector is None or engine.configuration is None:
+            return ""
+        return f"{engine.configuration}/{links.weights}"
+
+    def _route(self, engine: EngineView, starting: bool) -> Route:
+        fresh = engine.age_s is not None and engine.age_s <= self.config.fast.stale_after_s
+        return Route(
+            engine=engine.id,
+            url=engine.url,
+            health=engine.health if self._state.reported(engine.id) else None,
+            load_index=self.load_index.get(engine.id),
+            # How much of it is free is not known before the first sample: better none than one that is always full.
+            kv_capacity_tokens=0 if engine.age_s is None else engine.kv_capacity_tokens,
+            kv_free_tokens=engine.kv_free_tokens,
+            max_sequences=engine.max_sequences,
+            draining=engine.draining or engine.outdated or engine.id in self.draining or starting,
+            kv_version=self._kv_version(engine),
+            pool=engine.pool,
+            policy_version=engine.policy_version,
+            waiting=engine.waiting if fresh else None,
+            newest_policy_version=self._state.weights.newest,
+        )
+
+
+def _written(body: Mapping[str, Any]) -> tuple[dict[EngineId, str], dict[EngineId, float]]:
+    """Each engine's URL, and until when each is expected that is being started."""
+    urls = {EngineId(route["engine"]): str(route["url"]) for route in body["routes"]}
+    return urls, {EngineId(engine): float(until_s) for engine, until_s in body.get("expected", {}).items()}
+
+
+def _report_failure(sending: asyncio.Task[None]) -> None:
+    """The fast loop's next turn sends the same, and sets its work aside if that fails again."""
+    if not sending.cancelled() and (error := sending.exception()) is not None:
+        logger.error("routes were not sent: %s", error)

@@ -1,0 +1,93 @@
+"""Estimate when a report was made, in the daemon's time, from the sender's own timestamps. Pure.
+
+The receipt of a report says only that it is not younger: it may have waited in a connection, or in a daemon that was
+busy. The sender's clock says more, but may be off by any amount. Let `offset` be the sender's clock minus ours.
+
+A report that was sent at `sent` (its clock) and received at `received` (ours) bounds the offset from below:
+`offset >= sent - received`, since it was not received before it was sent. An acknowledgement that we sent at
+`ack_sent` (ours) and that arrived at `ack_received` (its clock) bounds it from above: `offset <= ack_received -
+ack_sent`. Both hold whatever time the ways took, and each widens with the drift of two clocks.
+
+Where acknowledgements are echoed, the upper bound is used: the age is then never too small, and too large by no more
+than the quickest acknowledgement and the quickest report took together. The first report of such a sender, which may
+have been queued, cannot be dated: it waits for the next one, which has an echo. A sender that echoes nothing for
+UNDATED_S, or does not stamp its reports, is judged by the lower bound alone, i.e. by its quickest report: the age is
+too small by what that one took, and a first report that was queued counts as fresh until a quicker one has come.
+
+A clock that is set makes the bounds contradict each other: the earlier ones are forgotten. Of a sender that echoes
+nothing a clock that was set back looks like a queue; its bounds are forgotten after it has reported for
+BUCKETS * BUCKET_S.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from orchestrrl.core.reports import SendTimes
+
+# Quartz drifts by less than 50, and NTP slews by up to 500.
+DRIFT_PPM = 500.0
+# Bounds are kept for each stretch of time in which the sender reported: a silence forgets none.
+BUCKET_S = 5.0
+BUCKETS = 6
+# A sender that stamps its reports should have had an acknowledgement by then.
+UNDATED_S = 2.0
+
+
+@dataclass(slots=True)
+class _Bounds:
+    """The offset lies in [least_s, most_s] at `at_s`."""
+
+    began_s: float
+    at_s: float
+    least_s: float
+    most_s: float
+
+    def widened(self, now_s: float) -> tuple[float, float]:
+        drift_s = max(0.0, now_s - self.at_s) * DRIFT_PPM * 1e-6
+        return self.least_s - drift_s, self.most_s + drift_s
+
+
+@dataclass(slots=True)
+class SenderClock:
+    """The clock of one sender, as its reports show it."""
+
+    _buckets: list[_Bounds] = field(default_factory=list)
+    first_s: float | None = None  # its first and its latest report, in our time
+    heard_s: float = 0.0
+
+    def taken_s(self, sampled_s: float, times: SendTimes, received_s: float) -> float | None:
+        """Return when a sample was taken, in our time and at most `received_s`, and learn from its report.
+
+        `sampled_s` is by the sender's clock; 0 or no number: it has none, and the receipt counts. None: this cannot be
+        known before the next report.
+        """
+        self.heard_s = received_s
+        self.first_s = received_s if self.first_s is None else self.first_s
+        if not (math.isfinite(sampled_s) and sampled_s > 0):
+            return received_s
+        sent_s = times.sent_s if math.isfinite(times.sent_s) and times.sent_s >= sampled_s else sampled_s
+        most_s = math.inf
+        if 0 < times.ack_sent_s <= received_s and 0 < times.ack_received_s <= sent_s:
+            most_s = times.ack_received_s - times.ack_sent_s
+        least_s, most_s = self._learn(sent_s - received_s, most_s, received_s)
+        if most_s < math.inf:
+            return min(received_s, sampled_s - most_s)
+        if sent_s == times.sent_s and received_s - self.first_s < UNDATED_S:
+            return None
+        return min(received_s, sampled_s - least_s)
+
+    def _learn(self, least_s: float, most_s: float, now_s: float) -> tuple[float, float]:
+        """Add the bounds of one report, and return those of all."""
+        if not self._buckets or now_s - self._buckets[-1].began_s >= BUCKET_S:
+            self._buckets = [*self._buckets[-BUCKETS + 1 :], _Bounds(now_s, now_s, least_s, most_s)]
+        else:
+            newest = self._buckets[-1]
+            earlier_least_s, earlier_most_s = newest.widened(now_s)
+            newest.at_s = max(newest.at_s, now_s)
+            newest.least_s, newest.most_s = max(earlier_least_s, least_s), min(earlier_most_s, most_s)
+        bounds = [bucket.widened(now_s) for bucket in self._buckets]
+        all_least_s, all_most_s = max(least for least, _ in bounds), min(most for _, most in bounds)
+        if all_least_s > all_most_s:  # the clock was set
+            self._buckets = [_Bounds(now_s, now_s, least_s, most_s)]
+            return least_s, most_s
+        return all_least_s, all_most_s

@@ -1,0 +1,733 @@
+"""Fold what agents and gateways report into immutable snapshots that know how old everything is.
+
+Holds values and nothing else: no clock, no socket. Ages run from when a sample was taken, as its sender's clock shows
+it (sender_clocks.py), and at least from its receipt. Reports of one sender are ordered by (stream, sequence): a late or
+repeated one changes nothing. Of several senders that report one thing one counts (reporters.py). An engine that nodes
+call by several ids is one engine here (same_servers.py).
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from orchestrrl.core.addresses import server_address
+from orchestrrl.core.errors import LimitReached, shorten
+from orchestrrl.core.operations import OperationResult
+from orchestrrl.core.reports import (
+    EngineFailovers,
+    EngineReport,
+    EngineSample,
+    FailoverCounts,
+    FinishedRequest,
+    GateReport,
+    GatewayEngine,
+    GatewayReport,
+    NodeHello,
+    NodeKind,
+)
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.fleet.pause_lease import GateState
+from orchestrrl.fleet.reporters import Reporters
+from orchestrrl.fleet.request_groups import Groups
+from orchestrrl.fleet.same_servers import CONFIGURATION, Claim, Names, find_names
+from orchestrrl.fleet.sender_clocks import SenderClock
+from planner.model import (
+    ConfigurationId,
+    EngineHealth,
+    EngineId,
+    EngineView,
+    FinishedLength,
+    GpuId,
+    NodeId,
+    RequestId,
+    RequestState,
+    RequestView,
+    Snapshot,
+)
+
+# Finished requests remembered per gateway, to count a repeated one once. A gateway repeats only what was not
+# acknowledged, which is far less.
+FINISHED_REMEMBERED = 65536
+# The newest responses of a step that tell how long responses are. Some jobs never go idle, so their step never ends.
+LENGTHS_REMEMBERED = 65536
+# The stream of who reports an engine while its agent does not: such reports are ordered as they come, and those of an
+# agent among themselves, whatever was reported in its stead.
+STAND_IN = -1
+# Endings that say nothing about how long responses are.
+CUT_SHORT = frozenset({"abort", "error"})
+# The ending of an output that `max_tokens` cut: it only tells that it would have been longer.
+CENSORED = "length"
+# The ids of engines are compared again after so long, also where none has changed: nodes come and go.
+NAMES_LAST_S = 30.0
+HOSTS_REMEMBERED = 65_536  # of nodes that have attached, and clocks of senders
+CLAIMS_PER_ENGINE = 4  # nodes may name each engine by ids of their own
+CLOCKS_REMEMBERED_S = 600.0  # of senders that fell silent
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the configuration or an operator says of an engine; it stands where the engine itself does not tell."""
+
+    id: EngineId
+    url: str
+    configuration: ConfigurationId | None = None
+    gpus: tuple[GpuId, ...] = ()
+    max_sequences: int | None = None
+    kv_capacity_tokens: int | None = None
+    pool: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One generation step: from the fleet's going busy to its going idle."""
+
+    started_s: float
+    ended_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Since the daemon's start."""
+
+    finished: int = 0
+    moves_done: int = 0
+    moves_failed: int = 0
+    tokens_recomputed: int = 0
+    tokens_loaded: int = 0
+
+
+@dataclass(slots=True)
+class _EngineRecord:
+    reporters: Reporters = field(default_factory=Reporters)
+    remembered_url: str = ""
+    report: EngineReport | None = None
+    received_s: float = 0.0
+    sample: EngineSample | None = None  # the latest, also while the engine cannot be read
+    sample_taken_s: float = 0.0
+    decode_tokens_per_s: float | None = None
+    capabilities: Capabilities | None = None
+
+
+@dataclass(slots=True)
+class _GatewayRecord:
+    reporters: Reporters = field(default_factory=Reporters)
+    received_s: float = 0.0  # its latest word of any kind
+    url: str = ""
+    engines: tuple[EngineId, ...] = ()  # from its hello
+    in_flight: tuple[RequestView, ...] = ()
+    in_flight_ids: frozenset[RequestId] = frozenset()
+    on_engines: frozenset[EngineId] = frozenset()  # that requests in flight are on
+    reported_s: float | None = None  # when that was so; None: it has not reported
+    gate: GateReport = field(default_factory=GateReport)
+    finished: dict[FinishedRequest, None] = field(default_factory=dict)  # as values: an id may be used again
+    failovers: dict[EngineFailovers, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a state remembers at most at a time; `limits` in the daemon's configuration."""
+
+    engines: int = 8192
+    gateways: int = 256
+    requests: int = 1_048_576
+
+
+class State:
+    """The fleet as reported. Whoever has not reported for `forget_after_s` is left out of snapshots, or counts as gone
+    where something else names it."""
+
+    def __init__(
+        self,
+        facts: Iterable[EngineFacts] = (),
+        forget_after_s: float = 60.0,
+        capacity: Capacity = Capacity(),
+        host: str = "",
+    ) -> None:
+        """`host`: whose loopback addresses the configuration means, as addresses.host_id gives it."""
+        self._capacity = capacity
+        self._facts = {fact.id: fact for fact in facts}
+        self._host = host
+        self._deployed: dict[EngineId, EngineFacts] = {}  # since the start, by us
+        self._added: dict[EngineId, EngineFacts] = {}  # by an operator
+        self._removed: set[EngineId] = set()
+        self._back_again: set[EngineId] = set()  # removed, and reported well since, by nobody's word but their agent's
+        self._barred: frozenset[EngineId] = frozenset()  # by an operator: whoever reports them, they are none
+        self._draining: frozenset[EngineId] = frozenset()  # by an operator
+        self._forget_after_s = forget_after_s
+        self._engines: dict[EngineId, _EngineRecord] = {}
+        self._gateways: dict[NodeId, _GatewayRecord] = {}
+        self._clocks: dict[tuple[NodeId, str | int], SenderClock] = {}  # of each sender
+        self._hosts: dict[NodeId, str] = {}  # of nodes that attached
+        self._claims: dict[tuple[NodeId, EngineId], Claim] = {}  # the ids that nodes use for engines
+        self._names = Names()  # what followed from them
+        self._named_s = float("-inf")  # when; -inf: it is to be found anew
+        self._finished: deque[FinishedLength] = deque(maxlen=LENGTHS_REMEMBERED)
+        self.earlier_output_tokens: tuple[int, ...] = ()  # of the step before
+        self.step: Step | None = None  # the current or the last one
+        self.weights = GateState()  # whose versions are which
+        self.groups = Groups()  # how many answers of each have finished, over all gateways
+        self.totals = Totals()
+        self.failovers: dict[EngineId, FailoverCounts] = {}  # since the daemon's start, by the engine that failed
+        self._new_failovers: list[EngineFailovers] = []
+
+    def set_facts(self, facts: Iterable[EngineFacts]) -> None:
+        """What the configuration says, as far as no deployment and no operator has overtaken it."""
+        configured = {fact.id: fact for fact in facts if fact.id not in self._removed | self._barred}
+        self._facts = {**configured, **self._deployed, **self._added}
+        self._named_s = float("-inf")
+
+    def set_roster(
+        self, added: Iterable[EngineFacts], draining: Iterable[EngineId], removed: Iterable[EngineId]
+    ) -> None:
+        """The operators' word, for the facts that are set next. Who is removed is none of ours, also while an agent
+        reports it well."""
+        self._draining, self._barred = frozenset(draining), frozenset(removed)
+        for engine in self._barred:
+            self._deployed.pop(engine, None)
+            if engine in self._engines:  # what it offers is told once
+                self._engines[engine] = _EngineRecord(capabilities=self._engines[engine].capabilities)
+        self._added = {facts.id: facts for facts in added}
+        self._removed.difference_update(self._added)
+        self._back_again.difference_update(self._added)
+
+    def add_engine(self, facts: EngineFacts) -> None:
+        """An engine that was deployed, unless an operator has removed it since."""
+        if facts.id in self._barred:
+            return
+        self._removed.discard(facts.id)
+        self._back_again.discard(facts.id)
+        self._deployed[facts.id] = self._facts[facts.id] = facts
+        self._named_s = float("-inf")
+
+    def barred(self, engine: EngineId) -> bool:
+        """An operator has removed it: it is none of the fleet's, also while it runs."""
+        return engine in self._barred
+
+    def remove_engine(self, engine: EngineId) -> None:
+        """An engine that was stopped: it is none any more, unless an agent reports it well again."""
+        self._removed.add(engine)
+        self._deployed.pop(engine, None)
+        self._facts.pop(engine, None)
+        self._engines.pop(engine, None)
+        self._named_s = float("-inf")
+
+    def remember_engine(self, engine: EngineId, url: str, at_s: float) -> None:
+        """An engine that an earlier daemon routed to, until its agent reports it again or it is forgotten."""
+        record = self._engines.setdefault(engine, _EngineRecord())
+        record.remembered_url, record.received_s = url, max(record.received_s, at_s)
+
+    def fold_hello(self, hello: NodeHello, received_s: float) -> None:
+        """A gateway names the engines that it routes to, before it has reported anything."""
+        self._hosts[hello.node] = hello.host
+        if len(self._hosts) > HOSTS_REMEMBERED:
+            del self._hosts[next(iter(self._hosts))]
+        if hello.kind is not NodeKind.GATEWAY:
+            return
+        record = self._gateways.setdefault(hello.node, _GatewayRecord())
+        record.engines, record.url = hello.engines, hello.url
+        record.received_s = max(record.received_s, received_s)
+        self._claim_all(hello.node, hello.addresses, received_s)
+
+    def stream_ended(self, stream: int) -> None:
+        """No report will come on this stream: another one may be in its place."""
+        for engine in self._engines.values():
+            engine.reporters.stream_ended(stream)
+        for gateway in self._gateways.values():
+            gateway.reporters.stream_ended(stream)
+
+    def fold_engine(self, report: EngineReport, received_s: float, stream: int = 0) -> bool:
+        """Take a report in, unless one at least as new is held, or another agent's counts. True: it was taken.
+
+        The report's engine is as `engine_of` names it.
+        """
+        if report.engine in self._barred:
+            if report.capabilities is not None:
+                self._engines[report.engine] = _EngineRecord(capabilities=report.capabilities)
+            return False
+        if report.engine in self._removed:
+            if report.health is not EngineHealth.OK:
+                return False
+            self._removed.discard(report.engine)
+            self._back_again.add(report.engine)
+        record = self._engines.setdefault(report.engine, _EngineRecord())
+        taken_s = None
+        if report.sample is not None:
+            taken_s = self._taken_s(report.agent, report, stream, report.sample.sampled_s, received_s)
+        if stream == STAND_IN:
+            record.reporters.stand_in()
+        elif not record.reporters.admit(
+            report.agent, report.incarnation, stream, report.sequence, received_s, report.sample is not None
+        ):
+            if report.capabilities is not None and record.capabilities is None:
+                record.capabilities = report.capabilities
+            return False
+        if report.engine in self._back_again and report.health is EngineHealth.GONE:
+            # Its agent's word from before it was stopped came late, or it was somebody's for a while.
+            self._back_again.discard(report.engine)
+            self.remove_engine(report.engine)
+            return False
+        record.report, record.received_s = report, received_s
+        if report.capabilities is not None:
+            record.capabilities = report.capabilities
+        # The agent's word alone: where it gives no rate, there is none, e.g. while a first prefill lasts.
+        record.decode_tokens_per_s = report.sample.decode_tokens_per_s if report.sample else None
+        if report.sample is not None and taken_s is not None:
+            record.sample, record.sample_taken_s = report.sample, taken_s
+        self._mark_step(received_s)
+        return True
+
+    def fold_gateway(self, report: GatewayReport, received_s: float, stream: int = 0) -> bool:
+        """Take a report in, unless one at least as new is held. True: it was taken.
+
+        Finished requests and failovers count once per gateway, also those of a report that came late.
+        """
+        record = self._gateways.setdefault(report.gateway, _GatewayRecord())
+        fresh = [finished for finished in report.finished if finished not in record.finished]
+        taken_s = self._taken_s(report.gateway, report, stream, report.sampled_s, received_s)
+        newer = record.reporters.admit(report.gateway, report.incarnation, stream, report.sequence, received_s)
+        if newer:
+            record.received_s = received_s
+        if newer and report.engines is not None:
+            self._claim_all(report.gateway, report.engines, received_s)
+            record.engines = tuple(engine.known_as or engine.engine for engine in report.engines)
+        if newer and taken_s is not None:
+            record.reported_s = taken_s
+            record.in_flight, record.url = report.in_flight, report.url or record.url
+            record.gate = report.gate
+            record.in_flight_ids = frozenset(request.id for request in report.in_flight)
+            record.on_engines = engines_of(report)
+        self._count_failovers(record, report.gateway, report.failovers)
+        if fresh:
+            # They were in flight, if only between two reports.
+            self._start_step(received_s)
+            self._count_finished(record, fresh)
+        if newer or fresh:
+            self._mark_step(received_s)
+        return newer
+
+    def fold_result(self, result: OperationResult) -> None:
+        """Count the items of a closed operation that moved requests."""
+        done = sum(item.done for item in result.items)
+        self.totals = replace(
+            self.totals,
+            moves_done=self.totals.moves_done + done,
+            moves_failed=self.totals.moves_failed + len(result.items) - done,
+            tokens_recomputed=self.totals.tokens_recomputed + sum(item.recomputed_tokens for item in result.items),
+            tokens_loaded=self.totals.tokens_loaded + sum(item.loaded_tokens for item in result.items),
+        )
+
+    def take_failovers(self) -> list[EngineFailovers]:
+        """Those that were counted since the last call."""
+        new, self._new_failovers = self._new_failovers, []
+        return new
+
+    def engines(self, now_s: float) -> tuple[EngineView, ...]:
+        """Every engine that is known, by id; the part of a snapshot that is cheap."""
+        return tuple(self._view(engine, now_s) for engine in sorted(self._known_engines(now_s)))
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        gateways = self._live_gateways(now_s)
+        ages = [now_s - record.reported_s for record in gateways.values() if record.reported_s is not None]
+        stepping = self.step is not None and self.step.ended_s is None
+        return Snapshot(
+            now_s=now_s,
+            engines=self.engines(now_s),
+            requests=self._requests(now_s),
+            finished_output_tokens=tuple(length.tokens for length in self._finished),
+            requests_age_s=max(ages, default=None),
+            step_started_s=self.step.started_s if stepping and self.step else None,
+            finished=self.finished,
+        )
+
+    @property
+    def finished(self) -> tuple[FinishedLength, ...]:
+        """Lengths of the current step, or of the last one until the next begins, in order of finishing."""
+        return tuple(self._finished)
+
+    def gateway_of(self, request: RequestId) -> NodeId | None:
+        """The gateway that last reported the request in flight; with several, the newest report's."""
+        holders = [
+            (record.reported_s, node)
+            for node, record in self._gateways.items()
+            if record.reported_s is not None and request in record.in_flight_ids
+        ]
+        return max(holders)[1] if holders else None
+
+    def gateways_of_groups(self, groups: frozenset[str]) -> dict[NodeId, tuple[str, ...]]:
+        """Which gateways have requests of these groups in flight, as they last said."""
+        found: dict[NodeId, tuple[str, ...]] = {}
+        for node, record in self._gateways.items():
+            there = {request.group for request in record.in_flight} & groups
+            if there:
+                found[node] = tuple(sorted(there))
+        return found
+
+    @property
+    def gates(self) -> dict[NodeId, GateReport]:
+        """How the gate of each gateway stood when it reported last, however long ago."""
+        return {node: record.gate for node, record in self._gateways.items() if record.reported_s is not None}
+
+    def heard_s(self, node: NodeId) -> float | None:
+        """As of when the node has reported; None: it has not."""
+        gateway = self._gateways.get(node)
+        if gateway and gateway.reported_s is not None:
+            return gateway.reported_s
+        heard = [
+            record.received_s for record in self._engines.values() if record.report and record.report.agent == node
+        ]
+        return max(heard, default=None)
+
+    def configuration_of(self, engine: EngineId) -> ConfigurationId | None:
+        facts = self._facts.get(engine)
+        return facts.configuration if facts else None
+
+    def capabilities(self, engine: EngineId) -> Capabilities | None:
+        record = self._engines.get(engine)
+        return record.capabilities if record else None
+
+    def reported(self, engine: EngineId) -> bool:
+        """Whether an agent has ever reported the engine: without that its health is only a presumption."""
+        record = self._engines.get(engine)
+        return record is not None and record.report is not None
+
+    # --- room
+
+    def check_engine_report(self, report: EngineReport, now_s: float) -> None:
+        """Raises LimitReached where the report names one engine, or one name of an engine, more than are remembered."""
+        most = CLAIMS_PER_ENGINE * self._capacity.engines
+        if (report.agent, report.engine) not in self._claims and sum(
+            c.rank == 1 for c in self._claims.values()
+        ) >= most:
+            limit = f"at most {most} names of engines by agents can be known ({CLAIMS_PER_ENGINE} times limits.engines)"
+            raise LimitReached(f"engine_id: {limit}, got {shorten(report.engine)} as one more")
+        self._make_room(frozenset({self._names.engine(report.agent, report.engine)}), None, now_s)
+
+    def check_gateway_report(self, report: GatewayReport, now_s: float) -> None:
+        """Raises LimitReached where the report brings a gateway, engines or requests beyond what is remembered."""
+        others = [record for node, record in self._live_gateways(now_s).items() if node != report.gateway]
+        count = sum(len(record.in_flight) for record in others) + len(report.in_flight)
+        if count > self._capacity.requests:
+            limit = f"at most {self._capacity.requests} over all gateways can be known (limits.requests)"
+            raise LimitReached(f"in_flight: {limit}, got {len(report.in_flight)}, {count} with the others'")
+        self._make_room(self._meant(report.gateway, engines_of(report), report.engines or ()), report.gateway, now_s)
+
+    def check_hello(self, hello: NodeHello, now_s: float) -> None:
+        """Raises LimitReached where a gateway's hello brings a gateway or engines beyond what is remembered."""
+        if hello.kind is NodeKind.GATEWAY:
+            self._make_room(self._meant(hello.node, hello.engines, hello.addresses), hello.node, now_s)
+
+    def _meant(
+        self, gateway: NodeId, engines: Iterable[EngineId], own: Iterable[GatewayEngine] = ()
+    ) -> frozenset[EngineId]:
+        """The engines that a gateway means by these ids."""
+        names = {*engines, *(engine.known_as or engine.engine for engine in own)}
+        return frozenset(self._names.engine(gateway, name) for name in names)
+
+    def _make_room(self, engines: frozenset[EngineId], gateway: NodeId | None, now_s: float) -> None:
+        """Forget what nobody has reported for long, if these are too many otherwise."""
+        record = None if gateway is None else self._gateways.get(gateway)
+        new = frozenset(engine for engine in engines if engine not in self._facts and engine not in self._engines)
+        if new and gateway is not None and record is not None:
+            new -= self._meant(gateway, record.on_engines.union(record.engines))
+        if not new and (gateway is None or record is not None):
+            return
+        if self._overfull(new, gateway):
+            self._forget(now_s, gateway)
+        if fault := self._overfull(new, gateway):
+            raise LimitReached(fault)
+
+    def _overfull(self, new: frozenset[EngineId], gateway: NodeId | None) -> str:
+        """Which capacity is exceeded with these."""
+        capacity = self._capacity
+        if gateway is not None and len(self._gateways.keys() | {gateway}) > capacity.gateways:
+            limit = f"at most {capacity.gateways} gateways can be known at a time (limits.gateways)"
+            return f"gateway_id: {limit}, got {shorten(gateway)} as one more"
+        known = set(new).union(self._facts, self._engines)
+        for node, record in self._gateways.items():
+            known |= self._meant(node, record.on_engines.union(record.engines))
+        if new and len(known) > capacity.engines:
+            limit = f"at most {capacity.engines} engines can be known at a time (limits.engines)"
+            return f"engine_id: {limit}, got {len(known)} with {shorten(min(new))}"
+        return ""
+
+    def _forget(self, now_s: float, but: NodeId | None) -> None:
+        for engine, record in list(self._engines.items()):
+            if now_s - record.received_s > self._forget_after_s and engine not in self._barred:
+                del self._engines[engine]
+        live = self._live_gateways(now_s)
+        for node in [node for node in self._gateways if node not in live and node != but]:
+            del self._gateways[node]
+
+    # --- names and senders
+
+    def names(self, now_s: float) -> Names:
+        """The engine that each node means by each of its ids."""
+        if now_s - self._named_s > NAMES_LAST_S:
+            self._named_s = now_s
+            live = self._live_gateways(now_s)
+            self._claims = {
+                key: claim
+                for key, claim in self._claims.items()
+                if (claim.source in live if claim.rank == 2 else now_s - claim.heard_s <= self._forget_after_s)
+            }
+            self._clocks = {
+                key: clock for key, clock in self._clocks.items() if now_s - clock.heard_s <= CLOCKS_REMEMBERED_S
+            }
+            facts = [Claim(CONFIGURATION, f.id, 0, f.url, self._host) for f in self._facts.values() if f.url]
+            self._names = find_names((*facts, *self._claims.values()), now_s)
+        return self._names
+
+    def engine_of(self, report: EngineReport, received_s: float) -> EngineId:
+        """The engine that a report is about: its agent may call it by an id of its own.
+
+        An id that is new counts as its own engine until `names` is asked next, so that a fleet that starts does not
+        compare all with all for each of its reports.
+        """
+        claim = self._claims.get((report.agent, report.engine))
+        if claim is None:
+            claim = self._claims[report.agent, report.engine] = Claim(report.agent, report.engine, 1, "")
+        claim.heard_s = received_s
+        claim.capabilities = report.capabilities or claim.capabilities
+        if claim.follow(report.url, self._hosts.get(report.agent, ""), report.server, None, received_s):
+            self._named_s = float("-inf")
+        return self._names.engine(report.agent, report.engine)
+
+    def offered(self, report: EngineReport) -> Capabilities | None:
+        """What the report's engine offers: an agent reports it once, perhaps before the engine's other names were
+        known. `engine_of` comes first; the report has the agent's own id still."""
+        claim = self._claims.get((report.agent, report.engine))
+        return report.capabilities if claim is None else claim.capabilities
+
+    def engine_called(self, name: EngineId, now_s: float) -> EngineId:
+        """The engine that an operator means: by its id, or by another one that only nodes use."""
+        return self.names(now_s).by_other_name(name) or name
+
+    def engine_at(self, url: str, now_s: float) -> EngineId | None:
+        """The engine that the URL leads to from the daemon's host, as far as addresses show it. A server is taken to
+        listen on both kinds of loopback address."""
+        address, names = server_address(url), self.names(now_s)
+        if address is None:
+            return None
+        known = [(names.engine(c.source, c.engine), c.url, c.host) for c in self._claims.values()]
+        known = [each for each in known if each[0] not in self._removed | self._barred]
+        for view in self.engines(now_s):
+            record = self._engines.get(view.id)
+            agent = record.report.agent if record is not None and record.report is not None else None
+            known.append((view.id, view.url, self._host if agent is None else self._hosts.get(agent, "")))
+        for engine, other, host in known:
+            elsewhere = address.local and host and self._host and host != self._host
+            theirs = server_address(other)
+            if theirs is not None and theirs.by_ipv4 == address.by_ipv4 and not elsewhere:
+                return engine
+        return None
+
+    def own_name(self, request: RequestId, engine: EngineId) -> EngineId:
+        """The id by which the request's gateway calls the engine that it is on; `engine` where that is the same."""
+        gateway = self.gateway_of(request)
+        if gateway is None or gateway not in self._names.of:
+            return engine
+        record = self._gateways[gateway]
+        own = next((view.engine for view in record.in_flight if view.id == request), None)
+        return own if own is not None and self._names.engine(gateway, own) == engine else engine
+
+    def urls_for(self, gateway: NodeId, engines: Iterable[EngineView]) -> dict[EngineId, str]:
+        """URLs by which a gateway reaches engines where those that agents report are of no use to it: loopback
+        addresses of another host. Its own command line has them."""
+        own = {
+            self._names.engine(gateway, claim.engine): claim
+            for claim in self._claims.values()
+            if claim.source == gateway and claim.url
+        }
+        host = self._hosts.get(gateway, "")
+        urls = {}
+        for engine in engines if own else ():
+            claim, record = own.get(engine.id), self._engines.get(engine.id)
+            address = server_address(engine.url)
+            if claim is None or address is None or not address.local or record is None or record.report is None:
+                continue
+            there = self._hosts.get(record.report.agent, "")
+            server = record.report.server
+            if there and host and there != host and server and server in claim.identities(self._named_s):
+                urls[engine.id] = claim.url
+        return urls
+
+    def reported_by(self, engine: EngineId, now_s: float) -> tuple[str, ...]:
+        """The agents that report the engine at the same time, the one that counts first; empty unless several do."""
+        record = self._engines.get(engine)
+        return () if record is None else record.reporters.side_by_side(now_s)
+
+    def _claim_all(self, gateway: NodeId, engines: Iterable[GatewayEngine], now_s: float) -> None:
+        """The ids that a gateway uses, and no others."""
+        named = {engine.engine: engine for engine in engines}
+        for key in [key for key in self._claims if key[0] == gateway and key[1] not in named]:
+            del self._claims[key]
+            self._named_s = float("-inf")
+        for engine in named.values():
+            claim = self._claims.get((gateway, engine.engine))
+            if claim is None:
+                claim = self._claims[gateway, engine.engine] = Claim(gateway, engine.engine, 2, "")
+            if claim.follow(engine.url, self._hosts.get(gateway, ""), engine.server, engine.known_as, now_s):
+                self._named_s = float("-inf")
+
+    def _taken_s(
+        self, node: NodeId, report: EngineReport | GatewayReport, stream: int, sampled_s: float, received_s: float
+    ) -> float | None:
+        """When a sample was taken, in our time; None: that is not known yet."""
+        sender = (node, report.incarnation or stream)
+        clock = self._clocks.get(sender)
+        if clock is None:
+            clock = self._clocks[sender] = SenderClock()
+            if len(self._clocks) > HOSTS_REMEMBERED:
+                del self._clocks[next(iter(self._clocks))]
+        return clock.taken_s(sampled_s, report.times, received_s)
+
+    # --- steps
+
+    def _mark_step(self, at_s: float) -> None:
+        if self._busy(at_s):
+            self._start_step(at_s)
+        elif self.step is not None and self.step.ended_s is None:
+            self.step = replace(self.step, ended_s=at_s)
+
+    def _start_step(self, at_s: float) -> None:
+        if self.step is None or self.step.ended_s is not None:
+            self.step = Step(at_s)
+            self.earlier_output_tokens = tuple(length.tokens for length in self._finished) or self.earlier_output_tokens
+            self._finished.clear()
+            self.groups.forget()
+
+    def _busy(self, now_s: float) -> bool:
+        """Gateways know; without any, what engines say must do."""
+        gateways = [record for record in self._live_gateways(now_s).values() if record.reported_s is not None]
+        if gateways:
+            return any(record.in_flight for record in gateways)
+        samples = [record.sample for record in self._engines.values() if record.report and record.report.sample]
+        return any(sample.running + sample.waiting > 0 for sample in samples if sample)
+
+    def _count_finished(self, record: _GatewayRecord, fresh: list[FinishedRequest]) -> None:
+        for finished in fresh:
+            record.finished[finished] = None
+            if finished.finish_reason not in CUT_SHORT:
+                censored = finished.finish_reason == CENSORED
+                self._finished.append(FinishedLength(finished.generated_tokens, censored, finished.tag))
+        self.groups.count(fresh)
+        # Together: the first key of a dictionary is searched for behind all that were deleted before it.
+        for finished in list(islice(record.finished, max(0, len(record.finished) - FINISHED_REMEMBERED))):
+            del record.finished[finished]
+        self.totals = replace(self.totals, finished=self.totals.finished + len(fresh))
+
+    def _count_failovers(self, record: _GatewayRecord, gateway: NodeId, reported: tuple[EngineFailovers, ...]) -> None:
+        for failovers in reported:
+            if failovers in record.failovers:
+                continue
+            record.failovers[failovers] = None
+            engine = self._names.engine(gateway, failovers.engine)
+            if engine not in self.failovers and len(self.failovers) >= self._capacity.engines:
+                engine = EngineId("")  # the rest together
+            self.failovers[engine] = self.failovers.get(engine, FailoverCounts()) + failovers.counts
+            self._new_failovers.append(failovers)
+        for failovers in list(islice(record.failovers, max(0, len(record.failovers) - FINISHED_REMEMBERED))):
+            del record.failovers[failovers]
+
+    # --- views
+
+    def _live_gateways(self, now_s: float) -> dict[NodeId, _GatewayRecord]:
+        return {
+            node: record for node, record in self._gateways.items() if now_s - record.received_s <= self._forget_after_s
+        }
+
+    def _known_engines(self, now_s: float) -> set[EngineId]:
+        names = self.names(now_s)
+        known = {e for e, record in self._engines.items() if now_s - record.received_s <= self._forget_after_s}
+        # What was folded under an id before it turned out to be another engine's.
+        known = {engine for engine in known if not names.is_other(engine)} | set(self._facts)
+        for node, record in self._live_gateways(now_s).items():
+            there = record.on_engines.union(record.engines)
+            known.update(names.engine(node, engine) for engine in there)
+        return known - self._removed - self._barred
+
+    def _requests(self, now_s: float) -> tuple[RequestView, ...]:
+        newest: dict[RequestId, tuple[float, NodeId, RequestView]] = {}
+        for node, record in self._live_gateways(now_s).items():
+            if record.reported_s is None:
+                continue
+            for request in record.in_flight:
+                held = newest.get(request.id)
+                if held is None or (record.reported_s, node) > held[:2]:
+                    newest[request.id] = (record.reported_s, node, self._with_engine(node, request))
+        reported = (
+            request if reported_s == now_s else replace(request, quiet_s=request.quiet_s + now_s - reported_s)
+            for _, (reported_s, _, request) in sorted(newest.items())
+        )
+        return self._with_preempted(tuple(reported), now_s)
+
+    def _with_engine(self, node: NodeId, request: RequestView) -> RequestView:
+        if request.engine is None or node not in self._names.of:
+            return request
+        return replace(request, engine=self._names.engine(node, request.engine))
+
+    def _with_preempted(self, requests: tuple[RequestView, ...], now_s: float) -> tuple[RequestView, ...]:
+        """Put requests that their engine has preempted back among the waiting.
+
+        To its gateway a preempted request looks like a slow running one; the engine counts it as waiting. Where an
+        engine counts more than the gateways do, the requests that have been quiet for longest are meant: none of those
+        that made a token since the engine was last read.
+        """
+        excess = Counter(
+            {e: r.sample.waiting for e, r in self._engines.items() if r.sample is not None and r.sample.waiting}
+        )
+        excess.subtract(Counter(r.engine for r in requests if r.engine and r.state is RequestState.WAITING))
+        sample_age_s = {e: now_s - self._engines[e].sample_taken_s for e, count in excess.items() if count > 0}
+        quiet: dict[EngineId, list[tuple[float, RequestId]]] = {}
+        for request in requests if sample_age_s else ():
+            engine = request.engine
+            running = request.state is RequestState.RUNNING
+            if running and engine in sample_age_s and request.quiet_s > sample_age_s[engine]:
+                quiet.setdefault(engine, []).append((-request.quiet_s, request.id))
+        preempted = {request for engine, those in quiet.items() for _, request in sorted(those)[: excess[engine]]}
+        if not preempted:
+            return requests
+        return tuple(replace(r, state=RequestState.WAITING) if r.id in preempted else r for r in requests)
+
+    def _view(self, engine: EngineId, now_s: float) -> EngineView:
+        record = self._engines.get(engine, _EngineRecord())
+        facts = self._facts.get(engine, EngineFacts(engine, ""))
+        report, sample = record.report, record.sample
+        capacity_tokens = (sample.kv_capacity_tokens if sample else 0) or facts.kv_capacity_tokens or 0
+        health, detail = self._health(record, now_s)
+        told_sequences = record.capabilities.max_sequences if record.capabilities else None
+        return EngineView(
+            id=engine,
+            url=(report.url if report else "") or facts.url or record.remembered_url,
+            configuration=facts.configuration,
+            health=health,
+            running=sample.running if sample else 0,
+            waiting=sample.waiting if sample else 0,
+            kv_capacity_tokens=capacity_tokens,
+            kv_free_tokens=round(capacity_tokens * (1.0 - sample.kv_usage_fraction)) if sample else 0,
+            max_sequences=told_sequences or facts.max_sequences or 0,
+            decode_tokens_per_s=record.decode_tokens_per_s,
+            age_s=now_s - record.sample_taken_s if sample else None,
+            gpus=facts.gpus,
+            health_detail=detail,
+            preemptions_total=sample.preemptions_total if sample else 0,
+            pool=facts.pool,
+            draining=engine in self._draining,
+            policy_version=self.weights.versions.get(engine),
+            outdated=not self.weights.serves(engine),
+        )
+
+    def _health(self, record: _EngineRecord, now_s: float) -> tuple[EngineHealth, str]:
+        """The agent's word, unless it has been silent for long: a machine that died would else be well for ever, and
+        what is decided for the others would wait for its telemetry."""
+        if record.report is None:
+            return EngineHealth.GONE, "no agent has reported it yet"
+        if now_s - record.received_s > self._forget_after_s:
+            return EngineHealth.GONE, f"its agent has not reported it for {now_s - record.received_s:.0f} s"
+        return record.report.health, record.report.health_detail
+
+
+def engines_of(report: GatewayReport) -> frozenset[EngineId]:
+    """The engines that the report's requests in flight are on."""
+    return frozenset(request.engine for request in report.in_flight if request.engine is not None)

@@ -1,0 +1,249 @@
+"""For trainers: ask through the gateway, and around it while it is gone.
+
+The gateway is on the path of every request, so a client must do without it: one that cannot be reached, breaks off or
+is shutting down has its requests asked again from their start on the engines directly, in turn, until it is back. One
+that keeps a ledger is waited for first, for a while: asked by the same id, it goes on from what was generated.
+Each call of `complete` returns exactly one answer. What is lost without the gateway is balancing, not work to come.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from orchestrrl.core.clock import Clock, WallClock
+from orchestrrl.core.errors import Retryable
+from orchestrrl.engines.base import Endpoint, Refused
+
+logger = logging.getLogger(__name__)
+
+_PATHS = {Endpoint.COMPLETIONS: "/v1/completions", Endpoint.CHAT: "/v1/chat/completions"}
+# Says nothing about the request: the same one may succeed elsewhere, or later.
+_BUSY_STATUSES = frozenset({408, 425, 429})
+CONFLICT = 409
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How the client probes and waits."""
+
+    connect_s: float = 5.0
+    probe_first_s: float = 0.25  # between probes of something that is gone, doubling ...
+    probe_cap_s: float = 5.0  # ... up to this
+    watch_s: float = 2.0  # between looks at a gateway that is there
+    silent_probes: int = 3  # a gateway that misses this many in a row hangs
+    nobody_s: float = 60.0  # without gateway and engines
+    restart_s: float = 10.0  # for a gateway that keeps a ledger, with a request that it had
+
+
+class _Gone(Exception):
+    """The server cannot take the request, or broke off; it may be asked again elsewhere."""
+
+    def __init__(self, message: str, *, answered: bool = False) -> None:
+        super().__init__(message)
+        self.answered = answered
+
+
+@dataclass(slots=True)
+class _Server:
+    url: str
+    up: bool = True
+    ledger: bool = False  # it keeps what it has of a request, by the request's name
+    lost: asyncio.Event = field(default_factory=asyncio.Event)  # set once nobody should wait for it any longer
+
+
+class Client:
+    """Opens its connections at the first call; use as `async with`, or call `close`."""
+
+    def __init__(
+        self,
+        gateway_url: str,
+        engines: Sequence[str] = (),
+        *,
+        patience: Patience | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._gateway = _Server(gateway_url.rstrip("/"))
+        self._engines = [_Server(url.rstrip("/")) for url in engines]
+        self._patience = patience or Patience()
+        self._clock = clock or WallClock()
+        self._session: aiohttp.ClientSession | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self._turn = 0
+        self.bypassed = 0  # requests that the engines answered directly
+
+    @property
+    def through_gateway(self) -> bool:
+        """Whether the next request goes through the gateway."""
+        return self._gateway.up
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def complete(
+        self,
+        body: Mapping[str, Any],
+        *,
+        endpoint: Endpoint = Endpoint.COMPLETIONS,
+        request_id: str | None = None,
+        group: str = "",
+        tag: str = "",
+    ) -> dict[str, Any]:
+        """The whole answer. Raises Refused when the request is wrong, Retryable when nobody answered for `nobody_s`."""
+        name = request_id or uuid.uuid4().hex
+        headers = {"X-Request-Id": name} | ({"X-Group-Id": group} if group else {}) | ({"X-Tag": tag} if tag else {})
+        body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+        spurned = False  # the gateway answered, and could not serve this request
+        waited_s, delay_s = 0.0, self._patience.probe_first_s
+        tries = failures = 0
+        while True:
+            server = self._next_server(without_gateway=spurned)
+            if server is None or failures > len(self._engines) + 1:
+                if waited_s >= self._patience.nobody_s:
+                    raise Retryable(f"neither {self._gateway.url} nor any engine answers", delay_s)
+                await self._clock.sleep(delay_s)
+                waited_s, delay_s = waited_s + delay_s, min(self._patience.probe_cap_s, delay_s * 2)
+                spurned, failures = False, 0
+                continue
+            # A new name for each attempt, since the last one may still be known by its own where it was; but a ledger
+            # gives what it has to the same name.
+            headers["X-Request-Id"] = f"{name}.{tries}" if tries and not server.ledger else name
+            tries += 1
+            try:
+                answer = await self._ask(server, _PATHS[endpoint], body, headers)
+            except _Gone as gone:
+                failures += 1
+                if server is self._gateway and gone.answered:
+                    spurned = True
+                else:
+                    self._lose(server, str(gone))
+                    if server.ledger:
+                        await self._wait_for(server)
+                continue
+            except Refused as refusal:
+                if not (refusal.status == CONFLICT and server.ledger and tries > 1):
+                    raise
+                # It has not noticed yet that the last attempt's connection is gone.
+                failures += 1
+                spurned = True
+                continue
+            self.bypassed += server is not self._gateway
+            return answer
+
+    async def chat(self, body: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        return await self.complete(body, endpoint=Endpoint.CHAT, **options)
+
+    async def close(self) -> None:
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        self._watching.clear()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _next_server(self, *, without_gateway: bool) -> _Server | None:
+        self._open()
+        if self._gateway.up and not without_gateway:
+            return self._gateway
+        for _ in self._engines:
+            server = self._engines[self._turn % len(self._engines)]
+            self._turn += 1
+            if server.up:
+                return server
+        return None
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._patience.connect_s)
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+            self._watching.append(asyncio.create_task(self._watch(self._gateway)))
+        return self._session
+
+    async def _ask(
+        self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """One attempt, given up when the server is found to be lost. Raises _Gone or Refused."""
+        asking = asyncio.create_task(self._post(server, path, body, headers))
+        losing = asyncio.create_task(server.lost.wait())
+        try:
+            await asyncio.wait({asking, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+            raise _Gone("does not answer any longer")
+        finally:
+            asking.cancel()
+            losing.cancel()
+            await asyncio.gather(asking, losing, return_exceptions=True)
+
+    async def _post(
+        self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> dict[str, Any]:
+        try:
+            async with self._open().post(server.url + path, json=body, headers=headers) as response:
+                answer = await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise _Gone(str(error) or type(error).__name__) from error
+        if response.status == 200 and isinstance(answer, dict):
+            return answer
+        message = answer.get("error", answer) if isinstance(answer, dict) else answer
+        if response.status >= 500 or response.status in _BUSY_STATUSES or not isinstance(answer, dict):
+            raise _Gone(f"{response.status}: {message}", answered=True)
+        raise Refused(f"{server.url}{path}: {response.status}: {message}", response.status, answer)
+
+    async def _wait_for(self, gateway: _Server) -> None:
+        """Until it is back, for a while."""
+        waited_s = 0.0
+        while not gateway.up and waited_s < self._patience.restart_s:
+            await self._clock.sleep(self._patience.probe_first_s)
+            waited_s += self._patience.probe_first_s
+
+    def _lose(self, server: _Server, because: str) -> None:
+        if server.up:
+            logger.warning("%s is gone: %s", server.url, because)
+            server.up = False
+            if server is not self._gateway:
+                self._watching = [task for task in self._watching if not task.done()]
+                self._watching.append(asyncio.create_task(self._until_back(server)))
+
+    async def _watch(self, gateway: _Server) -> None:
+        """Know when the gateway is back, and when one that keeps its connections open does not answer any longer."""
+        silent = 0
+        await self._health(gateway)  # whether it keeps a ledger
+        while True:
+            if not gateway.up:
+                await self._until_back(gateway)
+            await self._clock.sleep(self._patience.watch_s)
+            silent = 0 if await self._health(gateway) is not None else silent + 1
+            if silent >= self._patience.silent_probes:
+                silent = 0
+                self._lose(gateway, "it does not answer any longer")
+                gateway.lost.set()
+
+    async def _until_back(self, server: _Server) -> None:
+        delay_s = self._patience.probe_first_s
+        while await self._health(server) != 200:
+            await self._clock.sleep(delay_s)
+            delay_s = min(self._patience.probe_cap_s, delay_s * 2)
+        logger.info("%s is back", server.url)
+        server.lost = asyncio.Event()
+        server.up = True
+
+    async def _health(self, server: _Server) -> int | None:
+        """The status of the server's health page; None when it does not answer."""
+        timeout = aiohttp.ClientTimeout(total=self._patience.connect_s)
+        try:
+            async with self._open().get(server.url + "/health", timeout=timeout) as response:
+                if server is self._gateway and response.content_type == "application/json":
+                    told = await response.json()
+                    server.ledger = isinstance(told, dict) and told.get("ledger") is True
+                return response.status
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return None

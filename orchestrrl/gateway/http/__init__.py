@@ -1,0 +1,1 @@
+"""The gateway's HTTP: connections, bodies, OpenAI's objects, the operator API."""

@@ -1,0 +1,252 @@
+"""Read a request's body: JSON as the standard has it, and known fields of the type that engines expect. Pure.
+
+What passes here can be sent to any engine without breaking it: text that is Unicode, numbers that are finite, nesting
+that can be written again. Ranges and combinations are the engine's to judge, in its own words.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from orchestrrl.core.errors import cut, few, path_of
+from orchestrrl.engines.base import Endpoint
+
+MOST_DEPTH = 128  # of objects and lists within each other
+MOST_FAULTS = 64  # are looked for
+
+
+_values = reprlib.Repr()
+_values.maxstring = _values.maxother = _values.maxlong = 60
+
+
+class BadAsk(ValueError):
+    """The request cannot be served as it is asked; `param` names the field or the header."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def read_json(data: bytes) -> Any:
+    """Return the document. Raises BadAsk for what is none, or cannot be passed on."""
+    try:
+        text = data.decode(json.detect_encoding(data))
+        value = json.loads(text)
+    except RecursionError as error:
+        raise BadAsk(f"the body is not JSON that can be read: it must be nested at most {MOST_DEPTH} deep") from error
+    except ValueError as error:
+        raise BadAsk(f"the body is not JSON: {error}") from error
+    raise_faults(_unfit(value, (), escapes="\\ud" in text or "\\uD" in text))
+    return value
+
+
+def shown(value: object) -> str:
+    """A value for a message, however long or deep it is."""
+    return cut(_values.repr(value), 80)
+
+
+def raise_faults(faults: Iterable[tuple[str, str]]) -> None:
+    """Raise BadAsk with all of these faults, each a path and what is wrong there; return where there are none."""
+    if found := list(islice(faults, MOST_FAULTS)):
+        raise BadAsk(few([f"{path}: {wrong}" for path, wrong in found]), found[0][0])
+
+
+def _unfit(value: Any, path: tuple[int | str, ...], *, escapes: bool) -> Iterator[tuple[str, str]]:
+    """What no engine can be sent. `escapes`: the text has some that may be no characters."""
+    kind = type(value)
+    if kind is dict or kind is list:
+        if len(path) >= MOST_DEPTH:
+            yield path_of(path[:1]), f"must be nested at most {MOST_DEPTH} deep, got {shown(value)}"
+        elif kind is dict:
+            for name, item in value.items():
+                if escapes and not _is_unicode(name):
+                    yield path_of((*path, name)), f"must have a name without lone surrogates, got {shown(name)}"
+                if type(item) is not int:
+                    yield from _unfit(item, (*path, name), escapes=escapes)
+        elif not set(map(type, value)) <= {int}:  # lists of token ids are long
+            for index, item in enumerate(value):
+                yield from _unfit(item, (*path, index), escapes=escapes)
+    elif kind is float and not math.isfinite(value):
+        yield path_of(path), f"must be a finite number, got {value!r}"
+    elif escapes and kind is str and not _is_unicode(value):
+        yield path_of(path), f"must be text without lone surrogates, got {shown(value)}"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# --- types of fields -------------------------------------------------------------------------------------------------
+
+
+def is_whole(value: object) -> bool:
+    return type(value) is int or (type(value) is float and value.is_integer())
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_flag(value: object) -> bool:
+    return type(value) is bool or (type(value) is int and value in (0, 1))
+
+
+def _is_text(value: object) -> bool:
+    return type(value) is str
+
+
+def _is_texts(value: object) -> bool:
+    return type(value) is list and set(map(type, value)) <= {str}
+
+
+def _is_ids(value: object) -> bool:
+    return type(value) is list and set(map(type, value)) <= {int}
+
+
+def _is_object(value: object) -> bool:
+    return type(value) is dict
+
+
+def _is_biases(value: object) -> bool:
+    return type(value) is dict and all(_is_number(item) for item in value.values())
+
+
+def _is_messages(value: object) -> bool:
+    return type(value) is list and all(type(item) is dict and _is_message(item) for item in value)
+
+
+def _is_message(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    parts = type(content) is list and all(type(part) in (dict, str) for part in content)  # vLLM takes texts, too
+    return type(message.get("role")) is str and (content is None or type(content) is str or parts)
+
+
+_Type = tuple[str, Callable[[object], bool]]
+_WHOLE: _Type = ("a whole number", is_whole)
+_NUMBER: _Type = ("a number", _is_number)
+_FLAG: _Type = ("true or false", _is_flag)
+_TEXT: _Type = ("text", _is_text)
+_TEXTS: _Type = ("a list of texts", _is_texts)
+_IDS: _Type = ("a list of token ids", _is_ids)
+_OBJECT: _Type = ("an object", _is_object)
+
+_TYPES: Mapping[str, _Type] = {
+    **dict.fromkeys(
+        (
+            "best_of",
+            "group_enough",
+            "max_completion_tokens",
+            "max_tokens",
+            "max_version_lag",
+            "min_tokens",
+            "n",
+            "priority",
+            "prompt_logprobs",
+            "routed_experts_prompt_start",
+            "seed",
+            "stream_interval",
+            "thinking_token_budget",
+            "top_k",
+            "top_logprobs",
+            "truncate_prompt_tokens",
+        ),
+        _WHOLE,
+    ),
+    **dict.fromkeys(
+        (
+            "frequency_penalty",
+            "length_penalty",
+            "min_p",
+            "presence_penalty",
+            "repetition_penalty",
+            "temperature",
+            "top_p",
+        ),
+        _NUMBER,
+    ),
+    **dict.fromkeys(
+        (
+            "add_generation_prompt",
+            "add_special_tokens",
+            "continue_final_message",
+            "echo",
+            "ignore_eos",
+            "include_reasoning",
+            "include_stop_str_in_output",
+            "parallel_tool_calls",
+            "return_policy_versions",
+            "return_prompt_text",
+            "return_token_ids",
+            "return_token_offsets",
+            "return_tokens_as_token_ids",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "stream",
+            "use_beam_search",
+            "watermarking",
+        ),
+        _FLAG,
+    ),
+    **dict.fromkeys(("cache_salt", "chat_template", "model", "request_id", "session_id", "suffix", "user"), _TEXT),
+    **dict.fromkeys(
+        (
+            "chat_template_kwargs",
+            "ec_transfer_params",
+            "kv_transfer_params",
+            "media_io_kwargs",
+            "mm_processor_kwargs",
+            "repetition_detection",
+            "response_format",
+            "stream_options",
+            "structured_outputs",
+            "vllm_xargs",
+        ),
+        _OBJECT,
+    ),
+    **dict.fromkeys(("allowed_token_ids", "logprob_token_ids", "stop_token_ids"), _IDS),
+    "bad_words": _TEXTS,
+    "stop": ("text or a list of texts", lambda value: _is_text(value) or _is_texts(value)),
+    "logit_bias": ("an object of numbers", _is_biases),
+    "tools": ("a list of objects", lambda value: type(value) is list and all(map(_is_object, value))),
+    "documents": ("a list of objects", lambda value: type(value) is list and all(map(_is_object, value))),
+    "tool_choice": ("text or an object", lambda value: type(value) in (str, dict)),
+}
+_OF_ENDPOINT: Mapping[Endpoint, Mapping[str, _Type]] = {
+    Endpoint.COMPLETIONS: {"logprobs": _WHOLE},
+    Endpoint.CHAT: {
+        "logprobs": _FLAG,
+        "messages": ("a list of objects with a role and a content", _is_messages),
+    },
+}
+
+
+def type_faults(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, str]:
+    """What is wrong with known fields that are of another type than engines expect, by name. Null is as good as absent,
+    and fields that are not known are left alone."""
+    of_endpoint = _OF_ENDPOINT[endpoint]
+    faults = {}
+    for name, value in body.items():
+        expected = of_endpoint.get(name) or _TYPES.get(name)
+        if expected is not None and value is not None and not expected[1](value):
+            faults[name] = f"must be {expected[0]}, got {shown(value)}"
+    return faults
+
+
+def with_types(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A body without faults, with whole numbers and flags written as such: engines take 16.0 and 1 for them, too."""
+    of_endpoint = _OF_ENDPOINT[endpoint]
+    read = dict(body)
+    for name, value in body.items():
+        expected = of_endpoint.get(name) or _TYPES.get(name)
+        if expected is _WHOLE and type(value) is float:
+            read[name] = int(value)
+        elif expected is _FLAG and value is not None:
+            read[name] = bool(value)
+    return read

@@ -1,0 +1,251 @@
+"""Read what a client asks: one body becomes one record per answer, since `n` and lists of prompts are split. Pure.
+
+Types of known fields are checked (body.py), and what the gateway itself relies on; the rest is the engine's to judge,
+in its own words.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+from orchestrrl.engines.base import Endpoint
+from orchestrrl.gateway.http.body import BadAsk, raise_faults, shown, type_faults, with_types
+from orchestrrl.gateway.http.openai import Form
+from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.ledger.versions import OnStale
+from orchestrrl.gateway.moves.movable import asked_tokens, immovable_because, relayed_because
+from planner.model import RequestId
+
+MAX_ANSWERS = 4096  # of one body
+MAX_ID_LENGTH = 256
+MAX_LABEL_LENGTH = 256
+# Text is about this many characters per token: only for routing, until the engine has told the prompt's tokens.
+CHARACTERS_PER_TOKEN = 4
+
+# The gateway answers these itself, or sets them for each attempt.
+_OWN_FIELDS = frozenset(
+    {
+        "stream",
+        "stream_options",
+        "n",
+        "return_token_ids",
+        "request_id",
+        "return_policy_versions",
+        "max_version_lag",
+        "on_stale",
+        "group_enough",
+    }
+)
+
+
+# Fields about the form of the answer, which an engine needs where it is sent the body unchanged.
+_FORM_FIELDS = ("stream", "stream_options", "return_token_ids")
+# Below this vLLM decodes greedily.
+GREEDY_BELOW = 1e-5
+MOST_WHOLE = 2**31 - 1  # what reports carry
+MOST_ID = 2**32  # of a token; no vocabulary has as many
+_RANK_HEADER = "x-data-parallel-rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One body, understood. Records come in order of their index: the answers to the first prompt, then the next's."""
+
+    form: Form
+    records: tuple[Record, ...]
+    answers_per_prompt: int
+    streaming: bool
+
+
+def read_ask(
+    endpoint: Endpoint,
+    body: object,
+    *,
+    request_id: str,
+    group: str,
+    tag: str,
+    default_model: str,
+    now_s: float,
+    headers: tuple[tuple[str, str], ...] = (),
+    max_version_lag: int | None = None,
+    on_stale: OnStale = OnStale.ABORT,
+) -> Ask:
+    """Raises BadAsk. `headers` are the client's, for engines. `max_version_lag` and `on_stale` hold where the body does
+    not set them."""
+    if not isinstance(body, dict):
+        raise BadAsk(f"the body must be a JSON object, got {shown(body)}")
+    prompts = _prompts(body) if endpoint is Endpoint.COMPLETIONS else [None]
+    raise_faults([*_header_faults(request_id, group, tag), *_body_faults(endpoint, body, len(prompts))])
+    body = with_types(endpoint, body)
+    answers = body.get("n") or 1
+    streaming = bool(body.get("stream"))
+    form = _form(endpoint, body, request_id, default_model, int(now_s))
+    enough = body.get("group_enough") or 0
+    lag = body.get("max_version_lag")
+    stale = OnStale(body.get("on_stale") or on_stale)
+    shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
+    max_tokens = asked_tokens(endpoint, body)
+    relayed = relayed_because(endpoint, body)
+    pinned = next((f"{name}: names a rank of one engine" for name, _ in headers if name.lower() == _RANK_HEADER), "")
+    because = immovable_because(endpoint, body) or pinned
+    form_fields = {name: body[name] for name in _FORM_FIELDS if name in body}
+    single = len(prompts) * answers == 1
+    records = []
+    for index in range(len(prompts) * answers):
+        prompt = prompts[index // answers]
+        # The engine reports a prompt that it truncates.
+        ids = tuple(prompt) if isinstance(prompt, list) and body.get("truncate_prompt_tokens") is None else None
+        records.append(
+            Record(
+                id=RequestId(request_id if single else f"{request_id}-{index}"),
+                endpoint=endpoint,
+                body=_own_body(shared, prompt, index % answers if answers > 1 else None),
+                streaming=streaming,
+                arrived_s=now_s,
+                progressed_s=now_s,
+                max_tokens=max_tokens,
+                # The samples of one body are a group, if they have to be one.
+                group=group or (request_id if enough else ""),
+                tag=tag,
+                group_enough=enough,
+                max_version_lag=max_version_lag if lag is None else lag,
+                on_stale=stale,
+                immovable_because=because,
+                relayed_because=relayed,
+                pinned_because=pinned,
+                form_fields=form_fields,
+                headers=headers,
+                prompt_ids=ids,
+                prompt_tokens_estimate=_estimate_tokens(prompt, body),
+            )
+        )
+    return Ask(form, tuple(records), answers, streaming)
+
+
+def _header_faults(request_id: str, group: str, tag: str) -> Iterator[tuple[str, str]]:
+    if not 0 < len(request_id) <= MAX_ID_LENGTH or not request_id.isascii() or not request_id.isprintable():
+        yield "X-Request-Id", f"must be 1 to {MAX_ID_LENGTH} printable ASCII characters, got {shown(request_id)}"
+    for header, label in (("X-Group-Id", group), ("X-Tag", tag)):
+        # Bytes that are no text would break every report to the daemon that carries them.
+        if len(label) > MAX_LABEL_LENGTH or not label.isprintable():
+            yield header, f"must be at most {MAX_LABEL_LENGTH} printable characters, got {shown(label)}"
+
+
+def _body_faults(endpoint: Endpoint, body: Mapping[str, Any], prompts: int) -> Iterator[tuple[str, str]]:
+    wrong_types = type_faults(endpoint, body)
+    yield from wrong_types.items()
+    if endpoint is Endpoint.COMPLETIONS:
+        yield from _prompt_faults(body.get("prompt"), prompts)
+    elif body.get("messages") is None:
+        yield "messages", "must be a list of objects with a role and a content, got nothing"
+    for name, least in (("n", 1), ("group_enough", 1), ("max_version_lag", 0), ("top_logprobs", -1)):
+        value = body.get(name)
+        if name not in wrong_types and value is not None and not least <= value <= MOST_WHOLE:
+            yield name, f"must be a whole number in {least}..{MOST_WHOLE}, got {shown(value)}"
+            wrong_types[name] = "its range"
+    if "n" not in wrong_types and (body.get("n") or 1) > 1:
+        yield from _several_faults(body, prompts, wrong_types.keys())
+    if body.get("on_stale") not in (None, *OnStale):
+        yield "on_stale", f"must be one of {', '.join(OnStale)}, got {shown(body['on_stale'])}"
+    if "stream_options" not in wrong_types:
+        yield from _stream_faults(body)
+
+
+def _several_faults(body: Mapping[str, Any], prompts: int, faulty: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Where there is more than one answer to a prompt."""
+    answers = body["n"]
+    temperature = None if "temperature" in faulty else body.get("temperature")
+    if body.get("use_beam_search"):
+        yield "n", f"must be 1 with use_beam_search, whose beams are not offered here, got {answers}"
+    elif temperature is not None and 0 <= temperature < GREEDY_BELOW:
+        yield "n", f"must be 1 where temperature is {temperature:g} (greedy decoding), got {answers}"
+    if prompts * answers > MAX_ANSWERS >= prompts > 0:
+        yield "n", f"must be at most {MAX_ANSWERS // prompts} with {prompts} prompts, got {shown(answers)}"
+
+
+def _stream_faults(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    options = body.get("stream_options") or {}
+    if options and not body.get("stream"):
+        yield "stream_options", f"can only be given with stream, got {shown(options)}"
+    for name in ("include_usage", "continuous_usage_stats"):
+        if type(options.get(name)) not in (bool, NoneType):
+            yield f"stream_options.{name}", f"must be true or false, got {shown(options[name])}"
+
+
+def _prompt_faults(prompt: object, prompts: int) -> Iterator[tuple[str, str]]:
+    if not prompts:
+        wanted = f"must be text, a list of token ids below {MOST_ID}, or a non-empty list of one of these"
+        yield "prompt", f"{wanted}, got {'nothing' if prompt is None else shown(prompt)}"
+    elif prompts > MAX_ANSWERS:
+        yield "prompt", f"must be at most {MAX_ANSWERS} prompts, got {prompts}"
+
+
+def _prompts(body: Mapping[str, Any]) -> Sequence[str | list[int] | None]:
+    """The prompts, each text or token ids; none where they are neither."""
+    prompt = body.get("prompt")
+    if prompt is None and body.get("prompt_embeds") is not None:
+        return [None]
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _is_ids(prompt):
+            return [prompt]
+        if set(map(type, prompt)) == {str} or all(type(item) is list and item and _is_ids(item) for item in prompt):
+            return prompt
+    return []
+
+
+def _is_ids(items: list[Any]) -> bool:
+    # Ids are looked at once more by the engine; here it only matters that they are numbers that an array can hold.
+    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < MOST_ID
+
+
+def _own_body(shared: Mapping[str, Any], prompt: str | list[int] | None, sample: int | None) -> Mapping[str, Any]:
+    """The body of one answer. Each of `n` samples has its own seed, as vLLM derives them."""
+    body = dict(shared)
+    if prompt is not None:
+        body["prompt"] = prompt
+    if sample is not None and isinstance(body.get("seed"), int):
+        body["seed"] += sample
+    return body
+
+
+def _estimate_tokens(prompt: str | list[int] | None, body: Mapping[str, Any]) -> int:
+    if isinstance(prompt, list):
+        return len(prompt)
+    if isinstance(prompt, str):
+        return len(prompt) // CHARACTERS_PER_TOKEN + 1
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return 1
+    texts = [str(message.get("content", "")) for message in messages if isinstance(message, dict)]
+    return sum(len(text) for text in texts) // CHARACTERS_PER_TOKEN + 1
+
+
+def _form(endpoint: Endpoint, body: Mapping[str, Any], request_id: str, default_model: str, created_s: int) -> Form:
+    options = body.get("stream_options") or {}
+    logprobs = body.get("logprobs")
+    model = body.get("model")
+    return Form(
+        endpoint=endpoint,
+        request_id=request_id,
+        model=model if isinstance(model, str) else default_model,
+        created_unix_s=created_s,
+        role=_role(body) if endpoint is Endpoint.CHAT else "assistant",
+        token_ids=bool(body.get("return_token_ids")),
+        policy_versions=bool(body.get("return_policy_versions")),
+        logprobs=bool(logprobs) if endpoint is Endpoint.CHAT else logprobs is not None,
+        top_logprobs=body.get("top_logprobs") or 0,
+        usage=bool(options.get("include_usage")),
+        continuous_usage=bool(options.get("include_usage") and options.get("continuous_usage_stats")),
+    )
+
+
+def _role(body: Mapping[str, Any]) -> str:
+    """Without a generation prompt the answer goes on in the last message's role."""
+    messages = body.get("messages")
+    if body.get("add_generation_prompt", True) or not isinstance(messages, list) or not messages:
+        return "assistant"
+    last = messages[-1]
+    return str(last.get("role", "assistant")) if isinstance(last, dict) else "assistant"

@@ -1,0 +1,370 @@
+"""The gateway's connections: the usual request for tokens is served here, any other is handed to aiohttp.
+
+A general HTTP server costs more for each request and each piece of an answer than all that the gateway does for them.
+A usual request is a POST to one of the two endpoints, in HTTP/1.1, whose body has a known and moderate length. The
+first request of a connection that is anything else takes the whole connection, with what has been read, to aiohttp.
+
+It can be left out: with `orchestrrl gateway --plain-http` all requests are aiohttp's. What it must keep to is that both
+give the same answers (tests/orchestrrl/gateway/test_door_oracle.py sends the same bytes to both), so whatever is not
+plainly usual is handed over, and aiohttp judges it. As with aiohttp, a client that closes its side of the connection,
+or only half of it, has left.
+"""
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from orchestrrl.engines.base import Endpoint
+from orchestrrl.gateway.http.headers import end_to_end
+
+logger = logging.getLogger(__name__)
+
+# As aiohttp has them, which judges what has more.
+MOST_HEAD_BYTES = 8190
+MOST_HEADERS = 128
+MOST_BODY_BYTES = 4 << 20
+MOST_AHEAD_BYTES = 1 << 16  # of requests that a client sends before it has its answer
+REQUEST_WITHIN_S = 120.0  # from a request's first byte to its last
+# A client whose machine is gone is found out after two minutes.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
+
+_LINES = {
+    b"POST /v1/completions HTTP/1.1": Endpoint.COMPLETIONS,
+    b"POST /v1/chat/completions HTTP/1.1": Endpoint.CHAT,
+}
+# Tabs and the ends of lines are looked at on their own.
+_CONTROL = re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
+# What these ask for is not done here.
+_UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"content-encoding"})
+_LABELS = frozenset({b"x-request-id", b"x-group-id", b"x-tag"})
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+_DEFECT = b'{"error":{"message":"a defect of the gateway","type":"InternalServerError","param":null,"code":500}}'
+_TOO_SLOW = (
+    b'{"error":{"message":"the request was not all there after %d s",'
+    b'"type":"RequestTimeoutError","param":null,"code":408}}' % REQUEST_WITHIN_S
+)
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    408: "Request Timeout",
+    409: "Conflict",
+    413: "Content Too Large",
+    422: "Unprocessable Content",
+    429: "Too Many Requests",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a usual request says before its body. Labels are as aiohttp reads headers."""
+
+    endpoint: Endpoint
+    request_id: str
+    group: str
+    tag: str
+    body_bytes: int
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for engines; credentials among them
+
+
+def read_head(head: bytes) -> Head | None:
+    """The head of a usual request, without the empty line at its end; None for any other. Pure."""
+    first, *lines = head.split(b"\r\n")
+    endpoint = _LINES.get(first)
+    if endpoint is None or head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
+        return None
+    if len(head) > MOST_HEAD_BYTES or len(lines) > MOST_HEADERS or _CONTROL.search(head) is not None:
+        return None
+    length: int | None = None
+    host = False
+    labels: dict[bytes, str] = {}
+    others: list[tuple[str, str]] = []
+    for line in lines:
+        shown_name, separator, value = line.partition(b":")
+        name = shown_name.lower()
+        if not separator or not name.replace(b"-", b"").isalnum() or name in _UNUSUAL:
+            return None
+        if name in _LABELS:
+            if name in labels:
+                return None
+            labels[name] = value.strip(b" \t").decode("utf-8", "surrogateescape")
+        elif name == b"host":
+            if host:
+                return None
+            host = True
+        elif name == b"content-length":
+            value = value.strip(b" \t")
+            if length is not None or not value.isdigit() or len(value) > 10:
+                return None
+            length = int(value)
+        elif name == b"connection":
+            if value.strip(b" \t").lower() != b"keep-alive":
+                return None
+        else:
+            if not name.isascii():  # letters of other alphabets
+                return None
+            others.append((shown_name.decode(), value.strip(b" \t").decode("utf-8", "surrogateescape")))
+    if not host or length is None or length > MOST_BODY_BYTES:
+        return None
+    request_id, group, tag = (labels.get(name, "") for name in (b"x-request-id", b"x-group-id", b"x-tag"))
+    return Head(endpoint, request_id, group, tag, length, end_to_end(others))
+
+
+def may_be_a_head(data: bytes) -> bool:
+    """Whether what has come may be the beginning of a head, and is worth waiting for the rest. Pure."""
+    return len(data) <= MOST_HEAD_BYTES and data[:1].isalpha() and data.count(b"\n") == data.count(b"\r\n")
+
+
+class Door(asyncio.Protocol):
+    """One connection. What answers a request is given the door to write to, and is cancelled when the client leaves."""
+
+    def __init__(self, house: "House") -> None:
+        self._house = house
+        self._transport: asyncio.Transport | None = None
+        self._data = b""
+        self._head: Head | None = None  # of a request that is not all there
+        self._body = bytearray()  # of the same
+        self._task: asyncio.Task[None] | None = None
+        self.answered = False  # the head of an answer has been written
+        self._paused = False
+        self.writable = True
+        self._drained: asyncio.Future[None] | None = None
+        self.on_writable: Callable[[], None] | None = None
+
+    @property
+    def peer(self) -> object:
+        """The client's address."""
+        address = None if self._transport is None else self._transport.get_extra_info("peername")
+        return address[0] if address else None
+
+    @property
+    def busy(self) -> bool:
+        """A request is being answered, or the client has yet to read the answer."""
+        unread = self._transport is not None and self._transport.get_write_buffer_size() > 0
+        return self._task is not None or unread
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def whole(self, status: int, body: bytes) -> None:
+        """The whole answer, a JSON document."""
+        assert self._transport is not None
+        self.answered = True
+        reason = _REASONS.get(status, "Error").encode()
+        self._transport.write(
+            b"HTTP/1.1 %d %b\r\nContent-Type: application/json; charset=utf-8\r\nContent-Length: %d\r\n\r\n%b"
+            % (status, reason, len(body), body)
+        )
+
+    def piece(self, data: bytes) -> None:
+        """A piece of a streamed answer, the first of which brings the head."""
+        assert self._transport is not None
+        if self.answered:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self.answered = True
+            self._transport.write(b"%b%x\r\n%b\r\n" % (_STREAM_HEAD, len(data), data))
+
+    def last_piece(self, data: bytes) -> None:
+        assert self._transport is not None
+        head = b"" if self.answered else _STREAM_HEAD
+        self.answered = True
+        self._transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(data), data))
+
+    async def drain(self) -> None:
+        """Return when the client has read enough for more to be written."""
+        if not self.writable:
+            self._drained = self._drained or asyncio.get_running_loop().create_future()
+            await self._drained
+
+    async def close(self) -> None:
+        """Whatever is under way is cut."""
+        task = self._task
+        if self._transport is not None:
+            self._transport.close()
+        if task is not None:
+            self._cut(task)
+            await asyncio.wait({task})
+
+    def refuse_slow(self) -> None:
+        """The request did not come in time."""
+        assert self._transport is not None
+        self.whole(408, _TOO_SLOW)
+        self._transport.close()
+
+    def _cut(self, task: "asyncio.Task[None]") -> None:
+        """Once: a second cancellation would break off what the first one has to clean up."""
+        if not task.cancelling():
+            task.cancel()
+
+    # --- asyncio -----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are asyncio's by their methods only. Both set TCP_NODELAY.
+        self._transport = cast(asyncio.Transport, transport)
+        self._house.doors.add(self)
+        peer: socket.socket | None = transport.get_extra_info("socket")
+        if peer is not None:  # a client that is gone without a word is found out
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                peer.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._house.forget(self)
+        self._data = b""  # requests that nobody waits for
+        if self._task is not None:
+            self._cut(self._task)
+
+    def pause_writing(self) -> None:
+        self.writable = False
+
+    def resume_writing(self) -> None:
+        self.writable = True
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+        if self.on_writable is not None:
+            self.on_writable()
+        if self._task is None:
+            self._go_on()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is not None:
+            self._more_of_body(data)
+            return
+        self._data = self._data + data if self._data else data
+        if self._task is None and self.writable:
+            self._next_request()
+        elif len(self._data) > MOST_AHEAD_BYTES and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _next_request(self) -> None:
+        data = self._data
+        head_stop = data.find(b"\r\n\r\n")
+        if head_stop < 0:
+            if not may_be_a_head(data):
+                self._hand_over()
+            else:
+                self._house.expect(self)
+            return
+        head = read_head(data[:head_stop])
+        if head is None:
+            self._hand_over()
+            return
+        self._data = b""
+        self._head = head
+        self._more_of_body(data[head_stop + 4 :])
+
+    def _more_of_body(self, data: bytes) -> None:
+        head = self._head
+        assert head is not None
+        missing_bytes = head.body_bytes - len(self._body)
+        if len(data) < missing_bytes:
+            self._body += data
+            self._house.expect(self)
+            return
+        self._data = data[missing_bytes:]
+        body = data[:missing_bytes]
+        if self._body:
+            body = bytes(self._body) + body
+            self._body = bytearray()
+        self._house.unfinished.pop(self, None)
+        self._head = None
+        self.answered = False
+        self._task = asyncio.get_running_loop().create_task(self._house.answer(head, body, self))
+        self._task.add_done_callback(self._over)
+
+    def _over(self, task: "asyncio.Task[None]") -> None:
+        self._task = self.on_writable = None
+        if task.cancelled() or task.exception() is not None:
+            if not task.cancelled():
+                logger.error("a request could not be served", exc_info=task.exception())
+            if self._transport is not None:
+                if not self.answered and not task.cancelled():
+                    self.whole(500, _DEFECT)
+                self._transport.close()
+            return
+        if self.writable:  # a client that does not read its answers gets no more of them
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """With what the client has sent meanwhile."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        if self._data:
+            self._next_request()
+
+    def _hand_over(self) -> None:
+        """The connection is aiohttp's from here on."""
+        assert self._transport is not None
+        self._house.forget(self)
+        protocol = self._house.general()
+        data, self._data = self._data, b""
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        protocol.data_received(data)
+
+
+class House:
+    """All doors, what answers usual requests, and what makes aiohttp's side of a connection."""
+
+    def __init__(
+        self,
+        answer: Callable[[Head, bytes, Door], Coroutine[Any, Any, None]],
+        general: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self.answer = answer
+        self.general = general
+        self.doors: set[Door] = set()
+        self.unfinished: dict[Door, float] = {}  # by when the rest of its request must have come; the first is first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def door(self) -> Door:
+        return Door(self)
+
+    @property
+    def busy(self) -> bool:
+        return any(door.busy for door in self.doors)
+
+    def expect(self, door: Door) -> None:
+        """A part of a request has come."""
+        if door not in self.unfinished:
+            loop = asyncio.get_running_loop()
+            self.unfinished[door] = until_s = loop.time() + REQUEST_WITHIN_S
+            if self._timer is None:
+                self._timer = loop.call_at(until_s, self._refuse_slow)
+
+    def forget(self, door: Door) -> None:
+        self.doors.discard(door)
+        self.unfinished.pop(door, None)
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.gather(*(door.close() for door in self.doors))
+
+    def _refuse_slow(self) -> None:
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        for door, until_s in list(self.unfinished.items()):
+            if until_s > now_s:
+                break
+            del self.unfinished[door]
+            door.refuse_slow()
+        following_s = next(iter(self.unfinished.values()), None)
+        self._timer = None if following_s is None else loop.call_at(following_s, self._refuse_slow)

@@ -1,0 +1,368 @@
+"""What clients read: OpenAI's responses, stream chunks and error objects, with vLLM's additions. Pure.
+
+Chunks are put together as text around the few parts that change, since one is made for every token.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from orchestrrl.engines.base import Endpoint, TokenLogprob
+from orchestrrl.gateway.ledger.ledger import Delta, Record
+from orchestrrl.gateway.moves.movable import UNTIED_FIELDS
+
+DONE = b"data: [DONE]\n\n"
+# Of an answer or an event, what the gateway writes itself.
+_WRITTEN_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage"})
+
+_ERROR_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    411: "LengthRequiredError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+}
+
+
+def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(status, "ServiceUnavailableError" if status > 500 else "BadRequestError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the client wants its answer written."""
+
+    endpoint: Endpoint
+    request_id: str
+    model: str
+    created_unix_s: int
+    role: str = "assistant"
+    token_ids: bool = False
+    policy_versions: bool = False  # which policy generated which tokens
+    logprobs: bool = False
+    top_logprobs: int = 0
+    usage: bool = False  # a last chunk with the usage
+    continuous_usage: bool = False  # and one with every chunk
+
+    @property
+    def answer_id(self) -> str:
+        return f"{'chatcmpl' if self.endpoint is Endpoint.CHAT else 'cmpl'}-{self.request_id}"
+
+
+def usage(records: Sequence[Record], prompts: Sequence[Record]) -> dict[str, Any]:
+    """Tokens of all answers; `prompts` are the records whose prompts count, one for each distinct prompt. The engines'
+    further counts are added up where no answer has moved."""
+    prompt_tokens = sum(record.prompt_tokens for record in prompts)
+    completion_tokens = sum(record.generated_tokens for record in records)
+    counts = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    for name in (records[0].usage or {}).keys() - counts.keys():
+        parts = [record.usage or {} for record in (prompts if name.startswith("prompt") else records)]
+        counts[name] = _sum([part.get(name) for part in parts])
+    return counts
+
+
+def _sum(parts: Sequence[Any]) -> Any:
+    """Add up counts of several answers, or objects of such counts; None where they cannot be added."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, Mapping) for part in parts):
+        return {name: _sum([part.get(name) for part in parts]) for name in parts[0]}
+    return sum(parts) if all(isinstance(part, int | float) for part in parts) else None
+
+
+def response(form: Form, records: Sequence[Record], answers_per_prompt: int) -> dict[str, Any]:
+    """The whole answer. Records are in order of their index."""
+    chat = form.endpoint is Endpoint.CHAT
+    body: dict[str, Any] = {
+        "id": form.answer_id,
+        "object": "chat.completion" if chat else "text_completion",
+        "created": form.created_unix_s,
+        "model": form.model,
+        "choices": _choices(form, records),
+        "usage": usage(records, records[::answers_per_prompt]),
+    }
+    if chat and form.token_ids:
+        body["prompt_token_ids"] = _prompt_ids(records[0])
+    body.update(_common_fields(records))
+    if len(records) == 1 and records[0].relayed_answer is not None:
+        body["model"] = records[0].relayed_answer.get("model", form.model)
+        body["usage"] = records[0].relayed_answer.get("usage", body["usage"])
+    return body
+
+
+def _choices(form: Form, records: Sequence[Record]) -> list[dict[str, Any]]:
+    write = _chat_choice if form.endpoint is Endpoint.CHAT else _completion_choice
+    common = _common_fields(records)
+    choices: list[dict[str, Any]] = []
+    for record in records:
+        # Fields that differ between answers stand with each choice.
+        fields = {name: value for name, value in _engine_fields(record).items() if name not in common}
+        if record.relayed_answer is None:
+            choices.append({**write(form, len(choices), record), **record.choice_fields, **fields})
+            continue
+        for choice in record.relayed_answer["choices"]:
+            passed_on = {**choice, "index": len(choices), **fields}
+            if form.policy_versions:
+                tokens = len(choice.get("token_ids") or ()) or record.relayed_tokens
+                passed_on["policy_versions"] = _policy_versions(record, tokens)
+            choices.append(passed_on)
+    return choices
+
+
+def _engine_fields(record: Record) -> Mapping[str, Any]:
+    """Return the engine's fields beside the choices."""
+    if record.relayed_answer is None:
+        return record.answer_fields
+    return {name: value for name, value in record.relayed_answer.items() if name not in _WRITTEN_FIELDS}
+
+
+def _common_fields(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the fields beside the choices that are equal in all answers."""
+    first, *others = [_engine_fields(record) for record in records]
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in fields and fields[name] == value for fields in others)
+    }
+
+
+def _completion_choice(form: Form, index: int, record: Record) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": record.text,
+        "logprobs": _completion_logprobs(record.logprobs or (), 0) if form.logprobs else None,
+        "finish_reason": record.finish_reason,
+        "stop_reason": record.stop_reason,
+    }
+    if form.token_ids:
+        choice["token_ids"] = list(record.generated_ids)
+        choice["prompt_token_ids"] = _prompt_ids(record)
+    if form.policy_versions:
+        choice["policy_versions"] = _policy_versions(record, len(record.generated_ids))
+    return choice
+
+
+def _policy_versions(record: Record, tokens: int) -> list[dict[str, int | None]]:
+    spans = record.versions.spans(tokens)
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
+
+
+def _chat_choice(form: Form, index: int, record: Record) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": form.role, "content": record.text}
+    for extra in record.extras:
+        _merge_extra(message, extra)
+    if record.extras and not record.text:
+        message["content"] = None
+    choice: dict[str, Any] = {
+        "index": index,
+        "message": message,
+        "logprobs": {"content": _chat_logprobs(record.logprobs or (), form.top_logprobs)} if form.logprobs else None,
+        "finish_reason": record.finish_reason,
+        "stop_reason": record.stop_reason,
+    }
+    if form.token_ids:
+        choice["token_ids"] = list(record.generated_ids)
+    if form.policy_versions:
+        choice["policy_versions"] = _policy_versions(record, len(record.generated_ids))
+    return choice
+
+
+def _prompt_ids(record: Record) -> list[int] | None:
+    return None if record.prompt_ids is None else list(record.prompt_ids)
+
+
+def _merge_extra(message: dict[str, Any], extra: Mapping[str, Any]) -> None:
+    """Join a streamed delta to what came before it, as OpenAI's clients do: text grows, tool calls grow by index."""
+    for name, value in extra.items():
+        before = message.get(name)
+        if isinstance(value, str) and isinstance(before, str):
+            message[name] = before + value
+        elif name == "tool_calls":
+            calls = message.setdefault(name, [])
+            for call in value:
+                _merge_tool_call(calls, call)
+        else:
+            message[name] = value
+
+
+def _merge_tool_call(calls: list[dict[str, Any]], call: Mapping[str, Any]) -> None:
+    index = call.get("index", 0)
+    while len(calls) <= index:
+        calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
+    known = calls[index]
+    known["id"] = call.get("id") or known["id"]
+    function = call.get("function") or {}
+    known["function"]["name"] = function.get("name") or known["function"]["name"]
+    known["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _completion_logprobs(logprobs: Sequence[TokenLogprob], first_offset: int) -> dict[str, Any]:
+    offsets = []
+    offset = first_offset
+    for item in logprobs:
+        offsets.append(offset)
+        offset += len(item.token)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [item.logprob for item in logprobs],
+        "tokens": [item.token for item in logprobs],
+        "top_logprobs": [dict(item.top) for item in logprobs],
+    }
+
+
+def _chat_logprobs(logprobs: Sequence[TokenLogprob], top: int) -> list[dict[str, Any]]:
+    # An attempt that was continued as a completion has the sampled token among its alternatives, and one too many.
+    return [
+        {
+            **_chat_logprob(item.token, item.logprob),
+            "top_logprobs": [_chat_logprob(token, value) for token, value in (item.top if top < 0 else item.top[:top])],
+        }
+        for item in logprobs
+    ]
+
+
+def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", errors="replace"))}
+
+
+class ChunkWriter:
+    """Writes the stream of one answer (one index) as the client asked for it."""
+
+    def __init__(self, form: Form, index: int, record: Record) -> None:
+        self._form = form
+        self._record = record
+        self._index = index
+        self._ended = False  # a finish_reason has been written
+        self._chat = form.endpoint is Endpoint.CHAT
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        head = {"id": form.answer_id, "object": kind, "created": form.created_unix_s, "model": form.model}
+        self._head = f'data: {json.dumps(head, separators=(",", ":"))[:-1]},"choices":[{{"index":{index},'
+        self._begun = False
+        self._offset = 0
+        self._tokens = 0
+
+    def chunks(self, deltas: Sequence[Delta], *, last: bool) -> bytes:
+        """The deltas as events; with `last`, the finish_reason goes with the final one."""
+        parts = []
+        ends = self._record.finish_reason if last else None
+        for number, delta in enumerate(deltas, 1):
+            if delta.event is not None:
+                parts.append(self._passed_on(delta.event, delta.version))
+            else:
+                parts.append(self._begin())
+                parts.append(self._chunk(delta, ends if number == len(deltas) else None))
+        if last and not self._ended:
+            parts.append(self._begin())
+            parts.append(self._chunk(Delta((), ""), ends))
+        return "".join(parts).encode()
+
+    def _passed_on(self, event: Mapping[str, Any], version: int | None) -> str:
+        """Return an event unchanged but for the answer's name. The usage of all answers comes at the end."""
+        if not event["choices"]:
+            return ""
+        self._begun = True
+        choices = [{**choice, "index": self._index} for choice in event["choices"]]
+        self._ended = self._ended or any(choice.get("finish_reason") is not None for choice in choices)
+        if self._form.policy_versions:
+            choices = [{**choice, "policy_version": version} for choice in choices]
+        named = {"id": self._form.answer_id, "created": self._form.created_unix_s, "choices": choices}
+        return f"data: {json.dumps({**event, **named}, separators=(',', ':'))}\n\n"
+
+    def _begin(self) -> str:
+        """A chat stream opens with the role."""
+        if self._begun or not self._chat:
+            return ""
+        self._begun = True
+        role = f'"delta":{{"role":{quoted(self._form.role)},"content":""}},"logprobs":null,"finish_reason":null'
+        return f"{self._head}{role}}}]{self._prompt_ids()}{self._usage()}}}\n\n"
+
+    def _chunk(self, delta: Delta, finish_reason: str | None) -> str:
+        form = self._form
+        self._tokens += len(delta.token_ids)
+        self._ended = finish_reason is not None
+        prompt_ids = ""
+        if self._chat:
+            content = self._chat_delta(delta)
+        else:
+            content = f'"text":{quoted(delta.text)}'
+            if not self._begun:
+                self._begun = True
+                prompt_ids = self._prompt_ids()
+        logprobs = "null"
+        if form.logprobs and delta.logprobs is not None:
+            logprobs = json.dumps(self._logprobs(delta.logprobs), separators=(",", ":"))
+        ends = f'"finish_reason":{quoted(finish_reason)}' if finish_reason is not None else '"finish_reason":null'
+        if finish_reason is not None or not self._chat:
+            ends += f',"stop_reason":{json.dumps(self._record.stop_reason if finish_reason is not None else None)}'
+        if form.token_ids:
+            ends += f',"token_ids":[{",".join(map(str, delta.token_ids))}]'
+        if form.policy_versions:
+            ends += f',"policy_version":{json.dumps(delta.version)}'
+        ends += _written(delta.choice_fields)
+        others = _written(delta.answer_fields)
+        return f'{self._head}{content},"logprobs":{logprobs},{ends}{prompt_ids}}}]{others}{self._usage()}}}\n\n'
+
+    def _chat_delta(self, delta: Delta) -> str:
+        if delta.extra is None:
+            return f'"delta":{{"content":{quoted(delta.text)}}}'
+        fields = dict(delta.extra)
+        if delta.text:
+            fields["content"] = delta.text
+        return f'"delta":{json.dumps(fields, separators=(",", ":"))}'
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
+        if self._chat:
+            return {"content": _chat_logprobs(logprobs, self._form.top_logprobs)}
+        written = _completion_logprobs(logprobs, self._offset)
+        self._offset += sum(len(item.token) for item in logprobs)
+        return written
+
+    def _prompt_ids(self) -> str:
+        ids = self._record.prompt_ids
+        if not self._form.token_ids or ids is None:
+            return ""
+        return f',"prompt_token_ids":[{",".join(map(str, ids))}]'
+
+    def _usage(self) -> str:
+        if not self._form.continuous_usage:
+            return ""
+        prompt = self._record.prompt_tokens
+        counts = {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
+        return f',"usage":{json.dumps(counts, separators=(",", ":"))}'
+
+
+def _written(fields: Mapping[str, Any] | None) -> str:
+    """Return the JSON of fields that follow others within an object."""
+    return f",{json.dumps(fields, separators=(',', ':'))[1:-1]}" if fields else ""
+
+
+def usage_chunk(form: Form, records: Sequence[Record], answers_per_prompt: int) -> bytes:
+    """The last chunk of a stream that was asked for its usage."""
+    chat = form.endpoint is Endpoint.CHAT
+    return event(
+        {
+            "id": form.answer_id,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": form.created_unix_s,
+            "model": form.model,
+            "choices": [],
+            "usage": usage(records, records[::answers_per_prompt]),
+            **{name: value for name, value in _common_fields(records).items() if name in UNTIED_FIELDS},
+        }
+    )

@@ -1,0 +1,224 @@
+"""The gate over HTTP, for trainers: pause, renew, resume, and whose weights are which; and the end of answers.
+
+A gateway with a daemon passes all of it on, since there may be other gateways. One without answers for itself alone.
+"""
+
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, faults_of
+from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.http.body import BadAsk, read_json
+from orchestrrl.gateway.http.faults import read_body
+from orchestrrl.gateway.http.openai import error_body
+from planner.model import EngineId, RequestId
+
+DEFAULT_LEASE_S = 60.0
+MAX_LEASE_S = 24 * 3600.0
+
+_Seconds = Annotated[float, Field(gt=0, le=MAX_LEASE_S, allow_inf_nan=False)]
+_Version = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class Asked(BaseModel):
+    """The body of a POST."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Pause(Asked):
+    """Of POST /orchestrrl/gate/pause."""
+
+    mode: Annotated[PauseMode, Field(strict=False)] = PauseMode.KEEP
+    frozen: Annotated[FrozenRequests, Field(strict=False)] = FrozenRequests.RECOMPUTE
+    holder: str = ""
+    lease_s: _Seconds = DEFAULT_LEASE_S
+    deadline_s: _Seconds | None = None  # None: as long as the lease
+
+    @property
+    def within_s(self) -> float:
+        """All has to be quiet by then."""
+        return self.lease_s if self.deadline_s is None else self.deadline_s
+
+
+class Renew(Asked):
+    """Of POST /orchestrrl/gate/renew."""
+
+    lease_id: Annotated[str, Field(min_length=1)]
+    lease_s: _Seconds = DEFAULT_LEASE_S
+
+
+class Resume(Asked):
+    """Of POST /orchestrrl/gate/resume. Without a lease: whoever holds it."""
+
+    lease_id: str = ""
+    policy_version: _Version | None = None
+    weights_source: str = ""  # a folder with the weights that engines have now
+    without_engines: list[str] = Field(default_factory=list)
+    reason: str = ""
+
+
+class SetVersion(Asked):
+    """Of POST /orchestrrl/gate/set-version."""
+
+    engines: Annotated[list[str], Field(min_length=1)]
+    policy_version: _Version
+    reason: str = ""
+    weights_source: str = ""
+
+
+class Cancel(Asked):
+    """Of POST /orchestrrl/cancel."""
+
+    requests: list[str] = Field(default_factory=list)
+    groups: list[str] = Field(default_factory=list)
+    reason: str = ""
+
+
+class Refusal(Exception):
+    """What a gate says no with."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+# The daemon's answer to one of these, as what is shown. Raises Refusal.
+Daemon = Callable[[Asked | None], Awaitable[Mapping[str, Any]]]
+
+
+class GateFace:
+    """The routes. `daemon`: the one that answers for all gateways; None: this gateway is the only one."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.daemon: Daemon | None = None
+        self._told_source: tuple[int | None, str] = (None, "")  # version and folder; of a gateway that is alone
+        self.alone = True  # False, without a daemon: others serve the same port, and nobody could order them
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/orchestrrl/gate", self._get),
+            web.post("/orchestrrl/gate/pause", self._handler(Pause, self._pause)),
+            web.post("/orchestrrl/gate/renew", self._handler(Renew, self._renew)),
+            web.post("/orchestrrl/gate/resume", self._handler(Resume, self._resume)),
+            web.post("/orchestrrl/gate/set-version", self._handler(SetVersion, self._set_version)),
+            web.post("/orchestrrl/cancel", self._handler(Cancel, self._cancel)),
+        ]
+
+    async def _get(self, request: web.Request) -> web.Response:
+        return await self._answer(None, self._shown)
+
+    def _handler(
+        self, kind: type[Asked], act: Callable[[Any], Awaitable[Mapping[str, Any]]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            text = await read_body(request, empty=b"{}")
+            try:
+                asked = kind.model_validate(read_json(text))
+            except ValidationError as error:
+                faults = faults_of(error)
+                raise BadAsk("; ".join(faults), faults[0].partition(":")[0]) from error
+            return await self._answer(asked, lambda: act(asked))
+
+        return handle
+
+    async def _answer(self, asked: Asked | None, act: Callable[[], Awaitable[Mapping[str, Any]]]) -> web.Response:
+        try:
+            if self.daemon is not None:
+                return web.json_response(self._with_urls(await self.daemon(asked)))
+            if not self.alone:
+                raise Refusal(503, "other processes serve this port: give them a daemon, which can order all of them")
+            return web.json_response(await act())
+        except Refusal as refusal:
+            return _error(refusal.status, str(refusal))
+        except ProblemFaults as faults:
+            return _error(400, "; ".join(faults.faults))
+        except OrchestrRLError as error:
+            return _error(409, str(error))
+
+    def _with_urls(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Where each engine is: whoever brings weights wants to know. A daemon leaves that to gateways."""
+        for engine in answer.get("engines", ()):
+            slot = self._gateway.fleet.get(EngineId(engine["engine_id"]))
+            engine["url"] = "" if slot is None else slot.engine.url
+        return answer
+
+    # --- a gateway that is alone -------------------------------------------------------------------------------------
+
+    async def _pause(self, asked: Pause) -> Mapping[str, Any]:
+        now_s = self._gateway.clock.now_s()
+        order = CloseGate(
+            lease=uuid.uuid4().hex[:16],
+            holder=asked.holder,
+            mode=asked.mode,
+            frozen=asked.frozen,
+            lease_until_s=now_s + asked.lease_s,
+            quiet_by_s=now_s + asked.within_s,
+        )
+        return await self._shown(await self._gateway.gate.close(order))
+
+    async def _renew(self, asked: Renew) -> Mapping[str, Any]:
+        self._gateway.gate.renew(asked.lease_id, self._gateway.clock.now_s() + asked.lease_s)
+        return await self._shown()
+
+    async def _resume(self, asked: Resume) -> Mapping[str, Any]:
+        without = tuple(EngineId(engine) for engine in asked.without_engines)
+        items = await self._gateway.gate.open(OpenGate(asked.lease_id, asked.policy_version, without))
+        self._remember(asked.policy_version, asked.weights_source)
+        return await self._shown(items)
+
+    async def _set_version(self, asked: SetVersion) -> Mapping[str, Any]:
+        await self._gateway.gate.set_version(tuple(map(EngineId, asked.engines)), asked.policy_version)
+        self._remember(asked.policy_version, asked.weights_source)
+        return await self._shown()
+
+    def _remember(self, version: int | None, source: str) -> None:
+        """Where weights are is remembered of the newest alone, until they are others."""
+        newest = self._gateway.gate.report().policy_version
+        known_version, known = self._told_source
+        told = source if version in (None, newest) else ""
+        self._told_source = (newest, told or (known if newest == known_version else ""))
+
+    async def _cancel(self, asked: Cancel) -> Mapping[str, Any]:
+        cancelled = self._gateway.cancel(map(RequestId, asked.requests), asked.groups, asked.reason)
+        return {"cancelled_ids": list(cancelled)}
+
+    async def _shown(self, items: tuple[ItemResult, ...] = ()) -> Mapping[str, Any]:
+        """As the daemon shows it."""
+        gate = self._gateway.gate
+        report, closed = gate.report(), gate.closed
+        told = {item.id: item for item in items or gate.rest}
+        return {
+            "phase": report.phase,
+            "lease_id": report.lease,
+            "holder": "" if closed is None else closed.holder,
+            "mode": None if closed is None else closed.mode,
+            "frozen": None if closed is None else closed.frozen,
+            "lease_until_unix_s": None if closed is None else closed.lease_until_s,
+            "policy_version": report.policy_version,
+            "weights_source": self._told_source[1],
+            "requests": {"running": report.running, "frozen": report.frozen, "held": report.held},
+            "engines": [
+                {
+                    "engine_id": slot.id,
+                    "done": slot.id not in told or told[slot.id].done,
+                    "detail": told[slot.id].detail if slot.id in told else "",
+                    "policy_version": slot.policy_version,
+                    "url": slot.engine.url,
+                    "paused": slot.paused,
+                }
+                for slot in self._gateway.fleet
+            ],
+            "detail": gate.opened_because if closed is None else "",
+        }
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response(error_body(message, status), status=status)

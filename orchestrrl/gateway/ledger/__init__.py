@@ -1,0 +1,1 @@
+"""Every token generated so far for every request, in memory and on disk."""

@@ -1,0 +1,185 @@
+"""The gateway's ledger on disk: pieces of answers in SQLite, which all gateway processes of a machine share.
+
+Rows are only ever added, at the end, and found by their request's key; the oldest go first. Nothing is waited for on
+its way to the disk (`synchronous = NORMAL`: SQLite calls fsync when it moves its log into the file, and not for each
+transaction): what a power cut takes was delivered or is generated again, and the file stays sound. A killed process
+takes nothing that it had committed.
+"""
+
+import itertools
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.gateway.ledger.pieces import Piece
+
+APPLICATION_ID = 0x4F52_4C32  # "ORL2"
+FORMAT = 1
+BUSY_WITHIN_S = 5.0  # the other processes' writing takes milliseconds
+MOST_LOG_BYTES = 16 << 20  # what SQLite's log keeps on disk between two moves into the file
+ROWS_AT_ONCE = 256  # are looked at in one step of pruning
+FREE_PAGES_AT_ONCE = 4096  # are given back to the file system in one step
+SHRINK_TO = 0.9  # of the most bytes, so that not every write removes something
+
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS pieces (
+  row INTEGER PRIMARY KEY, key INTEGER NOT NULL, written_s REAL NOT NULL,
+  name TEXT, digest BLOB, created_s REAL,
+  answer INTEGER NOT NULL, number INTEGER NOT NULL, ids BLOB NOT NULL, text BLOB NOT NULL, prompt_ids BLOB,
+  prompt_tokens INTEGER NOT NULL, max_tokens INTEGER, attempt INTEGER NOT NULL, version INTEGER,
+  finish_reason TEXT, more TEXT
+);
+CREATE INDEX IF NOT EXISTS pieces_by_key ON pieces (key);
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {FORMAT};
+"""
+_COLUMNS = "answer, number, ids, text, prompt_ids, prompt_tokens, max_tokens, attempt, version, finish_reason, more"
+_INSERT = f"INSERT INTO pieces (key, written_s, name, digest, created_s, {_COLUMNS}) VALUES "
+_VALUES = f"({', '.join('?' * 16)})"
+# So many rows with one statement: each call into SQLite hands the interpreter over to the requests and takes it back.
+ROWS_OF_STATEMENTS = (64, 8, 1)
+_STATEMENTS = {rows: _INSERT + ", ".join([_VALUES] * rows) for rows in ROWS_OF_STATEMENTS}
+
+
+class Asked(NamedTuple):
+    """What a client asked under a name. `created_s` is what its answer gives as its time."""
+
+    name: str
+    digest: bytes
+    created_s: float
+
+
+class Row(NamedTuple):
+    key: int
+    written_s: float
+    asked: Asked | None  # with an answer's first piece
+    piece: Piece
+
+
+class Stored(NamedTuple):
+    asked: Asked
+    pieces: tuple[Piece, ...]
+
+
+class AnswerFile:
+    """One connection. Of one thread at a time. Everything raises sqlite3.Error when the disk fails."""
+
+    def __init__(self, path: Path, busy_within_s: float = BUSY_WITHIN_S) -> None:
+        """Opens the file, or makes it. Raises sqlite3.Error, and Permanent for a file of something else."""
+        self._db = sqlite3.connect(
+            path, timeout=busy_within_s, isolation_level=None, check_same_thread=False, cached_statements=32
+        )
+        self._lookup = self._db.cursor()
+        try:
+            self._prepare(path)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self, path: Path) -> None:
+        (identity,) = self._db.execute("PRAGMA application_id").fetchone()
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        (tables,) = self._db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if tables and identity != APPLICATION_ID:
+            raise Permanent(f"{path}: is not a gateway's ledger")
+        if tables and version != FORMAT:
+            raise Permanent(f"{path}: has ledger format {version}, this version reads {FORMAT}; move it away")
+        if not tables:
+            self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.execute(f"PRAGMA journal_size_limit = {MOST_LOG_BYTES}")
+        if not tables:
+            self._db.executescript(_SCHEMA)
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """All of them, or none."""
+        nothing = (None, None, None)
+        values = [(row.key, row.written_s, *(row.asked or nothing), *row.piece) for row in rows]
+        self._in_transaction(lambda: self._insert(values))
+
+    def _insert(self, values: Sequence[tuple[object, ...]]) -> None:
+        start = 0
+        for count in ROWS_OF_STATEMENTS:
+            while len(values) - start >= count:
+                batch = values[start : start + count]
+                self._db.execute(_STATEMENTS[count], list(itertools.chain.from_iterable(batch)))
+                start += count
+
+    def has(self, key: int) -> bool:
+        return self._lookup.execute("SELECT 1 FROM pieces WHERE key = ? LIMIT 1", (key,)).fetchall() != []
+
+    def read(self, key: int, name: str) -> Stored | None:
+        """What is there of the request of this name."""
+        query = f"SELECT name, digest, created_s, {_COLUMNS} FROM pieces WHERE key = ? ORDER BY row"
+        rows = self._db.execute(query, (key,)).fetchall()
+        asked = next((Asked(*row[:3]) for row in reversed(rows) if row[0] == name), None)
+        return Stored(asked, tuple(Piece(*row[3:]) for row in rows)) if asked is not None else None
+
+    @property
+    def used_bytes(self) -> int:
+        (pages,) = self._db.execute("PRAGMA page_count").fetchone()
+        (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
+        (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
+        return int((pages - free) * page_bytes)
+
+    def prune(self, before_s: float, most_bytes: int, take: Callable[[int], bool], free: Callable[[int], None]) -> int:
+        """Remove requests of which nothing was written since `before_s`, and the oldest where the file holds more than
+        `most_bytes`; none that cannot be taken because it is in hand. Returns how many went."""
+        removed = 0
+        row = 0
+        too_large = self.used_bytes > most_bytes
+        while True:
+            too_large = too_large and self.used_bytes > SHRINK_TO * most_bytes
+            query = "SELECT row, key, written_s FROM pieces WHERE row > ? ORDER BY row LIMIT ?"
+            found = self._db.execute(query, (row, ROWS_AT_ONCE)).fetchall()
+            if not found or not (too_large or found[0][2] < before_s):
+                break
+            row = found[-1][0]
+            old = {key: None for _, key, written_s in found if too_large or written_s < before_s}
+            taken = [key for key in old if (too_large or self._written_s(key) < before_s) and take(key)]
+            try:
+                self._remove(taken)
+            finally:
+                for key in taken:
+                    free(key)
+            removed += len(taken)
+        if removed:
+            self._db.execute(f"PRAGMA incremental_vacuum({FREE_PAGES_AT_ONCE})").fetchall()
+        return removed
+
+    def _written_s(self, key: int) -> float:
+        (newest_s,) = self._db.execute("SELECT max(written_s) FROM pieces WHERE key = ?", (key,)).fetchone()
+        return float(newest_s)
+
+    def _remove(self, keys: Sequence[int]) -> None:
+        values = [(key,) for key in keys]
+        if values:
+            self._in_transaction(lambda: self._db.executemany("DELETE FROM pieces WHERE key = ?", values))
+
+    def _in_transaction(self, change: Callable[[], object]) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            change()
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def check(path: Path) -> None:
+    """Make the file where it is not there. Raises Permanent when there can be no ledger at this path."""
+    try:
+        with closing(AnswerFile(path)) as file:
+            file.has(0)
+    except sqlite3.OperationalError as error:
+        raise Permanent(f"{path}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        raise Permanent(f"{path}: is damaged or no ledger ({error}); move it away to start a new one") from error

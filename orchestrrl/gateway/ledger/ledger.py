@@ -1,0 +1,325 @@
+"""The record of every request: what was asked, every token generated so far, where it runs and where it has been. Pure.
+
+The record is the truth about a request; the engines and the client's connection come and go around it. What the client
+is sent is read from here, so a request that changes engines shows no gap, no repetition and no reordering.
+"""
+
+import io
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrrl.core.reports import FinishedRequest
+from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
+from orchestrrl.gateway.ledger.versions import OnStale, Versions
+from planner.model import EngineId, RequestId, RequestState, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that were added to a record at once; `extra` holds chat fields that the engine parsed out of them."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    extra: Mapping[str, Any] | None = None
+    version: int | None = None  # of the policy that generated them
+    choice_fields: Mapping[str, Any] | None = None  # other fields of the engine's choice object
+    answer_fields: Mapping[str, Any] | None = None
+    event: Mapping[str, Any] | None = None  # instead of all that: an event to pass on unchanged
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request has no answer, as the client is told: an HTTP status and an OpenAI error object."""
+
+    status: int
+    error: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Record:
+    """One request: one prompt, one answer. The engine knows attempt k of it as `id~k`."""
+
+    id: RequestId
+    endpoint: Endpoint
+    body: Mapping[str, Any]  # as the client sent it, less what the gateway itself answers (stream, n, ...)
+    streaming: bool
+    arrived_s: float
+    max_tokens: int | None  # None: up to the engine's context length
+    group: str = ""
+    tag: str = ""
+    group_enough: int = 0  # complete answers of its group that suffice; 0: all are wanted
+    max_version_lag: int | None = None  # None: it may become as old as it likes
+    on_stale: OnStale = OnStale.ABORT
+    immovable_because: str = ""  # why it may not be continued elsewhere once it has tokens; empty: it may
+    relayed_because: str = ""  # why the engine is sent the body unchanged and its answer relayed; empty: it is not
+    pinned_because: str = ""  # why it may not leave its engine even before the first token; empty: it may
+    form_fields: Mapping[str, Any] = field(default_factory=dict)  # of the body, about the form of the answer
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for engines; credentials among them
+    prompt_ids: tuple[int, ...] | None = None  # None: not tokenised yet
+    prompt_tokens_estimate: int = 1
+
+    engine: EngineId | None = None  # None: held by the gateway
+    attempt: int = 0
+    moves: int = 0
+    state: RequestState = RequestState.WAITING
+    generated_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    logprobs: list[TokenLogprob] | None = None
+    extras: list[Mapping[str, Any]] = field(default_factory=list)
+    versions: Versions = field(default_factory=Versions)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    choice_fields: dict[str, Any] = field(default_factory=dict)  # of the engine's own, for the whole answer
+    answer_fields: dict[str, Any] = field(default_factory=dict)
+    usage: Mapping[str, Any] | None = None  # the engine's own, of an answer that it made alone
+    relayed: bool = False  # the present attempt relays the engine's own answer
+    relayed_answer: Mapping[str, Any] | None = None  # that answer, where it is not streamed
+    relayed_tokens: int = 0  # generated in it
+    failure: Failure | None = None
+    delivered: bool = False  # something of the answer has been sent to the client
+    text_complete: bool = True  # False: the last tokens may end inside a character whose text is still to come
+    started_s: float | None = None  # first token
+    progressed_s: float = 0.0  # last token, or the start of the attempt
+    finished_s: float | None = None
+
+    _text: io.StringIO = field(default_factory=io.StringIO)
+    _undelivered: list[Delta] = field(default_factory=list)
+
+    @property
+    def attempt_id(self) -> str:
+        return f"{self.id}~{self.attempt}"
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
+
+    def text_from(self, start: int) -> str:
+        """The text from a character on."""
+        self._text.seek(start)
+        return self._text.read()  # and what is written next goes to the end again
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Exact once the prompt was tokenised, before that an estimate."""
+        return self.prompt_tokens_estimate if self.prompt_ids is None else len(self.prompt_ids)
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + len(self.generated_ids)
+
+    @property
+    def generated_tokens(self) -> int:
+        return len(self.generated_ids) or self.relayed_tokens
+
+    @property
+    def fixed_because(self) -> str:
+        """Why the request may not leave its engine now; empty where it may. Without a token it starts anew elsewhere,
+        unless its answer is relayed, which does not show how far it has come."""
+        if self.engine is not None and self.pinned_because:
+            return self.pinned_because
+        return self.immovable_because if self.generated_ids or (self.relayed and self.engine is not None) else ""
+
+    @property
+    def movable_now(self) -> bool:
+        return not self.fixed_because
+
+    def begin_attempt(self, engine: EngineId, now_s: float) -> None:
+        self.engine = engine
+        self.relayed = False
+        self.attempt += 1
+        self.state = RequestState.WAITING
+        self.progressed_s = now_s
+
+    def append(
+        self, chunk: Chunk, text: str, extra: Mapping[str, Any] | None, now_s: float, version: int | None = None
+    ) -> None:
+        """Take what an engine generated. `text` is what they add to the text: not always what the chunk says. `version`
+        is that of the policy that generated them."""
+        if self.prompt_ids is None and chunk.prompt_token_ids is not None:
+            self.prompt_ids = chunk.prompt_token_ids
+        self.progressed_s = now_s
+        if chunk.token_ids:
+            self.versions.add(version, len(self.generated_ids))
+            self.generated_ids.extend(chunk.token_ids)
+            self.state = RequestState.RUNNING
+            if self.started_s is None:
+                self.started_s = now_s
+        if text:
+            self._text.write(text)
+        if chunk.logprobs:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs.extend(chunk.logprobs)
+        if extra:
+            self.extras.append(extra)
+        fields, answer_fields = chunk.choice_fields, chunk.answer_fields
+        if fields:
+            _merge(self.choice_fields, fields)
+        if answer_fields:
+            _merge(self.answer_fields, answer_fields)
+        if self.streaming and (chunk.token_ids or text or extra or fields or answer_fields):
+            delta = Delta(chunk.token_ids, text, chunk.logprobs, extra, version, fields, answer_fields)
+            self._undelivered.append(delta)
+        if chunk.finish_reason is not None:
+            self.finish(chunk.finish_reason, chunk.stop_reason, now_s)
+
+    def relay(self, chunk: Chunk, tokens: int, now_s: float, version: int | None = None) -> None:
+        """Take what is passed on unchanged: an event, a whole answer, or a stream's end. `tokens`: generated in it."""
+        self.progressed_s = now_s
+        if chunk.event is not None or chunk.answer is not None:
+            if chunk.event != {}:  # the end of a stream has no tokens
+                self.versions.add(version, self.relayed_tokens)
+            self.state = RequestState.RUNNING
+            if self.started_s is None:
+                self.started_s = now_s
+        if chunk.event:
+            self._undelivered.append(Delta((), "", version=version, event=chunk.event))
+        self.relayed_tokens += tokens
+        if chunk.answer is not None:
+            self.relayed_answer = chunk.answer
+        if chunk.finish_reason is not None:
+            self.finish(chunk.finish_reason, None, now_s)
+
+    def finish(self, finish_reason: str, stop_reason: int | str | None, now_s: float) -> None:
+        self.finish_reason = finish_reason
+        self.stop_reason = stop_reason
+        self.finished_s = now_s
+
+    def fail(self, failure: Failure, now_s: float) -> None:
+        self.failure = failure
+        self.finished_s = now_s
+
+    def hold(self) -> None:
+        """The gateway itself holds the request: it is on no engine."""
+        self.engine = None
+        self.relayed = False
+        self.state = RequestState.WAITING
+
+    def forget_answer(self) -> None:
+        """Start over: for an answer that cannot be continued, and of which the client has seen nothing."""
+        if self.delivered:
+            raise ValueError(f"request {self.id} has been answered in part and cannot start over")
+        self.generated_ids = array("I")
+        self.logprobs = None
+        self.choice_fields.clear()
+        self.answer_fields.clear()
+        self.usage = self.relayed_answer = None
+        self.relayed_tokens = 0
+        self.extras.clear()
+        self._undelivered.clear()
+        self._text = io.StringIO()
+        self.versions = Versions()
+        self.text_complete = True
+
+    def take_undelivered(self) -> list[Delta]:
+        """What the client has not been sent yet. The caller sends it."""
+        deltas = self._undelivered
+        if deltas:
+            self._undelivered = []
+            self.delivered = True
+        return deltas
+
+    def view(self, now_s: float) -> RequestView:
+        return RequestView(
+            id=self.id,
+            engine=self.engine,
+            state=self.state,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            max_tokens=self.max_tokens,
+            group=self.group,
+            tag=self.tag,
+            movable=self.movable_now,
+            moves=self.moves,
+            age_s=max(0.0, now_s - self.arrived_s),
+            movable_detail=self.fixed_because,
+            quiet_s=max(0.0, now_s - self.progressed_s),
+            policy_version=self.versions.oldest,
+            group_enough=self.group_enough,
+        )
+
+    def summary(self) -> FinishedRequest:
+        return FinishedRequest(
+            id=self.id,
+            engine=self.engine,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            finish_reason=self.finish_reason or "error",
+            moves=self.moves,
+            tag=self.tag,
+            duration_s=(self.finished_s or self.arrived_s) - self.arrived_s,
+            group=self.group,
+            group_enough=self.group_enough,
+        )
+
+
+def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Add the fields of a part of an answer: lists are concatenated, any other value replaces the one before."""
+    for name, value in part.items():
+        before = whole.get(name)
+        whole[name] = [*before, *value] if isinstance(before, list) and isinstance(value, list) else value
+
+
+class DuplicateRequest(ValueError):
+    """A request of this id is in flight already."""
+
+
+class Ledger:
+    """Every request in flight, and the last `keep_finished` that ended, without their tokens."""
+
+    def __init__(self, *, keep_finished: int = 2048) -> None:
+        if keep_finished < 1:
+            raise ValueError(f"keep_finished must be >= 1, got {keep_finished}")
+        self._in_flight: dict[RequestId, Record] = {}
+        self.finished: deque[FinishedRequest] = deque(maxlen=keep_finished)
+        self._unreported: deque[tuple[int, FinishedRequest]] = deque(maxlen=keep_finished)
+        self._sequence = 0
+        self.finished_by_reason: Counter[str] = Counter()
+        self.generated_total = 0
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._in_flight.values())
+
+    def get(self, request_id: RequestId) -> Record | None:
+        return self._in_flight.get(request_id)
+
+    def add(self, *records: Record) -> None:
+        """Take all of them, or none: raises DuplicateRequest when an id is in flight already."""
+        for record in records:
+            if record.id in self._in_flight:
+                raise DuplicateRequest(f"request {record.id!r} is in flight already")
+        for record in records:
+            self._in_flight[record.id] = record
+
+    def close(self, record: Record) -> None:
+        """The request has ended, however it ended."""
+        if self._in_flight.get(record.id) is not record:  # it is closed, or never was here
+            return
+        del self._in_flight[record.id]
+        summary = record.summary()
+        self.finished_by_reason[summary.finish_reason] += 1
+        self.generated_total += summary.generated_tokens
+        self.finished.append(summary)
+        self._unreported.append((self._sequence + 1, summary))
+
+    def report(self) -> tuple[int, tuple[FinishedRequest, ...]]:
+        """A new report's sequence number, and what ended since the last report that was acknowledged."""
+        self._sequence += 1
+        return self._sequence, tuple(summary for _, summary in self._unreported)
+
+    def acknowledge(self, sequence: int) -> None:
+        """The daemon holds everything up to this report. A number that was never sent is ignored."""
+        if sequence > self._sequence:
+            return
+        while self._unreported and self._unreported[0][0] <= sequence:
+            self._unreported.popleft()

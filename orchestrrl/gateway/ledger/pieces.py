@@ -1,0 +1,286 @@
+"""An answer in pieces, as they go to the disk, and put together again from those that arrived there. Pure.
+
+A piece holds what a record has grown by since the one before. Pieces are numbered: a first one (0) replaces all that
+came before it, and after a gap nothing counts until the next first one. So whatever is lost, what is put together is
+the beginning of the answer, and never has another's tokens in it.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
+from orchestrrl.gateway.ledger.ledger import Record
+
+_FINAL_FIELDS = ("stop_reason", "choice_fields", "answer_fields", "usage")
+# How an answer is written is no part of what was asked.
+_FORM = frozenset({"stream", "stream_options", "return_policy_versions", "request_id"})
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+_compact = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class Piece(NamedTuple):
+    """What an answer has grown by. Ids are 4 bytes each, text is UTF-8."""
+
+    answer: int  # which of the answers to one body
+    number: int
+    ids: bytes
+    text: bytes
+    prompt_ids: bytes | None  # in one piece, where the engine told them and they will be needed
+    prompt_tokens: int
+    max_tokens: int | None
+    attempt: int
+    version: int | None  # of the policy that generated the tokens, or the first of them
+    finish_reason: str | None
+    more: str | None  # JSON, of what most pieces have not
+
+    @property
+    def memory_bytes(self) -> int:
+        return len(self.ids) + len(self.text) + len(self.prompt_ids or b"") + len(self.more or "")
+
+
+def key_of(name: str) -> int:
+    """A number below 2**63 that stands for the name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def digest_of(endpoint: Endpoint, body: Mapping[str, Any]) -> bytes:
+    """The same for bodies that ask the same, however they are written."""
+    rest = {name: value for name, value in body.items() if name not in _FORM}
+    digest = hashlib.blake2b(endpoint.encode(), digest_size=16)
+    # Prompts are long, and numbers are slow to write.
+    prompt = rest.get("prompt")
+    if isinstance(prompt, str):
+        rest["prompt"] = "text"
+        digest.update(prompt.encode("utf-8", "surrogatepass"))
+    elif isinstance(prompt, list) and set(map(type, prompt)) == {int}:
+        rest["prompt"] = "ids"
+        digest.update(array("I", prompt).tobytes())
+    digest.update(b"\0")
+    digest.update(_canonical(rest).encode())
+    return digest.digest()
+
+
+class Cutter:
+    """Cuts a record into pieces as it grows."""
+
+    __slots__ = (
+        "_answer",
+        "_chars",
+        "_ended",
+        "_extras",
+        "_ids",
+        "_logprobs",
+        "_number",
+        "_prompt_given",
+        "_prompt_told",
+        "_prompt_wanted",
+        "_tokens",
+        "record",
+    )
+
+    def __init__(self, answer: int, record: Record, *, prompt_wanted: bool) -> None:
+        """`prompt_wanted`: the answer, once it is complete, has the prompt's tokens too."""
+        self.record = record
+        self._prompt_wanted = prompt_wanted
+        self._answer = answer
+        # By the client, which will give it again.
+        self._prompt_given = isinstance(record.body.get("prompt"), list)
+        self.restart()
+
+    def restart(self) -> None:
+        """The next piece is a first one."""
+        self._ids = self.record.generated_ids
+        self._number = self._tokens = self._chars = self._logprobs = self._extras = 0
+        self._prompt_told = self._prompt_given
+        self._ended = False
+
+    def resume(self, pieces: int) -> None:
+        """The record has been put together from so many pieces, and goes on."""
+        record = self.record
+        self._ids = record.generated_ids
+        self._number = pieces
+        self._tokens = len(record.generated_ids)
+        self._chars = len(record.text)
+        self._logprobs = len(record.logprobs or ())
+        self._extras = len(record.extras)
+        self._prompt_told = True
+        self._ended = record.finish_reason is not None
+
+    @property
+    def begun(self) -> bool:
+        return self._number > 0
+
+    def cut(self) -> Piece | None:
+        """What is new; None where nothing is."""
+        record = self.record
+        if record.relayed:  # what the engine wrote is not kept
+            return self.forget() if self._tokens else None
+        tokens = len(record.generated_ids)
+        ends = record.finish_reason if not self._ended else None
+        if record.generated_ids is not self._ids:  # the answer began anew
+            if self.begun and not tokens and ends is None:
+                return self.forget()
+            self.restart()
+        if tokens == self._tokens and ends is None:
+            return None
+        text = record.text_from(self._chars) if self._chars else record.text
+        prompt_ids = None
+        if not self._prompt_told and record.prompt_ids is not None and (ends is None or self._prompt_wanted):
+            prompt_ids = array("I", record.prompt_ids).tobytes()
+            self._prompt_told = True
+        changes = record.versions.changes(self._tokens)
+        more = self._more(ends, changes)
+        piece = Piece(
+            self._answer,
+            self._number,
+            self._ids[self._tokens :].tobytes(),
+            text.encode("utf-8", "surrogatepass"),
+            prompt_ids,
+            record.prompt_tokens,
+            record.max_tokens,
+            record.attempt,
+            changes[0][1],
+            ends,
+            _compact(more) if more else None,
+        )
+        self._number += 1
+        self._tokens = tokens
+        self._chars += len(text)
+        self._ended = ends is not None
+        return piece
+
+    def forget(self) -> Piece:
+        """What takes back all that was cut: the answer is not to be gone on with."""
+        self.restart()
+        self._number = 1
+        return Piece(self._answer, 0, b"", b"", None, 0, None, self.record.attempt, None, None, None)
+
+    def _more(self, ends: str | None, changes: Sequence[tuple[int, int | None]]) -> dict[str, Any]:
+        record = self.record
+        more: dict[str, Any] = {}
+        if len(changes) > 1:
+            more["changes"] = changes[1:]
+        if record.logprobs is not None:
+            new = record.logprobs[self._logprobs :]
+            self._logprobs += len(new)
+            more["logprobs"] = [(item.token, item.logprob, item.top) for item in new]
+        if len(record.extras) > self._extras:
+            more["extras"] = record.extras[self._extras :]
+            self._extras = len(record.extras)
+        if record.immovable_because:
+            more["immovable_because"] = record.immovable_because
+        if ends is not None:
+            final = {name: getattr(record, name) for name in _FINAL_FIELDS}
+            more.update({name: value for name, value in final.items() if value not in (None, {})})
+        return more
+
+
+@dataclass(slots=True)
+class Kept:
+    """As much of an answer as the disk has."""
+
+    pieces: int = 0
+    ids: "array[int]" = field(default_factory=lambda: array("I"))
+    text: list[str] = field(default_factory=list)
+    prompt_ids: tuple[int, ...] | None = None
+    prompt_tokens: int = 0
+    max_tokens: int | None = None
+    attempt: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    extras: list[Mapping[str, Any]] = field(default_factory=list)
+    versions: list[tuple[int | None, int]] = field(default_factory=list)  # with the token that each begins at
+    immovable_because: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    choice_fields: dict[str, Any] = field(default_factory=dict)
+    answer_fields: dict[str, Any] = field(default_factory=dict)
+    usage: Mapping[str, Any] | None = None
+
+    def add(self, piece: Piece) -> None:
+        start = len(self.ids)
+        self.pieces += 1
+        self.ids.frombytes(piece.ids)
+        self.text.append(piece.text.decode("utf-8", "surrogatepass"))
+        if piece.prompt_ids is not None:
+            self.prompt_ids = tuple(array("I", piece.prompt_ids))
+        self.prompt_tokens = piece.prompt_tokens
+        self.max_tokens = piece.max_tokens
+        self.finish_reason = piece.finish_reason
+        more = json.loads(piece.more) if piece.more is not None else {}
+        if "logprobs" in more:
+            self.logprobs = self.logprobs or []
+            for token, logprob, top in more["logprobs"]:
+                self.logprobs.append(TokenLogprob(token, logprob, tuple((other, value) for other, value in top)))
+        self.extras += more.get("extras", ())
+        if piece.ids:
+            self.versions.append((piece.version, start))
+            self.versions += [(version, at) for at, version in more.get("changes", ())]
+        self.immovable_because = more.get("immovable_because", "")
+        self.stop_reason = more.get("stop_reason")
+        self.choice_fields = more.get("choice_fields", {})
+        self.answer_fields = more.get("answer_fields", {})
+        self.usage = more.get("usage")
+
+    def spans(self) -> list[tuple[int | None, int, int]]:
+        """Versions with their first token and the one after their last; a single one where there are no tokens."""
+        begins = self.versions or [(None, 0)]
+        ends = [start for _, start in begins[1:]] + [len(self.ids)]
+        return [(version, start, end) for (version, start), end in zip(begins, ends, strict=True)]
+
+    def logprobs_of(self, start: int, end: int) -> tuple[TokenLogprob, ...] | None:
+        if self.logprobs is None:
+            return None
+        if len(self.logprobs) != len(self.ids):  # the engine has its own way: all come with the last tokens
+            return tuple(self.logprobs) if end == len(self.ids) else None
+        return tuple(self.logprobs[start:end])
+
+
+def put_together(pieces: Iterable[Piece]) -> dict[int, Kept]:
+    """By answer, from the pieces in the order in which they were written."""
+    kept: dict[int, Kept] = {}
+    for piece in pieces:
+        answer = kept.get(piece.answer)
+        if piece.number == 0 or answer is None:
+            attempt = answer.attempt if answer is not None else 0
+            answer = kept[piece.answer] = Kept(attempt=attempt)
+        answer.attempt = max(answer.attempt, piece.attempt)  # an attempt's name is never used again
+        if piece.number == answer.pieces:
+            answer.add(piece)
+    return kept
+
+
+def give_back(record: Record, kept: Kept, now_s: float) -> bool:
+    """Put what was kept into a record that is asked for again. False: it could not be gone on with, and begins anew."""
+    record.attempt = kept.attempt
+    prompt_ids = record.prompt_ids or kept.prompt_ids
+    if kept.finish_reason is None:
+        tied = record.immovable_because or kept.immovable_because
+        if tied or not kept.ids or prompt_ids is None or kept.max_tokens is None:
+            return False
+    record.prompt_ids = prompt_ids
+    record.prompt_tokens_estimate = kept.prompt_tokens
+    record.max_tokens = kept.max_tokens
+    record.immovable_because = kept.immovable_because
+    for extra in kept.extras:
+        record.append(Chunk(), "", extra, now_s)
+    for version, start, end in kept.spans():
+        last = end == len(kept.ids)
+        ends = last and kept.finish_reason is not None
+        chunk = Chunk(
+            tuple(kept.ids[start:end]),
+            logprobs=kept.logprobs_of(start, end),
+            choice_fields=(kept.choice_fields or None) if ends else None,
+            answer_fields=(kept.answer_fields or None) if ends else None,
+        )
+        record.append(chunk, "".join(kept.text) if last else "", None, now_s, version)
+    record.text_complete = False  # as far as is known
+    if kept.finish_reason is not None:
+        record.usage = kept.usage
+        record.finish(kept.finish_reason, kept.stop_reason, now_s)
+    else:
+        record.hold()
+    return True

@@ -1,0 +1,402 @@
+"""Keeps what is generated for requests that their client named, so that one that comes back finds its answer.
+
+A client that lost its connection, or its gateway, asks again with the same request id and the same body. An answer that
+was complete is given to it once more; one that was not goes on from its tokens. Nothing is generated for clients that
+do not come back, and requests without a name are not kept: nobody could come back for them.
+
+Requests do not wait for the disk. What they add is taken up every `PROGRESS_S` and at their end, and written by a
+thread in batches: a killed gateway loses no more than the last moments, which are generated again. Where the disk is
+full or fails, requests go on without: that is logged once, and counted. What can be read of the file's index is read
+at once, by key, as each request arrives; an answer that is there is read by a thread.
+"""
+
+import asyncio
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.engines.base import Endpoint
+from orchestrrl.gateway.ledger.claims import Claims
+from orchestrrl.gateway.ledger.file import AnswerFile, Asked, Row, Stored
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Record
+from orchestrrl.gateway.ledger.pieces import Cutter, Piece, digest_of, give_back, key_of, put_together
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_S = 0.5  # between two looks at what an answer has grown by
+ENTRIES_AT_ONCE = 64  # are looked at before other things have their turn
+BATCH_S = 0.2  # is gathered before it is written
+PRUNE_EVERY_S = 5.0
+RETRY_AFTER_S = 1.0  # a disk that failed
+MOST_QUEUED_BYTES = 64 << 20  # where the disk is slower than the engines, what is beyond is not kept
+READ_WITHIN_S = 0.05  # the event loop waits; readers wait for nobody but one who mends the file after a crash
+# The last connection of a client that comes back may not have been given up yet.
+CLAIM_WITHIN_S = 1.0
+CLAIM_POLL_S = 0.02
+ORDER_BYTES = 500  # in memory, beside what a piece holds
+PRUNER = 0  # the claim of the process that removes what is old
+
+# What a disk that is full, broken, locked or gone may raise, and text that is none.
+_FAILURES = (sqlite3.Error, OSError, UnicodeError, OverflowError, Permanent)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Where, for how long and how much. What took less than `from_s` is as soon generated again, and costs no row; a
+    killed gateway loses as much of what it has not written yet."""
+
+    path: Path
+    from_s: float = BATCH_S
+    answers_s: float = 3600.0
+    answers_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if not self.from_s >= 0:
+            raise ValueError(f"from_s must be >= 0, got {self.from_s:g}")
+        if not self.answers_s > 0:
+            raise ValueError(f"answers_s must be > 0, got {self.answers_s:g}")
+        if not self.answers_bytes >= 1 << 20:
+            raise ValueError(f"answers_bytes must be >= 1 MiB, got {self.answers_bytes}")
+
+
+@dataclass(slots=True)
+class Counts:
+    """For metrics."""
+
+    replayed: int = 0  # requests that were answered with what was kept
+    resumed: int = 0  # requests that went on from tokens that were kept
+    resumed_tokens: int = 0
+    unwritten: int = 0  # pieces that the disk did not take
+    pruned: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A named request in hand. The event loop's, but for `lost`."""
+
+    key: int
+    name: str
+    endpoint: Endpoint
+    body: Mapping[str, Any]
+    created_s: float
+    records: Sequence[Record]
+    opened_s: float
+    cutters: Sequence[Cutter] = ()  # once something is written, or was
+    asked: Asked | None = None  # likewise
+    queued: bool = False  # something of it may be on its way to the disk
+    lost: bool = False  # something of it did not get there: set by the writer
+
+    def begin(self) -> None:
+        """Something is to be written."""
+        if not self.cutters:
+            wanted = bool(self.body.get("return_token_ids"))
+            self.cutters = [Cutter(index, record, prompt_wanted=wanted) for index, record in enumerate(self.records)]
+        if self.asked is None:
+            self.asked = Asked(self.name, _digest(self.endpoint, self.body), self.created_s)
+
+
+@dataclass(slots=True)
+class _Order:
+    """For the writer."""
+
+    entry: Entry
+    pieces: Sequence[Piece]
+    written_s: float
+    leaves: bool  # the request may be asked again once this is written
+    memory_bytes: int
+
+
+class Store:
+    """`start`, then `enter` and `leave` for each named request, and `close` once they have all left."""
+
+    def __init__(self, keep: Keep, clock: Clock) -> None:
+        self.keep = keep
+        self.counts = Counts()
+        self.failing = ""  # why nothing is written at the moment
+        self._clock = clock
+        self._claims: Claims | None = None
+        self._reader: AnswerFile | None = None
+        self._reading = ThreadPoolExecutor(1, "ledger-reader")
+        self._read_file: AnswerFile | None = None  # that thread's
+        self._entries: dict[int, Entry] = {}
+        self._progress: asyncio.TimerHandle | None = None
+        self._orders: deque[_Order] = deque()
+        self._queued_bytes = 0  # ever, as the event loop counts
+        self._written_bytes = 0  # of these, as the writer counts
+        self._news = threading.Event()
+        self._closing = threading.Event()
+        self._writer = threading.Thread(target=self._write_all, name="ledger", daemon=True)
+
+    @property
+    def used_bytes(self) -> int | None:
+        """Of the file; None while it cannot be read."""
+        try:
+            return self._reader.used_bytes if self._reader is not None else None
+        except sqlite3.Error:
+            return None
+
+    def start(self) -> None:
+        """A disk that fails is tried again and again."""
+        self._open()
+        self._writer.start()
+
+    async def close(self) -> None:
+        """Write what is left."""
+        if self._progress is not None:
+            self._progress.cancel()
+        self._closing.set()
+        self._news.set()
+        await asyncio.to_thread(self._writer.join)
+        await asyncio.to_thread(self._reading.shutdown)
+        if self._read_file is not None:
+            self._read_file.close()
+        if self._reader is not None:
+            self._reader.close()
+        if self._claims is not None:
+            self._claims.close()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def enter(
+        self, name: str, endpoint: Endpoint, body: Mapping[str, Any], created_s: float, records: Sequence[Record]
+    ) -> Entry | None:
+        """Take a request in hand, and give its records what is kept of their answers; None where nothing can be kept.
+        The entry tells the time that its answer has. Raises DuplicateRequest where the name is another's, or in use."""
+        claims = self._claims
+        if claims is None:
+            return None
+        key = key_of(name)
+        try:
+            if not claims.take(key) and not await self._claimed(claims, key):
+                raise DuplicateRequest(f"request {name!r} is in flight already")
+        except OSError as error:
+            logger.error("%s: answers are not kept any longer: there are no locks: %s", self.keep.path, error)
+            self._claims = None
+            return None
+        try:
+            stored = await self._read(key, name) if self._may_have(key) else None
+            if stored is not None and stored.asked.digest != _digest(endpoint, body):
+                raise DuplicateRequest(
+                    f"request {name!r} has been asked with another body or credential, and that answer is kept; "
+                    "take another id"
+                )
+            entry = Entry(key, name, endpoint, body, created_s, records, self._clock.now_s())
+            if stored is not None:
+                entry.asked, entry.created_s = stored.asked, stored.asked.created_s
+                entry.begin()
+                self._give_back(entry, stored)
+        except BaseException:
+            claims.free(key)
+            raise
+        self._entries[key] = entry
+        if self._progress is None:
+            self._progress = asyncio.get_running_loop().call_later(PROGRESS_S, self._look)
+        return entry
+
+    def leave(self, entry: Entry) -> None:
+        """Its records have ended, or nobody waits for them any longer; before they are marked as such for that."""
+        del self._entries[entry.key]
+        if entry.asked is None and self._clock.now_s() - entry.opened_s < self.keep.from_s:
+            if self._claims is not None:
+                self._claims.free(entry.key)
+            return
+        self._queue(entry, leaves=True)
+        entry.records, entry.cutters, entry.body = (
+            (),
+            (),
+            {},
+        )  # nobody's any longer, and the entry may have to wait for the disk
+
+    async def _claimed(self, claims: Claims, key: int) -> bool:
+        for _ in range(int(CLAIM_WITHIN_S / CLAIM_POLL_S)):
+            await asyncio.sleep(CLAIM_POLL_S)
+            if claims.take(key):
+                return True
+        return False
+
+    def _may_have(self, key: int) -> bool:
+        try:
+            return self._reader is not None and not self.failing and self._reader.has(key)
+        except sqlite3.Error as error:
+            logger.warning("what may be kept of a request cannot be looked for: %s", error)
+            return False
+
+    async def _read(self, key: int, name: str) -> Stored | None:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._reading, self._read_in_thread, key, name)
+        except sqlite3.Error as error:
+            logger.warning("request %s: what is kept of it cannot be read: %s", name, error)
+            return None
+
+    def _read_in_thread(self, key: int, name: str) -> Stored | None:
+        file, self._read_file = self._read_file or AnswerFile(self.keep.path), None
+        stored = file.read(key, name)
+        self._read_file = file  # one that failed is not used again
+        return stored
+
+    def _give_back(self, entry: Entry, stored: Stored) -> None:
+        kept = put_together(stored.pieces)
+        now_s = self._clock.now_s()
+        for index, cutter in enumerate(entry.cutters):
+            if index in kept and give_back(cutter.record, kept[index], now_s):
+                cutter.resume(kept[index].pieces)
+        records = entry.records
+        if all(record.done for record in records):
+            self.counts.replayed += 1
+        elif tokens := sum(len(record.generated_ids) for record in records):
+            self.counts.resumed += 1
+            self.counts.resumed_tokens += tokens
+
+    # --- what they add -----------------------------------------------------------------------------------------------
+
+    def _look(self, after: Sequence[Entry] = ()) -> None:
+        """Take up what requests have grown by that have been here for a while. Young ones may have ended before it
+        would be worth it."""
+        before_s = self._clock.now_s() - PROGRESS_S
+        entries = after or [entry for entry in self._entries.values() if entry.opened_s <= before_s]
+        for entry in entries[:ENTRIES_AT_ONCE]:
+            if self._entries.get(entry.key) is entry:
+                self._queue(entry, leaves=False)
+        loop = asyncio.get_running_loop()
+        if len(entries) > ENTRIES_AT_ONCE:
+            self._progress = loop.call_later(0.0, self._look, entries[ENTRIES_AT_ONCE:])
+        elif self._entries:
+            self._progress = loop.call_later(PROGRESS_S, self._look)
+        else:
+            self._progress = None
+
+    def _queue(self, entry: Entry, *, leaves: bool) -> None:
+        entry.begin()
+        if entry.lost:
+            entry.lost = False
+            for cutter in entry.cutters:
+                cutter.restart()
+        pieces = [piece for cutter in entry.cutters if (piece := _cut(cutter)) is not None]
+        if not pieces and not (leaves and entry.queued):
+            if leaves and self._claims is not None:
+                self._claims.free(entry.key)
+            return
+        memory_bytes = ORDER_BYTES
+        for piece in pieces:
+            memory_bytes += piece.memory_bytes
+        if self._queued_bytes - self._written_bytes > MOST_QUEUED_BYTES:
+            pieces, entry.lost = [], True
+        entry.queued = True
+        self._queued_bytes += memory_bytes
+        self._orders.append(_Order(entry, pieces, self._clock.now_s(), leaves, memory_bytes))
+        if not self._news.is_set():
+            self._news.set()
+
+    # --- the writer's thread -----------------------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        file: AnswerFile | None = None
+        pruned_s = retry_s = 0.0
+        pruner = False
+        while True:
+            self._news.wait(PRUNE_EVERY_S)
+            closing_now = self._closing.wait(BATCH_S)  # at once, where it is set
+            self._news.clear()
+            orders = [self._orders.popleft() for _ in range(len(self._orders))]
+            now_s = time.monotonic()
+            try:
+                if self.failing and now_s < retry_s and not closing_now:
+                    self._lose(orders)
+                else:
+                    file = file or self._opened()
+                    written = self._write(file, orders)
+                    if not pruner:
+                        pruner = self._claims is not None and self._claims.take(PRUNER)
+                    if pruner and now_s - pruned_s > PRUNE_EVERY_S:
+                        pruned_s = now_s
+                        self._prune(file)
+                    if written:  # a file that can be opened may still take no more
+                        self._tell("")
+            except _FAILURES as error:
+                self._lose(orders)
+                self._tell(str(error) or type(error).__name__)
+                retry_s = now_s + RETRY_AFTER_S
+                if file is not None:
+                    file.close()
+                    file = None
+            for order in orders:
+                if order.leaves and self._claims is not None:
+                    self._claims.free(order.entry.key)
+            self._written_bytes += sum(order.memory_bytes for order in orders)
+            if closing_now:
+                break
+        if file is not None:
+            file.close()
+
+    def _opened(self) -> AnswerFile:
+        self._open_for_requests()
+        return AnswerFile(self.keep.path)
+
+    def _open(self) -> None:
+        try:
+            self._open_for_requests()
+        except _FAILURES as error:
+            self._tell(str(error))
+
+    def _open_for_requests(self) -> None:
+        if self._reader is None:
+            self._reader = AnswerFile(self.keep.path, READ_WITHIN_S)
+        if self._claims is None:
+            self._claims = Claims(self.keep.path.with_name(self.keep.path.name + ".claims"))
+
+    def _write(self, file: AnswerFile, orders: Sequence[_Order]) -> bool:
+        """Whether there was anything to write."""
+        rows = [
+            Row(order.entry.key, order.written_s, order.entry.asked if piece.number == 0 else None, piece)
+            for order in orders
+            if not order.entry.lost
+            for piece in order.pieces
+        ]
+        if rows:
+            file.write(rows)
+        return bool(rows)
+
+    def _lose(self, orders: Sequence[_Order]) -> None:
+        for order in orders:
+            if order.pieces:
+                order.entry.lost = True
+                self.counts.unwritten += len(order.pieces)
+
+    def _prune(self, file: AnswerFile) -> None:
+        assert self._claims is not None
+        before_s = self._clock.now_s() - self.keep.answers_s
+        self.counts.pruned += file.prune(before_s, self.keep.answers_bytes, self._claims.take, self._claims.free)
+
+    def _tell(self, failing: str) -> None:
+        """Log it when it changes."""
+        if bool(failing) != bool(self.failing):
+            if failing:
+                logger.error("%s: answers are not kept for now: %s", self.keep.path, failing)
+            else:
+                logger.warning("%s: answers are kept again", self.keep.path)
+        self.failing = failing
+
+
+def _digest(endpoint: Endpoint, body: Mapping[str, Any]) -> bytes:
+    try:
+        return digest_of(endpoint, body)
+    except RecursionError:  # so deep that it could just be read: nobody is given its answer again
+        return os.urandom(16)
+
+
+def _cut(cutter: Cutter) -> Piece | None:
+    record = cutter.record
+    if record.failure is not None and record.failure.status < 500:
+        # It would fail again from there.
+        return cutter.forget() if cutter.begun else None
+    return cutter.cut()

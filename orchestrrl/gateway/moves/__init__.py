@@ -1,0 +1,1 @@
+"""Continue a running request on another engine."""

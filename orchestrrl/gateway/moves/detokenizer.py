@@ -1,0 +1,109 @@
+"""Text after a cut, from any engine of the model that decodes tokens, or without one.
+
+Generation needs tokens alone, so a detokenizer that fails costs no request: another engine of the model is asked, and
+where none answers, the continuing engine's own text is used.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.engines.base import Chunk
+from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.moves.detokenizer_splice import Seam
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.backends import Fleet
+
+logger = logging.getLogger(__name__)
+
+ANSWER_WITHIN_S = 2.0  # of one engine, before another one is asked
+AVOID_FOR_S = 10.0  # an engine that failed to decode is asked last for this long
+MOST_ASKED = 3  # engines for one text
+
+
+class Detokenizer:
+    """Decodes tokens on the engine of an attempt, or on another engine of its model where that one fails."""
+
+    def __init__(self, slot: Slot, fleet: Fleet) -> None:
+        self._slot = slot
+        self._fleet = fleet
+        self.failed = False  # no engine has answered
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Raises Permanent when no engine has answered."""
+        faults = []
+        for slot in self._candidates():
+            try:
+                async with asyncio.timeout(ANSWER_WITHIN_S):
+                    text = await self._fleet.detokenize(slot, token_ids)
+            except (OrchestrRLError, TimeoutError) as error:
+                slot.detokenize_failed_s = self._fleet.now_s()
+                faults.append(str(error) or f"{slot.id} did not detokenize within {ANSWER_WITHIN_S:g} s")
+                continue
+            slot.detokenize_failed_s = None
+            return text
+        self.failed = True
+        raise Permanent("; ".join(faults))
+
+    def _candidates(self) -> Iterator[Slot]:
+        """The attempt's engine, then those behind it in the routes; last those that failed lately."""
+        slots = [slot for slot in self._fleet if slot is self._slot or self._may_stand_in(slot)]
+        at = next((index for index, slot in enumerate(slots) if slot is self._slot), None)
+        ordered = [self._slot, *slots] if at is None else slots[at:] + slots[:at]
+        before_s = self._fleet.now_s() - AVOID_FOR_S
+        ordered.sort(key=lambda slot: slot.detokenize_failed_s is not None and slot.detokenize_failed_s > before_s)
+        yield from ordered[:MOST_ASKED]
+
+    def _may_stand_in(self, slot: Slot) -> bool:
+        """Whether the engine is alive and, as far as is known, has the same model."""
+        if not slot.usable:
+            return False
+        if slot.capabilities is None or self._slot.capabilities is None:
+            return True
+        return not set(slot.capabilities.models).isdisjoint(self._slot.capabilities.models)
+
+
+class TextAfterCut:
+    """Text of the tokens after a cut: the seam's while an engine decodes it, else the engine's own less what was sent.
+    `open` until the text is that of the engine's chunks."""
+
+    def __init__(self, record: Record, seam: Seam | None) -> None:
+        self._record = record
+        self._seam = seam
+        self._undecoded_open = True
+
+    @property
+    def open(self) -> bool:
+        return self._undecoded_open if self._seam is None else self._seam.open
+
+    async def text(self, chunk: Chunk) -> str:
+        """What the chunk adds to the text."""
+        if self._seam is not None:
+            try:
+                return await self._seam.text(chunk)
+            except Permanent as error:
+                logger.warning("request %s: text after a cut is not decoded: %s", self._record.id, error)
+                self._seam = None
+        if not self._undecoded_open or not chunk.text:
+            return chunk.text
+        self._undecoded_open = False
+        return unsent(chunk, self._record)
+
+
+def unsent(chunk: Chunk, record: Record) -> str:
+    """Return what the first text after a cut adds to the record's text. Pure.
+
+    vLLM's decoder, begun inside a character, shows its whole context as new text: prompt, answer so far, new text.
+    """
+    text, sent = chunk.text, record.text
+    if not sent:  # all tokens so far are the beginning of one character
+        prompt = record.body.get("prompt")
+        if isinstance(prompt, str) and text.startswith(prompt):
+            return text[len(prompt) :]
+        return text[-max(1, len(chunk.token_ids)) :]
+    # A prompt has more characters than a quarter of its tokens, and new text at least one.
+    at = text.rfind(sent, 0, len(text) - 1)
+    if at < 0 or len(text) <= len(sent) + record.prompt_tokens // 4:
+        return text
+    return text[at + len(sent) :]

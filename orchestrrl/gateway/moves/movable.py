@@ -1,0 +1,243 @@
+"""Which requests may be continued on another engine without changing their answer, why not the others, and how. Pure.
+
+A continued request is a completion whose prompt is the original prompt plus every token generated so far. That gives
+the undisturbed answer where the next token depends on the whole context alone, and not on where the answer began.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrrl.core.errors import cut, path_of
+from orchestrrl.engines.base import Endpoint
+
+# OpenAI's default for completions, which vLLM follows. A chat answer may fill the engine's context.
+DEFAULT_COMPLETION_TOKENS = 16
+# The largest number that reports to the daemon carry. No context is as long.
+MOST_TOKENS = 2**32 - 1
+
+# Fields that, with any value that switches them on, tie an answer to the place where it began.
+_TIED: Mapping[str, str] = {
+    # vLLM counts these over generated tokens only; after a move the earlier ones would count as prompt. (A repetition
+    # penalty looks at prompt and answer alike, so it stays what it was.)
+    "presence_penalty": "counts generated tokens only",
+    "frequency_penalty": "counts generated tokens only",
+    # The automaton of a grammar starts at the first generated token.
+    "structured_outputs": "a grammar starts where the answer began",
+    "guided_json": "a grammar starts where the answer began",
+    "guided_regex": "a grammar starts where the answer began",
+    "guided_choice": "a grammar starts where the answer began",
+    "guided_grammar": "a grammar starts where the answer began",
+    # Parsers of tool calls and of reasoning read the answer from its beginning, and only for chat.
+    "tools": "tool calls are parsed from the answer's beginning",
+    "thinking_token_budget": "the budget counts from where the answer began",
+    # A stop string may lie across the cut, and its beginning may have been held back by the first engine.
+    "stop": "a stop string may span the cut",
+    # Words of several tokens are matched against generated tokens only.
+    "bad_words": "a bad word may span the cut",
+    "repetition_detection": "looks at generated tokens only",
+    # Code of the user's own, with state that is not known here.
+    "logits_processors": "custom code may keep state",
+    "vllm_xargs": "custom code may keep state",
+    "watermarking": "the watermark depends on where the answer began",
+    # The prompt is not a list of token ids.
+    "prompt_embeds": "the prompt is not made of tokens",
+}
+_CONDITIONAL = frozenset({"seed", "best_of", "response_format"})
+_LOOKED_AT = frozenset(_TIED) | _CONDITIONAL
+
+# Fields that need the engine's own answer: it is sent the body unchanged, and its answer is relayed.
+_RELAYED: Mapping[str, str] = {
+    "echo": "the answer begins with the prompt",
+    "prompt_logprobs": "only the engine's own whole answer has those of the prompt",
+    "routed_experts_prompt_start": "only the engine's own whole answer has routed experts",
+    "logprob_token_ids": "the engine's own answer has them for these tokens",
+    # Several hypotheses are alive at once, and which one is chosen is known at the end.
+    "use_beam_search": "a beam has no single sequence of tokens to continue",
+    # The KV of this request is being handed from engine to engine by another program, which reads what it needs for
+    # that in the answer.
+    "kv_transfer_params": "the engine's own answer describes its KV",
+    "ec_transfer_params": "the engine's own answer describes its encoder cache",
+}
+_ASKED_BY_ZERO = frozenset({"prompt_logprobs", "routed_experts_prompt_start"})
+_ASKS_FOR_MORE = "return_"  # the prefix of fields that request data in the answer
+
+# Fields that engines are known to read. Any other may tie an answer to the place where it began.
+KNOWN_FIELDS = (
+    _LOOKED_AT
+    | frozenset(_RELAYED)
+    | frozenset(
+        {
+            "add_generation_prompt",
+            "add_special_tokens",
+            "allowed_token_ids",
+            "cache_salt",
+            "chat_template",
+            "chat_template_kwargs",
+            "continue_final_message",
+            "documents",
+            "group_enough",
+            "ignore_eos",
+            "include_reasoning",
+            "include_stop_str_in_output",
+            "length_penalty",
+            "logit_bias",
+            "logprobs",
+            "max_completion_tokens",
+            "max_tokens",
+            "max_version_lag",
+            "media_io_kwargs",
+            "messages",
+            "metadata",
+            "min_p",
+            "min_tokens",
+            "mm_payload",
+            "mm_processor_kwargs",
+            "model",
+            "n",
+            "on_stale",
+            "parallel_tool_calls",
+            "priority",
+            "prompt",
+            "reasoning_effort",
+            "repetition_penalty",
+            "request_id",
+            "return_mm_kwargs",
+            "return_policy_versions",
+            "return_prompt_text",
+            "return_token_ids",
+            "return_token_offsets",
+            "return_tokens_as_token_ids",
+            "safety_identifier",
+            "service_tier",
+            "session_id",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "stop_token_ids",
+            "store",
+            "stream",
+            "stream_interval",
+            "stream_options",
+            "suffix",
+            "temperature",
+            "tool_choice",
+            "top_k",
+            "top_logprobs",
+            "top_p",
+            "truncate_prompt_tokens",
+            "truncation_side",
+            "user",
+        }
+    )
+)
+
+# Fields of an engine's answer that do not tie it to that engine: the last value holds for all of it, ...
+PORTABLE_FIELDS = frozenset({"system_fingerprint", "service_tier", "matched_stop"})
+# ... or it describes one attempt and is left out of an answer that took several.
+UNTIED_FIELDS = PORTABLE_FIELDS | {"metrics", "prompt_text"}
+
+# Of the chat endpoint only: the prompt's tokens already contain what they did, and logprobs are asked otherwise.
+_CHAT_ONLY = frozenset(
+    {
+        "messages",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "include_reasoning",
+        "add_generation_prompt",
+        "continue_final_message",
+        "documents",
+        "chat_template",
+        "chat_template_kwargs",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "return_prompt_text",
+    }
+)
+# The prompt has been cut and completed by the first engine; doing it again would change it.
+_PROMPT_SHAPING = frozenset({"prompt", "suffix", "truncate_prompt_tokens", "truncation_side", "add_special_tokens"})
+
+
+def immovable_because(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
+    """Why a running request may not be continued elsewhere; empty when it may."""
+    if relayed := relayed_because(endpoint, body):
+        return relayed
+    for name in sorted(body.keys() & _LOOKED_AT):
+        value = body[name]
+        if name in _TIED:
+            if value and not (name == "tools" and body.get("tool_choice") == "none"):
+                return f"{name}: {_TIED[name]}"
+        elif name == "best_of" and isinstance(value, int) and value > 1:
+            return "best_of: several answers are generated and one is chosen at the end"
+        elif name == "response_format" and isinstance(value, Mapping) and value.get("type") != "text":
+            return "response_format: a grammar starts where the answer began"
+        elif name == "seed" and value is not None and body.get("temperature") != 0:
+            # The engine's generator is seeded when a request arrives: the continued one would draw the first tokens'
+            # numbers again. Greedy decoding draws none.
+            return "seed: the seeded draws would start over"
+    if endpoint is Endpoint.CHAT and _has_media(body.get("messages")):
+        return "messages: images, audio and video are not made of tokens"
+    unknown = min((name for name in body if name not in KNOWN_FIELDS and body[name] is not None), default=None)
+    return (
+        "" if unknown is None else f"{cut(path_of((unknown,)))}: is not known, and may depend on where the answer began"
+    )
+
+
+def relayed_because(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
+    """Why an engine has to be sent the body unchanged and its answer relayed; empty when it does not. Such a
+    request stays where it began."""
+    for name, value in body.items():
+        if name in _RELAYED:
+            if value is not None if name in _ASKED_BY_ZERO else value:
+                return f"{name}: {_RELAYED[name]}"
+        elif name.startswith(_ASKS_FOR_MORE) and name not in KNOWN_FIELDS and value:
+            return f"{cut(path_of((name,)))}: is not known, and may ask for what only the engine's own answer has"
+    if endpoint is Endpoint.CHAT and body.get("return_tokens_as_token_ids") and body.get("logprobs"):
+        return "return_tokens_as_token_ids: only the engine's own answer has the bytes of these tokens"
+    return ""
+
+
+def _has_media(messages: object) -> bool:
+    if not isinstance(messages, list):
+        return False
+    return any(
+        isinstance(part, Mapping) and part.get("type") not in ("text", None)
+        for message in messages
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    )
+
+
+def asked_tokens(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
+    """The most tokens that the answer may have; None where the engine's context is the only limit, or what was asked
+    is no such number, which is the engine's to judge."""
+    asked = body.get("max_tokens")
+    if endpoint is Endpoint.CHAT and body.get("max_completion_tokens") is not None:
+        asked = body["max_completion_tokens"]
+    if asked is None and endpoint is Endpoint.COMPLETIONS:
+        return DEFAULT_COMPLETION_TOKENS
+    return asked if isinstance(asked, int) and 0 <= asked <= MOST_TOKENS else None
+
+
+def continued(
+    endpoint: Endpoint,
+    body: Mapping[str, Any],
+    prompt_ids: Sequence[int],
+    generated_ids: Sequence[int],
+    max_tokens: int,
+) -> dict[str, Any]:
+    """The body of a completion that goes on after `generated_ids`, of `max_tokens` in all (more than are there)."""
+    dropped = _PROMPT_SHAPING | _CHAT_ONLY if endpoint is Endpoint.CHAT else _PROMPT_SHAPING
+    new = {name: value for name, value in body.items() if name not in dropped}
+    new["prompt"] = [*prompt_ids, *generated_ids]
+    # A chat template has written the special tokens that a prompt begins with; ids are taken as they are.
+    new["add_special_tokens"] = False
+    new["max_tokens"] = max_tokens - len(generated_ids)
+    if isinstance(body.get("min_tokens"), int):
+        new["min_tokens"] = max(0, body["min_tokens"] - len(generated_ids))
+    if endpoint is Endpoint.CHAT and body.get("logprobs"):
+        new["logprobs"] = body.get("top_logprobs") or 0
+    return new

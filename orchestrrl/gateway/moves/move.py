@@ -1,0 +1,89 @@
+"""One move of one request: what was ordered, and what is told of how it went."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove
+from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.moves.kv_handover import Left, LoadCount
+from orchestrrl.gateway.routing.backend import Slot
+
+
+class Moving:
+    """From the order until the request goes on at `target`, or does not. `result` is told once."""
+
+    def __init__(
+        self,
+        record: Record,
+        order: RequestMove,
+        source: Slot,
+        target: Slot,
+        *,
+        computed: bool,
+        step_s: float,
+        now_s: float,
+    ) -> None:
+        """`computed`: the source had computed its context; `step_s`: a decode step there."""
+        self._record = record
+        self.order = order
+        self.source = source
+        self.target = target
+        self._context_tokens = record.context_tokens if computed else 0  # to be brought
+        self._cut_s = now_s
+        self._step_s = step_s
+        self.result: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
+        self.load: Left | None = None  # None: the context is computed again
+        self._count: LoadCount | None = None  # of what is loaded
+        self.submitted = False
+
+    def load_from(self, left: Left | None) -> None:
+        """It goes by the KV that is left at the source."""
+        self.load, self._count = left, LoadCount(self.target)
+
+    def taken(self) -> None:
+        """The target has the request; nobody waits any longer to see it go on."""
+        self._forget_count()
+        self.result.set_result(self._outcome(0.0, None if self.load is not None else 0))
+
+    def failed(self, detail: str, now_s: float) -> None:
+        self._forget_count()
+        self.result.set_result(ItemResult(self._record.id, False, detail, 0, now_s - self._cut_s))
+
+    def arrived(self, now_s: float, in_background: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        """The target has made a token for it, or ended it."""
+        # What is loaded or computed again yields the next token, which a step would have made anyway.
+        duration_s = max(0.0, now_s - self._cut_s - self._step_s)
+        if self._count is None:
+            self.result.set_result(self._outcome(duration_s, 0))
+        else:
+            in_background(self._tell_loaded(self._count, duration_s))
+
+    async def _tell_loaded(self, count: LoadCount, duration_s: float) -> None:
+        """Find out whether the KV came, and say so."""
+        loaded: int | None = None
+        try:
+            loaded = await count.tokens(self._context_tokens - 1)
+        finally:
+            if not self.result.done():  # who waited for it may have left
+                self.result.set_result(self._outcome(duration_s, loaded))
+
+    def _forget_count(self) -> None:
+        if self._count is not None:
+            self._count.forget()
+
+    def _outcome(self, duration_s: float, loaded_tokens: int | None) -> ItemResult:
+        """Of a move that is done. `loaded_tokens` None: KV was sent for, and nobody knows whether it came."""
+        if loaded_tokens:
+            method, recomputed = MoveMethod.TRANSFER, self._context_tokens - loaded_tokens
+        else:
+            method, recomputed = MoveMethod.RECOMPUTE, self._context_tokens
+        return ItemResult(
+            id=self._record.id,
+            done=True,
+            recomputed_tokens=0 if loaded_tokens is None else recomputed,
+            duration_s=duration_s,
+            method=None if loaded_tokens is None or not self._context_tokens else method,
+            loaded_tokens=loaded_tokens or 0,
+            predicted_s=self.order.predicted_s,
+        )

@@ -1,0 +1,451 @@
+"""The gate between requests and engines: closed while weights change, open again when they have, or the lease ends.
+
+Closed, the gateway sends nothing to engines and brings them to rest: what runs is frozen, finished or ended, as
+ordered, and every engine that can be paused is, so that nobody else's requests run either. An engine that cannot be
+paused has its requests taken back; they go on from their tokens later.
+
+Whoever closed it holds a lease. The gate opens by itself when that ends: a trainer that died, or a daemon, leaves no
+fleet frozen.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
+from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate
+from orchestrrl.core.reports import GatePhase, GateReport
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.gateway.ledger.versions import OnStale, lag
+from orchestrrl.gateway.relay import Relay
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.backends import Fleet
+from planner.model import EngineId, RequestId
+
+logger = logging.getLogger(__name__)
+
+REST_POLL_S = 0.02
+# An engine that cannot be paused now, e.g. while it loads KV, may be in a moment.
+PAUSE_TRIES = 5
+PAUSE_AGAIN_S = 0.2
+# One that cannot be resumed would stand still for ever: it is asked until it is there or gone.
+RESUME_AGAIN_S = 0.5
+RESUME_AGAIN_CAP_S = 5.0
+LEASE_LOOK_S = 1.0  # a renewal may make a lease shorter
+LEASES_REMEMBERED = 64
+# For so long an engine that was paused when the gateway met it may be somebody's who comes back for it.
+ORPHANED_AFTER_S = 60.0
+NAMED_MOST = 5  # requests in a message
+
+
+class Gate:
+    """Of one gateway. `close` and `open` carry out the orders of those names."""
+
+    def __init__(self, fleet: Fleet, relays: Mapping[RequestId, Relay], clock: Clock) -> None:
+        self._fleet = fleet
+        self._relays = relays
+        self._clock = clock
+        self._closed: CloseGate | None = None
+        self._since_s = 0.0
+        self._own_at_rest = asyncio.Event()  # what was to finish or to end here has
+        self._may_pause = asyncio.Event()  # no other gateway has anything that is to finish
+        self._quiet = asyncio.Event()
+        self._rest: dict[EngineId, ItemResult] = {}
+        self._opened = asyncio.Event()  # since it was last closed
+        self._engines_free = asyncio.Lock()  # a pause and a resume of one engine must not overtake each other
+        self._ended: deque[str] = deque(maxlen=LEASES_REMEMBERED)  # leases that are over
+        self.opened_because = ""
+        self.expired_total = 0
+        self._closed_total_s = 0.0
+        self.stale_total: Counter[OnStale] = Counter()  # requests, by what became of them
+
+    @property
+    def closed(self) -> CloseGate | None:
+        return self._closed
+
+    @property
+    def closed_total_s(self) -> float:
+        return self._closed_total_s + (self._clock.now_s() - self._since_s if self._closed is not None else 0.0)
+
+    @property
+    def rest(self) -> tuple[ItemResult, ...]:
+        """What became of each engine when the gate last closed."""
+        return tuple(self._rest.values())
+
+    def report(self) -> GateReport:
+        slots = [relay.slot for relay in self._relays.values()]
+        frozen = sum(slot is not None and slot.paused for slot in slots)
+        held = sum(slot is None for slot in slots)
+        closed = self._closed
+        phase = GatePhase.OPEN
+        if closed is not None:
+            phase = GatePhase.QUIET if self._quiet.is_set() else GatePhase.CLOSING
+        return GateReport(
+            phase=phase,
+            lease="" if closed is None else closed.lease,
+            lease_until_s=0.0 if closed is None else closed.lease_until_s,
+            running=len(slots) - frozen - held,
+            frozen=frozen,
+            held=held,
+            policy_version=self._fleet.policy_version,
+        )
+
+    # --- closing -----------------------------------------------------------------------------------------------------
+
+    async def close(self, order: CloseGate) -> tuple[ItemResult, ...]:
+        """Return when all is quiet: an item for each engine; or, where these are to run on, when all that is here is.
+        The lease that holds the gate already is renewed.
+
+        Raises Permanent where another lease holds it, where this one is over, and, the gate open again, where not all
+        was quiet in time.
+        """
+        self._take(order)
+        at_rest = self._own_at_rest if order.engines_run else self._quiet
+        deadline = asyncio.create_task(self._until(order.quiet_by_s))
+        waits = [asyncio.create_task(at_rest.wait()), asyncio.create_task(self._opened.wait())]
+        try:
+            await asyncio.wait({deadline, *waits}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (deadline, *waits):
+                task.cancel()
+        if not self._held_by(order):
+            raise Permanent(f"the gate opened again before all was quiet: {self.opened_because}")
+        if not at_rest.is_set():
+            because = f"not quiet by the deadline: {self._still_running()}"
+            await self._open(None, (), because)
+            raise Permanent(because)
+        return () if order.engines_run else self.rest
+
+    def _take(self, order: CloseGate) -> None:
+        now_s = self._clock.now_s()
+        held = self._closed
+        if held is not None and held.lease != order.lease:
+            left_s = held.lease_until_s - now_s
+            raise Permanent(f"the gate is closed by {held.holder or 'somebody'} for {left_s:.3g} s more")
+        if order.lease in self._ended:
+            raise Permanent("this lease is over: requests have gone on since, and weights may be mixed")
+        if order.lease_until_s <= now_s:
+            raise Permanent(f"the lease ended {now_s - order.lease_until_s:.3g} s ago")
+        if held is not None:
+            self.renew(order.lease, order.lease_until_s)
+            self._let_pause(order)
+            return
+        logger.warning("the gate closes for %s (%s)", order.holder or "somebody", order.mode)
+        self._closed = order
+        self._since_s = now_s
+        self._fleet.gate_open = False
+        # Ones that wait for an earlier closing are not told of this one.
+        self._own_at_rest, self._may_pause, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._let_pause(order)
+        self._opened = asyncio.Event()
+        self._rest = {}
+        self._fleet.in_background(self._come_to_rest(order))
+        self._fleet.in_background(self._expire(order))
+
+    def _let_pause(self, order: CloseGate) -> None:
+        if not order.engines_run:
+            self._may_pause.set()
+
+    def renew(self, lease: str, until_s: float) -> None:
+        """Raises Permanent where the gate is not closed under this lease."""
+        if self._closed is None or self._closed.lease != lease:
+            raise Permanent(f"the gate is not closed under this lease: {self.opened_because or 'it never was closed'}")
+        self._closed = replace(self._closed, lease_until_s=until_s)
+
+    async def _come_to_rest(self, order: CloseGate) -> None:
+        if order.mode is not PauseMode.KEEP:
+            for relay in list(self._relays.values()):
+                if not relay.record.generated_ids and not relay.record.fixed_because:
+                    relay.withdraw()
+                elif order.mode is PauseMode.ABORT:
+                    relay.end("abort", "paused")
+            await self._drained(order)
+        if self._held_by(order):
+            self._own_at_rest.set()
+            await self._may_pause.wait()
+        async with self._engines_free:
+            if self._held_by(order):
+                await asyncio.gather(*(self._bring_to_rest(slot, order) for slot in self._fleet.with_retired()))
+        await self._drained(order)
+        if self._held_by(order):
+            self._quiet.set()
+            logger.info("the gate is closed, all is quiet")
+
+    async def _drained(self, order: CloseGate) -> None:
+        """Return when no request runs but on engines that are paused, or the gate is open again."""
+        while self._held_by(order) and any(self._runs(relay) for relay in self._relays.values()):
+            await self._clock.sleep(REST_POLL_S)
+
+    def _held_by(self, order: CloseGate) -> bool:
+        return self._closed is not None and self._closed.lease == order.lease
+
+    async def _bring_to_rest(self, slot: Slot, order: CloseGate) -> None:
+        """Pause the engine. Where that cannot be done, its requests are taken back."""
+        try:
+            can_be_paused = (await self._fleet.capabilities(slot)).pause
+            if not self._fleet.knows(slot):  # it has gone meanwhile, and would never be resumed
+                return
+            if can_be_paused:
+                await self._pause(slot, drop_kv=order.frozen is not FrozenRequests.CONTINUE)
+                stay = await self._take_back(slot, order) if order.frozen is FrozenRequests.TAKEN_BACK else 0
+                self._rests(slot, True, f"{stay} requests can only go on where they are, and stay" if stay else "")
+                return
+            self._rests(slot, True, "cannot be paused: its requests were taken back")
+        except OrchestrRLError as error:
+            self._rests(slot, False, str(error))
+            self._fleet.suspect(slot, str(error))
+        for relay in list(self._relays.values()):
+            if relay.slot is slot:
+                relay.withdraw()
+
+    async def _take_back(self, slot: Slot, order: CloseGate) -> int:
+        """Return when what can be taken from a paused engine is here; how many stay."""
+        here = [relay for relay in self._relays.values() if relay.slot is slot]
+        taken = [relay for relay in here if relay.withdraw()]
+        while self._held_by(order) and any(relay.slot is slot for relay in taken):
+            await self._clock.sleep(REST_POLL_S)
+        return len(here) - len(taken)
+
+    def _rests(self, slot: Slot, done: bool, detail: str = "") -> None:
+        if self._fleet.get(slot.id) is slot:  # nobody asks about an engine's old house
+            self._rest[slot.id] = ItemResult(slot.id, done, detail)
+
+    async def _pause(self, slot: Slot, *, drop_kv: bool) -> None:
+        for tries_left in reversed(range(PAUSE_TRIES)):
+            slot.paused = True  # whatever comes of it: it is resumed later
+            try:
+                await slot.engine.pause(PauseMode.KEEP, drop_kv=drop_kv)
+                slot.still = True
+                return
+            except Retryable:
+                if not tries_left:
+                    raise
+            await self._clock.sleep(PAUSE_AGAIN_S)
+
+    async def _expire(self, order: CloseGate) -> None:
+        """Open when the lease ends; it may be renewed until then."""
+        while self._closed is not None and self._closed.lease == order.lease:
+            left_s = self._closed.lease_until_s - self._clock.now_s()
+            if left_s <= 0:
+                self.expired_total += 1
+                missed = "" if self._quiet.is_set() else f", and {self._still_running()}"
+                if order.weights_change and self._quiet.is_set():
+                    self._nobody_knows()
+                    missed = " while weights were being changed: nobody knows which engines have which"
+                await self._open(None, (), f"the lease of {order.holder or 'somebody'} ended{missed}")
+                return
+            await self._clock.sleep(min(left_s, LEASE_LOOK_S))
+
+    def _nobody_knows(self) -> None:
+        """Which weights engines have. Answers are without a version until somebody tells."""
+        self._fleet.policy_version = None
+        for slot in self._fleet.with_retired():
+            slot.policy_version, slot.mixed = None, True
+
+    # --- opening -----------------------------------------------------------------------------------------------------
+
+    async def open(self, order: OpenGate) -> tuple[ItemResult, ...]:
+        """Return when engines run again: an item for each. Without a lease: whoever closed it, and engines are resumed
+        even where it is open, e.g. those that an earlier gateway had paused.
+
+        Raises Permanent where the lease is not the gate's, and for engines that are unknown.
+        """
+        unknown = [engine for engine in order.without if self._fleet.get(engine) is None]
+        if unknown:
+            known = ", ".join(slot.id for slot in self._fleet) or "none"
+            raise Permanent(f"without: no engine {', '.join(map(repr, unknown))}; known: {known}")
+        if order.lease and order.lease in self._ended:
+            raise Permanent(f"this lease is over ({self.opened_because}): requests have gone on, weights may be mixed")
+        if order.lease and (self._closed is None or self._closed.lease != order.lease):
+            raise Permanent("the gate is not closed under this lease")
+        if self._closed is None:
+            for slot in self._fleet:
+                slot.paused = True
+        return await self._open(order.policy_version, order.without, "as ordered")
+
+    async def _open(self, version: int | None, without: tuple[EngineId, ...], because: str) -> tuple[ItemResult, ...]:
+        closed, opened = self._closed, self._opened  # it may be closed again before engines run
+        self.opened_because = because
+        if closed is not None:
+            self._closed = None
+            self._closed_total_s += self._clock.now_s() - self._since_s
+            self._ended.append(closed.lease)
+            self._may_pause.set()  # whoever waits for it sees that there is nothing to pause any more
+        if version is not None:
+            self._told(version, without, self._rest if closed is not None else {})
+            self._restart(closed)
+        for relay in list(self._relays.values()):
+            relay.record.progressed_s = self._clock.now_s()  # it stood still by order
+            if relay.slot is not None and relay.slot.outdated:
+                relay.withdraw()
+        async with self._engines_free:
+            slots = [slot for slot in self._fleet.with_retired() if slot.paused and not self._left_out(slot)]
+            items = await asyncio.gather(*(self._resume(slot) for slot in slots))
+        if self._closed is None:  # it may have been closed again
+            self._fleet.gate_open = True
+            self._fleet.announce()
+        opened.set()
+        logger.warning("the gate is open: %s", because)
+        return tuple(items)
+
+    def _told(self, version: int, without: tuple[EngineId, ...], rests: Mapping[EngineId, ItemResult]) -> None:
+        """The engines have new weights, but for those that were left out, or could not be brought to rest, and for old
+        houses."""
+        self._fleet.policy_version = version
+        for slot in self._fleet.with_retired():
+            if self._fleet.get(slot.id) is not slot:
+                slot.outdated = True
+                continue
+            rest = rests.get(slot.id)
+            slot.outdated = slot.id in without or (rest is not None and not rest.done)
+            if not slot.outdated:
+                slot.has(version)
+        for relay in list(self._relays.values()):
+            self.hold_to_bound(relay)
+
+    def hold_to_bound(self, relay: Relay) -> None:
+        """An answer that is older than its client wants it begins anew, or ends."""
+        record = relay.record
+        too_old = lag(record.versions.oldest, self._fleet.policy_version)
+        if record.max_version_lag is None or too_old <= record.max_version_lag:
+            return
+        if record.on_stale is OnStale.RESTART and relay.restart():
+            self.stale_total[OnStale.RESTART] += 1
+        elif relay.end("abort", "max_version_lag"):
+            self.stale_total[OnStale.ABORT] += 1
+
+    def learn(self, newest: int | None) -> None:
+        """The fleet's version as the daemon has it: a gateway may not have been there when the gate was opened."""
+        if newest is None or newest == self._fleet.policy_version:
+            return
+        self._fleet.policy_version = newest
+        for relay in list(self._relays.values()):
+            self.hold_to_bound(relay)
+
+    def _restart(self, closed: CloseGate | None) -> None:
+        if closed is not None and closed.frozen is FrozenRequests.RESTART:
+            for relay in list(self._relays.values()):
+                relay.restart()
+
+    async def _resume(self, slot: Slot) -> ItemResult:
+        try:
+            if slot.capabilities is None or slot.capabilities.pause:
+                await slot.engine.resume()
+        except OrchestrRLError as error:
+            self._fleet.suspect(slot, f"it was paused and could not be resumed: {error}")
+            self._resume_later(slot)
+            return ItemResult(slot.id, False, str(error))
+        self._runs_again(slot)
+        return ItemResult(slot.id, True)
+
+    def _runs_again(self, slot: Slot) -> None:
+        slot.paused = slot.still = False
+        self._fleet.forget_if_empty(slot)
+
+    def _resume_later(self, slot: Slot) -> None:
+        if not slot.resuming:
+            slot.resuming = True
+            self._fleet.in_background(self._resume_until_done(slot))
+
+    async def _resume_until_done(self, slot: Slot) -> None:
+        delay_s = RESUME_AGAIN_S
+        since_s = self._clock.now_s()
+        try:
+            while self._is_to_run(slot):
+                async with self._engines_free:
+                    if self._is_to_run(slot) and await self._resumed(slot):
+                        return
+                if not slot.routed and self._clock.now_s() - since_s > ORPHANED_AFTER_S:
+                    logger.error("%s left the routes paused, and does not answer: it is left to itself", slot.id)
+                    self._runs_again(slot)
+                    return
+                await self._clock.sleep(delay_s)
+                delay_s = min(RESUME_AGAIN_CAP_S, 2 * delay_s)
+        finally:
+            slot.resuming = False
+
+    async def _resumed(self, slot: Slot) -> bool:
+        """False: it is to be tried again."""
+        try:
+            await slot.engine.resume()
+        except Permanent as error:
+            logger.error("%s cannot be resumed: %s", slot.id, error)
+        except OrchestrRLError as error:
+            logger.debug("%s is not resumed yet: %s", slot.id, error)
+            return False
+        self._runs_again(slot)
+        return True
+
+    def _is_to_run(self, slot: Slot) -> bool:
+        """It stands still, and no order says that it should."""
+        return slot.paused and not self._left_out(slot) and self._closed is None and self._fleet.knows(slot)
+
+    def _left_out(self, slot: Slot) -> bool:
+        """It waits for new weights. Nobody brings them to one that has left the routes."""
+        return slot.outdated and slot.routed
+
+    async def set_version(self, engines: tuple[EngineId, ...], version: int) -> None:
+        """These engines have weights of this version now. Raises Permanent for unknown ones."""
+        slots = [self._fleet.get(engine) for engine in engines]
+        unknown = [engine for engine, slot in zip(engines, slots, strict=True) if slot is None]
+        if unknown:
+            raise Permanent(f"no engine {', '.join(map(repr, unknown))}")
+        for slot in slots:
+            assert slot is not None
+            slot.has(version)
+        newest = self._fleet.policy_version
+        self._fleet.policy_version = version if newest is None else newest
+        for slot in self._fleet:
+            slot.outdated = slot.outdated and slot.policy_version != self._fleet.policy_version
+        self.wake_engines()
+
+    def wake_engines(self) -> None:
+        """Resume engines that were left out when the gate opened and have the fleet's weights by now."""
+        for slot in self._fleet.with_retired():
+            if self._is_to_run(slot):
+                self._resume_later(slot)
+        self._fleet.announce()
+
+    def meet(self, slot: Slot) -> None:
+        """An engine that is new here may have been paused by a gateway that is no more: nobody else would resume it."""
+        self._fleet.in_background(self._meet(slot))
+
+    async def _meet(self, slot: Slot) -> None:
+        if not await self._is_paused_by_others(slot):
+            return
+        logger.warning("%s was paused before: it is resumed in %g s", slot.id, ORPHANED_AFTER_S)
+        await self._clock.sleep(ORPHANED_AFTER_S)
+        if await self._is_paused_by_others(slot):
+            slot.paused = True
+            self.wake_engines()
+
+    async def _is_paused_by_others(self, slot: Slot) -> bool:
+        try:
+            paused = await slot.engine.is_paused()
+        except OrchestrRLError as error:
+            logger.debug("%s does not say whether it is paused: %s", slot.id, error)
+            return False
+        return paused and self._closed is None and not slot.paused and self._fleet.get(slot.id) is slot
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _runs(self, relay: Relay) -> bool:
+        return relay.slot is not None and not relay.slot.still
+
+    def _still_running(self) -> str:
+        names = [relay.record.id for relay in self._relays.values() if self._runs(relay)]
+        if not names:
+            return "an engine has not answered" if self._may_pause.is_set() else "other gateways' requests still run"
+        more = f" and {len(names) - NAMED_MOST} more" if len(names) > NAMED_MOST else ""
+        return f"{len(names)} requests still run: {', '.join(names[:NAMED_MOST])}{more}"
+
+    async def _until(self, at_s: float) -> None:
+        await self._clock.sleep(max(0.0, at_s - self._clock.now_s()))
+
+    async def stop(self) -> None:
+        """Engines that were paused here are resumed: nobody else would."""
+        if self._closed is not None:
+            await self._open(None, (), "the gateway ends")

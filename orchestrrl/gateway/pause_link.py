@@ -1,0 +1,84 @@
+"""What a gateway is asked of the gate, passed on to the daemon: it orders all gateways."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from orchestrrl.gateway.http.pause import Asked, Cancel, Pause, Refusal, Renew, Resume, SetVersion
+from orchestrrl.rpc.channel import CHANNEL_OPTIONS
+from orchestrrl.rpc.codecs.node import frozen_to_pb, gate_mode_to_pb
+from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
+from orchestrrl.rpc.plain_values import plain
+
+ANSWER_S = 30.0  # beyond what is waited for
+
+_STATUSES = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.FAILED_PRECONDITION: 409,
+    grpc.StatusCode.ABORTED: 409,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+
+
+class DaemonGate:
+    """The gate of all gateways, at the daemon `target`."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    async def __call__(self, asked: Asked | None) -> Mapping[str, Any]:
+        """The daemon's answer, as plain values. Raises Refusal."""
+        name, message, patience_s = _call(asked)
+        try:
+            async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+                method = getattr(control_pb2_grpc.ControlStub(channel), name)
+                return plain(await method(message, timeout=patience_s))
+        except grpc.aio.AioRpcError as error:
+            status = _STATUSES.get(error.code(), 503)
+            where = "" if error.code() in _STATUSES else "the daemon, which orders all gateways, cannot be asked: "
+            raise Refusal(status, f"{where}{error.details()}") from error
+
+
+def _call(asked: Asked | None) -> tuple[str, Message, float]:
+    """Method, request, and how long to wait for the answer."""
+    match asked:
+        case None:
+            return "GetGate", control_pb2.GetGateRequest(), ANSWER_S
+        case Pause():
+            pause = control_pb2.PauseGateRequest(
+                mode=gate_mode_to_pb(asked.mode),
+                frozen=frozen_to_pb(asked.frozen),
+                holder=asked.holder,
+                lease_s=asked.lease_s,
+                deadline_s=asked.within_s,
+            )
+            return "PauseGate", pause, asked.within_s + ANSWER_S
+        case Renew():
+            return "RenewGate", control_pb2.RenewGateRequest(lease_id=asked.lease_id, lease_s=asked.lease_s), ANSWER_S
+        case Resume():
+            resume = control_pb2.ResumeGateRequest(
+                lease_id=asked.lease_id,
+                policy_version=asked.policy_version,
+                weights_source=asked.weights_source,
+                without_engine_ids=asked.without_engines,
+                reason=asked.reason,
+            )
+            return "ResumeGate", resume, ANSWER_S
+        case SetVersion():
+            told = control_pb2.SetPolicyVersionRequest(
+                engine_ids=asked.engines,
+                policy_version=asked.policy_version,
+                reason=asked.reason,
+                weights_source=asked.weights_source,
+            )
+            return "SetPolicyVersion", told, ANSWER_S
+        case Cancel():
+            cancel = control_pb2.CancelRequestsRequest(
+                request_ids=asked.requests, group_ids=asked.groups, reason=asked.reason
+            )
+            return "CancelRequests", cancel, ANSWER_S
+        case other:
+            raise TypeError(f"no call is known for {other!r}")

@@ -1,0 +1,540 @@
+"""The engines that a gateway talks to: their routes, what it has on each, and whether it believes them alive."""
+
+import asyncio
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from orchestrrl.core.addresses import same_address, server_address
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.core.operations import Route
+from orchestrrl.engines.base import Capabilities, Engine
+from orchestrrl.gateway.failovers import Failovers
+from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.expected_engines import Expected
+from orchestrrl.gateway.routing.policies import Newcomer, Routing
+from orchestrrl.gateway.routing.policies.prefix_affinity import prefix_of
+from orchestrrl.gateway.routing.queue import Queue, Waiter, Waits
+from planner.model import EngineHealth, EngineId
+
+logger = logging.getLogger(__name__)
+
+Connect = Callable[[str], Engine]
+
+# A suspect is asked again after this long, doubling up to the cap.
+RECHECK_FIRST_S = 0.25
+RECHECK_CAP_S = 5.0
+LEARN_S = 2.0  # a request waits no longer for what its engine offers
+
+
+class NoEngine(Exception):
+    """None was there that the request could ever go to, for as long as it had patience."""
+
+
+class Fleet:
+    """Holds the routing table, and the queue before the engines. Connections are opened when used; `close` releases
+    them."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        *,
+        clock: Clock,
+        routing: Routing | None = None,
+        queue_depth: int = 0,
+        pools: Mapping[EngineId, str] | None = None,
+    ) -> None:
+        """`queue_depth`: so many requests at most are sent to an engine to wait for their first token, beside those for
+        whom it is known to have seats and KV; the others wait here. 0: all wait there. `pools`: of engines for which
+        the daemon names none."""
+        if queue_depth < 0:
+            raise ValueError(f"queue_depth must be >= 0, got {queue_depth}")
+        self._connect = connect
+        self._clock = clock
+        self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
+        self.routing = routing or Routing()
+        self.queue_depth = queue_depth
+        self._pools = pools or {}
+        self.queue = Queue()
+        self.waits = Waits()
+        self.failovers = Failovers()
+        self._placed: dict[Waiter, Callable[[Slot | NoEngine], None]] = {}  # who wants to know of it
+        self._giving_up = False  # those who are alone too long are looked for
+        self._usable_slots: list[Slot] | None = None  # None: to be looked up again
+        self._last: EngineId | None = None  # chosen
+        self._slots: dict[EngineId, Slot] = {}
+        self.own: dict[EngineId, str] = {}  # engines that the gateway was started with, with their URLs
+        self.known_as: dict[EngineId, EngineId] = {}  # ids of these that have given way to the daemon's
+        self.servers: dict[EngineId, str] = {}  # identities of the servers of these, as last read
+        self.kv_versions: Counter[str] = Counter()  # how many engines have each
+        self._contexts: set[float] = set()  # tokens that the contexts of engines in the routes hold
+        self._expected = Expected()  # as last told
+        self._unexpecting: asyncio.Task[None] | None = None  # waits for the end of that
+        self._retired: list[Slot] = []  # old houses of engines, with what still runs there
+        self._gate_open = True
+        self.policy_version: int | None = None  # newest that was told
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots.values())
+
+    def with_retired(self) -> list[Slot]:
+        """Those in the table, and those whose id names another by now."""
+        return [*self._slots.values(), *self._retired]
+
+    def knows(self, slot: Slot) -> bool:
+        """It is one of these."""
+        return self._slots.get(slot.id) is slot or any(other is slot for other in self._retired)
+
+    def get(self, engine: EngineId | None) -> Slot | None:
+        if engine is None:
+            return None
+        return self._slots.get(engine) or self._slots.get(self.id_of(engine))
+
+    def id_of(self, engine: EngineId) -> EngineId:
+        """The daemon's id of an engine, where the gateway was started with another one."""
+        return self.known_as.get(engine, engine)
+
+    def now_s(self) -> float:
+        return self._clock.now_s()
+
+    @property
+    def expected(self) -> frozenset[EngineId]:
+        """Engines that are being started and cannot be used yet."""
+        expected = self._expected.at(self._clock.now_s())
+        if not expected:  # the usual case
+            return expected
+        return expected.difference(slot.id for slot in self if slot.usable)
+
+    def set_routes(self, routes: Iterable[Route], expected: Expected | None = None) -> list[str]:
+        """Replace the routing table. Returns what was wrong with it, entry by entry; the rest is taken."""
+        faults = []
+        named = set()
+        came = self._expect(expected or Expected())
+        routes = tuple(routes)
+        self._rename(routes)
+        for route in routes:
+            slot = self._slots.get(route.engine)
+            if slot is not None and route.url and not _leads_to(route.url, slot):
+                self._retire(slot)
+                slot = None
+            if slot is None:
+                if not route.url:
+                    faults.append(f"{route.engine}: no URL is known")
+                    continue
+                slot = Slot(route.engine, self._connect(route.url), Route(route.engine, route.url))
+                slot.own_pool = self._pools.get(route.engine, "")
+                self._slots[route.engine] = slot
+            slot.follow(route)
+            named.add(route.engine)
+            if slot.id in came and route.health is not EngineHealth.GONE:
+                # Whatever it was before, the daemon has seen it start.
+                slot.suspect_because = ""
+                slot.forget_offers()
+                self.in_background(self.learn(slot))
+            if slot.suspect_because:
+                self._recheck(slot)
+        for slot in list(self._slots.values()):
+            if slot.id not in named:
+                slot.routed = False
+                self.forget_if_empty(slot)
+        self.announce()
+        return faults
+
+    def _rename(self, routes: Iterable[Route]) -> None:
+        """The gateway's own engines that the routes name by other ids are the same ones, with all that is on them.
+        Another engine at an address that a daemon's engine had is a new one."""
+        urls = {route.engine: route.url for route in routes}
+        ours = {*self.own, *self.known_as.values()}
+        for own in self.known_as.keys() & urls.keys():
+            del self.known_as[own]  # the daemon uses it itself
+        strays = {
+            server_address(slot.engine.url): slot
+            for slot in self._slots.values()
+            if slot.id not in urls and slot.routed and slot.id in ours
+        }
+        for engine, url in urls.items() if strays else ():
+            slot = strays.get(server_address(url)) if url and engine not in self._slots else None
+            if slot is None:
+                continue
+            logger.info("engine %s is %s to the daemon", slot.id, engine)
+            self.use_id(slot.id, engine)
+            self._slots[engine] = self._slots.pop(slot.id)
+            for record in slot.records.values():
+                if record.engine == slot.id:
+                    record.engine = engine
+            slot.id = engine
+            del strays[server_address(url)]
+        for engine, url in self.own.items() if strays else ():
+            same = next(
+                (id for id in urls if id in self._slots and same_address(self._slots[id].engine.url, url)), None
+            )
+            if engine not in urls and same is not None:
+                self.use_id(engine, same)
+
+    def use_id(self, own: EngineId, engine: EngineId) -> None:
+        """An id of one of the gateway's own engines gives way to the daemon's."""
+        for first in self.own:
+            if own in (first, self.known_as.get(first)):
+                self.known_as[first] = engine
+                if first == engine:
+                    del self.known_as[first]
+
+    def _expect(self, expected: Expected) -> frozenset[EngineId]:
+        """Returns those that are not expected any longer: they have come, or never will."""
+        before, self._expected = self._expected, expected
+        if expected != before:
+            if self._unexpecting is not None:
+                self._unexpecting.cancel()
+            self._unexpecting = None
+            if expected.at(self._clock.now_s()):
+                self._unexpecting = self.in_background(self._unexpect(expected))
+        return before.engines - expected.engines
+
+    async def _unexpect(self, expected: Expected) -> None:
+        """Their time is over, and nobody came to say how it ended."""
+        while (left_s := expected.until_s - self._clock.now_s()) > 0:
+            await self._clock.sleep(left_s)
+        late = sorted(expected.engines.difference(slot.id for slot in self if slot.usable))
+        if late:
+            logger.warning("nobody waits any longer for %s, to be started by now", ", ".join(late))
+        self.announce()
+
+    def announce(self) -> None:
+        """An engine may have become usable. Everybody who waits now wakes; whoever comes later waits for the next
+        change."""
+        self.kv_versions = Counter(slot.kv_version for slot in self._slots.values() if slot.routed)
+        self._note_contexts()
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._usability_changed()
+        self.dispatch()
+
+    @property
+    def gate_open(self) -> bool:
+        """False: nothing goes to engines, and nobody is at fault for it."""
+        return self._gate_open
+
+    @gate_open.setter
+    def gate_open(self, is_open: bool) -> None:
+        self._gate_open = is_open
+        self._usability_changed()
+        self.dispatch()
+
+    # --- places ------------------------------------------------------------------------------------------------------
+
+    async def place(
+        self,
+        record: Record,
+        *,
+        without: Iterable[EngineId] = (),
+        avoiding: Iterable[EngineId] = (),
+        again: bool = False,
+        patience_s: float = float("inf"),
+    ) -> Slot:
+        """Wait for an engine with room, and reserve the place until `Slot.enter`; who does not enter gives it back
+        (`give_back`). `avoiding`: only where there is no other engine. `again`: before those who are new.
+
+        Raises NoEngine after `patience_s` without an engine that it could go to; time in a queue does not count, nor
+        while the gate is closed, nor while an engine is expected that it could go to.
+        """
+        if self._gate_open and not self._placed and not avoiding:  # the usual case, without what waiting takes
+            found = self.choose(self._newcomer(record), without)
+            if found is not None:
+                found.reserve(record)
+                self.waits.add(0.0)
+                return found
+        slot: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+
+        def placed(outcome: Slot | NoEngine) -> None:
+            if slot.done():  # cancelled, and not awake yet to leave the queue
+                if not isinstance(outcome, NoEngine):
+                    self.give_back(outcome, record)
+            elif isinstance(outcome, NoEngine):
+                slot.set_exception(outcome)
+            else:
+                slot.set_result(outcome)
+
+        waiter = self.enqueue(
+            record,
+            placed,
+            without=frozenset(without),
+            avoiding=frozenset(avoiding),
+            again=again,
+            patience_s=patience_s,
+        )
+        try:
+            if not slot.done():
+                record.hold()
+            return await slot
+        except asyncio.CancelledError:
+            if slot.done() and not slot.cancelled() and slot.exception() is None:
+                self.give_back(slot.result(), record)
+            raise
+        finally:
+            self.leave_queue(waiter)
+
+    def enqueue(
+        self,
+        record: Record,
+        placed: Callable[[Slot | NoEngine], None],
+        *,
+        without: frozenset[EngineId] = frozenset(),
+        avoiding: frozenset[EngineId] = frozenset(),
+        again: bool = False,
+        patience_s: float = float("inf"),
+    ) -> Waiter:
+        """`place` for those who do not wait themselves: `placed` is called once, perhaps at once."""
+        waiter = Waiter(record, self._newcomer(record), self._clock.now_s(), without, avoiding, again, patience_s)
+        self._placed[waiter] = placed
+        self.queue.join(waiter)
+        self.dispatch()
+        if waiter in self._placed:
+            self._note_if_alone(waiter, waiter.since_s, self.expected)
+            if patience_s < float("inf") and not self._giving_up:
+                self._giving_up = True
+                self.in_background(self._give_up_on_those_alone())
+        return waiter
+
+    def leave_queue(self, waiter: Waiter) -> None:
+        if self._placed.pop(waiter, None) is not None:
+            self.queue.leave(waiter)
+
+    def give_back(self, slot: Slot, record: Record) -> None:
+        """A place that was reserved is not needed. Harmless where none is."""
+        if slot.unreserve(record):
+            self.forget_if_empty(slot)
+            self.dispatch()
+
+    def dispatch(self) -> None:
+        """Give places to those who wait, as far as there is room. Whoever is told of his place may call this again."""
+        while self._gate_open and self._placed and (found := self.queue.next(self._place_for)) is not None:
+            waiter, slot = found
+            slot.reserve(waiter.record)
+            self.waits.add(self._clock.now_s() - waiter.since_s)
+            self._placed.pop(waiter)(slot)
+
+    def _place_for(self, waiter: Waiter) -> Slot | None:
+        if waiter.avoiding:
+            shunned = waiter.without | waiter.avoiding
+            if any(slot.id not in shunned for slot in self._usable()):
+                # Better to wait for a good one than to go to one that hung.
+                return self.choose(waiter.newcomer, shunned)
+        return self.choose(waiter.newcomer, waiter.without)
+
+    def _newcomer(self, record: Record) -> Newcomer:
+        prefix = prefix_of(record.group, record.body) if self.routing.by_prefix else 0
+        return Newcomer(record.context_tokens, prefix, record.tag)
+
+    def choose(self, newcomer: Newcomer, without: Iterable[EngineId] = ()) -> Slot | None:
+        """The engine that a request should go to, None where none may take it now."""
+        able = self._usable()
+        if self.queue_depth:
+            able = [slot for slot in able if slot.has_room(self.queue_depth, newcomer.context_tokens)]
+        if without:
+            able = [slot for slot in able if slot.id not in without]
+        slot = self.routing.choose(able, newcomer, self._last)
+        if slot is None:
+            return None
+        if not slot.usable:  # since the last announcement
+            self._usable_slots = None
+            return self.choose(newcomer, without)
+        self._last = slot.id
+        return slot
+
+    def _usable(self) -> list[Slot]:
+        if self._usable_slots is None:
+            self._usable_slots = [slot for slot in self._slots.values() if slot.usable]
+        return self._usable_slots
+
+    # --- patience ----------------------------------------------------------------------------------------------------
+
+    def _usability_changed(self) -> None:
+        """An engine may have become usable, or is no longer: who has one to wait for, and who has none?"""
+        self._usable_slots = None
+        now_s, expected = self._clock.now_s(), self.expected
+        for waiter in self.queue:
+            self._note_if_alone(waiter, now_s, expected)
+
+    def _note_if_alone(self, waiter: Waiter, now_s: float, expected: frozenset[EngineId]) -> None:
+        there = any(slot.id not in waiter.without for slot in self._usable())
+        if there or not self._gate_open or not expected <= waiter.without:
+            waiter.alone_since_s = None
+        elif waiter.alone_since_s is None:
+            waiter.alone_since_s = now_s
+
+    async def _give_up_on_those_alone(self) -> None:
+        """One task for all of them, and only while somebody waits: a burst of thousands needs no thousands of timers.
+        Nobody waits longer than their patience and a hundredth."""
+        try:
+            while waiters := [waiter for waiter in self.queue if waiter.patience_s < float("inf")]:
+                now_s = self._clock.now_s()
+                next_s = float("inf")
+                for waiter in waiters:
+                    since_s = now_s if waiter.alone_since_s is None else waiter.alone_since_s
+                    left_s = since_s + waiter.patience_s - now_s
+                    if left_s > 0:
+                        next_s = min(next_s, max(left_s, waiter.patience_s * 0.01))
+                        continue
+                    placed = self._placed[waiter]
+                    self.leave_queue(waiter)
+                    placed(NoEngine(f"no engine was there for {waiter.patience_s:g} s"))
+                if next_s < float("inf"):
+                    await self._clock.sleep(next_s)
+        finally:
+            self._giving_up = False
+
+    # --- health ------------------------------------------------------------------------------------------------------
+
+    def suspect(self, slot: Slot, because: str) -> None:
+        """Believe an engine dead until it says otherwise."""
+        slot.failures_total += 1
+        if not slot.suspect_because:
+            logger.warning("engine %s is suspect: %s", slot.id, because)
+            slot.suspect_because = because
+            self._usability_changed()
+            self._recheck(slot)
+
+    def trust(self, slot: Slot) -> None:
+        """The engine has shown that it lives."""
+        if slot.suspect_because:
+            logger.info("engine %s is back", slot.id)
+            slot.suspect_because = ""
+            self.announce()
+        elif self._placed:
+            self.dispatch()
+
+    def release(self, slot: Slot, record: Record) -> None:
+        """The request is no longer on this engine."""
+        slot.leave(record)
+        self.forget_if_empty(slot)
+        if self._placed:
+            self.dispatch()
+
+    def changed(self) -> Coroutine[Any, Any, bool]:
+        """Ends when an engine may have become usable since this was called."""
+        return self._changed.wait()
+
+    async def capabilities(self, slot: Slot) -> Capabilities:
+        """What the engine offers, asked once; raises what the engine raises."""
+        if slot.capabilities is None:
+            slot.capabilities = await slot.engine.capabilities()
+            self._note_contexts()
+        return slot.capabilities
+
+    async def learn(self, slot: Slot) -> None:
+        """Return once it is known what the engine offers, or cannot be known soon."""
+        if slot.capabilities is not None or slot.unlearnable:
+            return
+        if slot.learning is None or slot.learning.done():
+            slot.learning = self.in_background(self._learn(slot))
+        await asyncio.wait({slot.learning}, timeout=LEARN_S)
+
+    async def _learn(self, slot: Slot) -> None:
+        try:
+            await self.capabilities(slot)
+        except OrchestrRLError as error:
+            logger.debug("capabilities of %s: %s", slot.id, error)
+            slot.unlearnable = isinstance(error, Permanent)
+        finally:
+            await self._close_if_gone(slot)
+
+    def _note_contexts(self) -> None:
+        self._contexts = {slot.context_limit_tokens for slot in self._slots.values() if slot.routed}
+
+    def too_short_for(self, tokens: int) -> frozenset[EngineId]:
+        """Engines whose context is known to hold fewer, where another's holds more: an answer would end early there, as
+        if it had been asked for no more."""
+        if len(self._contexts) < 2:
+            return frozenset()
+        wanted = min(tokens, max(self._contexts))
+        return frozenset(slot.id for slot in self if slot.context_limit_tokens < wanted)
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something that nobody waits for; it is cancelled by `close`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def abort(self, slot: Slot, attempt_id: str) -> None:
+        """Stop an attempt, best effort: its connection is closed already, which stops it too."""
+        try:
+            await slot.engine.abort([attempt_id])
+        except OrchestrRLError as error:
+            logger.debug("abort of %s on %s: %s", attempt_id, slot.id, error)
+        finally:
+            await self._close_if_gone(slot)
+
+    async def detokenize(self, slot: Slot, token_ids: Sequence[int]) -> str:
+        """Raises what the engine raises."""
+        try:
+            return await slot.engine.detokenize(token_ids)
+        finally:
+            await self._close_if_gone(slot)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for slot in self.with_retired():
+            await slot.engine.close()
+        self._slots.clear()
+        self._retired.clear()
+
+    def _recheck(self, slot: Slot) -> None:
+        if not slot.rechecking:
+            slot.rechecking = True
+            self.in_background(self._recheck_until_alive(slot))
+
+    async def _recheck_until_alive(self, slot: Slot) -> None:
+        delay_s = RECHECK_FIRST_S
+        try:
+            while slot.suspect_because and self._slots.get(slot.id) is slot:
+                await self._clock.sleep(delay_s)
+                delay_s = min(RECHECK_CAP_S, delay_s * 2)
+                if await slot.engine.healthy():
+                    slot.forget_offers()  # it may have been started again, with other options
+                    await self.learn(slot)
+                    self.trust(slot)
+        finally:
+            slot.rechecking = False
+            await self._close_if_gone(slot)
+
+    def forget_if_empty(self, slot: Slot) -> None:
+        """An engine that left the routes goes once it has nothing of ours, and does not stand still for us."""
+        if not slot.routed and not slot.in_use and self._slots.get(slot.id) is slot:
+            del self._slots[slot.id]
+            self._usable_slots = None
+            self.in_background(slot.engine.close())
+
+    async def _close_if_gone(self, slot: Slot) -> None:
+        """Who asks an engine that has been forgotten meanwhile has opened a connection anew."""
+        if not self.knows(slot):
+            await slot.engine.close()
+
+    def _retire(self, slot: Slot) -> None:
+        """The id now names an engine elsewhere. What runs on the old one stays there until it is over."""
+        del self._slots[slot.id]
+        self._usable_slots = None
+        slot.routed = False
+        self._retired.append(slot)
+        self.in_background(self._close_when_empty(slot))
+
+    async def _close_when_empty(self, slot: Slot) -> None:
+        while slot.in_use:
+            await self._clock.sleep(1.0)
+        self._retired = [other for other in self._retired if other is not slot]
+        await slot.engine.close()
+
+
+def _leads_to(url: str, slot: Slot) -> bool:
+    """Whether the URL is the engine's, if perhaps in other words: then those that have worked are kept."""
+    if url.rstrip("/") == slot.engine.url.rstrip("/"):
+        return True
+    return same_address(url, slot.engine.url) and not slot.suspect_because

@@ -1,0 +1,468 @@
+"""Where torch.distributed is listened to: the methods of its process groups, and what goes past them.
+
+Every function of torch.distributed ends in a method of `ProcessGroup`, also for callers that imported it long ago, so
+these are replaced, in the class. What they return is followed until it has completed (work_watch.py). Past them go,
+and are heard elsewhere: the functional collectives (their operators), DistributedDataParallel (a communication hook),
+broadcasts of its buffers. Not heard: what C++ or a compiled CUDA graph does on its own.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING or __package__:
+    from orchestrrl.integrations.instrument.device_watch import DeviceWatch
+    from orchestrrl.integrations.instrument.rings import ASYNCHRONOUS, UNKNOWN, WAIT_ONLY, Writer
+    from orchestrrl.integrations.instrument.work_watch import WorkWatch
+else:  # in the traced process, where this folder is on the path
+    from device_watch import DeviceWatch
+    from rings import ASYNCHRONOUS, UNKNOWN, WAIT_ONLY, Writer
+    from work_watch import WorkWatch
+
+
+class Method(NamedTuple):
+    """A method of ProcessGroup: under which name it is noted, which argument has the bytes, which the peer."""
+
+    name: str
+    op: str
+    tensors_at: int | None
+    peer_at: int | None = None
+
+
+# The bytes are those of the whole that the group works on: of an all-gather the output, of a reduce-scatter the input;
+# of gather and scatter this rank's part.
+METHODS = (
+    Method("allreduce", "all_reduce", 0),
+    Method("allreduce_coalesced", "all_reduce", 0),
+    Method("broadcast", "broadcast", 0),
+    Method("reduce", "reduce", 0),
+    Method("allgather", "all_gather", 0),
+    Method("_allgather_base", "all_gather", 0),
+    Method("all_gather_single", "all_gather", 0),
+    Method("allgather_coalesced", "all_gather", 0),
+    Method("allgather_into_tensor_coalesced", "all_gather", 0),
+    Method("all_gather_single_coalesced", "all_gather", 0),
+    Method("reduce_scatter", "reduce_scatter", 1),
+    Method("_reduce_scatter_base", "reduce_scatter", 1),
+    Method("reduce_scatter_single", "reduce_scatter", 1),
+    Method("reduce_scatter_tensor_coalesced", "reduce_scatter", 1),
+    Method("reduce_scatter_single_coalesced", "reduce_scatter", 1),
+    Method("alltoall", "all_to_all", 1),
+    Method("alltoall_base", "all_to_all", 1),
+    Method("all_to_all_single", "all_to_all", 1),
+    Method("gather", "gather", 1),
+    Method("scatter", "scatter", 0),
+    Method("barrier", "barrier", None),
+    Method("monitored_barrier", "barrier", None),
+    Method("send", "send", 0, 1),
+    Method("recv", "recv", 0, 1),
+    Method("recv_anysource", "recv", 0),
+)
+# Names of the same methods in other versions of torch: one of each set must be there.
+ALIASES = (
+    {"_allgather_base", "all_gather_single"},
+    {"_reduce_scatter_base", "reduce_scatter_single"},
+    {"alltoall_base", "all_to_all_single"},
+    {"allgather_into_tensor_coalesced", "all_gather_single_coalesced"},
+    {"reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"},
+)
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}
+
+
+class Place(NamedTuple):
+    """What is known of a process group. Kept by its address; `reference` forgets it when the group goes."""
+
+    reference: Any
+    id: int
+    ranks: tuple[int, ...]
+
+
+class Route(NamedTuple):
+    """What a method of one process group needs to note a collective: found with one look."""
+
+    writer: Writer
+    begin: Callable[[int, int, int, int, int], int]
+    end: Callable[[int], None]
+    code: int
+    group: int
+    ranks: tuple[int, ...]
+
+
+class Hooks:
+    """`install` them when torch is there. Recording never raises into the program that is traced."""
+
+    def __init__(self, writer: Callable[[], Writer | None], tell: Callable[[str], None], *, ddp: bool) -> None:
+        self._writer, self._tell, self._ddp = writer, tell, ddp
+        self._undo: list[tuple[Any, str, Any, bool]] = []
+        self._places: dict[int, Place] = {}
+        self._routes: list[dict[int, Route]] = []  # of each method, by the address of the group
+        self._works = WorkWatch()
+        self._functional: dict[int, list[tuple[Any, Writer, int]]] = {}  # by the address of the result's memory
+        self._coalescing: dict[tuple[int, int], list[tuple[Writer, int]]] = {}  # by group and thread
+        self._outer: set[int] = set()  # threads inside of something that is recorded as one
+        self._device: DeviceWatch | None = None
+        self._torch: Any = None
+        self._wait_itself: Callable[..., Any] = _no_wait
+        self._work_type: type = object
+        self._hooked_ddp: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def install(self) -> None:
+        import torch
+        from torch import distributed
+
+        if not distributed.is_available():
+            return
+        from torch._C._distributed_c10d import ProcessGroup, Work
+
+        self._torch, self._wait_itself, self._work_type = torch, Work.wait, Work
+        missing = {method.name for method in METHODS if not hasattr(ProcessGroup, method.name)}
+        for names in ALIASES:
+            if names - missing:
+                missing -= names
+        if missing:
+            self._tell(f"not recorded, as this torch has no such methods: {', '.join(sorted(missing))}")
+        for method in METHODS:
+            if hasattr(ProcessGroup, method.name):
+                self._replace(ProcessGroup, method.name, partial(self._method, method))
+        for name, make in (("_start_coalescing", self._start_coalescing), ("_end_coalescing", self._end_coalescing)):
+            if hasattr(ProcessGroup, name):
+                self._replace(ProcessGroup, name, make)
+        self._replace(Work, "wait", self._works.wait)
+        if hasattr(distributed, "_broadcast_coalesced"):
+            self._replace(distributed, "_broadcast_coalesced", self._broadcast_coalesced)
+        self._install_functional(torch)
+        if self._ddp:
+            self._replace(torch.nn.parallel.DistributedDataParallel, "forward", self._forward)
+
+    def replace(self, owner: Any, methods: Mapping[str, str]) -> None:
+        """Record methods that communicate in ways of their own, by their operation. Doing it twice is harmless.
+
+        `owner`: a class whose objects have `ranks`, the global ones, `rank`, and a `unique_name` that all ranks share.
+        """
+        for name, op in methods.items():
+            if any(done[:2] == (owner, name) for done in self._undo):
+                continue
+            if hasattr(owner, name):
+                self._replace(owner, name, partial(self._outer_method, op))
+            else:
+                self._tell(f"not recorded, as it is not there: {owner.__name__}.{name}")
+
+    def remove(self) -> None:
+        for owner, name, original, own in reversed(self._undo):
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+        self._undo.clear()
+        self._works.stop()
+        if self._device is not None:
+            self._device.stop()
+
+    def forked(self) -> None:
+        self._places.clear()
+        for routes in self._routes:
+            routes.clear()
+        self._works.forked()
+        self._functional.clear()
+        self._coalescing.clear()
+        self._outer.clear()
+        self._device = None
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        try:
+            made = make(original)
+            made.__name__, made.__doc__, made.__wrapped__ = name, getattr(original, "__doc__", None), original
+            own = name in vars(owner)
+            self._undo.append((owner, name, vars(owner)[name] if own else original, own))
+            setattr(owner, name, made)
+        except (AttributeError, TypeError) as fault:
+            self._tell(f"not recorded: {name}: {fault}")
+
+    # The methods of a process group.
+
+    def _method(self, method: Method, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Written out: what is traced pays for each line, more than it seems as the caches are cold here."""
+        _, op, tensors_at, peer_at = method
+        outer, ident = self._outer, threading.get_ident
+        routes: dict[int, Route] = {}
+        self._routes.append(routes)
+        tensor_type, work_type, wait, follow = (
+            self._torch.Tensor,
+            self._work_type,
+            self._wait_itself,
+            self._works.follow,
+        )
+
+        def recorded(pg: Any, *args: Any, **kwargs: Any) -> Any:
+            if outer and ident() in outer:
+                return original(pg, *args, **kwargs)
+            try:
+                route = routes.get(id(pg)) or self._route(routes, op, pg)
+                if route is None:
+                    return original(pg, *args, **kwargs)
+                writer, begin, end, code, group, ranks = route
+                first = args[tensors_at] if tensors_at is not None and len(args) > tensors_at else ()
+                if type(first) is list and len(first) == 1:
+                    first = first[0]
+                if isinstance(first, tensor_type):
+                    n_bytes, on_device = first.nbytes, first.device if first.is_cuda else None
+                else:
+                    n_bytes, on_device = _sum_bytes(first), self._device_of(first)
+                options = kwargs.get("opts") if kwargs else args[-1] if args else None
+                flags = ASYNCHRONOUS if getattr(options, "asyncOp", True) else 0
+                peer = ranks[args[peer_at]] if peer_at is not None and ranks and len(args) > peer_at else UNKNOWN
+                watch = None if on_device is None else self._watch(on_device, writer)
+            except Exception as fault:  # noqa: BLE001  # torch may be other than it was: the program goes on
+                self._tell(f"not recorded: {method.name}: {fault!r}")
+                return original(pg, *args, **kwargs)
+            if watch is not None:
+                return watch.run(
+                    partial(original, pg, *args, **kwargs),
+                    writer.issue(code, group, n_bytes, flags, peer),
+                    bool(flags),
+                    self._coalescing.get((id(pg), ident())),
+                )
+            sequence = begin(code, group, n_bytes, flags, peer)
+            try:
+                work = original(pg, *args, **kwargs)
+                if not flags and work is not None:
+                    wait(work)  # so does whoever called
+            except BaseException:
+                end(sequence)
+                raise
+            if not flags or work is None:
+                end(sequence)
+            else:
+                follow(work, writer, sequence, peer_at is None and type(work) is work_type)
+            return work
+
+        return recorded
+
+    def _route(self, routes: dict[int, Route], op: str, pg: Any) -> Route | None:
+        writer = self._writer()
+        if writer is None:
+            return None
+        place = self._place(pg, writer)
+        found = Route(writer, writer.begin, writer.end, writer.op(op), place.id, place.ranks)
+        routes[id(pg)] = found
+        return found
+
+    def _start_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def start(pg: Any, *args: Any, **kwargs: Any) -> Any:
+            self._coalescing[id(pg), threading.get_ident()] = []
+            return original(pg, *args, **kwargs)
+
+        return start
+
+    def _end_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def end(pg: Any, *args: Any, **kwargs: Any) -> Any:
+            issued = self._coalescing.pop((id(pg), threading.get_ident()), [])
+            work = original(pg, *args, **kwargs)
+            if issued and self._device is not None:
+                self._device.follow(issued, work)
+            return work
+
+        return end
+
+    def _place(self, pg: Any, writer: Writer) -> Place:
+        known = self._places.get(id(pg))
+        if known is not None:
+            return known
+        distributed = self._torch.distributed
+        try:
+            ranks = tuple(distributed.get_process_group_ranks(pg))
+        except (KeyError, RuntimeError, ValueError):
+            ranks = ()  # a group of its own, which torch.distributed does not know
+        if distributed.is_initialized():
+            writer.place(distributed.get_rank(), distributed.get_world_size())
+        name = str(getattr(pg, "group_name", "") or "")
+        reference = weakref.ref(pg, partial(self._gone, id(pg)))
+        found = self._places[id(pg)] = Place(reference, writer.group(ranks, name), ranks)
+        return found
+
+    def _gone(self, address: int, _: Any) -> None:
+        """A group is no more, and its address may become another's."""
+        self._places.pop(address, None)
+        for routes in self._routes:
+            routes.pop(address, None)
+
+    # What goes past them.
+
+    def _outer_method(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        is_compiling = getattr(getattr(self._torch, "compiler", None), "is_compiling", lambda: False)
+
+        def recorded(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or len(owner.ranks) < 2:
+                return original(owner, *args, **kwargs)
+            thread = threading.get_ident()
+            writer = None if thread in self._outer else self._writer()
+            if writer is None:
+                return original(owner, *args, **kwargs)
+            try:
+                group = writer.group(owner.ranks, owner.unique_name)
+                first = args[0] if args else next(iter(kwargs.values()), ())
+                n_bytes = _sum_bytes(first)
+                on_device = self._device_of(first)
+                watch = self._watch(on_device, writer) if on_device is not None else None
+                code = writer.op(op)
+                writer.place(owner.rank, max(self._torch.distributed.get_world_size(), len(owner.ranks)))
+            except Exception as fault:  # noqa: BLE001  # as above
+                self._tell(f"not recorded: {op}: {fault!r}")
+                return original(owner, *args, **kwargs)
+            self._outer.add(thread)
+            try:
+                if watch is not None:
+                    call = partial(original, owner, *args, **kwargs)
+                    return watch.run(call, writer.issue(code, group, n_bytes), False, None)
+                sequence = writer.begin(code, group, n_bytes)
+                try:
+                    return original(owner, *args, **kwargs)
+                finally:
+                    writer.end(sequence)
+            finally:
+                self._outer.discard(thread)
+
+        return recorded
+
+    def _broadcast_coalesced(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def broadcast(pg: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            writer = self._writer()
+            if writer is None:
+                return original(pg, tensors, *args, **kwargs)
+            sequence = writer.begin(writer.op("broadcast"), self._place(pg, writer).id, _sum_bytes(tensors))
+            try:
+                return original(pg, tensors, *args, **kwargs)
+            finally:
+                writer.end(sequence)
+
+        return broadcast
+
+    def _install_functional(self, torch: Any) -> None:
+        for name, op in FUNCTIONAL.items():
+            packet = getattr(torch.ops._c10d_functional, name, None)
+            for owner in (packet, getattr(packet, "default", None)):
+                if owner is not None and hasattr(owner, "_op"):
+                    self._replace(owner, "_op", partial(self._operator, op))
+        packet = getattr(torch.ops._c10d_functional, "wait_tensor", None)
+        for owner in (packet, getattr(packet, "default", None)):
+            if owner is not None and hasattr(owner, "_op"):
+                self._replace(owner, "_op", self._wait_tensor)
+
+    def _operator(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A functional collective: it ends when its result is waited for, or dropped."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            tensors = args[0] if args else kwargs.get("input", ())
+            one = tensors[0] if isinstance(tensors, (list, tuple)) and tensors else tensors
+            # What traces a program calls with tensors of other types, and communicates nothing.
+            writer = self._writer() if type(one) in (self._torch.Tensor, self._torch.nn.Parameter) else None
+            if writer is None or one.device.type not in ("cpu", "cuda"):
+                return original(*args, **kwargs)
+            try:
+                from torch._C._distributed_c10d import _resolve_process_group
+
+                name = kwargs.get("group_name", args[-1] if args else "")
+                pg = _resolve_process_group(name) if isinstance(name, str) else name
+                group, n_bytes = self._place(pg, writer).id, _sum_bytes(tensors)
+            except Exception as fault:  # noqa: BLE001  # as above
+                self._tell(f"not recorded: functional {op}: {fault!r}")
+                return original(*args, **kwargs)
+            sequence = writer.begin(writer.op(op), group, n_bytes, ASYNCHRONOUS | WAIT_ONLY)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException:
+                writer.end(sequence)
+                raise
+            kept: Any = result[-1] if isinstance(result, (list, tuple)) else result  # of several, one stands for all
+            key = kept.data_ptr()
+            reference = weakref.ref(kept, partial(self._unwaited, key))
+            self._functional.setdefault(key, []).append((reference, writer, sequence))
+            return result
+
+        return recorded
+
+    def _wait_tensor(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if self._functional:
+                    tensor: Any = args[0] if args else kwargs.get("tensor")
+                    if type(tensor) in (self._torch.Tensor, self._torch.nn.Parameter):
+                        for _, writer, sequence in self._functional.pop(tensor.data_ptr(), ()):
+                            writer.end(sequence)
+
+        return wait
+
+    def _unwaited(self, key: int, reference: Any) -> None:
+        waiting = self._functional.get(key, [])
+        for entry in [entry for entry in waiting if entry[0] is reference]:
+            waiting.remove(entry)
+            entry[1].end(entry[2])
+        if not waiting:
+            self._functional.pop(key, None)
+
+    def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module not in self._hooked_ddp:
+                self._hooked_ddp.add(module)
+                try:
+                    if not module._comm_hooks:
+                        # Looked at when it is registered.
+                        _reduce_bucket.__annotations__["bucket"] = self._torch.distributed.GradBucket
+                        _reduce_bucket.__annotations__["return"] = self._torch.futures.Future[self._torch.Tensor]
+                        module.register_comm_hook(module.process_group, _reduce_bucket)
+                except Exception as fault:  # noqa: BLE001  # as above
+                    self._tell(f"not recorded: the gradients of DistributedDataParallel: {fault!r}")
+            return original(module, *args, **kwargs)
+
+        return forward
+
+    # Devices.
+
+    def _device_of(self, tensors: Any) -> Any:
+        if hasattr(tensors, "is_cuda"):
+            return tensors.device if tensors.is_cuda else None
+        return self._device_of(tensors[0]) if tensors else None
+
+    def _watch(self, device: Any, writer: Writer) -> DeviceWatch | None:
+        cuda = self._torch.cuda
+        if cuda.is_current_stream_capturing():
+            self._tell("not recorded: collectives that are captured into CUDA graphs")
+            return None
+        if self._device is None or self._device.writer is not writer:
+            self._device = DeviceWatch(cuda, writer)
+        return self._device
+
+
+def _reduce_bucket(group: Any, bucket: Any) -> Any:
+    """What DistributedDataParallel does by itself: the mean over the ranks, by the same multiplication."""
+    import torch.distributed
+
+    averaged = bucket.buffer().mul_(1.0 / group.size())
+    work = torch.distributed.all_reduce(averaged, group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def _no_wait(_: Any) -> None:
+    """Before torch is there, nothing is waited for."""
+
+
+def _sum_bytes(tensors: Any) -> int:
+    if hasattr(tensors, "nbytes"):
+        return int(tensors.nbytes)
+    return sum(map(_sum_bytes, tensors)) if isinstance(tensors, (list, tuple)) else 0

@@ -1,0 +1,308 @@
+"""A KV connector for vLLM with which a running request moves to another server, with the KV of its generated tokens.
+
+It is loaded by vLLM, with this folder on PYTHONPATH:
+
+    --kv-transfer-config '{"kv_connector": "KvHandover", "kv_connector_module_path": "kv_handover",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"shared_storage_path": "/some/dir"}}'
+
+An aborted request whose `kv_transfer_params` name an entry (kv_scheduler.py says how) keeps its blocks until they are
+in the shared directory; a request that names that entry elsewhere loads them. Both are done by threads beside the
+engine's steps. Only whole servers of one kind understand each other: same vLLM, block size, number of ranks, layout of
+the KV.
+"""
+
+import contextlib
+import platform
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING or __package__:
+    from orchestrrl.integrations.instrument.kv_entries import Housekeeper, Layout, Store, Unusable
+    from orchestrrl.integrations.instrument.kv_scheduler import LOOK_PERIOD_S, Desk, LoadJob, SaveJob
+else:  # in vLLM's process, where this folder is on the path
+    from kv_desk import LOOK_PERIOD_S, Desk, LoadJob, SaveJob
+    from kv_entries import Housekeeper, Layout, Store, Unusable
+
+DEFAULT_MAX_AGE_S = 300.0
+DEFAULT_MAX_BYTES = 16 << 30
+STAGE_BYTES = 32 << 20  # what one copy between a GPU and its host takes at once
+
+logger = init_logger("vllm.orchestrrl.kv_handover")
+
+
+@dataclass
+class Jobs(KVConnectorMetadata):  # type: ignore[misc]  # vllm is not there when types are checked
+    """What the scheduler's half tells the workers' half, with one step."""
+
+    saves: list[SaveJob] = field(default_factory=list)
+    loads: list[LoadJob] = field(default_factory=list)
+
+
+class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
+    """vLLM makes one in the scheduler and one in each worker. Raises ValueError for what it cannot work with."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        shared = transfer.get_from_extra_config("shared_storage_path", None)
+        max_age_s = float(transfer.get_from_extra_config("max_age_s", DEFAULT_MAX_AGE_S))
+        max_bytes = int(transfer.get_from_extra_config("max_bytes", DEFAULT_MAX_BYTES))
+        groups = kv_cache_config.kv_cache_groups
+        _check(
+            {
+                f"kv_connector_extra_config.shared_storage_path: must be an absolute path, got {shared!r}": (
+                    isinstance(shared, str) and Path(shared).is_absolute()
+                ),
+                f"kv_connector_extra_config.max_age_s: must be > 0, got {max_age_s}": max_age_s > 0,
+                f"kv_connector_extra_config.max_bytes: must be > 0, got {max_bytes}": max_bytes > 0,
+                "kv_load_failure_policy: must be 'recompute', so that an entry that cannot be read costs time only, "
+                f"got {transfer.kv_load_failure_policy!r}": transfer.kv_load_failure_policy == "recompute",
+                f"the model: must keep all its KV in one group of blocks, it has {len(groups)}": len(groups) == 1,
+            }
+        )
+        parallel = vllm_config.parallel_config
+        store = Store(Path(shared), ranks=parallel.world_size)
+        if role == KVConnectorRole.SCHEDULER:
+            self._keeper = Housekeeper(store, max_age_s, max_bytes)
+            self._desk = Desk(
+                store,
+                self._keeper,
+                block_tokens=groups[0].kv_cache_spec.block_size,
+                bytes_per_block=parallel.world_size * _bytes_per_block(kv_cache_config),
+                clock=time.monotonic,
+            )
+            self._keeper.start()
+        else:
+            self._porter = Porter(store, parallel.rank, kv_cache_config.num_blocks)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # what is not handed over is recomputed
+
+    # The scheduler's half.
+
+    def on_new_request(self, request: Any) -> None:
+        self._desk.arrived(request.request_id, request.kv_transfer_params)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self._desk.loadable_tokens(request.request_id, request.all_token_ids, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._desk.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._desk.loaded(tuple(connector_output.finished_recving or ()))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        keep = self._desk.finished(
+            request.request_id,
+            request.all_token_ids,
+            request.num_computed_tokens,
+            block_ids,
+            aborted=request.status == RequestStatus.FINISHED_ABORTED,
+            portable=not (request.lora_request or request.mm_features or request.prompt_embeds is not None),
+        )
+        return keep, None
+
+    def build_connector_meta(self, scheduler_output: Any) -> Jobs:
+        # vLLM turns round and round while a request waits and nothing runs, and takes the processor from an engine
+        # beside it, which may be the one that is saving.
+        if self._desk.waiting and not scheduler_output.total_num_scheduled_tokens:
+            time.sleep(LOOK_PERIOD_S)
+        return Jobs(*self._desk.jobs())
+
+    def reset_cache(self) -> bool:
+        self._desk.caches_cleared()
+        return True
+
+    # The workers' half.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._porter.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for job in self._get_connector_metadata().loads:
+            self._porter.load(job)
+
+    def wait_for_save(self) -> None:
+        for job in self._get_connector_metadata().saves:
+            self._porter.save(job)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        saved, loaded, failed = self._porter.ended()
+        return KVConnectorTransferResults(finished_sending=saved, finished_recving=loaded, failed_recving=failed)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def shutdown(self) -> None:
+        if self.role == KVConnectorRole.SCHEDULER:
+            self._keeper.stop()
+        else:
+            self._porter.stop()
+
+
+class Porter:
+    """Carries blocks between one rank's KV and its files, in two threads: one saves, one loads."""
+
+    def __init__(self, store: Store, rank: int, num_blocks: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._num_blocks = num_blocks
+        self._caches: list[torch.Tensor] = []  # [block, ...] each, one per layer
+        self._layout = Layout((), ())
+        self._stream: torch.cuda.Stream | None = None
+        self._saver = ThreadPoolExecutor(1, "kv-save")
+        self._loader = ThreadPoolExecutor(1, "kv-load")
+        self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn where the KV lies. Layers that share their KV with another one are carried once."""
+        names, seen = [], set()
+        self._caches = []
+        for name, cache in kv_caches.items():
+            if not isinstance(cache, torch.Tensor) or cache.shape[0] % self._num_blocks:
+                raise ValueError(f"the KV of {name} is not {self._num_blocks} blocks of a tensor")
+            if cache.device.type not in ("cpu", "cuda"):
+                raise ValueError(f"the KV of {name} is on {cache.device}: only cpu and cuda are known here")
+            if cache.data_ptr() in seen:
+                continue
+            seen.add(cache.data_ptr())
+            grouped = cache.unflatten(0, (self._num_blocks, -1))
+            self._caches.append(grouped)
+            names.append(f"{name} {cache.dtype} {list(grouped.shape[1:])} {_packing(cache)} vllm {vllm.__version__}")
+        self._layout = Layout(tuple(names), tuple(cache[0].numel() * cache.element_size() for cache in self._caches))
+        if self._caches and self._caches[0].is_cuda:
+            self._stream = torch.cuda.Stream(self._caches[0].device)
+
+    def save(self, job: SaveJob) -> None:
+        ready = self._now()
+        self._saver.submit(self._save, job, ready)
+
+    def load(self, job: LoadJob) -> None:
+        ready = self._now()
+        self._loader.submit(self._load, job, ready)
+
+    def ended(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose saves and loads have ended since the last call, and those whose loads failed."""
+        ended: dict[str, set[str]] = {"saved": set(), "loaded": set(), "failed": set()}
+        while not self._ended.empty():
+            what, request_id = self._ended.get()
+            ended[what].add(request_id)
+        return ended["saved"], ended["loaded"] | ended["failed"], ended["failed"]
+
+    def stop(self) -> None:
+        self._saver.shutdown(wait=False, cancel_futures=True)
+        self._loader.shutdown(wait=False, cancel_futures=True)
+
+    def _now(self) -> Any:
+        """On a GPU: the point that the steps given to it so far have reached."""
+        return None if self._stream is None else torch.cuda.current_stream(self._caches[0].device).record_event()
+
+    def _save(self, job: SaveJob, ready: Any) -> None:
+        started_s = time.monotonic()
+        try:
+            with self._beside(ready):
+                pieces = (self._pieces(cache, job.block_ids) for cache in self._caches)
+                size = self._store.write(job.entry, self._rank, job.contents, self._layout, pieces)
+            took_s = time.monotonic() - started_s
+            tokens = len(job.contents.token_ids)
+            logger.info("saved %d tokens of %s (%d bytes, %.4f s)", tokens, job.request_id, size, took_s)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request is recomputed and the blocks are freed
+            logger.warning("entry %s of %s is not saved: %r", job.entry, job.request_id, error)
+        if job.block_ids:
+            self._ended.put(("saved", job.request_id))
+
+    def _load(self, job: LoadJob, ready: Any) -> None:
+        started_s = time.monotonic()
+        outcome = "failed"
+        try:
+            wanted = range(job.first_block, job.first_block + len(job.block_ids))
+            with self._beside(ready):
+                pieces = (self._pieces(cache, job.block_ids, fill=True) for cache in self._caches)
+                size = self._store.read(job.entry, self._rank, job.identity, self._layout, wanted, pieces)
+            outcome = "loaded"
+            took_s = time.monotonic() - started_s
+            logger.info("loaded %d blocks of %s (%d bytes, %.4f s)", len(wanted), job.request_id, size, took_s)
+        except Unusable as error:
+            logger.warning("%s recomputes, entry %s cannot be loaded: %s", job.request_id, job.entry, error)
+        except Exception:
+            logger.exception("%s recomputes, entry %s cannot be loaded", job.request_id, job.entry)
+        self._store.discard(job.entry, self._rank)
+        self._ended.put((outcome, job.request_id))
+
+    @contextlib.contextmanager
+    def _beside(self, ready: Any) -> Iterator[None]:
+        """Copies in here run beside the steps, and after what `ready` stands for."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+    def _pieces(self, cache: torch.Tensor, block_ids: Sequence[int], *, fill: bool = False) -> Iterator[memoryview]:
+        """The bytes of these blocks of a layer, in pieces of whole blocks; what is written to them goes to the KV.
+
+        Where a block lies in host memory in one piece, that is the piece; else pieces are staged.
+        """
+        if not cache.is_cuda and cache[0].is_contiguous():
+            for block in block_ids:
+                yield _bytes_of(cache[block])
+            return
+        per_piece = max(1, STAGE_BYTES // (cache[0].numel() * cache.element_size()))
+        for at in range(0, len(block_ids), per_piece):
+            index = torch.tensor(block_ids[at : at + per_piece], device=cache.device)
+            shape = (len(index), *cache.shape[1:])
+            staged = torch.empty(shape, dtype=cache.dtype, pin_memory=cache.is_cuda)
+            if not fill:
+                staged.copy_(cache.index_select(0, index))
+            yield _bytes_of(staged)
+            if fill:
+                cache.index_copy_(0, index, staged.to(cache.device))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A contiguous tensor in host memory as its bytes, not copied."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def _packing(cache: torch.Tensor) -> str:
+    """What decides how bytes lie in a block beside its shape: on CPUs the kernels pack keys for their instructions."""
+    strides = list(cache[0].stride())
+    if cache.is_cuda:
+        return f"cuda strides {strides}"
+    amx = torch.cpu._is_amx_tile_supported()
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' if amx else ''} strides {strides}"
+
+
+def _bytes_per_block(kv_cache_config: Any) -> int:
+    return sum(int(tensor.size) for tensor in kv_cache_config.kv_cache_tensors) // int(kv_cache_config.num_blocks)
+
+
+def _check(claims: dict[str, bool]) -> None:
+    faults = [fault for fault, holds in claims.items() if not holds]
+    if faults:
+        raise ValueError("KvHandover: " + "; ".join(faults))

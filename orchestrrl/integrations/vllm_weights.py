@@ -1,0 +1,252 @@
+"""New weights from a folder into vLLM servers: the gate closed for them, each server loads, the gate opened again.
+
+With a gateway the fleet stands still under a lease, which is renewed for as long as the servers load: a trainer that
+dies meanwhile leaves no server frozen. Without one the servers are paused one by one, and nobody else resumes them.
+
+It runs in the trainer's environment, where it needs aiohttp and pydantic.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
+
+RETRY_AFTER_S = 5.0
+# Ended leases free a fleet whose trainer died; renewals three times as often leave room for a busy machine.
+LEASE_S = 60.0
+RENEWALS_PER_LEASE = 3
+_T = TypeVar("_T")
+
+
+def reload_weights(
+    engine_urls: Sequence[str],
+    weights_path: Path | str,
+    *,
+    gateway_url: str | None = None,
+    policy_version: int | None = None,
+    holder: str = "",
+    lease_s: float = LEASE_S,
+    timeout_s: float = 600.0,
+) -> None:
+    """Have vLLM servers load the weights in folder `weights_path`, in Hugging Face's format, which they can read.
+
+    All stand still meanwhile, so that no request sees two versions on two engines at once; running requests stay, lose
+    their KV and go on under the new weights. Needs `VLLM_SERVER_DEV_MODE=1` on the servers. `policy_version` names the
+    weights from then on: without it the gateway takes them for the same ones. The gateway is told where they are, for
+    engines that are started later: keep the folder until other weights have been loaded.
+
+    Engines of the gateway that are not among `engine_urls` get no weights, and no requests until their version is told.
+    A gateway that cannot be reached is done without.
+
+    Raises Retryable or Permanent when nothing was changed and all run on. Raises OutcomeUnknown when some may hold
+    half of the weights: those stay paused, the others run on with the new ones.
+    """
+    urls = [url.rstrip("/") for url in engine_urls]
+    run(_reload(urls, str(weights_path), gateway_url, policy_version, holder, lease_s, timeout_s))
+
+
+async def _reload(
+    urls: Sequence[str],
+    weights_path: str,
+    gateway_url: str | None,
+    policy_version: int | None,
+    holder: str,
+    lease_s: float,
+    timeout_s: float,
+) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
+        if gateway_url is not None:
+            pause = {"mode": "keep", "frozen": "recompute", "holder": holder, "lease_s": lease_s}
+            gate = _Gate(http, gateway_url.rstrip("/"), lease_s)
+            with suppress(_Unreachable):
+                await gate.close(pause)
+                await _reload_behind(gate, urls, weights_path, policy_version)
+                return
+        await _reload_alone(http, urls, weights_path)
+
+
+class _Unreachable(Exception):
+    """There is no gateway."""
+
+
+class _Gate:
+    """The gateway's, held by us once it is closed. It is part of the operator API, whose port may change when the
+    gateway is started again."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, lease_s: float) -> None:
+        self.http = http
+        self._url = url
+        self._lease_s = lease_s
+        self._lease = ""
+        self._name: object = None  # of the gateway that answers there
+        self.ids: dict[str, list[str]] = {}  # of the engines, by URL
+        self.restless: dict[str, str] = {}  # engines that did not come to rest, with why
+
+    async def close(self, asked: Mapping[str, Any]) -> None:
+        """Raises _Unreachable; Retryable and Permanent where the gate says no."""
+        try:
+            operator_url = await self._operator_url()
+        except Retryable as error:
+            if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                raise _Unreachable from error
+            raise Retryable(f"no weights were changed: {error}", error.after_s) from error
+        except Permanent as error:
+            raise Permanent(f"no weights were changed: {error}") from error
+        try:
+            await self._check(operator_url)
+            told = await _post(self.http, f"{operator_url}/orchestrrl/gate/pause", asked)
+        except Retryable as error:
+            if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                raise Permanent(f"no weights were changed: {self._out_of_reach(str(error))}") from error
+            raise type(error)(f"no weights were changed: {error}", error.after_s) from error
+        except Permanent as error:
+            raise Permanent(f"no weights were changed: {error}") from error
+        self._lease = told["lease_id"]
+        for engine in told["engines"]:
+            self.ids.setdefault(engine["url"].rstrip("/"), []).append(engine["engine_id"])
+            if not engine["done"]:
+                self.restless[engine["engine_id"]] = engine["detail"]
+
+    async def _check(self, operator_url: str) -> None:
+        """Raises Permanent where another gateway has that address on this host: a loopback address means another server
+        on each."""
+        wanted, found = self._name, (await _call(self.http, "GET", f"{operator_url}/version")).get("gateway")
+        if found != wanted:
+            raise Permanent(self._out_of_reach(f"{operator_url} is gateway {found!r}, and not {wanted!r}"))
+
+    def _out_of_reach(self, because: str) -> str:
+        return (
+            f"the operator API of the gateway {self._url} cannot be reached from this host ({because}); start the "
+            "gateway with --operator HOST:PORT --allow-remote"
+        )
+
+    async def hold(self) -> None:
+        """Renew the lease until cancelled. Raises Permanent when it is over."""
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
+            with suppress(Retryable):  # the next one may come through
+                await self._post("renew", {"lease_id": self._lease, "lease_s": self._lease_s})
+
+    async def open(self, policy_version: int | None, without: Sequence[str], weights_source: str = "") -> None:
+        asked = {
+            "lease_id": self._lease,
+            "policy_version": policy_version,
+            "weights_source": weights_source,
+            "without_engines": list(without),
+        }
+        await self._post("resume", asked)
+
+    async def _post(self, name: str, asked: Mapping[str, Any]) -> None:
+        await _post(self.http, f"{await self._operator_url()}/orchestrrl/gate/{name}", asked)
+
+    async def _operator_url(self) -> str:
+        told = await _call(self.http, "GET", f"{self._url}/version")
+        url, self._name = told.get("operator_url"), told.get("gateway")
+        if not isinstance(url, str):
+            raise Permanent(f"{self._url}/version: names no operator_url: is it a gateway of OrchestrRL?")
+        return url.rstrip("/")
+
+
+async def _reload_behind(gate: _Gate, urls: Sequence[str], weights_path: str, policy_version: int | None) -> None:
+    strangers = [url for url in urls if url not in gate.ids]
+    if strangers or gate.restless:
+        await gate.open(None, ())
+        because = [f"{url} is none of the gateway's engines ({', '.join(gate.ids)})" for url in strangers]
+        because += [f"{engine} could not be paused: {detail}" for engine, detail in gate.restless.items()]
+        raise Permanent(f"no weights were changed: {'; '.join(because)}")
+    holding = asyncio.create_task(gate.hold())
+    try:
+        torn = await _load(gate.http, urls, weights_path)
+    finally:
+        holding.cancel()
+    others = {url for url in gate.ids if url not in urls}
+    without = [engine for url in (*torn, *sorted(others)) for engine in gate.ids[url]]
+    try:
+        await gate.open(policy_version, without, weights_path)
+    except OrchestrRLError as error:
+        raise OutcomeUnknown(f"{weights_path} was loaded, but the gate could not be opened by us: {error}") from error
+    if torn:
+        raise _torn(weights_path, torn)
+
+
+async def _reload_alone(http: aiohttp.ClientSession, urls: Sequence[str], weights_path: str) -> None:
+    # vLLM drops all KV with it, the prefix cache included, unless told otherwise.
+    failures = await _each(urls, lambda url: _post(http, f"{url}/pause?mode=keep"))
+    if failures:
+        # One that did not answer may be paused all the same.
+        stuck = await _each(urls, lambda url: _post(http, f"{url}/resume"))
+        raise _told("no weights were changed", stuck | failures)
+    torn = await _load(http, urls, weights_path)
+    stuck = await _each([url for url in urls if url not in torn], lambda url: _post(http, f"{url}/resume"))
+    if torn or stuck:
+        raise _torn(weights_path, torn | stuck)
+
+
+async def _load(http: aiohttp.ClientSession, urls: Sequence[str], weights_path: str) -> dict[str, OrchestrRLError]:
+    order = {"method": "reload_weights", "kwargs": {"weights_path": weights_path}}
+    return await _each(urls, lambda url: _post(http, f"{url}/collective_rpc", order))
+
+
+def _torn(weights_path: str, failures: Mapping[str, OrchestrRLError]) -> OutcomeUnknown:
+    return OutcomeUnknown(
+        f"these engines are left paused after loading {weights_path}, which they must see under this path; restart "
+        "them, or load weights again and POST /resume: " + "; ".join(str(error) for error in failures.values())
+    )
+
+
+async def _each(urls: Sequence[str], act: Callable[[str], Coroutine[Any, Any, Any]]) -> dict[str, OrchestrRLError]:
+    """The engines with which it failed."""
+    outcomes = await asyncio.gather(*(act(url) for url in urls), return_exceptions=True)
+    failures: dict[str, OrchestrRLError] = {}
+    for url, outcome in zip(urls, outcomes, strict=True):
+        if isinstance(outcome, OrchestrRLError):
+            failures[url] = outcome
+        elif isinstance(outcome, BaseException):
+            raise outcome
+    return failures
+
+
+async def _post(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return await _call(http, "POST", url, body)
+
+
+async def _call(
+    http: aiohttp.ClientSession, method: str, url: str, body: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The answer, where it is an object."""
+    try:
+        async with http.request(method, url, json=body) as response:
+            text = await response.text()
+            answer = await response.json() if response.status == 200 and "json" in response.content_type else {}
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise Retryable(f"{url}: {error or type(error).__name__}", RETRY_AFTER_S) from error
+    if response.status == 404:
+        raise Permanent(f"{url}: not found; vLLM needs VLLM_SERVER_DEV_MODE=1 in its environment")
+    if response.status in (503, 504):
+        raise Retryable(f"{url}: {response.status}: {shorten(text, 300)}", RETRY_AFTER_S)
+    if response.status != 200:
+        raise Permanent(f"{url}: {response.status}: {shorten(text, 300)}")
+    return answer if isinstance(answer, dict) else {}
+
+
+def _told(what: str, failures: Mapping[str, OrchestrRLError]) -> OrchestrRLError:
+    message = f"{what}: " + "; ".join(str(error) for error in failures.values())
+    if all(isinstance(error, Retryable) for error in failures.values()):
+        return Retryable(message, RETRY_AFTER_S)
+    return Permanent(message)
+
+
+def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Trainers are synchronous. In a notebook a loop is already running in this thread, so another thread runs it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()

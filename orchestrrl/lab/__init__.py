@@ -1,0 +1,1 @@
+"""Simulators, demos, benchmarks and the simulated engine. No production process imports them."""

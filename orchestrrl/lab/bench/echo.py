@@ -1,0 +1,69 @@
+"""The least that it takes from a job's pause to a socket: shared memory, a poller, TCP. Nothing is decided.
+
+`python -m orchestrrl.lab.bench.echo STAMPS RANKS POLL_S`: whenever all ranks have stored the same number of pauses
+(lab/demo/fabric_job.py), the moment of the last is written to a socket on this host, which another process reads.
+SIGTERM ends it; then one line of JSON is printed, how long each took in seconds.
+"""
+
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+MESSAGE = struct.Struct("=q")
+NANO = 1e-9
+
+
+def poll(words: memoryview, ranks: int, wire: socket.socket, poll_s: float) -> None:
+    """Until the process is told to end."""
+    told = 0
+    while True:
+        pauses = [words[2 * rank] for rank in range(ranks)]
+        if pauses[0] > told and pauses.count(pauses[0]) == ranks:
+            wire.sendall(MESSAGE.pack(max(words[2 * rank + 1] for rank in range(ranks))))
+            told = pauses[0]
+        else:
+            time.sleep(poll_s)
+
+
+def receive(wire: socket.socket) -> list[float]:
+    """Until the other end is closed."""
+    taken_s: list[float] = []
+    while message := wire.recv(MESSAGE.size, socket.MSG_WAITALL):
+        now_ns = time.monotonic_ns()
+        taken_s.append((now_ns - MESSAGE.unpack(message)[0]) * NANO)
+    return taken_s
+
+
+def _end(*_: object) -> None:
+    sys.exit(0)
+
+
+def main(stamps: Path, ranks: int, poll_s: float) -> None:
+    with stamps.open("r+b") as file:
+        words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+    listener = socket.create_server(("127.0.0.1", 0))
+    receiver = os.fork()
+    if receiver == 0:
+        wire = socket.create_connection(listener.getsockname())
+        listener.close()
+        sys.stdout.write(json.dumps(receive(wire)) + "\n")
+        sys.stdout.flush()
+        os._exit(0)
+    wire, _ = listener.accept()
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        poll(words, ranks, wire, poll_s)
+    finally:
+        wire.close()
+        os.waitpid(receiver, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

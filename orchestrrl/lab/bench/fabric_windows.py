@@ -1,0 +1,237 @@
+"""Commits of circuits in the windows of a real job of torch.distributed: how many, how well aimed, how soon.
+
+Eight processes over gloo under a daemon, an agent and virtual switches (lab/demo/fabric_house.py) take turns with eight
+that are left alone. Afterwards the recorders of all ranks say whether any collective was in flight during a commit.
+In the same turns, a bare poller carries each pause from shared memory to a socket (echo.py).
+"""
+
+import asyncio
+import json
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+from tempfile import TemporaryDirectory
+
+from orchestrrl.lab.bench.figure import Figure
+from orchestrrl.lab.demo.fabric_house import Commit, FabricHouse, Outcome
+from orchestrrl.lab.demo.fabric_jobs import RANKS, Job, Launcher
+from orchestrrl.lab.demo.fabric_traffic import Traffic, read_traces
+
+REPOSITORY = Path(__file__).parents[3]
+PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
+
+DEVICE_S, WINDOW_S = 0.025, 0.16
+TURNS, ITERATIONS = 42, 5  # the first turn of each job is not timed
+SLOW_DEVICE_S, SHORT_WINDOW_S = 0.1, 0.05
+SLOW_ITERATIONS = 40
+POLL_S = 0.0001
+ALLOWED_OUTSIDE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One recorded job under a house."""
+
+    iterations: int
+    outcome: Outcome
+    traffic: Traffic
+
+    @property
+    def commits(self) -> Sequence[Commit]:
+        return self.outcome.commits
+
+    @property
+    def outside(self) -> list[Commit]:
+        """Commits during which some rank had a collective in flight."""
+        return [each for each in self.commits if self.traffic.during(each.commanded_s, each.usable_s) > 0]
+
+    def latencies_s(self, until: Callable[[Commit], float | None]) -> list[float]:
+        """From the end of the last rank's last collective, of commits that waited for it."""
+        found: list[float] = []
+        for commit in self.commits:
+            quiet, at_s = self.traffic.quiet_around(commit.commanded_s), until(commit)
+            if quiet is not None and at_s is not None and commit.armed_s <= quiet[0]:
+                found.append(at_s - quiet[0])
+        return found
+
+    def told(self) -> str:
+        """Periods by what became of them."""
+        counts = Counter(str(period.code) for period in self.outcome.periods)
+        return ", ".join(f"{count} {code}" for code, count in counts.most_common())
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """`pairs`: mean seconds of an iteration with and without OrchestrRL, turn by turn. `echo_s`: how long each took."""
+
+    run: Run
+    pairs: Sequence[tuple[float, float]]
+    echo_s: Sequence[float]
+
+
+def fabric_windows(log_dir: Path) -> list[Figure]:
+    """Nothing, and a word on stderr, where there is no torch. About three minutes."""
+    if not PYTHON.exists():
+        print(f"fabric_windows: left out, {PYTHON} is missing: make venv-vllm", file=sys.stderr)  # noqa: T201
+        return []
+    log_dir.mkdir(parents=True, exist_ok=True)
+    load = os.getloadavg()[0]
+    # Jobs have working directories of their own.
+    with TemporaryDirectory(dir=log_dir.resolve(), prefix="fabric-") as folder:
+        shown, slow = asyncio.run(_run(Path(folder)))
+    return [
+        _aim(shown, load),
+        _pace(shown),
+        *_soon(shown),
+        _too_slow(slow, shown.run),
+    ]
+
+
+async def _run(folder: Path) -> tuple[Shown, Run]:
+    async with Launcher(folder, PYTHON) as launcher:
+        return await _show(launcher, folder), await _refuse(launcher, folder)
+
+
+async def _show(launcher: Launcher, folder: Path) -> Shown:
+    made = folder / "shown"
+    made.mkdir()
+    stamps = made / "stamps"
+    async with FabricHouse(made, device_s=DEVICE_S) as house:
+        await launcher.start(Job("watched", WINDOW_S, house.rings, stamps))
+        await launcher.start(Job("alone", WINDOW_S, None, made / "stamps-alone"))
+        await house.reads("watched")
+        async with _echo(stamps) as echo_s:
+            pairs = [await _pair(launcher, turn) for turn in range(TURNS)]
+        run = await _seen(house, TURNS * ITERATIONS)
+        await launcher.stop("watched")
+        await launcher.stop("alone")
+    return Shown(run, pairs[1:], echo_s)
+
+
+async def _pair(launcher: Launcher, turn: int) -> tuple[float, float]:
+    """Each goes first in every other turn."""
+    order = ("watched", "alone") if turn % 2 else ("alone", "watched")
+    taken_s = {name: fmean(await launcher.turn(name, ITERATIONS)) for name in order}
+    return taken_s["watched"], taken_s["alone"]
+
+
+async def _refuse(launcher: Launcher, folder: Path) -> Run:
+    """A device that is slower than any window is long."""
+    made = folder / "slow"
+    made.mkdir()
+    async with FabricHouse(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as house:
+        await launcher.start(Job("slow", SHORT_WINDOW_S, house.rings))
+        await house.reads("slow")
+        await launcher.turn("slow", SLOW_ITERATIONS)
+        run = await _seen(house, SLOW_ITERATIONS)
+        await launcher.stop("slow")
+    return run
+
+
+async def _seen(house: FabricHouse, iterations: int) -> Run:
+    """While the job's processes still are there: rings of dead ones are removed."""
+    outcome = await house.outcome()
+    traces = read_traces(house.rings)
+    if sorted(traces) != list(range(RANKS)):
+        raise RuntimeError(f"the traces must be of ranks 0 to {RANKS - 1}, got {sorted(traces)}")
+    return Run(iterations, outcome, Traffic.of(traces))
+
+
+@asynccontextmanager
+async def _echo(stamps: Path) -> AsyncIterator[list[float]]:
+    """Its list is filled at the end."""
+    words = ("-m", "orchestrrl.lab.bench.echo", str(stamps), str(RANKS), str(POLL_S))
+    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
+    taken_s: list[float] = []
+    try:
+        yield taken_s
+    finally:
+        process.terminate()
+        said, _ = await process.communicate()
+    taken_s += json.loads(said)
+
+
+def _aim(shown: Shown, load: float) -> Figure:
+    run = shown.run
+    took_ms = median(commit.usable_s - commit.commanded_s for commit in run.commits) * 1e3
+    met_ms = max((run.traffic.during(each.commanded_s, each.usable_s) for each in run.outside), default=0.0) * 1e3
+    return Figure(
+        "fabric_windows_outside",
+        100 * len(run.outside) / max(1, len(run.commits)),
+        "%",
+        "allowed",
+        100 * ALLOWED_OUTSIDE,
+        f"{len(run.commits) - len(run.outside)} of {len(run.commits)} commits inside a window by the trace of all "
+        f"{RANKS} ranks ({met_ms:.1f} ms met at worst), {run.iterations} iterations, device {DEVICE_S * 1e3:.0f} ms, "
+        f"a commit takes {took_ms:.0f} ms; periods: {run.told()}; load before: {load:.1f}",
+    )
+
+
+def _pace(shown: Shown) -> Figure:
+    from scipy.stats import t
+
+    ratios = [watched_s / alone_s for watched_s, alone_s in shown.pairs]
+    reach = float(t.ppf(0.975, len(ratios) - 1)) * stdev(ratios) / math.sqrt(len(ratios))
+    return Figure(
+        "fabric_windows_iteration",
+        fmean(watched_s for watched_s, _ in shown.pairs) * 1e3,
+        "ms",
+        "the same job without OrchestrRL",
+        fmean(alone_s for _, alone_s in shown.pairs) * 1e3,
+        f"mean of {len(ratios)} pairs of turns of {ITERATIONS} iterations; ratio {fmean(ratios):.4f}, "
+        f"95 % interval {fmean(ratios) - reach:.4f} to {fmean(ratios) + reach:.4f}",
+    )
+
+
+def _soon(shown: Shown) -> list[Figure]:
+    echo_s = shown.echo_s
+    found: list[Figure] = []
+    for name, until, where in (
+        ("order", lambda commit: commit.commanded_s, "the order is given"),
+        ("wire", lambda commit: commit.received_s, "the first switch's process has it from its socket"),
+        ("mirror", lambda commit: commit.set_s, "the first mirror is told to move"),
+    ):
+        taken_s = shown.run.latencies_s(until)
+        found += [
+            Figure(
+                f"fabric_windows_{name}_p{percent}",
+                percentile(taken_s, percent) * 1e3,
+                "ms",
+                f"bare echo, p{percent}",
+                percentile(echo_s, percent) * 1e3,
+                f"from the last rank's last collective until {where}: {len(taken_s)} commits that waited for it; echo: "
+                f"{len(echo_s)} pauses of the same turns, polled every {POLL_S * 1e3:g} ms",
+            )
+            for percent in (50, 99)
+        ]
+    return found
+
+
+def _too_slow(run: Run, shown: Run) -> Figure:
+    reasons = Counter(_reason(period.code, period.detail) for period in run.outcome.periods)
+    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    return Figure(
+        "fabric_windows_too_slow",
+        len(run.commits),
+        "commits",
+        f"device of {DEVICE_S * 1e3:.0f} ms, windows of {WINDOW_S * 1e3:.0f} ms",
+        len(shown.commits),
+        f"device of {SLOW_DEVICE_S * 1e3:.0f} ms, windows of {SHORT_WINDOW_S * 1e3:.0f} ms, {run.iterations} "
+        f"iterations; periods held: {listed}",
+    )
+
+
+def _reason(code: str, detail: str) -> str:
+    """Of a period that no window came for: what the last look at one said."""
+    return f"{code} ({detail.split(': ')[1]})" if code == "no_window" else code
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The least value that at least `percent` of all do not exceed."""
+    return sorted(values)[math.ceil(len(values) * percent / 100) - 1]

@@ -1,0 +1,144 @@
+"""What the gateway's ledger on disk costs: its CPU time with `--ledger`, beside the same without.
+
+All answer the same requests at the same time, so that a noisy machine disturbs them alike, each with an id of its own,
+in front of one engine that costs next to nothing. The time of the thread that writes is counted, and that of what it
+leaves to be written later. By default the ledger keeps no answer that took less than a fifth of a second, so the single
+tokens are also asked of one that keeps all.
+"""
+
+import asyncio
+import itertools
+import tempfile
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.lab.bench.figure import Figure
+from orchestrrl.lab.bench.gateway import STREAM_TOKENS
+from orchestrrl.lab.bench.plain_client import Answer, Lane, Lanes, request
+from orchestrrl.lab.bench.processes import Served, serving
+
+WITHOUT = "without --ledger"
+_WAYS: dict[str, tuple[str, ...] | None] = {"plain": None, "ledger": (), "ledger-of-all": ("--keep-from-s", "0")}
+WRITTEN_S = 0.3  # after which nothing is left to be written
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    rounds: int = 6
+    whole_requests: int = 1000
+    in_flight: int = 16
+    rollouts: int = 192  # of STREAM_TOKENS, and as many streams
+
+
+@dataclass(slots=True)
+class _Spent:
+    """By one of the two, in each round."""
+
+    served: Served
+    whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
+    rollout_s: list[float] = field(default_factory=list)  # the same of long answers that are not streamed
+    chunk_us: list[float] = field(default_factory=list)  # CPU microseconds per streamed chunk
+
+
+def gateway_ledger(log_dir: Path, load: Load = Load()) -> list[Figure]:
+    """Raises Permanent where an answer is not complete."""
+    spent = asyncio.run(_measure(log_dir, load))
+    plain, kept, all_kept = (spent[name] for name in _WAYS)
+    unit = "CPU s per 1,000 requests"
+    long = f"{STREAM_TOKENS} tokens out at 5 ms"
+
+    def whole(name: str, ours: _Spent, note: str) -> Figure:
+        return Figure(name, median(ours.whole_s), unit, WITHOUT, median(plain.whole_s), f"1 KB in, one token out{note}")
+
+    return [
+        whole("ledger_cpu_whole", kept, ", too soon to be kept"),
+        whole("ledger_cpu_whole_kept", all_kept, ", kept all the same (--keep-from-s 0)"),
+        Figure(
+            "ledger_cpu_rollout",
+            median(kept.rollout_s),
+            unit,
+            WITHOUT,
+            median(plain.rollout_s),
+            f"{long}, not streamed",
+        ),
+        Figure(
+            "ledger_cpu_streamed",
+            median(kept.chunk_us),
+            "CPU us per chunk",
+            WITHOUT,
+            median(plain.chunk_us),
+            f"{long}, streamed",
+        ),
+    ]
+
+
+async def _measure(log_dir: Path, load: Load) -> dict[str, _Spent]:
+    names = map("request-{}".format, itertools.count())
+    async with AsyncExitStack() as stack:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=log_dir)))
+        engine = await stack.enter_async_context(
+            serving("orchestrrl.lab.bench.plain_engine", log_path=log_dir / "ledger-engine.log")
+        )
+        flags = ("gateway", "--listen", "127.0.0.1:0", "--engine", f"e0={engine.url}", "--log-level", "warning")
+        spent: dict[str, _Spent] = {}
+        for name, more in _WAYS.items():
+            ledger = ("--ledger", str(folder / name), *more) if more is not None else ()
+            log_path = log_dir / f"gateway-{name}.log"
+            spent[name] = _Spent(
+                await stack.enter_async_context(serving("orchestrrl", *flags, *ledger, log_path=log_path))
+            )
+        lanes = {name: Lanes(some.served.url) for name, some in spent.items()}
+        for some in lanes.values():
+            await some.open(load.in_flight)
+        for round_number in range(-1, load.rounds):
+            turned = dict(reversed(spent.items()) if round_number % 2 else spent.items())  # nobody is always the first
+            ways = {name: _Spent(way.served) for name, way in turned.items()} if round_number < 0 else turned
+            await _round(ways, lanes, load, names)
+        for some in lanes.values():
+            some.close()
+    return spent
+
+
+async def _round(spent: dict[str, _Spent], lanes: dict[str, Lanes], load: Load, names: Iterator[str]) -> None:
+    for name, (cpu_s, _) in (await _cost(spent, lanes, 1, False, names, load.whole_requests)).items():
+        spent[name].whole_s.append(1e3 * cpu_s / load.whole_requests)
+    for name, (cpu_s, _) in (await _cost(spent, lanes, STREAM_TOKENS, False, names, load.rollouts)).items():
+        spent[name].rollout_s.append(1e3 * cpu_s / load.rollouts)
+    for name, (cpu_s, chunks) in (await _cost(spent, lanes, STREAM_TOKENS, True, names, load.rollouts)).items():
+        spent[name].chunk_us.append(1e6 * cpu_s / chunks)
+
+
+async def _cost(
+    spent: dict[str, _Spent], lanes: dict[str, Lanes], tokens: int, stream: bool, names: Iterator[str], count: int
+) -> dict[str, tuple[float, int]]:
+    """CPU seconds until all is written, and chunks."""
+    before_s = {name: way.served.cpu_s() for name, way in spent.items()}
+    asking = (
+        _ask_in_turn(lanes[name], request(way.served.url, max_tokens=tokens, stream=stream), names, count)
+        for name, way in spent.items()
+    )
+    answers = dict(zip(spent, await asyncio.gather(*asking), strict=True))
+    await asyncio.sleep(WRITTEN_S)
+    if any(answer.tokens != tokens for some in answers.values() for answer in some):
+        raise Permanent(f"an answer has other than {tokens} tokens")
+    return {
+        name: (way.served.cpu_s() - before_s[name], sum(answer.chunks for answer in answers[name]))
+        for name, way in spent.items()
+    }
+
+
+async def _ask_in_turn(lanes: Lanes, asked: bytes, names: Iterator[str], count: int) -> list[Answer]:
+    """So many, each with the next name, one after another on every connection."""
+    head, rest = asked.split(b"\r\n", 1)
+    left = itertools.islice(names, count)
+
+    async def run(lane: Lane) -> list[Answer]:
+        return [await lane.ask(b"%b\r\nX-Request-Id: %b\r\n%b" % (head, name.encode(), rest)) for name in left]
+
+    answers = await asyncio.gather(*(run(lane) for lane in lanes.lanes))
+    return [answer for some in answers for answer in some]

@@ -1,0 +1,147 @@
+"""The load: completions over connections of its own, read with as little work as can be."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.lab.bench.plain_engine import MODEL, TOKEN
+
+BODY_BYTES = 1_024
+ANSWER_WITHIN_S = 60.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer, as it came."""
+
+    tokens: int = 0
+    chunks: int = 0  # events with content; 1 for a whole answer
+    reads: int = 0  # in how many pieces the network gave them
+    first_s: float = 0.0  # from the request, or from the connection's opening, to the first content
+    whole_s: float = 0.0
+
+
+def request(url: str, *, max_tokens: int, stream: bool) -> bytes:
+    """A completion of `BODY_BYTES`, ready to be sent."""
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+    empty = json.dumps({**asked, "prompt": ""})
+    body = json.dumps({**asked, "prompt": ("a request of one kilobyte " * 64)[: BODY_BYTES - len(empty)]})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+class Lane(asyncio.Protocol):
+    """One connection, one answer at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[Answer] | None = None
+
+    async def ask(self, request: bytes, started_s: float | None = None) -> Answer:
+        """Raises Permanent for anything but a complete answer."""
+        assert self._transport is not None
+        self._done = asyncio.get_running_loop().create_future()
+        self._answer = Answer()
+        self._read: list[bytes] = []
+        self._ends_at: int | None = None  # of a whole answer
+        self._bytes = 0
+        self._started_s = time.perf_counter() if started_s is None else started_s
+        self._transport.write(request)
+        return await self._done
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        self._read.append(data)
+        self._bytes += len(data)
+        if not answer.first_s and (b"data:" in data or b'"choices"' in data):
+            answer.first_s = time.perf_counter() - self._started_s
+        answer.reads += answer.first_s > 0
+        if self._ends_at is None and len(self._read) == 1:
+            self._ends_at = _whole_length(data)
+        ended = data.endswith(b"0\r\n\r\n") if self._ends_at is None else self._bytes >= self._ends_at
+        if ended:
+            self._end(b"".join(self._read))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(Permanent(f"the connection broke: {error}: {b''.join(self._read)[-300:]!r}"))
+
+    def _end(self, text: bytes) -> None:
+        answer, done = self._answer, self._done
+        answer.whole_s = time.perf_counter() - self._started_s
+        streamed = self._ends_at is None
+        answer.chunks = text.count(b'data: {"id"') if streamed else 1
+        answer.tokens = text.count(TOKEN)
+        assert done is not None
+        if not text.startswith(b"HTTP/1.1 200") or b'"error"' in text or (streamed and b"data: [DONE]" not in text):
+            done.set_exception(Permanent(f"not an answer: {text[:600]!r}"))
+        elif not done.done():
+            done.set_result(answer)
+
+
+def _whole_length(head: bytes) -> int | None:
+    """Bytes of the answer with its head; None where it comes in chunks."""
+    lowered = head.lower()
+    at = lowered.find(b"content-length:")
+    if at < 0 or at > (end := lowered.find(b"\r\n\r\n")):
+        return None
+    return end + 4 + int(lowered[at + 15 :].split(b"\r\n", 1)[0])
+
+
+@dataclass(slots=True)
+class Lanes:
+    """Connections to one URL that are kept open."""
+
+    url: str
+    lanes: list[Lane] = field(default_factory=list)
+
+    async def open(self, count: int) -> None:
+        self.lanes += [await connected(self.url) for _ in range(count)]
+
+    async def ask_in_turn(self, request: bytes, requests: int) -> list[Answer]:
+        """So many in all, one after another on every connection."""
+        left = iter(range(requests))
+
+        async def run(lane: Lane) -> list[Answer]:
+            return [await lane.ask(request) for _ in left]
+
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            answers = await asyncio.gather(*(run(lane) for lane in self.lanes))
+        return [answer for some in answers for answer in some]
+
+    def close(self) -> None:
+        for lane in self.lanes:
+            lane.close()
+
+
+async def all_at_once(url: str, request: bytes, streams: int, within_s: float = ANSWER_WITHIN_S) -> Sequence[Answer]:
+    """Each on a connection of its own, which is opened now. Raises Permanent unless all are complete."""
+
+    async def one() -> Answer:
+        started_s = time.perf_counter()
+        lane = await connected(url)
+        try:
+            return await lane.ask(request, started_s)
+        finally:
+            lane.close()
+
+    async with asyncio.timeout(within_s):
+        return await asyncio.gather(*(one() for _ in range(streams)))
+
+
+async def connected(url: str) -> Lane:
+    host, _, port = urlsplit(url).netloc.rpartition(":")
+    _, lane = await asyncio.get_running_loop().create_connection(Lane, host, int(port))
+    return lane

@@ -1,0 +1,273 @@
+"""What the fast loop's policies are worth: whole generation steps on simulated engines, decided by `decide_balance`.
+
+Each step runs under five arms: prompts dealt to engines and left there (static), the paper's rule, packing with lengths
+forecast from this step's own finished ones, packing as if every output had the mean length, and an oracle that knows
+every length: the better of packing with the lengths known and of engines filled from the start in descending order.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from statistics import mean
+
+from orchestrrl.core.config.schema import FastPolicy, FastSettings
+from orchestrrl.daemon.balancing import Situation, decide_balance
+from orchestrrl.daemon.kv_headroom import Futures
+from orchestrrl.daemon.length_distributions import KnownFutures
+from orchestrrl.daemon.remaining_tokens import Outlook
+from orchestrrl.lab.bench.figure import Figure
+from orchestrrl.lab.sim.step import Policy, StepMove, StepRequest, StepState, run_step
+from orchestrrl.lab.simulated_engine.scheduler import EngineShape
+from planner.model import (
+    Configuration,
+    ConfigurationId,
+    EngineHealth,
+    EngineId,
+    EngineView,
+    FinishedLength,
+    Mode,
+    RequestId,
+    RequestState,
+    RequestView,
+    Snapshot,
+)
+
+ENGINES = 8
+SAMPLES = 8  # of each prompt, dealt to one engine
+SEEDS = (1, 2, 3, 4)
+INTERVAL_S = 2.0
+BIN_TOKENS = 512
+# A 14B model at TP=2 on H800s.
+TP2 = Configuration(ConfigurationId("tp2"), 2, 0.0183738, 8.1e-5, 4.1e-8, 582_885, 1024, 18_000.0, 1.7)
+
+_Expected = tuple[Mapping[RequestId, float], Futures | None]
+Expect = Callable[[StepState, Snapshot], _Expected]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A step's load. Lengths are lognormal, correlated within a prompt, and cut."""
+
+    name: str
+    requests_per_engine: int
+    median_tokens: float
+    sigma: float
+    max_tokens: int
+    kv_capacity_tokens: int
+    correlation: float = 0.6
+
+    def requests(self, seed: int) -> list[StepRequest]:
+        rng = random.Random(seed)
+        made = []
+        for prompt in range(ENGINES * self.requests_per_engine // SAMPLES):
+            of_prompt, prompt_tokens = rng.gauss(0, 1), rng.randint(64, 512)
+            for sample in range(SAMPLES):
+                score = self.correlation**0.5 * of_prompt + (1 - self.correlation) ** 0.5 * rng.gauss(0, 1)
+                length = min(self.max_tokens, max(1, round(self.median_tokens * exp(self.sigma * score))))
+                made.append(StepRequest(RequestId(f"p{prompt:03d}-s{sample}"), f"p{prompt:03d}", prompt_tokens, length))
+        return made
+
+    @property
+    def configuration(self) -> Configuration:
+        c = TP2
+        return Configuration(
+            c.id, c.gpus, c.alpha_s, c.beta_s, c.gamma_s, self.kv_capacity_tokens, c.max_sequences, 18_000.0, c.switch_s
+        )
+
+
+SETTINGS = (
+    Setting("KV ample, 15k", 64, 1500.0, 1.2, 15_000, 582_885),
+    Setting("KV tight, 15k", 64, 1500.0, 1.2, 15_000, 70_000),
+    Setting("KV tight, 25k", 48, 2500.0, 1.0, 25_000, 80_000),
+)
+
+
+def policies(settings: Sequence[Setting] = SETTINGS, seeds: Sequence[int] = SEEDS) -> list[Figure]:
+    """Mean makespans: packing against the paper's rule, and how much of the oracle's gain each knowledge keeps."""
+    figures = []
+    for setting in settings:
+        runs = [_arms(setting, setting.requests(seed)) for seed in seeds]
+        means = {arm: mean(run[arm] for run in runs) for arm in runs[0]}
+        gain = means["static"] - means["oracle"]
+        ratios = ", ".join(f"{arm} {means['static'] / means[arm]:.3f}" for arm in means if arm != "static")
+        share = (means["static"] - means["packing"]) / gain if gain > 0 else 1.0
+        figures.append(
+            Figure(
+                f"step_policy ({setting.name})",
+                means["packing"],
+                "s",
+                "paper's rule",
+                means["paper"],
+                f"static over: {ratios}; packing keeps {share:.0%} of the oracle's gain",
+            )
+        )
+    return figures
+
+
+def _arms(setting: Setting, requests: Sequence[StepRequest]) -> dict[str, float]:
+    """Makespan by arm."""
+    shape = shape_of(setting.configuration)
+    ids = [request.id for request in requests]
+    prompts = [ids[start : start + SAMPLES] for start in range(0, len(ids), SAMPLES)]
+    dealt = [[id for prompt in prompts[k::ENGINES] for id in prompt] for k in range(ENGINES)]
+    routed = [ids[k::ENGINES] for k in range(ENGINES)]
+
+    def run(policy: FastPolicy, expect: Expect) -> float:
+        decided = decided_by(FastSettings(policy=policy), setting, expect)
+        return run_step(shape, requests, routed, decided, INTERVAL_S).makespan_s
+
+    filled = run_step(shape, requests, descending(setting.configuration, requests, ENGINES)).makespan_s
+    return {
+        "static": run_step(shape, requests, dealt).makespan_s,
+        "paper": run(FastPolicy.PAPER, forecast_from(setting)),
+        "packing": run(FastPolicy.PACKING, forecast_from(setting)),
+        "mean": run(FastPolicy.PACKING, mean_only),
+        "oracle": min(run(FastPolicy.PACKING, told), filled),
+    }
+
+
+def forecast_from(setting: Setting) -> Expect:
+    """As the daemon expects it in its first step."""
+    outlook = Outlook()
+
+    def expect(state: StepState, snapshot: Snapshot) -> _Expected:
+        remaining_tokens = outlook.remaining_tokens(snapshot, BIN_TOKENS, setting.max_tokens)
+        return remaining_tokens, outlook.futures
+
+    return expect
+
+
+def mean_only(state: StepState, snapshot: Snapshot) -> _Expected:
+    """Every output has the mean length; one that has outgrown it is about to end."""
+    mean_tokens = mean(request.output_tokens for request in state.requests.values())
+    return {request: max(1.0, mean_tokens - done) for request, done in state.generated.items()}, None
+
+
+def told(state: StepState, snapshot: Snapshot) -> _Expected:
+    output_tokens = {id: state.requests[id].output_tokens for id in state.generated}
+    left = {id: float(output_tokens[id] - done) for id, done in state.generated.items()}
+    return left, KnownFutures(output_tokens)
+
+
+def decided_by(settings: FastSettings, setting: Setting, expect: Expect) -> Policy:
+    """The fast loop's own decision, on the step as a snapshot."""
+    moved: dict[RequestId, int] = {}
+
+    def policy(state: StepState) -> list[StepMove]:
+        snapshot = _snapshot(state, setting, moved)
+        remaining_tokens, futures = expect(state, snapshot)
+        situation = Situation(
+            Mode.ACT,
+            configurations=(setting.configuration,),
+            remaining_tokens=remaining_tokens,
+            futures=futures,
+        )
+        moves = []
+        for move in decide_balance(snapshot, settings, situation).moves:
+            moved[move.request] = moved.get(move.request, 0) + 1
+            moves.append(StepMove(move.request, _place(move.from_engine), _place(move.to_engine)))
+        return moves
+
+    return policy
+
+
+def _snapshot(state: StepState, setting: Setting, moved: Mapping[RequestId, int]) -> Snapshot:
+    configuration, engines, requests = setting.configuration, [], []
+    for place, engine in enumerate(state.engines):
+        kv_tokens = sum(sequence.context_tokens for sequence in engine.running)
+        step_s = configuration.step_s(len(engine.running), kv_tokens)
+        engines.append(
+            EngineView(
+                id=_name(place),
+                url="",
+                configuration=configuration.id,
+                health=EngineHealth.OK,
+                running=len(engine.running),
+                waiting=len(engine.waiting),
+                kv_capacity_tokens=configuration.kv_capacity_tokens,
+                kv_free_tokens=max(0, configuration.kv_capacity_tokens - engine.kv_used_tokens),
+                max_sequences=configuration.max_sequences,
+                decode_tokens_per_s=len(engine.running) / step_s,
+                age_s=0.0,
+            )
+        )
+        for request_state, queue in ((RequestState.RUNNING, engine.running), (RequestState.WAITING, engine.waiting)):
+            requests += [
+                RequestView(
+                    id=sequence.id,
+                    engine=_name(place),
+                    state=request_state,
+                    prompt_tokens=state.requests[sequence.id].prompt_tokens,
+                    generated_tokens=state.generated[sequence.id],
+                    max_tokens=setting.max_tokens,
+                    group=state.requests[sequence.id].group,
+                    moves=moved.get(sequence.id, 0),
+                )
+                for sequence in queue
+            ]
+    lengths = [request.output_tokens for id, request in state.requests.items() if id not in state.generated]
+    finished = tuple(FinishedLength(tokens, tokens >= setting.max_tokens) for tokens in lengths)
+    return Snapshot(
+        now_s=state.now_s,
+        engines=tuple(engines),
+        requests=tuple(requests),
+        finished_output_tokens=tuple(lengths),
+        requests_age_s=0.0,
+        step_started_s=0.0,
+        finished=finished,
+    )
+
+
+def _name(place: int) -> EngineId:
+    return EngineId(f"e{place:03d}")
+
+
+def _place(engine: EngineId) -> int:
+    return int(engine[1:])
+
+
+def shape_of(configuration: Configuration) -> EngineShape:
+    return EngineShape(
+        configuration.alpha_s,
+        configuration.beta_s,
+        configuration.gamma_s,
+        configuration.max_sequences,
+        configuration.kv_capacity_tokens,
+        1 / configuration.prefill_tokens_per_s,
+    )
+
+
+def descending(configuration: Configuration, requests: Sequence[StepRequest], engines: int) -> list[list[RequestId]]:
+    """Engines filled one after the other with the longest that are left, each for as long as the first one takes."""
+    longest_first = sorted(requests, key=lambda request: (-request.output_tokens, request.id))
+    low_s, high_s = 0.0, 1e6
+    best: list[list[RequestId]] = []
+    while high_s - low_s > 0.01 * max(low_s, 1.0):
+        middle_s = (low_s + high_s) / 2
+        filled = _filled(configuration, longest_first, middle_s)
+        if len(filled) <= engines:
+            best, high_s = filled, middle_s
+        else:
+            low_s = middle_s
+    return best + [[] for _ in range(engines - len(best))]
+
+
+def _filled(
+    configuration: Configuration, longest_first: Sequence[StepRequest], within_s: float
+) -> list[list[RequestId]]:
+    filled: list[list[RequestId]] = []
+    left_s, left_area = -1.0, 0.0
+    for request in longest_first:
+        tokens, prompt_tokens = request.output_tokens, request.prompt_tokens
+        kv_area = tokens * (prompt_tokens + tokens / 2)
+        work_s = configuration.beta_s * tokens + configuration.gamma_s * kv_area
+        work_s += prompt_tokens / configuration.prefill_tokens_per_s
+        if not filled or work_s > left_s or kv_area > left_area:
+            filled.append([])
+            left_s = within_s - configuration.alpha_s * tokens
+            # As many iterations as there is time for, with the KV cache full.
+            left_area = within_s / configuration.alpha_s * configuration.kv_capacity_tokens
+        filled[-1].append(request.id)
+        left_s, left_area = left_s - work_s, left_area - kv_area
+    return filled

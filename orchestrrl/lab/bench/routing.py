@@ -1,0 +1,235 @@
+"""What routing strategies and the gateway's queue are worth: whole steps on simulated engines, routed by the gateway's
+own fleet, without any moves; and what a choice costs.
+
+Arms differ in the strategy and in how many requests may wait on an engine; the engines, their requests and what the
+gateway knows of them (its own counts, and the KV that the daemon tells once a second) are the same.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import mean
+from typing import cast
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.operations import Route
+from orchestrrl.engines.base import Engine
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.backends import Fleet, NoEngine
+from orchestrrl.gateway.routing.policies import STRATEGIES, Newcomer, Routing
+from orchestrrl.lab.bench.figure import Figure, side_by_side
+from orchestrrl.lab.bench.policies import ENGINES, SAMPLES, SEEDS, Setting
+from orchestrrl.lab.sim.gateway import CountedRecord, record_of
+from orchestrrl.lab.sim.step import StepRequest
+from orchestrrl.lab.sim.workload import SimRequest
+from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler
+from planner.model import EngineId, RequestId
+
+TICK_S = 0.05  # the gateway hears of tokens, and engines of requests, so much later
+ROUTES_S = 1.0
+QUEUE_DEPTH = 4
+POLICIES = ("load_index", "round_robin", "prefix_affinity")
+CHOICE_ENGINES = 64
+CHOICES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What arrives, at engines of so many seats."""
+
+    name: str
+    setting: Setting
+    max_sequences: int
+    rate_per_s: float | None = None  # None: all at once
+    slowdown: float = 1.0  # of every second engine's steps, which the gateway is not told
+
+    @property
+    def shape(self) -> EngineShape:
+        c = self.setting.configuration
+        return EngineShape(
+            c.alpha_s, c.beta_s, c.gamma_s, self.max_sequences, c.kv_capacity_tokens, 1 / c.prefill_tokens_per_s
+        )
+
+
+# Four times as many requests as seats, lengths lognormal; or about as many in a second as the engines can end.
+_SEATED = Setting("16 seats", 64, 400.0, 1.2, 4000, 582_885)
+LOADS = (
+    Load("at once", _SEATED, 16),
+    Load("10/s", _SEATED, 16, 10.0),
+    Load("at once, half of them half as fast", _SEATED, 16, slowdown=2.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    policy: str = "load_index"
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    makespan_s: float
+    latency_s: float  # mean, from arrival to the last token
+
+
+@dataclass(slots=True)
+class _Step:
+    """A fleet of equal engines, and a gateway's view of it."""
+
+    load: Load
+    arm: Arm
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    engines: dict[EngineId, Scheduler] = field(default_factory=dict)
+    records: dict[RequestId, CountedRecord] = field(default_factory=dict)
+
+    def run(self, arrivals: Sequence[tuple[float, StepRequest]]) -> Outcome:
+        """`arrivals` in order of their time, seconds."""
+        slowdowns = [self.load.slowdown if index % 2 else 1.0 for index in range(ENGINES)]
+        self.engines = {
+            EngineId(f"e{index:02d}"): Scheduler(self.load.shape, slowdown=slowdown)
+            for index, slowdown in enumerate(slowdowns)
+        }
+        fleet = Fleet(
+            lambda url: cast(Engine, _Address(url)),
+            clock=self.clock,
+            routing=Routing(self.arm.policy),
+            queue_depth=self.arm.depth,
+        )
+        coming, now_s, told_s = deque(arrivals), 0.0, -ROUTES_S
+        arrived_s = {request.id: at_s for at_s, request in arrivals}
+        finished_s: dict[RequestId, float] = {}
+        while len(finished_s) < len(arrivals):
+            if now_s - told_s >= ROUTES_S:
+                told_s = now_s
+                fleet.set_routes([self._route(engine) for engine in self.engines])
+            while coming and coming[0][0] <= now_s:
+                self._arrive(fleet, coming.popleft()[1], now_s)
+            now_s += TICK_S
+            for engine, scheduler in self.engines.items():
+                self._advance(fleet, engine, scheduler, now_s, finished_s)
+        return Outcome(max(finished_s.values()), mean(at_s - arrived_s[id] for id, at_s in finished_s.items()))
+
+    def _route(self, engine: EngineId) -> Route:
+        shape, used = self.load.shape, self.engines[engine].kv_used_tokens
+        capacity = shape.kv_capacity_tokens
+        return Route(
+            engine,
+            f"http://{engine}",
+            kv_capacity_tokens=capacity,
+            kv_free_tokens=max(0, capacity - used),
+            max_sequences=shape.max_num_seqs,
+        )
+
+    def _arrive(self, fleet: Fleet, request: StepRequest, now_s: float) -> None:
+        asked = SimRequest(request.id, request.group, 0, request.prompt_tokens, request.output_tokens, 1 << 20)
+        record = record_of(asked, now_s)
+        self.records[record.id] = record
+        fleet.enqueue(record, partial(self._placed, record))
+
+    def _placed(self, record: CountedRecord, slot: Slot | NoEngine) -> None:
+        assert isinstance(slot, Slot)
+        slot.enter(record, record.arrived_s)
+        scheduler = self.engines[slot.id]
+        scheduler.submit(scheduler.now_s, record.id, record.context_tokens, record.left_tokens)
+
+    def _advance(
+        self, fleet: Fleet, engine: EngineId, scheduler: Scheduler, now_s: float, finished_s: dict[RequestId, float]
+    ) -> None:
+        slot = fleet.get(engine)
+        assert slot is not None
+        for progress in scheduler.advance(now_s):
+            record = self.records[progress.id]
+            before, was = record.context_tokens, record.state
+            record.grow(progress.tokens, now_s)
+            slot.advance(record, before, was, now_s)
+            if progress.finished_s is not None:
+                finished_s[record.id] = progress.finished_s
+                fleet.release(slot, record)
+        fleet.dispatch()
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    url: str
+
+
+def outcome(load: Load, seed: int, arm: Arm) -> Outcome:
+    """One step of `load`, a prompt's samples arriving together."""
+    requests = load.setting.requests(seed)
+    rate = load.rate_per_s
+    arrivals = [(index // SAMPLES * SAMPLES / rate if rate else 0.0, r) for index, r in enumerate(requests)]
+    return _Step(load, arm).run(arrivals)
+
+
+def queue(loads: Sequence[Load] = LOADS, seeds: Sequence[int] = SEEDS[:3]) -> list[Figure]:
+    """Mean seconds from a request's arrival to its end, with a queue in the gateway and without."""
+    figures = []
+    for load in loads:
+        for policy in POLICIES:
+            without, within = (
+                [outcome(load, seed, Arm(policy, depth)) for seed in seeds] for depth in (0, QUEUE_DEPTH)
+            )
+            ends_s = [mean(run.makespan_s for run in runs) for runs in (without, within)]
+            figures.append(
+                Figure(
+                    f"queue ({policy}, {load.name})",
+                    mean(run.latency_s for run in within),
+                    "s",
+                    "no queue",
+                    mean(run.latency_s for run in without),
+                    f"depth {QUEUE_DEPTH}; makespan {ends_s[1]:.1f} s, without {ends_s[0]:.1f} s",
+                )
+            )
+    return figures
+
+
+def choice() -> list[Figure]:
+    """CPU time of choosing among 64 busy engines."""
+    figures = []
+    for policy in STRATEGIES:
+        fleet = _busy_fleet(policy)
+        slots = list(fleet)
+
+        def choose(fleet: Fleet = fleet) -> None:
+            for number in range(CHOICES):
+                fleet.choose(Newcomer(1000, prefix=number + 1))
+
+        def fewest(slots: list[Slot] = slots) -> None:
+            for _ in range(CHOICES):
+                min(slots, key=lambda slot: slot.running + slot.waiting)
+
+        measured_s, baseline_s = side_by_side(choose, fewest, 9)
+        figures.append(
+            Figure(
+                f"choose ({policy}, {CHOICE_ENGINES} engines)",
+                measured_s / CHOICES * 1e6,
+                "us",
+                "fewest requests",
+                baseline_s / CHOICES * 1e6,
+                "CPU per request",
+            )
+        )
+    return figures
+
+
+def routing() -> list[Figure]:
+    return [*choice(), *queue()]
+
+
+def _busy_fleet(policy: str) -> Fleet:
+    fleet = Fleet(lambda url: cast(Engine, _Address(url)), clock=VirtualClock(), routing=Routing(policy))
+    fleet.set_routes(
+        Route(
+            EngineId(f"e{index:02d}"),
+            f"http://e{index}",
+            kv_capacity_tokens=100_000,
+            kv_free_tokens=50_000 - index,
+            max_sequences=256,
+        )
+        for index in range(CHOICE_ENGINES)
+    )
+    for index, slot in enumerate(fleet):
+        slot.running, slot.waiting, slot.running_tokens = 10 + index % 3, 2, 10_000 + index
+        slot.seconds_per_token = 0.01
+    return fleet

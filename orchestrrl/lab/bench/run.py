@@ -1,0 +1,106 @@
+"""All benchmarks by name, and their report."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.lab.bench.fabric_allocate import fabric_allocate
+from orchestrrl.lab.bench.fabric_materialize import fabric_materialize
+from orchestrrl.lab.bench.fabric_place import fabric_place
+from orchestrrl.lab.bench.fabric_transition import fabric_transition
+from orchestrrl.lab.bench.fabric_windows import fabric_windows
+from orchestrrl.lab.bench.figure import Figure
+from orchestrrl.lab.bench.forecast import forecasts
+from orchestrrl.lab.bench.gateway import gateway_cpu
+from orchestrrl.lab.bench.gateway_burst import gateway_burst
+from orchestrrl.lab.bench.gateway_ledger import gateway_ledger
+from orchestrrl.lab.bench.moves import moves
+from orchestrrl.lab.bench.policies import policies
+from orchestrrl.lab.bench.profile_score import profile_score
+from orchestrrl.lab.bench.recorder import recorder
+from orchestrrl.lab.bench.routing import routing
+from orchestrrl.lab.bench.sim import sim_step
+from orchestrrl.lab.bench.sim_cluster import sim_cluster
+from orchestrrl.lab.bench.slack import slack
+from orchestrrl.lab.bench.solve import solver
+from orchestrrl.lab.bench.startup import start_up
+from orchestrrl.lab.bench.sync_plan import sync_plan
+from orchestrrl.lab.bench.ticks import balancer_tick, fast_tick, plan_tick
+from orchestrrl.lab.bench.weights_bandwidth import weights_bandwidth
+from orchestrrl.lab.bench.weights_box import weights_box
+from orchestrrl.lab.bench.weights_vllm import weights_vllm
+
+# In the order in which they run. Each is given a folder for the logs of what it starts.
+BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
+    "balancer_tick": lambda _: balancer_tick(),
+    "fast_tick": lambda _: fast_tick(),
+    "solve": solver,
+    "plan_tick": lambda _: plan_tick(),
+    "forecast": lambda _: forecasts(),
+    "policies": lambda _: policies(),
+    "moves": lambda _: moves(),
+    "profile_score": lambda _: profile_score(),
+    "gateway_cpu": gateway_cpu,
+    "gateway_burst": gateway_burst,
+    "gateway_ledger": gateway_ledger,
+    "start_up": start_up,
+    "fabric_allocate": lambda _: fabric_allocate(),
+    "fabric_place": lambda _: fabric_place(),
+    "fabric_transition": lambda _: fabric_transition(),
+    "sync_plan": lambda _: sync_plan(),
+    "sim_step": lambda _: sim_step(),
+    "sim_cluster": lambda _: sim_cluster(),
+    "routing": lambda _: routing(),
+    "recorder": lambda _: recorder(),
+    "fabric_materialize": lambda _: fabric_materialize(),
+    "fabric_windows": fabric_windows,
+    "slack": lambda _: slack(),
+    "weights_bandwidth": weights_bandwidth,
+    "weights_box": weights_box,
+    "weights_vllm": weights_vllm,
+}
+
+
+def chosen(only: Iterable[str]) -> list[str]:
+    """The benchmarks to run, all where none is named. Raises ProblemFaults."""
+    wanted = set(only)
+    faults = [
+        f"--only: must be one of {', '.join(BENCHMARKS)}, got {name!r}" for name in sorted(wanted - BENCHMARKS.keys())
+    ]
+    if faults:
+        raise ProblemFaults(faults)
+    return [name for name in BENCHMARKS if name in wanted or not wanted]
+
+
+def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) -> list[Figure]:
+    """`progress` is told the name of each benchmark as it begins."""
+    figures: list[Figure] = []
+    for name in names:
+        progress(name)
+        figures += BENCHMARKS[name](log_dir)
+    return figures
+
+
+def as_json(figures: Sequence[Figure]) -> dict[str, Any]:
+    """The report, as the contract of `make bench` has it."""
+    return {
+        "benchmarks": [
+            {
+                "name": figure.name,
+                "value": figure.value,
+                "unit": figure.unit,
+                "baseline": figure.baseline,
+                "baseline_value": figure.baseline_value,
+                "ratio": figure.ratio,
+                "note": figure.note,
+            }
+            for figure in figures
+        ]
+    }
+
+
+def write(figures: Sequence[Figure], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(as_json(figures), indent=1, allow_nan=False) + "\n")

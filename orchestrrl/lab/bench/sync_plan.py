@@ -1,0 +1,145 @@
+"""Weight sync planned: how near the bound on regular sites, and what planning takes.
+
+As a program: `-m orchestrrl.lab.bench.sync_plan` prints each family. The bound counts no circuits in wholes and no
+chunks on their way; the naive plan is every receiver straight from a holder, at best.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrrl.lab.bench.figure import Figure
+from planner.sync_tree.model import Shard, SyncPlan, SyncProblem
+from planner.sync_tree.plan import make_plan
+
+LINK_GBPS = 200.0
+TOTAL_BYTES = 64_000_000_000
+ENDPOINTS_OF_TOR = 8
+AIM = 1.35  # times the bound
+AIM_S = 5.0  # for the largest
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Engines of `tp` endpoints side by side: each shard goes to one endpoint of every engine."""
+
+    train: int  # pods
+    gen: int  # pods
+    size: int  # endpoints of a pod
+    circuits: int  # at each pod's boundary
+    tp: int
+    shards: int
+    holders: int = 2  # of each shard
+
+    def __str__(self) -> str:
+        site = f"{self.train} + {self.gen} PoDs of {self.size}, {self.circuits} circuits"
+        return f"{site}, {self.shards} shards to engines of {self.tp}"
+
+
+FAMILIES = (
+    Family(2, 6, 32, 8, 1, 16),
+    Family(2, 6, 32, 8, 1, 64),
+    Family(2, 6, 32, 8, 4, 16),
+    Family(2, 6, 32, 8, 4, 64),
+    Family(2, 6, 32, 8, 8, 16),
+    Family(2, 6, 32, 8, 8, 64),
+    Family(2, 6, 32, 4, 8, 64),
+    Family(2, 6, 32, 2, 32, 16),
+    Family(4, 4, 16, 16, 2, 48),
+)
+LARGEST = (
+    Family(8, 24, 64, 16, 1, 32, holders=8),
+    Family(8, 24, 64, 16, 4, 64, holders=8),
+    Family(8, 24, 64, 8, 8, 64, holders=8),
+)
+
+
+def problem(family: Family) -> SyncProblem:
+    pods = family.train + family.gen
+    ends = pods * family.size
+    pod = np.arange(ends) // family.size
+    sending = np.flatnonzero(pod < family.train)
+    receiving = np.flatnonzero(pod >= family.train)
+    tor = np.arange(ends) // ENDPOINTS_OF_TOR
+    shards = tuple(
+        Shard(
+            f"shard{number}",
+            TOTAL_BYTES // family.shards,
+            _holders(family, number, len(sending)),
+            tuple(receiving[number % family.tp :: family.tp].tolist()),
+        )
+        for number in range(family.shards)
+    )
+    tors = int(tor.max()) + 1
+    return SyncProblem(
+        link_gbps=LINK_GBPS,
+        pods=tuple(f"pod{number}" for number in range(pods)),
+        boundary_circuits=np.full(pods, family.circuits, dtype=np.int64),
+        tors=tuple(f"tor{number}" for number in range(tors)),
+        tor_gbps=np.full(tors, ENDPOINTS_OF_TOR * LINK_GBPS),
+        endpoints=tuple(f"end{number}" for number in range(ends)),
+        pod=pod,
+        tor=tor,
+        nic_gbps=np.full(ends, LINK_GBPS),
+        shards=shards,
+        seeds_per_pod=1,
+        chunk_bytes=16 << 20,
+        hop_latency_s=1e-5,
+    )
+
+
+def _holders(family: Family, number: int, sending: int) -> tuple[int, ...]:
+    first = number * sending // family.shards
+    return tuple(sorted({(first + 7 * copy) % sending for copy in range(family.holders)}))
+
+
+def timed(family: Family) -> tuple[SyncPlan, float]:
+    """The plan, and CPU seconds."""
+    asked = problem(family)
+    started_s = time.process_time()
+    plan = make_plan(asked)
+    return plan, time.process_time() - started_s
+
+
+def sync_plan() -> list[Figure]:
+    """The worst of the regular families against its bound; the largest site against the aim."""
+    plans = {family: timed(family)[0] for family in FAMILIES}
+    worst = max(plans, key=lambda family: plans[family].estimate_s / plans[family].lower_bound_s)
+    found = plans[worst]
+    large = {family: timed(family) for family in LARGEST}
+    slowest = max(large, key=lambda family: large[family][1])
+    ratios = [plan.estimate_s / plan.lower_bound_s for plan, _ in large.values()]
+    return [
+        Figure(
+            "sync_plan",
+            found.estimate_s,
+            "s of model time",
+            "a bound that no plan beats, and perhaps none meets",
+            found.lower_bound_s,
+            f"the worst of {len(plans)} regular families: {worst}; straight from the holders {found.naive_s:.3g} s",
+        ),
+        Figure(
+            "sync_plan_large",
+            large[slowest][1],
+            "CPU s",
+            "what it may take",
+            AIM_S,
+            f"the slowest of {len(large)}: {slowest}; {min(ratios):.2f} to {max(ratios):.2f} times the bound"
+            f" (aim: {AIM})",
+        ),
+    ]
+
+
+def main() -> None:
+    print("ratio  estimate_s   bound_s   naive_s  waves   edges  cpu_s")  # noqa: T201
+    for family in (*FAMILIES, *LARGEST):
+        plan, cpu_s = timed(family)
+        edges = sum(len(wave.edges.bytes) for wave in plan.waves)
+        row = f"{plan.estimate_s / plan.lower_bound_s:5.3f} {plan.estimate_s:11.4f} {plan.lower_bound_s:9.4f}"
+        row += f" {plan.naive_s:9.3f} {len(plan.waves):6} {edges:7,} {cpu_s:6.2f}  {family}"
+        print(row)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What the two loops' decisions cost on large fleets."""
+
+from dataclasses import replace
+
+from balancer.moves import decide
+from orchestrrl.core.config.schema import FastSettings
+from orchestrrl.daemon.balancing import Situation, balance_problem, decide_balance, staying
+from orchestrrl.daemon.remaining_tokens import Outlook
+from orchestrrl.lab.bench.figure import Figure, side_by_side
+from orchestrrl.lab.bench.fleets import congested, deployments
+from orchestrrl.lab.bench.plain_balancer import PlainBalancer
+from planner.model import FinishedLength, Mode, PlanId, Snapshot
+from planner.plan import make_plan
+
+SEED = 1
+SETTINGS = FastSettings()
+
+WORKERS, REQUESTS = 1_024, 16_384
+PLAIN_WORKERS, PLAIN_REQUESTS = 128, 2_048  # the plain way takes minutes on the large fleet
+AIM_S = 0.05
+ENGINES_TO_PLAN, REQUESTS_TO_PLAN = 512, 16_384
+INTERVAL_S = 30.0  # until the next plan, which a change of engines may be left to
+
+
+def balancer_tick() -> list[Figure]:
+    """The balancer without a limit on moves: how it grows, and how it stands against the rules carried out plainly."""
+    large, half = (balance_problem(congested(WORKERS // n, REQUESTS // n, SEED), SETTINGS) for n in (1, 2))
+    large_s, half_s = side_by_side(lambda: decide(large), lambda: decide(half), repetitions=7)
+    small = balance_problem(congested(PLAIN_WORKERS, PLAIN_REQUESTS, SEED), SETTINGS)
+    if list(decide(small).moves) != PlainBalancer(small).moves():
+        raise AssertionError("the balancer and its plain rules decide differently")
+    small_s, plain_s = side_by_side(lambda: decide(small), lambda: PlainBalancer(small).moves(), repetitions=3)
+    return [
+        Figure(
+            "balancer_tick",
+            large_s,
+            "s",
+            f"half the fleet, {len(decide(half).moves):,} moves",
+            half_s,
+            f"{WORKERS:,} workers, {REQUESTS:,} requests, {len(decide(large).moves):,} moves; the aim is {AIM_S:g} s",
+        ),
+        Figure(
+            "balancer_tick_vs_plain",
+            small_s,
+            "s",
+            "everything recomputed for every move",
+            plain_s,
+            f"{PLAIN_WORKERS} workers, {PLAIN_REQUESTS:,} requests, where the plain way is feasible; the same moves",
+        ),
+    ]
+
+
+def fast_tick() -> list[Figure]:
+    """All that the daemon decides in one fast tick, against its innermost part; and with step times known."""
+    snapshot = congested(WORKERS, REQUESTS, SEED)
+    situation, most = Situation(Mode.ACT), SETTINGS.max_moves_per_tick
+    problem = balance_problem(snapshot, SETTINGS)
+    stuck = staying(problem)
+    tick_s, decide_s = side_by_side(
+        lambda: decide_balance(snapshot, SETTINGS, situation),
+        lambda: decide(problem, max_moves=most, excluded=stuck, forget_stuck=True),
+        repetitions=9,
+    )
+    note = f"{WORKERS:,} engines, {REQUESTS:,} requests, at most {most} moves: snapshot to verdict"
+    outlook = Outlook()
+
+    def packing() -> None:
+        remaining_tokens = outlook.remaining_tokens(ended, lines.bin_tokens, lines.max_output_tokens)
+        decide_balance(ended, SETTINGS, replace(packs, remaining_tokens=remaining_tokens, futures=outlook.futures))
+
+    lines = deployments(WORKERS)
+    ended = replace(snapshot, finished=tuple(map(FinishedLength, snapshot.finished_output_tokens)))
+    packs = replace(situation, configurations=lines.configurations)
+    packing_s, spreading_s = side_by_side(packing, lambda: decide_balance(snapshot, SETTINGS, situation), repetitions=9)
+    why = f"{note}; lengths looked up, engines packed by them and room judged by them"
+    return [
+        Figure("fast_tick", tick_s, "s", "the balancer alone", decide_s, note),
+        Figure("fast_tick_packing", packing_s, "s", "by load index", spreading_s, why),
+    ]
+
+
+def plan_tick() -> list[Figure]:
+    """One decision of the slow loop: forecast, fleets, their seconds over samples of the lengths, gate."""
+    config = replace(deployments(ENGINES_TO_PLAN), interval_s=INTERVAL_S)
+    all_of_them, half = (congested(ENGINES_TO_PLAN, REQUESTS_TO_PLAN // n, SEED) for n in (1, 2))
+
+    def plan(snapshot: Snapshot) -> None:
+        make_plan(PlanId("bench"), snapshot, config, mode=Mode.ACT)
+
+    whole_s, half_s = side_by_side(lambda: plan(all_of_them), lambda: plan(half), repetitions=3)
+    note = (
+        f"{config.gpus_count:,} GPUs, {len(config.configurations)} configurations, {REQUESTS_TO_PLAN:,} requests, "
+        f"{config.scenarios} samples of their lengths, KV short everywhere"
+    )
+    return [Figure("plan_tick", whole_s, "s", "half the requests", half_s, note)]

@@ -1,0 +1,103 @@
+"""A trainer that trains nothing: it publishes models of random weights as versions, and says how each would go on. Runs
+where torch and transformers are, as a process of its own.
+
+    python -m orchestrrl.lab.bench.weights_publisher MODEL DAEMON PEER FOLDER
+
+MODEL is a folder of the form that the engines serve. It reads a line of JSON at a time and answers with one:
+
+    {"publish": VERSION, "seed": SEED}            the report of the sync that has brought it, or not
+    {"publish": VERSION, "seed": SEED, "install": "next_gate"}    {}, as soon as it is staged; then, later,
+    {"wait": VERSION}                             its report
+    {"save": FOLDER, "seed": SEED}                {}: the same weights as a checkpoint
+    {"gaps": [[token, ...], ...], "seed": SEED}   of each token but the first, by how much the likeliest one's logit was
+                                                  above its own: 0 where it is the likeliest itself
+"""
+
+import json
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from orchestrrl.weights.controller.reports import SYNC, SyncReport
+from orchestrrl.weights.trainer.client import Publishing, SyncAborted, WeightsClient
+
+PROBE = (72, 101, 108, 108, 111)
+PROBE_TOKENS = 8
+VERSIONS_HELD = 4
+
+
+class Publisher:
+    def __init__(self, model: str, client: WeightsClient) -> None:
+        self._config = AutoConfig.from_pretrained(model)
+        self._client = client
+        self._on_their_way: dict[int, Publishing] = {}
+        self.model = lru_cache(VERSIONS_HELD)(self._made)
+
+    def _made(self, seed: int) -> Any:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(self._config, dtype=torch.float32).eval()
+
+    def answer(self, asked: dict[str, Any]) -> Any:
+        match asked:
+            case {"publish": version, "seed": seed, "install": "next_gate"}:
+                handle = self._client.publish(
+                    version, self.model(seed).state_dict(), wait="staged", install="next_gate", **self._probe(seed)
+                )
+                self._on_their_way[version] = handle
+                return {}
+            case {"publish": version, "seed": seed}:
+                handle = self._client.publish(
+                    version, self.model(seed).state_dict(), wait="staged", **self._probe(seed)
+                )
+                return _reported(handle)
+            case {"wait": version}:
+                return _reported(self._on_their_way.pop(version))
+            case {"save": folder, "seed": seed}:
+                self.model(seed).save_pretrained(folder)
+                return {}
+            case {"gaps": rows, "seed": seed}:
+                return [self._gaps(row, seed) for row in rows]
+            case _:
+                raise ValueError(f"not among what can be asked: {asked}")
+
+    def _logits(self, ids: list[int], seed: int) -> Any:
+        """[tokens, vocabulary]"""
+        with torch.inference_mode():
+            return self.model(seed)(torch.tensor([ids])).logits[0]
+
+    def _gaps(self, ids: list[int], seed: int) -> list[float]:
+        logits = self._logits(ids, seed)[:-1]
+        own = logits.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+        found: list[float] = (logits.max(1).values - own).tolist()
+        return found
+
+    def _probe(self, seed: int) -> dict[str, Any]:
+        """What engines have to say before the version counts."""
+        ids = list(PROBE)
+        for _ in range(PROBE_TOKENS):
+            ids.append(int(self._logits(ids, seed)[-1].argmax()))
+        return {"probe": PROBE, "expected": ids[len(PROBE) :]}
+
+
+def _reported(handle: Publishing) -> Any:
+    try:
+        report: SyncReport = handle.result()
+    except SyncAborted as aborted:
+        report = aborted.report
+    return SYNC.dump_python(report, mode="json")
+
+
+def main() -> None:
+    model, daemon, peer, folder = sys.argv[1:]
+    with WeightsClient(daemon, peer=peer, folder=folder) as client:
+        publisher = Publisher(model, client)
+        for line in sys.stdin:
+            sys.stdout.write(json.dumps(publisher.answer(json.loads(line))) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

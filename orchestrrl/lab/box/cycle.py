@@ -1,0 +1,169 @@
+"""A whole cycle of an RL job on a box: training, generation, weight sync and training again, each stage's real traffic
+measured on the circuits that the stage before has left, and on its own."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+from orchestrrl.fabric.client import FabricClient
+from orchestrrl.fabric.periods import PeriodReport, PeriodState
+from orchestrrl.lab.box import intents
+from orchestrrl.lab.box.house import Box
+from orchestrrl.lab.box.traffic import Flow, mbps, running
+from orchestrrl.lab.box.trainer import Trainer
+from orchestrrl.lab.demo.stack import Process
+from planner.fabric.intent import Intent, Stage
+
+# So many announcements at most, each for two iterations: a trainer announces in each of its own.
+ANNOUNCED, ANNOUNCED_FOR = 20, 2
+SETTLING_S = 0.5
+SAMPLE_S = 0.1
+WARM_UP_S = 0.3  # of a burst, until TCP has found its rate
+
+
+class Cycle:
+    """`bursts` of all stages: what ran from when to when."""
+
+    def __init__(self, box: Box, client: FabricClient, seconds: float, iterations: int, iteration_s: float) -> None:
+        self._box = box
+        self._client = client
+        self._seconds = seconds
+        self._iterations = iterations
+        self._iteration_s = iteration_s
+        self._began_s = time.monotonic()
+        self.stages: list[dict[str, Any]] = []
+        self.bursts: list[tuple[float, float, list[Flow]]] = []
+
+    async def stage(self, intent: Intent) -> None:
+        """Nobody sends while circuits change: generation between two deployments, a weight sync before it begins."""
+        began_s = time.monotonic()
+        before = await self._burst(intent)
+        report = await self._client.announce(intent.period, intent, boundary=True)
+        after = await self._burst(intent)
+        self._note(intent, began_s, report, [before], [after])
+
+    async def training(self, intent: Intent, trainer: Trainer) -> None:
+        """The trainer runs on: circuits change in one of its pauses."""
+        began_s, first = time.monotonic(), len(trainer.bursts)
+        running_on = asyncio.ensure_future(trainer.run())
+        try:
+            for _ in range(ANNOUNCED):
+                report = await self._client.announce(intent.period, intent, within_s=ANNOUNCED_FOR * self._iteration_s)
+                if report.state is not PeriodState.KEPT:
+                    break
+            then = len(trainer.bursts)
+            while len(trainer.bursts) < then + self._iterations and not running_on.done():
+                await asyncio.sleep(0.05)
+        finally:
+            running_on.cancel()
+            with suppress(asyncio.CancelledError):
+                await running_on
+        offset_s = time.monotonic() - time.time()
+        begun_s = min((commit.commanded_s for commit in report.commits), default=report.announced_s) + offset_s
+        usable_s = max((commit.usable_s for commit in report.commits), default=report.announced_s) + offset_s
+        bursts = trainer.bursts[first:]
+        self.bursts += bursts
+        before = [burst for burst in bursts if burst[1] <= begun_s]
+        after = [burst for burst in bursts if burst[0] >= usable_s]
+        self._note(intent, began_s, report, before[-self._iterations :], after)
+
+    def told(self) -> dict[str, Any]:
+        return {"stages": self.stages, "timeline": self._timeline()}
+
+    async def _burst(self, intent: Intent) -> tuple[float, float, list[Flow]]:
+        flows = flows_between_tors(self._box, intent)
+        async with running(flows):
+            began_s = time.monotonic()
+            await asyncio.sleep(WARM_UP_S + self._seconds)
+            ended_s = time.monotonic()
+        self.bursts.append((began_s, ended_s, flows))
+        return self.bursts[-1]
+
+    def _note(
+        self,
+        intent: Intent,
+        began_s: float,
+        report: PeriodReport,
+        before: "Sequence[tuple[float, float, list[Flow]]]",
+        after: "Sequence[tuple[float, float, list[Flow]]]",
+    ) -> None:
+        offset_s = time.monotonic() - time.time() - self._began_s
+        self.stages.append(
+            {
+                "period": intent.period,
+                "stage": str(intent.stage),
+                "state": str(report.state),
+                "detail": report.detail,
+                "code": report.code,
+                "from_s": began_s - self._began_s,
+                "until_s": time.monotonic() - self._began_s,
+                "moves": sum(commit.moves for commit in report.commits),
+                "commits": [[commit.commanded_s + offset_s, commit.usable_s + offset_s] for commit in report.commits],
+                "in_window": all(commit.window_opened_s is not None for commit in report.commits)
+                if intent.stage is Stage.TRAIN
+                else None,
+                "circuits": self._circuits(),
+                "flows": len(flows_between_tors(self._box, intent)),
+                "before_mbps": _mean(before),
+                "mbps": _mean(after),
+            }
+        )
+
+    def _circuits(self) -> dict[str, int]:
+        """How many between which endpoints, as the panel carries them."""
+        found: dict[str, int] = {}
+        for pair in sorted(self._box.panel.joined):
+            ports = self._box.site.switch[pair.switch].ports
+            ends = sorted(end for end, numbers in ports.items() for number in pair.ports if number in numbers)
+            found[" - ".join(ends)] = found.get(" - ".join(ends), 0) + 1
+        return found
+
+    def _timeline(self) -> list[list[float]]:
+        """[seconds since the cycle began, Mbit/s between ToRs]."""
+        now_s = time.monotonic()
+        edges = [self._began_s + SAMPLE_S * k for k in range(int((now_s - self._began_s) / SAMPLE_S) + 1)]
+        points = []
+        for since_s, until_s in pairwise(edges):
+            under_way = [burst for burst in self.bursts if burst[0] < until_s and burst[1] > since_s]
+            points.append([until_s - self._began_s, sum(mbps(flows, since_s, until_s) for *_, flows in under_way)])
+        return points
+
+
+async def cycle(box: Box, seconds: float, iterations: int, collective_s: float, pause_s: float) -> dict[str, Any]:
+    """See above. The agent of `orchestrrl agent` reads the trainer's recorders."""
+    site = box.site
+    rings = box.folder / "rings"
+    training = intents.training(site)
+    ranks = sorted(training.ranks)
+    trainer = Trainer(rings, intents.JOB, ranks, lambda: flows_between_tors(box, training), collective_s, pause_s)
+    agent = Process("agent", ["agent", "--rings", str(rings), "--host", "box", "--daemon", box.address], box.folder)
+    try:
+        async with FabricClient(box.address) as client:
+            made = Cycle(box, client, seconds, iterations, collective_s + pause_s)
+            await made.training(training, trainer)
+            await made.stage(intents.generation(site))
+            await made.stage(intents.weights(site))
+            await made.training(training, trainer)
+            return made.told()
+    finally:
+        trainer.close()
+        await agent.stop()
+
+
+def flows_between_tors(box: Box, intent: Intent) -> list[Flow]:
+    """A flow for each pair of hosts below different ToRs that the traffic matrix names."""
+    pairs = {
+        (source, sink)
+        for source, sink in intents.sends(box.site, intent)
+        if box.site.tor_of(source) != box.site.tor_of(sink)
+    }
+    return [Flow(box.plan.nic_of(source), box.plan.nic_of(sink)) for source, sink in sorted(pairs)]
+
+
+def _mean(bursts: "Sequence[tuple[float, float, list[Flow]]]") -> float | None:
+    """Mbit/s of all flows together, the beginnings left out; None: nothing ran."""
+    rates = [mbps(flows, since_s + WARM_UP_S, until_s) for since_s, until_s, flows in bursts]
+    return sum(rates) / len(rates) if rates else None

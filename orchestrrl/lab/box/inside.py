@@ -1,0 +1,99 @@
+"""The process inside the namespaces: `python -m orchestrrl.lab.box.inside ORDER`, ORDER as JSON; see `main`.
+
+Prints lines of JSON: what it is at, and last what the shows returned. Ends with its standard input.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ocs_drivers.errors import DriverError
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.fabric.site import read_site
+from orchestrrl.lab.box import shows
+from orchestrrl.lab.box.cycle import cycle
+from orchestrrl.lab.box.enter import end_with_input
+from orchestrrl.lab.box.house import SITE_FILE, Box, standing
+from orchestrrl.lab.box.plan import Rates
+
+
+async def _circuits(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    return await shows.rates_by_circuits(box, seconds=order["seconds"])
+
+
+async def _transition(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    return await shows.transfer_through_changes(box, order["changes"])
+
+
+async def _failed_port(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    return await shows.failed_port(box, order["seconds"])
+
+
+async def _wrong_cable(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    return await shows.wrong_cable(box)
+
+
+async def _cycle(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    return await cycle(box, **{name: order[name] for name in ("seconds", "iterations", "collective_s", "pause_s")})
+
+
+async def _weights(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+    from orchestrrl.lab.box.weights import weights  # it plans, which takes a while to import
+
+    words = {"transport": order["transport"], "python": order["python"]}
+    return await weights(box, order["sync_bytes"], order["sync_rounds"], order["sync_ways"], **words)
+
+
+SHOWS = {
+    "circuits": _circuits,
+    "transition": _transition,
+    "failed_port": _failed_port,
+    "wrong_cable": _wrong_cable,
+    "cycle": _cycle,
+    "weights": _weights,
+}
+
+
+def say(**what: Any) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+async def main(order: dict[str, Any]) -> None:
+    loop, mine = asyncio.get_running_loop(), asyncio.current_task()
+    assert mine is not None
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(mine.cancel)
+
+    end_with_input(stop)
+    folder = Path(order["folder"])
+    site = read_site(folder / SITE_FILE)
+    rates = Rates(order["mbps"] * 1e6 / site.link_gbps)
+    async with standing(folder, site, rates, order["protocols"]) as box:
+        results: dict[str, Any] = {
+            "hosts": len(box.plan.hosts),
+            "tors": len(box.plan.tors),
+            "switches": {switch.id: switch.protocol for switch in box.switches.values()},
+        }
+        for name in order["shows"]:
+            say(at=name)
+            if name != "circuits" and box.daemon is None:
+                await box.start_daemon()
+            results[name] = await SHOWS[name](box, order)
+    say(results=results)
+
+
+if __name__ == "__main__":
+    subprocess.run(["mount", "-t", "tmpfs", "none", "/run"], check=True)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    Path("/run/netns").mkdir()
+    try:
+        asyncio.run(main(json.loads(sys.argv[1])))
+    except (OrchestrRLError, DriverError) as error:
+        say(failed=str(error))
+        os._exit(1)

@@ -1,0 +1,130 @@
+"""The patch panel: where the glass of the switches joins two fibres, their veth ends join one bridge, and else not.
+
+A cross-connect carries once its mirrors are in place, both ways, between ports that work and are plugged in. What is
+fibred to a ToR gives it a signal as long as light comes from another one, over as many switches as it may be. Changes
+come from the glass itself, and from its clock while mirrors move.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Iterable, Mapping
+
+from ocs_drivers.cross_connect_model import Glass
+from orchestrrl.fabric.switch_reader import site_pairs
+from orchestrrl.lab.box.links import Links
+from orchestrrl.lab.box.plan import End, Plan, is_fibre
+from orchestrrl.lab.box.plant import bridge_name, port_name
+from planner.fabric.masks import Port
+from planner.fabric.model import OcsId, PortPair
+
+LOOK_EVERY_S = 0.5  # for what happens without a word, such as a fibre that is pulled
+
+
+class Panel:
+    """Of one box; the caller keeps `run` as a task."""
+
+    def __init__(self, plan: Plan, glasses: Mapping[OcsId, Glass]) -> None:
+        self._glasses = glasses
+        self._links = {switch: Links(room) for switch, room in plan.switches.items()}
+        self._ports: dict[Port, int] = {}
+        self._bridges: dict[Port, int] = {}
+        for port in plan.ends:
+            switch, number = port
+            self._ports[port] = self._links[switch].index(port_name(number))
+            self._bridges[port] = self._links[switch].index(bridge_name(number))
+        self._ends = dict(plan.ends)  # as really plugged in
+        self._joined: frozenset[PortPair] = frozenset()
+        self._lit: frozenset[Port] = frozenset()
+        self._changed = asyncio.Event()
+
+    @property
+    def joined(self) -> frozenset[PortPair]:
+        """The cross-connects that carry packets now."""
+        return self._joined
+
+    async def run(self) -> None:
+        listeners = [asyncio.ensure_future(self._listen(glass)) for glass in self._glasses.values()]
+        try:
+            while True:
+                self._changed.clear()
+                wait_s = self.follow()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), min(wait_s, LOOK_EVERY_S))
+        finally:
+            for each in listeners:
+                each.cancel()
+
+    def follow(self) -> float:
+        """Do as the glass does; seconds until a mirror is in place, or something of a schedule is due."""
+        next_s = min((min(glass.advance(), glass.moving_s()) for glass in self._glasses.values()), default=math.inf)
+        joined = frozenset(pair for switch, glass in self._glasses.items() for pair in self._carrying(switch, glass))
+        lit = lit_ports(self._ends, joined)
+        # Dark before it is taken apart, and together before there is light: nothing goes where it should not.
+        self._take_apart(self._joined - joined, self._lit - lit)
+        for pair in joined - self._joined:
+            bridge = self._bridges[pair.switch, pair.ports[0]]
+            for number in pair.ports:
+                self._links[pair.switch].join(self._ports[pair.switch, number], bridge)
+        for port in lit - self._lit:
+            self._links[port[0]].light(self._ports[port], True)
+        self._joined, self._lit = joined, lit
+        return next_s
+
+    def swap(self, one: Port, other: Port) -> None:
+        """Somebody mixes up two cables of one switch. Raises ValueError where there is none, or they are of two."""
+        for port in (one, other):
+            if port not in self._ends:
+                raise ValueError(f"no cable of the site is at port {port[1]} of {port[0]}")
+        if one[0] != other[0]:
+            raise ValueError(f"cables of one switch can be mixed up, these are of {one[0]} and {other[0]}")
+        joined, self._joined, self._lit = self._joined, frozenset(), frozenset()
+        self._take_apart(joined, frozenset(self._ends))
+        self._ports[one], self._ports[other] = self._ports[other], self._ports[one]
+        self._ends[one], self._ends[other] = self._ends[other], self._ends[one]
+        for port in (one, other):
+            if not is_fibre(self._ends[port]):
+                self._ends[self._ends[port]] = port  # type: ignore[index]  # a lane leads to a port
+        self._changed.set()
+
+    def close(self) -> None:
+        for links in self._links.values():
+            links.close()
+
+    def _take_apart(self, pairs: Iterable[PortPair], dark: Iterable[Port]) -> None:
+        for port in dark:
+            if is_fibre(self._ends[port]):
+                self._links[port[0]].light(self._ports[port], False)
+        for pair in pairs:
+            for number in pair.ports:
+                self._links[pair.switch].part(self._ports[pair.switch, number])
+
+    def _carrying(self, switch: OcsId, glass: Glass) -> set[PortPair]:
+        lit = [circuit.cross_connect for circuit in glass.circuits() if circuit.link_up]
+        pairs, _ = site_pairs(switch, glass.facts, lit)
+        return {pair for pair in pairs if all((switch, number) in self._ports for number in pair.ports)}
+
+    async def _listen(self, glass: Glass) -> None:
+        events = glass.listen()
+        try:
+            while True:
+                await events.get()
+                self._changed.set()
+        finally:
+            glass.unlisten(events)
+
+
+def lit_ports(ends: Mapping[Port, End], joined: Iterable[PortPair]) -> frozenset[Port]:
+    """The ports fibred to ToRs at which light of another fibre of a ToR arrives."""
+    partner: dict[Port, Port] = {}
+    for pair in joined:
+        one, other = ((pair.switch, number) for number in pair.ports)
+        partner[one], partner[other] = other, one
+    lit: set[Port] = set()
+    for start, end in ends.items():
+        at: Port | None = partner.get(start) if is_fibre(end) else None
+        while at is not None and not is_fibre(ends[at]):
+            at = partner.get(ends[at])  # type: ignore[arg-type]  # a lane leads to a port
+        if at is not None:
+            lit.add(at)
+    return frozenset(lit)

@@ -1,0 +1,113 @@
+"""The rooms and cables of a plan, made: hosts below ToRs that always forward, ToRs fibred to switches, lines of a rate.
+
+    host --tbf-- ToR --tbf-- port of a switch | bridge | port -- ToR -- host
+
+A port of a switch gives light only while the panel (panel.py) says so. Beside the optical fabric an electrical network
+joins all ToRs, slowly, so that every host can always reach every other.
+"""
+
+from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE, Plan, Rates
+from orchestrrl.lab.box.rooms import Script
+from planner.fabric.masks import Port
+from planner.fabric.model import EndpointId, OcsId
+from planner.fabric.topology import ServerId
+
+PACKET_SIDE = "eps"
+# Indices: an end that is set so high never has that of its other end, see `Script.cable`.
+HOST_INDEX, PACKET_SIDE_INDEX = 20_000, 40_000
+_PORTS_OF_A_SWITCH = 1 << 16
+_BRIDGE = "type bridge forward_delay 0 stp_state 0 mcast_snooping 0"
+
+
+def port_name(port: int) -> str:
+    return f"p{port}"
+
+
+def bridge_name(port: int) -> str:
+    return f"b{port}"
+
+
+async def build(plan: Plan, rates: Rates) -> None:
+    """Everything is dark afterwards. Raises Permanent with the words of the tool that refused."""
+    script = Script()
+    for tor in plan.tors:
+        _tor(script, plan, tor)
+    _packet_side(script, plan, rates)
+    for server in plan.site.servers:
+        _host(script, plan, rates, server.id)
+    for switch in plan.switches.values():
+        script.room(switch)
+    done: set[Port] = set()
+    for place, port in enumerate(sorted(plan.ends)):
+        if port not in done:
+            done |= {port, _fibre(script, plan, rates, port, place)}
+    await script.run()
+
+
+def _tor(script: Script, plan: Plan, tor: EndpointId) -> None:
+    room = script.room(plan.tors[tor])
+    script.ip(room, f"addr add {plan.addresses[tor]}/32 dev lo")
+    script.ip(room, "link add hosts type bridge forward_delay 0")
+    script.ip(room, f"addr add {plan.gateways[tor]}/24 dev hosts")
+    script.ip(room, "link set hosts up")
+
+
+def _packet_side(script: Script, plan: Plan, rates: Rates) -> None:
+    script.room(PACKET_SIDE)
+    script.ip(PACKET_SIDE, f"link add br0 {_BRIDGE}")
+    script.ip(PACKET_SIDE, "link set br0 up")
+    for place, (tor, room) in enumerate(plan.tors.items()):
+        script.cable(room, PACKET_SIDE, PACKET_SIDE, room, PACKET_SIDE_INDEX + place)
+        script.ip(PACKET_SIDE, f"link set {room} master br0 up")
+        script.ip(room, f"addr add {plan.packet_side[tor]}/16 dev {PACKET_SIDE}")
+        script.ip(room, f"link set {PACKET_SIDE} up")
+        line = rates.tbf(plan.site.link_gbps * PACKET_SIDE_SHARE)
+        script.tc(room, f"qdisc add dev {PACKET_SIDE} root {line}")
+
+
+def _host(script: Script, plan: Plan, rates: Rates, server: ServerId) -> None:
+    nics = plan.nics[server]
+    room = script.room(plan.hosts[server])
+    line = rates.tbf(plan.site.nic_gbps)
+    for k, nic in enumerate(nics):
+        tor = plan.tors[nic.tor]
+        script.cable(room, nic.interface, tor, nic.tor_interface, HOST_INDEX + k)
+        script.ip(tor, f"link set {nic.tor_interface} master hosts up")
+        script.tc(tor, f"qdisc add dev {nic.tor_interface} root {line}")
+        script.ip(room, f"addr add {nic.address}/24 dev {nic.interface}")
+        script.ip(room, f"link set {nic.interface} up")
+        script.tc(room, f"qdisc add dev {nic.interface} root {line}")
+        gateway = plan.gateways[nic.tor]
+        if k == 0:
+            script.ip(room, f"route add default via {gateway}")
+        else:  # what has its address goes out of it
+            script.ip(room, f"rule add from {nic.address} table {100 + k}")
+            script.ip(room, f"route add default via {gateway} dev {nic.interface} table {100 + k}")
+
+
+def _fibre(script: Script, plan: Plan, rates: Rates, port: Port, place: int) -> Port:
+    """A cable, and its other end where that is a switch's as well."""
+    switch, number = port
+    room, end = plan.switches[switch], plan.ends[port]
+    index = 1000 + place
+    _bridge(script, room, number)
+    match end:
+        case (tor, str(interface)):
+            there = plan.tors[EndpointId(tor)]
+            script.cable(room, port_name(number), there, interface, index)
+            script.ip(there, f"link set {interface} up")
+            script.tc(there, f"qdisc add dev {interface} root {rates.tbf(plan.site.link_gbps)}")
+            return port
+        case (core, int(lane)):
+            there = plan.switches[OcsId(core)]
+            _bridge(script, there, lane)
+            script.cable(room, port_name(number), there, port_name(lane), index)
+            script.ip(room, f"link set {port_name(number)} up")
+            script.ip(there, f"link set {port_name(lane)} up")
+            return OcsId(core), lane
+    raise AssertionError(end)
+
+
+def _bridge(script: Script, room: str, port: int) -> None:
+    script.ip(room, f"link add {bridge_name(port)} {_BRIDGE}")
+    script.ip(room, f"link set {bridge_name(port)} up")

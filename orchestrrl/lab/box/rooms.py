@@ -1,0 +1,111 @@
+"""Network namespaces inside the box: made, set up by `ip` and `tc` in batches, and entered for sockets."""
+
+import asyncio
+import ctypes
+import os
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from orchestrrl.core.errors import Permanent
+
+T = TypeVar("T")
+
+CLONE_NEWNET = 0x40000000
+FOLDER = Path("/run/netns")
+# They forward, whatever comes back from where; flows are told apart by their ports; nobody asks for IPv6.
+SETTINGS = {
+    "ipv4/ip_forward": "1",
+    "ipv4/conf/all/rp_filter": "0",
+    "ipv4/conf/default/rp_filter": "0",
+    "ipv4/fib_multipath_hash_policy": "1",
+    "ipv6/conf/all/disable_ipv6": "1",
+    "ipv6/conf/default/disable_ipv6": "1",
+}
+
+
+class Script:
+    """Commands of `ip` and `tc`, by namespace, that are to be run together."""
+
+    def __init__(self) -> None:
+        self._first: list[str] = []
+        self._ip: dict[str, list[str]] = defaultdict(list)
+        self._tc: dict[str, list[str]] = defaultdict(list)
+
+    def room(self, name: str) -> str:
+        self._first.append(f"netns add {name}")
+        self.ip(name, "link set lo up")
+        return name
+
+    def cable(self, one: str, interface: str, other: str, other_interface: str, index: int) -> None:
+        """A veth pair. `index`: of the first end. The two must differ: the kernel tells a change of the link at once
+        only where they do, and else takes up to a second."""
+        ends = f"netns {one} index {index} type veth peer name {other_interface} netns {other}"
+        self._first.append(f"link add name {interface} {ends}")
+
+    def ip(self, room: str, line: str) -> None:
+        self._ip[room].append(line)
+
+    def tc(self, room: str, line: str) -> None:
+        self._tc[room].append(line)
+
+    async def run(self) -> None:
+        """Raises Permanent with the words of the tool that refused."""
+        await batch("ip", "", self._first)
+        for room in self._ip:
+            within(room, _settle)
+        for room, lines in self._ip.items():
+            await batch("ip", room, lines)
+        for room, lines in self._tc.items():
+            await batch("tc", room, lines)
+
+
+async def batch(tool: str, room: str, lines: Iterable[str]) -> None:
+    """Raises Permanent with the tool's words, at the first line that it refuses."""
+    words = [tool, *(["-n", room] if room else []), "-batch", "-"]
+    process = await asyncio.create_subprocess_exec(
+        *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    out, _ = await process.communicate("".join(f"{line}\n" for line in lines).encode())
+    if process.returncode:
+        raise Permanent(f"{' '.join(words)}: {' | '.join(out.decode(errors='replace').split(chr(10))).strip(' |')}")
+
+
+def within(room: str, work: Callable[[], T]) -> T:
+    """What `work` returns in a thread that has entered the namespace, and ends there."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            entrance = os.open(FOLDER / room, os.O_RDONLY)
+            try:
+                if ctypes.CDLL(None, use_errno=True).setns(entrance, CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), f"the namespace {room} cannot be entered")
+            finally:
+                os.close(entrance)
+            done.append(work())
+        except BaseException as error:  # noqa: BLE001  # it is raised where the result is asked for
+            failed.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+def make_socket(room: str, *of: int) -> socket.socket:
+    """One that lives in the namespace, whoever uses it."""
+    return within(room, lambda: socket.socket(*of))
+
+
+def _settle() -> None:
+    for name, value in SETTINGS.items():
+        path = Path("/proc/sys/net") / name
+        if path.exists():
+            path.write_text(value)

@@ -1,0 +1,67 @@
+"""A box from outside: where it is to stand, what it is to show, and what came of it."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.lab.box import enter
+
+LOG_TAIL_LINES = 15
+# In the order in which they are shown: from the second on, the daemon drives the switches.
+SHOWS = ("circuits", "cycle", "transition", "failed_port", "wrong_cable")
+# Ways of bringing weights to engines that "weights" compares, see weights_schemes.py.
+SYNC_WAYS = ("tree", "two_stage", "naive")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """`folder` holds the site's file, and gets the daemon's configuration and all logs. `mbps`: what a circuit carries
+    in the box. `shows`: of SHOWS, in that order."""
+
+    folder: str
+    shows: tuple[str, ...]
+    protocols: tuple[str, ...]
+    mbps: float = 20.0
+    seconds: float = 2.0  # that each rate is measured for
+    iterations: int = 3  # of training, on its own circuits
+    collective_s: float = 1.0  # of an iteration, in which it sends
+    pause_s: float = 3.0  # and in which it does not
+    changes: int = 4  # that a transfer lives through
+    # Of "weights", which has a site of its own (weights_site.py), and is not one of SHOWS.
+    sync_bytes: int = 200_000_000
+    sync_rounds: int = 1
+    sync_ways: tuple[str, ...] = SYNC_WAYS
+    transport: str = "tcp"
+    python: str = ""  # of the processes that carry; empty: this one
+
+
+async def run_box(order: Order, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """What each show returned. Raises Permanent where no box can be had, or something in it went wrong."""
+    log = Path(order.folder) / "box.log"
+    with log.open("wb") as errors:
+        process = await enter.start("orchestrrl.lab.box.inside", json.dumps(asdict(order)), log=errors.fileno())
+    assert process.stdout is not None
+    last: dict[str, Any] = {}
+    try:
+        async for line in process.stdout:
+            last = json.loads(line)
+            if "at" in last:
+                tell(last["at"])
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+    if "results" in last:
+        results: dict[str, Any] = last["results"]
+        return results
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    why = last.get("failed") or f"exit status {process.returncode}"
+    raise Permanent(f"the box fell: {why}; the end of {log}:\n{tail}")
+
+
+def run(order: Order, tell: Callable[[str], None]) -> dict[str, Any]:
+    return asyncio.run(run_box(order, tell))

@@ -1,0 +1,385 @@
+"""A weight sync on a box: real bytes from those that train to those that generate, over circuits of its own.
+
+A tree that is planned on the circuits that are there, beside every receiver straight from a holder and the two-stage
+scheme, one after the other in turn. Each host is a process in its own network namespace with the product's carrier and
+transport; each way has the circuits that its own edges ask the daemon for. What is received is wiped in between.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.fabric.client import FabricClient
+from orchestrrl.fabric.periods import PeriodReport, PeriodState
+from orchestrrl.fabric.weight_circuits import intent_of, network_of, station_of
+from orchestrrl.lab.box import intents
+from orchestrrl.lab.box.house import Box
+from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE
+from orchestrrl.lab.box.traffic import Flow, mbps, running
+from orchestrrl.lab.box.weights_carrier import CARRY, MAP
+from orchestrrl.lab.box.weights_memory import sha256_of
+from orchestrrl.lab.box.weights_schemes import Stages, crossing_bytes, naive, tree, two_stage
+from orchestrrl.weights.controller.planning import Network, PlannedSync, plan_sync
+from orchestrrl.weights.model import Peer, PeerId, PeerRole, Place, TensorMeta
+from orchestrrl.weights.orders import NEWS, Carry, Edge, EdgeEvent, EdgeState
+from orchestrrl.weights.publication import Publication
+from orchestrrl.weights.settings import WeightSettings
+from planner.fabric.intent import Intent
+from planner.fabric.topology import Role
+from planner.model import GpuId
+
+VERSION, SEED = 1, 20261122
+CHUNK_BYTES = 256 * 1024
+STALL_S = 30.0
+TENSORS = 4
+ROW_BYTES = 16 * 1024  # of a tensor: what ranks divide
+STARTED_WITHIN_S = 120.0
+PAYLOAD_FOR_S, PAYLOAD_TIMES, WARM_UP_S = 0.5, 4, 1.0
+LOG = "carriers.log"
+
+
+@dataclass
+class Host:
+    """One of the box, and the line to its process. `events`: how its edges ended."""
+
+    peer: Peer
+    writer: asyncio.StreamWriter
+    answers: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[EdgeEvent | None] = field(default_factory=asyncio.Queue)
+
+    async def listen(self, reader: asyncio.StreamReader) -> None:
+        async for line in reader:
+            said = json.loads(line)
+            if "event" not in said:
+                self.answers.put_nowait(said)
+                continue
+            event = NEWS.validate_python(said["event"])
+            assert isinstance(event, EdgeEvent)
+            self.events.put_nowait(event)
+        self.answers.put_nowait({"gone": True})
+        self.events.put_nowait(None)
+
+    def order(self, **what: Any) -> None:
+        self.writer.write((json.dumps(what) + "\n").encode())
+
+    async def answer(self, name: str) -> dict[str, Any]:
+        """Raises Permanent where the process has ended, or says something else."""
+        said = await asyncio.wait_for(self.answers.get(), STARTED_WITHIN_S)
+        if name not in said:
+            raise Permanent(f"{self.peer.id}: {name} was expected, and it said {said}: see {LOG}")
+        return said
+
+
+@asynccontextmanager
+async def _hosts(box: Box, transport: str, python: str) -> AsyncIterator[dict[PeerId, Host]]:
+    """One per server of the site, at the NIC of its first GPU."""
+    hosts: dict[PeerId, Host] = {}
+    all_here = asyncio.Event()
+    servers = {PeerId(str(server.id)): server for server in box.site.servers}
+
+    async def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        said = json.loads(await reader.readline())
+        id = PeerId(said["peer"])
+        server = servers[id]
+        role = PeerRole.TRAINER if box.site.pod[server.pod].role is Role.TRAIN else PeerRole.ENGINE
+        place = Place(gpu=int(server.gpus[0]))
+        hosts[id] = Host(Peer(id, role, id, place, {transport: said["address"]}), writer)
+        if len(hosts) == len(servers):
+            all_here.set()
+        await hosts[id].listen(reader)
+
+    path = box.folder / "carriers.sock"
+    path.unlink(missing_ok=True)
+    # Their addresses are those of NICs, (room, address) -> [peer, address, room].
+    places = [[id, *reversed(box.plan.nic_of(server.gpus[0]))] for id, server in servers.items()]
+    words = ("-m", "orchestrrl.lab.box.weights_carrier", str(path), transport, json.dumps(places))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    serving = await asyncio.start_unix_server(come, path, limit=1 << 26)
+    with (box.folder / LOG).open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            python, *words, stdin=asyncio.subprocess.PIPE, stderr=errors, env=environment
+        )
+    try:
+        await _before(process, all_here.wait())
+        yield dict(sorted(hosts.items()))
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+        serving.close()
+
+
+async def _before(process: asyncio.subprocess.Process, here: Coroutine[Any, Any, Any]) -> None:
+    """Raises Permanent where the process ends first, or it takes too long."""
+    ended = asyncio.ensure_future(process.wait())
+    coming = asyncio.ensure_future(here)
+    await asyncio.wait({ended, coming}, timeout=STARTED_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+    ended.cancel()
+    if not coming.done():
+        coming.cancel()
+        raise Permanent(f"the processes that carry have not come within {STARTED_WITHIN_S:g} s: see {LOG}")
+
+
+def publications(trainers: Sequence[PeerId], size: int) -> list[Publication]:
+    """Tensors of so many bytes together, of which each rank has as many rows."""
+    rows = max(len(trainers), round(size / (TENSORS * ROW_BYTES)))
+    tensors = tuple(TensorMeta(f"layers.{k}.weight", "U8", (rows, ROW_BYTES)) for k in range(TENSORS))
+    found = []
+    for rank, peer in enumerate(trainers):
+        own = (rank * rows // len(trainers), (rank + 1) * rows // len(trainers))
+        boxes = {each.name: ((own, (0, ROW_BYTES)),) for each in tensors}
+        found.append(Publication(VERSION, rank, len(trainers), peer, tensors, boxes))
+    return found
+
+
+async def weights(
+    box: Box, size: int, rounds: int, ways: Sequence[str], transport: str = "tcp", python: str = ""
+) -> dict[str, Any]:
+    async with _hosts(box, transport, python or sys.executable) as hosts, FabricClient(box.address) as client:
+        show = _Show(box, client, hosts, size)
+        await show.open()
+        await show.measure_payload()
+        for number in range(rounds):
+            turn = number % len(ways)
+            for way in (*ways[turn:], *ways[:turn]):
+                await show.go(way, number)
+        return show.told()
+
+
+class _Show:
+    def __init__(self, box: Box, client: FabricClient, hosts: Mapping[PeerId, Host], size: int) -> None:
+        self._box = box
+        self._client = client
+        self._hosts = hosts
+        self._peers = {id: host.peer for id, host in hosts.items()}
+        self._stations = {id: station_of(peer, box.site) for id, peer in self._peers.items()}
+        trainers = [id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER]
+        self._publications = publications(trainers, size)
+        self._payload = 1.0  # of a line's rate
+        self._planned = self._plan(self._network())
+        self._rows: list[dict[str, Any]] = []
+
+    async def open(self) -> None:
+        """Everybody makes room, and holders the bytes themselves."""
+        map = self._planned.map
+        held: dict[PeerId, list[str]] = {id: [] for id in self._hosts}
+        for shard, holder in self._planned.summed_by.items():
+            held[holder].append(shard)
+        for id, host in self._hosts.items():
+            host.order(open=MAP.dump_python(map, mode="json"), holds=held[id], seed=SEED)
+        for host in self._hosts.values():
+            await host.answer("opened")
+        self._sha256 = sha256_of(map, SEED)
+
+    async def measure_payload(self) -> None:
+        """What one TCP connection over one circuit between PoDs delivers of the circuit's rate."""
+        await self._circuits(tree(self._planned))
+        source = next(id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER)
+        sink = next(id for id, peer in self._peers.items() if peer.role is PeerRole.ENGINE)
+        flow = Flow(self._box.plan.nic_of(self._gpu(source)), self._box.plan.nic_of(self._gpu(sink)))
+        async with running([flow]):
+            await asyncio.sleep(WARM_UP_S)
+            times_s = [time.monotonic()]
+            for _ in range(PAYLOAD_TIMES):
+                await asyncio.sleep(PAYLOAD_FOR_S)
+                times_s.append(time.monotonic())
+            # The best of several: a machine that is busy elsewhere must not make the bound an easy one.
+            rate_mbps = max(mbps([flow], *each) for each in pairwise(times_s))
+        self._payload = min(1.0, rate_mbps / (self._gbps(self._box.site.link_gbps) * 1000))
+
+    async def go(self, way: str, number: int) -> None:
+        stages, circuits = await self._prepared(way)
+        counted = await self._boundary_bytes()
+        busy = _Busy()
+        began_s = time.time()
+        ended_s = began_s
+        for stage in stages:
+            ended_s = max(ended_s, await self._carried(stage))
+        cores = busy.cores()
+        crossed = {port: count - counted[port] for port, count in (await self._boundary_bytes()).items()}
+        row = {
+            "way": way,
+            "round": number,
+            "seconds": ended_s - began_s,
+            "edges": sum(map(len, stages)),
+            "carried_bytes": sum(edge.bytes for stage in stages for edge in stage),
+            "crossing_bytes": crossing_bytes(stages, self._stations),
+            "crossed_bytes": sum(crossed.values()),
+            "cores_busy": cores,
+            "circuits": circuits,
+            **await self._identical(),
+        }
+        if way == "tree":
+            row["estimate_s"] = self._planned.estimate_s
+        self._rows.append(row)
+        await self._wiped()
+
+    def told(self) -> dict[str, Any]:
+        """`bound_s`: no plan can be faster, at the rate that a circuit was measured to give to TCP's payload."""
+        planned = self._planned
+        receivers = [id for id, peer in self._peers.items() if peer.role is PeerRole.ENGINE]
+        return {
+            "bytes": planned.bytes,
+            "receivers": len(receivers),
+            "sha256": self._sha256,
+            "circuit_mbps": self._gbps(self._box.site.link_gbps) * 1000,
+            "payload": self._payload,
+            "bound_s": planned.lower_bound_s,
+            "naive_s": planned.naive_s,
+            "waves": planned.waves,
+            "chunk_bytes": CHUNK_BYTES,
+            "rows": self._rows,
+        }
+
+    async def _prepared(self, way: str) -> tuple[Stages, dict[str, Any]]:
+        """The way's edges, with circuits up that they ask for; a tree is planned anew on those that are there."""
+        if way == "tree":
+            circuits = await self._circuits(tree(self._planned))
+            self._planned = self._plan(self._network())
+            return tree(self._planned), circuits
+        make = naive if way == "naive" else two_stage
+        stages = make(self._planned, self._peers, self._stations)
+        return stages, await self._circuits(stages)
+
+    async def _circuits(self, stages: Stages) -> dict[str, Any]:
+        """Announced as the daemon's own syncs announce them, after those of generation: nobody sends meanwhile."""
+        await self._committed(intents.generation(self._box.site))
+        intent, _ = intent_of([edge for stage in stages for edge in stage], self._box.site, self._peers)
+        report = await self._committed(intent)
+        return {
+            "moves": sum(commit.moves for commit in report.commits),
+            "took_s": sum(commit.usable_s - commit.commanded_s for commit in report.commits),
+        }
+
+    async def _committed(self, intent: Intent) -> PeriodReport:
+        """Raises Permanent where it did not come to that."""
+        report = await self._client.announce(intent.period, intent, boundary=True)
+        if report.state is not PeriodState.COMMITTED:
+            raise Permanent(f"circuits of {intent.period}: {report.state} {report.code}: {report.detail}")
+        return report
+
+    def _network(self) -> Network:
+        """As it is, in the box's own rates, as far as TCP's payload has them."""
+        site = self._box.site
+        packets = site.link_gbps * PACKET_SIDE_SHARE
+        found = network_of(site, self._box.panel.joined, self._stations, list(self._box.plan.tors), packets)
+        if self._box.panel.joined:
+            return self._scaled(found)
+        # Nothing is up yet: what could be.
+        lanes: dict[str, int] = Counter(site.pod_of[lane.uplink] for lane in site.lanes)
+        tors: dict[str, int] = {tor: len(names) for tor, names in self._box.plan.interfaces.items()}
+        return self._scaled(Network(site.link_gbps, self._stations, lanes, tors))
+
+    def _scaled(self, network: Network) -> Network:
+        share = self._gbps(1.0) * self._payload
+        pairs = network.pairs
+        return Network(
+            network.link_gbps * share,
+            {id: replace(each, nic_gbps=each.nic_gbps * share) for id, each in network.stations.items()},
+            network.boundary_circuits,
+            network.tor_circuits,
+            None if pairs is None else {pair: replace(each, gbps=each.gbps * share) for pair, each in pairs.items()},
+        )
+
+    def _plan(self, network: Network) -> PlannedSync:
+        settings = WeightSettings(chunk_bytes=CHUNK_BYTES, hop_latency_s=0.002)
+        return plan_sync(VERSION, self._publications, self._peers.values(), network, settings)
+
+    async def _carried(self, stage: Sequence[Edge]) -> float:
+        """When the last byte had arrived, by its receiver. Raises Permanent for an edge that broke."""
+        own: dict[PeerId, list[Edge]] = {}
+        for edge in stage:
+            own.setdefault(edge.src, []).append(edge)
+            own.setdefault(edge.dst, []).append(edge)
+        for id, edges in own.items():
+            order = Carry(VERSION, tuple(edges), CHUNK_BYTES, STALL_S)
+            self._hosts[id].order(carry=CARRY.dump_python(order, mode="json"))
+        ended = await asyncio.gather(*(self._ended(self._hosts[id], len(edges)) for id, edges in own.items()))
+        return max(ended)
+
+    async def _ended(self, host: Host, count: int) -> float:
+        last_s = 0.0
+        while count:
+            event = await asyncio.wait_for(host.events.get(), STALL_S * 10)
+            if event is None:
+                raise Permanent(f"{host.peer.id}: its process has ended: see {LOG}")
+            if event.state is EdgeState.BROKEN:
+                raise Permanent(f"{host.peer.id}: edge {event.edge} broke: {event.detail}")
+            if event.state is EdgeState.DONE:
+                count -= 1
+                last_s = max(last_s, event.ended_s if event.is_receiver else 0.0)
+        return last_s
+
+    async def _identical(self) -> dict[str, Any]:
+        receivers = [host for host in self._hosts.values() if host.peer.role is PeerRole.ENGINE]
+        for host in receivers:
+            host.order(sum=True)
+        sums = [await host.answer("sha256") for host in receivers]
+        same = [each["sha256"] == self._sha256 and not each["missing"] for each in sums]
+        return {"identical": sum(same), "carriers_cpu_s": sum(each["cpu_s"] for each in sums)}
+
+    async def _wiped(self) -> None:
+        for host in self._hosts.values():
+            host.order(end=VERSION)
+        for host in self._hosts.values():
+            await host.answer("ended")
+
+    async def _boundary_bytes(self) -> dict[str, int]:
+        """That the core has carried into each PoD that generates, with all headers, by the ports' own counters."""
+        site = self._box.site
+        found: dict[str, int] = {}
+        for switch in site.core_switches:
+            counts = await _sent_bytes(self._box.plan.switches[switch.id])
+            for uplink, ports in switch.ports.items():
+                if site.pod[site.pod_of[uplink]].role is Role.GEN:
+                    found |= {f"{switch.id}:{port}": counts.get(f"p{port}", 0) for port in ports}
+        return found
+
+    def _gpu(self, id: PeerId) -> GpuId:
+        gpu = self._peers[id].place.gpu
+        assert gpu is not None
+        return GpuId(gpu)
+
+    def _gbps(self, gbps: float) -> float:
+        """Of the site, as the box has it."""
+        return gbps * self._box.rates.bps_per_gbps * 1e-9
+
+
+async def _sent_bytes(room: str) -> dict[str, int]:
+    """By interface. Raises Permanent with the words of `ip`."""
+    process = await asyncio.create_subprocess_exec(
+        *("ip", "-n", room, "-j", "-s", "link", "show"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    if process.returncode:
+        raise Permanent(f"ip -n {room} -s link show: {err.decode(errors='replace').strip()}")
+    return {link["ifname"]: int(link["stats64"]["tx"]["bytes"]) for link in json.loads(out)}
+
+
+class _Busy:
+    """How many cores of the machine were at work, whoever's work it was."""
+
+    def __init__(self) -> None:
+        self._before = self._now(), time.monotonic()
+
+    def cores(self) -> float:
+        (was, since_s), now = self._before, self._now()
+        return (now - was) / (time.monotonic() - since_s)
+
+    @staticmethod
+    def _now() -> float:
+        fields = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
+        idle = fields[3] + fields[4]
+        return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,49 @@
+"""A version in memory, whole or being filled: what carriers of a box send and receive."""
+
+import hashlib
+import random
+from collections.abc import Collection
+
+from orchestrrl.lab.weights_in_memory import InMemory
+from orchestrrl.weights.model import VersionMap
+
+WIPED_AT_ONCE = 1 << 20
+
+
+class BoxMemory(InMemory):
+    """`holds`: shards that are there from the start, of random bytes that `seed` and their names say."""
+
+    def __init__(self, map: VersionMap, holds: Collection[str], seed: int) -> None:
+        whole = {s.id: content(seed, s.id, s.bytes) if s.id in holds else s.bytes for s in map.shards}
+        super().__init__(map.version, whole)
+        self.map = map
+        self._received = tuple(shard.id for shard in map.shards if shard.id not in holds)
+
+    def wipe(self) -> None:
+        """All that was received: as before the first byte."""
+        nothing = bytes(WIPED_AT_ONCE)
+        for shard in self._received:
+            whole = memoryview(self.bytes[shard])
+            for offset in range(0, len(whole), WIPED_AT_ONCE):
+                part = whole[offset : offset + WIPED_AT_ONCE]
+                part[:] = nothing[: len(part)]
+        self.forget(self._received)
+
+    def sha256(self) -> str:
+        """Of all shards, one behind the other."""
+        found = hashlib.sha256()
+        for shard in self.map.shards:
+            found.update(self.bytes[shard.id])
+        return found.hexdigest()
+
+
+def content(seed: int, shard: str, size: int) -> bytes:
+    return random.Random(f"{seed}/{shard}").randbytes(size)
+
+
+def sha256_of(map: VersionMap, seed: int) -> str:
+    """What `BoxMemory.sha256` is once all has arrived."""
+    found = hashlib.sha256()
+    for shard in map.shards:
+        found.update(content(seed, shard.id, shard.bytes))
+    return found.hexdigest()

@@ -1,0 +1,61 @@
+"""Virtual switches in a process of their own, for showing: `python -m orchestrrl.lab.demo.fabric_switches OPTIONS ID
+...`.
+
+OPTIONS are those of the driver `virtual`, as JSON. Prints a line of JSON, each switch's port, where it is served as
+`OcsDriver`. Each line on standard input is answered with what has come over the wire so far. Ends when the input does.
+"""
+
+import asyncio
+import json
+import sys
+import time
+
+from ocs_drivers.model import CommitResult, Diff, EventKind
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.rpc.ocs_server import serve_driver
+
+
+class MonotonicClock:
+    """So that all of a host's processes mean the same by what is noted."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, duration_s: float) -> None:
+        await asyncio.sleep(max(0.0, duration_s))
+
+
+class NotingSwitch(VirtualSwitch):
+    """Notes when changes are asked for, and when its mirrors are told to move."""
+
+    def __init__(self, device: str, **options: object) -> None:
+        super().__init__(device, clock=MonotonicClock(), **options)  # type: ignore[arg-type]  # it checks them
+        self._happened = self.glass.listen()
+        self._received_s: list[float] = []
+        self._set_s: list[float] = []
+
+    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
+        self._received_s.append(time.monotonic())
+        return await super().commit(diff, expect_revision, revert_in_s)
+
+    def noted(self) -> dict[str, list[float]]:
+        while not self._happened.empty():
+            event = self._happened.get_nowait()
+            if event.kind is EventKind.CIRCUIT:
+                self._set_s.append(event.at_s)
+        return {"received_s": self._received_s, "set_s": self._set_s}
+
+
+async def main(options: str, ids: list[str]) -> None:
+    switches = [NotingSwitch(id, **json.loads(options)) for id in ids]
+    served = [await serve_driver(switch, "127.0.0.1:0") for switch in switches]
+    print(json.dumps(dict(zip(ids, (port for _, port in served), strict=True))), flush=True)  # noqa: T201
+    while await asyncio.to_thread(sys.stdin.readline):
+        noted = {id: switch.noted() for id, switch in zip(ids, switches, strict=True)}
+        print(json.dumps(noted), flush=True)  # noqa: T201
+    for server, _ in served:
+        await server.stop(None)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,246 @@
+"""The same generation steps without and with OrchestrRL, and by an oracle; what came of them, as one value."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.engines.base import Engine, connect
+from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
+from orchestrrl.lab.demo.scenario import Sample, Scenario, expected_ids, samples
+from orchestrrl.lab.demo.stack import READY_WITHIN_S, Stack
+from orchestrrl.lab.demo.stack import engines as started_engines
+from orchestrrl.lab.demo.stack import orchestrrl as started_orchestrrl
+from orchestrrl.lab.demo.step import StepRecord, run_step
+from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
+from orchestrrl.lab.sim import step as simulation
+from orchestrrl.lab.sim.oracle import best_step, lower_bound_s
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2
+from planner.model import RequestId
+
+Report = Callable[[str, int, int], None]  # what is under way, requests done, requests in all
+
+
+@dataclass(frozen=True, slots=True)
+class OracleMark:
+    """The step by an oracle that knows every length, and what nobody can beat. None: engines without a step model."""
+
+    makespan_s: float
+    static_s: float  # the dealt placement, simulated in the same way
+    lower_bound_s: float
+    longest_tokens: int
+
+
+@dataclass(slots=True)
+class SeedOutcome:
+    seed: int
+    samples: list[Sample]
+    static: StepRecord
+    orchestrrl: StepRecord = field(default_factory=StepRecord)
+    oracle: OracleMark | None = None
+    moves: int = 0
+    tokens_recomputed: int = 0
+
+    @property
+    def ratio(self) -> float:
+        return self.static.makespan_s / self.orchestrrl.makespan_s
+
+    @property
+    def oracle_ratio(self) -> float | None:
+        return None if self.oracle is None else self.oracle.static_s / self.oracle.makespan_s
+
+    def lost(self) -> list[RequestId]:
+        return [sample.id for sample in self.samples if sample.id not in self.orchestrrl.answers]
+
+    def differing(self, expected: dict[RequestId, list[int]]) -> list[RequestId]:
+        """Requests whose tokens, without or with OrchestrRL, are not those of an undisturbed run."""
+        return [
+            request
+            for request, ids in expected.items()
+            if self.orchestrrl.answers.get(request, ids) != ids or self.static.answers.get(request, ids) != ids
+        ]
+
+
+@dataclass(slots=True)
+class DemoOutcome:
+    engine: str
+    scenario: Scenario
+    seeds: list[SeedOutcome]
+    lost: int = 0
+    differing: int = 0
+    moves_by_method: list[MethodMark] = field(default_factory=list)
+    sync: SyncOutcome | None = None  # None: the scenario has no new weights
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def is_well(self) -> bool:
+        return not self.lost and not self.differing and (self.sync is None or self.sync.is_well)
+
+    @property
+    def ratio_median(self) -> float:
+        return median(outcome.ratio for outcome in self.seeds)
+
+    @property
+    def oracle_ratio_median(self) -> float | None:
+        ratios = [outcome.oracle_ratio for outcome in self.seeds if outcome.oracle_ratio is not None]
+        return median(ratios) if ratios else None
+
+    @property
+    def gain_kept(self) -> float | None:
+        """The share of the oracle's gain that OrchestrRL reached. None without an oracle, or if it gains nothing."""
+        oracle_ratio = self.oracle_ratio_median
+        if oracle_ratio is None or oracle_ratio <= 1:
+            return None
+        return (self.ratio_median - 1) / (oracle_ratio - 1)
+
+    @property
+    def limit(self) -> tuple[float, int, int] | None:
+        """Where the longest answer alone takes the largest share of a step: that share, its tokens, the seed."""
+        return max(
+            (
+                (
+                    outcome.oracle.lower_bound_s / outcome.orchestrrl.makespan_s,
+                    outcome.oracle.longest_tokens,
+                    outcome.seed,
+                )
+                for outcome in self.seeds
+                if outcome.oracle is not None
+            ),
+            default=None,
+        )
+
+
+async def run_demo(scenario: Scenario, engine: str, seeds: Sequence[int], out_dir: Path, report: Report) -> DemoOutcome:
+    """Run every seed without OrchestrRL, then start it beside the same engines and run every seed again; then bring new
+    weights to them."""
+    report("starting the engines", 0, 0)
+    async with started_engines(scenario, engine, out_dir) as running:
+        clients = [connect(engine, local.url) for local in running]
+        try:
+            outcomes = await _without(scenario, engine, seeds, [local.url for local in running], clients, report)
+            report("starting OrchestrRL", 0, 0)
+            async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
+                marks = await _with(scenario, engine, outcomes, stack, clients, report)
+                synced = None
+                if scenario.sync is not None:
+                    synced = await run_sync(scenario, engine, running, stack, clients, out_dir, report)
+        finally:
+            for client in clients:
+                await client.close()
+    demo = DemoOutcome(engine, scenario, outcomes, moves_by_method=marks, sync=synced)
+    for index, outcome in enumerate(outcomes):
+        report("asking the oracle", index, len(outcomes))
+        await asyncio.to_thread(_judge, demo, outcome)
+    return demo
+
+
+async def run_sync_demo(scenario: Scenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
+    """The new weights alone."""
+    report("starting the engines", 0, 0)
+    async with started_engines(scenario, engine, out_dir) as running:
+        clients = [connect(engine, local.url) for local in running]
+        try:
+            report("starting OrchestrRL", 0, 0)
+            async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
+                async with ControlClient(stack.daemon_address) as control:
+                    await _all_attached(control, len(clients))
+                return await run_sync(scenario, engine, running, stack, clients, out_dir, report)
+        finally:
+            for client in clients:
+                await client.close()
+
+
+async def _without(
+    scenario: Scenario,
+    engine: str,
+    seeds: Sequence[int],
+    urls: Sequence[str],
+    clients: Sequence[Engine],
+    report: Report,
+) -> list[SeedOutcome]:
+    outcomes = []
+    for seed in seeds:
+        step = samples(scenario, engine, seed)
+        record = await run_step(
+            scenario,
+            step,
+            lambda sample: urls[sample.dealt_to],
+            clients,
+            partial(report, f"without OrchestrRL, seed {seed}"),
+            hold=engine == "simulated",
+        )
+        outcomes.append(SeedOutcome(seed, step, record))
+    return outcomes
+
+
+async def _with(
+    scenario: Scenario,
+    engine: str,
+    outcomes: Sequence[SeedOutcome],
+    stack: Stack,
+    clients: Sequence[Engine],
+    report: Report,
+) -> list[MethodMark]:
+    async with ControlClient(stack.daemon_address) as control:
+        await _all_attached(control, len(clients))
+        for outcome in outcomes:
+            before = await control.control.GetStatus(control_pb2.GetStatusRequest())
+            outcome.orchestrrl = await run_step(
+                scenario,
+                outcome.samples,
+                lambda sample: stack.gateway_url,
+                clients,
+                partial(report, f"with OrchestrRL, seed {outcome.seed}"),
+                hold=engine == "simulated",
+            )
+            await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
+            after = await control.control.GetStatus(control_pb2.GetStatusRequest())
+            outcome.moves = after.moves_done - before.moves_done
+            outcome.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
+        return await marks_by_method(control, scenario.speed)
+
+
+async def _all_attached(control: ControlClient, engines: int) -> None:
+    """Wait until the daemon has heard of every engine and of the gateway. Raises Permanent if it never does."""
+    deadline_s = time.monotonic() + READY_WITHIN_S
+    while time.monotonic() < deadline_s:
+        status = await control.control.GetStatus(control_pb2.GetStatusRequest())
+        attached = {node.kind for node in status.nodes if node.attached}
+        if len(attached) == 2 and sum(worker.HasField("age_s") for worker in status.workers) >= engines:
+            return
+        await asyncio.sleep(0.1)
+    raise Permanent(f"the daemon did not hear of every engine and of the gateway in {READY_WITHIN_S:g} s: see the logs")
+
+
+def _judge(demo: DemoOutcome, outcome: SeedOutcome) -> None:
+    """Count what was lost or differs, and ask the oracle, where the engines' step time is known."""
+    if demo.engine == "simulated":
+        expected = {sample.id: expected_ids(demo.scenario, sample) for sample in outcome.samples}
+        outcome.oracle = _oracle(demo.scenario, outcome.samples)
+    else:
+        expected = outcome.static.answers
+    demo.lost += len(outcome.lost())
+    demo.differing += len(outcome.differing(expected))
+    for record in (outcome.static, outcome.orchestrrl):
+        demo.faults += [f"seed {outcome.seed}, {request}: {fault}" for request, fault in record.faults.items()]
+
+
+def _oracle(scenario: Scenario, step: Sequence[Sample]) -> OracleMark:
+    requests = [sample.request for sample in step]
+    dealt: list[list[RequestId]] = [[] for _ in range(scenario.engines)]
+    routed: list[list[RequestId]] = [[] for _ in range(scenario.engines)]
+    for index, sample in enumerate(step):
+        dealt[sample.dealt_to].append(sample.id)
+        routed[index % scenario.engines].append(sample.id)
+    shape = scenario.engine.shape
+    return OracleMark(
+        best_step(shape, scenario.engines, requests, routed).makespan_s,
+        simulation.run_step(shape, requests, dealt).makespan_s,
+        lower_bound_s(shape, requests),
+        max(request.output_tokens for request in requests),
+    )

@@ -1,0 +1,199 @@
+"""The demo's scenario: read from YAML, and what follows from it: prompts, lengths, and what a right answer is."""
+
+import random
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from orchestrrl.core.errors import ProblemFaults, faults_of
+from orchestrrl.lab.sim.step import StepRequest
+from orchestrrl.lab.simulated_engine.scheduler import EngineShape
+from orchestrrl.lab.simulated_engine.tokens import EOS, FIRST_WORD, LengthModel, TokenModel
+from planner.model import RequestId
+
+ENGINES = ("simulated", "vllm")
+VLLM_VOCABULARY = 512  # of the tiny model; ids below 16 are special
+_Positive = Annotated[float, Field(gt=0)]
+_Count = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSection(_Section):
+    """One engine. The step time is the simulated engine's; vLLM brings its own."""
+
+    alpha_s: _Positive = 0.0184
+    beta_s: Annotated[float, Field(ge=0)] = 0.0
+    gamma_s: Annotated[float, Field(ge=0)] = 0.0
+    prefill_tokens_per_s: _Positive = 18_000
+    max_num_seqs: _Count
+    kv_capacity_tokens: _Count
+    max_model_len_tokens: _Count
+
+    @property
+    def shape(self) -> EngineShape:
+        return EngineShape(
+            self.alpha_s,
+            self.beta_s,
+            self.gamma_s,
+            self.max_num_seqs,
+            self.kv_capacity_tokens,
+            1 / self.prefill_tokens_per_s,
+        )
+
+
+class ControlSection(_Section):
+    """OrchestrRL's settings, in seconds of wall time."""
+
+    scrape_interval_s: _Positive
+    rate_window_s: _Positive
+    report_interval_s: _Positive
+    fast_interval_s: _Positive
+    slow_interval_s: _Positive
+    theta: Annotated[float, Field(ge=0)]
+    max_moves_per_tick: _Count
+    max_moves_per_request: _Count
+
+
+class LengthsSection(_Section):
+    quantiles: tuple[float, ...]
+    tokens: tuple[float, ...]
+    correlation: float
+
+    @property
+    def model(self) -> LengthModel:
+        return LengthModel(self.quantiles, self.tokens, self.correlation)
+
+
+class KvSection(_Section):
+    """Engines hand KV over to each other, at this price."""
+
+    bytes_per_token: _Positive
+    gbps_per_gpu: _Positive
+    latency_s: Annotated[float, Field(ge=0)]
+
+
+class FabricSection(_Section):
+    """An optical fabric of virtual switches: a PoD with these engines, and one as large that takes their responses."""
+
+    model: str  # whose sizes say what engines send
+    gpus_per_server: _Count  # each with a NIC; a server is below a ToR of its own
+    tor_fibres: _Count
+    device_s: _Positive  # from command to link up, of the clock
+
+
+class DeploymentSection(_Section):
+    """Engines that the daemon starts, and may replace by others. What they cost is a built-in profile's; replaced ones
+    sleep until they are wanted again."""
+
+    profile: str
+    gpus: _Count
+    per_node: _Count
+    initial: str  # configuration that each step begins with
+    standby: str  # one that is started before, and put to sleep
+    # What a switch takes here beside the engines' own time, and how soon after another it may come: of the clock.
+    overhead_s: Annotated[float, Field(ge=0)]
+    cooldown_s: Annotated[float, Field(ge=0)]
+    fabric: FabricSection | None = None
+
+
+class SyncSection(_Section):
+    """Weights that a trainer publishes while requests of a step run. vLLM's are those of its model."""
+
+    prompts: _Count  # of that step
+    max_tokens: _Count
+    tensors: _Count
+    tensor_bytes: _Count
+    # What peers on one machine reach, for the plan's estimate.
+    gbps: _Positive
+    hop_s: _Positive
+
+
+class Scenario(_Section):
+    """One generation step, to be run over several seeds."""
+
+    engines: _Count
+    engine: EngineSection
+    prompts: _Count
+    samples: _Count
+    prompt_tokens: tuple[_Count, _Count]
+    max_tokens: _Count
+    lengths: LengthsSection
+    # A model without a sense of length: each request's own max_tokens is how long its answer will be.
+    length_is_max_tokens: bool = False
+    kv: KvSection | None = None  # None: moved requests are computed again
+    deployment: DeploymentSection | None = None  # None: the demo starts the engines, and they stay
+    sync: SyncSection | None = None  # None: weights stay as they are
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)]
+    speed: _Positive
+    tick_s: _Positive = 0.03
+    control: ControlSection
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request of the step."""
+
+    id: RequestId
+    group: str  # the prompt's name
+    prompt_ids: tuple[int, ...]
+    output_tokens: int  # how long its answer will be
+    dealt_to: int  # the engine that the framework would deal its prompt to
+
+    @property
+    def request(self) -> StepRequest:
+        return StepRequest(self.id, self.group, len(self.prompt_ids), self.output_tokens)
+
+
+def load_scenario(name: str) -> Scenario:
+    """The shipped scenario `simulated`, `simulated-kv`, `simulated-switch` or `vllm`. Raises ProblemFaults if it has
+    been edited into nonsense."""
+    text = files("orchestrrl.lab.demo").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    document = yaml.safe_load(text)
+    # YAML 1.1 reads 4.1e-8 as a number but 1e-8 as a string; pydantic takes both.
+    try:
+        return Scenario.model_validate(document)
+    except ValidationError as error:
+        raise ProblemFaults(faults_of(error)) from None
+
+
+def samples(scenario: Scenario, engine: str, seed: int) -> list[Sample]:
+    """The step's requests in order of submission: a prompt's samples together, prompts dealt round robin.
+
+    The engines decode greedily, so that a moved request can be checked against an undisturbed one; a prompt's samples
+    differ in its last token instead of in what is drawn.
+    """
+    rng = random.Random(seed)
+    vocabulary = (FIRST_WORD, TokenModel().vocab_size) if engine == "simulated" else (16, VLLM_VOCABULARY)
+    tokens = TokenModel(lengths=scenario.lengths.model)
+    result = []
+    for prompt in range(scenario.prompts):
+        length = rng.randint(*scenario.prompt_tokens)
+        shared_ids = tuple(rng.randrange(*vocabulary) for _ in range(length - 1))
+        for sample in range(scenario.samples):
+            prompt_ids = (*shared_ids, vocabulary[0] + sample)
+            output_tokens = min(tokens.begin(prompt_ids).answer_tokens, scenario.max_tokens)
+            result.append(
+                Sample(
+                    RequestId(f"step{seed}-p{prompt:02d}-s{sample}"),
+                    f"step{seed}-p{prompt:02d}",
+                    prompt_ids,
+                    output_tokens,
+                    prompt % scenario.engines,
+                )
+            )
+    return result
+
+
+def expected_ids(scenario: Scenario, sample: Sample) -> list[int]:
+    """What an undisturbed simulated engine answers, computed without any engine."""
+    generation = TokenModel(lengths=scenario.lengths.model).begin(sample.prompt_ids)
+    ids = [generation.next_token()[0] for _ in range(sample.output_tokens)]
+    if generation.answer_tokens <= scenario.max_tokens:
+        ids[-1] = EOS  # it ends by itself rather than at the limit
+    return ids

@@ -1,0 +1,180 @@
+"""Submit one generation step over HTTP, as an RL framework does, and record what came back and when."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
+from orchestrrl.engines.base import Engine, PauseMode
+from orchestrrl.gateway.ledger.versions import Span
+from orchestrrl.lab.demo.scenario import Sample, Scenario
+from planner.model import RequestId
+
+ACCEPTED_WITHIN_S = 60.0
+STEP_WITHIN_S = 900.0
+SAMPLE_INTERVAL_S = 0.1
+
+Progress = Callable[[int, int], None]  # requests done, requests in all
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One run of the step. Times in engine seconds from the start of the step."""
+
+    makespan_s: float = 0.0
+    finish_s: dict[RequestId, float] = field(default_factory=dict)
+    answers: dict[RequestId, list[int]] = field(default_factory=dict)
+    spans: dict[RequestId, list[Span]] = field(default_factory=dict)  # where they were asked for
+    faults: dict[RequestId, str] = field(default_factory=dict)
+    idle_s: list[float] = field(default_factory=list)  # per engine: nothing running while the step went on
+
+    def remaining(self, total: int) -> tuple[list[float], list[int]]:
+        """Requests in flight over time, for a step plot: times, and counts from each time on."""
+        times = [0.0, *sorted(self.finish_s.values())]
+        return times, [total - done for done in range(len(times))]
+
+
+async def run_step(
+    scenario: Scenario,
+    samples: Sequence[Sample],
+    url_of: Callable[[Sample], str],
+    engines: Sequence[Engine],
+    progress: Progress,
+    *,
+    hold: bool,
+    begun: Callable[[], Awaitable[None]] | None = None,
+    spans: bool = False,
+) -> StepRecord:
+    """Send every sample to its URL at once and wait for all answers.
+
+    hold: freeze the engines until they have every request, so that handing them in, which takes the same wall time at
+    any speed of the engines, does not count as engine time. `begun` is awaited after that, while the engines run.
+    spans: ask the gateway which policy version each token is from.
+    Failures of single requests are recorded, not raised.
+    """
+    record = StepRecord()
+    limits = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=STEP_WITHIN_S)
+    async with aiohttp.ClientSession(connector=limits, timeout=timeout) as session:
+        if hold:
+            await asyncio.gather(*(engine.pause(PauseMode.KEEP) for engine in engines))
+        start = _Start(scenario.speed)
+        sending = [
+            asyncio.create_task(
+                _ask(session, url_of(sample), sample, scenario, start, record, progress, len(samples), spans)
+            )
+            for sample in samples
+        ]
+        if hold:
+            await _all_accepted(engines, len(samples))
+            await asyncio.gather(*(engine.resume() for engine in engines))
+            start.begin()
+        if begun is not None:
+            await begun()
+        async with _watching_idle(engines, start) as idle:
+            await asyncio.gather(*sending)
+    record.makespan_s = max(record.finish_s.values(), default=0.0)
+    record.idle_s = [min(seconds, record.makespan_s) for seconds in idle]
+    return record
+
+
+class _Start:
+    """The step's zero, and the engines' pace."""
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+        self.begin()
+
+    def begin(self) -> None:
+        self._at_s = time.monotonic()
+
+    def elapsed_s(self) -> float:
+        return (time.monotonic() - self._at_s) * self.speed
+
+
+async def _ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    sample: Sample,
+    scenario: Scenario,
+    start: _Start,
+    record: StepRecord,
+    progress: Progress,
+    total: int,
+    spans: bool,
+) -> None:
+    body: dict[str, Any] = {"prompt": list(sample.prompt_ids), "temperature": 0, "return_token_ids": True}
+    if scenario.length_is_max_tokens:
+        body |= {"max_tokens": sample.output_tokens, "ignore_eos": True}
+    else:
+        body |= {"max_tokens": scenario.max_tokens}
+    if spans:
+        body |= {"return_policy_versions": True}
+    headers = {"X-Request-Id": sample.id, "X-Group-Id": sample.group}
+    try:
+        async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+            text = await response.text()
+        if response.status != 200:
+            record.faults[sample.id] = f"HTTP {response.status}: {text[:200]}"
+            return
+        choice = json.loads(text)["choices"][0]
+        if spans:
+            record.spans[sample.id] = [Span(**told) for told in choice["policy_versions"]]
+        record.answers[sample.id] = choice["token_ids"]
+    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, KeyError) as error:
+        record.faults[sample.id] = f"{type(error).__name__}: {error}"
+        return
+    finally:
+        record.finish_s[sample.id] = start.elapsed_s()
+        progress(len(record.finish_s), total)
+
+
+async def _all_accepted(engines: Sequence[Engine], total: int) -> None:
+    deadline_s = time.monotonic() + ACCEPTED_WITHIN_S
+    accepted = 0
+    while time.monotonic() < deadline_s:
+        readings = await asyncio.gather(*(engine.metrics() for engine in engines))
+        accepted = sum(reading.running + reading.waiting for reading in readings)
+        if accepted >= total:
+            return
+        await asyncio.sleep(0.02)
+    raise OutcomeUnknown(f"the engines accepted {accepted} of {total} requests in {ACCEPTED_WITHIN_S:g} s")
+
+
+@contextlib.asynccontextmanager
+async def _watching_idle(engines: Sequence[Engine], start: _Start) -> AsyncIterator[list[float]]:
+    """Seconds in which each engine had nothing running, sampled while the body runs."""
+    idle = [0.0] * len(engines)
+
+    async def watch() -> None:
+        before_s = start.elapsed_s()
+        while True:
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
+            readings = await asyncio.gather(*(_running(engine) for engine in engines))
+            now_s = start.elapsed_s()
+            for index, running in enumerate(readings):
+                if running == 0:
+                    idle[index] += now_s - before_s
+            before_s = now_s
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield idle
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+
+async def _running(engine: Engine) -> int | None:
+    """Sequences that the engine decodes; None while it is too busy to say."""
+    try:
+        return (await engine.metrics()).running
+    except OrchestrRLError:
+        return None

@@ -1,0 +1,130 @@
+"""The optical fabric of the demo of a switch: its site of virtual switches, and what became of its circuits."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrrl.fabric.site import site_text
+from orchestrrl.lab.demo.scenario import DeploymentSection
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2, fabric_pb2
+from orchestrrl.rpc.plain_values import plain
+from planner.fabric.generate import regular_site
+from planner.fabric.model import port_pair
+from planner.fabric.shape import Shape
+from planner.fabric.topology import Device, Site
+
+SITE_FILE = "site.yaml"
+GEN_POD = "gen0"
+PORTS = 64  # of each switch
+PERIODS_ASKED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Circuits:
+    """How many join two endpoints, by PoD (empty: the core)."""
+
+    counts: Mapping[tuple[str, str, str], int]
+
+    def of(self, pod: str) -> dict[tuple[str, str], int]:
+        return {(a, b): count for (where, a, b), count in self.counts.items() if where == pod}
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Circuits as the switches have them, periods as the daemon reports them, newest first."""
+
+    circuits: Circuits
+    periods: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """How circuits followed one switch. `said` by its step admit; seconds of the clock."""
+
+    said: str
+    period: Mapping[str, Any]
+
+    @property
+    def moves(self) -> int:
+        """Cross-connects that were taken down, and those that were brought up."""
+        return int(self.period["moves"])
+
+    @property
+    def took_s(self) -> float:
+        """From the announcement until all was in place and verified."""
+        return float(self.period["ended_unix_s"] - self.period["announced_unix_s"])
+
+    @property
+    def dark_s(self) -> float:
+        """Of that, from each command until its circuits were usable."""
+        return sum(float(each["usable_unix_s"] - each["commanded_unix_s"]) for each in self.period["commits"])
+
+
+def write_fabric(deployment: DeploymentSection, out_dir: Path) -> dict[str, Any]:
+    """Write the site's file; what goes into the daemon's configuration of that folder, nothing without a fabric."""
+    site, fabric = site_of(deployment), deployment.fabric
+    if site is None or fabric is None:
+        return {}
+    (out_dir / SITE_FILE).write_text(site_text(site), encoding="utf-8")
+    options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": fabric.device_s}
+    return {
+        # The GPUs that generate come after those that train.
+        "fabric": {"site": SITE_FILE, "model": fabric.model, "first_fleet_gpu": deployment.gpus},
+        "ocs": [{"id": str(switch.id), "driver": "virtual", "options": options} for switch in site.switches],
+    }
+
+
+def site_of(deployment: DeploymentSection) -> Site | None:
+    """A PoD that trains and one that generates. Each ToR has a lane to the core that is kept for responses."""
+    fabric = deployment.fabric
+    if fabric is None:
+        return None
+    servers = deployment.gpus // fabric.gpus_per_server
+    device = Device("shown", fabric.device_s, PORTS)
+    return regular_site(
+        Shape(
+            train_pods=1,
+            gen_pods=1,
+            servers_per_pod=servers,
+            gpus_per_server=fabric.gpus_per_server,
+            nics_per_server=fabric.gpus_per_server,
+            rails=1,
+            servers_per_tor=1,
+            tor_uplinks=fabric.tor_fibres,
+            core_lanes=2 * servers,
+            response_lanes=servers,
+            agg_device=device,
+            core_device=device,
+        )
+    )
+
+
+async def fabric_now(control: ControlClient, site: Site | None) -> Fabric | None:
+    """None: there is none."""
+    if site is None:
+        return None
+    message = await control.ask(control.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for switch in site.switches:  # as they are at this moment, whatever the daemon believes
+        shown = await control.ask(control.switches.ShowSwitch, control_pb2.ShowSwitchRequest(switch_id=switch.id))
+        cabling = site.core_cabling if switch.pod is None else site.agg_cabling(switch.pod)
+        for each in shown.cross_connects:
+            ends = cabling.ends(port_pair(switch.id, each.ingress_port, each.egress_port))
+            if ends is not None:
+                counts[switch.pod or "", ends[0], ends[1]] += 1
+    return Fabric(Circuits(counts), plain(message)["periods"])
+
+
+def followed(switch: Mapping[str, Any], fabric: Fabric | None) -> Followed | None:
+    """What was announced while the switch let requests in. None: nothing was. Pure."""
+    for step in switch["steps"]:
+        if step["kind"] != "admit" or fabric is None or step["began_unix_s"] is None:
+            continue
+        ended_s = step["began_unix_s"] + step["took_s"]
+        for period in fabric.periods:
+            if step["began_unix_s"] <= period["announced_unix_s"] <= ended_s and period["ended_unix_s"] is not None:
+                return Followed(step["detail"], period)
+    return None

@@ -1,0 +1,242 @@
+"""The demo of a switch for machines (report.json), and a picture of it: requests that remain, and who decodes them."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import isnan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrrl.lab.demo.switch_fabric import Fabric, Followed
+from orchestrrl.lab.demo.switch_fabric_picture import draw_circuits
+from orchestrrl.lab.demo.switch_run import Arm, Resumption, SwitchDemo, Switched, SwitchSeed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Of the case study, arXiv 2601.01209, section 6.2.2: seconds into the step, and what the switch took.
+PAPER = {"at_s": 272.0, "total_s": 7.5, "switching_s": 1.5, "kv_recompute_s": 5.4}
+
+
+def as_json(demo: SwitchDemo) -> dict[str, Any]:
+    """All seconds are the engines', as the paper's are, but for those named wall_s."""
+    speed = demo.scenario.speed
+    return {
+        "requests": len(demo.seeds[0].samples),
+        "engine_seconds_per_wall_second": speed,
+        "seeds": [outcome.seed for outcome in demo.seeds],
+        "makespan_s": {
+            "pinned": [outcome.pinned.record.makespan_s for outcome in demo.seeds],
+            "free": [outcome.free.record.makespan_s for outcome in demo.seeds],
+        },
+        "ratio": "pinned / free",
+        "ratios": [outcome.ratio for outcome in demo.seeds],
+        "switches": [
+            {"seed": outcome.seed, **_switch_json(switched, outcome.free, speed)}
+            for outcome in demo.seeds
+            for switched in outcome.free.switches
+        ],
+        "failed_switches": [
+            {"seed": outcome.seed, "detail": switch["detail"]}
+            for outcome in demo.seeds
+            for switch in outcome.free.failed_switches
+        ],
+        "tokens_recomputed": {
+            "pinned": [outcome.pinned.tokens_recomputed for outcome in demo.seeds],
+            "free": [outcome.free.tokens_recomputed for outcome in demo.seeds],
+        },
+        "fabric": [
+            {
+                "seed": outcome.seed,
+                "circuits_before": _circuits_json(outcome.free.fabric_before),
+                "circuits_after": _circuits_json(outcome.free.fabric_after),
+            }
+            for outcome in demo.seeds
+            if outcome.free.fabric_after is not None
+        ],
+        "paper": PAPER,
+        "lost": demo.lost,
+        "differing": demo.differing,
+        "faults": demo.faults,
+    }
+
+
+def _switch_json(switched: Switched, arm: Arm, speed: float) -> dict[str, Any]:
+    report, resumed = switched.report, switched.resumption
+    return {
+        "switch_id": report["switch_id"],
+        "plan_id": report["plan_id"],
+        "reason": report["reason"],
+        "from": dict(Counter(engine["configuration"] for engine in report["old_engines"])),
+        "to": dict(Counter(engine["configuration"] for engine in report["new_engines"])),
+        "at_s": at_s(switched, arm, speed),
+        "switching": {"wall_s": switched.switching_s, "s": switched.switching_s * speed},
+        "predicted_switching_s": switched.plan["switch_cost_s"] * speed,
+        "recompute": None if resumed is None else _resumption_json(resumed, speed),
+        "circuits": None if switched.followed is None else _followed_json(switched.followed),
+        "total": {"wall_s": switched.total_s, "s": switched.total_s * speed},
+        "predicted_gain_s": switched.predicted_gain_s * speed,
+        "predicted_rest_s": switched.plan["predicted_s"] * speed,
+        "actual_rest_s": None
+        if switched.plan["actual_makespan_s"] is None
+        else switched.plan["actual_makespan_s"] * speed,
+        "steps": [
+            {
+                "kind": step["kind"],
+                "engine": step["engine_id"],
+                "after_wall_s": step["began_unix_s"] - report["created_unix_s"],
+                "wall_s": step["took_s"],
+            }
+            for step in report["steps"]
+            if step["began_unix_s"] is not None
+        ],
+    }
+
+
+def _followed_json(followed: Followed) -> dict[str, Any]:
+    """How circuits followed."""
+    return {
+        "state": followed.period["state"],
+        "code": followed.period["code"],
+        "moves": followed.moves,
+        "stages": followed.period["stages"],
+        "wall_s": followed.took_s,
+        "switches_wall_s": followed.dark_s,
+        "said": followed.said,
+    }
+
+
+def _circuits_json(fabric: Fabric | None) -> list[dict[str, Any]]:
+    if fabric is None:
+        return []
+    return [
+        {"pod": pod, "a": a, "b": b, "circuits": count} for (pod, a, b), count in sorted(fabric.circuits.counts.items())
+    ]
+
+
+def _resumption_json(resumed: Resumption, speed: float) -> dict[str, Any]:
+    return {
+        "requests": len(resumed.each),
+        "context_tokens": resumed.context_tokens,
+        "predicted_s": resumed.predicted_s * speed,
+        "median_s": resumed.median_s * speed,
+        "last_s": resumed.last_s * speed,
+        "each": [
+            {
+                "request": each.request,
+                "context_tokens": each.context_tokens,
+                "predicted_alone_s": None if each.alone_s is None else each.alone_s * speed,
+                "s": each.after_s * speed,
+            }
+            for each in resumed.each
+        ],
+    }
+
+
+def at_s(switched: Switched, arm: Arm, speed: float) -> float:
+    """Engine seconds from the step's start."""
+    return float(switched.report["created_unix_s"] - arm.began_s) * speed
+
+
+def write(demo: SwitchDemo, out_dir: Path) -> tuple[Path, Path]:
+    """Write switch.json and switch.png; their paths."""
+    report_path, picture_path = out_dir / "switch.json", out_dir / "switch.png"
+    report_path.write_text(json.dumps(as_json(demo), indent=1, allow_nan=False) + "\n")
+    draw(demo, picture_path)
+    return report_path, picture_path
+
+
+def draw(demo: SwitchDemo, path: Path) -> None:
+    """Above, requests in flight in both runs; below, which engine has each GPU in the free one, with how many; then,
+    under a fabric, circuits before and after it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    count, speed = len(demo.seeds), demo.scenario.speed
+    lit = any(outcome.free.fabric_after is not None for outcome in demo.seeds)
+    size, heights = (1.6 + 5.4 * count, 8.0 if lit else 5.6), [1.0, 1.0, 0.8] if lit else [1.0, 1.0]
+    figure, axes = plt.subplots(
+        len(heights), count, figsize=size, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    for column, outcome in enumerate(demo.seeds):
+        axes[0][column].sharex(axes[1][column])
+        if lit:
+            draw_circuits(axes[2][column], outcome.free.fabric_before, outcome.free.fabric_after)
+        _draw_remaining(axes[0][column], outcome, speed)
+        _draw_engines(axes[1][column], demo, outcome.free)
+    axes[0][0].set_ylabel("requests that remain")
+    axes[1][0].set_ylabel("GPU")
+    axes[0][0].legend(loc="lower left", fontsize=8)
+    figure.suptitle("One generation step, with and without a switch of parallelism", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_remaining(axis: "Axes", outcome: SwitchSeed, speed: float) -> None:
+    total = len(outcome.samples)
+    for label, arm, colour in (
+        ("pinned to the fleet as it is", outcome.pinned, "#888888"),
+        ("free to switch", outcome.free, "#1f77b4"),
+    ):
+        times, counts = arm.record.remaining(total)
+        axis.step(times, counts, where="post", label=label, color=colour)
+        axis.axvline(arm.record.makespan_s, color=colour, linewidth=0.8, linestyle=":")
+    for switched in outcome.free.switches:
+        began_s = at_s(switched, outcome.free, speed)
+        axis.axvspan(began_s, began_s + switched.total_s * speed, color="#d62728", alpha=0.3, label="switch")
+    axis.set_yscale("symlog", linthresh=1)
+    axis.set_ylim(0, total * 1.2)
+    axis.set_yticks([tick for tick in (0, 1, 10, 100, 1000) if tick <= total], labels=None)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_title(f"seed {outcome.seed}: ratio {outcome.ratio:.2f}", fontsize=10)
+
+
+def _draw_engines(axis: "Axes", demo: SwitchDemo, arm: Arm) -> None:
+    from matplotlib.colors import LogNorm
+
+    deployment = demo.scenario.deployment
+    assert deployment is not None, "the scenario is of a fleet that the daemon starts"
+    gpus_of = _gpus_of(arm)
+    rows = [_load(look.engine_of.values(), gpus_of, deployment.gpus) for look in arm.looks]
+    times = [(look.at_s - arm.began_s) * demo.scenario.speed for look in arm.looks]
+    if len(times) > 1 and gpus_of:
+        edges = [*times, 2 * times[-1] - times[-2]]
+        loads = [list(gpu) for gpu in zip(*rows, strict=True)]  # [gpu, look]
+        most = max((requests for row in loads for requests in row if not isnan(requests)), default=1.0)
+        norm = LogNorm(0.1, max(1.0, most))
+        mesh = axis.pcolormesh(edges, range(deployment.gpus + 1), loads, norm=norm, cmap="Blues")
+        axis.figure.colorbar(mesh, ax=axis, orientation="horizontal", label="requests per GPU", pad=0.25, aspect=40)
+    end_s = arm.record.makespan_s
+    for switched in arm.switches:
+        began_s = at_s(switched, arm, demo.scenario.speed)
+        over_s = began_s + switched.switching_s * demo.scenario.speed
+        for engines, low_s, high_s in (("old_engines", 0.0, began_s), ("new_engines", over_s, end_s)):
+            borders = [min(engine["gpus"]) for engine in switched.report[engines]]
+            axis.hlines(borders, low_s, high_s, colors="white", linewidth=1.5)
+            kinds = Counter(engine["configuration"] for engine in switched.report[engines])
+            words = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+            axis.text((low_s + high_s) / 2, deployment.gpus + 0.3, words, ha="center", fontsize=9, color="#d62728")
+    axis.set_xlabel("time (engine seconds)")
+    axis.set_xlim(left=0)
+    axis.set_yticks(range(0, deployment.gpus + 1, 4))
+
+
+def _gpus_of(arm: Arm) -> dict[str, Sequence[int]]:
+    return {
+        engine["engine_id"]: engine["gpus"]
+        for switched in arm.switches
+        for engines in ("old_engines", "new_engines")
+        for engine in switched.report[engines]
+    }
+
+
+def _load(engines: Any, gpus_of: Mapping[str, Sequence[int]], gpus: int) -> list[float]:
+    """[gpu]: requests on its engine, by its GPUs. Not a number where there are none."""
+    load = [float("nan")] * gpus
+    for engine, requests in Counter(engines).items():
+        for gpu in gpus_of.get(engine, ()):
+            load[gpu] = requests / len(gpus_of[engine])
+    return load

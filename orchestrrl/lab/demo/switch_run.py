@@ -1,0 +1,274 @@
+"""The same step on a fleet that stays as it is and on one that the planner may replace; what came of both."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.engines.base import connect
+from orchestrrl.lab.demo.scenario import Sample, Scenario, expected_ids, samples
+from orchestrrl.lab.demo.step import StepRecord, run_step
+from orchestrrl.lab.demo.switch_fabric import Fabric, Followed, fabric_now, followed
+from orchestrrl.lab.demo.switch_stack import SwitchStack, switch_stack
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2
+from orchestrrl.rpc.plain_values import plain
+
+Report = Callable[[str, int, int], None]  # what is under way, requests done, requests in all
+
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the daemon knew of the requests in flight, at a time of the clock."""
+
+    at_s: float
+    engine_of: Mapping[str, str]  # empty: their gateway has them
+    context_tokens: Mapping[str, int]  # prompt and what was generated
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A request that its gateway kept through a switch. Seconds of the clock."""
+
+    request: str
+    context_tokens: int  # computed again
+    alone_s: float | None  # what the plan says that this takes by itself; None: it does not name the request
+    after_s: float  # from admission until its first new token
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """How the requests that waited for a switch went on, the first first. Seconds of the clock."""
+
+    each: tuple[Resumed, ...]
+    predicted_s: float  # until the last has its first new token, by the plan
+
+    @property
+    def context_tokens(self) -> int:
+        return sum(resumed.context_tokens for resumed in self.each)
+
+    @property
+    def median_s(self) -> float:
+        return median(resumed.after_s for resumed in self.each)
+
+    @property
+    def last_s(self) -> float:
+        return self.each[-1].after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A switch that a plan led to. Reports and plans are as the daemon tells them: in seconds of the clock."""
+
+    report: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    resumption: Resumption | None  # None: no request was seen to wait for it
+    followed: Followed | None = None  # by circuits; None: there is no fabric
+
+    @property
+    def switching_s(self) -> float:
+        """From the fence until requests went to the new engines."""
+        closed_s = self.report["closed_s"]
+        return 0.0 if closed_s is None else float(closed_s)
+
+    @property
+    def total_s(self) -> float:
+        """Until the last request that waited went on."""
+        return self.switching_s + (self.resumption.last_s if self.resumption else 0.0)
+
+    @property
+    def predicted_gain_s(self) -> float:
+        return float(self.plan["current_makespan_s"] - self.plan["predicted_s"])
+
+
+@dataclass(slots=True)
+class Arm:
+    """One run of the step. Its record is in engine seconds, all else in seconds of the clock."""
+
+    began_s: float
+    record: StepRecord
+    looks: list[Look]
+    switches: list[Switched] = field(default_factory=list)
+    failed_switches: list[Mapping[str, Any]] = field(default_factory=list)
+    tokens_recomputed: int = 0
+    fabric_before: Fabric | None = None  # None: there is none
+    fabric_after: Fabric | None = None
+
+
+@dataclass(slots=True)
+class SwitchSeed:
+    seed: int
+    samples: list[Sample]
+    pinned: Arm
+    free: Arm
+
+    @property
+    def ratio(self) -> float:
+        return self.pinned.record.makespan_s / self.free.record.makespan_s
+
+    @property
+    def lost(self) -> int:
+        return sum(sample.id not in arm.record.answers for arm in (self.pinned, self.free) for sample in self.samples)
+
+    def differing(self, scenario: Scenario) -> int:
+        """Answers that are not those of an undisturbed engine, in either run."""
+        expected = {sample.id: expected_ids(scenario, sample) for sample in self.samples}
+        return sum(
+            arm.record.answers.get(request, ids) != ids
+            for arm in (self.pinned, self.free)
+            for request, ids in expected.items()
+        )
+
+    @property
+    def faults(self) -> list[str]:
+        return [
+            f"seed {self.seed}, {request}: {fault}"
+            for arm in (self.pinned, self.free)
+            for request, fault in arm.record.faults.items()
+        ]
+
+
+@dataclass(slots=True)
+class SwitchDemo:
+    scenario: Scenario
+    seeds: list[SwitchSeed]
+    lost: int
+    differing: int
+
+    @property
+    def faults(self) -> list[str]:
+        return [fault for outcome in self.seeds for fault in outcome.faults]
+
+
+async def run_switch_demo(scenario: Scenario, seeds: Sequence[int], out_dir: Path, report: Report) -> SwitchDemo:
+    """Every seed twice: first the planner is pinned to the fleet as it is, then it is free once the step has begun."""
+    report("starting OrchestrRL and the engines", 0, 0)
+    outcomes = []
+    async with switch_stack(scenario, out_dir) as stack:
+        await stack.begin_with(stack.deployment.standby, "to sleep until they are wanted")
+        for seed in seeds:
+            step = samples(scenario, "simulated", seed)
+            await stack.begin_with(stack.deployment.initial, "each step begins so")
+            await stack.pin()
+            pinned = await _run(scenario, stack, step, partial(report, f"pinned, seed {seed}"))
+            # While engines are frozen until they have every request, a switch would cost the step nothing.
+            free = await _run(scenario, stack, step, partial(report, f"free to switch, seed {seed}"), stack.release)
+            outcomes.append(SwitchSeed(seed, step, pinned, free))
+    return SwitchDemo(
+        scenario,
+        outcomes,
+        lost=sum(outcome.lost for outcome in outcomes),
+        differing=sum(outcome.differing(scenario) for outcome in outcomes),
+    )
+
+
+async def _run(
+    scenario: Scenario,
+    stack: SwitchStack,
+    step: Sequence[Sample],
+    progress: Callable[[int, int], None],
+    begun: Callable[[], Awaitable[None]] | None = None,
+) -> Arm:
+    control = stack.control
+    known = {switch["switch_id"] for switch in await _switches(control)}
+    before = await control.ask(control.control.GetStatus, control_pb2.GetStatusRequest())
+    fabric_before = await fabric_now(control, stack.site)
+    clients = [connect("simulated", worker.url) for worker in before.workers]
+    looks: list[Look] = []
+    try:
+        async with _looking(control, looks):
+            record = await run_step(
+                scenario, step, lambda _: stack.gateway_url, clients, progress, hold=True, begun=begun
+            )
+            ended_s = time.time()
+    finally:
+        for client in clients:
+            await client.close()
+    await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
+    after = await control.ask(control.control.GetStatus, control_pb2.GetStatusRequest())
+    arm = Arm(ended_s - record.makespan_s / scenario.speed, record, looks)
+    arm.fabric_before, arm.fabric_after = fabric_before, await fabric_now(control, stack.site)
+    arm.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
+    for switch in await _switches(control):
+        if switch["switch_id"] in known or not switch["plan_id"]:
+            continue
+        if switch["state"] == "done":
+            wanted = control_pb2.GetPlanRequest(plan_id=switch["plan_id"])
+            message = await control.ask(control.control.GetPlan, wanted)
+            plan = plain(message)
+            resumed, circuits = resumption(switch, plan, looks), followed(switch, arm.fabric_after)
+            arm.switches.append(Switched(switch, plan, resumed, circuits))
+        else:
+            arm.failed_switches.append(switch)
+    return arm
+
+
+async def _switches(control: ControlClient) -> list[dict[str, Any]]:
+    """All of them, oldest first, with their steps."""
+    listed = await control.ask(control.control.ListDeployments, control_pb2.ListDeploymentsRequest())
+    reports = []
+    for switch in sorted(listed.switches, key=lambda switch: switch.created_unix_s):
+        wanted = control_pb2.GetSwitchRequest(switch_id=switch.switch_id)
+        message = await control.ask(control.control.GetSwitch, wanted)
+        reports.append(plain(message))
+    return reports
+
+
+@contextlib.asynccontextmanager
+async def _looking(control: ControlClient, looks: list[Look]) -> AsyncIterator[None]:
+    """Follow the requests in flight while the body runs."""
+
+    async def look() -> None:
+        while True:
+            with contextlib.suppress(OrchestrRLError):  # a busy daemon answers the next time
+                listed = await control.ask(control.control.ListRequests, control_pb2.ListRequestsRequest())
+                at = {request.request_id: request.engine_id for request in listed.requests}
+                tokens = {r.request_id: r.prompt_tokens + r.generated_tokens for r in listed.requests}
+                looks.append(Look(time.time(), at, tokens))
+            await asyncio.sleep(LOOK_S)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await looking
+
+
+def resumption(report: Mapping[str, Any], plan: Mapping[str, Any], looks: Sequence[Look]) -> Resumption | None:
+    """How requests that waited went on, as far as looks show; None: none was seen to. Pure."""
+    admitted = [step["began_unix_s"] + step["took_s"] for step in report["steps"] if step["kind"] == "admit"]
+    fenced = [step["began_unix_s"] for step in report["steps"] if step["kind"] == "fence"]
+    if not admitted or not fenced:
+        return None
+    left = {engine["engine_id"] for engine in report["old_engines"]}
+    left -= {engine["engine_id"] for engine in report["new_engines"]}
+    held: dict[str, int] = {}  # context of requests of engines that leave, when they were admitted again
+    for look in looks:
+        if look.at_s < fenced[0]:
+            held = {request: look.context_tokens[request] for request, e in look.engine_of.items() if e in left}
+        elif look.at_s < admitted[0]:
+            held = {request: look.context_tokens.get(request, tokens) for request, tokens in held.items()}
+    first: dict[str, float] = {}
+    for look in looks:
+        if look.at_s >= admitted[0]:
+            for request, tokens in look.context_tokens.items():
+                if request in held and tokens > held[request]:
+                    first.setdefault(request, look.at_s - admitted[0])
+    if not first:
+        return None
+    alone_s = {move["request_id"]: float(move["cost_s"]) for move in plan["moves"]}
+    each = [Resumed(request, held[request], alone_s.get(request), after_s) for request, after_s in first.items()]
+    return Resumption(
+        tuple(sorted(each, key=lambda resumed: resumed.after_s)),
+        predicted_s=max((float(instance["migration_s"]) for instance in plan["instances"]), default=0.0),
+    )

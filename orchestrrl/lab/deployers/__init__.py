@@ -1,0 +1,1 @@
+"""Deployers for simulations and tests."""

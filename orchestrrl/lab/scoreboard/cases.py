@@ -1,0 +1,234 @@
+"""The clusters of the paper's sections 6 and 7 as scenarios, and their stages on a fabric.
+
+Beside what `orchestrrl sim run` does: part of TP's communication is hidden.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrrl.lab.scoreboard import constants as given
+from orchestrrl.lab.sim.cost.prices import network_cost_usd
+from orchestrrl.lab.sim.net.fabrics.base import Failures, Stage
+from orchestrrl.lab.sim.rl.loop import Given, run_loop
+from orchestrrl.lab.sim.rl.loop_held import SyncTime
+from orchestrrl.lab.sim.rl.loop_rules import Batch
+from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
+from orchestrrl.lab.sim.rl.scenario import ClusterScenario, FabricSection
+from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+from orchestrrl.lab.sim.rl.stages import TUNED, ArmTimes, FabricStages
+from orchestrrl.lab.sim.train.constants import MEGATRON
+from orchestrrl.lab.sim.train.model import TrainJob
+
+FABRICS = ("fat_tree", "oversubscribed", "rail_optimized", "topoopt", "mixnet", "rfabric")
+NAMES = {
+    "fat_tree": "fat tree",
+    "oversubscribed": "3:1 fat tree",
+    "rail_optimized": "rail-optimised",
+    "topoopt": "TopoOpt",
+    "mixnet": "MixNet",
+    "rfabric": "RFabric",
+    "lone": "a fat tree with each server alone behind three uplinks",
+}
+# A ToR of this many ports has 8 down, to one server's NICs, and 3 up: what is near another server is near nothing.
+LONE_RADIX = 11
+
+
+def training_of(words: str) -> dict[str, Any]:
+    """A scenario's, from such as `tp8 pp2`; a word without a number is an option that is on."""
+    names = {word.rstrip("0123456789"): word for word in words.split()}
+    return {name: int(word[len(name) :]) if word != name else True for name, word in names.items()}
+
+
+TRAINING: Mapping[str, dict[str, Any]] = {
+    "qwen2.5-14b": training_of(given.TRAIN_14B.value),
+    "qwen2.5-32b": training_of(given.TRAIN_32B.value),
+    "qwen2-57b-a14b": training_of(given.TRAIN_57B.value),
+    "qwen2.5-72b": training_of(given.TRAIN_72B.value),
+    "qwen3-235b-a22b": training_of(given.TRAIN_235B.value),
+}
+# GPUs that training takes a multiple of: a replica, or the ranks that experts are spread over.
+UNITS = {"qwen2-57b-a14b": 16, "qwen2.5-72b": 48, "qwen3-235b-a22b": 32}
+LOOPED = 8  # steps of the loop that a steady one is taken from
+TITLES = {
+    "qwen2.5-14b": "Qwen2.5-14B",
+    "qwen2.5-32b": "Qwen2.5-32B",
+    "qwen2-57b-a14b": "Qwen2-57B-A14B",
+    "qwen2.5-72b": "Qwen2.5-72B",
+    "qwen3-235b-a22b": "Qwen3-235B-A22B",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster, and what is asked of it."""
+
+    model: str
+    train_gpus: int
+    gen_gpus: int
+    prompts: int
+    max_tokens: int
+    layouts: tuple[str, ...]
+    nic_gbps: float = given.NIC_GBPS.value
+    steps: int = 1  # of generation; arms that forecast learn in the first ones
+    fast_interval_s: float = given.FAST_INTERVAL_S.value
+    kv_transfer: bool = True
+    initial: str | None = None
+    gate: bool = True  # otherwise engines change whenever that pays at all
+    updates: int = 1  # optimiser steps on a step's samples
+
+    @property
+    def gpus(self) -> int:
+        return self.train_gpus + self.gen_gpus
+
+    def scenario(self, fabrics: Sequence[str] = FABRICS) -> ClusterScenario:
+        return scenario_of(
+            {
+                "name": f"{TITLES[self.model]} on {self.gpus} GPUs",
+                "seeds": [1],
+                "model": self.model,
+                "gpu": given.GPU.value,
+                "cluster": {
+                    "train_gpus": self.train_gpus,
+                    "gen_gpus": self.gen_gpus,
+                    "nic_gbps": self.nic_gbps,
+                },
+                "fabrics": list(fabrics),
+                "training": self._training(),
+                "generation": self._generation(),
+                "weight_sync": {"scheme": "tree", "holds": "engines"},
+                "loop": {"mode": "one_step_async", "steps": self.steps, "warmup_steps": 0},
+                "daemon": self._daemon(),
+            }
+        )
+
+    def _training(self) -> dict[str, Any]:
+        passes = given.LOG_PROB_PASSES.value
+        return {**TRAINING[self.model], "log_prob_passes": passes, "updates": self.updates}
+
+    def _generation(self) -> dict[str, Any]:
+        return {
+            "engine": "paper",
+            "layouts": list(self.layouts),
+            "initial": self.initial,
+            "kv_transfer": self.kv_transfer,
+            "arms": ["verl_to"],
+            "workload": {
+                "prompts": self.prompts,
+                "samples": given.SAMPLES.value,
+                "prompt_tokens": list(given.PROMPT_TOKENS.value),
+                "max_tokens": self.max_tokens,
+                "lengths": {
+                    "kind": "lognormal",
+                    "median_tokens": given.LENGTH_MEDIAN.value,
+                    "sigma": given.LENGTH_SIGMA.value,
+                },
+                "correlation": given.CORRELATION.value,
+            },
+        }
+
+    def _daemon(self) -> dict[str, Any]:
+        slow_s = given.SLOW_INTERVAL_S.value
+        gate = {"epsilon_s": 5.0, "cooldown_s": 2 * slow_s} if self.gate else {"epsilon_s": 0.0, "cooldown_s": 0.0}
+        return {
+            "mode": "act",
+            "fast": {"interval_s": self.fast_interval_s, "stale_after_s": 20.0, "theta": 0.0001},
+            "slow": {
+                "interval_s": slow_s,
+                "stale_after_s": 20.0,
+                **gate,
+                "max_output_tokens": self.max_tokens,
+            },
+        }
+
+
+TRAIN_CONSTANTS = replace(MEGATRON, tp_hidden_share=given.TP_HIDDEN.value)
+
+
+@dataclass
+class BoardStages(FabricStages):
+    """A case on one fabric."""
+
+    def gen_of_tuned(self, seed: int) -> GenStage:
+        """The last step of the static baseline."""
+        return self.gen(Failures(), TUNED, seed)[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of a steady step: its stages, and what comes of them one step asynchronous."""
+
+    gen: GenStage
+    train: TrainStage
+    sync: SyncStage
+    job: TrainJob
+    samples_per_s: float
+    network_usd: float
+
+
+def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> BoardStages:
+    return BoardStages(scenario, FabricSection(kind=kind, options=dict(options)), TRAIN_CONSTANTS)
+
+
+def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Measured:
+    """The scenario's last generation step, over and over: as many samples are begun as end, also where the step itself
+    ended more than it began (partial rollout, which finishes what the one before cut)."""
+    times = ArmTimes(stages, arm, seed)
+    gen, sync = times.healthy[-1], times.sync_stage(Failures())
+    job = times.job(gen.samples)
+    train = stages.training(Failures(), job)
+    rate = _samples_per_s(stages.scenario, gen, train, sync, times.sync)
+    return Measured(gen, train, sync, job, rate, network_usd(stages))
+
+
+def retrained(found: Measured, stages: BoardStages) -> Measured:
+    """With the training of `stages`, on other GPUs or in other steps; generation and sync as they were found, and the
+    sync alone on the network."""
+    job = replace(found.job, layout=stages.scenario.train_layout)
+    train = stages.training(Failures(), job)
+    rate = _samples_per_s(stages.scenario, found.gen, train, found.sync)
+    return Measured(found.gen, train, found.sync, job, rate, network_usd(stages))
+
+
+Syncing = Callable[[int, float, tuple[Stage, ...]], SyncTime]  # version, begin, beside whom
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside(Given):
+    """A sync takes as long as it does beside whoever is at work."""
+
+    syncing: Syncing
+
+    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+        return self.syncing(version, begin_s, beside)
+
+
+def _samples_per_s(
+    scenario: ClusterScenario, gen: GenStage, train: TrainStage, sync: SyncStage, syncing: Syncing | None = None
+) -> float:
+    """`syncing` None: the sync takes the same whoever is beside it."""
+    alike = [gen.seconds] * LOOPED, [train.seconds] * LOOPED, [sync.seconds] * LOOPED
+    steady = Given(*alike) if syncing is None else _Beside(*alike, syncing)
+    batches = [Batch(gen.samples, gen.samples)] * LOOPED
+    return run_loop(scenario.rules(), batches, steady, warmup_steps=LOOPED // 2).samples_per_s
+
+
+def network_usd(stages: BoardStages) -> float:
+    return network_cost_usd(stages.fabric.inventory(), stages.scenario.servers.nic_gbps).total_usd
+
+
+def at_scale(model: str, train_gpus: int, gpus: int, layouts: tuple[str, ...]) -> Case:
+    """Section 7: requests in proportion to the GPUs that generate."""
+    generating = gpus - train_gpus
+    prompts = generating * given.REQUESTS_PER_GPU.value // given.SAMPLES.value
+    return Case(model, train_gpus, generating, prompts, given.MAX_TOKENS_AT_SCALE.value, layouts, fast_interval_s=5.0)
+
+
+def balanced(model: str, gpus: int, layouts: tuple[str, ...]) -> Case:
+    """As many GPUs train as makes training and generation equally long on a fat tree."""
+    unit = UNITS[model]
+    pilot = at_scale(model, max(unit, round(gpus * given.PILOT_SHARE.value / unit) * unit), gpus, layouts)
+    found = measured(stages_of(pilot.scenario(), "fat_tree"))
+    train_s_alike = found.train.seconds * pilot.train_gpus / pilot.gen_gpus  # with as many GPUs on either side
+    wanted = gpus / (1 + found.gen.seconds / train_s_alike)
+    return at_scale(model, max(unit, round(wanted / unit) * unit), gpus, layouts)

@@ -1,0 +1,76 @@
+"""What the OrchestrRL paper (arXiv 2601.01209v2) reports, figure by figure: what the scoreboard sets ours beside.
+
+Each by a name of its own; a test holds them to the figures as they were read from the paper.
+"""
+
+from collections.abc import Mapping
+from math import inf
+
+from orchestrrl.lab.scoreboard.model import Claim
+
+_of, _between, _most = Claim.of, Claim, Claim.bound
+
+CLAIMS: Mapping[str, Claim] = {
+    # Section 6.1, figure 9: samples per second over veRL-TO, end to end, one step asynchronous.
+    "headline.throughput.qwen2.5-14b.15000": _of(1.31),
+    "headline.throughput.qwen2.5-14b.25000": _of(1.42),
+    "headline.throughput.qwen2.5-32b.15000": _of(1.32),
+    "headline.throughput.qwen2.5-32b.25000": _of(1.34),
+    # Section 6.2.1, figure 10.
+    "headline.ablation.qwen2.5-14b.planning": _of(1.24),
+    "headline.ablation.qwen2.5-14b.balancing": _of(1.18),
+    "headline.ablation.qwen2.5-14b.both": _of(1.42),
+    "headline.ablation.qwen2.5-32b.planning": _of(1.19),
+    "headline.ablation.qwen2.5-32b.balancing": _of(1.14),
+    "headline.ablation.qwen2.5-32b.both": _of(1.34),
+    # Section 4.1 and appendix F.
+    "headline.forecast_error": _most(0.098),
+    "headline.solve_s": _most(11.0),
+    # Section 6.2.2, figure 11.
+    "headline.case_study.at_s": _of(272.0),
+    "headline.case_study.total_s": _of(7.5),
+    "headline.case_study.switching_s": _of(1.5),
+    "headline.case_study.kv_recompute_s": _of(5.4),
+    # Section 2.
+    "phase_example.early.tp2_s": _of(79.2),
+    "phase_example.early.tp4_s": _of(96.3),
+    "phase_example.early.tp8_s": _of(138.7),
+    "phase_example.tail.tp2_s": _of(208.4),
+    "phase_example.tail.tp4_s": _of(188.3),
+    "phase_example.tail.tp8_s": _of(165.1),
+    "gen_vs_train_time": _of(1.49),
+    "worker_time_skew": _of(1.58),
+    "slack.gen_tp_median_s": _most(0.0005),
+    "slack.train_window_s": _between(0.010, 0.500),
+    "slack.weight_sync_idle_s": _between(1.0, inf),
+    # Sections 7.2.1 to 7.2.4, figures 13 to 16.
+    "fabric.throughput.topoopt": _between(0.47, 0.76),
+    "fabric.throughput.mixnet": _of(0.81),
+    "fabric.throughput.rfabric": _of(1.0),  # "close to FT and RO"
+    "fabric.cost.rfabric": _between(0.51, 0.52),
+    "fabric.cost.rail_optimized": _of(1.0),
+    "fabric.cost.oversubscribed": _of(0.54),
+    "fabric.cost.topoopt": _of(0.21),
+    "fabric.cost_vs_gpus.200": _of(0.37),
+    "fabric.cost_vs_gpus.400": _of(0.59),
+    "fabric.cost_efficiency.fat_tree": _between(1.53, 2.06),
+    "fabric.cost_efficiency.rail_optimized": _between(1.61, 2.08),
+    "fabric.cost_efficiency.mixnet": _of(1.13),
+    # Section 7.3.1, figure 17: over a fixed schedule on the 3:1 fat tree.
+    "codesign.throughput.scheduler_only": _of(1.18),
+    "codesign.throughput.fabric_only": _of(1.56),
+    "codesign.throughput.both": _of(2.01),
+    "codesign.per_dollar.scheduler_only": _of(1.18),
+    "codesign.per_dollar.fabric_only": _of(1.79),
+    "codesign.per_dollar.both": _of(2.31),
+    # Section 7.3.2, figure 18: times on RFabric over those on the 3:1 fat tree, less 1.
+    "fabric_effect.afd_phase": _of(-0.167),
+    "fabric_effect.kv_migration": _of(-0.583),
+    "fabric_effect.gen_step": _of(-0.107),
+    # Section 7.1, figure 12: of the paper's simulator against its testbed.
+    "fidelity.training_mfu": _most(0.0886),
+    "fidelity.generation_tp": _most(0.033),
+    "fidelity.generation_afd": _most(0.0595),
+    "fidelity.network": _most(0.0598),
+    "fidelity.end_to_end": _between(0.022, 0.104),
+}

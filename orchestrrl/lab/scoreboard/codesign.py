@@ -1,0 +1,161 @@
+"""Figures 17 and 18: scheduler and fabric together on 2,048 GPUs, and what the fabric does to a change of engines."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from orchestrrl.lab.scoreboard import constants as given
+from orchestrrl.lab.scoreboard.cases import (
+    LONE_RADIX,
+    UNITS,
+    Case,
+    Measured,
+    at_scale,
+    measured,
+    retrained,
+    stages_of,
+)
+from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.rows import beyond, compared
+from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.registry import build
+from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
+from orchestrrl.lab.sim.rl.generation_profiles import Hardware
+from orchestrrl.lab.sim.rl.generation_switch import SwitchCase, switched_stage
+from orchestrrl.lab.sim.rl.model import GenStage
+from orchestrrl.lab.sim.rl.scenario import layout_named
+from orchestrrl.lab.sim.workload import requests_of_step
+from planner.cost.hardware import gpu_named
+from planner.cost.models import model_named
+from planner.cost.paper import paper_engine
+
+MODEL = "qwen3-235b-a22b"
+QUICK = 4  # times fewer GPUs
+BASE, OURS, REFERENCE = "oversubscribed", "rfabric", "fat_tree"
+NEAR = "experts' groups of 16 GPUs are two servers, which ToRs of six servers keep off the 3:1 uplinks"
+LONE = "when engines change, and how many requests there are, is ours"
+
+
+def two_by_two(quick: bool, report: Report) -> list[Row]:
+    case = _case(QUICK if quick else 1)
+    wanted = [(kind, arm) for arm in ("verl_to", "both") for kind in (BASE, OURS, *(() if quick else (REFERENCE,)))]
+    found: dict[tuple[str, str], Measured] = {}
+    for place, (kind, arm) in enumerate(wanted):
+        report(f"{kind}, {arm}", place, len(wanted))
+        found[kind, arm] = measured(stages_of(case.scenario([kind]), kind), arm)
+    report("each server alone behind its uplinks", len(wanted), len(wanted) + 1)
+    found["lone", "verl_to"] = measured(stages_of(case.scenario([BASE]), BASE, radix=LONE_RADIX))
+    alone = [row for some in dict.fromkeys((case, _fewer_train(case, found))) for row in _lone_rows(some, found)]
+    return [*_rows(case, found), *alone, *_reference(found)]
+
+
+def _case(fewer: int) -> Case:
+    train_gpus, gen_gpus = (count // fewer for count in given.CODESIGN_GPUS.value)
+    return at_scale(MODEL, train_gpus, train_gpus + gen_gpus, given.CODESIGN_LAYOUTS.value)
+
+
+def _fewer_train(case: Case, found: Mapping[tuple[str, str], Measured]) -> Case:
+    """So many that generation takes as many times as long as training as section 2 says, on RFabric: of this size the
+    paper tells neither how the two compare nor how many GPUs train."""
+    ours, unit = found[OURS, "verl_to"], UNITS[MODEL]
+    wanted = case.train_gpus * given.GEN_OVER_TRAIN.value * ours.train.seconds / ours.gen.seconds
+    return replace(case, train_gpus=min(case.train_gpus, max(unit, round(wanted / unit) * unit)))
+
+
+def _rows(case: Case, found: Mapping[tuple[str, str], Measured]) -> list[Row]:
+    base, rows = found[BASE, "verl_to"], []
+    for name, key in (("scheduler_only", (BASE, "both")), ("fabric_only", (OURS, "verl_to")), ("both", (OURS, "both"))):
+        here, words = found[key], name.replace("_", " ")
+        rate = here.samples_per_s / base.samples_per_s
+        why, of = f"{_why(base, here)}; {NEAR}", f"{words}, {case.gpus:,} GPUs"
+        rows.append(compared("Figure 17", f"throughput, {of}", f"codesign.throughput.{name}", rate, why))
+        worth = rate * base.network_usd / here.network_usd
+        cost = f"{why}; the network costs {here.network_usd / base.network_usd:.2f} of the baseline's"
+        rows.append(compared("Figure 17", f"throughput per dollar, {of}", f"codesign.per_dollar.{name}", worth, cost))
+    return rows
+
+
+def _why(base: Measured, here: Measured) -> str:
+    return (
+        f"a step generates for {base.gen.seconds:.0f} s on the baseline and {here.gen.seconds:.0f} s here, trains for"
+        f" {base.train.seconds:.0f} and {here.train.seconds:.0f} s (experts' all-to-all"
+        f" {base.train.parts_s['ep']:.0f} and {here.train.parts_s['ep']:.0f} s); the longer of the two sets the rate:"
+        f" by itself, generation is {base.gen.seconds / here.gen.seconds:.2f} times as fast and training"
+        f" {base.train.seconds / here.train.seconds:.2f} times"
+    )
+
+
+def _lone_rows(case: Case, found: Mapping[tuple[str, str], Measured]) -> list[Row]:
+    """Were every server alone behind three uplinks for its eight NICs, so that nothing but its own GPUs is near; with
+    the case's count of GPUs that train."""
+    there = stages_of(case.scenario([BASE]), BASE, radix=LONE_RADIX)
+    lone = retrained(found["lone", "verl_to"], there)
+    ours = stages_of(case.scenario([OURS]), OURS)
+    rows = []
+    for name, arm in (("fabric_only", "verl_to"), ("both", "both")):
+        here = retrained(found[OURS, arm], ours)
+        of = f"{name.replace('_', ' ')}, {case.train_gpus:,} GPUs train and {case.gen_gpus:,} generate"
+        what = f"throughput, {of}, each server alone behind three uplinks"
+        rate = here.samples_per_s / lone.samples_per_s
+        rows.append(compared("Figure 17", what, f"codesign.throughput.{name}", rate, _why(lone, here)))
+    return rows
+
+
+def _reference(found: Mapping[tuple[str, str], Measured]) -> list[Row]:
+    if (REFERENCE, "both") not in found:
+        return []
+    ours = found[OURS, "both"].samples_per_s / found[REFERENCE, "both"].samples_per_s
+    return [beyond("RFabric over a full fat tree, both with our scheduler", ours, figure="Figure 17")]
+
+
+# --- figure 18
+
+
+def change_of_engines(quick: bool, report: Report) -> list[Row]:
+    fewer = QUICK if quick else 1
+    train_gpus, gen_gpus = (count // fewer for count in given.CODESIGN_GPUS.value)
+    afd = layout_named(given.AFD.value)
+    servers = Servers(count=(train_gpus + gen_gpus) // 8, nic_gbps=given.NIC_GBPS.value)
+    case = _case(fewer)
+    workload = case.scenario([BASE]).generation.workload
+    requests = tuple(requests_of_step(workload, 1, 0))
+    fabrics = {
+        BASE: build(BASE, servers, ratio=given.OVERSUBSCRIPTION.value),
+        OURS: build(OURS, servers, train_servers=train_gpus // 8),
+        "lone": build(BASE, servers, ratio=given.OVERSUBSCRIPTION.value, radix=LONE_RADIX),
+    }
+
+    def run(fabric: Fabric, left_share: float) -> GenStage:
+        hardware = Hardware(model_named(MODEL), gpu_named(given.GPU.value), paper_engine(model_named(MODEL)))
+        where = GenGpus(train_gpus, gen_gpus)
+        return switched_stage(SwitchCase(hardware, where, afd, layout_named("tp8"), requests, left_share), fabric)
+
+    shares = given.LEFT_SHARES.value[1:4] if quick else given.LEFT_SHARES.value
+    tried = {}
+    for place, share in enumerate(shares):
+        report(f"{share:.0%} left", place, len(shares) + 2)
+        tried[share] = run(fabrics[BASE], share)
+    best = min(tried, key=lambda share: tried[share].seconds)
+    report("RFabric", len(shares), len(shares) + 2)
+    return _switch_rows(tried[best], run(fabrics[OURS], best), run(fabrics["lone"], best), best)
+
+
+def _switch_rows(base: GenStage, ours: GenStage, lone: GenStage, left_share: float) -> list[Row]:
+    rows = []
+    parts = (
+        ("AFD phase", "afd_phase", given.AFD.value),
+        ("KV migration", "kv_migration", "moving KV"),
+        ("generation step", "gen_step", ""),
+    )
+    for words, claim, phase in parts:
+        then_s, now_s, alone_s = (each.phases_s[phase] if phase else each.seconds for each in (base, ours, lone))
+        why = (
+            f"{then_s:.3g} to {now_s:.3g} s, changed when {left_share:.0%} are left; an instance is five servers and a"
+            " ToR of the 3:1 tree has six, so that most of it stays below ToRs, and three micro-batches hide the rest."
+            f" With each server alone behind three uplinks it would be {now_s / alone_s - 1:+.1%}"
+        )
+        what = f"{words} on RFabric over the 3:1 fat tree, less 1"
+        rows.append(compared("Figure 18", what, f"fabric_effect.{claim}", now_s / then_s - 1, why, "share"))
+        lone_what = f"{what}, each server alone behind three uplinks"
+        rows.append(compared("Figure 18", lone_what, f"fabric_effect.{claim}", now_s / alone_s - 1, LONE, "share"))
+    return rows

@@ -1,0 +1,124 @@
+"""All figures of the scoreboard, in the table's order, and which of the paper's nobody can make here."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.lab.scoreboard import (
+    codesign,
+    costs,
+    decisions,
+    fabrics,
+    fidelity,
+    generation,
+    own,
+    phases,
+    sensitivity,
+    slack,
+)
+from orchestrrl.lab.scoreboard.model import Figure
+
+FIGURES: tuple[Figure, ...] = (
+    Figure(
+        "2",
+        "Section 2: a job on 72 GPUs",
+        generation.workload,
+        ("gen_vs_train_time", "worker_time_skew"),
+    ),
+    Figure("2-phases", "Section 2.1: phases of a step", phases.example, ("phase_example.",)),
+    Figure(
+        "4.1",
+        "Section 4.1: forecast",
+        decisions.forecast,
+        ("headline.forecast_error",),
+        "4 seeds of 20 in its first row",
+    ),
+    Figure("5", "Figure 5: slack", slack.slack, ("slack.",)),
+    Figure(
+        "9",
+        "Figure 9: throughput on the testbed",
+        generation.headline,
+        ("headline.throughput.",),
+        "Qwen2.5-14B with 15,000 tokens alone, one seed",
+    ),
+    Figure(
+        "10",
+        "Figure 10: planning and balancing alone",
+        generation.ablation,
+        ("headline.ablation.",),
+        "Qwen2.5-14B alone",
+    ),
+    Figure("11", "Figure 11: case study", phases.case_study, ("headline.case_study.",)),
+    Figure(
+        "12",
+        "Figure 12: fidelity",
+        fidelity.fidelity,
+        ("fidelity.training_mfu", "fidelity.generation_tp", "fidelity.network"),
+    ),
+    Figure(
+        "13-dense",
+        "Figure 13: throughput of fabrics, dense model",
+        partial(fabrics.throughput, "qwen2.5-72b"),
+        ("fabric.throughput.",),
+        "512 GPUs alone",
+    ),
+    Figure(
+        "13-moe",
+        "Figure 13: throughput of fabrics, mixture of experts",
+        partial(fabrics.throughput, "qwen2-57b-a14b"),
+        ("fabric.throughput.",),
+        "512 GPUs alone",
+    ),
+    Figure("14", "Figure 14: stages by fabric", fabrics.stage_times, (), "512 GPUs instead of 1,024"),
+    Figure("15", "Figure 15: cost", costs.costs, ("fabric.cost.", "fabric.cost_vs_gpus.")),
+    Figure(
+        "16",
+        "Figure 16: throughput per dollar",
+        costs.frontier,
+        ("fabric.cost_efficiency.",),
+        "the mixture of experts at 200 Gbps alone",
+    ),
+    Figure(
+        "17",
+        "Figure 17: scheduler and fabric",
+        codesign.two_by_two,
+        ("codesign.",),
+        "512 GPUs instead of 2,048",
+    ),
+    Figure(
+        "18",
+        "Figure 18: a change of engines",
+        codesign.change_of_engines,
+        ("fabric_effect.",),
+        "512 GPUs instead of 2,048, three moments to change at instead of five",
+    ),
+    Figure("20", "Figure 20: solver", decisions.solver, ("headline.solve_s",), "1,024 GPUs alone"),
+    Figure("I", "Appendix I: circuits by traffic", sensitivity.allocation, (), "without weight sync"),
+    Figure("I-delays", "Section 7.2.5: delays of circuits", sensitivity.delays, (), "the dense model alone"),
+    Figure("mixed", "Beyond: mixed fleets", own.mixed_fleets, (), "up to 64 GPUs"),
+    Figure("sync", "Beyond: weight sync", own.weight_sync),
+    Figure("additions", "Beyond: our additions", own.additions, (), "the packing balancer alone"),
+    Figure("failures", "Beyond: failures", own.failures),
+)
+
+NOT_HERE: Mapping[str, str] = {
+    "fidelity.generation_afd": "there is no public implementation of AFD to measure; the paper's is internal",
+    "fidelity.end_to_end": "takes a testbed that trains and generates; its parts are held alone (docs/fidelity.md)",
+}
+
+
+def chosen(wanted: Sequence[str]) -> list[Figure]:
+    """All where none is named; `13` is every one whose id begins with it. Raises ProblemFaults."""
+    known = [figure.id for figure in FIGURES]
+    faults = [
+        f"--figures[{number}]: must be one of {', '.join(known)}, got {name!r}"
+        for number, name in enumerate(wanted)
+        if not any(_is(each, name) for each in known)
+    ]
+    if faults:
+        raise ProblemFaults(faults)
+    return [figure for figure in FIGURES if not wanted or any(_is(figure.id, name) for name in wanted)]
+
+
+def _is(known: str, name: str) -> bool:
+    return name in (known, known.split("-")[0])

@@ -1,0 +1,138 @@
+"""Figures 9 and 10, and section 2's view of a step: what planning and balancing are worth end to end."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from orchestrrl.lab.scoreboard import constants as given
+from orchestrrl.lab.scoreboard.cases import TITLES, BoardStages, Case, measured, stages_of
+from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.rows import beyond, compared
+from orchestrrl.lab.sim.rl.stages import TUNED
+
+TESTBED = "rail_optimized"  # section 6
+MODELS = dict(zip(("qwen2.5-14b", "qwen2.5-32b"), given.PHASE_GPUS.value, strict=True))
+LITTLE_TO_SWITCH_FOR = (
+    "the step times of section 2.1 leave little to switch for (free and instant switches gain 1.01 to 1.05 over even"
+    " spreading), and the tuned static fleet here is already wide: {tuned}; "
+    "docs: tests/orchestrrl/lab/sim/scenarios/README.md"
+)
+NARROW = "lengths and the batch are ours; a fleet as narrow as that is not the best static one here"
+CUT = "each worker is busy until its longest answer ends, and those of most workers are cut there"
+NEWER = "leaves the longest tenth to the next step, under newer weights"
+
+
+def on_testbed(
+    model: str,
+    max_tokens: int,
+    layouts: tuple[str, ...] = given.TESTBED_LAYOUTS.value,
+    requests: int = given.BATCH.value,
+) -> BoardStages:
+    """Two steps: what forecasts is measured in the second."""
+    gpus = MODELS[model]
+    prompts = requests // given.SAMPLES.value
+    case = Case(model, gpus, gpus, prompts, max_tokens, layouts, steps=2)
+    return stages_of(case.scenario([TESTBED]), TESTBED)
+
+
+Rates = Mapping[str, Sequence[float]]  # [arm][seed], samples per second
+
+
+def rates(stages: BoardStages, arms: Sequence[str], seeds: Sequence[int], report: Report) -> Rates:
+    found: dict[str, list[float]] = {arm: [] for arm in arms}
+    for number, seed in enumerate(seeds):
+        for place, arm in enumerate(arms):
+            report(f"{stages.scenario.name}, {arm}", number * len(arms) + place, len(seeds) * len(arms))
+            found[arm].append(measured(stages, arm, seed).samples_per_s)
+    return found
+
+
+def gain(found: Sequence[float], base: Sequence[float]) -> float:
+    """The median over seeds."""
+    return median(ours / theirs for ours, theirs in zip(found, base, strict=True))
+
+
+def headline(quick: bool, report: Report) -> list[Row]:
+    rows = []
+    for model in list(MODELS)[: 1 if quick else None]:
+        for max_tokens in given.MAX_TOKENS.value[: 1 if quick else None]:
+            rows += _headline(model, max_tokens, quick, report)
+    return rows
+
+
+def _headline(model: str, max_tokens: int, quick: bool, report: Report) -> list[Row]:
+    stages, narrow = on_testbed(model, max_tokens), on_testbed(model, max_tokens, (given.PAPERS_STATIC.value,))
+    seeds = given.SEEDS.value[: 1 if quick else None]
+    found = rates(stages, (TUNED, "both") if quick else (TUNED, "both", "partial_rollout"), seeds, report)
+    of = f"{TITLES[model]}, {MODELS[model]} GPUs generate, {max_tokens:,} tokens"
+    claim = f"headline.throughput.{model}.{max_tokens}"
+    as_theirs = gain(found["both"], rates(narrow, (TUNED,), seeds, report)[TUNED])
+    engines = f"static {given.PAPERS_STATIC.value.upper()} engines, what veRL-TO is in the paper's figure 11"
+    rows = [
+        compared("Figure 9", f"OrchestrRL over veRL-TO, {of}", claim, gain(found["both"], found[TUNED]), _why(stages)),
+        compared("Figure 9", f"OrchestrRL over {engines}, {of}", claim, as_theirs, NARROW),
+    ]
+    if "partial_rollout" in found:
+        ours = gain(found["partial_rollout"], found[TUNED])
+        rows.append(beyond(f"partial rollout over veRL-TO, {of}", ours, "x", NEWER, "Figure 9"))
+    return rows
+
+
+def ablation(quick: bool, report: Report) -> list[Row]:
+    rows = []
+    for model in list(MODELS)[: 1 if quick else None]:
+        stages = on_testbed(model, given.MAX_TOKENS.value[-1])
+        arms = ("planning", "balancing") if quick else ("planning", "balancing", "both")
+        found = rates(stages, (TUNED, *arms), given.SEEDS.value[:1], report)
+        for arm in arms:
+            what = f"{arm} over veRL-TO, {TITLES[model]}, {given.MAX_TOKENS.value[-1]:,} tokens"
+            ours = gain(found[arm], found[TUNED])
+            rows.append(compared("Figure 10", what, f"headline.ablation.{model}.{arm}", ours, _why(stages)))
+    return rows
+
+
+def _why(stages: BoardStages) -> str:
+    gen = stages.gen_of_tuned(1)
+    return LITTLE_TO_SWITCH_FOR.format(tuned=f"{next(iter(gen.phases_s))}, {gen.seconds:.0f} s")
+
+
+def workload(quick: bool, report: Report) -> list[Row]:
+    """Section 2: 72 GPUs, engines of TP=8, prompts dealt in turn. The paper tells neither whether its batch of 512 is
+    of prompts or of answers, nor where answers are cut."""
+    batch, each = given.BATCH.value, given.SAMPLES.value
+    rows = []
+    for place, (prompts, of) in enumerate(((batch // each, f"{batch} answers"), (batch, f"{batch} prompts"))):
+        report(of, place, 2)
+        found = measured(section_2(prompts, given.MAX_TOKENS.value[0]))
+        why = (
+            f"training takes {found.train.seconds:.0f} s here, two passes for log-probabilities among them, at"
+            f" {found.train.mfu:.0%} of the peak, generation {found.gen.seconds:.0f} s, as long as its longest answers:"
+            " with few answers there is less to train on, and hardly less to generate for"
+        )
+        what, ratio = f"generation's time over training's, Qwen2.5-14B, {of}", found.gen.seconds / found.train.seconds
+        rows.append(compared("Section 2", what, "gen_vs_train_time", ratio, why))
+    for max_tokens in given.MAX_TOKENS.value:
+        skew = worker_skew(section_2(batch // each, max_tokens))
+        what = f"longest worker's time over the shortest's, answers cut at {max_tokens:,} tokens"
+        rows.append(compared("Section 2", what, "worker_time_skew", skew, CUT))
+    return rows
+
+
+def section_2(prompts: int, max_tokens: int) -> BoardStages:
+    train_gpus, gen_gpus = given.WORKLOAD_GPUS.value
+    case = Case("qwen2.5-14b", train_gpus, gen_gpus, prompts, max_tokens, ("tp8",))
+    return stages_of(case.scenario([TESTBED]), TESTBED)
+
+
+def worker_skew(stages: BoardStages) -> float:
+    """Of static engines, when each has answered its last."""
+    from orchestrrl.lab.sim.engines import EngineKind, homogeneous
+    from orchestrrl.lab.sim.net.fabrics.base import Failures
+    from orchestrrl.lab.sim.run import steps_of
+    from orchestrrl.lab.sim.static import dealt, run_static
+
+    ready = stages.ready(Failures())
+    scenario = ready.scenario(1)
+    (kind,) = (EngineKind(each) for each in ready.profile.configurations)
+    engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
+    ends_s = [run_static(kind, [held]).makespan_s for held in dealt(steps_of(scenario, 1)[0], engines)]
+    return max(ends_s) / min(ends_s)

@@ -1,0 +1,126 @@
+"""The scoreboard as a page of Markdown: every row with its reason, every constant with its source. Pure."""
+
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from math import isfinite
+
+from orchestrrl.lab.scoreboard.claims import CLAIMS
+from orchestrrl.lab.scoreboard.constants import ELSEWHERE, every
+from orchestrrl.lab.scoreboard.figures import NOT_HERE
+from orchestrrl.lab.scoreboard.kept import Made, all_rows
+from orchestrrl.lab.scoreboard.model import FAR, Claim, Constant, Row
+
+COMMAND = "orchestrrl sim paper --write-docs docs/scoreboard.md"
+HEAD = """\
+# The paper's figures, and ours
+
+Every figure that the OrchestrRL paper (arXiv 2601.01209) reports in its text, made again from first principles:
+stages of a step on simulated hardware, with the planner, balancer, circuit and sync planners that the daemon has.
+Nothing is fitted to a figure that it is compared with; the constants stand at the end, each with its source. A
+difference is relative to the paper's figure, or to the nearer end of its range. Where it is over 15 %, the row says
+why. `given` is what was put in, since it cannot be made from anything, and is not compared.
+
+```console
+$ orchestrrl sim paper --quick --figures 11,20
+```
+
+makes two of them. `orchestrrl sim paper` makes all in less than 30 minutes on two cores, `--quick` a smaller table in
+less than 3. They are kept in `out/paper`, so that an interrupted run goes on where it was. `--write-docs PAGE.md`
+writes a page such as this one, which is generated.
+"""
+
+
+def digest() -> str:
+    """Of claims and constants: a page that has another one is of others."""
+    text = repr(sorted((name, claim.low, claim.high) for name, claim in CLAIMS.items()))
+    text += repr([(each.name, each.value, each.unit, each.source) for each in every()])
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def page(made: Sequence[Made]) -> str:
+    parts = [HEAD.strip(), f"<!-- {COMMAND}; claims and constants: {digest()} -->", counted(all_rows(made))]
+    for each in made:
+        parts.append(f"## {each.title}")
+        if each.quick:
+            parts.append(f"Made quickly: {each.quick}.")
+        parts.append(table(each.rows))
+    parts += [
+        "## Not made here",
+        *(f"- `{name}` ({shown(CLAIMS[name], 'share')}): {why}" for name, why in NOT_HERE.items()),
+    ]
+    parts += ["## Constants", _constants(every())]
+    parts.append("The rest stands, with its sources, in:")
+    parts.append("\n".join(f"- `{where}`: {what}" for where, what in ELSEWHERE.items()))
+    return "\n\n".join(parts) + "\n"
+
+
+def counted(rows: Iterable[Row]) -> str:
+    beside = [row for row in rows if row.difference is not None]
+    far = [row for row in beside if row.is_far]
+    return (
+        f"{len(beside)} rows stand beside a figure of the paper; {len(beside) - len(far)} of them are within"
+        f" {FAR:.0%}, {len(far)} are further off."
+    )
+
+
+def shown(claim: Claim | None, unit: str) -> str:
+    if claim is None:
+        return ""
+    if claim.low == claim.high:
+        return number(claim.low, unit)
+    if claim.at_most or not isfinite(claim.low):
+        return f"at most {number(claim.high, unit)}"
+    if not isfinite(claim.high):
+        return f"at least {number(claim.low, unit)}"
+    return f"{number(claim.low, unit)} to {number(claim.high, unit)}"
+
+
+def number(value: float, unit: str) -> str:
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit == "x":
+        return f"{value:.2f}"
+    return f"{seconds(value)}" if unit == "s" else f"{value:.4g} {unit}"
+
+
+def seconds(value: float) -> str:
+    if abs(value) >= 0.1 or value == 0:
+        return f"{value:.3g} s" if abs(value) < 100 else f"{value:.0f} s"
+    return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-4 else f"{value * 1e6:.3g} us"
+
+
+def difference(row: Row) -> str:
+    if row.given:
+        return "given"
+    return (
+        ""
+        if row.difference is None
+        else f"{row.difference:+.0%}"
+        if abs(row.difference) < 9.995
+        else f"{row.difference + 1:.0f} x"
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = ["| what | paper | ours | difference | why |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = (row.what, shown(row.paper, row.unit), number(row.ours, row.unit), difference(row), row.why)
+        lines.append("| " + " | ".join(_cell(each) for each in cells) + " |")
+    return "\n".join(lines)
+
+
+def _constants(constants: "Sequence[Constant[object]]") -> str:
+    lines = ["| constant | value | source |", "|---|---|---|"]
+    for each in constants:
+        value = each.value
+        words = ", ".join(map(_plain, value)) if isinstance(value, tuple) else _plain(value)
+        lines.append(f"| {_cell(each.name)} | {_cell(f'{words} {each.unit}'.strip())} | {_cell(each.source)} |")
+    return "\n".join(lines)
+
+
+def _plain(value: object) -> str:
+    return f"{value:,g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

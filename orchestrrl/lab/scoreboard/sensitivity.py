@@ -1,0 +1,143 @@
+"""Section 7.2.5 (appendix I): what reconfiguration delays cost, and circuits by traffic against an even split."""
+
+from collections.abc import Mapping
+
+from orchestrrl.lab.scoreboard import constants as given
+from orchestrrl.lab.scoreboard.cases import (
+    TITLES,
+    TRAIN_CONSTANTS,
+    TRAINING,
+    BoardStages,
+    at_scale,
+    measured,
+    stages_of,
+)
+from orchestrrl.lab.scoreboard.fabrics import MODELS
+from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.rows import beyond
+from orchestrrl.lab.sim.net.collectives import all_reduce
+from orchestrrl.lab.sim.net.fabrics.base import Fabric, Failures, Period
+from orchestrrl.lab.sim.net.fabrics.registry import build
+from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.net.timing import seconds
+from orchestrrl.lab.sim.net.transfer import Transfer
+from orchestrrl.lab.sim.rl.stages import ArmTimes
+from orchestrrl.lab.sim.train.compute import stage_parameters
+from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.periods import periods_of
+from orchestrrl.lab.sim.train.ranks import crosses, groups
+from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, Exchange, traffic
+from planner.cost.hardware import gpu_named
+from planner.cost.models import model_named
+from planner.fabric.topology import DEVICES
+
+FIGURE = "Appendix I"
+TRAIN_GPUS = dict(zip(MODELS, given.SHARED_OUT_GPUS.value, strict=True))
+DELAYS_GPUS = dict(zip(MODELS, given.DELAYS_GPUS.value, strict=True))
+KINDS = {
+    "cp": "keys and values round a ring (CP)",
+    "pp": "point to point (PP)",
+    "ep": "all-to-all (EP)",
+    "dp_cp": "all-reduce of gradients (DP)",
+    "expert_dp": "all-reduce of experts' gradients (DP)",
+}
+# ToRs by rail, as the paper draws them, and ToRs that serve four servers whole, as in a fat tree.
+TORS = {"ToRs by rail": None, "ToRs of 4 servers": 4}
+
+
+def delays(quick: bool, report: Report) -> list[Row]:
+    """At the smallest scale."""
+    rows = []
+    for model in ("qwen2.5-72b",) if quick else tuple(MODELS):
+        gpus = given.SCALES.value[0]
+        scenario = at_scale(model, DELAYS_GPUS[model], gpus, MODELS[model]).scenario(["rfabric"])
+        found = {}
+        for place, device in enumerate(given.DEVICES.value):
+            report(f"{TITLES[model]}, {device}", place, len(given.DEVICES.value))
+            stages = stages_of(scenario, "rfabric", device=device)
+            found[device] = _stage_s(stages)
+        first = found[given.DEVICES.value[0]]
+        for device, (train_s, sync_s) in found.items():
+            delay = f"{DEVICES[device].reconfiguration_s * 1e3:g} ms ({device})"
+            what = f"{{}}, circuits that change in {delay}, over those of 0.01 ms, {TITLES[model]}"
+            rows.append(beyond(what.format("training"), train_s / first[0], figure=FIGURE))
+            rows.append(beyond(what.format("weight sync"), sync_s / first[1], figure=FIGURE))
+    return rows
+
+
+def _stage_s(stages: BoardStages) -> tuple[float, float]:
+    times = ArmTimes(stages, "verl_to", 1)
+    train = stages.training(Failures(), times.job(stages.scenario.samples))
+    return train.seconds, times.sync_stage(Failures()).seconds
+
+
+def allocation(quick: bool, report: Report) -> list[Row]:
+    """Circuits evenly over all pairs of ToRs, as a fabric that never changes has them, and evenly over those pairs that
+    send, against circuits by traffic."""
+    rows = []
+    for model in MODELS:
+        for tors, servers_per_tor in TORS.items():
+            report(f"{TITLES[model]}, {tors}", 0, 1)
+            for kind, times_s in _by_allocation(model, servers_per_tor).items():
+                by_traffic_s, senders_s, all_s = times_s
+                what = f"{KINDS[kind]}, even over all pairs against by traffic, {TITLES[model]}, {tors}"
+                senders = f"even over the pairs that send {senders_s / by_traffic_s:.2f}"
+                why = f"{by_traffic_s * 1e3:.4g} ms by traffic; {senders}"
+                rows.append(beyond(what, all_s / by_traffic_s, figure=FIGURE, why=why))
+    return rows if quick else [*rows, *_sync_rows(report)]
+
+
+def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[float]]:
+    """[by traffic, even over pairs that send, even over all pairs], seconds of each kind that leaves its servers."""
+    job = _job(model)
+    servers = Servers(count=job.layout.gpus // 8, nic_gbps=given.NIC_GBPS.value)
+    exchanges = traffic(job, servers, TRAIN_CONSTANTS)
+    passes, gradients = periods_of(job, exchanges)
+    fabrics = [
+        build("rfabric", servers, servers_per_tor=servers_per_tor, allocation=each)
+        for each in ("traffic", "uniform", "fixed")
+    ]
+    found = {}
+    for kind, (period, transfer) in {
+        **{kind: (passes, exchanges[kind].transfer) for kind in FORWARD_BACKWARD if _crosses(exchanges, kind)},
+        **{axis: (gradients, each) for axis, each in _all_reduces(job, servers).items()},
+    }.items():
+        if kind in KINDS:
+            found[kind] = [_one_s(fabric, period, transfer) for fabric in fabrics]
+    return found
+
+
+def _crosses(exchanges: Mapping[str, Exchange], kind: str) -> bool:
+    return kind in exchanges and exchanges[kind].crosses
+
+
+def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, Transfer]:
+    """Of gradients, as a trainer without a distributed optimizer has them; by axis."""
+    sizes = dict(zip(("dp_cp", "expert_dp"), stage_parameters(job), strict=True))
+    return {
+        axis: all_reduce(groups(job, axis), parameters * TRAIN_CONSTANTS.gradient_bytes, servers)
+        for axis, parameters in sizes.items()
+        if parameters and crosses(groups(job, axis), servers)
+    }
+
+
+def _one_s(fabric: Fabric, period: Period, transfer: Transfer) -> float:
+    return float(seconds(fabric.network(period), [transfer])[0])
+
+
+def _job(model: str) -> TrainJob:
+    part = TRAINING[model]
+    without_dp = part["tp"] * part.get("cp", 1) * part.get("pp", 1)
+    layout = TrainLayout(**part, dp=TRAIN_GPUS[model] // without_dp)
+    return TrainJob(model_named(model), gpu_named(given.GPU.value), layout, *given.SHARED_OUT_STEP.value)
+
+
+def _sync_rows(report: Report) -> list[Row]:
+    model = "qwen2-57b-a14b"
+    scenario = at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[1], MODELS[model]).scenario(["rfabric"])
+    report("weight sync", 0, 1)
+    by_traffic, even = (
+        measured(stages_of(scenario, "rfabric", allocation=each)).sync.seconds for each in ("traffic", "uniform")
+    )
+    what = f"weight sync, even over the pairs that send against by traffic, {TITLES[model]}"
+    return [beyond(what, even / by_traffic, figure=FIGURE, why=f"{by_traffic:.3g} s by traffic")]

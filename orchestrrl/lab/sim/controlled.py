@@ -1,0 +1,187 @@
+"""One arm in which the control plane acts: the steps of one seed through a simulated world."""
+
+import asyncio
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrrl.core.config.schema import Config
+from orchestrrl.core.journal.store import JournalReader, Kind
+from orchestrrl.lab.sim.engines import EngineKind, VirtualEngine, fleet_section, homogeneous
+from orchestrrl.lab.sim.results import SeedRun, Span
+from orchestrrl.lab.sim.scenario import Scenario
+from orchestrrl.lab.sim.workload import SimRequest
+from orchestrrl.lab.sim.world import StepRecord, World
+from planner.model import ConfigurationId, EngineId
+
+Report = Callable[[str, int, int], None]  # what is under way, done, in all
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What of ours an arm switches on."""
+
+    planning: bool
+    policy: str | None  # of the fast loop; None: what the scenario's daemon says
+    routed: bool = True  # by the gateway, request by request; otherwise dealt as the framework deals
+    knowledge: str = "forecast"
+
+
+# A gain that no plan brings.
+NEVER_WORTH_IT_S = 1e9
+
+CONTROLS = {
+    "planning": Control(True, "none", routed=False),
+    "balancing_paper": Control(False, "paper"),
+    "balancing": Control(False, None),
+    "both_paper": Control(True, "paper"),
+    "both": Control(True, None),
+    "mean_only": Control(True, None, knowledge="mean"),
+    "oracle": Control(True, None, knowledge="oracle"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ControlledRun:
+    """Everything that decides how it goes."""
+
+    scenario: Scenario
+    kinds: Mapping[ConfigurationId, EngineKind]
+    initial: ConfigurationId
+    arm: str
+    seed: int
+    steps: Sequence[Sequence[SimRequest]]
+    share_network: bool = True
+
+    @property
+    def control(self) -> Control:
+        return CONTROLS[self.arm]
+
+    def run(self, report: Report, keep_journal: Path | None = None) -> SeedRun:
+        """The journal goes away afterwards, unless it is to be kept at a path."""
+        with tempfile.TemporaryDirectory(prefix="orchestrrl-sim-") as folder:
+            path = keep_journal or Path(folder) / "journal.sqlite"
+            run = asyncio.run(self._run(path, report))
+            _read_journal(path, run)
+        return run
+
+    def config(self) -> Config:
+        """The scenario's daemon, with the loops that the arm leaves out made to hold."""
+        daemon = self.scenario.daemon
+        sections = {name: dict(daemon.get(name) or {}) for name in ("fast", "slow")}
+        if self.control.policy is not None:
+            sections["fast"]["policy"] = self.control.policy
+        sections["slow"]["knowledge"] = self.control.knowledge
+        if not self.control.planning:
+            sections["slow"]["epsilon_s"] = NEVER_WORTH_IT_S  # a pin keeps the engines, not the requests
+        merged = self.scenario.model_copy(update={"daemon": {"mode": "act", **daemon, **sections}})
+        return merged.daemon_config(fleet_section(self.scenario, self.kinds))
+
+    async def _run(self, journal_path: Path, report: Report) -> SeedRun:
+        run, scenario = SeedRun(self.seed), self.scenario
+        world = World(self.config(), self.kinds, scenario, journal_path, share_network=self.share_network)
+        world.deploy(self.initial, homogeneous(self.kinds[self.initial], scenario.gpus, scenario.gpus_per_node))
+        if not self.control.planning:
+            world.plane.plans.pin("this arm does not plan", 0.0)
+        if self.control.knowledge == "oracle":
+            world.know({request.id: request.output_tokens for requests in self.steps for request in requests})
+        async with world:
+            world.schedule(scenario.faults)
+            busy_gpu_s = 0.0
+            for index, requests in enumerate(self.steps):
+                before = _Counts.of(world)
+                label = f"{self.arm}, seed {self.seed}, step {index + 1} of {len(self.steps)}"
+                step = await world.run_step(requests, self._dealt(world, requests), _named(report, label))
+                _check(step, requests)
+                if index >= scenario.workload.warmup_steps:
+                    busy_gpu_s += _Counts.of(world).take(before, run)
+                    run.makespan_s.append(step.makespan_s)
+                    run.samples += step.requests
+                    run.output_tokens += step.output_tokens
+                if index == len(self.steps) - 1:
+                    _picture(world, step, run)
+                elif scenario.workload.gap_s:
+                    await world.advance(scenario.workload.gap_s)
+            run.idle_fraction = 1 - busy_gpu_s / (scenario.gpus * run.total_s)
+            run.transfers, run.transferred_gbytes = world.transfers, world.network.carried_gbytes
+            run.transfer_delay_s = world.network.delayed_s
+        return run
+
+    def _dealt(self, world: World, requests: Sequence[SimRequest]) -> list[EngineId] | None:
+        """Whole prompts in turn over the engines there are; None: the gateway routes them."""
+        if self.control.routed:
+            return None
+        engines = sorted(world.engines)
+        return [engines[request.group_index % len(engines)] for request in requests]
+
+
+def _named(report: Report, label: str) -> Callable[[int, int], None]:
+    return lambda done, total: report(label, done, total)
+
+
+def _check(step: StepRecord, requests: Sequence[SimRequest]) -> None:
+    """Every request has its whole answer, once."""
+    wanted = sum(request.output_tokens for request in requests)
+    if len(step.finish_s) != len(requests) or step.output_tokens != wanted:
+        raise AssertionError(
+            f"{len(step.finish_s)} of {len(requests)} answers, {step.output_tokens} of {wanted} tokens"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Counters of a whole run, to be taken before and after a step."""
+
+    busy_gpu_s: float
+    moves: int
+    switches: int
+    recomputed: int
+    preemptions: int
+
+    @classmethod
+    def of(cls, world: World) -> "_Counts":
+        engines = [*world.engines.values(), *world.past_engines]
+        return cls(
+            sum(engine.scheduler.busy_s * len(engine.gpus) for engine in engines),
+            world.plane.state.totals.moves_done,
+            world.machines.starts_total,
+            world.gateway.tokens_recomputed,
+            sum(engine.scheduler.preemptions_total for engine in engines),
+        )
+
+    def take(self, before: "_Counts", run: SeedRun) -> float:
+        run.moves += self.moves - before.moves
+        run.switches += self.switches - before.switches
+        run.tokens_recomputed += self.recomputed - before.recomputed
+        run.preemptions += self.preemptions - before.preemptions
+        return self.busy_gpu_s - before.busy_gpu_s
+
+
+def _picture(world: World, step: StepRecord, run: SeedRun) -> None:
+    from_s, to_s = step.started_s, max(step.finish_s)
+    ends = sorted(at_s - from_s for at_s in step.finish_s)
+    run.remaining = [(0.0, len(ends)), *((at_s, len(ends) - i - 1) for i, at_s in enumerate(ends))]
+    engines: list[VirtualEngine] = [*world.past_engines, *world.engines.values()]
+    for engine in engines:
+        ended_s = to_s if engine.stopped_s is None else engine.stopped_s
+        if ended_s <= from_s or engine.started_s >= to_s:
+            continue
+        running = [(max(0.0, at_s - from_s), count) for at_s, count in engine.running_at if at_s <= to_s]
+        started_s = max(0.0, engine.started_s - from_s)
+        first_gpu, gpus = engine.gpus[0], len(engine.gpus)
+        run.spans.append(Span(engine.id, engine.kind.id, first_gpu, gpus, started_s, ended_s - from_s, running))
+
+
+def _read_journal(path: Path, run: SeedRun) -> None:
+    """What the plans foresaw, and a digest of all that was written down."""
+    reader = JournalReader(path)
+    digest = hashlib.sha256()
+    for entry in reader.since(0, limit=10_000_000):
+        digest.update(json.dumps([entry.at_s, entry.kind, entry.subject, entry.body], sort_keys=True).encode())
+        if entry.kind == Kind.PLAN_ACTUAL and entry.body["predicted_makespan_s"] is not None:
+            run.predicted_actual_s.append((entry.body["predicted_makespan_s"], entry.body["actual_makespan_s"]))
+    reader.close()
+    run.journal_digest = digest.hexdigest()

@@ -1,0 +1,210 @@
+"""The engines of a simulated fleet, in virtual time, and the profiles that they run by."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from orchestrrl.engines.base import Capabilities, EngineMetrics
+from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
+from orchestrrl.lab.sim.scenario import EngineConfiguration, Scenario
+from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Progress, Scheduler
+from planner.cost.profile import Curve, EngineProfile, Parallelism, Provenance, Source, StepTime
+from planner.model import ConfigurationId, EngineId, GpuId
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """A configuration as the simulator runs it. `nic_gbps`: what it sends over each node's NICs while it decodes.
+    `most`: engines that a fleet of it has at most, whatever its GPUs have room for."""
+
+    profile: EngineProfile
+    nic_gbps: float = 0.0
+    prefix_caching: bool = False
+    most: int | None = None
+    serving: ServingFacts = UNKNOWN_SERVING  # that its engines report
+
+    @property
+    def id(self) -> ConfigurationId:
+        return self.profile.id
+
+    @property
+    def gpus(self) -> int:
+        return self.profile.parallelism.gpus
+
+    @property
+    def shape(self) -> EngineShape:
+        profile, step = self.profile, self.profile.step
+        return EngineShape(
+            0.0,
+            0.0,
+            step.kv_s_per_token,
+            profile.max_sequences,
+            profile.kv_capacity_tokens,
+            1 / profile.prefill_tokens_per_s,
+            BLOCK_TOKENS,
+            step.base_s,
+            profile.spill_capacity_tokens,
+            step.spill_s_per_token,
+            self.prefix_caching,
+        )
+
+
+def kinds_of(scenario: Scenario) -> dict[ConfigurationId, EngineKind]:
+    """The scenario's configurations, in its order."""
+    profile = scenario.engines.profile_value
+    kinds = [_kind(configuration) for configuration in scenario.engines.configurations]
+    kinds += [EngineKind(engine) for engine in profile.configurations] if profile is not None else []
+    return {kind.id: replace(kind, prefix_caching=scenario.engines.prefix_caching) for kind in kinds}
+
+
+def _kind(section: EngineConfiguration) -> EngineKind:
+    if section.base_s is not None:
+        base_s = Curve(section.base_s.sequences, section.base_s.seconds)
+    else:
+        assert section.alpha_s is not None
+        base_s = Curve.line(section.alpha_s, section.beta_s)
+    profile = EngineProfile(
+        ConfigurationId(section.id),
+        Parallelism(tp=section.gpus),
+        StepTime(base_s, section.gamma_s, section.spill_s_per_token),
+        section.prefill_tokens_per_s,
+        section.kv_capacity_tokens,
+        section.max_sequences,
+        section.switch_s,
+        Provenance(Source.MEASURED, "", "as the scenario says"),
+        section.spill_capacity_tokens,
+    )
+    return EngineKind(profile, section.nic_gbps)
+
+
+def fleet_section(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind]) -> dict[str, object]:
+    """What the daemon's configuration file would say of these engines, beside a profile."""
+    named = (ConfigurationId(configuration.id) for configuration in scenario.engines.configurations)
+    written = [name for name in named if name in kinds]  # the others cannot be used, see run.usable_kinds
+    return {
+        "gpus": {"count": scenario.gpus, "per_node": scenario.gpus_per_node},
+        "configurations": [_settings(kinds[name], scenario) for name in written],
+        "kv_transfer": _kv_transfer(scenario) if scenario.network.kv_transfer else None,
+    }
+
+
+def _kv_transfer(scenario: Scenario) -> dict[str, object]:
+    """Links as they are when nobody else uses them: the daemon learns of crowding by itself."""
+    links = scenario.network
+    return {
+        "inter_node_gbps_per_gpu": links.nic_gbps_per_node / scenario.gpus_per_node,
+        "intra_node_gbps_per_gpu": links.nvlink_gbps_per_gpu,
+        "latency_s": links.latency_s,
+        "kv_bytes_per_token": scenario.engines.moved_bytes_per_token,
+    }
+
+
+def _settings(kind: EngineKind, scenario: Scenario) -> dict[str, object]:
+    typical = len(range(scenario.workload.prompts)) * scenario.workload.samples * kind.gpus / scenario.gpus
+    affine = kind.profile.configuration(None if len(kind.profile.step.base_s.xs) == 2 else (1.0, max(2.0, typical)))
+    return {
+        "id": str(affine.id),
+        "gpus": affine.gpus,
+        "alpha_s": affine.alpha_s,
+        "beta_s": affine.beta_s,
+        "gamma_s": affine.gamma_s,
+        "kv_capacity_tokens": affine.kv_capacity_tokens,
+        "max_sequences": affine.max_sequences,
+        "prefill_tokens_per_s": affine.prefill_tokens_per_s,
+        "switch_s": affine.switch_s,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where an engine of a fleet stands."""
+
+    engine: EngineId
+    gpus: tuple[GpuId, ...]
+
+
+def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> list[Placement]:
+    """As many engines of one kind as there is room for: inside nodes, or on whole ones."""
+    size = kind.gpus
+    starts = (
+        [node + offset for node in range(0, gpus_count, per_node) for offset in range(0, per_node - size + 1, size)]
+        if size <= per_node
+        else list(range(0, gpus_count - size + 1, size))
+        if size % per_node == 0
+        else []
+    )
+    starts = [start for start in starts if start + size <= gpus_count]
+    return [
+        Placement(EngineId(f"e{index}"), tuple(GpuId(gpu) for gpu in range(start, start + size)))
+        for index, start in enumerate(starts[: kind.most])
+    ]
+
+
+@dataclass(slots=True)
+class VirtualEngine:
+    """One engine. As a gateway sees it, it has a URL and a health; its work goes through the scheduler."""
+
+    id: EngineId
+    kind: EngineKind
+    gpus: tuple[GpuId, ...]
+    url: str
+    started_s: float
+    scheduler: Scheduler
+    stopped_s: float | None = None
+    capabilities_told: bool = False
+    prompt_tokens_total: int = 0
+    running_at: list[tuple[float, int]] = field(default_factory=list)  # (time, running), where it changed
+
+    @classmethod
+    def start(
+        cls, engine: EngineId, kind: EngineKind, gpus: tuple[GpuId, ...], url: str, now_s: float
+    ) -> "VirtualEngine":
+        return cls(engine, kind, gpus, url, now_s, Scheduler(kind.shape, now_s))
+
+    def retired(self) -> "VirtualEngine":
+        """A copy that keeps what the process did that answered here."""
+        return copy.copy(self)
+
+    def restart(self, fresh: "VirtualEngine") -> None:
+        """Another process answers at this address from now on."""
+        for name in ("kind", "gpus", "started_s", "scheduler", "stopped_s", "capabilities_told", "running_at"):
+            setattr(self, name, getattr(fresh, name))
+
+    def advance(self, now_s: float) -> Sequence[Progress]:
+        made = self.scheduler.advance(now_s)
+        running = len(self.scheduler.running)
+        if not self.running_at or self.running_at[-1][1] != running:
+            self.running_at.append((now_s, running))
+        return made
+
+    def reading(self) -> EngineMetrics:
+        scheduler = self.scheduler
+        capacity_tokens = scheduler.shape.blocks * scheduler.shape.block_tokens
+        return EngineMetrics(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_usage_fraction=scheduler.kv_used_tokens / capacity_tokens,
+            kv_capacity_tokens=capacity_tokens,
+            generation_tokens_total=scheduler.generated_tokens_total,
+            prompt_tokens_total=self.prompt_tokens_total,
+            preemptions_total=scheduler.preemptions_total,
+        )
+
+    @property
+    def features(self) -> Capabilities:
+        return Capabilities(
+            "simulated", "virtual", ("sim",), max_sequences=self.kind.profile.max_sequences, serving=self.kind.serving
+        )
+
+    # --- what a gateway's fleet asks of the client of an engine
+
+    async def healthy(self) -> bool:
+        return self.stopped_s is None
+
+    async def capabilities(self) -> Capabilities:
+        return self.features
+
+    async def close(self) -> None:
+        """Nothing is open."""

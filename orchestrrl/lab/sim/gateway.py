@@ -1,0 +1,264 @@
+"""The gateway of a simulated fleet: the real ledger, fleet and routing; only the relay's HTTP is left out.
+
+A request is a count of tokens instead of the tokens. Moves, holding, and what becomes of requests whose engine died
+follow gateway/relay.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.operations import (
+    ItemResult,
+    MoveRequests,
+    Operation,
+    OperationResult,
+    OperationStatus,
+    RequestMove,
+    SetRoutes,
+    status_of,
+)
+from orchestrrl.core.reports import FinishedRequest, GatewayReport
+from orchestrrl.engines.base import Endpoint, Engine
+from orchestrrl.gateway.ledger.ledger import Ledger, Record
+from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.routing.backends import Fleet, NoEngine
+from orchestrrl.gateway.routing.policies import Routing
+from orchestrrl.lab.sim.engines import VirtualEngine
+from orchestrrl.lab.sim.routing import ManyChoices
+from orchestrrl.lab.sim.workload import SimRequest
+from orchestrrl.lab.simulated_engine.scheduler import Progress
+from planner.model import EngineId, NodeId, RequestId, RequestState, RequestView
+
+
+@dataclass(slots=True)
+class CountedRecord(Record):
+    """A record that counts its tokens."""
+
+    generated: int = 0
+    output_tokens: int = 1  # how long its answer will be
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens_estimate + self.generated
+
+    @property
+    def movable_now(self) -> bool:
+        return True
+
+    @property
+    def left_tokens(self) -> int:
+        return self.output_tokens - self.generated
+
+    def grow(self, tokens: int, now_s: float) -> None:
+        self.generated += tokens
+        self.progressed_s = now_s
+        self.state = RequestState.RUNNING
+        if self.started_s is None:
+            self.started_s = now_s
+
+    def view(self, now_s: float) -> RequestView:
+        return RequestView(
+            self.id,
+            self.engine,
+            self.state,
+            self.prompt_tokens_estimate,
+            self.generated,
+            self.max_tokens,
+            self.group,
+            self.tag,
+            True,
+            self.moves,
+            now_s - self.arrived_s,
+            now_s - self.progressed_s,
+        )
+
+    def summary(self) -> FinishedRequest:
+        finished_s = self.finished_s or self.arrived_s
+        return FinishedRequest(
+            self.id,
+            self.engine,
+            self.prompt_tokens_estimate,
+            self.generated,
+            self.finish_reason or "error",
+            self.moves,
+            self.tag,
+            finished_s - self.arrived_s,
+        )
+
+
+def record_of(request: SimRequest, now_s: float, generated: int = 0) -> CountedRecord:
+    return CountedRecord(
+        request.id,
+        Endpoint.COMPLETIONS,
+        {},
+        False,
+        now_s,
+        request.max_tokens,
+        group=request.group,
+        prompt_tokens_estimate=request.prompt_tokens,
+        generated=generated,
+        output_tokens=request.output_tokens,
+    )
+
+
+Arrive = Callable[[CountedRecord, VirtualEngine, VirtualEngine | None], None]
+Finished = Callable[[CountedRecord], None]
+
+
+class VirtualGateway:
+    """Holds every request. `engine_at` knows the engine behind a URL; `arrive` brings a request's KV or tokens to an
+    engine (from another one, where it had KV there) and submits it; `finished` is told of every answer."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        clock: Clock,
+        engine_at: Callable[[str], VirtualEngine],
+        arrive: Arrive,
+        finished: Finished,
+        routing: Routing | None = None,
+        queue_depth: int = 0,
+    ) -> None:
+        self.node = node
+        self.clock = clock
+        self._engine_at = engine_at
+        self._arrive = arrive
+        self._finished = finished
+        # A fleet asks of an engine what VirtualEngine has: where it is, whether it lives, what it offers.
+        self.fleet = Fleet(
+            lambda url: cast(Engine, engine_at(url)), clock=clock, routing=routing, queue_depth=queue_depth
+        )
+        self.ledger = Ledger(keep_finished=1 << 20)
+        self.records: dict[RequestId, CountedRecord] = {}
+        self.tokens_recomputed = 0
+        self._held: dict[RequestId, tuple[EngineId, float]] = {}  # destination awaited, until when
+
+    def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
+        """New requests: dealt as given, or routed one by one."""
+        now_s = self.clock.now_s()
+        quick = to is None and self.fleet.routing == Routing() and not self.fleet.queue_depth
+        many = ManyChoices([slot for slot in self.fleet if slot.usable]) if quick else None
+        for index, request in enumerate(requests):
+            record = record_of(request, now_s)
+            self.ledger.add(record)
+            self.records[record.id] = record
+            chosen = None if to is None else to[index]
+            if many is not None:
+                chosen = many.choose(record.context_tokens)
+            self._send(record, self.fleet.get(chosen), None)
+
+    def progressed(self, engine: VirtualEngine, made: Sequence[Progress], now_s: float) -> None:
+        """Tokens that an engine has made."""
+        if not made:
+            return
+        slot = self.fleet.get(engine.id)
+        for progress in made:
+            record = self.records[progress.id]
+            before, was = record.context_tokens, record.state
+            record.grow(progress.tokens, now_s)
+            if slot is not None:
+                slot.advance(record, before, was, now_s)
+                if was is not record.state:
+                    self.fleet.dispatch()
+            if progress.finished_s is not None:
+                self._close(record, slot, progress.finished_s)
+
+    def engine_died(self, engine: VirtualEngine) -> None:
+        """What ran there goes on elsewhere, from its tokens."""
+        slot = self.fleet.get(engine.id)
+        if slot is None:
+            return
+        orphans = [cast(CountedRecord, record) for record in slot.records.values()]
+        if not orphans and (slot.route.draining or not slot.routed):
+            return  # it was emptied first: a stop, not a crash
+        self.fleet.suspect(slot, "connection refused")
+        for record in orphans:
+            self.fleet.release(slot, record)
+            self._send(record, None, None)
+
+    def perform(self, operation: Operation) -> OperationResult:
+        """Carry out one of the daemon's operations; at once, in virtual time."""
+        now_s = self.clock.now_s()
+        if now_s > operation.valid_until_s:
+            return OperationResult(operation.id, self.node, OperationStatus.REFUSED, "it has expired")
+        match operation.action:
+            case SetRoutes(routes):
+                faults = self.fleet.set_routes(routes)
+                self._place_held(now_s)
+                status = OperationStatus.PARTIAL if faults else OperationStatus.DONE
+                return OperationResult(operation.id, self.node, status, "; ".join(faults))
+            case MoveRequests(moves):
+                items = tuple(self._move(move, now_s) for move in moves)
+                return OperationResult(operation.id, self.node, status_of(items), items=items)
+            case other:
+                detail = f"{other.kind} is for agents, not for gateways"
+                return OperationResult(operation.id, self.node, OperationStatus.FAILED, detail)
+
+    def report(self) -> GatewayReport:
+        now_s = self.clock.now_s()
+        self._place_held(now_s)
+        sequence, finished = self.ledger.report()
+        in_flight = tuple(record.view(now_s) for record in self.records.values())
+        return GatewayReport(self.node, sequence, now_s, "", in_flight, finished)
+
+    # --- inside
+
+    def _send(self, record: CountedRecord, slot: Slot | None, source: VirtualEngine | None) -> None:
+        def placed(slot: Slot | NoEngine) -> None:
+            assert isinstance(slot, Slot)  # its patience has no end
+            slot.enter(record, self.clock.now_s())
+            self._arrive(record, self._engine_at(slot.engine.url), source)
+
+        if slot is not None:
+            placed(slot)
+            return
+        record.hold()
+        self.fleet.enqueue(record, placed, again=record.attempt > 0)
+
+    def _close(self, record: CountedRecord, slot: Slot | None, finished_s: float) -> None:
+        capped = record.max_tokens is not None and record.generated >= record.max_tokens
+        record.finish("length" if capped else "stop", None, finished_s)
+        if slot is not None:
+            self.fleet.release(slot, record)
+        del self.records[record.id]
+        self.ledger.close(record)
+        self._finished(record)
+
+    def _move(self, move: RequestMove, now_s: float) -> ItemResult:
+        """As gateway/core.py and relay.py judge it."""
+        record = self.records.get(move.request)
+        if record is None:
+            return ItemResult(move.request, False, "no such request")
+        if record.engine is None or record.engine != move.from_engine:
+            return ItemResult(move.request, False, f"is on {record.engine or 'no engine'} by now")
+        source_slot, target = self.fleet.get(move.from_engine), self.fleet.get(move.to_engine)
+        if source_slot is None:
+            return ItemResult(move.request, False, f"engine {move.from_engine!r} is not in the routes")
+        if (target is None or not target.usable) and not move.hold_s:
+            detail = f"engine {move.to_engine!r} is not in the routes" if target is None else "takes no requests"
+            return ItemResult(move.request, False, detail)
+        source = self._engine_at(source_slot.engine.url)
+        self.progressed(source, source.advance(now_s), now_s)
+        if move.request not in self.records:
+            return ItemResult(move.request, False, "finished before the move")
+        computed = bool(record.generated) and record.state is RequestState.RUNNING
+        source.scheduler.abort([record.id])
+        self.fleet.release(source_slot, record)
+        record.moves += 1
+        before = self.tokens_recomputed
+        if target is not None and target.usable:
+            self._send(record, target, source if computed else None)
+        else:
+            self.tokens_recomputed += record.context_tokens if computed else 0
+            record.hold()
+            self._held[record.id] = (move.to_engine, now_s + move.hold_s)
+        return ItemResult(move.request, True, "", self.tokens_recomputed - before)
+
+    def _place_held(self, now_s: float) -> None:
+        for request, (engine, until_s) in list(self._held.items()):
+            slot = self.fleet.get(engine)
+            if (slot is not None and slot.usable) or now_s >= until_s:
+                del self._held[request]
+                self._send(self.records[request], slot if slot is not None and slot.usable else None, None)

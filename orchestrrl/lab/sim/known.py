@@ -1,0 +1,129 @@
+"""What a static fleet could do if every length were known, or every prompt: marks beside the arms. Pure.
+
+Requests are spread (longest first onto the least loaded) or packed (contiguous blocks of the descending order, which
+keeps the longest together); of all configurations, the best. Where a prompt is known, so is the distribution of its
+samples' lengths, and nothing else: more than finished samples of it, in this step or in earlier epochs, can ever tell.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrrl.lab.sim.engines import EngineKind, homogeneous
+from orchestrrl.lab.sim.scenario import Scenario
+from orchestrrl.lab.sim.static import StaticStep, dealt, run_static
+from orchestrrl.lab.sim.workload import SimRequest
+from planner.cost.requests import Pending, work_s
+from planner.model import Configuration
+
+BISECTIONS = 40
+QUANTILES = (0.5, 0.8, 0.95)
+
+
+def best_known(
+    scenario: Scenario, kinds: Sequence[EngineKind], requests: Sequence[SimRequest]
+) -> tuple[EngineKind, StaticStep]:
+    """The shortest step found, and the configuration of its engines."""
+    tried = []
+    for kind in kinds:
+        engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
+        configuration = kind.profile.configuration((1.0, max(2.0, len(requests) / engines)))
+        for place in (spread, packed):
+            tried.append((kind, run_static(kind, place(configuration, engines, requests))))
+    return min(tried, key=lambda found: found[1].makespan_s)
+
+
+def best_prompts_known(
+    scenario: Scenario,
+    kinds: Sequence[EngineKind],
+    requests: Sequence[SimRequest],
+    redrawn_tokens: NDArray[np.int64],
+) -> tuple[EngineKind, StaticStep]:
+    """The step with the placement that does best in the mean over `redrawn_tokens` ([time, request], lengths that the
+    same prompts might have had). Placements rest on quantiles of each prompt's lengths."""
+    futures = [_with_lengths(requests, tokens) for tokens in redrawn_tokens]
+    of_prompt = redrawn_tokens.reshape(len(redrawn_tokens), -1, scenario.workload.samples)
+    tried = []
+    for kind in kinds:
+        engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
+        configuration = kind.profile.configuration((1.0, max(2.0, len(requests) / engines)))
+        placements = [dealt(requests, engines)]
+        for quantile in QUANTILES:
+            guess = np.quantile(of_prompt, quantile, axis=(0, 2)).astype(np.int64).repeat(scenario.workload.samples)
+            placements += [place(configuration, engines, _with_lengths(requests, guess)) for place in (spread, packed)]
+        for placement in placements:
+            ends_s = [run_static(kind, _placed_like(placement, future)).makespan_s for future in futures]
+            tried.append((float(np.mean(ends_s)), kind, placement))
+    _, kind, placement = min(tried, key=lambda found: found[0])
+    return kind, run_static(kind, _placed_like(placement, requests))
+
+
+def _with_lengths(requests: Sequence[SimRequest], tokens: NDArray[np.int64]) -> list[SimRequest]:
+    return [replace(request, output_tokens=int(length)) for request, length in zip(requests, tokens, strict=True)]
+
+
+def _placed_like(placement: Sequence[Sequence[SimRequest]], requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
+    by_id = {request.id: request for request in requests}
+    return [[by_id[request.id] for request in held] for held in placement]
+
+
+def _pending(request: SimRequest) -> Pending:
+    return Pending(request.prompt_tokens, request.output_tokens)
+
+
+def _longest_first(requests: Sequence[SimRequest]) -> list[SimRequest]:
+    return sorted(requests, key=lambda request: (-request.output_tokens, request.id))
+
+
+def spread(configuration: Configuration, engines: int, requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
+    placement: list[list[SimRequest]] = [[] for _ in range(engines)]
+    loads_s = [0.0] * engines
+    for request in _longest_first(requests):
+        place = loads_s.index(min(loads_s))
+        if not placement[place]:
+            loads_s[place] += configuration.alpha_s * request.output_tokens
+        loads_s[place] += work_s(configuration, _pending(request))
+        placement[place].append(request)
+    return placement
+
+
+def packed(configuration: Configuration, engines: int, requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
+    """The shortest makespan for which the blocks, each filled as far as it goes, are no more than there are engines."""
+    ordered = _longest_first(requests)
+    high_s = sum(_alone_s(configuration, request) for request in ordered)
+    low_s, best = 0.0, [ordered]
+    for _ in range(BISECTIONS):
+        middle_s = (low_s + high_s) / 2
+        blocks = _blocks(configuration, ordered, middle_s, engines)
+        if blocks is None:
+            low_s = middle_s
+        else:
+            high_s, best = middle_s, blocks
+    return best + [[] for _ in range(engines - len(best))]
+
+
+def _blocks(
+    configuration: Configuration, ordered: Sequence[SimRequest], makespan_s: float, engines: int
+) -> list[list[SimRequest]] | None:
+    blocks: list[list[SimRequest]] = []
+    left_s, room = 0.0, 0
+    for request in ordered:
+        work, footprint = work_s(configuration, _pending(request)), request.prompt_tokens + request.output_tokens
+        if not blocks or work > left_s or footprint > room or len(blocks[-1]) >= configuration.max_sequences:
+            if len(blocks) == engines:
+                return None
+            blocks.append([])
+            left_s = makespan_s - configuration.alpha_s * request.output_tokens
+            room = configuration.kv_capacity_tokens
+            if work > left_s or footprint > room:
+                return None
+        blocks[-1].append(request)
+        left_s -= work
+        room -= footprint
+    return blocks
+
+
+def _alone_s(configuration: Configuration, request: SimRequest) -> float:
+    return configuration.alpha_s * request.output_tokens + work_s(configuration, _pending(request))

@@ -1,0 +1,111 @@
+"""What a fabric is to the simulator: the network that it is in a communication period, and what it is built of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from hashlib import sha256
+from typing import Protocol
+
+from orchestrrl.lab.sim.net.model import Flows, Ints, Network, Servers
+
+
+class Stage(StrEnum):
+    TRAIN = "train"
+    GEN = "gen"
+    WEIGHT_SYNC = "weight_sync"
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """A stretch in which the traffic keeps its form (section 5.2 of the OrchestrRL paper): forward and backward,
+    gradients, generation between two deployments, a broadcast of weights. Hashed by its id: one id, one demand."""
+
+    id: str
+    stage: Stage
+    demand: Flows  # bytes that are expected in it
+
+    @classmethod
+    def of(cls, name: str, stage: Stage, demand: Flows) -> "Period":
+        """With an id that no other demand has."""
+        digest = sha256()
+        for each in (demand.src, demand.dst, demand.bytes):
+            digest.update(each.tobytes())
+        return cls(f"{name} {digest.hexdigest()[:16]}", stage, demand)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Period) and self.id == other.id
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Components of the network, by the rate of their links. GPUs' own NICs are counted: fabrics differ in how many of
+    them they use."""
+
+    transceivers: int = 0
+    nics: int = 0
+    electrical_ports: int = 0
+    ocs_ports: int = 0
+    patch_panel_ports: int = 0
+    fibers: int = 0
+
+    def __add__(self, other: "Inventory") -> "Inventory":
+        return Inventory(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
+class Pods:
+    """Which servers lie close together. `apart`: there is less room between two PoDs than inside one, so that what
+    exchanges much had better stay in one; otherwise a way out of it is longer, and no narrower."""
+
+    of: Ints  # [server], numbered from 0
+    apart: bool
+
+
+class Fabric(Protocol):
+    """One that is built. Fabrics that never change give the same network for every period."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def servers(self) -> Servers: ...
+
+    @property
+    def pods(self) -> Pods: ...
+
+    @property
+    def reconfigures_s(self) -> float:
+        """What changing circuits takes; 0: there are none."""
+        ...
+
+    def network(self, period: Period | None = None) -> Network:
+        """As it is once it has been made for the period. None: as it is at rest."""
+        ...
+
+    def changes(self, before: Period | None, after: Period) -> bool:
+        """Whether circuits have to be changed between the two."""
+        ...
+
+    def without(self, failed: "Failures") -> "Fabric":
+        """What is left of it."""
+        ...
+
+    def inventory(self) -> Inventory: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """What does not work. A NIC that is down has its GPU's traffic relayed over NVLink to the server's others; of
+    switches and links the share of a bundle that is lost is named: {"tor": {3: 0.25}} is a quarter of what ToR 3 has
+    above it."""
+
+    nics: frozenset[int] = frozenset()
+    servers: frozenset[int] = frozenset()
+    tor_uplinks: Mapping[int, float] | None = None  # by ToR: the share of its uplinks, or of its OCS ports
+    pod_uplinks: Mapping[int, float] | None = None  # by PoD: the share of what joins it to the core
+
+
+NOTHING = Failures()

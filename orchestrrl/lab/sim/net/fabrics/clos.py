@@ -1,0 +1,156 @@
+"""Trees of packet switches: NICs below ToRs, ToRs below the switches of their PoD, those below the core.
+
+Packets are sprayed over all paths up, so that the switches of a PoD are one node, and those of the core another; what
+joins a ToR to its PoD, and a PoD to the core, is one bundle each way.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
+from orchestrrl.lab.sim.net.fabrics.hosts import Hosts, Legs, joined, left
+from orchestrrl.lab.sim.net.fabrics.wiring import Rows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, Ints, Network, Routes, Servers, Tier
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Where NICs are cabled to. `tor_ratio`: what a ToR's NICs can send over what its uplinks carry; 1: non-blocking.
+    The core is as wide as what the ToRs have below it. Uplinks are whole: a ratio that does not come out is a little
+    better than said."""
+
+    tor_of: Ints  # [nic]; -1: it is not of this tree
+    pod_of: Ints  # [tor]
+    tor_ratio: float = 1.0
+
+    @cached_property
+    def nics(self) -> Ints:
+        """[tor]"""
+        return np.bincount(self.tor_of[self.tor_of >= 0], minlength=len(self.pod_of))
+
+    @property
+    def pods(self) -> int:
+        return int(self.pod_of.max(initial=-1)) + 1
+
+    @cached_property
+    def tor_uplinks(self) -> Ints:
+        """[tor], links of a NIC's rate. A ToR alone has none."""
+        wanted = np.ceil(self.nics / self.tor_ratio - 1e-9).astype(np.int64)
+        return wanted if len(self.pod_of) > 1 else np.zeros_like(wanted)
+
+    @cached_property
+    def pod_uplinks(self) -> Ints:
+        """[pod], as many as its ToRs have. A PoD alone has none."""
+        wanted = np.bincount(self.pod_of, self.tor_uplinks, minlength=self.pods).astype(np.int64)
+        return wanted if self.pods > 1 else np.zeros_like(wanted)
+
+    def inventory(self) -> Inventory:
+        """Each link is a fibre with a transceiver at either end; those of NICs end at one port, others at two. Without
+        the NICs themselves."""
+        access, uplinks = int(self.nics.sum()), int(self.tor_uplinks.sum() + self.pod_uplinks.sum())
+        return Inventory(
+            transceivers=2 * (access + uplinks), electrical_ports=access + 2 * uplinks, fibers=access + uplinks
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TreeLinks:
+    """A tree's bundles among the links of a network."""
+
+    tree: Tree
+    servers: Servers
+    tor_up: int  # the first of each; that of ToR t is as far on
+    tor_down: int
+    pod_up: int
+    pod_down: int
+
+    @classmethod
+    def lay(cls, tree: Tree, servers: Servers, failed: Failures, wiring: Wiring, first_node: int) -> "TreeLinks":
+        """ToRs are nodes from `first_node` on, then PoDs, then the core."""
+        tors, pods = first_node + np.arange(len(tree.pod_of)), first_node + len(tree.pod_of) + np.arange(tree.pods)
+        core = first_node + len(tors) + len(pods)
+        of_tor = tree.tor_uplinks * servers.nic_bytes_per_s * left(failed.tor_uplinks, len(tors))
+        of_pod = tree.pod_uplinks * servers.nic_bytes_per_s * left(failed.pod_uplinks, tree.pods)
+        return cls(
+            tree,
+            servers,
+            wiring.lay(Tier.AGG, of_tor, tors, pods[tree.pod_of]),
+            wiring.lay(Tier.AGG, of_tor, pods[tree.pod_of], tors),
+            wiring.lay(Tier.CORE, of_pod, pods, core),
+            wiring.lay(Tier.CORE, of_pod, core, pods),
+        )
+
+    def add(self, rows: Rows, legs: Ints, src_nic: Ints, dst_nic: Ints) -> Floats:
+        """From ToR to ToR. Returns the seconds of switches, and of the links beside those of NICs."""
+        tree = self.tree
+        one, other = tree.tor_of[src_nic[legs]], tree.tor_of[dst_nic[legs]]
+        here, there = tree.pod_of[one], tree.pod_of[other]
+        apart, far = one != other, here != there
+        rows.add(legs[apart], self.tor_up + one[apart])
+        rows.add(legs[far], self.pod_up + here[far])
+        rows.add(legs[far], self.pod_down + there[far])
+        rows.add(legs[apart], self.tor_down + other[apart])
+        higher = apart.astype(np.int64) + far
+        return np.asarray(
+            higher * 2 * self.servers.propagation_s + (1 + 2 * higher) * self.servers.processing_s, np.float64
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Clos:
+    """A fabric that is one tree, and never changes."""
+
+    name: str
+    servers: Servers
+    tree: Tree
+    rails: bool = False  # see Hosts
+    failed: Failures = NOTHING
+    reconfigures_s: float = 0.0
+
+    @property
+    def pods(self) -> Pods:
+        """The core is as wide as what leaves the ToRs."""
+        first = self.tree.tor_of[:: self.servers.nics_per_server]
+        return Pods(self.tree.pod_of[first], apart=False)
+
+    def network(self, period: Period | None = None) -> Network:
+        return self._network
+
+    def changes(self, before: Period | None, after: Period) -> bool:
+        return False
+
+    def without(self, failed: Failures) -> "Clos":
+        return replace(self, failed=joined(self.failed, failed))
+
+    def inventory(self) -> Inventory:
+        return self.tree.inventory() + Inventory(nics=self.servers.nics)
+
+    @cached_property
+    def _network(self) -> Network:
+        hosts = Hosts(self.servers, self.failed, self.rails)
+        wiring = Wiring()
+        first_up = hosts.lay(wiring, hosts.nodes + self.tree.tor_of)
+        links = TreeLinks.lay(self.tree, self.servers, self.failed, wiring, hosts.nodes)
+        capacity = wiring.capacity()
+
+        def router(src: Ints, dst: Ints) -> Routes:
+            legs = hosts.legs(src, dst)
+
+            def between(rows: Rows, some: Ints) -> Floats:
+                return links.add(rows, some, legs.src_nic, legs.dst_nic)
+
+            return passable(hosts.routes(legs, first_up, between), capacity, legs)
+
+        return wiring.network(self.servers, router, self.name)
+
+
+def passable(routes: Routes, capacity: Floats, legs: Legs) -> Routes:
+    """Raises ValueError where a link carries nothing."""
+    shut = np.flatnonzero(capacity[routes.link] <= 0)
+    if len(shut):
+        flow = int(np.searchsorted(routes.begin, shut[0], side="right")) - 1
+        leg = int(np.searchsorted(legs.flow, flow))
+        raise ValueError(f"no way from GPU {legs.src[leg]} to GPU {legs.dst[leg]}: link {routes.link[shut[0]]} is lost")
+    return routes

@@ -1,0 +1,179 @@
+"""MixNet (Liao et al., SIGCOMM 2025): of each server's NICs most end at the optical switch of a region of servers,
+which is reconfigured for each period; the rest are on a non-blocking fat tree of packet switches.
+
+Circuits follow the demand inside a region, one by one to the pair of servers that would take longest. Traffic between
+two servers with a circuit takes it, from whichever GPU over NVLink; all other traffic goes over the tree. The optical
+switch's own delay counts, as for RFabric; that its authors saw NICs take seconds to come up again does not.
+
+How large a region is, the OrchestrRL paper does not say. MixNet's authors make it what holds one group of experts: in
+their simulator (mixnet-htsim, datacenter/mixnet.cpp) EP degree times TP degree GPUs, so that it goes by the job. One
+job of several stages, dense ones among them, has no such size: regions here are as large as the PoDs of the trees,
+which holds all groups of the paper's appendix C (16 GPUs) and of engines (40), and takes a third of the ports of the
+optical switch that section 7.2 has. Larger ones would keep more of the gradients' traffic on circuits.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
+from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks
+from orchestrrl.lab.sim.net.fabrics.clos import Tree, TreeLinks, passable
+from orchestrrl.lab.sim.net.fabrics.fat_tree import RADIX, SERVERS_PER_POD, blocked_tree, tree_faults
+from orchestrrl.lab.sim.net.fabrics.hosts import Hosts, joined
+from orchestrrl.lab.sim.net.fabrics.options import at_least, one_of, refuse
+from orchestrrl.lab.sim.net.fabrics.topoopt import server_demand
+from orchestrrl.lab.sim.net.fabrics.wiring import Rows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, Ints, Network, Routes, Servers, Tier
+from planner.fabric.allocate import AllocationProblem, allocate
+from planner.fabric.model import EndpointId
+from planner.fabric.shape import Fault
+from planner.fabric.topology import DEVICES
+
+SERVERS_PER_REGION = SERVERS_PER_POD
+
+
+def mixnet(
+    servers: Servers,
+    *,
+    eps_nics: int = 2,
+    servers_per_region: int = SERVERS_PER_REGION,
+    device: str = "piezo_polatis",
+    radix: int = RADIX,
+    servers_per_pod: int = SERVERS_PER_POD,
+    servers_per_tor: int | None = None,
+    tiers: int | None = 3,
+) -> "MixNet":
+    """`eps_nics` of each server are on the tree, the others at the OCS of its region."""
+    faults = [
+        *at_least("eps_nics", eps_nics, 1),
+        *at_least("servers_per_region", servers_per_region, 1),
+        *one_of("device", device, tuple(DEVICES)),
+        *tree_faults(radix, servers_per_pod, servers_per_tor, tiers),
+    ]
+    if not faults and eps_nics >= servers.nics_per_server:
+        faults.append(Fault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
+    refuse(*faults)
+    optical = servers.nics_per_server - eps_nics
+    ports = DEVICES[device].ports
+    if servers_per_region * optical > ports:
+        message = f"{optical} NICs each need more than the {ports} ports of {device}"
+        refuse(Fault("servers_per_region", message, servers_per_region))
+    tree = blocked_tree(_with_nics(servers, eps_nics), radix, servers_per_pod, servers_per_tor, tiers)
+    tor_of = np.full((servers.count, servers.nics_per_server), -1)
+    tor_of[:, optical:] = tree.tor_of.reshape(servers.count, eps_nics)
+    return MixNet(servers, replace(tree, tor_of=tor_of.ravel()), optical, servers_per_region, device)
+
+
+def _with_nics(servers: Servers, nics: int) -> Servers:
+    return replace(servers, gpus_per_server=nics, nics_per_server=nics)
+
+
+@dataclass(frozen=True, eq=False)
+class MixNet:
+    servers: Servers
+    tree: Tree
+    optical: int  # NICs of a server at its region's OCS: the first ones
+    servers_per_region: int
+    device: str
+    failed: Failures = NOTHING
+    name: str = "mixnet"
+    _circuits: dict[str, Ints] = field(default_factory=dict, compare=False, repr=False)
+    _networks: dict[bytes, Network] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def reconfigures_s(self) -> float:
+        return DEVICES[self.device].reconfiguration_s
+
+    @property
+    def pods(self) -> Pods:
+        """Its regions: what leaves one has the tree's NICs alone."""
+        return Pods(np.arange(self.servers.count) // self.servers_per_region, apart=True)
+
+    def network(self, period: Period | None = None) -> Network:
+        circuits = self.circuits(period)
+        key = circuits.tobytes()
+        if key not in self._networks:
+            self._networks[key] = self._network(circuits)
+        return self._networks[key]
+
+    def changes(self, before: Period | None, after: Period) -> bool:
+        return not np.array_equal(self.circuits(before), self.circuits(after))
+
+    def without(self, failed: Failures) -> "MixNet":
+        return replace(self, failed=joined(self.failed, failed), _circuits={}, _networks={})
+
+    def inventory(self) -> Inventory:
+        """A NIC at an OCS has one transceiver, one fibre and one port there."""
+        optical = self.servers.count * self.optical
+        return self.tree.inventory() + Inventory(
+            transceivers=optical, nics=self.servers.nics, ocs_ports=optical, fibers=optical
+        )
+
+    def circuits(self, period: Period | None) -> Ints:
+        """[server, server], how many join the two; alike between all of a region at rest."""
+        name = "" if period is None else f"period {period.id}"
+        if name not in self._circuits:
+            count = self.servers.count
+            demand = np.ones((count, count)) if period is None else server_demand(self.servers, period.demand)
+            self._circuits[name] = self._allotted(demand)
+        return self._circuits[name]
+
+    def _allotted(self, demand: Floats) -> Ints:
+        servers = self.servers
+        works = self._hosts.nic_works.reshape(servers.count, -1)[:, : self.optical].sum(axis=1)
+        circuits = np.zeros((servers.count, servers.count), np.int64)
+        for first in range(0, servers.count, self.servers_per_region):
+            inside = range(first, min(first + self.servers_per_region, servers.count))
+            ids = {server: EndpointId(f"{server:08}") for server in inside}
+            problem = AllocationProblem(
+                servers.nic_gbps,
+                {ids[server]: int(works[server]) for server in inside},
+                {
+                    (ids[one], ids[other]): float(demand[one, other])
+                    for one in inside
+                    for other in inside
+                    if one != other and demand[one, other] > 0
+                },
+            )
+            for (one_id, other_id), count in allocate(problem).circuits.items():
+                circuits[int(one_id), int(other_id)] = circuits[int(other_id), int(one_id)] = count
+        return circuits
+
+    @cached_property
+    def _hosts(self) -> Hosts:
+        """A GPU's NIC on the tree: the GPUs of a server share them evenly, in order."""
+        gpus, tree_nics = self.servers.gpus_per_server, self.servers.nics_per_server - self.optical
+        place = tuple(self.optical + gpu * tree_nics // gpus for gpu in range(gpus))
+        return Hosts(self.servers, self.failed, place=place)
+
+    def _network(self, circuits: Ints) -> Network:
+        servers, hosts, wiring = self.servers, self._hosts, Wiring()
+        server_nodes = servers.nics + np.arange(servers.nics) // servers.nics_per_server
+        ports = np.where(self.tree.tor_of < 0, server_nodes, hosts.nodes + self.tree.tor_of)
+        first_up = hosts.lay(wiring, ports)
+        tree = TreeLinks.lay(self.tree, servers, self.failed, wiring, hosts.nodes)
+        links = CircuitLinks.lay(
+            wiring,
+            np.asarray(circuits * servers.nic_bytes_per_s, np.float64),
+            np.full(circuits.shape, Tier.DIRECT),
+            np.full(circuits.shape, 2 * servers.propagation_s),
+            servers.nics,
+        )
+        capacity = wiring.capacity()
+
+        def router(src: Ints, dst: Ints) -> Routes:
+            hosts.check(src, dst)
+            joins = circuits[hosts.server_of(src), hosts.server_of(dst)] > 0
+            legs = hosts.legs(src, dst, direct=joins)
+
+            def between(rows: Rows, some: Ints) -> Floats:
+                return tree.add(rows, some, legs.src_nic, legs.dst_nic)
+
+            def direct(rows: Rows, some: Ints) -> Floats:
+                return links.add(rows, some, hosts.server_of(legs.src[some]), hosts.server_of(legs.dst[some]), 0.0)
+
+            return passable(hosts.routes(legs, first_up, between, direct), capacity, legs)
+
+        return wiring.network(servers, router, self.name)

@@ -1,0 +1,200 @@
+"""RFabric (section 5 of the OrchestrRL paper): rail-aligned ToRs that switch packets, optical switches above them.
+
+Circuits are those that the fabric's own planner materialises for a period's demand (planner/fabric/materialize.py):
+ports, lanes and the slice for responses as on a real site. Packets go over circuits between their two ToRs; where there
+are none, over as few other ToRs as lead there, or on another rail (rails.py). Circuits of a period are worked out from
+those at rest, which join all ToRs of a rail evenly. ToRs of PoDs with fewer than three servers have too few fibres for
+all to reach all.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
+from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks
+from orchestrrl.lab.sim.net.fabrics.fat_tree import SERVERS_PER_POD
+from orchestrrl.lab.sim.net.fabrics.hosts import Bools, Hosts, joined
+from orchestrrl.lab.sim.net.fabrics.multipath import distances
+from orchestrrl.lab.sim.net.fabrics.options import at_least, one_of, refuse
+from orchestrrl.lab.sim.net.fabrics.rails import Rails
+from orchestrrl.lab.sim.net.fabrics.rfabric_circuits import Circuits
+from orchestrrl.lab.sim.net.fabrics.rfabric_site import evenly, fitted
+from orchestrrl.lab.sim.net.fabrics.wiring import Rows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, Flows, Ints, Network, Routes, Servers, Tier
+from planner.fabric.generate import regular_site
+from planner.fabric.intent import Stage
+from planner.fabric.model import PortPair
+from planner.fabric.shape import Fault, Shape
+from planner.fabric.topology import DEVICES, Site
+from planner.fabric.topology import Tier as SiteTier
+
+ALLOCATIONS = ("traffic", "uniform", "fixed")
+
+
+def rfabric(
+    servers: Servers,
+    *,
+    train_servers: int | None = None,
+    servers_per_pod: int = SERVERS_PER_POD,
+    servers_per_tor: int | None = None,
+    core_lanes: int | None = None,
+    tor_uplinks: int | None = None,
+    device: str = "piezo_polatis",
+    allocation: str = "traffic",
+) -> "RFabric":
+    """The first `train_servers` are in Train PoDs, evenly over as few as have room, the others in Gen PoDs, which are
+    full but for the last; each stage touches those that its template names. None: PoDs have no roles, and a period
+    touches those that it has traffic in. `core_lanes` of a PoD and `tor_uplinks` of a ToR, both full: None for half as
+    many as its ToRs have, and for as many as it has NICs (see Shape). `allocation`: by the traffic of each period;
+    `uniform` over the pairs that have any; `fixed`: as at rest."""
+    train = servers.count if train_servers is None else train_servers
+    counts = {"servers_per_tor": servers_per_tor, "core_lanes": core_lanes, "tor_uplinks": tor_uplinks}
+    refuse(
+        *at_least("servers_per_pod", servers_per_pod, 1),
+        *at_least("train_servers", train, 0),
+        *(fault for name, value in counts.items() if value is not None for fault in at_least(name, value, 1)),
+        *one_of("device", device, tuple(DEVICES)),
+        *one_of("allocation", allocation, ALLOCATIONS),
+    )
+    if train > servers.count:
+        refuse(Fault("train_servers", f"must be <= {servers.count}, all servers", train))
+    parts = [count for count in (train, servers.count - train) if count]
+    per_pod = max(-(-count // -(-count // servers_per_pod)) for count in parts)
+    site = regular_site(
+        Shape(
+            train_pods=-(-train // per_pod),
+            gen_pods=-(-(servers.count - train) // per_pod),
+            servers_per_pod=per_pod,
+            gpus_per_server=servers.gpus_per_server,
+            nics_per_server=servers.nics_per_server,
+            servers_per_tor=servers_per_tor,
+            tor_uplinks=tor_uplinks,
+            core_lanes=core_lanes,
+            link_gbps=servers.nic_gbps,
+            nic_gbps=servers.nic_gbps,
+            agg_device=DEVICES[device],
+            core_device=DEVICES[device],
+        )
+    )
+    generating = -(-train // per_pod) * per_pod + np.arange(servers.count - train)
+    place = np.concatenate([evenly(train, per_pod), generating])
+    return RFabric(servers, fitted(site, place), place, train_servers is not None, allocation)
+
+
+@dataclass(frozen=True, eq=False)
+class RFabric:
+    servers: Servers
+    site: Site
+    place: Ints  # [server], which of the site's it is
+    roles: bool
+    allocation: str = "traffic"
+    failed: Failures = NOTHING
+    _plans: dict[str, frozenset[PortPair]] = field(default_factory=dict, compare=False, repr=False)
+    _networks: dict[frozenset[PortPair], Network] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return "rfabric"
+
+    @property
+    def pods(self) -> Pods:
+        per_pod = len(self.site.servers) // len(self.site.pods)
+        return Pods(self.place // per_pod, apart=True)
+
+    @property
+    def reconfigures_s(self) -> float:
+        used = (each for each in self.site.switches if any(each.ports.values()))
+        return max((each.device.reconfiguration_s for each in used), default=0.0)
+
+    def network(self, period: Period | None = None) -> Network:
+        cross_connects = self.cross_connects(period)
+        if cross_connects not in self._networks:
+            self._networks[cross_connects] = self._network(self.circuits.between_tors(cross_connects))
+        return self._networks[cross_connects]
+
+    def changes(self, before: Period | None, after: Period) -> bool:
+        return self.cross_connects(before) != self.cross_connects(after)
+
+    def without(self, failed: Failures) -> "RFabric":
+        return replace(self, failed=joined(self.failed, failed), _plans={}, _networks={})
+
+    def inventory(self) -> Inventory:
+        """A NIC's link has a transceiver at either end and a port at the ToR; a ToR's fibre one transceiver and port,
+        and a port of an OCS. A lane to the core is a fibre between two ports of OCSs."""
+        nics, lanes = self.servers.nics, len(self.site.lanes)
+        up = sum(map(len, self.site.fibres[SiteTier.AGG].values())) - lanes
+        return Inventory(
+            transceivers=2 * nics + up,
+            nics=nics,
+            electrical_ports=nics + up,
+            ocs_ports=up + 2 * lanes,
+            fibers=nics + up + lanes,
+        )
+
+    def cross_connects(self, period: Period | None) -> frozenset[PortPair]:
+        if period is None or self.allocation == "fixed":
+            return self.circuits.at_rest
+        if period.id not in self._plans:
+            demand = self.tor_demand(period.demand)
+            if self.allocation == "uniform":
+                demand = np.where(demand > 0, 1.0, 0.0)
+            self._plans[period.id] = self.circuits.of_period(period.id, Stage(period.stage), demand)
+        return self._plans[period.id]
+
+    def tor_demand(self, flows: Flows) -> Floats:
+        """[tor, tor], bytes that have to leave a ToR for another. Servers without a NIC have none."""
+        here, there = self._hosts.server_of(flows.src), self._hosts.server_of(flows.dst)
+        reached: Bools = self._hosts.nic_works.reshape(self.servers.count, -1).sum(axis=1) > 0
+        outside = (here != there) & reached[here] & reached[there]
+        legs = self._hosts.legs(flows.src[outside], flows.dst[outside])
+        one, other = self._tor_of[legs.src_nic], self._tor_of[legs.dst_nic]
+        tors = len(self.site.tors)
+        sent = np.bincount(one * tors + other, flows.bytes[outside][legs.flow] * legs.share, minlength=tors * tors)
+        demand = np.asarray(sent, np.float64).reshape(tors, tors)
+        np.fill_diagonal(demand, 0.0)
+        return demand
+
+    @cached_property
+    def circuits(self) -> Circuits:
+        blocks = np.unique(self._tor_of.reshape(self.servers.count, -1), axis=0)
+        return Circuits(self.site, self.roles, blocks, self.failed)
+
+    @cached_property
+    def _hosts(self) -> Hosts:
+        return Hosts(self.servers, self.failed, rails=True)
+
+    @cached_property
+    def _tor_of(self) -> Ints:
+        """[nic]"""
+        number = {tor.id: place for place, tor in enumerate(self.site.tors)}
+        rows = [[number[tor] for tor in self.site.servers[place].tors] for place in self.place.tolist()]
+        return np.array(rows, np.int64).ravel()
+
+    def _network(self, circuits: Ints) -> Network:
+        servers, hosts = self.servers, self._hosts
+        wiring = Wiring()
+        first_up = hosts.lay(wiring, hosts.nodes + self._tor_of)
+        pod_of = self.circuits.pod_of
+        apart = pod_of[:, None] != pod_of[None, :]
+        links = CircuitLinks.lay(
+            wiring,
+            np.asarray(circuits * servers.nic_bytes_per_s, np.float64),
+            np.where(apart, Tier.CORE, Tier.AGG),
+            np.where(apart, 4, 2) * servers.propagation_s,
+            hosts.nodes,
+        )
+
+        rails = Rails(servers.nics_per_server, self._tor_of, hosts.nic_works, distances(links.edges))
+
+        def router(src: Ints, dst: Ints) -> Routes:
+            legs = rails.lead(hosts.legs(src, dst))
+
+            def between(rows: Rows, some: Ints) -> Floats:
+                one, other = self._tor_of[legs.src_nic[some]], self._tor_of[legs.dst_nic[some]]
+                return servers.processing_s + links.add(rows, some, one, other, servers.processing_s)
+
+            return hosts.routes(legs, first_up, between)
+
+        return wiring.network(servers, router, self.name)

@@ -1,0 +1,270 @@
+"""Which circuits RFabric has in a period: from bytes between ToRs to cross-connects of a site, by the fabric's own
+planner (planner/fabric/materialize.py). Pure.
+
+Templates are the stages' own. Beside a period's circuits all servers reach all, in few hops or many: connectivity is
+kept (section 5.4 of the OrchestrRL paper). Where demand leaves servers apart, single circuits bridge them, as long as
+ports allow it; else at least those that send have a way, if any plan has one for them.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from orchestrrl.lab.sim.net.fabrics.base import Failures
+from orchestrrl.lab.sim.net.fabrics.hosts import Bools, left
+from orchestrrl.lab.sim.net.fabrics.multipath import NO_WAY, Edges, distances
+from orchestrrl.lab.sim.net.model import Floats, Ints
+from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
+from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.materialize import materialize
+from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of
+from planner.fabric.plan import FabricState
+from planner.fabric.plan import Failures as FailedPorts
+from planner.fabric.templates import Shape, Spare, Template, template_of
+from planner.fabric.topology import Role, Site
+from planner.fabric.topology import Tier as SiteTier
+from planner.model import GpuId, Hold
+
+TRIES = 5  # of joining what a plan leaves apart; bridges take ports from what joined others by chance
+_EITHER = frozenset(Role)
+_ANY_TWO = frozenset((one, other) for one in Role for other in Role)
+
+
+@dataclass(frozen=True, eq=False)
+class Circuits:
+    """`roles`: whether PoDs are of Train or Gen, and each stage touches its own; else a period may touch all."""
+
+    site: Site
+    roles: bool
+    blocks: Ints  # [block of servers, rail], its ToR
+    failed: Failures
+
+    @cached_property
+    def at_rest(self) -> frozenset[PortPair]:
+        """All ToRs of a rail alike."""
+        demand = (self._rail[:, None] == self._rail).astype(np.float64)
+        np.fill_diagonal(demand, 0.0)
+        intent = self._intent("rest", Stage.TRAIN, demand)
+        plan = materialize(self.site, intent, FabricState(failures=self.failed_ports), _anywhere(intent))
+        return frozenset() if isinstance(plan, Hold) else plan.cross_connects
+
+    def of_period(self, period: str, stage: Stage, demand: Floats) -> frozenset[PortPair]:
+        """`demand` [tor, tor], bytes."""
+        bare = Intent(period, stage, ())
+        template = template_of(bare) if self.roles else _anywhere(bare)
+        eligible = self._eligible(template)
+        demand = np.where(eligible, demand, 0.0)
+        state = FabricState(current=self.at_rest, failures=self.failed_ports)
+        template = replace(template, core_roles=_ANY_TWO)
+        intent, bridges = self._intent(period, stage, demand), frozenset[tuple[int, int]]()
+        found = []
+        for further in reversed(range(TRIES)):
+            plan = materialize(self.site, intent, state, template, self._pairs(bridges))
+            found.append(self.at_rest if isinstance(plan, Hold) else plan.cross_connects)
+            if self._led(self._hops(found[-1])).all():
+                return found[-1]
+            kept = found[-1] if further > 1 else frozenset()  # at last bridges lead to all by themselves
+            bridges |= self._bridges(kept, eligible, demand > 0, bridges)
+        return max([self.at_rest, *found], key=lambda each: self._rank(each, demand > 0))
+
+    def between_tors(self, cross_connects: frozenset[PortPair]) -> Ints:
+        """[tor, tor], how many join the two: in a PoD over its own switches, else over lanes and the core."""
+        site, joins, owner = self.site, partners(cross_connects), port_owners(self.site)
+        lane_at = lanes_by_core_port(site)
+        number = {tor.id: place for place, tor in enumerate(site.tors)}
+        found: Counter[tuple[EndpointId | None, ...]] = Counter()
+        for each in cross_connects:
+            ends: list[EndpointId | None] = []
+            for port in each.ports:
+                lane = lane_at.get((each.switch, port))
+                at, there = (each.switch, port) if lane is None else (lane.agg, joins.get((lane.agg, lane.agg_port)))
+                ends.append(None if there is None else owner.get((at, there)))
+            found[tuple(ends)] += 1
+        matrix = np.zeros((len(number), len(number)), np.int64)
+        for (one, other), count in found.items():
+            if one in number and other in number and one != other:
+                matrix[number[one], number[other]] += count
+                matrix[number[other], number[one]] += count
+        return matrix
+
+    @cached_property
+    def failed_ports(self) -> FailedPorts:
+        site, ports = self.site, []
+        fibres = site.fibres[SiteTier.AGG]
+        for tor, share in zip(site.tors, left(self.failed.tor_uplinks, len(site.tors)), strict=True):
+            ports += _some(fibres[tor.id], 1 - share)
+        for pod, share in zip(site.pods, left(self.failed.pod_uplinks, len(site.pods)), strict=True):
+            for uplink in site.uplinks_of[pod.id]:
+                ports += _some(fibres[uplink.id], 1 - share)
+        return FailedPorts(ports=frozenset(ports))
+
+    @cached_property
+    def pod_of(self) -> Ints:
+        """[tor]"""
+        number = {pod.id: place for place, pod in enumerate(self.site.pods)}
+        return np.array([number[tor.pod] for tor in self.site.tors], np.int64)
+
+    @cached_property
+    def _voices(self) -> list[GpuId]:
+        """[tor], a GPU that speaks for all that are below it."""
+        found: dict[EndpointId, GpuId] = {}
+        for server in self.site.servers:
+            for gpu in server.gpus:
+                found.setdefault(server.tors[server.nic(gpu)], gpu)
+        return [found[tor.id] for tor in self.site.tors]
+
+    def _eligible(self, template: Template) -> Bools:
+        """[tor, tor], whether the stage gives the two circuits."""
+        pods = self.site.pods
+        joins = np.array(
+            [[one is other or (one.role, other.role) in template.core_roles for other in pods] for one in pods]
+        )
+        touched = np.array([pod.role in template.touched for pod in pods])
+        both = (joins | joins.T) & touched[:, None] & touched[None, :]
+        return np.asarray(np.asarray(both)[self.pod_of[:, None], self.pod_of[None, :]])
+
+    def _bridges(
+        self, found: frozenset[PortPair], eligible: Bools, demanded: Bools, bridges: frozenset[tuple[int, int]]
+    ) -> frozenset[tuple[int, int]]:
+        """More pairs of ToRs, that lead all blocks of servers to the ToRs that most of them reach."""
+        laid = np.zeros(demanded.shape, np.bool_)
+        for one, other in bridges:
+            laid[one, other] = laid[other, one] = True
+        joined = np.asarray(demanded | demanded.T | laid, np.bool_)
+        room = _Room(
+            self.pod_of,
+            free=self._ports - laid.sum(axis=1),
+            ports=self._ports - joined.sum(axis=1),
+            lanes=self._lanes - (joined & self._apart).sum(axis=1) @ self._in_pod,
+        )
+        # PoDs that are only touched by a bridge lose what joins them to those that are not.
+        idle = (joined.any(axis=1) @ self._in_pod == 0)[self.pod_of]
+        circuits = np.where(self._apart & (idle[:, None] | idle), 0, self.between_tors(found))
+        return self._joining(distances(Edges.of(np.where(laid, 1.0, circuits))) < NO_WAY, eligible, room)
+
+    def _joining(self, reach: Bools, eligible: Bools, room: "_Room") -> frozenset[tuple[int, int]]:
+        """Few, where ToRs and PoDs have room, of one PoD and rail. `reach` [tor, tor]."""
+        touches: Bools = np.asarray(reach[:, self.blocks].any(axis=2))  # [tor, block]
+        hub = int(np.argmax(touches.sum(axis=1)))
+        inside: Bools = reach[hub].copy()
+        missing: Bools = np.asarray(~touches[hub], np.bool_)
+        found = set()
+        for block, ends in enumerate(self.blocks):
+            may = eligible[ends] & inside & ~inside[ends, None] & room.may(ends)
+            if not missing[block] or not may.any():
+                continue
+            gain = (touches[ends] & missing).sum(axis=1)[:, None]
+            alike, left = self._rail[ends, None] == self._rail, room.left(ends)
+            row, other = _first(may, left > 0, gain, ~self._apart[ends], alike, left)
+            one = int(ends[row])
+            found.add((one, other))
+            inside |= reach[one]
+            missing &= ~touches[one]
+            room.take(one, other)
+        return frozenset(found)
+
+    def _pairs(self, bridges: frozenset[tuple[int, int]]) -> frozenset[Pair]:
+        return frozenset(pair_of(*(self.site.tors[tor].id for tor in bridge)) for bridge in bridges)
+
+    @cached_property
+    def _rail(self) -> Ints:
+        """[tor], -1: of none."""
+        return np.array([-1 if tor.rail is None else tor.rail for tor in self.site.tors])
+
+    @cached_property
+    def _ports(self) -> Ints:
+        """[tor], fibres that work."""
+        failed, fibres = self.failed_ports.ports, self.site.fibres[SiteTier.AGG]
+        return np.array([sum(end not in failed for end in fibres[tor.id]) for tor in self.site.tors], np.int64)
+
+    @cached_property
+    def _apart(self) -> Bools:
+        """[tor, tor], of two PoDs."""
+        return np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
+
+    @cached_property
+    def _in_pod(self) -> Ints:
+        """[tor, pod], 1 where it is."""
+        return np.asarray(self.pod_of[:, None] == np.arange(len(self.site.pods)), np.int64)
+
+    @cached_property
+    def _lanes(self) -> Ints:
+        """[pod]"""
+        pods = {uplink.id: uplink.pod for uplink in self.site.uplinks}
+        counts = Counter(pods[lane.uplink] for lane in self.site.lanes)
+        return np.array([counts[pod.id] for pod in self.site.pods], np.int64)
+
+    def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:
+        return distances(Edges.of(self.between_tors(cross_connects).astype(np.float64)))
+
+    def _led(self, hops: Ints) -> Bools:
+        """[block of servers, block], whether there is a way, on whichever rail."""
+        blocks = self.blocks
+        return np.array([[(hops[np.ix_(one, other)] < NO_WAY).any() for other in blocks] for one in blocks], np.bool_)
+
+    def _rank(self, cross_connects: frozenset[PortPair], demanded: Bools) -> tuple[bool, bool]:
+        """Whether all are led to all, and whether those are that send."""
+        led = self._led(self._hops(cross_connects))
+        of_block = np.array([[tor in block for block in self.blocks] for tor in range(len(demanded))], np.int64)
+        return bool(led.all()), bool((led | (of_block.T @ demanded @ of_block == 0)).all())
+
+    def _intent(self, period: str, stage: Stage, demand: Floats) -> Intent:
+        traffic = tuple(
+            Traffic(
+                Operation.DP,
+                Primitive.PIPELINE,
+                ((int(self._voices[one]), int(self._voices[other])),),
+                float(demand[one, other]),
+            )
+            for one, other in np.argwhere(demand > 0).tolist()
+        )
+        return Intent(period, stage, traffic)
+
+
+@dataclass(slots=True)
+class _Room:
+    """What bridges may take. Beside what is demanded, it may be less than nothing."""
+
+    pod_of: Ints  # [tor]
+    free: Ints  # [tor], ports beside other bridges
+    ports: Ints  # [tor], beside what is demanded as well
+    lanes: Ints  # [pod], the same
+
+    def may(self, ends: Ints) -> Bools:
+        """[end, tor]"""
+        return np.asarray((self.free[ends, None] > 0) & (self.free > 0), np.bool_)
+
+    def left(self, ends: Ints) -> Ints:
+        """[end, tor], for bridges between the two."""
+        ports, lanes = np.minimum(self.ports[ends, None], self.ports), self.lanes[self.pod_of]
+        apart = self.pod_of[ends, None] != self.pod_of
+        return np.where(apart, np.minimum(ports, np.minimum(lanes[ends, None], lanes)), ports)
+
+    def take(self, one: int, other: int) -> None:
+        self.free[[one, other]] -= 1
+        self.ports[[one, other]] -= 1
+        if self.pod_of[one] != self.pod_of[other]:
+            self.lanes[self.pod_of[[one, other]]] -= 1
+
+
+def _anywhere(intent: Intent) -> Template:
+    """Of PoDs without roles: all may be touched and joined; ports that are left over as at its stage."""
+    spare = Spare.KEEP if intent.stage is Stage.WEIGHT_SYNC else Spare.SPREAD
+    return Template(intent.period, Shape.of(intent), _EITHER, _ANY_TWO, spare, bipartite=False)
+
+
+def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:
+    """Of those that may be, the one with the highest marks, the first mark counting most."""
+    rows, columns = np.nonzero(may)
+    marked = [np.broadcast_to(each, may.shape)[rows, columns] for each in marks]
+    best = int(np.lexsort([-np.arange(len(rows)), *marked[::-1]])[-1])
+    return int(rows[best]), int(columns[best])
+
+
+def _some(ends: Sequence[tuple[OcsId, int]], share: float) -> list[tuple[OcsId, int]]:
+    """So many of them, evenly over the switches that they are on."""
+    count = round(share * len(ends))
+    return [ends[number * len(ends) // count] for number in range(count)]

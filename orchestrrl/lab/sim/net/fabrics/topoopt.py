@@ -1,0 +1,178 @@
+"""TopoOpt (Wang et al., NSDI 2023): NICs joined directly over patch panels, once for a job; hosts forward.
+
+A NIC's two fibres are patched apart: what it sends goes to one server, what it receives comes from another. So NIC k of
+all servers makes a permutation of them. The first `ring_nics` are rings at strides that lead everywhere in few hops, as
+their AllReduce permutations; each other serves the most of the job's demand at once (an assignment), and what it serves
+counts half for those that follow, as their matchings. They divide NICs by how much of the traffic is AllReduce, and
+run it in the order of their rings; bytes from GPU to GPU do not tell it apart, and go in NCCL's order. So NICs are
+divided as serves the demand best. Traffic takes as few hops as there are, spread over up to `ways` of them (they route
+MP traffic over k shortest paths), and loads each link on the way. What forwarding takes of a host is not modelled but
+for `forward_s`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
+from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks
+from orchestrrl.lab.sim.net.fabrics.hosts import Hosts, joined
+from orchestrrl.lab.sim.net.fabrics.multipath import Edges
+from orchestrrl.lab.sim.net.fabrics.multipath import ways as shortest_ways
+from orchestrrl.lab.sim.net.fabrics.options import at_least, number, refuse
+from orchestrrl.lab.sim.net.fabrics.wiring import Rows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, Flows, Ints, Network, Routes, Servers, Tier
+from planner.fabric.shape import Fault
+
+
+def topoopt(
+    servers: Servers,
+    *,
+    demand: Flows | None = None,
+    ring_nics: int | None = None,
+    ways: int = 4,
+    forward_s: float = 0.8e-6,
+) -> "TopoOpt":
+    """`demand`: of the whole job, which the topology is for; None: rings alone. `ring_nics` None: as many as leave the
+    fullest link the least to carry, two at least, so that a NIC may fail. `forward_s`: of a host that forwards, by
+    default what a switch takes."""
+    nics = servers.nics_per_server
+    refuse(
+        *_ring_faults(ring_nics, nics),
+        *at_least("ways", ways, 1),
+        *number("forward_s", forward_s, 0.0),
+        *_demand_faults(demand, servers),
+    )
+    sent = np.zeros((servers.count, servers.count)) if demand is None else server_demand(servers, demand)
+    wanted = range(min(2, nics), nics + 1) if ring_nics is None and sent.any() else (ring_nics or nics,)
+    found = [TopoOpt(servers, _permutations(sent, nics, rings), ways, forward_s) for rings in wanted]
+    return min(found, key=lambda each: each.strain(sent))
+
+
+def _ring_faults(ring_nics: int | None, nics: int) -> Iterator[Fault]:
+    if ring_nics is None:
+        return
+    wrong = tuple(at_least("ring_nics", ring_nics, 1))
+    yield from wrong
+    if not wrong and ring_nics > nics:
+        yield Fault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics)
+
+
+def _demand_faults(demand: object, servers: Servers) -> Iterator[Fault]:
+    if demand is not None and not isinstance(demand, Flows):
+        yield Fault("demand", "must be flows, of the job", demand)
+    elif demand is not None and len(demand) and max(demand.src.max(), demand.dst.max()) >= servers.gpus:
+        most = int(max(demand.src.max(), demand.dst.max()))
+        yield Fault("demand", f"GPUs are numbered 0 to {servers.gpus - 1}", most)
+
+
+def server_demand(servers: Servers, flows: Flows) -> Floats:
+    """[server, server], bytes between two."""
+    one, other = flows.src // servers.gpus_per_server, flows.dst // servers.gpus_per_server
+    sent = np.bincount(one * servers.count + other, flows.bytes, minlength=servers.count**2)
+    demand = np.asarray(sent, np.float64).reshape(servers.count, servers.count)
+    np.fill_diagonal(demand, 0.0)
+    return demand
+
+
+def _permutations(demand: Floats, nics: int, rings: int) -> Ints:
+    """[nic of a server, server], the server that it sends to."""
+    count = len(demand)
+    if not demand.any():
+        rings = nics
+    chosen = [(np.arange(count) + stride) % count for stride in _strides(count, rings)]
+    left = demand.copy()
+    for ring in chosen:
+        left[np.arange(count), ring] /= 2
+    while len(chosen) < nics:
+        barred = np.where(np.eye(count, dtype=np.bool_), -1.0 - left.sum(), left)
+        _, best = linear_sum_assignment(barred, maximize=True)
+        chosen.append(np.asarray(best, np.int64))
+        left[np.arange(count), best] /= 2
+    return np.array(chosen, np.int64)
+
+
+def _strides(count: int, rings: int) -> list[int]:
+    """Of rings that come by every server, near the powers of one number: few hops to anywhere."""
+    whole = [stride for stride in range(1, count) if gcd(stride, count) == 1] or [0]
+    base = count ** (1 / rings)
+    return [min(whole, key=lambda stride: (abs(stride - base**number), stride)) for number in range(rings)]
+
+
+@dataclass(frozen=True, eq=False)
+class TopoOpt:
+    servers: Servers
+    sends_to: Ints  # [nic of a server, server]
+    ways: int
+    forward_s: float
+    failed: Failures = NOTHING
+    name: str = "topoopt"
+    reconfigures_s: float = 0.0  # it is patched before the job begins
+
+    @property
+    def pods(self) -> Pods:
+        """One: servers are as near as the patches make them."""
+        return Pods(np.zeros(self.servers.count, np.int64), apart=False)
+
+    def network(self, period: Period | None = None) -> Network:
+        return self._network
+
+    def changes(self, before: Period | None, after: Period) -> bool:
+        return False
+
+    def without(self, failed: Failures) -> "TopoOpt":
+        """There are no ToRs or PoDs: shares of their uplinks say nothing here."""
+        return replace(self, failed=joined(self.failed, failed))
+
+    def inventory(self) -> Inventory:
+        """A NIC has one transceiver, and its pair of fibres ends in a port of a patch panel."""
+        nics = self.servers.nics
+        return Inventory(transceivers=nics, nics=nics, patch_panel_ports=nics, fibers=nics)
+
+    @cached_property
+    def joins(self) -> Ints:
+        """[server, server], NICs of the first that send to one of the other."""
+        servers = self.servers
+        works = Hosts(servers, self.failed).nic_works.reshape(servers.count, -1)
+        found = np.zeros((servers.count, servers.count), np.int64)
+        for nic, ring in enumerate(self.sends_to):
+            np.add.at(found, (np.arange(servers.count), ring), works[:, nic] & works[ring, nic])
+        np.fill_diagonal(found, 0)
+        return found
+
+    def strain(self, demand: Floats) -> tuple[float, float]:
+        """Bytes over each NIC of the fullest link, to a thousandth, and over all NICs; `demand` [server, server]."""
+        edges = Edges.of(self.joins.astype(np.float64))
+        one, other = np.nonzero(demand)
+        owner, edge, share = shortest_ways(edges, one, other, self.ways).rows(np.arange(len(one)))
+        carried = np.bincount(edge, demand[one, other][owner] * share, minlength=len(edges.head))
+        return float(f"{(carried / edges.width).max(initial=0.0):.3e}"), float(carried.sum())
+
+    @cached_property
+    def _network(self) -> Network:
+        servers, hosts, wiring = self.servers, Hosts(self.servers, self.failed), Wiring()
+        hosts.lay_nvlink(wiring)
+        links = CircuitLinks.lay(
+            wiring,
+            np.asarray(self.joins * servers.nic_bytes_per_s, np.float64),
+            np.full(self.joins.shape, Tier.DIRECT),
+            np.full(self.joins.shape, 2 * servers.propagation_s),
+            servers.nics,
+            self.ways,
+        )
+
+        def router(src: Ints, dst: Ints) -> Routes:
+            legs = hosts.legs(src, dst, direct=np.ones(len(src), np.bool_))
+
+            def direct(rows: Rows, some: Ints) -> Floats:
+                one, other = hosts.server_of(src[some]), hosts.server_of(dst[some])
+                forwarded = links.add(rows, some, one, other, self.forward_s)
+                return np.asarray(forwarded - np.where(one != other, self.forward_s, 0.0))
+
+            return hosts.routes(legs, 0, lambda _rows, some: np.zeros(len(some)), direct)
+
+        return wiring.network(servers, router, self.name)

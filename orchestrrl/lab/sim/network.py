@@ -1,0 +1,130 @@
+"""What the NICs of simulated nodes carry: moved KV, new weights and engines' own traffic share one budget per node.
+
+Fluid: everything that wants to pass a node's NICs gets its wish while all fit, and is cut in proportion where they do
+not. Time goes on between changes, so a transfer costs two events however long it lasts.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrrl.core.clock import Clock
+
+Node = int
+Cargo = Literal["moves", "weight sync"]
+# Less than this is rounding.
+LAST_GBIT = 1e-6
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    nodes: tuple[Node, ...]  # whose NICs it passes; none: it stays inside a node
+    wish_gbps: float
+    left_gbit: float
+    done: asyncio.Future[None]
+    cargo: Cargo
+    gbps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeftForMoves:
+    """Of a node's NICs, what a move gets that could fill them; and who takes the rest, the largest first."""
+
+    share: float
+    taken_by: tuple[str, ...]
+
+
+class Network:
+    """`share` False: nobody is in anybody's way, to see what sharing costs. `changed` is told when loads change."""
+
+    def __init__(self, clock: Clock, nic_gbps: float, share: bool, changed: Callable[[], None]) -> None:
+        self._clock = clock
+        self._nic_gbps = nic_gbps
+        self._share = share
+        self._changed = changed
+        self._flows: list[_Flow] = []
+        self._engines_gbps: dict[Node, float] = {}
+        self._settled_s = clock.now_s()
+        self._next: asyncio.Task[None] | None = None
+        self.carried_gbytes = 0.0
+        self.delayed_s = 0.0  # by which transfers took longer than alone
+
+    async def transfer(self, nodes: tuple[Node, ...], wish_gbps: float, gbytes: float, cargo: Cargo = "moves") -> None:
+        """Returns when the bytes are there. `nodes` are those whose NICs are passed."""
+        began_s = self._clock.now_s()
+        flow = _Flow(nodes, wish_gbps, gbytes * 8, asyncio.get_running_loop().create_future(), cargo)
+        self._settle()
+        self._flows.append(flow)
+        self._replan()
+        try:
+            await flow.done
+        finally:
+            if flow in self._flows:
+                self._settle()
+                self._flows.remove(flow)
+                self._replan()
+        self.carried_gbytes += gbytes if nodes else 0.0
+        self.delayed_s += max(0.0, self._clock.now_s() - began_s - gbytes * 8 / wish_gbps)
+
+    def engines_send(self, gbps: Mapping[Node, float]) -> None:
+        """What engines send over each node's NICs from now on, as they decode."""
+        if gbps == self._engines_gbps:
+            return
+        self._settle()
+        self._engines_gbps = dict(gbps)
+        self._replan()
+
+    def crowding(self, node: Node) -> float:
+        """Wishes over budget; at most 1 where all get theirs."""
+        if not self._share:
+            return 0.0
+        wishes = sum(flow.wish_gbps for flow in self._flows if node in flow.nodes)
+        return (wishes + self._engines_gbps.get(node, 0.0)) / self._nic_gbps
+
+    def left_for_moves(self) -> LeftForMoves:
+        """On the node where it is least."""
+        nodes = {node for flow in self._flows for node in flow.nodes} | set(self._engines_gbps)
+        takers = [self._takers(node) for node in sorted(nodes)] if self._share else []
+        most = max(takers, key=lambda gbps: sum(gbps.values()), default={})
+        named = sorted((name for name in most if most[name]), key=lambda name: (-most[name], name))
+        return LeftForMoves(1 / (1 + sum(most.values()) / self._nic_gbps), tuple(named))
+
+    def _takers(self, node: Node) -> dict[str, float]:
+        """Wishes for this node's NICs but those of moves, in Gbps."""
+        weights = sum(flow.wish_gbps for flow in self._flows if node in flow.nodes and flow.cargo == "weight sync")
+        return {"weight sync": weights, "engines' own traffic": self._engines_gbps.get(node, 0.0)}
+
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+
+    def _settle(self) -> None:
+        """Bring what is left of each flow up to now."""
+        now_s = self._clock.now_s()
+        for flow in self._flows:
+            flow.left_gbit -= flow.gbps * (now_s - self._settled_s)
+        self._settled_s = now_s
+
+    def _replan(self) -> None:
+        """New rates, and an alarm for the first flow that ends at them."""
+        crowding = {node: self.crowding(node) for flow in self._flows for node in flow.nodes}
+        for flow in self._flows:
+            flow.gbps = flow.wish_gbps / max([1.0, *(crowding[node] for node in flow.nodes)])
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        if self._flows:
+            first_s = min(flow.left_gbit / flow.gbps for flow in self._flows)
+            self._next = asyncio.create_task(self._end_first(max(0.0, first_s)))
+        self._changed()
+
+    async def _end_first(self, after_s: float) -> None:
+        await self._clock.sleep(after_s)
+        self._settle()
+        self._next = None
+        ended = [flow for flow in self._flows if flow.left_gbit <= LAST_GBIT]
+        for flow in ended:
+            self._flows.remove(flow)
+            flow.done.set_result(None)
+        self._replan()

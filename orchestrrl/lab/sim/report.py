@@ -1,0 +1,198 @@
+"""What a run of scenarios came to: one JSON object, a table's rows, pictures."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from orchestrrl.lab.sim.run import ArmRun, NotKnowing, Outcome
+
+COLUMNS = (
+    "arm",
+    "begins",
+    "step s",
+    "per s",
+    "gain",
+    "paper",
+    "idle",
+    "moves",
+    "switches",
+    "recomputed",
+    "preempted",
+    "off",
+)
+# Those that a table leaves out where no arm has anything to say.
+OPTIONAL_COLUMNS = ("gain", "paper", "moves", "switches", "recomputed", "preempted", "off")
+LEGEND = (
+    "medians over seeds; per s: samples; gain: over verl_to's samples per second; recomputed: tokens; "
+    "off: of plans' predicted ends"
+)
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "scenario": outcome.scenario.name,
+        "seeds": [run.seed for run in outcome.arms[0].seeds],
+        "static_makespan_s": outcome.static_makespan_s,
+        "ceiling": {
+            "gain": outcome.ceiling.gain,
+            "gain_vs_verl_to": outcome.ceiling_gain,
+            "switching_s": outcome.ceiling.switching_s,
+            "static_s": dict(outcome.ceiling.static_s),
+        },
+        "not_knowing": _not_knowing_json(outcome.not_knowing),
+        "contention_s": outcome.contention_s,
+        "arms": {run.arm: _arm_json(outcome, run) for run in outcome.arms},
+    }
+
+
+def _not_knowing_json(found: NotKnowing | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "static_s": found.static_s,
+        "forecast_s": found.forecast_s,
+        "oracle_s": found.oracle_s,
+        "mean_s": found.mean_s,
+        "price_s": found.price_s,
+        "kept": found.kept,
+    }
+
+
+def marks(outcome: Outcome) -> Iterator[str]:
+    """What stands beside the arms, a line each."""
+    sweep = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.static_makespan_s.items())
+    yield f"static fleets, median makespan: {sweep}"
+    also = "" if outcome.ceiling_gain is None else f", {outcome.ceiling_gain:.3f} over verl_to"
+    yield f"even spreading with free switches: {outcome.ceiling.gain:.3f} over even spreading{also}"
+    known = outcome.arm("packed_known")
+    if known is not None and outcome.gain(known) is not None:
+        yield f"static packing, all lengths known: {_decimals(outcome.gain(known))}"
+    prompts = outcome.arm("prompts_known")
+    if prompts is not None and outcome.gain(prompts) is not None:
+        yield f"static placement, each prompt's distribution of lengths known: {_decimals(outcome.gain(prompts))}"
+    if outcome.not_knowing is not None:
+        yield from _not_knowing_lines(outcome.not_knowing)
+    if outcome.contention_s is not None:
+        yield f"price of contention: sharing the NICs adds {outcome.contention_s:.1f} s to a step of `both`"
+        yield "static arms have the NICs to themselves"
+
+
+def _not_knowing_lines(found: NotKnowing) -> Iterator[str]:
+    mean = "" if found.mean_s is None else f", {found.mean_s:.1f} s with their mean only"
+    yield (
+        f"price of not knowing lengths: {found.price_s:.1f} s "
+        f"({found.forecast_s:.1f} s forecast, {found.oracle_s:.1f} s known{mean})"
+    )
+    kept = (
+        "the oracle gains nothing to keep" if found.kept is None else f"{found.kept:.0%} of the oracle's gain is kept"
+    )
+    yield f"{kept}, over the tuned static fleet's {found.static_s:.1f} s"
+
+
+def _arm_json(outcome: Outcome, run: ArmRun) -> dict[str, Any]:
+    return {
+        "begins_with": run.configuration,
+        "makespan_s": run.makespan_s,
+        "makespans_s": {str(seed.seed): seed.makespan_s for seed in run.seeds},
+        "samples_per_s": median(seed.samples_per_s for seed in run.seeds),
+        "gain_vs_verl_to": outcome.gain(run),
+        "gain_end_to_end": outcome.end_to_end_gain(run),
+        "paper_gain": outcome.scenario.paper.get(run.arm),
+        "idle_fraction": median(seed.idle_fraction for seed in run.seeds),
+        "moves": median(seed.moves for seed in run.seeds),
+        "switches": median(seed.switches for seed in run.seeds),
+        "tokens_recomputed": median(seed.tokens_recomputed for seed in run.seeds),
+        "preemptions": median(seed.preemptions for seed in run.seeds),
+        "transfers": median(seed.transfers for seed in run.seeds),
+        "transferred_gbytes": median(seed.transferred_gbytes for seed in run.seeds),
+        "transfer_delay_s": median(seed.transfer_delay_s for seed in run.seeds),
+        "plan_error": run.calibration_error,
+        "journal_digests": [seed.journal_digest for seed in run.seeds if seed.journal_digest],
+    }
+
+
+def rows(outcome: Outcome) -> Iterator[tuple[object, ...]]:
+    for run in outcome.arms:
+        fields = _arm_json(outcome, run)
+        yield (
+            run.arm,
+            run.configuration,
+            f"{run.makespan_s:.1f}",
+            f"{fields['samples_per_s']:.2f}",
+            _decimals(fields["gain_vs_verl_to"]),
+            _decimals(fields["paper_gain"]),
+            f"{fields['idle_fraction']:.0%}",
+            _count(fields["moves"]),
+            _count(fields["switches"]),
+            _count(fields["tokens_recomputed"]),
+            _count(fields["preemptions"]),
+            None if fields["plan_error"] is None else f"{fields['plan_error']:.0%}",
+        )
+
+
+def _count(value: float) -> str | None:
+    if not value:
+        return None
+    return f"{value:,.0f}" if value < 10_000 else f"{value / 1000:,.0f}k"
+
+
+def _decimals(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"
+
+
+def plot(outcome: Outcome, folder: Path) -> list[Path]:
+    """Remaining requests over time, all arms in one picture; and for each arm how busy which GPU was. The first seed's
+    last step. The folder is there."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for run in outcome.arms:
+        points = run.seeds[0].remaining
+        axes.step([at_s for at_s, _ in points], [left for _, left in points], where="post", label=run.arm)
+    axes.set(title=outcome.scenario.name, xlabel="seconds", ylabel="requests without an answer", yscale="symlog")
+    axes.legend()
+    paths = [folder / "remaining_requests.png"]
+    figure.savefig(paths[0], dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+    for run in outcome.arms:
+        paths.append(folder / f"busy_{run.arm}.png")
+        _plot_busy(run, outcome, paths[-1])
+    return paths
+
+
+def _plot_busy(run: ArmRun, outcome: Outcome, path: Path) -> None:
+    """GPUs upwards, time to the right; the darker, the more sequences an engine runs."""
+    from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
+
+    spans = run.seeds[0].spans
+    most = max((count for span in spans for _, count in span.running), default=1) or 1
+    end_s = max((span.ended_s for span in spans), default=1.0)
+    figure, axes = pyplot.subplots(figsize=(8, min(12.0, 1.5 + 0.2 * outcome.scenario.gpus)))
+    for span in spans:
+        points = [*span.running, (span.ended_s, 0)]
+        for (from_s, count), (to_s, _) in pairwise(points):
+            if count and to_s > from_s:
+                shade = 0.15 + 0.85 * (count / most) ** 0.5
+                axes.add_patch(
+                    Rectangle((from_s, span.first_gpu), to_s - from_s, span.gpus, color="tab:blue", alpha=shade, lw=0)
+                )
+        axes.add_patch(
+            Rectangle(
+                (span.started_s, span.first_gpu), span.ended_s - span.started_s, span.gpus, fill=False, lw=0.5, ec="0.4"
+            )
+        )
+    axes.set(
+        title=f"{run.arm}: engines on their GPUs, the darker the more sequences",
+        xlabel="seconds",
+        ylabel="GPU",
+        xlim=(0, end_s),
+        ylim=(0, outcome.scenario.gpus),
+    )
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)

@@ -1,0 +1,64 @@
+"""How a report calls what results call by short names. Pure; what it does not know it shows as it is."""
+
+from collections.abc import Mapping
+
+from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.net.model import Tier
+from orchestrrl.lab.sim.rl.response_stream import RESPONSE_STREAM
+
+# In the order in which they are shown.
+STAGES: Mapping[str, str] = {
+    Stage.GEN: "generation",
+    RESPONSE_STREAM: "answers to training",
+    Stage.TRAIN: "training",
+    Stage.WEIGHT_SYNC: "weight sync",
+}
+TIERS: Mapping[str, str] = {
+    Tier.NVLINK: "NVLink",
+    Tier.NIC: "server to ToR",
+    Tier.AGG: "ToR to ToR in a PoD",
+    Tier.CORE: "PoD to PoD",
+    Tier.DIRECT: "circuits between NICs",
+}
+LANES: Mapping[str, str] = {
+    "gen": "generation",
+    "sync": "weight sync",
+    "train": "training",
+    "fault": "faults",
+}
+OF_A_STEP: Mapping[str, str] = {
+    "gen_s": "generation",
+    "gen_waits_weights_s": "engines wait for weights",
+    "gen_waits_room_s": "engines wait for room",
+    "sync_s": "weight sync",
+    "train_s": "training",
+    "train_log_probs_s": "of it log-probabilities",
+    "train_held_s": "training held up by weights on their way",
+    "gen_held_s": "generation held up by weights on their way",
+    "train_waits_samples_s": "trainer waits for samples",
+    "train_waits_sync_s": "trainer waits for weight sync",
+}
+ARMS: Mapping[str, str] = {
+    "verl_to": "static fleet of the best configuration, prompts dealt in turn",
+    "verl_lo": "static fleet of the widest engines, prompts dealt in turn",
+    "partial_rollout": "as verl_to, but a step ends early and the rest goes on in the next",
+    "planning": "our planner alone",
+    "balancing": "our balancer alone",
+    "balancing_paper": "our balancer alone, moves by the paper's rule",
+    "both": "our planner and balancer",
+    "both_paper": "our planner and balancer, moves by the paper's rule",
+    "mean_only": "as both, without a forecast of lengths",
+    "oracle": "as both, the planner knows all lengths",
+    "packed_known": "the best static fleet, packed with all lengths known",
+    "prompts_known": "the best static fleet, the distribution of each prompt's lengths known",
+}
+
+
+def known(names: Mapping[str, str], name: str) -> str:
+    return names.get(name, name.replace("_", " "))
+
+
+def rank(names: Mapping[str, str], name: str) -> tuple[int, str]:
+    """To sort by: those we know in their order, others behind them."""
+    order = list(names)
+    return (order.index(name) if name in names else len(order), name)

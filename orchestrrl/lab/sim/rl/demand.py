@@ -1,0 +1,81 @@
+"""What a scenario's job is expected to send in a step, for fabrics that are built for one job. Pure.
+
+TopoOpt's topology is worked out from the job's traffic and stays as it is (section 4 of the TopoOpt paper, NSDI 2023):
+collectives of its optimiser steps, engines' exchanges where they span servers, weights on their way.
+"""
+
+from dataclasses import replace
+
+from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.registry import options_of
+from orchestrrl.lab.sim.net.model import Flows
+from orchestrrl.lab.sim.rl.generation_bytes import token_flows
+from orchestrrl.lab.sim.rl.generation_exchange import leaves_servers
+from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.lab.sim.rl.scenario import ClusterScenario, FabricSection
+from orchestrrl.lab.sim.rl.weight_sync import steps_of
+from orchestrrl.lab.sim.rl.weight_sync_shards import shards_of
+from orchestrrl.lab.sim.rl.weight_sync_site import site_of
+from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
+from orchestrrl.lab.sim.train.model import TrainJob
+from orchestrrl.lab.sim.train.periods import periods
+from orchestrrl.lab.sim.workload import mean_tokens
+
+
+def fabric_for(scenario: ClusterScenario, section: FabricSection, constants: TrainConstants = MEGATRON) -> Fabric:
+    """The section's, made for the scenario's job where its kind is. Raises Impossible with all that is wrong with its
+    options."""
+    plain = scenario.fabric(section)
+    if "demand" not in options_of(section.kind):
+        return plain
+    return scenario.fabric(section, demand=job_demand(scenario, plain, constants))
+
+
+def job_demand(scenario: ClusterScenario, plain: Fabric, constants: TrainConstants = MEGATRON) -> Flows:
+    """Of one step. `plain`: the fabric as it would be without, for the sync's plan."""
+    job, fleet = _job(scenario), _fleet(scenario, plain)
+    parts = _training(scenario, job, constants)
+    if fleet is not None:
+        parts += [_weights(scenario, job, fleet, plain), _exchanges(scenario, fleet)]
+    return Flows.joined(parts)
+
+
+def _job(scenario: ClusterScenario) -> TrainJob:
+    return scenario.train_job(
+        scenario.loop.batch_samples or scenario.samples, mean_tokens(scenario.generation.workload)
+    )
+
+
+def _training(scenario: ClusterScenario, job: TrainJob, constants: TrainConstants) -> list[Flows]:
+    """All optimiser steps of a training step."""
+    return [
+        period.demand.times(times)
+        for size, times in scenario.recipe.shares(job.sequences)
+        for period in periods(replace(job, sequences=size), scenario.servers, constants=constants)
+    ]
+
+
+def _fleet(scenario: ClusterScenario, plain: Fabric) -> Fleet | None:
+    """Of the last layout that there is room for: which of them will run is known once the fabric is."""
+    cluster = scenario.cluster
+    where = GenGpus(cluster.first_generating, cluster.generating)
+    for parallelism in reversed(scenario.engine_layouts):
+        fleet = deployed(parallelism, where, scenario.servers, plain.pods)
+        if len(fleet):
+            return fleet
+    return None
+
+
+def _exchanges(scenario: ClusterScenario, fleet: Fleet) -> Flows:
+    """Of engines that span servers, for all tokens of a step."""
+    if not leaves_servers(fleet, scenario.servers):
+        return Flows.none()
+    tokens = scenario.samples * mean_tokens(scenario.generation.workload)
+    return token_flows(fleet, scenario.model_value, scenario.servers).times(tokens)
+
+
+def _weights(scenario: ClusterScenario, job: TrainJob, fleet: Fleet, plain: Fabric) -> Flows:
+    part, servers = scenario.weight_sync, scenario.servers
+    shards = shards_of(job, [fleet], servers.gpus_per_server, part.bits)
+    steps = steps_of(part.scheme, shards, site_of(plain.network(None)), servers)
+    return Flows.joined([step.flows for step in steps])

@@ -1,0 +1,166 @@
+"""What fails when, and what that does to a stage. Pure.
+
+A schedule reads as it is meant: `Schedule().at(12.0).fail_nic(7, back_after_s=60.0).at(30.0).fail_server(3)`.
+A link or port is a share of one ToR's or PoD's uplinks; a switch is a share of those of all ToRs, or PoDs, that it
+joins. A server that fails takes the work of the iteration that it was in with it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrrl.lab.sim.net.fabrics.base import Failures
+
+
+class Part(StrEnum):
+    NIC = "nic"
+    TOR_UPLINKS = "tor_uplinks"
+    POD_UPLINKS = "pod_uplinks"
+    SERVER = "server"
+    ENGINE = "engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`of`: numbers of NICs, ToRs, PoDs or servers, or of engines in the order of their GPUs. `back_after_s` None: it
+    stays away."""
+
+    at_s: float
+    part: Part
+    of: tuple[int, ...]
+    share: float = 1.0  # of the uplinks
+    back_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.at_s >= 0:
+            raise ValueError(f"at_s must be >= 0, got {self.at_s}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be > 0 and <= 1, got {self.share}")
+        if self.back_after_s is not None and not self.back_after_s > 0:
+            raise ValueError(f"back_after_s must be > 0, got {self.back_after_s}")
+
+    @property
+    def back_s(self) -> float:
+        return math.inf if self.back_after_s is None else self.at_s + self.back_after_s
+
+    def holds(self, now_s: float) -> bool:
+        return self.at_s <= now_s < self.back_s
+
+    def __str__(self) -> str:
+        share = f", {self.share:.0%}" if self.part in (Part.TOR_UPLINKS, Part.POD_UPLINKS) else ""
+        return f"{self.part.replace('_', ' ')} {', '.join(map(str, self.of))}{share}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    faults: tuple[Fault, ...] = ()
+
+    def at(self, at_s: float) -> "At":
+        return At(self, at_s)
+
+    def holding(self, now_s: float, *parts: Part) -> tuple[Fault, ...]:
+        return tuple(fault for fault in self.faults if fault.part in parts and fault.holds(now_s))
+
+    def network(self, now_s: float) -> Failures:
+        """What the fabric has to do without. Servers are not in it: others take their places, or nobody uses them."""
+        nics = {nic for fault in self.holding(now_s, Part.NIC) for nic in fault.of}
+        return Failures(
+            nics=frozenset(nics),
+            tor_uplinks=_shares(self.holding(now_s, Part.TOR_UPLINKS)),
+            pod_uplinks=_shares(self.holding(now_s, Part.POD_UPLINKS)),
+        )
+
+    def changes_s(self) -> tuple[float, ...]:
+        """When something fails or comes back, in order."""
+        times = {time_s for fault in self.faults for time_s in (fault.at_s, fault.back_s) if math.isfinite(time_s)}
+        return tuple(sorted(times))
+
+    def pieces(self, begin_s: float) -> Iterator[tuple[float, float]]:
+        """From then on, (from, until) between changes; the last has no end."""
+        now_s = begin_s
+        for change_s in self.changes_s():
+            if change_s > now_s:
+                yield now_s, change_s
+                now_s = change_s
+        yield now_s, math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """What fails at a time: adds to the schedule."""
+
+    schedule: Schedule
+    at_s: float
+
+    def fail_nic(self, *nics: int, back_after_s: float | None = None) -> Schedule:
+        return self._with(Part.NIC, nics, 1.0, back_after_s)
+
+    def fail_tor_uplinks(self, tor: int, share: float, *, back_after_s: float | None = None) -> Schedule:
+        return self._with(Part.TOR_UPLINKS, (tor,), share, back_after_s)
+
+    def fail_pod_uplinks(self, pod: int, share: float, *, back_after_s: float | None = None) -> Schedule:
+        return self._with(Part.POD_UPLINKS, (pod,), share, back_after_s)
+
+    def fail_tor_switch(self, tors: Iterable[int], share: float, *, back_after_s: float | None = None) -> Schedule:
+        """One that joins these ToRs, each by this share of its uplinks."""
+        return self._with(Part.TOR_UPLINKS, tuple(tors), share, back_after_s)
+
+    def fail_core_switch(self, pods: Iterable[int], share: float, *, back_after_s: float | None = None) -> Schedule:
+        return self._with(Part.POD_UPLINKS, tuple(pods), share, back_after_s)
+
+    def fail_server(self, *servers: int, back_after_s: float | None = None) -> Schedule:
+        return self._with(Part.SERVER, servers, 1.0, back_after_s)
+
+    def fail_engine(self, *engines: int, back_after_s: float | None = None) -> Schedule:
+        return self._with(Part.ENGINE, engines, 1.0, back_after_s)
+
+    def _with(self, part: Part, of: tuple[int, ...], share: float, back_after_s: float | None) -> Schedule:
+        return Schedule((*self.schedule.faults, Fault(self.at_s, part, of, share, back_after_s)))
+
+
+def _shares(faults: Iterable[Fault]) -> dict[int, float] | None:
+    """Two faults of one bundle leave out what both do, at most all of it."""
+    lost: dict[int, float] = {}
+    for fault in faults:
+        for number in fault.of:
+            lost[number] = min(1.0, lost.get(number, 0.0) + fault.share)
+    return {number: lost[number] for number in sorted(lost)} or None
+
+
+class NeverEnds(ValueError):
+    """A stage that a fault holds up for good."""
+
+
+def stretched_s(schedule: Schedule, begin_s: float, seconds: Callable[[float], float]) -> float:
+    """How long work takes that begins then. `seconds(now_s)` is what all of it would take as things are at that time,
+    inf where it stands still; what is done stays done. Raises NeverEnds."""
+    left = 1.0
+    for from_s, until_s in schedule.pieces(begin_s):
+        whole_s = seconds(from_s)
+        if from_s + left * whole_s <= until_s and math.isfinite(whole_s):
+            return from_s + left * whole_s - begin_s
+        if math.isinf(until_s):
+            break
+        left -= (until_s - from_s) / whole_s if whole_s > 0 else 0.0
+    gone = "; ".join(str(fault) for fault in schedule.faults if math.isinf(fault.back_s)) or "what it needs"
+    raise NeverEnds(f"what begins at {begin_s:g} s never ends: {gone} does not come back (back_after_s)")
+
+
+def with_lost_work_s(
+    schedule: Schedule, begin_s: float, seconds: Callable[[float], float], servers: range, recovery_s: float
+) -> float:
+    """As `stretched_s`, of an iteration that any failed server of these throws back to its beginning, for another one
+    to take that server's place `recovery_s` later."""
+    start_s = begin_s
+    lost = sorted(
+        fault.at_s for fault in schedule.faults if fault.part is Part.SERVER and any(n in servers for n in fault.of)
+    )
+    for at_s in (*lost, math.inf):
+        if at_s < start_s:
+            continue
+        end_s = start_s + stretched_s(schedule, start_s, seconds)
+        if end_s <= at_s:
+            return end_s - begin_s
+        start_s = at_s + recovery_s
+    raise AssertionError("the last of them never comes")

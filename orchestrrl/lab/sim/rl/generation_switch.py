@@ -1,0 +1,173 @@
+"""A generation step that changes its engines once, by order: what the network does to each of its phases. Pure.
+
+The case of figure 18 of the OrchestrRL paper. All instances of one configuration are replaced by another's when so many
+requests are left; parameters are loaded from CPU memory, KV goes over the fabric (or is computed again), and the rest
+is decoded there. Requests are dealt evenly by what they hold, for nobody knows lengths: among the instances on the GPUs
+that they were on, where `near`, so that KV has a short way; else over all, as the planner deals them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrrl.lab.sim.engines import EngineKind
+from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
+from orchestrrl.lab.sim.rl.kv_moves import Home, KvMoved, KvWish, move_kv
+from orchestrrl.lab.sim.rl.model import GenStage
+from orchestrrl.lab.sim.workload import SimRequest
+from orchestrrl.lab.simulated_engine.scheduler import Scheduler
+from planner.cost.predict import published_precision
+from planner.cost.profile import Parallelism
+from planner.model import RequestId
+
+NEVER_S = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCase:
+    """`left_share` of the requests are still to be finished when engines change."""
+
+    hardware: Hardware
+    where: GenGpus
+    first: Parallelism
+    then: Parallelism
+    requests: tuple[SimRequest, ...]
+    left_share: float
+    near: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.left_share < 1:
+            raise ValueError(f"left_share must be in (0, 1), got {self.left_share}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A request when engines change. `runs`: its KV is there."""
+
+    request: SimRequest
+    generated: int
+    instance: int
+    runs: bool
+
+    @property
+    def context_tokens(self) -> int:
+        return self.request.prompt_tokens + self.generated
+
+
+def switched_stage(case: SwitchCase, fabric: Fabric) -> GenStage:
+    """Phases: by the names of the two configurations, `switching` and `moving KV`."""
+    profile = on_fabric(case.hardware, (case.first, case.then), case.where, fabric).profile
+    if len(profile.configurations) < 2:
+        raise ValueError(f"one of {case.first} and {case.then} does not fit")
+    one, other = (EngineKind(each) for each in profile.configurations)
+    before, after = (deployed(each, case.where, fabric.servers, fabric.pods) for each in (case.first, case.then))
+    first_s, finish_s, left = _until_switch(case, one, len(before))
+    targets = _dealt(left, before, after, case.near)
+    moved = _moved(case, left, targets, before, after, other, fabric)
+    comes = dict(zip([each.request.id for each in left if each.runs], moved.transferred, strict=True))
+    rest = _decoded(left, targets, comes, other, len(after))
+    switch_s, kv_s = other.profile.switch_s, moved.seconds if any(moved.transferred) else 0.0
+    begin_s = first_s + switch_s + kv_s
+    ends_s = sorted([*finish_s, *(begin_s + at_s for at_s in rest)])
+    return GenStage(
+        seconds=ends_s[-1],
+        samples=len(ends_s),
+        output_tokens=sum(request.output_tokens for request in case.requests),
+        finish_s=tuple(ends_s),
+        remaining=tuple((at_s, len(ends_s) - number) for number, at_s in enumerate([0.0, *ends_s])),
+        phases_s={
+            str(one.id): first_s,
+            "switching": switch_s,
+            "moving KV": kv_s,
+            str(other.id): ends_s[-1] - begin_s,
+        },
+        moved_bytes=moved.bytes,
+        switches=1,
+    )
+
+
+def _until_switch(case: SwitchCase, kind: EngineKind, instances: int) -> tuple[float, list[float], list[_Left]]:
+    """When it is, who has been answered by then and when, and who has not."""
+    wanted = len(case.requests) - int(case.left_share * len(case.requests))
+    ends_s = sorted(at_s for at_s, _ in _run(case.requests, kind, instances, NEVER_S)[0])
+    at_s = ends_s[wanted - 1]
+    finished, engines = _run(case.requests, kind, instances, at_s)
+    by_id = {request.id: request for request in case.requests}
+    left = [
+        _Left(by_id[held.id], held.generated, place, runs)
+        for place, engine in enumerate(engines)
+        for runs, some in ((True, engine.running), (False, engine.waiting))
+        for held in some
+    ]
+    return at_s, [end_s for end_s, _ in finished], left
+
+
+def _run(
+    requests: Sequence[SimRequest], kind: EngineKind, instances: int, until_s: float
+) -> tuple[list[tuple[float, RequestId]], list[Scheduler]]:
+    engines = [Scheduler(kind.shape) for _ in range(instances)]
+    for place, request in enumerate(requests):
+        engines[place % instances].submit(0.0, request.id, request.prompt_tokens, request.output_tokens)
+    finished = [
+        (progress.finished_s, progress.id)
+        for engine in engines
+        for progress in engine.advance(until_s)
+        if progress.finished_s is not None
+    ]
+    return finished, engines
+
+
+def _dealt(left: Sequence[_Left], before: Fleet, after: Fleet, is_near: bool) -> list[int]:
+    """[request], the instance: of those that it may go to the one that holds least, the largest request first."""
+    near: list[list[int]] = [[] for _ in before.gpus]
+    if is_near:
+        near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
+    held = [0] * len(after)
+    targets = [0] * len(left)
+    for number in sorted(range(len(left)), key=lambda number: (-left[number].context_tokens, left[number].request.id)):
+        places = near[left[number].instance] or range(len(after))
+        target = min(places, key=lambda place: (held[place], place))
+        targets[number] = target
+        held[target] += left[number].context_tokens
+    return targets
+
+
+def _moved(
+    case: SwitchCase,
+    left: Sequence[_Left],
+    targets: Sequence[int],
+    before: Fleet,
+    after: Fleet,
+    kind: EngineKind,
+    fabric: Fabric,
+) -> KvMoved:
+    hardware = case.hardware
+    precision = hardware.precision or published_precision(hardware.model)
+    homes = [Home(fleet.parallelism, gpus) for fleet in (before, after) for gpus in fleet.gpus]
+    wishes = [
+        KvWish(each.instance, len(before) + target, each.context_tokens)
+        for each, target in zip(left, targets, strict=True)
+        if each.runs
+    ]
+    rates = np.full(len(homes), kind.profile.prefill_tokens_per_s)
+    return move_kv(homes, wishes, hardware.model.kv_bytes_per_token(precision.kv_bits), rates, fabric)
+
+
+def _decoded(
+    left: Sequence[_Left], targets: Sequence[int], comes: dict[RequestId, bool], kind: EngineKind, instances: int
+) -> list[float]:
+    """When each of them ends, from when all KV is there."""
+    engines = [Scheduler(kind.shape) for _ in range(instances)]
+    for each, target in sorted(zip(left, targets, strict=True), key=lambda pair: not pair[0].runs):
+        request, prefilled = each.request, comes.get(each.request.id, False)
+        to_generate = request.output_tokens - each.generated
+        engines[target].submit(0.0, request.id, each.context_tokens, to_generate, prefilled)
+    return [
+        progress.finished_s
+        for engine in engines
+        for progress in engine.advance(NEVER_S)
+        if progress.finished_s is not None
+    ]

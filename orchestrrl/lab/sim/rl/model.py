@@ -1,0 +1,105 @@
+"""What the simulator of a whole RL cluster speaks of: stages of a step, how they follow each other, and what came of
+it. Values only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.train.model import Iteration, Window
+
+
+class LoopMode(StrEnum):
+    """How generation and training follow each other."""
+
+    SYNCHRONOUS = "synchronous"  # a step is generated, then trained on, then its weights are brought to engines
+    ONE_STEP_ASYNC = "one_step_async"  # step k is generated while step k - 1 is trained on
+    BOUNDED_STALENESS = "bounded_staleness"  # generation may be so many versions ahead of training
+
+
+class Holds(StrEnum):
+    """Who waits while new weights are on their way."""
+
+    BOTH = "both"  # the trainer sends and engines receive, and neither does anything else
+    ENGINES = "engines"  # the trainer goes on with a copy
+    NOBODY = "nobody"  # engines go on with the weights that they have, and take the new ones at their next step
+
+
+@dataclass(frozen=True, slots=True)
+class GenStage:
+    """A generation step on a fabric."""
+
+    seconds: float
+    samples: int
+    output_tokens: int
+    finish_s: tuple[float, ...] = ()  # [sample] ascending, from the step's beginning
+    remaining: tuple[tuple[float, int], ...] = ()  # (seconds from its beginning, requests in flight)
+    phases_s: Mapping[str, float] = field(
+        default_factory=dict
+    )  # e.g. seconds under AFD, switching, moving KV, under TP
+    moved_bytes: float = 0.0
+    switches: int = 0
+    idle_fraction: float = 0.0  # of GPU seconds
+    sample_tokens: float = 0.0  # of a sample that was begun, prompt and answer, in the mean
+    sample_square_tokens: float = 0.0  # mean of their squares
+    tier_bytes: Mapping[str, float] = field(default_factory=dict)  # engines' exchanges, and KV that moves
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStage:
+    """A training step: passes for log-probabilities, then optimiser steps. `parts_s` adds up to `seconds`: `log probs`,
+    and the parts of all optimiser steps. `mfu` counts what the passes ask for, too."""
+
+    seconds: float
+    mfu: float
+    parts_s: Mapping[str, float]
+    updates: int  # optimiser steps
+    update: Iteration  # the first of them
+
+
+@dataclass(frozen=True, slots=True)
+class SyncStage:
+    """A weight version to every engine. `bound_s`: no plan is shorter on these links. `held_s`: what each of those who
+    send beside it is late by, if it does so all the while."""
+
+    seconds: float
+    phases_s: Mapping[str, float]  # e.g. circuits, phase A, phase B
+    bytes: float
+    bound_s: float = 0.0
+    tier_bytes: Mapping[str, float] = field(default_factory=dict)
+    circuits: str = "keep"  # how they were used: see weight_sync.Course
+    held_s: Mapping[Stage, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a part of the cluster does, for the time line. `lane`: "train", "gen", "sync", or a fault's."""
+
+    lane: str
+    stage: Stage
+    step: int
+    begin_s: float
+    end_s: float
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RlRun:
+    """One arm on one fabric and seed. Rates leave out the first steps, in which the pipeline fills."""
+
+    fabric: str
+    arm: str
+    seed: int
+    seconds: float
+    samples: int
+    samples_per_s: float
+    spans: tuple[Span, ...]
+    steps: tuple[Mapping[str, float], ...]  # [step] seconds by stage, and what it waited for
+    staleness: Mapping[int, int]  # samples by how many versions they were behind when they were trained on
+    idle_share: Mapping[Stage, float]  # of the stage's GPUs, of the seconds measured
+    sync_beside: tuple[Stage, ...] = ()  # who was at work when the last weights set out, and went on
+    # By stage and tier, of one step: train, gen, weight_sync and response_stream.
+    tier_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    windows: tuple[Window, ...] = ()  # of an optimiser step
+    remaining: tuple[tuple[float, int], ...] = ()  # of the last generation step
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,158 @@
+"""What a simulation of a cluster came to, and the files that it is kept in: one for each scenario, with all its runs.
+
+A file is named by the digest of its scenario and written whole or not at all, so that a sweep that was cut short finds
+what it has. Reading gives back what was written.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from orchestrrl.core.errors import ProblemFaults, faults_of
+from orchestrrl.lab.sim.rl.model import RlRun
+
+FORMAT = 1
+SUFFIX = ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What the run's cluster costs. `network_usd` is the sum of `parts_usd`, each a component of the network."""
+
+    network_usd: float
+    parts_usd: Mapping[str, float] = field(default_factory=dict)
+    gpus_usd: float | None = None  # None: no price is known
+    network_watts: float | None = None  # None: not known of all components
+    optics_watts: float | None = None  # of its transceivers; None: not known at that rate
+
+    @property
+    def total_usd(self) -> float:
+        return self.network_usd + (self.gpus_usd or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run, and what it was a run of."""
+
+    scenario: Mapping[str, Any]  # the document, with defaults filled in
+    run: RlRun
+    bill: Bill
+    train_parts_s: Mapping[str, float] = field(default_factory=dict)  # of a training step: log probs, compute, ...
+    train_mfu: float = 0.0
+    gen_phases_s: Mapping[str, float] = field(default_factory=dict)  # of the last generation step
+    sync_phases_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.run.samples_per_s
+
+    @property
+    def samples_per_s_per_musd(self) -> float:
+        """Throughput for each million dollars of network: the paper's throughput per dollar (section 7.3)."""
+        return self.run.samples_per_s / self.bill.network_usd * 1e6 if self.bill.network_usd else 0.0
+
+
+@checked(frozen=True, config=ConfigDict(extra="forbid"))
+class _File:
+    format: Literal[1]
+    digest: str
+    scenario: dict[str, Any]
+    results: list[dict[str, Any]]
+
+
+_FILE: TypeAdapter[_File] = TypeAdapter(_File)
+_RESULT: TypeAdapter[Result] = TypeAdapter(Result)
+
+
+def digest_of(scenario: Mapping[str, Any]) -> str:
+    """Of what a scenario says, whatever the order of its fields."""
+    text = json.dumps(scenario, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def as_text(scenario: Mapping[str, Any], results: Sequence[Result]) -> str:
+    """All of them of this scenario. Same results, same bytes."""
+    rows = [{name: value for name, value in asdict(each).items() if name != "scenario"} for each in results]
+    document = {"format": FORMAT, "digest": digest_of(scenario), "scenario": scenario, "results": rows}
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
+
+
+def write(folder: Path, scenario: Mapping[str, Any], results: Sequence[Result]) -> Path:
+    """Under the scenario's digest; the file is there whole, or as it was before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{digest_of(scenario)}{SUFFIX}"
+    temporary = folder / f".{uuid4().hex}.part"  # as open to others as any file of ours
+    try:
+        temporary.write_text(as_text(scenario, results), encoding="utf-8")
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read(source: Path) -> tuple[Result, ...]:
+    """Of a file, or of all files of a folder by name. Raises ProblemFaults with what is wrong with each."""
+    paths = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else [source]
+    if not paths:
+        raise ProblemFaults([f"{source}: has no results (*{SUFFIX})"])
+    found: list[Result] = []
+    faults: list[str] = []
+    for path in paths:
+        try:
+            found += parse(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            faults.append(f"{path}: {error.strerror}")
+        except UnicodeDecodeError:
+            faults.append(f"{path}: is not UTF-8 text")
+        except ProblemFaults as error:
+            faults += [f"{path}: {fault}" for fault in error.faults]
+    if faults:
+        raise ProblemFaults(faults)
+    return tuple(found)
+
+
+def parse(text: str) -> list[Result]:
+    """As read, from text."""
+    try:
+        file = _FILE.validate_python(json.loads(text))
+        return [
+            _finite(_RESULT.validate_python({"scenario": file.scenario, **row}), index)
+            for index, row in enumerate(file.results)
+        ]
+    except ValidationError as error:
+        raise ProblemFaults(faults_of(error)) from None
+    except ValueError as error:
+        raise ProblemFaults([f"(document): is not JSON: {error}"]) from None
+
+
+def _finite(result: Result, index: int) -> Result:
+    if not math.isfinite(result.run.samples_per_s):
+        raise ProblemFaults([f"results[{index}].run.samples_per_s: must be a number, got {result.run.samples_per_s}"])
+    return result
+
+
+def complete(folder: Path, digests: Iterable[str]) -> set[str]:
+    """Of these scenarios, those whose file is there, can be read, and has all runs: `sim run` writes as they come."""
+    found = set()
+    for digest in digests:
+        try:
+            results = parse((folder / f"{digest}{SUFFIX}").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ProblemFaults):
+            continue
+        if results and len(results) == runs_of(results[0].scenario):
+            found.add(digest)
+    return found
+
+
+def runs_of(scenario: Mapping[str, Any]) -> int:
+    """As many results as a scenario has when all is done."""
+    return len(scenario["fabrics"]) * len(scenario["generation"]["arms"]) * len(scenario["seeds"])

@@ -1,0 +1,338 @@
+"""A scenario of the cluster simulator, as scenario_file.py reads it.
+
+It is also a daemon's configuration (`daemon`, and the fleet that follows from `generation`) plus a workload: what was
+simulated can be deployed, see deployable.py. GPUs are numbered through: those that train, then those that generate.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
+
+from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build, options_of
+from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.rl.faults import Fault, Part, Schedule
+from orchestrrl.lab.sim.rl.loop_rules import Rules
+from orchestrrl.lab.sim.rl.model import Holds, LoopMode
+from orchestrrl.lab.sim.rl.training import Recipe
+from orchestrrl.lab.sim.scenario import ARMS, ControlSection, GatewaySection, Section, WorkloadSection
+from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
+from planner.cost.engines import ENGINES, Engine
+from planner.cost.hardware import GPUS, Gpu, gpu_named
+from planner.cost.models import MODELS, Model, model_named
+from planner.cost.paper import paper_engine
+from planner.cost.profile import Parallelism, Profile
+from planner.solver.layouts import layouts
+
+PAPER_ENGINE = "paper"
+SIZES = ("servers_per_tor", "servers_per_pod")  # of the cluster, that are options of fabrics
+_OF_THE_LOOP = ("steps", "warmup_steps", "gap_s")  # that a workload of `sim gen` has, and this one's loop says
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+_Number = Annotated[int, Field(ge=0)]
+_Name = Annotated[str, Field(min_length=1)]
+
+
+def _one_of(names: Iterable[str]) -> Callable[[str], str]:
+    known = list(names)
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(f"must be one of {', '.join(known)}")
+        return name
+
+    return check
+
+
+_LAYOUT = re.compile(r"(?:tp(\d+))?(?:dp(\d+))?(?:ep(\d+))?")
+_AFD = re.compile(r"afd(\d+)\+(\d+)(?:x(\d+))?(?:tp(\d+))?")
+
+
+def layout_named(name: str) -> Parallelism:
+    """`tp8`, `tp8ep8`, `tp1dp16ep16`, `afd24+16x3`: as planner.cost.predict.identifier writes it. Raises ValueError."""
+    if match := _AFD.fullmatch(name):
+        attention, ffn, micro_batches, tp = (int(number or 1) for number in match.groups())
+        return Parallelism(tp=tp, attention_gpus=attention, ffn_gpus=ffn, micro_batches=micro_batches)
+    match = _LAYOUT.fullmatch(name)
+    if not name or match is None:
+        raise ValueError("must be a layout such as tp8, tp8ep8, tp1dp16ep16 or afd24+16x3")
+    tp, dp, ep = (int(number or 1) for number in match.groups())
+    return Parallelism(tp=tp, dp=dp, ep=ep)
+
+
+def _is_layout(name: str) -> str:
+    layout_named(name)
+    return name
+
+
+class ClusterSection(Section):
+    """The machines. `shared`: the same GPUs train and generate, in turn, and gen_gpus is left out."""
+
+    train_gpus: _Count
+    gen_gpus: _Count | None = None
+    shared: bool = False
+    gpus_per_server: _Count = 8
+    nics_per_server: _Count = 8
+    nic_gbps: _Positive = 200.0
+    nvlink_gbytes_per_s: _Positive | None = None  # one way, of each GPU; by default the GPU's
+    servers_per_tor: _Count | None = None  # of fabrics that say nothing else in their options
+    servers_per_pod: _Count | None = None
+    gpu_usd: _Positive | None = None  # price of one, for throughput per dollar of all
+
+    @model_validator(mode="after")
+    def _whole_servers(self) -> "ClusterSection":
+        if self.shared != (self.gen_gpus is None):
+            raise ValueError("needs either gen_gpus or shared: true")
+        for name in ("train_gpus", "gen_gpus"):
+            count = getattr(self, name)
+            if count is not None and count % self.gpus_per_server:
+                raise ValueError(f"{name} must be whole servers of {self.gpus_per_server} GPUs, {count} are not")
+        if self.gpus_per_server % self.nics_per_server:
+            raise ValueError("gpus_per_server must be a multiple of nics_per_server")
+        return self
+
+    @property
+    def gpus(self) -> int:
+        return self.train_gpus + (self.gen_gpus or 0)
+
+    @property
+    def generating(self) -> int:
+        return self.gen_gpus or self.train_gpus
+
+    @property
+    def first_generating(self) -> int:
+        return 0 if self.shared else self.train_gpus
+
+
+class FabricSection(Section):
+    """`options` are those of its kind, e.g. servers of a ToR and of a PoD."""
+
+    kind: _Name
+    name: _Name | None = None  # by default its kind
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return self.name or self.kind
+
+
+class TrainingSection(Section):
+    """What a training step does with its samples. dp follows from the GPUs, where it is left out."""
+
+    tp: _Count = 1
+    cp: _Count = 1
+    pp: _Count = 1
+    dp: _Count | None = None
+    ep: _Count = 1
+    vpp: _Count = 1  # stages of each pipeline rank, interleaved
+    micro_sequences: _Count = 1
+    recompute: bool = False
+    log_prob_passes: _Number = 1  # forward passes before: under the policy, and one more under a reference (KL)
+    updates: _Count = 1  # optimiser steps on a batch, each on its share of the samples (mini-batches)
+    epochs: _Count = 1  # over the batch
+    recovery_s: _NotNegative = 120.0  # for another server to take the place of one that failed, and begin again
+
+
+class GenerationSection(Section):
+    """What each step generates, and on which engines: by default on every layout worth a look, predicted from model and
+    GPU and from what the fabric gives to those that span servers."""
+
+    workload: WorkloadSection
+    layouts: tuple[Annotated[str, AfterValidator(_is_layout)], ...] = ()
+    profile: _Name | None = None  # instead: a built-in one, or a file from the scenario's folder
+    engine: Annotated[str, AfterValidator(_one_of([*ENGINES, PAPER_ENGINE]))] = "vllm"
+    start_s: _NotNegative | None = None  # of an engine, before its weights are loaded; by default the engine's
+    initial: str | None = None  # layout that our arms begin with; by default the tuned static baseline's
+    arms: Annotated[tuple[Annotated[str, AfterValidator(_one_of(ARMS))], ...], Field(min_length=1)] = ("both",)
+    partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    kv_transfer: bool = True  # engines can hand KV over; otherwise a moved request is recomputed
+    prefix_caching: bool = False
+    control: ControlSection = ControlSection()
+    gateway: GatewaySection = GatewaySection()
+    _profile: Profile | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "GenerationSection":
+        if self.profile is not None and self.layouts:
+            raise ValueError("needs either a profile or layouts")
+        if given := [name for name in _OF_THE_LOOP if name in self.workload.model_fields_set]:
+            raise ValueError(f"workload must leave {', '.join(given)} to the loop")
+        return self
+
+    @property
+    def profile_value(self) -> Profile | None:
+        """The profile that `profile` names, with its curves."""
+        return self._profile
+
+
+class WeightSyncSection(Section):
+    """How new weights reach engines. `holds`: who waits for it."""
+
+    scheme: _Name = "tree"
+    holds: Holds = Holds.ENGINES
+    bits: Literal[8, 16] = 16  # of a weight, on the way
+
+
+class LoopSection(Section):
+    """`warmup_steps` fill the pipeline and teach the forecast: rates leave them out."""
+
+    mode: LoopMode = LoopMode.ONE_STEP_ASYNC
+    staleness: _Number | None = None  # versions, of bounded_staleness
+    steps: _Count = 4
+    warmup_steps: _Number = 1
+    batch_samples: _Count | None = None  # of a training step; by default all of a generation step
+    buffer_samples: _Count | None = None  # that wait for training, those being generated among them; by default any
+
+    @model_validator(mode="after")
+    def _sane(self) -> "LoopSection":
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps must be less than steps ({self.steps}), {self.warmup_steps} are not")
+        self.rules(Holds.ENGINES, shared=False)
+        return self
+
+    def rules(self, holds: Holds, *, shared: bool) -> Rules:
+        """Raises ValueError where they are at odds."""
+        return Rules(self.mode, self.staleness, self.batch_samples, self.buffer_samples, holds, shared)
+
+
+class FaultSection(Section):
+    """Something that fails, at a time of the whole run. A link or port is a share of one ToR's uplinks; a switch is a
+    share of those of all ToRs, or PoDs, that it joins."""
+
+    at_s: _NotNegative
+    fail: Part
+    of: tuple[_Number, ...]
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    back_after_s: _Positive | None = None  # None: it stays away
+
+    @field_validator("of", mode="before")
+    @classmethod
+    def _one_or_many(cls, of: Any) -> Any:
+        return (of,) if isinstance(of, int) else of
+
+    @field_validator("of")
+    @classmethod
+    def _some(cls, of: tuple[int, ...]) -> tuple[int, ...]:
+        if not of:
+            raise ValueError("must name one at least")
+        return of
+
+    def value(self) -> Fault:
+        return Fault(self.at_s, self.fail, self.of, self.share, self.back_after_s)
+
+
+class ClusterScenario(Section):
+    name: _Name
+    seeds: Annotated[tuple[_Number, ...], Field(min_length=1)] = (1,)
+    model: Annotated[str, AfterValidator(_one_of(MODELS))]
+    gpu: Annotated[str, AfterValidator(_one_of(GPUS))] = "h800"
+    cluster: ClusterSection
+    fabrics: Annotated[tuple[FabricSection, ...], Field(min_length=1)]
+    training: TrainingSection = TrainingSection()
+    generation: GenerationSection
+    weight_sync: WeightSyncSection = WeightSyncSection()
+    loop: LoopSection = LoopSection()
+    faults: tuple[FaultSection, ...] = ()
+    daemon: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("fabrics", mode="before")
+    @classmethod
+    def _by_kind(cls, fabrics: Any) -> Any:
+        """`rfabric` alone is one without options."""
+        if not isinstance(fabrics, list | tuple):
+            return fabrics
+        return tuple({"kind": each} if isinstance(each, str) else each for each in fabrics)
+
+    @property
+    def model_value(self) -> Model:
+        return model_named(self.model)
+
+    @property
+    def gpu_value(self) -> Gpu:
+        return gpu_named(self.gpu)
+
+    @property
+    def samples(self) -> int:
+        """Of a step."""
+        return self.generation.workload.prompts * self.generation.workload.samples
+
+    @property
+    def engine_value(self) -> Engine:
+        name, start_s = self.generation.engine, self.generation.start_s
+        engine = paper_engine(self.model_value) if name == PAPER_ENGINE else ENGINES[name]
+        return engine if start_s is None else replace(engine, start_s=start_s)
+
+    @property
+    def engine_layouts(self) -> tuple[Parallelism, ...]:
+        named = tuple(layout_named(name) for name in self.generation.layouts)
+        size = self.cluster.gpus_per_server
+        return named or tuple(layouts(self.model_value, self.cluster.generating, size))
+
+    @property
+    def servers(self) -> Servers:
+        cluster = self.cluster
+        nvlink = cluster.nvlink_gbytes_per_s
+        return Servers(
+            count=cluster.gpus // cluster.gpus_per_server,
+            gpus_per_server=cluster.gpus_per_server,
+            nics_per_server=cluster.nics_per_server,
+            nic_gbps=cluster.nic_gbps,
+            nvlink_bytes_per_s=self.gpu_value.nvlink_bytes_per_s if nvlink is None else nvlink * 1e9,
+        )
+
+    def fabric_options(self, section: FabricSection) -> dict[str, Any]:
+        """The section's, and of what it leaves out what the cluster says, as far as its kind has such options."""
+        cluster = self.cluster
+        usual = {name: getattr(cluster, name) for name in SIZES} | {
+            "train_servers": None if cluster.shared else cluster.train_gpus // cluster.gpus_per_server,
+        }
+        known = options_of(section.kind) if section.kind in KINDS else ()
+        given = {name: value for name, value in usual.items() if value is not None and name in known}
+        return given | section.options
+
+    def fabric(self, section: FabricSection, **made: object) -> Fabric:
+        """With what is worked out for it beside its options, see demand.py. Raises Impossible with all that is wrong
+        with them."""
+        return build(section.kind, self.servers, **(self.fabric_options(section) | made))
+
+    @property
+    def train_layout(self) -> TrainLayout:
+        part = self.training
+        dp = part.dp or self.cluster.train_gpus // (part.tp * part.cp * part.pp)
+        return TrainLayout(tp=part.tp, cp=part.cp, dp=dp, pp=part.pp, ep=part.ep, vpp=part.vpp)
+
+    @property
+    def recipe(self) -> Recipe:
+        part = self.training
+        return Recipe(part.log_prob_passes, part.updates, part.epochs)
+
+    def train_job(self, sequences: int, tokens: float, length_cv: float = 0.0) -> TrainJob:
+        """On so many samples of that mean length, prompts included, and that spread of lengths."""
+        return TrainJob(
+            model=self.model_value,
+            gpu=self.gpu_value,
+            layout=self.train_layout,
+            sequences=sequences,
+            tokens=tokens,
+            micro_sequences=self.training.micro_sequences,
+            recompute=self.training.recompute,
+            length_cv=length_cv,
+        )
+
+    def rules(self) -> Rules:
+        """Raises ValueError where they are at odds."""
+        return self.loop.rules(self.weight_sync.holds, shared=self.cluster.shared)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(tuple(fault.value() for fault in self.faults))
+
+    def document(self) -> dict[str, Any]:
+        """As it would be written with every default filled in. Parsing it gives the same scenario, but for a profile's
+        file, which is found from the scenario's folder."""
+        return self.model_dump(mode="json", exclude={"generation": {"workload": set(_OF_THE_LOOP)}})

@@ -1,0 +1,263 @@
+"""What each stage of a scenario takes on one fabric, by what of the network has failed. Each is worked out once.
+
+Training and generation have servers of their own and their traffic is taken not to meet; weights on their way meet that
+of both, where they go on. They are brought to the fleet that the tuned static baseline would have. An engine, or a
+server that generates, that has failed takes its share of the speed with it; of those that train another one takes the
+place (see faults.py).
+"""
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean
+
+from orchestrrl.lab.sim.net.fabrics.base import Fabric, Failures, Stage
+from orchestrrl.lab.sim.rl.demand import fabric_for
+from orchestrrl.lab.sim.rl.faults import Part, Schedule, stretched_s, with_lost_work_s
+from orchestrrl.lab.sim.rl.generation import GenJob, Prepared, generation_stages, prepared
+from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.lab.sim.rl.generation_profiles import Hardware
+from orchestrrl.lab.sim.rl.loop import GenTime
+from orchestrrl.lab.sim.rl.loop_held import SyncTime
+from orchestrrl.lab.sim.rl.loop_rules import Batch
+from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
+from orchestrrl.lab.sim.rl.scenario import ClusterScenario, FabricSection
+from orchestrrl.lab.sim.rl.training import training_bytes, training_stage
+from orchestrrl.lab.sim.rl.weight_sync import sync_stage
+from orchestrrl.lab.sim.rl.weight_sync_beside import Beside, generation_beside, training_beside
+from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
+from orchestrrl.lab.sim.train.iteration import forward_s, iteration
+from orchestrrl.lab.sim.train.model import Iteration, TrainJob
+from planner.cost.profile import EngineProfile
+
+TUNED = "verl_to"  # the arm that is the static baseline with the shortest steps
+
+
+@dataclass
+class FabricStages:
+    """A scenario on one fabric: what its arms and seeds have in common."""
+
+    scenario: ClusterScenario
+    section: FabricSection
+    constants: TrainConstants = MEGATRON
+    _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
+    _gen: dict[Hashable, tuple[GenStage, ...]] = field(default_factory=dict)
+    _train: dict[Hashable, Iteration] = field(default_factory=dict)
+    _training: dict[Hashable, TrainStage] = field(default_factory=dict)
+    _sync: dict[Hashable, SyncStage] = field(default_factory=dict)
+    _beside: dict[Hashable, Beside] = field(default_factory=dict)
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        return fabric_for(self.scenario, self.section, self.constants)
+
+    @cached_property
+    def job(self) -> GenJob:
+        scenario, part = self.scenario, self.scenario.generation
+        return GenJob(
+            hardware=Hardware(scenario.model_value, scenario.gpu_value, scenario.engine_value),
+            where=GenGpus(scenario.cluster.first_generating, scenario.cluster.generating),
+            workload=part.workload,
+            layouts=scenario.engine_layouts,
+            profile=part.profile_value,
+            initial=part.initial,
+            kv_transfer=part.kv_transfer,
+            partial_share=part.partial_share,
+            prefix_caching=part.prefix_caching,
+            control=part.control,
+            gateway=part.gateway,
+            daemon=scenario.daemon,
+        )
+
+    def without(self, failed: Failures) -> Fabric:
+        return self.fabric.without(failed) if _key(failed) != _key(Failures()) else self.fabric
+
+    def ready(self, failed: Failures) -> Prepared:
+        key = _key(failed)
+        if key not in self._prepared:
+            self._prepared[key] = prepared(self.job, self.without(failed))
+        return self._prepared[key]
+
+    def gen(self, failed: Failures, arm: str, seed: int) -> tuple[GenStage, ...]:
+        """[step]. Raises ValueError where engines have no way to each other."""
+        key = (_key(failed), arm, seed)
+        if key not in self._gen:
+            self._gen[key] = generation_stages(self.ready(failed), arm, seed, self.scenario.loop.steps)
+        return self._gen[key]
+
+    def train(self, failed: Failures, job: TrainJob) -> Iteration:
+        """An optimiser step on the job's samples."""
+        key = (_key(failed), job)
+        if key not in self._train:
+            self._train[key] = iteration(job, self.without(failed), constants=self.constants)
+        return self._train[key]
+
+    def training(self, failed: Failures, job: TrainJob) -> TrainStage:
+        """A training step on the job's samples, as the scenario has it: passes for log-probabilities, optimiser
+        steps."""
+        key, recipe = (_key(failed), job), self.scenario.recipe
+        if key not in self._training:
+            passes_s = forward_s(job, self.without(failed), constants=self.constants) if recipe.log_prob_passes else 0.0
+            self._training[key] = training_stage(job, recipe, lambda share: self.train(failed, share), passes_s)
+        return self._training[key]
+
+    def sync(self, failed: Failures, fleet: Fleet, job: TrainJob, beside: tuple[Beside, ...] = ()) -> SyncStage:
+        part = self.scenario.weight_sync
+        key = (_key(failed), fleet.parallelism, job, beside)
+        if key not in self._sync:
+            fabric = self.without(failed)
+            self._sync[key] = sync_stage(job, [fleet], fabric, part.scheme, bits=part.bits, beside=beside)
+        return self._sync[key]
+
+    def training_sends(self, job: TrainJob) -> Beside:
+        """A second, in the mean."""
+        if job not in self._beside:
+            seconds = self.training(Failures(), job).seconds
+            servers = self.fabric.servers
+            self._beside[job] = training_beside(job, self.scenario.recipe, seconds, servers, self.constants)
+        return self._beside[job]
+
+    def generation_sends(self, fleet: Fleet, tokens_per_s: float) -> Beside:
+        """A second, in the mean."""
+        key = (fleet.parallelism, tokens_per_s)
+        if key not in self._beside:
+            model = self.scenario.model_value
+            self._beside[key] = generation_beside(fleet, model, tokens_per_s, self.fabric.servers)
+        return self._beside[key]
+
+    def tuned(self, seed: int) -> EngineProfile:
+        """What the static baseline runs."""
+        (name,) = self.gen(Failures(), TUNED, seed)[0].phases_s
+        return next(each for each in self.ready(Failures()).profile.configurations if str(each.id) == name)
+
+    def train_tier_bytes(self, job: TrainJob) -> Mapping[str, float]:
+        """Of a training step, over the links of each tier."""
+        return training_bytes(job, self.scenario.recipe, self.fabric, self.constants)
+
+
+@dataclass
+class ArmTimes:
+    """The loop's stages of one arm and seed, as faults leave them. Asked by loop.py."""
+
+    stages: FabricStages
+    arm: str
+    seed: int
+
+    @cached_property
+    def healthy(self) -> tuple[GenStage, ...]:
+        return self.stages.gen(Failures(), self.arm, self.seed)
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """As many are begun in each step as are asked for; an arm that cuts steps finishes others."""
+        return [Batch(self.stages.scenario.samples, each.samples) for each in self.healthy]
+
+    @cached_property
+    def tokens(self) -> float:
+        """Of a sample, prompt and answer, in the mean over all steps."""
+        return fmean(each.sample_tokens for each in self.healthy)
+
+    @cached_property
+    def length_cv(self) -> float:
+        """Of samples' lengths, over all steps."""
+        squares = fmean(each.sample_square_tokens for each in self.healthy)
+        return math.sqrt(max(0.0, squares / self.tokens**2 - 1))
+
+    @cached_property
+    def fleet(self) -> Fleet:
+        """That takes weights."""
+        tuned, fabric = self.stages.tuned(self.seed), self.stages.fabric
+        return deployed(tuned.parallelism, self.stages.job.where, fabric.servers, fabric.pods)
+
+    def job(self, samples: int) -> TrainJob:
+        return self.stages.scenario.train_job(samples, self.tokens, self.length_cv)
+
+    def gen(self, step: int, begin_s: float) -> GenTime:
+        seconds = stretched_s(self._schedule, begin_s, lambda now_s: self._gen_s(step, now_s))
+        if self.stages.scenario.loop.batch_samples is None:
+            return GenTime(seconds)
+        longer = seconds / self.healthy[step].seconds
+        return GenTime(seconds, tuple(at_s * longer for at_s in self.healthy[step].finish_s))
+
+    def train(self, step: int, samples: int, begin_s: float) -> float:
+        scenario = self.stages.scenario
+        servers = range(scenario.cluster.train_gpus // scenario.cluster.gpus_per_server)
+
+        def seconds(now_s: float) -> float:
+            failed = self._schedule.network(now_s)
+            return _or_never(failed, lambda: self.stages.training(failed, self.job(samples)).seconds)
+
+        return with_lost_work_s(self._schedule, begin_s, seconds, servers, scenario.training.recovery_s)
+
+    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+        """What has failed lengthens it; those beside it lose the share of their time that they would lose otherwise."""
+
+        def seconds(now_s: float) -> float:
+            failed = self._schedule.network(now_s)
+            return _or_never(failed, lambda: self.sync_stage(failed, beside).seconds)
+
+        took_s, whole = stretched_s(self._schedule, begin_s, seconds), self.sync_stage(Failures(), beside)
+        return SyncTime(took_s, {stage: took_s / whole.seconds * each_s for stage, each_s in whole.held_s.items()})
+
+    def sync_stage(self, failed: Failures, beside: tuple[Stage, ...] = ()) -> SyncStage:
+        """Beside what these stages send; alone, where none is named."""
+        job = self.job(self.batches[-1].finished)
+        return self.stages.sync(failed, self.fleet, job, tuple(self._sends(stage, job) for stage in beside))
+
+    def _sends(self, stage: Stage, job: TrainJob) -> Beside:
+        if stage is Stage.TRAIN:
+            return self.stages.training_sends(job)
+        last = self.healthy[-1]
+        return self.stages.generation_sends(self.fleet, last.samples * last.sample_tokens / last.seconds)
+
+    @property
+    def _schedule(self) -> Schedule:
+        return self.stages.scenario.schedule
+
+    def _gen_s(self, step: int, now_s: float) -> float:
+        left = 1.0 - self._gone(now_s)
+        if left <= 0:
+            return math.inf
+        failed = self._schedule.network(now_s)
+        return _or_never(failed, lambda: self.stages.gen(failed, self.arm, self.seed)[step].seconds / left)
+
+    def _gone(self, now_s: float) -> float:
+        """The share of the GPUs that generate that has failed."""
+        cluster, size = self.stages.scenario.cluster, self.stages.scenario.cluster.gpus_per_server
+        gpus: set[int] = set()
+        for fault in self._schedule.holding(now_s, Part.SERVER):
+            gpus.update(gpu for server in fault.of for gpu in range(server * size, (server + 1) * size))
+        for fault in self._schedule.holding(now_s, Part.ENGINE):
+            gpus.update(int(gpu) for engine in fault.of if engine < len(self.fleet) for gpu in self.fleet.gpus[engine])
+        mine = range(cluster.first_generating, cluster.first_generating + cluster.generating)
+        return sum(gpu in mine for gpu in gpus) / cluster.generating
+
+
+def _key(failed: Failures) -> Hashable:
+    return (
+        tuple(sorted(failed.nics)),
+        tuple(sorted(failed.servers)),
+        tuple(sorted((failed.tor_uplinks or {}).items())),
+        tuple(sorted((failed.pod_uplinks or {}).items())),
+    )
+
+
+def _or_never(failed: Failures, seconds: Callable[[], float]) -> float:
+    """inf where what has failed leaves no way between some of its GPUs. Raises ValueError where nothing has failed."""
+    try:
+        return seconds()
+    except ValueError:
+        if _key(failed) == _key(Failures()):
+            raise
+        return math.inf
+
+
+def lane_of(scenario: ClusterScenario, part: Part, number: int) -> Stage:
+    """Whose GPUs a fault touches first."""
+    cluster = scenario.cluster
+    first = cluster.first_generating
+    per = {Part.NIC: cluster.gpus_per_server // cluster.nics_per_server, Part.SERVER: cluster.gpus_per_server}.get(part)
+    if part is Part.ENGINE or (per is not None and number * per >= first):
+        return Stage.GEN
+    return Stage.TRAIN

@@ -1,0 +1,103 @@
+"""Run the points of a sweep in processes of this machine, each point in one of its own: one that dies takes nobody with
+it, and they all end with whoever started them."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
+from orchestrrl.lab.sim.rl.sweep import Outcome, Point
+
+GRACE_S = 5.0
+
+
+def run_point(point: Point, folder: Path) -> str:
+    """Write its results. Returns what went wrong, nothing where all is well."""
+    from orchestrrl.lab.sim.rl.results import write
+    from orchestrrl.lab.sim.rl.run import run_cluster
+    from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+
+    assert point.document is not None
+    try:
+        scenario = scenario_of(dict(point.document), point.folder)
+        write(folder, point.document, run_cluster(scenario))
+    except (OrchestrRLError, ProblemFaults, OSError) as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001  a defect of ours at one point is told, and the rest goes on
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """`at_once` of them; by default as many as there are cores for us. `work`: what each does."""
+
+    at_once: int | None = None
+    work: Callable[[Point, Path], str] = run_point
+
+    def __call__(self, points: Sequence[Point], folder: Path) -> Iterator[Outcome]:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["orchestrrl.lab.sim.rl.run"])
+        most = self.at_once or len(os.sched_getaffinity(0))
+        waiting, running = list(reversed(points)), dict[BaseProcess, tuple[Point, Connection]]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < most:
+                    point = waiting.pop()
+                    ours, theirs = context.Pipe(duplex=False)
+                    process: BaseProcess = context.Process(
+                        target=_work, args=(self.work, point, folder, theirs), daemon=True
+                    )
+                    process.start()
+                    theirs.close()
+                    running[process] = point, ours
+                # A pipe is readable when its process has told its outcome, or is gone.
+                told = wait([pipe for _, pipe in running.values()])
+                for process in [each for each, (_, pipe) in running.items() if pipe in told]:
+                    point, pipe = running.pop(process)
+                    yield Outcome(point, _outcome(process, pipe))
+        finally:
+            _end(list(running))
+
+
+def _work(work: Callable[[Point, Path], str], point: Point, folder: Path, told: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us, who ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    told.send(work(point, folder))
+
+
+def _end_with_parent() -> None:
+    """Also where it was killed, or interrupted before it knew of us."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _outcome(process: BaseProcess, pipe: Connection) -> str:
+    try:
+        fault = str(pipe.recv())
+    except EOFError:
+        process.join()
+        fault = f"its process ended with status {process.exitcode}"
+    pipe.close()
+    process.join()
+    return fault
+
+
+def _end(running: Sequence[BaseProcess]) -> None:
+    for process in running:
+        process.terminate()
+    for process in running:
+        process.join(GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,134 @@
+"""Weights on their way, as steps of flows: the sync planner's tree, and the schemes that it is set beside. Pure.
+
+The tree hands shards from server to server over all of their NICs, and each server passes on to its own GPUs over
+NVLink what comes in, chunk by chunk. `naive`: every GPU straight from a holder, all at once. `two_stage` (figure 4 of
+the OrchestrRL paper): to the first engine of each PoD, and from there along a chain of the PoD's servers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrrl.lab.sim.net.model import Floats, Flows, Ints
+from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard
+from orchestrrl.lab.sim.rl.weight_sync_site import Site
+from planner.sync_tree.model import SyncPlan
+
+Row = tuple[int, int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Flows that begin together, once those of the step before are through. `above`: of each flow, how many chunks it
+    waits for, one of each flow above it."""
+
+    flows: Flows
+    crosses: NDArray[np.bool_]  # [flow], from PoD to PoD
+    above: Ints  # [flow]
+
+
+def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], gpus_per_server: int) -> list[Step]:
+    """One for each wave."""
+    steps: list[Step] = []
+    for wave in plan.waves:
+        edges, size = wave.edges, wave.edges.bytes.astype(np.float64)
+        sent = spread(edges.src, edges.dst, size, gpus_per_server)
+        crosses, above = np.repeat(edges.circuits > 0, gpus_per_server), np.repeat(edges.above, gpus_per_server)
+        inside = _passed_on(shards, edges.shard, edges.dst, size, gpus_per_server)
+        steps.append(_with_last_hop(sent, crosses, above, inside))
+    return steps
+
+
+def naive_steps(shards: Sequence[ServerShard], site: Site, gpus_per_server: int) -> list[Step]:
+    """Holders in turn."""
+    rows: list[Row] = []
+    crosses: list[bool] = []
+    for shard in shards:
+        for turn, (server, needs) in enumerate(zip(shard.receivers, shard.needs.tolist(), strict=True)):
+            holder = shard.holders[turn % len(shard.holders)]
+            for place, size in enumerate(needs):
+                if size:
+                    rows.append((holder * gpus_per_server + place, server * gpus_per_server + place, size))
+                    crosses.append(bool(site.pod[holder] != site.pod[server]))
+    return [Step(Flows.of(rows), np.array(crosses, np.bool_), np.zeros(len(rows), np.int64))]
+
+
+def two_stage_steps(shards: Sequence[ServerShard], site: Site, gpus_per_server: int) -> list[Step]:
+    first: list[Row] = []
+    crosses: list[bool] = []
+    chains: list[tuple[int, int, float, int]] = []  # server, server, bytes, how far down
+    at: list[tuple[int, int, float]] = []  # shard, server, bytes that come there
+    for number, shard in enumerate(shards):
+        for turn, servers in enumerate(_by_pod(shard, site)):
+            holder, seed = shard.holders[turn % len(shard.holders)], servers[0]
+            for place in _first_engine(shard, seed):
+                size = shard.bytes / len(_first_engine(shard, seed))
+                first.append((holder * gpus_per_server + place, seed * gpus_per_server + place, size))
+                crosses.append(bool(site.pod[holder] != site.pod[seed]))
+            chains += [(servers[k], servers[k + 1], shard.bytes, k) for k in range(len(servers) - 1)]
+            at += [(number, server, shard.bytes) for server in servers]
+    steps = [Step(Flows.of(first), np.array(crosses, np.bool_), np.zeros(len(first), np.int64))]
+    of, server, came = (np.array(each) for each in zip(*at, strict=True))
+    inside = _passed_on(shards, of, server, came.astype(np.float64), gpus_per_server)
+    chain, depth = Flows.none(), np.empty(0, np.int64)
+    if chains:
+        src, dst, along, depth = (np.array(each) for each in zip(*chains, strict=True))
+        chain = spread(src, dst, along.astype(np.float64), gpus_per_server)
+    down = np.repeat(depth, gpus_per_server)
+    steps.append(_with_last_hop(chain, np.zeros(len(chain), np.bool_), down, inside))
+    return steps
+
+
+def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> Flows:
+    """From server to server, an equal share from each GPU to the one in its place."""
+    place = np.arange(gpus_per_server)
+    return Flows(
+        (src[:, None] * gpus_per_server + place).reshape(-1),
+        (dst[:, None] * gpus_per_server + place).reshape(-1),
+        np.repeat(size / gpus_per_server, gpus_per_server),
+    )
+
+
+def _passed_on(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floats, gpus_per_server: int) -> Flows:
+    """What came evenly to a server's GPUs goes from there to each that needs it."""
+    places = [{at: row for row, at in enumerate(shard.receivers)} for shard in shards]
+    wanted: dict[int, Floats] = {}  # [GPU of the server], by server
+    for shard, at, came in zip(of.tolist(), server.tolist(), size.tolist(), strict=True):
+        row = places[shard].get(at)
+        if row is not None:
+            needs = shards[shard].needs[row] * (came / shards[shard].bytes)
+            wanted[at] = wanted.get(at, np.zeros(gpus_per_server)) + needs
+    rows = [
+        (at * gpus_per_server + one, at * gpus_per_server + other, bytes / gpus_per_server)
+        for at, needs in sorted(wanted.items())
+        for other, bytes in enumerate(needs.tolist())
+        for one in range(gpus_per_server)
+        if one != other and bytes > 0
+    ]
+    return Flows.of(rows)
+
+
+def _with_last_hop(sent: Flows, crosses: NDArray[np.bool_], above: Ints, inside: Flows) -> Step:
+    """What goes on inside a server does so chunk by chunk, as the last of those below the others."""
+    last = int(above.max(initial=0)) + 1
+    return Step(
+        Flows.joined([sent, inside]),
+        np.concatenate([crosses, np.zeros(len(inside), np.bool_)]),
+        np.concatenate([above, np.full(len(inside), last, np.int64)]),
+    )
+
+
+def _by_pod(shard: ServerShard, site: Site) -> Iterator[list[int]]:
+    pods = site.pod[list(shard.receivers)]
+    for pod in np.unique(pods).tolist():
+        yield [server for server, its in zip(shard.receivers, pods.tolist(), strict=True) if its == pod]
+
+
+def _first_engine(shard: ServerShard, server: int) -> list[int]:
+    """Places of the GPUs among which one copy of the shard is spread."""
+    needs = shard.needs[shard.receivers.index(server)]
+    wanting = np.flatnonzero(needs > 0)
+    copies = max(1, round(float(needs.sum()) / shard.bytes))
+    return [int(place) for place in wanting[: -(-len(wanting) // copies)]]

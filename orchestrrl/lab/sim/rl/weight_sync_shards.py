@@ -1,0 +1,128 @@
+"""Which servers hold which part of the weights, and which need it: the trainer's layout against the engines'. Pure.
+
+Elements that the same servers hold and the same servers need are one shard, however many ranks there are on either
+side: a shard goes to a server once, and on to its GPUs over NVLink.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from orchestrrl.lab.sim.net.model import Floats
+from orchestrrl.lab.sim.rl.generation_fleet import Fleet
+from orchestrrl.lab.sim.train.model import TrainJob
+from planner.cost.models import Model
+from planner.sync_tree.layout import EngineLayout, TrainerLayout, megatron_stages, vllm_stages
+from planner.sync_tree.parameters import ROW, Parameter, Transformer, gate_up
+from planner.sync_tree.reshard import Resharded, reshard
+
+VOCAB_MULTIPLE = 128  # of Megatron, times TP (make_vocab_size_divisible_by)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerShard:
+    """`needs`: of each receiving server, the bytes that each of its GPUs needs. `local`: servers that hold and need
+    it."""
+
+    bytes: float
+    holders: tuple[int, ...]  # servers
+    receivers: tuple[int, ...]  # servers, none of them a holder
+    needs: Floats  # [receiver, GPU of the server]
+
+
+def shards_of(job: TrainJob, fleets: Sequence[Fleet], gpus_per_server: int, bits: int = 16) -> tuple[ServerShard, ...]:
+    """For engines of all `fleets`. Raises ValueError where a layout cannot divide the model."""
+    parameters = parameters_of(job.model, bits)
+    trainer = trainer_layout(job)
+    dense = [each for each in parameters if not each.split.has_experts]
+    expert = [each for each in parameters if each.split.has_experts]
+    found: list[Resharded] = []
+    whole, attention, ffn = _engines(fleets)
+    for some, engines in ((dense, [*whole, *attention]), (expert, [*whole, *ffn])):
+        if some and engines:
+            found += reshard(some, trainer, engines)
+    return _by_servers(found, gpus_per_server)
+
+
+def parameters_of(model: Model, bits: int = 16) -> tuple[Parameter, ...]:
+    """A mixture with a part that every token visits has both."""
+    transformer = Transformer(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.q_heads,
+        kv_heads=model.kv_heads,
+        head_size=model.head_dim,
+        intermediate=model.expert_ffn if model.moe else model.ffn,
+        vocab=model.vocab,
+        experts=model.experts,
+        dtype_bytes=bits // 8,
+        is_tied=model.tied_embeddings,
+    )
+    shared: list[Parameter] = []
+    if model.moe and model.ffn:
+        for layer in range(model.layers):
+            name = f"model.layers.{layer}.mlp.shared_expert"
+            up, down = (2 * model.ffn, model.hidden), (model.hidden, model.ffn)
+            shared.append(Parameter(f"{name}.gate_up_proj.weight", up, bits // 8, gate_up(model.ffn), layer))
+            shared.append(Parameter(f"{name}.down_proj.weight", down, bits // 8, ROW, layer))
+    return (*transformer.parameters(), *shared)
+
+
+def trainer_layout(job: TrainJob) -> TrainerLayout:
+    layout, layers = job.layout, job.model.layers
+    stages: tuple[int, ...] = ()
+    if layout.pp > 1:
+        even = layers % (layout.pp * layout.vpp) == 0
+        stages = megatron_stages(layers, layout.pp, layout.vpp) if even else vllm_stages(layers, layout.pp)
+    return TrainerLayout(
+        endpoints=tuple(range(job.first_gpu, job.first_gpu + layout.gpus)),
+        tp=layout.tp,
+        pp=layout.pp,
+        replicas=layout.cp * layout.dp,
+        ep=layout.ep,
+        vocab_multiple=VOCAB_MULTIPLE * layout.tp,
+        stage_of_layer=stages,
+    )
+
+
+def _engines(fleets: Sequence[Fleet]) -> tuple[list[EngineLayout], list[EngineLayout], list[EngineLayout]]:
+    """Whole ones; under AFD the attention side, which has no experts, and the FFN side, which has nothing else."""
+    whole, attention, ffn = list[EngineLayout](), list[EngineLayout](), list[EngineLayout]()
+    for fleet in fleets:
+        p = fleet.parallelism
+        for place in range(len(fleet)):
+            if p.afd:
+                one, other = fleet.attention[place], fleet.ffn[place]
+                attention.append(EngineLayout(tuple(one.tolist()), tp=p.tp, dp=len(one) // p.tp))
+                ffn.append(EngineLayout(tuple(other.tolist()), dp=len(other), has_expert_parallel=True))
+            else:
+                ends = tuple(fleet.gpus[place].tolist())
+                whole.append(EngineLayout(ends, tp=p.tp, dp=p.dp, has_expert_parallel=p.ep > 1))
+    return whole, attention, ffn
+
+
+@dataclass(slots=True)
+class _Part:
+    bytes: float = 0.0
+    needs: dict[int, Floats] = field(default_factory=dict)  # by server
+
+
+def _by_servers(found: Sequence[Resharded], gpus_per_server: int) -> tuple[ServerShard, ...]:
+    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], _Part] = {}
+    for each in found:
+        shard = each.shard
+        holders = tuple(np.unique(np.array(shard.holders) // gpus_per_server).tolist())
+        receiving = np.array(shard.receivers, np.int64)
+        servers = np.setdiff1d(receiving // gpus_per_server, np.array(holders))
+        if not len(servers):
+            continue
+        part = parts.setdefault((holders, tuple(servers.tolist())), _Part())
+        part.bytes += shard.bytes
+        for server in servers.tolist():
+            needs = part.needs.setdefault(server, np.zeros(gpus_per_server))
+            needs[receiving[receiving // gpus_per_server == server] % gpus_per_server] += shard.bytes
+    return tuple(
+        ServerShard(part.bytes, holders, receivers, np.array([part.needs[server] for server in receivers]))
+        for (holders, receivers), part in sorted(parts.items())
+    )

@@ -1,0 +1,287 @@
+"""Run a scenario: every arm over every seed, the same requests for all of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.lab.sim.ceiling import Ceiling, ceiling
+from orchestrrl.lab.sim.controlled import ControlledRun, Report
+from orchestrrl.lab.sim.engines import BLOCK_TOKENS, EngineKind, homogeneous, kinds_of
+from orchestrrl.lab.sim.known import best_known, best_prompts_known
+from orchestrrl.lab.sim.results import SeedRun, Span
+from orchestrrl.lab.sim.scenario import ARMS, Scenario
+from orchestrrl.lab.sim.static import StaticStep, dealt, run_partial, run_static
+from orchestrrl.lab.sim.workload import SimRequest, redrawn, requests_of_step
+from planner.model import ConfigurationId
+
+# Seconds of generation by seconds of training, as the paper measured them (section 2.1).
+GEN_BY_TRAIN = 1.49
+# Draws of a step's lengths that a placement by prompt is judged on.
+FUTURES = 8
+
+Steps = Sequence[Sequence[SimRequest]]
+
+
+@dataclass(slots=True)
+class ArmRun:
+    arm: str
+    configuration: str  # that it begins with
+    seeds: list[SeedRun]
+
+    @property
+    def makespan_s(self) -> float:
+        return median(step_s for run in self.seeds for step_s in run.makespan_s)
+
+    @property
+    def calibration_error(self) -> float | None:
+        """Median over plans of how far the predicted end was from the actual one, relative."""
+        errors = [abs(p - a) / a for run in self.seeds for p, a in run.predicted_actual_s if a > 0]
+        return median(errors) if errors else None
+
+
+@dataclass(frozen=True, slots=True)
+class NotKnowing:
+    """Median makespans by what the planner knows of lengths, beside the tuned static baseline's."""
+
+    static_s: float
+    forecast_s: float
+    oracle_s: float
+    mean_s: float | None  # None: the arm was not run
+
+    @property
+    def price_s(self) -> float:
+        """What knowing the lengths would save."""
+        return self.forecast_s - self.oracle_s
+
+    @property
+    def kept(self) -> float | None:
+        """Share of the oracle's gain that the forecast keeps; None where the oracle gains nothing."""
+        gain_s = self.static_s - self.oracle_s
+        return (self.static_s - self.forecast_s) / gain_s if gain_s > 0 else None
+
+
+@dataclass(slots=True)
+class Outcome:
+    scenario: Scenario
+    arms: list[ArmRun]
+    static_makespan_s: dict[str, float]  # of the sweep behind verl_to, by configuration
+    ceiling: Ceiling  # of the measured steps of all seeds
+    alone_s: float | None = None  # makespan of `both` had it shared no NICs; None: it shares none, or was not run
+
+    def arm(self, name: str) -> ArmRun | None:
+        return next((run for run in self.arms if run.arm == name), None)
+
+    @property
+    def ceiling_gain(self) -> float | None:
+        """Over the tuned static baseline, whose prompts are dealt in turn; None where that was not run."""
+        baseline = self.arm("verl_to")
+        return None if baseline is None else sum(run.total_s for run in baseline.seeds) / self.ceiling.switching_s
+
+    @property
+    def contention_s(self) -> float | None:
+        """What sharing the NICs adds to a step of the arm `both`."""
+        both = self.arm("both")
+        return both.makespan_s - self.alone_s if both is not None and self.alone_s is not None else None
+
+    @property
+    def not_knowing(self) -> NotKnowing | None:
+        """None where one of the arms that it takes was not run."""
+        static, forecast, oracle, mean = (self.arm(name) for name in ("verl_to", "both", "oracle", "mean_only"))
+        if static is None or forecast is None or oracle is None:
+            return None
+        return NotKnowing(
+            static.makespan_s, forecast.makespan_s, oracle.makespan_s, mean.makespan_s if mean is not None else None
+        )
+
+    def gain(self, run: ArmRun) -> float | None:
+        """Samples per second over those of the tuned static baseline: median over seeds."""
+        baseline = self.arm("verl_to")
+        if baseline is None:
+            return None
+        pairs = zip(run.seeds, baseline.seeds, strict=True)
+        return median(ours.samples_per_s / theirs.samples_per_s for ours, theirs in pairs)
+
+    def end_to_end_gain(self, run: ArmRun) -> float | None:
+        """Where generation and training overlap, a step takes the longer of the two."""
+        gain = self.gain(run)
+        return None if gain is None else min(gain, GEN_BY_TRAIN)
+
+
+def chosen_arms(names: Sequence[str]) -> list[str]:
+    """In the order in which they are reported. Raises ProblemFaults."""
+    faults = [
+        f"--arms[{i}]: must be one of {', '.join(ARMS)}, got {name!r}"
+        for i, name in enumerate(names)
+        if name not in ARMS
+    ]
+    if faults:
+        raise ProblemFaults(faults)
+    return [arm for arm in ARMS if arm in names]
+
+
+def run_scenario(scenario: Scenario, arms: Sequence[str], seeds: Sequence[int], report: Report) -> Outcome:
+    """The static sweep always runs: it chooses what our arms begin with. Raises ProblemFaults, Permanent."""
+    if faults := _unusable(scenario):
+        raise ProblemFaults(faults)
+    kinds = usable_kinds(scenario)
+    steps = {seed: steps_of(scenario, seed) for seed in seeds}
+    sweep: dict[ConfigurationId, list[SeedRun]] = {}
+    for index, kind in enumerate(kinds.values()):
+        report(f"static {kind.id}", index, len(kinds))
+        sweep[kind.id] = [_static(scenario, kind, seed, steps[seed]) for seed in seeds]
+    tuned = min(sweep, key=lambda name: median(run.total_s for run in sweep[name]))
+    widest = max(kinds.values(), key=lambda kind: (kind.gpus <= scenario.gpus_per_node, kind.gpus)).id
+    initial = ConfigurationId(scenario.engines.initial or tuned)
+    runs = []
+    for arm in arms:
+        match arm:
+            case "verl_to" | "verl_lo":
+                name = tuned if arm == "verl_to" else widest
+                runs.append(ArmRun(arm, name, sweep[name]))
+            case "partial_rollout":
+                name, partial = _best_partial(scenario, kinds, steps)
+                runs.append(ArmRun(arm, name, partial))
+            case "packed_known":
+                runs.append(ArmRun(arm, "best", [_packed(scenario, kinds, seed, steps[seed]) for seed in seeds]))
+            case "prompts_known":
+                runs.append(
+                    ArmRun(arm, "best", [_prompts(scenario, kinds, seed, steps[seed], report) for seed in seeds])
+                )
+            case _:
+                controlled = [ControlledRun(scenario, kinds, initial, arm, seed, steps[seed]) for seed in seeds]
+                runs.append(ArmRun(arm, initial, [one.run(report) for one in controlled]))
+    measured = [requests for seed in seeds for requests in steps[seed][scenario.workload.warmup_steps :]]
+    outcome = Outcome(
+        scenario,
+        runs,
+        {name: median(step_s for run in swept for step_s in run.makespan_s) for name, swept in sweep.items()},
+        ceiling(scenario, list(kinds.values()), measured),
+    )
+    if outcome.arm("both") is not None and _shares_links(scenario, kinds):
+        alone = [ControlledRun(scenario, kinds, initial, "both", s, steps[s], share_network=False) for s in seeds]
+        outcome.alone_s = ArmRun("both", initial, [one.run(report) for one in alone]).makespan_s
+    return outcome
+
+
+def steps_of(scenario: Scenario, seed: int) -> Steps:
+    return [requests_of_step(scenario.workload, seed, step) for step in range(scenario.workload.steps)]
+
+
+def _unusable(scenario: Scenario) -> list[str]:
+    """Faults of configurations that the scenario writes out, or begins with, and that no engine can be of. Those of a
+    profile are left out of the run instead: it may describe more than one job uses."""
+    longest, faults = _longest_tokens(scenario), []
+    kinds = kinds_of(scenario)
+    for index, section in enumerate(scenario.engines.configurations):
+        kind, path = kinds[ConfigurationId(section.id)], f"engines.configurations[{index}]"
+        if not _holds(kind, longest):
+            least = (-(-longest // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
+            wish = f"must be >= {least} for the longest request, of {longest} tokens"
+            faults.append(f"{path}.kv_capacity_tokens: {wish}, got {section.kv_capacity_tokens}")
+        if not homogeneous(kind, scenario.gpus, scenario.gpus_per_node):
+            wish = f"must fit {scenario.gpus} GPUs in nodes of {scenario.gpus_per_node}"
+            faults.append(f"{path}.gpus: {wish}, got {section.gpus}")
+    written = {section.id for section in scenario.engines.configurations}
+    initial = scenario.engines.initial
+    if initial is not None and initial not in written and initial not in usable_kinds(scenario):
+        wish = f"must fit {scenario.gpus} GPUs and hold a request of {longest} tokens"
+        faults.append(f"engines.initial: {wish}, got {initial!r}")
+    return faults
+
+
+def _longest_tokens(scenario: Scenario) -> int:
+    return scenario.workload.prompt_tokens[1] + scenario.workload.max_tokens
+
+
+def _holds(kind: EngineKind, tokens: int) -> bool:
+    return kind.shape.blocks * kind.shape.block_tokens >= tokens + kind.shape.block_tokens
+
+
+def usable_kinds(scenario: Scenario) -> dict[ConfigurationId, EngineKind]:
+    """Configurations that have room for the longest request, and of which there is at least one engine."""
+    longest = _longest_tokens(scenario)
+    every = kinds_of(scenario)
+    kinds = {
+        kind.id: kind
+        for kind in every.values()
+        if _holds(kind, longest) and homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
+    }
+    if not kinds:
+        wish = f"none fits {scenario.gpus} GPUs and holds a request of {longest} tokens"
+        raise ProblemFaults([f"engines.configurations: {wish}, got {[str(name) for name in every]}"])
+    return kinds
+
+
+def _shares_links(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind]) -> bool:
+    network = scenario.network
+    return network.kv_transfer or network.weight_gbytes > 0 or any(kind.nic_gbps for kind in kinds.values())
+
+
+def _static(scenario: Scenario, kind: EngineKind, seed: int, steps: Steps) -> SeedRun:
+    fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
+    return _static_run(scenario, seed, [(kind, run_static(kind, dealt(requests, len(fleet)))) for requests in steps])
+
+
+def _packed(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps) -> SeedRun:
+    """Each step on the configuration that is best for it."""
+    return _static_run(scenario, seed, [best_known(scenario, list(kinds.values()), requests) for requests in steps])
+
+
+def _prompts(
+    scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps, report: Report
+) -> SeedRun:
+    """As `_packed`, but of lengths only what each prompt tells is known."""
+    ran = []
+    for step, requests in enumerate(steps):
+        report(f"prompts known, seed {seed}", step, len(steps))
+        lengths = redrawn(scenario.workload, seed, step, FUTURES)
+        ran.append(best_prompts_known(scenario, list(kinds.values()), requests, lengths))
+    return _static_run(scenario, seed, ran)
+
+
+def _best_partial(
+    scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Mapping[int, Steps]
+) -> tuple[ConfigurationId, list[SeedRun]]:
+    """Tuned as the static baseline is."""
+    tried = {kind.id: [_partial(scenario, kind, seed, held) for seed, held in steps.items()] for kind in kinds.values()}
+    name = max(tried, key=lambda name: median(run.samples_per_s for run in tried[name]))
+    return name, tried[name]
+
+
+def _partial(scenario: Scenario, kind: EngineKind, seed: int, steps: Steps) -> SeedRun:
+    """What an earlier step cut goes first, dealt over all engines."""
+    fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
+    carried: list[tuple[SimRequest, int]] = []
+    ran = []
+    for requests in steps:
+        placement: list[list[tuple[SimRequest, int]]] = [carried[place :: len(fleet)] for place in range(len(fleet))]
+        for place, held in enumerate(dealt(requests, len(fleet))):
+            placement[place] += [(request, 0) for request in held]
+        step = run_partial(kind, placement, scenario.partial_share)
+        carried = step.carried
+        ran.append((kind, step))
+    return _static_run(scenario, seed, ran)
+
+
+def _static_run(scenario: Scenario, seed: int, steps: Sequence[tuple[EngineKind, StaticStep]]) -> SeedRun:
+    """Of all steps, warm-up included, those that are measured."""
+    measured = steps[scenario.workload.warmup_steps :]
+    run = SeedRun(seed, [step.makespan_s for _, step in measured], sum(step.samples for _, step in measured))
+    busy_gpu_s = sum(sum(step.busy_s) * kind.gpus for kind, step in measured)
+    run.idle_fraction = 1 - busy_gpu_s / (scenario.gpus * run.total_s)
+    run.preemptions = sum(step.preemptions for _, step in measured)
+    kind, last = measured[-1]
+    fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
+    run.remaining = list(_countdown(last.finish_s, len(last.carried)))
+    for placement, ends in zip(fleet, last.finish_s_by_engine, strict=True):
+        running = list(_countdown(sorted(ends), 0))
+        run.spans.append(Span(placement.engine, kind.id, placement.gpus[0], kind.gpus, 0.0, last.makespan_s, running))
+    return run
+
+
+def _countdown(finish_s: Sequence[float], left: int) -> Iterator[tuple[float, int]]:
+    """How many are in flight, from when on; `left` of them never finish."""
+    yield 0.0, len(finish_s) + left
+    for index, at_s in enumerate(finish_s):
+        yield at_s, len(finish_s) + left - index - 1

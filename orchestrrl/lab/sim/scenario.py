@@ -1,0 +1,368 @@
+"""A scenario of the generation simulator: read from YAML and checked, every fault at once.
+
+`daemon` is a daemon's own configuration file; what a daemon would find out about its engines stands beside it.
+"""
+
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from orchestrrl.core.config.schema import Config, parse_config
+from orchestrrl.core.documents import dump_yaml, parse_yaml
+from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
+from orchestrrl.engines.profiles.store import read_profile
+from orchestrrl.gateway.routing.policies import DEFAULT_POLICY, STRATEGIES
+from planner.cost.paper import PROFILES, named_profile
+from planner.cost.profile import Profile
+
+EXAMPLE = "quickstart"
+
+ARMS = (
+    "verl_to",
+    "verl_lo",
+    "partial_rollout",
+    "planning",
+    "balancing_paper",
+    "balancing",
+    "both_paper",
+    "both",
+    "mean_only",
+    "oracle",
+    "packed_known",
+    "prompts_known",
+)
+
+# Of a 14B model in bf16: 48 layers, 8 KV heads of 128.
+KV_BYTES_PER_TOKEN = 196608.0
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+_Name = Annotated[str, Field(min_length=1)]
+
+
+def _known_arm(name: str) -> str:
+    if name not in ARMS:
+        raise ValueError(f"must be one of {', '.join(ARMS)}")
+    return name
+
+
+_Arm = Annotated[str, AfterValidator(_known_arm)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LognormalLengths(Section):
+    kind: Literal["lognormal"]
+    median_tokens: _Positive
+    sigma: _NotNegative
+
+
+class ParetoLengths(Section):
+    kind: Literal["pareto"]
+    minimum_tokens: _Positive
+    exponent: _Positive
+
+
+class HistogramLengths(Section):
+    """Tokens at quantiles, log-linear in between."""
+
+    kind: Literal["histogram"]
+    quantiles: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=2)]
+    tokens: Annotated[tuple[_Positive, ...], Field(min_length=2)]
+
+    @model_validator(mode="after")
+    def _ascending(self) -> "HistogramLengths":
+        if len(self.quantiles) != len(self.tokens):
+            raise ValueError(f"quantiles and tokens must be as many, {len(self.quantiles)} and {len(self.tokens)} are")
+        if self.quantiles[0] != 0 or self.quantiles[-1] != 1 or list(self.quantiles) != sorted(set(self.quantiles)):
+            raise ValueError("quantiles must ascend from 0 to 1")
+        if list(self.tokens) != sorted(self.tokens):
+            raise ValueError("tokens must ascend")
+        return self
+
+
+class EmpiricalLengths(Section):
+    """Lengths as they were seen, each as likely as the other."""
+
+    kind: Literal["empirical"]
+    tokens: Annotated[tuple[_Count, ...], Field(min_length=1)]
+
+
+Lengths = Annotated[LognormalLengths | ParetoLengths | HistogramLengths | EmpiricalLengths, Field(discriminator="kind")]
+
+
+class WorkloadSection(Section):
+    """What each step asks for. The first `warmup_steps` teach the forecast and are not measured."""
+
+    prompts: _Count
+    samples: _Count = 8
+    prompt_tokens: tuple[_Count, _Count] = (64, 256)
+    max_tokens: _Count
+    lengths: Lengths
+    correlation: Annotated[float, Field(ge=0, le=1)] = 0.0
+    drift_per_step: Annotated[float, Field(gt=-1, lt=10)] = 0.0
+    steps: _Count = 1
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    gap_s: _NotNegative = 0.0  # between two steps: the fleet waits for weights
+
+    @model_validator(mode="after")
+    def _sane(self) -> "WorkloadSection":
+        if self.prompt_tokens[0] > self.prompt_tokens[1]:
+            raise ValueError(f"prompt_tokens must be [least, most], got {list(self.prompt_tokens)}")
+        return self
+
+
+class CurveSection(Section):
+    """Seconds of a decode step over sequences, KV aside."""
+
+    sequences: Annotated[tuple[_NotNegative, ...], Field(min_length=2)]
+    seconds: Annotated[tuple[_NotNegative, ...], Field(min_length=2)]
+
+    @model_validator(mode="after")
+    def _sane(self) -> "CurveSection":
+        if len(self.sequences) != len(self.seconds):
+            raise ValueError("sequences and seconds must be as many")
+        if list(self.sequences) != sorted(set(self.sequences)):
+            raise ValueError("sequences must ascend")
+        return self
+
+
+class EngineConfiguration(Section):
+    """One way to run an engine. Its step time: `base_s` (a curve over sequences), or alpha_s + beta_s * sequences; and
+    gamma_s for each KV token."""
+
+    id: _Name
+    gpus: _Count
+    alpha_s: _NotNegative | None = None
+    beta_s: _NotNegative = 0.0
+    base_s: CurveSection | None = None
+    gamma_s: _NotNegative
+    kv_capacity_tokens: _Count
+    max_sequences: _Count
+    prefill_tokens_per_s: _Positive
+    switch_s: _NotNegative
+    spill_capacity_tokens: Annotated[int, Field(ge=0)] = 0
+    spill_s_per_token: _NotNegative = 0.0
+    nic_gbps: _NotNegative = 0.0  # what it sends over NICs while it decodes (EP, AFD), per node
+
+    @model_validator(mode="after")
+    def _one_step_time(self) -> "EngineConfiguration":
+        if (self.alpha_s is None) == (self.base_s is None):
+            raise ValueError("needs either alpha_s or base_s")
+        if self.alpha_s == 0:
+            raise ValueError("alpha_s must be > 0")
+        return self
+
+
+class EnginesSection(Section):
+    """The ways to run engines: inline, or from a profile (a built-in name, or a file; from the scenario's folder)."""
+
+    profile: _Name | None = None
+    configurations: tuple[EngineConfiguration, ...] = ()
+    initial: str | None = None  # configuration that our arms begin with; by default the tuned static baseline's
+    kv_bytes_per_token: _Positive | None = None  # by default the profile's
+    prefix_caching: bool = False  # samples of one prompt that run on one engine have its KV in common
+    _profile: Profile | None = PrivateAttr(None)  # what `profile` names, once it is read
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "EnginesSection":
+        if (self.profile is None) == (not self.configurations):
+            raise ValueError("needs either a profile or configurations")
+        return self
+
+    @classmethod
+    def of(cls, profile: Profile, **options: Any) -> "EnginesSection":
+        """Of a profile that is there already."""
+        section = cls(profile=profile.model, **options)
+        section._profile = profile
+        return section
+
+    @property
+    def profile_value(self) -> Profile | None:
+        """The profile that `profile` names, with its curves."""
+        return self._profile
+
+    @property
+    def moved_bytes_per_token(self) -> float:
+        """Of KV that goes to another engine."""
+        moves = self._profile.moves if self._profile is not None else None
+        return self.kv_bytes_per_token or (moves.kv_bytes_per_token if moves else KV_BYTES_PER_TOKEN)
+
+    @property
+    def ids(self) -> list[str]:
+        profiled = self._profile.configurations if self._profile is not None else ()
+        return [*(configuration.id for configuration in self.configurations), *(str(engine.id) for engine in profiled)]
+
+
+class NetworkSection(Section):
+    """What a node's NICs carry together: moved KV, new weights, traffic of EP and AFD."""
+
+    nic_gbps_per_node: _Positive = 1600.0
+    nvlink_gbps_per_gpu: _Positive = 1600.0
+    kv_transfer: bool = False  # engines can hand KV over; otherwise a moved request is recomputed
+    latency_s: _NotNegative = 0.002
+    weight_gbytes: _NotNegative = 0.0  # of new weights for each engine, from a step's start on, while it generates
+
+
+class ControlSection(Section):
+    """How often agents and gateways speak, in virtual seconds."""
+
+    scrape_interval_s: _Positive = 1.0
+    rate_window_s: _Positive = 4.0
+    report_interval_s: _Positive = 1.0
+
+
+def _known_policy(name: str) -> str:
+    if name not in STRATEGIES:
+        raise ValueError(f"must be one of {', '.join(STRATEGIES)}")
+    return name
+
+
+class GatewaySection(Section):
+    """How our arms route, where requests are not dealt; `queue_depth` 0: none wait in the gateway."""
+
+    policy: Annotated[str, AfterValidator(_known_policy)] = DEFAULT_POLICY
+    queue_depth: Annotated[int, Field(ge=0)] = 0
+
+
+class FaultSection(Section):
+    """Something that goes wrong, at a time of the whole run."""
+
+    at_s: _NotNegative
+    kill_engine: _Name  # an engine of our arms, by its id (e0, e1, ...)
+    back_after_s: _NotNegative | None = None  # None: it stays away
+
+
+class Scenario(Section):
+    name: _Name
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1, 2, 3)
+    arms: Annotated[tuple[_Arm, ...], Field(min_length=1)] = ARMS
+    partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a step's requests that partial rollout waits for
+    gpus: _Count
+    gpus_per_node: _Count = 8
+    workload: WorkloadSection
+    engines: EnginesSection
+    network: NetworkSection = NetworkSection()
+    control: ControlSection = ControlSection()
+    gateway: GatewaySection = GatewaySection()
+    faults: tuple[FaultSection, ...] = ()
+    daemon: dict[str, Any] = Field(default_factory=dict)
+    paper: dict[str, float] = Field(default_factory=dict)  # what a paper reports, by arm, to stand beside ours
+
+    def daemon_config(self, fleet: dict[str, Any]) -> Config:
+        """The daemon's configuration with this fleet put in. Engines of a profile it knows by their curves."""
+        return parse_config(dump_yaml({**self.daemon, "fleet": fleet}), profile=self.engines.profile_value)
+
+
+def load_scenario(source: str) -> Scenario:
+    """The scenario in a file, or the built-in one of that name. Raises ProblemFaults with every fault, those of a
+    profile that it names included."""
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        built_in = files("orchestrrl.lab.sim").joinpath("scenarios", f"{source}.yaml")
+        if built_in.is_file():
+            return parse_scenario(built_in.read_text(encoding="utf-8"))
+        raise ProblemFaults(
+            [f"(scenario): is neither a .yaml file nor one of {', '.join(built_in_names())}, got {source!r}"]
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ProblemFaults([f"{path}: {reason}"]) from None
+    return parse_scenario(text, path.parent)
+
+
+def with_steps(scenario: Scenario, steps: int | None) -> Scenario:
+    """The scenario with so many steps; None: as it is. Raises ProblemFaults."""
+    if steps is None:
+        return scenario
+    if steps <= scenario.workload.warmup_steps:
+        least = f"must be more than the scenario's warmup_steps ({scenario.workload.warmup_steps})"
+        raise ProblemFaults([f"--steps: {least}, got {steps}"])
+    return scenario.model_copy(update={"workload": scenario.workload.model_copy(update={"steps": steps})})
+
+
+def built_in_names() -> list[str]:
+    folder = files("orchestrrl.lab.sim").joinpath("scenarios")
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def parse_scenario(text: str, folder: Path = Path()) -> Scenario:
+    """As load_scenario, from text; a profile's file is found from `folder`."""
+    document = parse_yaml(text)
+    if not isinstance(document, dict):
+        raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
+    faults: list[str] = []
+    scenario: Scenario | None = None
+    try:
+        scenario = Scenario.model_validate(document)
+    except ValidationError as error:
+        faults += faults_of(error, Scenario)
+    profile, profile_faults = _read_profile(document.get("engines"), folder)
+    faults += profile_faults
+    faults += daemon_faults(document.get("daemon"))
+    if scenario is not None:
+        scenario.engines._profile = profile
+        for check in _CHECKS:
+            faults += check(scenario)
+    if scenario is None or faults:
+        raise ProblemFaults(faults)
+    return scenario
+
+
+def _read_profile(engines: Any, folder: Path) -> tuple[Profile | None, list[str]]:
+    """The profile that the section names, or what is wrong with it."""
+    name = engines.get("profile") if isinstance(engines, dict) else None
+    if not isinstance(name, str) or not name:
+        return None, []  # Scenario's own check has said so, or there is none
+    if name in PROFILES:
+        return named_profile(name), []
+    if Path(name).suffix not in (".yaml", ".yml", ".json"):
+        known = ", ".join(sorted(PROFILES))
+        return None, [f"engines.profile: is neither a .yaml or .json file nor one of {known}, got {name!r}"]
+    try:
+        return read_profile(folder / name), []
+    except ProblemFaults as error:
+        # A file that cannot be read names itself.
+        named = (fault if fault.startswith(str(folder / name)) else f"{name}: {fault}" for fault in error.faults)
+        return None, [f"engines.profile: {fault}" for fault in named]
+
+
+def daemon_faults(section: Any) -> list[str]:
+    """Of a daemon's configuration without its fleet."""
+    if not isinstance(section, dict):
+        return []  # Scenario's own check has said so, or there is none
+    faults = ["daemon.fleet: follows from gpus and engines, got a section"] if "fleet" in section else []
+    try:
+        parse_config(dump_yaml(section))
+    except ProblemFaults as error:
+        faults += [f"daemon.{fault}" for fault in error.faults]
+    return faults
+
+
+def _engine_faults(scenario: Scenario) -> Iterable[str]:
+    configurations = scenario.engines.configurations
+    ids = [configuration.id for configuration in configurations]
+    for index, name in enumerate(ids):
+        if name in ids[:index]:
+            yield f"engines.configurations[{index}].id: is used already, got {name!r}"
+    initial = scenario.engines.initial
+    known = scenario.engines.ids
+    if known and initial is not None and initial not in known:
+        yield f"engines.initial: must be one of {', '.join(known)}, got {initial!r}"
+
+
+def _step_faults(scenario: Scenario) -> Iterable[str]:
+    workload = scenario.workload
+    if workload.warmup_steps >= workload.steps:
+        yield f"workload.warmup_steps: must be less than steps ({workload.steps}), got {workload.warmup_steps}"
+
+
+_CHECKS: tuple[Callable[[Scenario], Iterable[str]], ...] = (_engine_faults, _step_faults)

@@ -1,0 +1,109 @@
+"""Which circuits an iteration runs on: those of forward and backward all the time, or others for its gradients. Pure.
+
+Circuits are changed in a window without collectives, and what the window does not cover is waited for; or they are
+kept, and gradients take the way that there is. The shorter course is taken (section 5.3 of the OrchestrRL paper: a plan
+is retained where the next window does not cover the change).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrrl.lab.sim.train.gradients import Reduced, reduced
+from orchestrrl.lab.sim.train.pipeline import Schedule
+from orchestrrl.lab.sim.train.stages import Loaded
+
+
+class Course(StrEnum):
+    KEEP = "keep"  # one plan for the whole iteration
+    REDUCE = "reduce"  # other circuits for gradients, back while the optimizer steps
+    REDUCE_AND_GATHER = "reduce_and_gather"  # other circuits for gradients and parameters, back before the first pass
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Seconds of all of a rank's gradients, and parameters, on one network; infinite where there is no way."""
+
+    reduce_s: float
+    gather_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    course: Course
+    seconds: float  # of the iteration
+    schedule: Schedule
+    reduced: Reduced
+    gather_s: float
+    shift_s: float  # before the first pass begins
+
+
+def shortest(
+    given: Loaded, kept: Gradients, changed: Gradients | None, optimizer_s: float, reconfigures_s: float
+) -> Taken:
+    """`changed`: on the circuits for gradients; None: there are no others."""
+    found = [_kept(given, kept, optimizer_s)]
+    if changed is not None:
+        found.append(_for_reduction(given, kept, changed, optimizer_s, reconfigures_s))
+        found.append(_for_both(given, changed, optimizer_s, reconfigures_s))
+    return min(found, key=lambda each: each.seconds)
+
+
+def _passes(given: Loaded, gather_s: float) -> tuple[Schedule, float]:
+    """And the seconds before it begins: parameters that are not gathered beside it."""
+    if gather_s == float("inf"):
+        return given.schedule(), gather_s
+    if given.constants.overlap_parameters:
+        return given.schedule(gather_s), 0.0
+    return given.schedule(), gather_s
+
+
+def _kept(given: Loaded, kept: Gradients, optimizer_s: float) -> Taken:
+    schedule, shift_s = _passes(given, kept.gather_s)
+    done = reduced(given, schedule, kept.reduce_s)
+    return Taken(Course.KEEP, shift_s + done.seconds + optimizer_s, schedule, done, kept.gather_s, shift_s)
+
+
+def _for_reduction(
+    given: Loaded, kept: Gradients, changed: Gradients, optimizer_s: float, reconfigures_s: float
+) -> Taken:
+    schedule, shift_s = _passes(given, kept.gather_s)
+    from_s = last_sent_s(given, schedule) + reconfigures_s
+    done = reduced(given, schedule, changed.reduce_s, from_s=from_s, alone=True)
+    back_s = max(optimizer_s, reconfigures_s)
+    return Taken(Course.REDUCE, shift_s + done.seconds + back_s, schedule, done, kept.gather_s, shift_s)
+
+
+def _for_both(given: Loaded, changed: Gradients, optimizer_s: float, reconfigures_s: float) -> Taken:
+    schedule = given.schedule()
+    from_s = last_sent_s(given, schedule) + reconfigures_s
+    done = reduced(given, schedule, changed.reduce_s, from_s=from_s, alone=True)
+    shift_s = changed.gather_s + max(0.0, reconfigures_s - first_sent_s(given, schedule))
+    seconds = shift_s + done.seconds + optimizer_s
+    return Taken(Course.REDUCE_AND_GATHER, seconds, schedule, done, changed.gather_s, shift_s)
+
+
+def last_sent_s(given: Loaded, schedule: Schedule) -> float:
+    """When forward and backward send nothing any more, on any rank; 0: they never send."""
+    found = 0.0
+    for ops in schedule.ops:
+        op = ops[-1]
+        begin_s, end_s = float(schedule.begin_s[1, op.stage, op.micro]), float(schedule.end_s[1, op.stage, op.micro])
+        if "pp" in given.crossing and given.job.layout.pp > 1:
+            found = max(found, begin_s if op.stage == 0 else end_s + given.stages.send_s)
+        behind_s = 0.0
+        for segment in reversed(given.passes.backward.segments):
+            behind_s += segment.seconds
+            if given.sends(segment):
+                found = max(found, min(end_s, end_s - behind_s + segment.sends_s))
+                break
+    return found
+
+
+def first_sent_s(given: Loaded, schedule: Schedule) -> float:
+    """When forward and backward send for the first time, on any rank."""
+    before_s = 0.0
+    for segment in given.passes.forward.segments:
+        if given.sends(segment):
+            return before_s
+        before_s += segment.seconds
+    return float(schedule.end_s[0, 0, 0]) if "pp" in given.crossing else schedule.seconds

@@ -1,0 +1,135 @@
+"""What a micro-batch computes on one rank: a layer's kernels, the head's, and the optimizer's step. Pure.
+
+Tensor parallelism is with sequence parallelism: norms and residuals see 1/tp of the tokens.
+"""
+
+from dataclasses import dataclass
+
+from orchestrrl.lab.sim.train.flops import attended_pairs
+from orchestrrl.lab.sim.train.kernels import Kernels
+from orchestrrl.lab.sim.train.model import TrainJob
+
+ACTIVATION_BYTES = 2.0
+ATTENTION_BACKWARD = (
+    2.5  # times the forward's operations: scores are computed again (FlashAttention-2, arXiv 2307.08691)
+)
+LOSS_FORWARD_BYTES = 30.0  # of each logit: made 32-bit, maximum, difference, exponential, sum
+LOSS_BACKWARD_BYTES = 14.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPass:
+    """Seconds of a layer's compute in the order of the forward pass; the backward pass goes the other way."""
+
+    before_s: float  # norm, projections of queries, keys and values
+    attention_s: float
+    between_s: float  # output projection, norm, the feed-forward that every token passes, routing
+    experts_s: float
+    after_s: float  # what experts gave is brought in order, residual
+
+    @property
+    def seconds(self) -> float:
+        return self.before_s + self.attention_s + self.between_s + self.experts_s + self.after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    forward: LayerPass
+    backward: LayerPass
+    head_forward_s: float  # on the last stage, with the loss
+    head_backward_s: float
+
+
+def compute_of(job: TrainJob, kernels: Kernels) -> Compute:
+    return Compute(
+        _layer(job, kernels, backward=False),
+        _layer(job, kernels, backward=True),
+        _head_s(job, kernels, backward=False),
+        _head_s(job, kernels, backward=True),
+    )
+
+
+def _product_s(kernels: Kernels, m: float, n: float, k: float, *, backward: bool, groups: int = 1) -> float:
+    if not backward:
+        return kernels.gemm_s(m, n, k, groups=groups)
+    return kernels.gemm_s(m, k, n, groups=groups) + kernels.gemm_s(k, n, m, groups=groups, accumulates=True)
+
+
+def _layer(job: TrainJob, kernels: Kernels, *, backward: bool) -> LayerPass:
+    model, tp, tokens = job.model, job.layout.tp, job.micro_tokens
+    twice = 2.0 if backward else 1.0
+    heads, kv_heads = model.q_heads / tp, max(1.0, model.kv_heads / tp)
+    split = tokens / tp * model.hidden * ACTIVATION_BYTES * twice  # bytes of what sequence parallelism splits
+    rope = 2 * tokens * (heads + kv_heads) * model.head_dim * ACTIVATION_BYTES * twice
+
+    def product_s(n: float, k: float) -> float:
+        return _product_s(kernels, tokens, n, k, backward=backward)
+
+    before_s = product_s((heads + 2 * kv_heads) * model.head_dim, model.hidden) + kernels.moves_s(2 * split + rope)
+    flops = 4.0 * heads * model.head_dim * attended_pairs(model, job.tokens, job.square_tokens) / model.layers
+    flops *= job.micro_sequences / job.layout.cp * (ATTENTION_BACKWARD if backward else 1.0)
+    between_s = product_s(model.hidden, heads * model.head_dim) + kernels.moves_s(5 * split)  # residual, norm
+    if model.ffn:
+        between_s += product_s(2 * model.ffn / tp, model.hidden) + product_s(model.hidden, model.ffn / tp)
+        between_s += kernels.moves_s(3 * tokens * model.ffn / tp * ACTIVATION_BYTES * twice)
+    experts_s, sorted_s = _experts(job, kernels, backward=backward)
+    return LayerPass(
+        before_s=before_s,
+        attention_s=kernels.attention_s(flops, job.square_tokens / job.tokens, backward=backward),
+        between_s=between_s + sorted_s,
+        experts_s=experts_s,
+        after_s=sorted_s + kernels.moves_s(3 * split),
+    )
+
+
+def _experts(job: TrainJob, kernels: Kernels, *, backward: bool) -> tuple[float, float]:
+    """Seconds of the experts, and of bringing tokens into their order once."""
+    model, layout = job.model, job.layout
+    if not model.moe:
+        return 0.0, 0.0
+    twice, held = (2.0 if backward else 1.0), model.experts // layout.ep
+    own = job.micro_tokens / layout.tp
+    copies = own * model.experts_per_token
+    received = copies * kernels.constants.expert_imbalance
+    router_s = _product_s(kernels, own, model.experts, model.hidden, backward=backward)
+    m = received / held
+    seconds = _product_s(kernels, m, 2 * model.expert_ffn, model.hidden, backward=backward, groups=held)
+    seconds += _product_s(kernels, m, model.hidden, model.expert_ffn, backward=backward, groups=held)
+    moved = 3 * received * model.expert_ffn + 4 * received * model.hidden  # activation; by expert and back
+    order_s = kernels.moves_s(2 * copies * model.hidden * ACTIVATION_BYTES * twice)
+    return seconds + kernels.moves_s(moved * ACTIVATION_BYTES * twice), order_s + router_s / 2
+
+
+def _head_s(job: TrainJob, kernels: Kernels, *, backward: bool) -> float:
+    model, vocab = job.model, job.model.vocab / job.layout.tp
+    bytes_each = LOSS_BACKWARD_BYTES if backward else LOSS_FORWARD_BYTES
+    product_s = _product_s(kernels, job.micro_tokens, vocab, model.hidden, backward=backward)
+    return product_s + kernels.moves_s(bytes_each * job.micro_tokens * vocab)
+
+
+def rank_parameters(job: TrainJob) -> list[tuple[float, float]]:
+    """[rank of the pipeline]: dense ones and experts', before data parallelism splits anything."""
+    model, layout = job.model, job.layout
+    by_rank = [sum(job.stage_layers[rank :: layout.pp]) for rank in range(layout.pp)]
+    ends = [0.0] * layout.pp
+    ends[0] += model.head_params / layout.tp  # the embedding is as large as the head
+    ends[-1] += 0.0 if model.tied_embeddings and layout.pp == 1 else model.head_params / layout.tp
+    router = model.hidden * model.experts
+    dense = (model.attention_params + model.dense_ffn_params) / layout.tp + router
+    experts = model.experts * model.expert_params / layout.ep
+    return [(layers * dense + end, layers * experts) for layers, end in zip(by_rank, ends, strict=True)]
+
+
+def stage_parameters(job: TrainJob) -> tuple[float, float]:
+    """The most of either on a rank of the pipeline."""
+    dense, experts = zip(*rank_parameters(job), strict=True)
+    return max(dense), max(experts)
+
+
+def optimizer_s(job: TrainJob, kernels: Kernels) -> float:
+    """Of the distributed optimizer: each rank updates its shard, and clears its gradients."""
+    dense, experts = stage_parameters(job)
+    layout, constants = job.layout, kernels.constants
+    shard = dense / (layout.dp * layout.cp) + experts * layout.ep / (layout.tp * layout.cp * layout.dp)
+    moved = shard * (constants.optimizer_bytes + constants.gradient_bytes)  # read once more for the norm
+    return kernels.moves_s(moved + (dense + experts) * constants.gradient_bytes)

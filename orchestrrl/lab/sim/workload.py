@@ -1,0 +1,101 @@
+"""What a simulated RL job generates: the requests of each step, drawn from a scenario's distributions. Pure.
+
+Lengths are drawn by quantile, through a Gaussian copula within a prompt: samples of one prompt resemble each other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr, ndtri
+
+from orchestrrl.lab.sim.scenario import (
+    EmpiricalLengths,
+    HistogramLengths,
+    Lengths,
+    LognormalLengths,
+    ParetoLengths,
+    WorkloadSection,
+)
+from planner.model import RequestId
+
+Floats = NDArray[np.float64]
+MEAN_OF = 4096  # quantiles
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """One request. `output_tokens` is how long its answer will be: nobody but the engines and an oracle may look."""
+
+    id: RequestId
+    group: str
+    group_index: int  # of its prompt within the step
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+
+
+def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[SimRequest]:
+    """The step's requests in order of submission, a prompt's samples together. Same seed and step, same requests."""
+    rng = np.random.default_rng((seed, step))
+    prompts, samples = workload.prompts, workload.samples
+    prompt_tokens, of_prompt = _drawn_prompts(workload, rng)
+    output_tokens = _lengths(workload, of_prompt, rng.standard_normal((prompts, samples)), step)
+    return [
+        SimRequest(
+            RequestId(f"s{step}-p{prompt:05d}-{sample:02d}"),
+            f"s{step}-p{prompt:05d}",
+            prompt,
+            int(prompt_tokens[prompt]),
+            int(output_tokens[prompt, sample]),
+            workload.max_tokens,
+        )
+        for prompt in range(prompts)
+        for sample in range(samples)
+    ]
+
+
+def redrawn(workload: WorkloadSection, seed: int, step: int, times: int) -> NDArray[np.int64]:
+    """[time, request]: lengths that the step's requests might as well have had, their prompts being what they are."""
+    _, of_prompt = _drawn_prompts(workload, np.random.default_rng((seed, step)))
+    rng = np.random.default_rng((seed, step, times))
+    shape = (workload.prompts, workload.samples)
+    return np.array([_lengths(workload, of_prompt, rng.standard_normal(shape), step).reshape(-1) for _ in range(times)])
+
+
+def mean_tokens(workload: WorkloadSection) -> float:
+    """Of a sample, prompt and answer, as they are expected in the first step."""
+    evenly = (np.arange(MEAN_OF) + 0.5) / MEAN_OF
+    answers = np.clip(quantile_function(workload.lengths)(evenly), 1, workload.max_tokens)
+    return float(np.mean(workload.prompt_tokens) + answers.mean())
+
+
+def _drawn_prompts(workload: WorkloadSection, rng: np.random.Generator) -> tuple[NDArray[np.int64], Floats]:
+    """[prompt]: its tokens; [prompt, 1]: what it contributes to the lengths of its samples."""
+    low, high = workload.prompt_tokens
+    prompt_tokens = rng.integers(low, high + 1, size=workload.prompts)
+    return prompt_tokens, rng.standard_normal((workload.prompts, 1))
+
+
+def _lengths(workload: WorkloadSection, of_prompt: Floats, of_sample: Floats, step: int) -> NDArray[np.int64]:
+    """[prompt, sample], tokens."""
+    correlation = workload.correlation
+    score = np.sqrt(correlation) * of_prompt + np.sqrt(1 - correlation) * of_sample
+    lengths = quantile_function(workload.lengths)(ndtr(score)) * (1 + workload.drift_per_step) ** step
+    return np.clip(np.rint(lengths), 1, workload.max_tokens).astype(np.int64)
+
+
+def quantile_function(lengths: Lengths) -> Callable[[Floats], Floats]:
+    """Length in tokens at each probability in 0..1, before it is capped."""
+    match lengths:
+        case LognormalLengths(median_tokens=median, sigma=sigma):
+            return lambda u: median * np.exp(sigma * ndtri(np.clip(u, 1e-12, 1 - 1e-12)))
+        case ParetoLengths(minimum_tokens=minimum, exponent=exponent):
+            return lambda u: minimum * np.power(np.clip(1 - u, 1e-12, 1), -1 / exponent)
+        case HistogramLengths(quantiles=quantiles, tokens=tokens):
+            logs = np.log(np.array(tokens))
+            return lambda u: np.exp(np.interp(u, np.array(quantiles), logs))
+        case EmpiricalLengths(tokens=tokens):
+            ordered = np.sort(np.array(tokens, dtype=np.float64))
+            return lambda u: ordered[np.minimum((u * len(ordered)).astype(np.int64), len(ordered) - 1)]

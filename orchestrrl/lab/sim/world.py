@@ -1,0 +1,394 @@
+"""A simulated fleet under the real control plane: engines, agents, a gateway and a deployer on a virtual clock.
+
+Everything between them is what ships: ControlPlane, its state, journal, runner and loops, the planner, the balancer.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrrl.agent.health import Limits, Track, fold, judge
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import Config
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.nodes import Attachment
+from orchestrrl.core.reports import EngineReport, NodeHello, NodeKind
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.loops import run_loops
+from orchestrrl.fleet.deployers.base import Deployed
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment.controller import Switching
+from orchestrrl.gateway.routing.policies import Routing
+from orchestrrl.lab.deployers.simulated import SimulatedDeployer, SimulatedMachines
+from orchestrrl.lab.sim.engines import EngineKind, Placement, VirtualEngine
+from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
+from orchestrrl.lab.sim.managed import VirtualManaged
+from orchestrrl.lab.sim.network import Network, Node
+from orchestrrl.lab.sim.scenario import FaultSection, Scenario
+from orchestrrl.lab.sim.workload import SimRequest
+from planner.model import ConfigurationId, EngineId, GpuId, NodeId, RequestId
+
+GATEWAY = NodeId("gateway")
+STREAM = 1
+# A step in which nothing happens for so long never ends.
+STUCK_AFTER_S = 3600.0
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One generation step as it went."""
+
+    started_s: float
+    requests: int
+    finish_s: list[float] = field(default_factory=list)  # of each answer, from the run's start
+    output_tokens: int = 0
+
+    @property
+    def makespan_s(self) -> float:
+        return max(self.finish_s) - self.started_s
+
+
+@dataclass(slots=True)
+class _Agent:
+    """What the agent of one engine remembers between two scrapes."""
+
+    node: NodeId
+    track: Track = field(default_factory=Track)
+
+
+class World:
+    """Build it, `async with` it, and run steps through it."""
+
+    def __init__(
+        self,
+        config: Config,
+        kinds: Mapping[ConfigurationId, EngineKind],
+        scenario: Scenario,
+        journal_path: Path,
+        *,
+        share_network: bool = True,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.kinds = kinds
+        self.control = control = scenario.control
+        self.per_node = scenario.gpus_per_node
+        self.links = scenario.network
+        self.kv_bytes_per_token = scenario.engines.moved_bytes_per_token
+        self.engines: dict[EngineId, VirtualEngine] = {}
+        self.past_engines: list[VirtualEngine] = []
+        self._by_url: dict[str, VirtualEngine] = {}
+        self._agents: dict[EngineId, _Agent] = {}
+        self._limits = Limits(rate_window_s=control.rate_window_s)
+        self._sequence = 0
+        self._crashed: set[EngineId] = set()
+        nic_gbps = scenario.network.nic_gbps_per_node
+        self.network = Network(self.clock, nic_gbps, share_network, self._links_changed)
+        self.transfers = 0
+        self._under_way: set[asyncio.Task[None]] = set()
+        self.machines = SimulatedMachines(
+            self.clock,
+            {kind.id: kind.profile.switch_s for kind in kinds.values()},
+            self._engine_started,
+            self._engine_stopped,
+        )
+        self.deployer = SimulatedDeployer(self.machines)
+        self.gateway = VirtualGateway(
+            GATEWAY,
+            self.clock,
+            self._engine_at,
+            self._arrive,
+            self._answered,
+            routing=Routing(scenario.gateway.policy),
+            queue_depth=scenario.gateway.queue_depth,
+        )
+        self.journal = Journal(journal_path, self.clock.now_s())
+        # Deciding takes no simulated time, and its measured time would differ from run to run.
+        self.plane = ControlPlane(config, self.journal, self.clock, stopwatch=lambda: 0.0)
+        configurations = {configuration.id: configuration for configuration in config.fleet.configuration_values()}
+        layouts = config.fleet.layouts()
+
+        def make_spec(engine: EngineId, configuration: ConfigurationId, gpus: Sequence[GpuId]) -> EngineSpec:
+            return EngineSpec(engine, configuration, layouts[configuration], tuple(gpus))
+
+        self._make_spec = make_spec
+        self.deployment = Switching(
+            self.plane,
+            self.deployer,
+            lambda url: VirtualManaged(url, self._answering),
+            configurations,
+            make_spec,
+            gpus_count=config.fleet.gpus.count if config.fleet.gpus else 0,
+            per_node=self.per_node,
+        )
+        self.plane.deployment = self.plane.switching = self.deployment
+        self.steps: list[StepRecord] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def deploy(self, configuration: ConfigurationId, fleet: Sequence[Placement]) -> None:
+        """Engines that are there from the beginning."""
+        for placement in fleet:
+            self.machines.place(self._make_spec(placement.engine, configuration, placement.gpus))
+
+    def know(self, output_tokens: Mapping[RequestId, int]) -> None:
+        """Let the planner know how long every answer will be."""
+        self.plane.planning.known_output_tokens = output_tokens
+
+    async def __aenter__(self) -> "World":
+        await self.deployment.recover()
+        attachment = self.plane.attach(NodeHello(GATEWAY, NodeKind.GATEWAY, tuple(self.engines), "sim"))
+        self._tasks = [
+            asyncio.create_task(work)
+            for work in (self._pump(), self._obey(attachment), run_loops(self.plane, self.clock))
+        ]
+        await self.advance(2 * self.control.report_interval_s)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for transfer in self._under_way:
+            transfer.cancel()
+        self.network.close()
+        await self.plane.close(0.0)
+        await self.deployment.close()
+        self.machines.close()
+        await self.gateway.fleet.close()
+        self.journal.close()
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def advance(self, duration_s: float) -> None:
+        """Let time pass. A defect in what runs meanwhile is raised here."""
+        await self.clock.advance(duration_s)
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+        for error in self.plane.defects.errors:  # of moves and plans, which the loops only begin
+            raise error
+
+    def schedule(self, faults: Sequence[FaultSection]) -> None:
+        self._tasks += [asyncio.create_task(self._strike(fault)) for fault in faults]
+
+    async def run_step(
+        self,
+        requests: Sequence[SimRequest],
+        dealt_to: Sequence[EngineId] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> StepRecord:
+        """Submit the requests and let time pass until each has its answer."""
+        step = StepRecord(self.clock.now_s(), len(requests))
+        self.steps.append(step)
+        self._send_weights()
+        self.gateway.submit(requests, dealt_to)
+        last = (self.clock.now_s(), len(requests))
+        while self.gateway.records:
+            await self.advance(self.control.report_interval_s)
+            left = len(self.gateway.records)
+            progress(len(requests) - left, len(requests))
+            if left < last[1]:
+                last = (self.clock.now_s(), left)
+            elif self.clock.now_s() - last[0] > STUCK_AFTER_S:
+                raise Permanent(f"nothing finished for {STUCK_AFTER_S:g} s of simulated time; {left} requests are left")
+        # Agents and gateway tell of the end at their next word.
+        await self.advance(2 * self.control.report_interval_s)
+        return step
+
+    # --- the edges
+
+    def _engine_at(self, url: str) -> VirtualEngine:
+        return self._by_url[url]
+
+    def _answering(self, url: str) -> VirtualEngine | None:
+        """Brought up to date, as if it had been asked over a socket."""
+        engine = self._by_url.get(url)
+        if engine is None or engine.stopped_s is not None:
+            return None
+        self._catch_up(engine, self.clock.now_s())
+        return engine
+
+    def _engine_started(self, deployed: Deployed) -> None:
+        kind = self.kinds[deployed.configuration]
+        revived = self._by_url.get(deployed.url)
+        engine = VirtualEngine.start(deployed.engine, kind, deployed.gpus, deployed.url, self.clock.now_s())
+        if revived is not None:  # the gateway's client of that address stays, another process answers there
+            self.past_engines.append(revived.retired())
+            revived.restart(engine)
+            engine = revived
+        self.engines[deployed.engine] = self._by_url[deployed.url] = engine
+        node = NodeId(f"agent-{deployed.gpus[0] // self.per_node}")
+        self._agents[deployed.engine] = _Agent(node)
+        self._crashed.discard(deployed.engine)
+
+    def _engine_stopped(self, engine_id: EngineId) -> None:
+        engine, now_s = self.engines.pop(engine_id), self.clock.now_s()
+        self._catch_up(engine, now_s)
+        engine.stopped_s = now_s
+        self.past_engines.append(engine)
+        self.gateway.engine_died(engine)
+
+    def _arrive(self, record: CountedRecord, engine: VirtualEngine, source: VirtualEngine | None) -> None:
+        """A request reaches an engine with its tokens; its KV follows from `source`, where that is sooner than to
+        compute it again."""
+        if source is not None and self.links.kv_transfer:
+            passed, wish_gbps = self._way(source, engine)
+            gbytes = record.context_tokens * self.kv_bytes_per_token / 1e9
+            transfer_s = gbytes * 8 / wish_gbps + self.links.latency_s
+            if transfer_s < record.context_tokens / engine.kind.profile.prefill_tokens_per_s:
+                self.transfers += 1
+                self._in_background(self._bring_kv(record, engine, record.attempt, passed, wish_gbps, gbytes))
+                return
+        if source is not None:
+            cached = engine.scheduler.cached_tokens(record.group, record.prompt_tokens_estimate)
+            self.gateway.tokens_recomputed += record.context_tokens - cached
+        self._submit(record, engine, prefilled=False)
+
+    def _submit(self, record: CountedRecord, engine: VirtualEngine, *, prefilled: bool) -> None:
+        now_s = self.clock.now_s()
+        self._catch_up(engine, now_s)
+        engine.prompt_tokens_total += 0 if prefilled else record.context_tokens
+        engine.scheduler.submit(
+            now_s,
+            record.id,
+            record.context_tokens,
+            record.left_tokens,
+            prefilled,
+            group=record.group,
+            prompt_tokens=record.prompt_tokens_estimate,
+        )
+
+    async def _bring_kv(
+        self,
+        record: CountedRecord,
+        engine: VirtualEngine,
+        attempt: int,
+        passed: tuple[Node, ...],
+        wish_gbps: float,
+        gbytes: float,
+    ) -> None:
+        await self.clock.sleep(self.links.latency_s)
+        await self.network.transfer(passed, wish_gbps, gbytes)
+        if record.attempt == attempt and record.engine == engine.id and engine.stopped_s is None:
+            self._submit(record, engine, prefilled=True)
+
+    def _way(self, source: VirtualEngine, target: VirtualEngine) -> tuple[tuple[Node, ...], float]:
+        """The nodes whose NICs a transfer passes, and the rate that the narrower engine's GPUs have there."""
+        gpus = min(len(source.gpus), len(target.gpus))
+        nodes = (source.gpus[0] // self.per_node, target.gpus[0] // self.per_node)
+        if nodes[0] == nodes[1]:
+            return (), gpus * self.links.nvlink_gbps_per_gpu
+        return nodes, gpus * self.links.nic_gbps_per_node / self.per_node
+
+    def _send_weights(self) -> None:
+        """The next version comes in while this step runs."""
+        if not self.links.weight_gbytes:
+            return
+        for engine in self.engines.values():
+            for node in sorted(self._nodes_of(engine)):
+                gpus = sum(gpu // self.per_node == node for gpu in engine.gpus)
+                wish_gbps = gpus * self.links.nic_gbps_per_node / self.per_node
+                gbytes = self.links.weight_gbytes * gpus / len(engine.gpus)
+                self._in_background(self.network.transfer((node,), wish_gbps, gbytes, "weight sync"))
+
+    def _links_changed(self) -> None:
+        """Engines that talk over NICs decode more slowly where those are crowded; plans say what moves have left."""
+        now_s, left = self.clock.now_s(), self.network.left_for_moves()
+        self.plane.planning.nic_share, self.plane.planning.nic_taken_by = left.share, left.taken_by
+        for engine in self.engines.values():
+            if engine.kind.nic_gbps:
+                crowding = max(self.network.crowding(node) for node in self._nodes_of(engine))
+                on_wire = min(1.0, engine.kind.nic_gbps / self.links.nic_gbps_per_node)
+                self._catch_up(engine, now_s)
+                engine.scheduler.slowdown = 1 + on_wire * max(0.0, crowding - 1)
+
+    def _nodes_of(self, engine: VirtualEngine) -> set[Node]:
+        return {gpu // self.per_node for gpu in engine.gpus}
+
+    def _engines_traffic(self) -> dict[Node, float]:
+        traffic: dict[Node, float] = {}
+        for engine in self.engines.values():
+            if engine.kind.nic_gbps and engine.scheduler.running:
+                for node in self._nodes_of(engine):
+                    traffic[node] = traffic.get(node, 0.0) + engine.kind.nic_gbps
+        return traffic
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    def _answered(self, record: CountedRecord) -> None:
+        assert record.finished_s is not None
+        self.steps[-1].finish_s.append(record.finished_s)
+        self.steps[-1].output_tokens += record.generated
+
+    def _catch_up(self, engine: VirtualEngine, now_s: float) -> None:
+        self.gateway.progressed(engine, engine.advance(now_s), now_s)
+
+    async def _pump(self) -> None:
+        """Agents and gateway speak at their intervals; engines make tokens up to then."""
+        next_scrape_s = next_report_s = self.clock.now_s()
+        while True:
+            now_s = self.clock.now_s()
+            for engine in self.engines.values():
+                self._catch_up(engine, now_s)
+            self.network.engines_send(self._engines_traffic())
+            if now_s >= next_scrape_s:
+                next_scrape_s += self.control.scrape_interval_s
+                self._scrape(now_s)
+            if now_s >= next_report_s:
+                next_report_s += self.control.report_interval_s
+                ack = self.plane.gateway_reported(self.gateway.report(), STREAM)
+                self.gateway.ledger.acknowledge(ack.sequence)
+            await self.clock.sleep(min(next_scrape_s, next_report_s) - now_s)
+
+    def _scrape(self, now_s: float) -> None:
+        for engine_id, agent in self._agents.items():
+            engine = self.engines.get(engine_id)
+            if engine is None and engine_id not in self._crashed:
+                continue
+            answer = engine.reading() if engine else Retryable("connection refused", 1.0)
+            reading = judge(answer, 0.0, self._limits)
+            agent.track, sample = fold(agent.track, reading, now_s, self._limits)
+            told = engine is None or engine.capabilities_told
+            if engine is not None:
+                engine.capabilities_told = True
+            self._sequence += 1
+            self.plane.engine_reported(
+                EngineReport(
+                    agent.node,
+                    self._sequence,
+                    engine_id,
+                    _url(engine_id),
+                    reading.health,
+                    reading.detail,
+                    sample,
+                    None if told or engine is None else engine.features,
+                ),
+                STREAM,
+            )
+
+    async def _obey(self, attachment: Attachment) -> None:
+        """The gateway carries out what it is told."""
+        async for operation in attachment.orders():
+            self.plane.result_received(self.gateway.perform(operation))
+
+    async def _strike(self, fault: FaultSection) -> None:
+        await self.clock.sleep(fault.at_s - self.clock.now_s())
+        engine = self.engines.get(EngineId(fault.kill_engine))
+        if engine is None:
+            return
+        self._crashed.add(engine.id)
+        self.machines.remove(engine.id)
+        if fault.back_after_s is not None:
+            await self.clock.sleep(fault.back_after_s)
+            with suppress(Permanent):  # its GPUs may serve another engine by now
+                self.machines.place(self._make_spec(engine.id, engine.kind.id, engine.gpus))
+
+
+def _url(engine: EngineId) -> str:
+    return f"http://{engine}.sim"

@@ -1,0 +1,242 @@
+"""What the simulated engine is asked: OpenAI bodies, checked as vLLM checks them. Pure.
+
+What vLLM knows and this engine does not (stop strings, several choices, echo ...) is refused rather than ignored.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from orchestrrl.core.errors import faults_of
+from orchestrrl.engines.base import Endpoint, Refused
+from orchestrrl.integrations.instrument.kv_scheduler import Wish, read_wish
+from orchestrrl.lab.simulated_engine.tokens import TURN_END, TURN_START, TokenModel
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chats go on until they end
+MOST_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What requests are checked against."""
+
+    model_name: str
+    model: TokenModel
+    max_model_len_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A valid request: what to generate, and what to tell of it."""
+
+    endpoint: Endpoint
+    prompt_ids: tuple[int, ...]
+    max_tokens: int  # >= 1, and prompt and answer fit the model's longest context
+    min_tokens: int
+    ignore_eos: bool
+    seed: int
+    stop_token_ids: frozenset[int]
+    stream: bool
+    include_usage: bool
+    token_ids: bool
+    top_logprobs: int | None  # alternatives per token; None: no log-probabilities at all
+    handover: Wish | None = None  # of KV, to and from other engines
+    prompt_logprobs: int | None = None  # of the prompt's own tokens, and so many alternatives; None: none at all
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class _Body(BaseModel):
+    """What both endpoints share. Unknown fields are ignored, as vLLM does."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class _CompletionBody(_Body):
+    prompt: str | list[Annotated[int, Field(ge=0)]] | None = None
+    logprobs: int | None = None
+
+
+class _Part(BaseModel):
+    type: str
+    text: str = ""
+
+
+class _Message(BaseModel):
+    role: str
+    content: str | list[_Part] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class _ChatBody(_Body):
+    messages: list[_Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+
+
+def read_ask(endpoint: Endpoint, body: Any, served: Served) -> Ask:
+    """The request in an OpenAI body. Raises Refused with vLLM's status and an OpenAI error object."""
+    shape = _CompletionBody if endpoint is Endpoint.COMPLETIONS else _ChatBody
+    try:
+        read = shape.model_validate(body)
+    except ValidationError as error:
+        faults = faults_of(error)
+        raise refusal("; ".join(faults), param=faults[0].split(":")[0], kind="Bad Request") from error
+    if read.model not in (None, served.model_name):
+        raise refusal(f"The model `{read.model}` does not exist.", "model", status=404, kind="NotFoundError")
+    _refuse_unsupported(read)
+    if isinstance(read, _ChatBody):
+        prompt_ids, top_logprobs = tokenize_chat(read.messages, read.add_generation_prompt, served.model), None
+        if read.top_logprobs is not None and not read.logprobs:
+            raise refusal("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+        if read.logprobs:
+            top_logprobs = read.top_logprobs or 0
+        asked_tokens = read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens
+    else:
+        prompt_ids, top_logprobs = _completion_prompt(read, served.model), read.logprobs
+        asked_tokens = read.max_tokens if "max_tokens" in read.model_fields_set else DEFAULT_COMPLETION_TOKENS
+    if top_logprobs is not None and not 0 <= top_logprobs <= MOST_LOGPROBS:
+        raise refusal(f"logprobs must lie in 0..{MOST_LOGPROBS}, got {top_logprobs}.", "logprobs")
+    max_tokens = _room(asked_tokens, len(prompt_ids), served.max_model_len_tokens)
+    if read.min_tokens > max_tokens:
+        raise refusal(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {read.min_tokens}.")
+    return Ask(
+        endpoint=endpoint,
+        prompt_ids=tuple(prompt_ids),
+        max_tokens=max_tokens,
+        min_tokens=read.min_tokens,
+        ignore_eos=read.ignore_eos,
+        seed=0 if read.temperature == 0 else read.seed or 0,  # greedy decoding draws nothing
+        stop_token_ids=frozenset(read.stop_token_ids or ()),
+        stream=read.stream,
+        include_usage=read.stream_options is not None and read.stream_options.include_usage,
+        token_ids=bool(read.return_token_ids),
+        top_logprobs=top_logprobs,
+        handover=_handover(read),
+        prompt_logprobs=_prompt_logprobs(read),
+    )
+
+
+def _prompt_logprobs(body: _Body) -> int | None:
+    asked = body.prompt_logprobs
+    if asked is not None and not 0 <= asked <= MOST_LOGPROBS:
+        raise refusal(f"prompt_logprobs must lie in 0..{MOST_LOGPROBS}, got {asked}.", "prompt_logprobs")
+    if asked and body.stream:
+        raise refusal("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+    return asked
+
+
+def _handover(body: _Body) -> Wish | None:
+    """As vLLM with the connector: a wish that cannot be read is told in the log, and the request is served without."""
+    try:
+        return read_wish(body.kv_transfer_params)
+    except ValueError as error:
+        logger.warning("a request is served without a handover: %s", error)
+        return None
+
+
+def tokenize_chat(messages: list[_Message], add_generation_prompt: bool, model: TokenModel) -> list[int]:
+    """The chat template: each message between its marks, then the mark of the turn that is to be generated."""
+    if not messages:
+        raise refusal("Cannot apply chat template to an empty conversation. Provide at least one message.")
+    ids: list[int] = []
+    for message in messages:
+        ids += [TURN_START, *model.tokenize(f"{message.role}\n{message.text}"), TURN_END]
+    return [*ids, TURN_START, *model.tokenize("assistant\n")] if add_generation_prompt else ids
+
+
+def read_tokenize(body: Any, served: Served) -> list[int]:
+    """Token ids for a `/tokenize` body, which has a `prompt` or `messages`."""
+    try:
+        if isinstance(body, Mapping) and "messages" in body:
+            chat = _ChatBody.model_validate(body)
+            return tokenize_chat(chat.messages, chat.add_generation_prompt, served.model)
+        return served.model.tokenize(_TokenizeBody.model_validate(body).prompt)
+    except ValidationError as error:
+        raise refusal("; ".join(faults_of(error)), kind="Bad Request") from error
+
+
+def read_detokenize(body: Any) -> list[int]:
+    """Token ids of a `/detokenize` body."""
+    try:
+        return _DetokenizeBody.model_validate(body).tokens
+    except ValidationError as error:
+        raise refusal("; ".join(faults_of(error)), "body.tokens", kind="Bad Request") from error
+
+
+class _TokenizeBody(BaseModel):
+    prompt: str
+
+
+class _DetokenizeBody(BaseModel):
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def refusal(message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError") -> Refused:
+    """A refusal with its OpenAI error object."""
+    return Refused(message, status, {"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def _refuse_unsupported(body: _Body) -> None:
+    offered = {"n": body.n in (None, 1), "stop": not body.stop, "echo": not body.echo}
+    for name, fine in offered.items():
+        if not fine:
+            raise refusal(f"{name} is not offered by the simulated engine, got {getattr(body, name)!r}.", name)
+
+
+def _completion_prompt(body: _CompletionBody, model: TokenModel) -> list[int]:
+    if body.prompt is None or body.prompt == "":
+        raise refusal("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    if isinstance(body.prompt, str):
+        return model.tokenize(body.prompt)
+    if not body.prompt:
+        raise refusal("You must pass at least one prompt")
+    for token in body.prompt:
+        if token >= model.vocab_size:
+            raise refusal(f"Token id {token} is out of vocabulary")
+    return body.prompt
+
+
+def _room(asked_tokens: int | None, prompt_tokens: int, max_model_len_tokens: int) -> int:
+    """Tokens that may be generated: what was asked, cut to what the longest context leaves."""
+    room = max_model_len_tokens - prompt_tokens
+    if room < 1:
+        raise refusal(
+            f"This model's maximum context length is {max_model_len_tokens} tokens. However, your prompt contains "
+            f"{prompt_tokens} input tokens. Please reduce the length of the input prompt.",
+            "input_tokens",
+        )
+    if asked_tokens is not None and asked_tokens < 1:
+        raise refusal(f"max_tokens must be at least 1, got {asked_tokens}.", "max_tokens")
+    return room if asked_tokens is None else min(asked_tokens, room)

@@ -1,0 +1,170 @@
+"""What the simulated engine answers: vLLM's JSON for completions and chats, and its metrics page. Pure."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrrl.engines.base import Endpoint
+from orchestrrl.engines.handover import EXTERNAL_SOURCE
+from orchestrrl.engines.vllm_info import BEGAN_AT, COUNTED_SINCE
+from orchestrrl.lab.simulated_engine.requests import Ask
+from orchestrrl.lab.simulated_engine.runtime import Part, Runtime
+from orchestrrl.lab.simulated_engine.tokens import FIRST_WORD, TokenModel
+
+
+class Formatter:
+    """The words around one answer's tokens."""
+
+    def __init__(self, ask: Ask, response_id: str, created: int, model_name: str, model: TokenModel) -> None:
+        self._ask = ask
+        self._model = model
+        self._chat = ask.endpoint is Endpoint.CHAT
+        kind = "chat.completion" if self._chat else "text_completion"
+        self._head = {"id": response_id, "object": kind, "created": created, "model": model_name}
+        self._stream_head = {**self._head, "object": f"{kind}.chunk" if self._chat else kind}
+        self._prompt_ids = list(ask.prompt_ids) if ask.token_ids else None
+        self._told_prompt = False
+        self._text_offset = 0
+
+    def opening(self) -> list[bytes]:
+        """The events before the first token: a chat begins with its role and the prompt's ids."""
+        if not self._chat:
+            return []
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [_event({**self._stream_head, "choices": [choice], "prompt_token_ids": self._prompt_ids})]
+
+    def part(self, part: Part) -> bytes:
+        """One stream event for newly made tokens."""
+        text = self._text(part)
+        choice: dict[str, Any] = {"index": 0, **({"delta": {"content": text}} if self._chat else {"text": text})}
+        choice |= {"logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
+        choice["stop_reason"] = part.stop_reason
+        if not self._chat:
+            choice["prompt_token_ids"] = None if self._told_prompt else self._prompt_ids
+            self._told_prompt = True
+        choice["token_ids"] = part.token_ids if self._ask.token_ids else None
+        return _event({**self._stream_head, "choices": [choice]})
+
+    def closing(self, completion_tokens: int) -> list[bytes]:
+        """The events after the last token."""
+        done = [b"data: [DONE]\n\n"]
+        if not self._ask.include_usage:
+            return done
+        return [_event({**self._stream_head, "choices": [], "usage": self._usage(completion_tokens)}), *done]
+
+    def whole(self, part: Part) -> dict[str, Any]:
+        """The answer in one piece."""
+        text = self._text(part)
+        ids = part.token_ids if self._ask.token_ids else None
+        choice: dict[str, Any] = {"index": 0, "logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
+        choice |= {"stop_reason": part.stop_reason, "token_ids": ids}
+        answer = {**self._head, "choices": [choice], "usage": self._usage(len(part.token_ids))}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": text}
+            answer["prompt_token_ids"] = self._prompt_ids
+        else:
+            choice |= {"text": text, "prompt_token_ids": self._prompt_ids}
+        if self._ask.prompt_logprobs is not None:
+            (answer if self._chat else choice)["prompt_logprobs"] = self._prompt_logprobs(self._ask.prompt_logprobs)
+        return answer
+
+    def _prompt_logprobs(self, alternatives: int) -> list[dict[str, Any] | None]:
+        """Nothing for the first token. Of alternatives there is the likeliest, however many are asked for."""
+        context = self._ask.prompt_ids
+        rows: list[dict[str, Any] | None] = [None]
+        told = self._model.prompt_logprobs(context, self._ask.seed)
+        for token, (logprob, first, first_logprob) in zip(context[1:], told, strict=True):
+            row = {str(token): self._ranked(token, logprob, 1 if token == first else 2)}
+            if alternatives:
+                row.setdefault(str(first), self._ranked(first, first_logprob, 1))
+            rows.append(row)
+        return rows
+
+    def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": self._model.detokenize([token])}
+
+    def _text(self, part: Part) -> str:
+        """What the tokens say; a stop token is told by its id, not in the text."""
+        return self._model.detokenize(part.token_ids if part.stop_reason is None else part.token_ids[:-1])
+
+    def _usage(self, completion_tokens: int) -> dict[str, int]:
+        prompt_tokens = len(self._ask.prompt_ids)
+        total = prompt_tokens + completion_tokens
+        return {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": completion_tokens}
+
+    def _logprobs(self, part: Part) -> dict[str, Any] | None:
+        if self._ask.top_logprobs is None:
+            return None
+        tokens = [self._model.detokenize([token]) for token in part.token_ids]
+        tops = [self._alternatives(*pair) for pair in zip(part.token_ids, part.logprobs, strict=True)]
+        if self._chat:
+            rows = zip(tokens, part.logprobs, tops, strict=True)
+            return {"content": [{**_entry(t, p), "top_logprobs": [_entry(*x) for x in top]} for t, p, top in rows]}
+        offsets = []
+        for token in tokens:
+            offsets.append(self._text_offset)
+            self._text_offset += len(token)
+        # vLLM's dictionary holds the chosen token even where no alternatives were asked for.
+        first = [[(token, logprob)] for token, logprob in zip(tokens, part.logprobs, strict=True)]
+        top_logprobs = [dict(top or chosen) for top, chosen in zip(tops, first, strict=True)]
+        return {
+            "text_offset": offsets,
+            "token_logprobs": part.logprobs,
+            "tokens": tokens,
+            "top_logprobs": top_logprobs,
+        }
+
+    def _alternatives(self, token: int, logprob: float) -> list[tuple[str, float]]:
+        """The chosen token and its neighbours, each a little less likely."""
+        words = self._model.vocab_size - FIRST_WORD
+        ids = [token] + [FIRST_WORD + (token + k) % words for k in range(1, self._ask.top_logprobs or 0)]
+        wanted = ids[: self._ask.top_logprobs]
+        return [(self._model.detokenize([other]), logprob - k) for k, other in enumerate(wanted)]
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+def metrics_page(runtime: Runtime, model_name: str, asleep: bool = False) -> str:
+    """`/metrics` with vLLM's names and labels, as far as this engine has the numbers."""
+    scheduler = runtime.scheduler
+    shape = scheduler.shape
+    labels = {"engine": "0", "model_name": model_name}
+    config = {"block_size": shape.block_tokens, "engine": "0", "num_gpu_blocks": shape.blocks}
+    waiting = runtime.waiting
+    by_reason = [({**labels, "reason": "capacity"}, waiting), ({**labels, "reason": "deferred"}, 0)]
+    loaded = runtime.loaded_tokens_total
+    by_source = [
+        ({**labels, "source": "local_compute"}, runtime.prompt_tokens_total - loaded),
+        ({**labels, "source": EXTERNAL_SOURCE}, loaded),
+    ]
+    finished = [({**labels, "finished_reason": reason}, n) for reason, n in runtime.finished_total.items()]
+    sleep = {"awake": not asleep, "weights_offloaded": asleep, "discard_all": False}
+    families: list[tuple[str, str, Sequence[tuple[Mapping[str, object], float]]]] = [
+        ("num_requests_running", "gauge", [(labels, runtime.running)]),
+        ("num_requests_waiting", "gauge", [(labels, waiting)]),
+        ("num_requests_waiting_by_reason", "gauge", by_reason),
+        ("kv_cache_usage_perc", "gauge", [(labels, runtime.kv_usage_fraction)]),
+        ("num_preemptions_total", "counter", [(labels, scheduler.preemptions_total)]),
+        ("prompt_tokens_total", "counter", [(labels, runtime.prompt_tokens_total)]),
+        ("prompt_tokens_by_source_total", "counter", by_source),
+        ("generation_tokens_total", "counter", [(labels, scheduler.generated_tokens_total)]),
+        ("request_success_total", "counter", finished),
+        ("engine_sleep_state", "gauge", [({**labels, "sleep_state": state}, now) for state, now in sleep.items()]),
+        ("cache_config_info", "gauge", [(config, 1)]),
+    ]
+    lines = []
+    for name, kind, samples in families:
+        lines.append(f"# TYPE vllm:{name} {kind}")
+        for pairs, value in samples:
+            inside = ",".join(f'{key}="{item}"' for key, item in pairs.items())
+            lines.append(f"vllm:{name}{{{inside}}} {float(value)}")
+    lines += ["# TYPE process_start_time_seconds gauge", f"{BEGAN_AT}{runtime.began_s!r}"]
+    inside = ",".join(f'{key}="{item}"' for key, item in labels.items())
+    lines += ["# TYPE vllm:generation_tokens_created gauge", f"{COUNTED_SINCE}{inside}}} {runtime.began_s!r}"]
+    return "\n".join(lines) + "\n"

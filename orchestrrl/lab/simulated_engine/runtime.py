@@ -1,0 +1,304 @@
+"""Run the simulated engine's scheduler against a clock, and hand each answer its tokens as they are made."""
+
+import asyncio
+import copy
+import itertools
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.integrations.instrument.kv_scheduler import Wish
+from orchestrrl.lab.simulated_engine.kv_handover import KvLink
+from orchestrrl.lab.simulated_engine.requests import Ask
+from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Progress, Scheduler
+from orchestrrl.lab.simulated_engine.tokens import EOS, Generation, TokenModel
+from planner.model import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Newly made tokens of one answer. The last part has a finish_reason."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # one per token
+    finish_reason: str | None = None
+    stop_reason: int | None = None  # the stop token that ended it
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an answer will end, known from the start since everything is computed."""
+
+    tokens: int
+    finish_reason: str  # stop | length
+    eos: bool = False  # the model ends it itself: EOS is the last token
+    stop_token: int | None = None
+
+
+def ending_of(ask: Ask, generation: Generation) -> Ending:
+    """Where an answer ends: not before `min_tokens`, and at once if its context was a whole answer already."""
+    natural = max(generation.answer_tokens - generation.position, ask.min_tokens + 1, 1)
+    most = ask.max_tokens if ask.ignore_eos else min(ask.max_tokens, natural)
+    if ask.stop_token_ids:
+        ahead = copy.copy(generation)
+        for count in range(1, most + 1):
+            token, _ = ahead.next_token()
+            if token in ask.stop_token_ids and count > ask.min_tokens:
+                return Ending(count, "stop", stop_token=token)
+    if not ask.ignore_eos and natural <= ask.max_tokens:
+        return Ending(natural, "stop", eos=True)
+    return Ending(ask.max_tokens, "length")
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One request on its way. Iterate over it for its parts; tokens pile up in one part while nobody reads."""
+
+    id: RequestId  # unique in the scheduler
+    engine_id: str  # what clients name in /abort_requests; may be shared
+    ask: Ask
+    generation: Generation
+    ending: "Ending"
+    made: int = 0
+    loaded_tokens: int = 0  # whose KV came from another engine: they need no prefill
+    made_ids: list[int] = field(default_factory=list)  # of a request that may be handed over
+    _token_ids: list[int] = field(default_factory=list)
+    _logprobs: list[float] = field(default_factory=list)
+    _finish_reason: str | None = None
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def finished(self) -> bool:
+        return self._finish_reason is not None
+
+    def make(self, tokens: int) -> None:
+        """Generate some more tokens; with the last one the answer is finished."""
+        next_token = self.generation.next_token
+        for _ in range(tokens):
+            token, logprob = next_token()
+            self._token_ids.append(token)
+            self._logprobs.append(logprob)
+        if self.ask.handover is not None and self.ask.handover.save is not None:
+            self.made_ids += self._token_ids[-tokens:]
+        self.made += tokens
+        if self.made == self.ending.tokens:
+            if self.ending.eos:
+                self._token_ids[-1] = EOS
+            self.finish(self.ending.finish_reason)
+        self._news.set()
+
+    def finish(self, reason: str) -> None:
+        self._finish_reason = reason
+        self._news.set()
+
+    async def parts(self) -> AsyncIterator[Part]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            stop_reason = self.ending.stop_token if self._finish_reason == "stop" else None
+            part = Part(self._token_ids, self._logprobs, self._finish_reason, stop_reason)
+            self._token_ids, self._logprobs = [], []
+            yield part
+            if part.finish_reason is not None:
+                return
+
+
+class Runtime:
+    """One simulated engine. Virtual time runs `speed` times as fast as the clock; `tick_s`, in the clock's seconds, is
+    how often the scheduler is brought up to date. Late ticks cost nothing but the size of the parts."""
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        model: TokenModel,
+        clock: Clock,
+        speed: float,
+        tick_s: float,
+        link: KvLink | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(shape)
+        self.pause_mode: PauseMode | None = None
+        self.prompt_tokens_total = 0
+        self.loaded_tokens_total = 0  # of those
+        self.finished_total = dict.fromkeys(("stop", "length", "abort"), 0)
+        self.model = model
+        self._clock = clock
+        self._speed = speed
+        self._tick_s = tick_s
+        self.began_s = clock.now_s()
+        self._answers: dict[RequestId, Answer] = {}
+        self._link = link  # None: KV is neither saved nor loaded
+        self._loading: dict[RequestId, asyncio.Task[None]] = {}
+        self._held: list[Answer] = []  # arrived, or left waiting, while no new work is taken on
+        self._numbers = itertools.count()
+        self._work = asyncio.Event()
+        self._drained = asyncio.Event()
+
+    @property
+    def running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self._held) + len(self._loading)
+
+    @property
+    def kv_usage_fraction(self) -> float:
+        shape = self.scheduler.shape
+        return self.scheduler.kv_used_tokens / (shape.blocks * shape.block_tokens)
+
+    def submit(self, ask: Ask, engine_id: str) -> Answer:
+        """Queue a request."""
+        generation = self.model.begin(ask.prompt_ids, ask.seed)
+        request_id = RequestId(f"{engine_id}#{next(self._numbers)}")
+        answer = Answer(request_id, engine_id, ask, generation, ending_of(ask, generation))
+        self._answers[request_id] = answer
+        if self._link is not None and ask.handover is not None and ask.handover.load is not None:
+            self._loading[request_id] = asyncio.create_task(self._load(self._link, answer, ask.handover))
+        else:
+            self._begin(answer)
+        return answer
+
+    def _begin(self, answer: Answer) -> None:
+        if self.pause_mode in (PauseMode.WAIT, PauseMode.ABORT):
+            self._held.append(answer)
+        else:
+            self._enqueue(answer)
+
+    async def _load(self, link: KvLink, answer: Answer, wish: Wish) -> None:
+        """Wait for the KV and for its way here; what does not come is prefilled."""
+        asked_s, found = self._clock.now_s(), link.take(wish, answer.ask.prompt_ids)
+        while found is None and self._clock.now_s() - asked_s < wish.wait_s:
+            await self._clock.sleep(self._tick_s)
+            found = link.take(wish, answer.ask.prompt_ids)
+        if found:
+            await self._clock.sleep(link.transfer_s(found) / self._speed)
+            answer.loaded_tokens = found
+        del self._loading[answer.id]
+        self._begin(answer)
+
+    def abort(self, engine_ids: Iterable[str]) -> None:
+        """Finish these requests with what they have; unknown names are ignored."""
+        names = set(engine_ids)
+        self._abort([answer for answer in self._answers.values() if answer.engine_id in names])
+
+    def abort_all(self) -> int:
+        """Finish every request; how many there were."""
+        answers = list(self._answers.values())
+        self._abort(answers)
+        return len(answers)
+
+    def drop(self, answer: Answer) -> None:
+        """Its client has gone."""
+        self._abort([answer] if answer.id in self._answers else [])
+
+    async def pause(self, mode: PauseMode, clear_cache: bool = True) -> None:
+        """As vLLM does it. `KEEP` takes no further step; unless `clear_cache` is off, running requests lose their KV
+        and will be prefilled again. `WAIT` returns when all running ones are done; waiting ones stay. `ABORT` ends all.
+        What arrives during a pause waits."""
+        self._advance()
+        self.pause_mode = mode
+        if mode is PauseMode.KEEP:
+            self.scheduler.pause()
+            if clear_cache:
+                self._preempt_running()
+            return
+        self.scheduler.resume(self._virtual_s())
+        if mode is PauseMode.ABORT:
+            self.abort_all()
+            return
+        waiting = self.scheduler.abort([sequence.id for sequence in self.scheduler.waiting])
+        self._held[:0] = [self._answers[sequence.id] for sequence in waiting]
+        self._drained.clear()
+        self._advance()
+        self._work.set()
+        await self._drained.wait()
+
+    def resume(self) -> None:
+        self.pause_mode = None
+        self.scheduler.resume(self._virtual_s())
+        held, self._held = self._held, []
+        for answer in held:
+            self._enqueue(answer)
+        self._work.set()
+
+    def take_weights(self, model: TokenModel) -> None:
+        """What runs goes on under these."""
+        self._advance()
+        self.model = model
+        for answer in self._answers.values():
+            answer.generation.follow(model, answer.ask.seed)
+
+    def reshape(self, shape: EngineShape) -> None:
+        """Go on with other seats, KV and step times; what runs is prefilled again."""
+        self._advance()
+        self._preempt_running()
+        self.scheduler.reshape(shape)
+        self._work.set()
+
+    async def run(self) -> None:
+        """Keep the scheduler up with the clock, for ever."""
+        while True:
+            await self._work.wait()
+            self._advance()
+            if self.scheduler.idle or self.scheduler.paused:
+                self._work.clear()
+            await self._clock.sleep(self._tick_s)
+
+    def _virtual_s(self) -> float:
+        return (self._clock.now_s() - self.began_s) * self._speed
+
+    def _enqueue(self, answer: Answer) -> None:
+        self._advance()
+        context_tokens = len(answer.ask.prompt_ids) + answer.made
+        left = answer.ending.tokens - answer.made
+        loaded = answer.made == 0 and answer.loaded_tokens > 0
+        self.scheduler.submit(self._virtual_s(), answer.id, context_tokens, left, prefilled=loaded)
+        self._work.set()
+
+    def _advance(self) -> None:
+        for progress in self.scheduler.advance(self._virtual_s()):
+            self._hand_out(progress)
+        if not self.scheduler.running:
+            self._drained.set()
+
+    def _hand_out(self, progress: Progress) -> None:
+        answer = self._answers[progress.id]
+        if answer.made == 0:
+            self.prompt_tokens_total += len(answer.ask.prompt_ids)
+            self.loaded_tokens_total += answer.loaded_tokens
+        answer.make(progress.tokens)
+        if answer.finished:
+            self.finished_total[answer.ending.finish_reason] += 1
+            del self._answers[answer.id]
+
+    def _abort(self, answers: list[Answer]) -> None:
+        self._advance()
+        self._save(answers)
+        for answer in answers:
+            if (loading := self._loading.pop(answer.id, None)) is not None:
+                loading.cancel()
+        self.scheduler.abort([answer.id for answer in answers])
+        self._held = [answer for answer in self._held if answer not in answers]
+        for answer in answers:
+            if self._answers.pop(answer.id, None) is not None:  # else it finished just now
+                answer.finish("abort")
+        if not self.scheduler.running:
+            self._drained.set()
+
+    def _save(self, answers: list[Answer]) -> None:
+        """Of those that are aborted, what they have in KV: nothing for those that were not running."""
+        running = {sequence.id for sequence in self.scheduler.running}
+        for answer in answers:
+            wish = answer.ask.handover
+            if self._link is not None and wish is not None and wish.save is not None and answer.id in self._answers:
+                there = answer.id in running and answer.made > 0
+                self._link.save(wish, [*answer.ask.prompt_ids, *answer.made_ids] if there else [])
+
+    def _preempt_running(self) -> None:
+        """Every running request back to the queue, before those that wait already, without its KV."""
+        scheduler = self.scheduler
+        scheduler.preemptions_total += len(scheduler.running)
+        for sequence in scheduler.abort([s.id for s in (*scheduler.running, *scheduler.waiting)]):
+            scheduler.submit(scheduler.now_s, sequence.id, sequence.context_tokens, sequence.to_generate)

@@ -1,0 +1,345 @@
+"""How the simulated engine schedules: continuous batching as in vLLM, in virtual time. Pure; counts only, no tokens.
+
+A step decodes one token of every running sequence and takes
+`base_s(sequences) + gamma_s*kv_tokens + prefill_s_per_token*prefilled_tokens`, where base_s is a curve or
+`alpha_s + beta_s*sequences` and kv_tokens is what is resident before the step. KV beyond `kv_capacity_tokens` may lie
+in CPU memory, at `spill_s_per_token` more per token and step. Admission is first come, first served, while a seat and
+KV blocks for the sequence's context are free; a running sequence that finds no free block preempts the one admitted
+last, which goes back to the head of the queue and is prefilled again. With prefix caching, the full blocks of a prompt
+are there once for all its samples, from the first one's admission until the last one leaves (vLLM would keep them until
+it needs the blocks: it reuses more). Between such events the batch only grows by one
+token each, so whole runs of equal steps are taken at once: the cost is per event, not per token.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from planner.model import RequestId
+
+if TYPE_CHECKING:  # numpy comes with it, which no engine's process needs
+    from planner.cost.profile import Curve
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """Constants of one engine. Times in virtual seconds; `base_s` over sequences stands in for alpha and beta."""
+
+    alpha_s: float
+    beta_s: float
+    gamma_s: float
+    max_num_seqs: int
+    kv_capacity_tokens: int
+    prefill_s_per_token: float = 0.0
+    block_tokens: int = 16
+    base_s: "Curve | None" = None
+    spill_capacity_tokens: int = 0  # KV that CPU memory takes beyond the capacity
+    spill_s_per_token: float = 0.0
+    prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_s", "beta_s", "gamma_s", "prefill_s_per_token", "spill_s_per_token"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not (self.alpha_s > 0 or self.base_s is not None):
+            raise ValueError(f"alpha_s must be > 0, got {self.alpha_s}")
+        if self.spill_capacity_tokens < 0:
+            raise ValueError(f"spill_capacity_tokens must be >= 0, got {self.spill_capacity_tokens}")
+        for name in ("max_num_seqs", "block_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.kv_capacity_tokens < self.block_tokens:
+            raise ValueError(f"kv_capacity_tokens must hold one block, got {self.kv_capacity_tokens}")
+
+    @property
+    def blocks(self) -> int:
+        return (self.kv_capacity_tokens + self.spill_capacity_tokens) // self.block_tokens
+
+    def steps_s(self, steps: int, sequences: int, kv_tokens: int) -> float:
+        """Seconds of `steps` decode steps of one batch that holds `kv_tokens`, each sequence gaining one per step."""
+        base_s = self.base_s.at(sequences) if self.base_s else self.alpha_s + self.beta_s * sequences
+        seconds = base_s * steps + self.gamma_s * (kv_tokens * steps + sequences * (steps * (steps - 1) // 2))
+        if self.spill_s_per_token:
+            seconds += self.spill_s_per_token * self._spilled_token_steps(steps, sequences, kv_tokens)
+        return seconds
+
+    def _spilled_token_steps(self, steps: int, sequences: int, kv_tokens: int) -> int:
+        """Tokens beyond the capacity, summed over the steps."""
+        over_tokens = kv_tokens - self.kv_capacity_tokens
+        within = 0 if over_tokens >= 0 else min(steps, -(over_tokens // sequences))  # steps without any spilled
+        left = steps - within
+        return left * (over_tokens + within * sequences) + sequences * (left * (left - 1) // 2)
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One request on one engine. `context_tokens` grows with each step; `to_generate` counts down."""
+
+    id: RequestId
+    context_tokens: int
+    to_generate: int
+    generated: int = 0
+    blocks: int = 0
+    prefilled: bool = False  # its KV came with it: its first admission costs no prefill
+    group: str = ""  # samples of one prompt; empty: of none
+    prompt_tokens: int = 0  # that the group has in common
+    holds_prefix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What an advance did for one sequence."""
+
+    id: RequestId
+    tokens: int
+    finished_s: float | None = None  # when its last token was made
+
+    @property
+    def finished(self) -> bool:
+        return self.finished_s is not None
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """One engine's queue, batch and KV blocks. `now_s` is the end of the last whole step."""
+
+    shape: EngineShape
+    now_s: float = 0.0
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)  # in order of admission
+    preemptions_total: int = 0
+    generated_tokens_total: int = 0
+    prefilled_tokens_total: int = 0
+    busy_s: float = 0.0
+    paused: bool = False
+    slowdown: float = 1.0  # of its steps, by what else uses its links
+    _free_blocks: int = field(init=False)
+    _step_s: float | None = None  # length of the step under way, None between steps
+    _prefix_holders: dict[str, int] = field(default_factory=dict)  # by group
+
+    def __post_init__(self) -> None:
+        self._free_blocks = self.shape.blocks
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    @property
+    def kv_used_tokens(self) -> int:
+        return (self.shape.blocks - self._free_blocks) * self.shape.block_tokens
+
+    def submit(
+        self,
+        at_s: float,
+        request_id: RequestId,
+        context_tokens: int,
+        to_generate: int,
+        prefilled: bool = False,
+        *,
+        group: str = "",
+        prompt_tokens: int = 0,
+    ) -> None:
+        """Queue a request that will generate `to_generate` more tokens; it has `prompt_tokens` in common with others of
+        its `group`. Raises ValueError if it can never fit."""
+        if to_generate < 1 or context_tokens < 1:
+            raise ValueError(f"context_tokens and to_generate must be >= 1, got {context_tokens}, {to_generate}")
+        if self._blocks_of(context_tokens + to_generate) > self.shape.blocks:
+            raise ValueError(f"{context_tokens + to_generate} tokens exceed the KV of {self.shape.kv_capacity_tokens}")
+        if self.idle:
+            self.now_s = max(self.now_s, at_s)
+        sequence = Sequence(request_id, context_tokens, to_generate, prefilled=prefilled)
+        if self.shape.prefix_caching:
+            sequence.group, sequence.prompt_tokens = group, prompt_tokens
+        self.waiting.append(sequence)
+
+    def abort(self, request_ids: Iterable[RequestId]) -> list[Sequence]:
+        """Drop these requests and free their blocks; those that were there are returned."""
+        gone = set(request_ids)
+        dropped = [s for s in (*self.running, *self.waiting) if s.id in gone]
+        for sequence in dropped:
+            self._release(sequence)
+        self.running = [s for s in self.running if s.id not in gone]
+        self.waiting = deque(s for s in self.waiting if s.id not in gone)
+        return dropped
+
+    def pause(self) -> None:
+        """Freeze: no step begins, nothing is admitted, everything keeps its place and its KV."""
+        self.paused = True
+
+    def resume(self, at_s: float) -> None:
+        self.paused = False
+        self.now_s = max(self.now_s, at_s)
+
+    def reshape(self, shape: EngineShape) -> None:
+        """Go on with other seats, KV and step times. Raises ValueError where what runs does not fit."""
+        free_blocks = self._free_blocks + shape.blocks - self.shape.blocks
+        if free_blocks < 0 or len(self.running) > shape.max_num_seqs or shape.block_tokens != self.shape.block_tokens:
+            raise ValueError(f"{len(self.running)} running sequences do not fit into {shape}")
+        self.shape, self._free_blocks, self._step_s = shape, free_blocks, None
+
+    def advance(self, until_s: float) -> list[Progress]:
+        """Complete every whole step that ends by `until_s`; the tokens made per sequence, in order of admission."""
+        made: dict[RequestId, int] = {}
+        finished_s: dict[RequestId, float] = {}
+        while not self.paused and not self.idle:
+            prefill_tokens = 0
+            if self._step_s is None:
+                prefill_tokens = self._schedule()
+            steps, took_s = self._plan_steps(until_s, prefill_tokens)
+            if steps == 0:
+                self._step_s = took_s
+                break
+            self._step_s = None
+            self._apply(steps, took_s, made, finished_s)
+        if self.idle:
+            self.now_s = max(self.now_s, until_s)
+        if self.idle or self.paused:
+            self._step_s = None
+        return [Progress(request_id, tokens, finished_s.get(request_id)) for request_id, tokens in made.items()]
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.shape.block_tokens)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._free_blocks += sequence.blocks
+        sequence.blocks = 0
+        if sequence.holds_prefix:
+            sequence.holds_prefix = False
+            self._prefix_holders[sequence.group] -= 1
+            if self._prefix_holders[sequence.group]:
+                self._free_blocks -= self._prefix_blocks(sequence)
+            else:
+                del self._prefix_holders[sequence.group]
+
+    def cached_tokens(self, group: str, prompt_tokens: int) -> int:
+        """Of a prompt, what is there because others of its group run."""
+        return prompt_tokens // self.shape.block_tokens * self.shape.block_tokens if self._holds(group) else 0
+
+    def _holds(self, group: str) -> bool:
+        return bool(group) and group in self._prefix_holders
+
+    def _prefix_blocks(self, sequence: Sequence) -> int:
+        return sequence.prompt_tokens // self.shape.block_tokens
+
+    def _cached_blocks(self, sequence: Sequence) -> int:
+        """Of a sequence that is not running, what is there already."""
+        return self._prefix_blocks(sequence) if self._holds(sequence.group) else 0
+
+    def _needed_blocks(self, sequence: Sequence) -> int:
+        """To admit it."""
+        return self._blocks_of(sequence.context_tokens + 1) - self._cached_blocks(sequence)
+
+    def _schedule(self) -> int:
+        """Secure a block for each running sequence's next token, then admit; the tokens to prefill in this step."""
+        preempted = False
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            missing = self._blocks_of(sequence.context_tokens + 1) - sequence.blocks
+            while missing > self._free_blocks:
+                victim = self.running.pop()
+                self._release(victim)
+                self.waiting.appendleft(victim)
+                self.preemptions_total += 1
+                preempted = True
+                if victim is sequence:
+                    break
+            else:
+                self._free_blocks -= missing
+                sequence.blocks += missing
+                index += 1
+        return 0 if preempted and self.running else self._admit()
+
+    def _admit(self) -> int:
+        prefill_tokens = 0
+        while self.waiting and len(self.running) < self.shape.max_num_seqs:
+            needed = self._needed_blocks(self.waiting[0])
+            if needed > self._free_blocks:
+                break
+            sequence = self.waiting.popleft()
+            self._free_blocks -= needed
+            cached = self._cached_blocks(sequence)
+            sequence.blocks = needed + cached
+            if not sequence.prefilled:
+                prefill_tokens += sequence.context_tokens - cached * self.shape.block_tokens
+            sequence.prefilled = False  # once preempted, it is prefilled again
+            if sequence.group:
+                sequence.holds_prefix = True
+                self._prefix_holders[sequence.group] = self._prefix_holders.get(sequence.group, 0) + 1
+            self.running.append(sequence)
+        self.prefilled_tokens_total += prefill_tokens
+        return prefill_tokens
+
+    def _plan_steps(self, until_s: float, prefill_tokens: int) -> tuple[int, float]:
+        """How many equal steps can be taken at once by `until_s`, and their seconds; with 0 steps, the seconds of the
+        step that is now under way."""
+        if self._step_s is not None:
+            return (1, self._step_s) if self.now_s + self._step_s <= until_s else (0, self._step_s)
+        most = 1 if prefill_tokens else min(self._steps_in_blocks(), min([s.to_generate for s in self.running]))
+        if self._can_admit_later():
+            most = 1
+        kv_tokens = sum([s.context_tokens for s in self.running])
+        prefill_s = self.shape.prefill_s_per_token * prefill_tokens
+        batch, slowdown = len(self.running), self.slowdown
+        took_s = slowdown * self.shape.steps_s(most, batch, kv_tokens) + prefill_s
+        if self.now_s + took_s <= until_s:
+            return most, took_s
+        low, low_s, high = 0, 0.0, most  # `low` steps end in time, `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            middle_s = slowdown * self.shape.steps_s(middle, batch, kv_tokens) + prefill_s
+            if self.now_s + middle_s <= until_s:
+                low, low_s = middle, middle_s
+            else:
+                high = middle
+        return (low, low_s) if low else (0, slowdown * self.shape.steps_s(1, batch, kv_tokens) + prefill_s)
+
+    def _can_admit_later(self) -> bool:
+        """After a preemption the head of the queue may fit at the very next step."""
+        if not self.waiting or len(self.running) >= self.shape.max_num_seqs:
+            return False
+        return self._needed_blocks(self.waiting[0]) <= self._free_blocks
+
+    def _steps_in_blocks(self) -> int:
+        """Steps until some sequence would need a block that is not free. The first step's blocks are secured."""
+        size = self.shape.block_tokens
+        rounds = self._free_blocks // len(self.running)  # `size` further steps take one block of each sequence
+        free = self._free_blocks - rounds * len(self.running)
+        crossing = [0] * size  # crossing[k]: sequences that need a block at the k-th further step, k = 1..size
+        for sequence in self.running:
+            crossing[(sequence.blocks * size - sequence.context_tokens) % size] += 1
+        for step in range(1, size + 1):
+            free -= crossing[step % size]
+            if free < 0:
+                return rounds * size + step
+        return rounds * size + size
+
+    def _apply(self, steps: int, took_s: float, made: dict[RequestId, int], finished_s: dict[RequestId, float]) -> None:
+        self.now_s += took_s
+        self.busy_s += took_s
+        self.generated_tokens_total += steps * len(self.running)
+        done = False
+        for sequence in self.running:
+            sequence.context_tokens += steps
+            sequence.generated += steps
+            sequence.to_generate -= steps
+            needed = self._blocks_of(sequence.context_tokens)
+            if needed > sequence.blocks:
+                self._free_blocks -= needed - sequence.blocks
+                sequence.blocks = needed
+            made[sequence.id] = made.get(sequence.id, 0) + steps
+            done = done or sequence.to_generate == 0
+        if self._free_blocks < 0:
+            raise AssertionError(f"took {-self._free_blocks} blocks that were not free")
+        if done:
+            for sequence in self.running:
+                if sequence.to_generate == 0:
+                    finished_s[sequence.id] = self.now_s
+                    self._release(sequence)
+            self.running = [s for s in self.running if s.to_generate > 0]
+
+
+def decode_alone_s(shape: EngineShape, context_tokens: int, to_generate: int) -> float:
+    """Seconds that one request takes on an otherwise empty engine, prefill included: no schedule can beat it."""
+    return shape.steps_s(to_generate, 1, context_tokens) + shape.prefill_s_per_token * context_tokens

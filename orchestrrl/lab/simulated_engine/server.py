@@ -1,0 +1,217 @@
+"""The simulated engine: a real HTTP server with vLLM's surface, whose time and tokens are computed.
+
+`orchestrrl engine simulated` runs it. Step times come from `simulated_core`, tokens from `simulated_tokens`, the pace
+from `simulated_runtime`; here are the routes. Where it differs from vLLM, vLLM is right: see `conformance`.
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Self
+
+from aiohttp import web
+
+from orchestrrl import __version__
+from orchestrrl.core.clock import Clock, WallClock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.engines.base import Endpoint, PauseMode, Refused
+from orchestrrl.lab.simulated_engine.managed import ManagedFace
+from orchestrrl.lab.simulated_engine.options import SimulatedOptions
+from orchestrrl.lab.simulated_engine.requests import Served, read_ask, read_detokenize, read_tokenize, refusal
+from orchestrrl.lab.simulated_engine.responses import Formatter, metrics_page
+from orchestrrl.lab.simulated_engine.runtime import Answer, Part, Runtime
+from orchestrrl.lab.simulated_engine.weights import first_model, json_of
+
+__all__ = ["SimulatedOptions", "SimulatedServer"]
+
+MOST_BODY_BYTES = 64 << 20  # a long prompt comes as a list of ids
+SHUTDOWN_S = 1.0  # what running requests get at the end; then their connections are cut
+ID_PREFIXES = {Endpoint.COMPLETIONS: "cmpl-", Endpoint.CHAT: "chatcmpl-"}
+
+
+class SimulatedServer:
+    """Serves one simulated engine: `async with SimulatedServer(options) as server: ... server.url ...`."""
+
+    def __init__(
+        self, options: SimulatedOptions, *, host: str = "127.0.0.1", port: int = 0, clock: Clock | None = None
+    ) -> None:
+        self.url = ""
+        self._clock = clock or WallClock()
+        model = first_model(options)
+        self.runtime = Runtime(options.shape, model, self._clock, options.speed, options.tick_s, options.link)
+        self._options = options
+        self._managed = ManagedFace(options, self.runtime, self._clock)
+        self._address = (host, port)
+
+    @property
+    def _served(self) -> Served:
+        return Served(self._options.model_name, self.runtime.model, self._options.max_model_len_tokens)
+
+    async def __aenter__(self) -> Self:
+        """Raises Permanent where it was told to fail."""
+        faults = self._options.faults
+        if faults.start_delay_s:
+            await self._clock.sleep(faults.start_delay_s / self._options.speed)
+        if faults.fail_start:
+            raise Permanent("the engine was told to fail (--fail-start)")
+        # A client that goes away must have its request aborted, also while it waits for its first token.
+        self._runner = web.AppRunner(
+            self.application(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, *self._address)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        self._pace = asyncio.create_task(self.runtime.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+        self._pace.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._pace
+
+    def application(self) -> web.Application:
+        layers = [_never_answering] if self._options.faults.hang else [_errors_as_objects]
+        application = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=layers)
+        application.add_routes(
+            [
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat),
+                web.get("/v1/models", self._models),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
+                web.get("/health", self._health),
+                web.get("/version", self._version),
+                web.get("/openapi.json", self._openapi),
+                web.get("/metrics", self._metrics),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.get("/is_paused", self._is_paused),
+                web.post("/abort_requests", self._abort_requests),
+                *self._managed.routes(),
+            ]
+        )
+        return application
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, Endpoint.COMPLETIONS)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, Endpoint.CHAT)
+
+    async def _generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        served = self._served
+        ask = read_ask(endpoint, await json_of(request), served)
+        response_id = ID_PREFIXES[endpoint] + request.headers.get("X-Request-Id", uuid.uuid4().hex[:16])
+        words = Formatter(ask, response_id, int(time.time()), served.model_name, served.model)
+        # A completion may have several prompts, so vLLM numbers them; a chat has one.
+        answer = self.runtime.submit(ask, f"{response_id}-0" if endpoint is Endpoint.COMPLETIONS else response_id)
+        try:
+            if ask.stream:
+                return await self._stream(request, answer, words)
+            return web.json_response(words.whole(await _whole(answer.parts())))
+        finally:
+            self.runtime.drop(answer)
+
+    async def _stream(self, request: web.Request, answer: Answer, words: Formatter) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        opening = words.opening()
+        async for part in answer.parts():
+            # vLLM leaves out the last chunk of a request that was aborted before its first token.
+            await response.write(b"".join([*opening, words.part(part) if answer.made else b""]))
+            opening = []
+        await response.write(b"".join(words.closing(answer.made)))
+        await response.write_eof()
+        return response
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model: dict[str, Any] = {"id": self._options.model_name, "object": "model", "owned_by": "orchestrrl"}
+        model |= {"root": self._options.model_root, "max_model_len": self._options.max_model_len_tokens}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        tokens = read_tokenize(await json_of(request), self._served)
+        longest = self._options.max_model_len_tokens
+        return web.json_response({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        tokens = read_detokenize(await json_of(request))
+        return web.json_response({"prompt": self.runtime.model.detokenize(tokens)})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": __version__})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        paths: dict[str, Any] = {
+            route.resource.canonical: {} for route in request.app.router.routes() if route.resource is not None
+        }
+        schema: dict[str, Any] = {"CompletionRequest": {"properties": {"prompt": {}, "return_token_ids": {}}}}
+        return web.json_response({"paths": paths, "components": {"schemas": schema}})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=metrics_page(self.runtime, self._options.model_name, self._managed.asleep))
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", PauseMode.ABORT.value)
+        if mode not in list(PauseMode):
+            raise refusal(f"mode must be abort, wait or keep, got {mode!r}", "query.mode", kind="Bad Request")
+        await self.runtime.pause(PauseMode(mode), request.query.get("clear_cache", "true").lower() in ("true", "1"))
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        if self._managed.asleep:
+            raise web.HTTPInternalServerError(reason="Failed to resume generation: it is asleep")
+        self.runtime.resume()
+        return web.json_response({"status": "resumed"})
+
+    async def _is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.runtime.pause_mode is not None})
+
+    async def _abort_requests(self, request: web.Request) -> web.Response:
+        body = await json_of(request)
+        if not isinstance(body, dict):
+            raise refusal("Request body must be a JSON object", kind="Bad Request")
+        names = body.get("request_ids")
+        # Like vLLM, the reply counts what was named, not what was found; of everything it counts what there was.
+        if names:
+            self.runtime.abort(names)
+        aborted = len(names) if names else self.runtime.abort_all()
+        return web.json_response({"status": "aborted", "aborted": aborted})
+
+
+async def _whole(parts: AsyncIterator[Part]) -> Part:
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    last = Part([], [])
+    async for last in parts:
+        token_ids += last.token_ids
+        logprobs += last.logprobs
+    return Part(token_ids, logprobs, last.finish_reason, last.stop_reason)
+
+
+@web.middleware
+async def _never_answering(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+@web.middleware
+async def _errors_as_objects(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refused as error:
+        return web.json_response(dict(error.body), status=error.status)
+    except web.HTTPException as error:
+        return web.json_response({"detail": error.reason}, status=error.status)

@@ -1,0 +1,92 @@
+"""Between switches of the deployment and the Control service's messages."""
+
+from collections.abc import Sequence
+
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment.steps import (
+    Direction,
+    Stage,
+    Step,
+    StepReport,
+    StepState,
+    Switch,
+    SwitchReport,
+    SwitchState,
+    SwitchWish,
+    steps_in,
+)
+from orchestrrl.rpc.pb import control_pb2 as pb
+
+PLANNED = "planned"
+
+
+def wish_from_pb(message: pb.SwitchDeploymentRequest) -> SwitchWish:
+    targets = tuple((target.configuration, target.engines) for target in message.targets)
+    return SwitchWish(targets, message.plan_id, message.reason)
+
+
+def draft_to_pb(switch: Switch, stages: Sequence[Stage]) -> pb.SwitchReport:
+    """What would be done. It has no id, and nothing can be asked of it later."""
+    return pb.SwitchReport(
+        plan_id=switch.plan,
+        reason=switch.reason,
+        created_unix_s=switch.created_s,
+        state=PLANNED,
+        old_engines=map(_engine_to_pb, switch.old),
+        new_engines=map(_engine_to_pb, switch.new),
+        engine_ids=[spec.engine for spec in switch.old],
+        steps=[_step_to_pb(step, Direction.FORWARD, StepState.PENDING) for step in steps_in(stages)],
+    )
+
+
+def report_to_pb(report: SwitchReport, *, steps: bool = True) -> pb.SwitchReport:
+    """`steps` False: without them, where many are listed: a large fleet's are thousands."""
+    return pb.SwitchReport(
+        switch_id=report.id,
+        plan_id=report.plan,
+        reason=report.reason,
+        created_unix_s=report.created_s,
+        state=report.state,
+        old_engines=map(_engine_to_pb, report.old),
+        new_engines=map(_engine_to_pb, report.new),
+        engine_ids=report.engines,
+        steps=map(_taken_to_pb, report.steps if steps else ()),
+        detail=report.detail,
+        ended_unix_s=report.ended_s,
+        requests_moved=report.requests_moved,
+        requests_parked=report.requests_parked,
+        closed_s=report.closed_s,
+    )
+
+
+def notable_to_pb(report: SwitchReport | None) -> pb.SwitchReport | None:
+    """The report where the fleet's status has to tell of it: it is under way, or has left engines missing."""
+    if report is None or report.state not in (SwitchState.RUNNING, SwitchState.DEGRADED):
+        return None
+    return report_to_pb(report)
+
+
+def _engine_to_pb(spec: EngineSpec) -> pb.SwitchEngine:
+    return pb.SwitchEngine(engine_id=spec.engine, configuration=spec.configuration, gpus=spec.gpus)
+
+
+def _taken_to_pb(taken: StepReport) -> pb.SwitchStep:
+    message = _step_to_pb(taken.step, taken.direction, taken.state)
+    message.detail = taken.detail
+    if taken.began_s is not None:
+        message.began_unix_s = taken.began_s
+    if taken.took_s is not None:
+        message.took_s = taken.took_s
+    return message
+
+
+def _step_to_pb(step: Step, direction: Direction, state: StepState) -> pb.SwitchStep:
+    return pb.SwitchStep(
+        number=step.number,
+        stage=step.stage,
+        kind=step.kind,
+        engine_id=step.engine or "",
+        direction=direction,
+        state=state,
+        within_s=step.within_s,
+    )

@@ -1,0 +1,270 @@
+"""The service Switches: the optical circuit switches that the daemon drives, for operators and tools.
+
+An order given here is carried out in both modes: `advise` binds the daemon's own decisions, not its operators.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.errors import DriverError, Faults, InvalidChange, OutcomeUnknown, Retryable
+from ocs_drivers.model import Action, Change, ChangeMode, CrossConnect, Diff, ItemResult
+from ocs_drivers.registry import make_driver
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.schema import Owns, SwitchSettings
+from orchestrrl.core.errors import ProblemFaults, cut
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.ttl import MOST_S
+from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOutcome
+from orchestrrl.rpc.codecs import ocs as convert
+from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
+from orchestrrl.rpc.refusals import Context, status_words
+
+logger = logging.getLogger(__name__)
+
+# How long a stop waits for changes under way.
+DRAIN_S = 5.0
+
+
+def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, OcsDriver]:
+    """A driver for every entry of the section `ocs`. Raises ProblemFaults with every fault of all of them."""
+    drivers: dict[str, OcsDriver] = {}
+    faults: list[str] = []
+    for index, entry in enumerate(settings):
+        try:
+            drivers[entry.id] = make_driver(entry.driver, entry.id, entry.options, clock)
+        except Faults as error:
+            faults += [f"ocs[{index}].{fault}" for fault in error.faults]
+    if faults:
+        raise ProblemFaults(faults)
+    return drivers
+
+
+class SwitchesService(control_pb2_grpc.SwitchesServicer):
+    """Serves the given switches. `settings` say what they were made from.
+
+    The daemon calls `recover` before it serves, keeps `run` as a task while it does, and `close` at the end.
+    """
+
+    def __init__(
+        self,
+        switches: Mapping[str, OcsDriver],
+        journal: Journal,
+        clock: Clock,
+        settings: Sequence[SwitchSettings] = (),
+    ) -> None:
+        self._switches = switches
+        owns_all = {entry.id for entry in settings if entry.owns is Owns.ALL}
+        self.executor = CircuitExecutor(switches, journal, clock, owns_all)
+        self._driver_names = {entry.id: entry.driver for entry in settings}
+        self._under_way: set[asyncio.Future[CircuitOutcome]] = set()
+
+    def recover(self) -> int:
+        """Take up the changes that an earlier daemon left without a result; their number."""
+        return self.executor.recover()
+
+    async def run(self) -> None:
+        """Bring open changes to an end, also those whose switch is out of reach for a while. Never returns."""
+        await self.executor.run()
+
+    async def close(self) -> None:
+        """Give the changes under way a moment to end; the others stay open in the journal, for the next daemon."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=DRAIN_S)
+        for change in self._under_way:
+            change.cancel()
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+        for switch, driver in self._switches.items():
+            try:
+                await driver.close()
+            except DriverError as error:  # a change on trial that could not be undone: the next daemon will
+                logger.error("switch %s is left as it is: %s", switch, error)
+            except Exception:  # of one driver: what is on trial at the others is to be undone all the same
+                logger.exception("switch %s is left as it is", switch)
+
+    async def ListSwitches(
+        self, request: control_pb2.ListSwitchesRequest, context: Context
+    ) -> control_pb2.ListSwitchesResponse:
+        switches = await asyncio.gather(*(self._read(switch) for switch in self._switches))
+        return control_pb2.ListSwitchesResponse(switches=switches)
+
+    async def ShowSwitch(self, request: control_pb2.ShowSwitchRequest, context: Context) -> control_pb2.Switch:
+        await self._require(request.switch_id, context)
+        return await self._read(request.switch_id)
+
+    async def ConnectPorts(
+        self, request: control_pb2.ConnectPortsRequest, context: Context
+    ) -> control_pb2.SwitchChange:
+        await self._require(request.switch_id, context)
+        async with _speaking(context):
+            faults = [] if request.cross_connects else ["cross_connects: must name at least one, got []"]
+            if request.mode not in ("", *ChangeMode):
+                faults.append(f"mode: must be one of {', '.join(ChangeMode)}, got {request.mode!r}")
+            if faults:
+                raise InvalidChange(faults)
+            change = Change(connect=convert.pairs_from_pb(request.cross_connects))
+            return await self._change(request, change, ChangeMode(request.mode or ChangeMode.SAFE))
+
+    async def DisconnectPorts(
+        self, request: control_pb2.DisconnectPortsRequest, context: Context
+    ) -> control_pb2.SwitchChange:
+        await self._require(request.switch_id, context)
+        async with _speaking(context):
+            if not request.cross_connects:
+                raise InvalidChange(["cross_connects: must name at least one, got []"])
+            change = Change(disconnect=convert.pairs_from_pb(request.cross_connects))
+            return await self._change(request, change, ChangeMode.SAFE)
+
+    async def ConfirmPorts(
+        self, request: control_pb2.ConfirmPortsRequest, context: Context
+    ) -> control_pb2.SwitchChange:
+        await self._require(request.switch_id, context)
+        async with _speaking(context):
+            return await self._to_its_end(self.executor.confirm(request.switch_id))
+
+    async def TakeOverPorts(
+        self, request: control_pb2.TakeOverPortsRequest, context: Context
+    ) -> control_pb2.SwitchChange:
+        await self._require(request.switch_id, context)
+        async with _speaking(context):
+            if not request.cross_connects:
+                raise InvalidChange(["cross_connects: must name at least one, got []"])
+            pairs = convert.pairs_from_pb(request.cross_connects)
+            reading = await self.executor.take_over(request.switch_id, pairs)
+            detail = f"ours from now on: {' '.join(str(pair) for pair in pairs)}"
+            return control_pb2.SwitchChange(
+                switch_id=request.switch_id, done=True, revision=reading.revision, detail=detail
+            )
+
+    async def _change(
+        self,
+        request: control_pb2.ConnectPortsRequest | control_pb2.DisconnectPortsRequest,
+        change: Change,
+        mode: ChangeMode,
+    ) -> control_pb2.SwitchChange:
+        switch = request.switch_id
+        revert_in_s = request.revert_in_s if request.HasField("revert_in_s") else None
+        if revert_in_s is not None and not 0 < revert_in_s <= MOST_S:
+            most = f" and <= {MOST_S:.0f}" if revert_in_s > MOST_S else ""
+            raise InvalidChange([f"revert_in_s: must be > 0{most}, got {revert_in_s:g}"])
+        if request.dry_run:
+            return _planned(switch, await self.executor.plan(switch, change, mode))
+        expect_revision = request.expect_revision if request.HasField("expect_revision") else None
+        return await self._to_its_end(self.executor.change(switch, change, mode, expect_revision, revert_in_s))
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, CircuitOutcome]) -> control_pb2.SwitchChange:
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._ended)
+        # Carried to its end even if the operator hangs up: glass that is half moved helps nobody.
+        return _changed(await asyncio.shield(task))
+
+    def _ended(self, task: "asyncio.Future[CircuitOutcome]") -> None:
+        self._under_way.discard(task)
+        error = None if task.cancelled() else task.exception()  # its caller may have hung up
+        if isinstance(error, DriverError):
+            logger.info("a change was refused or failed: %s", cut(str(error)))
+        elif error is not None:
+            logger.error("a change ended in a defect", exc_info=error)
+
+    async def _require(self, switch: str, context: Context) -> None:
+        await context.send_initial_metadata(())  # tells the client that it is connected
+        if switch not in self._switches:
+            known = ", ".join(sorted(self._switches)) or "none is configured"
+            words = status_words(f"there is no switch {switch!r} (known: {known})")
+            await context.abort(grpc.StatusCode.NOT_FOUND, words)
+
+    async def _read(self, switch: str) -> control_pb2.Switch:
+        """A switch as it is now; one that cannot be read says why."""
+        driver = self._switches[switch]
+        message = control_pb2.Switch(switch_id=switch, driver=self._driver_names.get(switch, ""))
+        try:
+            facts, ports = await driver.facts(), await driver.ports()
+            reading = await self.executor.owners.claim(switch, await driver.cross_connects())
+        except DriverError as error:
+            message.detail = str(error)
+            return message
+        except Exception as error:  # of one driver: the other switches are shown all the same
+            logger.exception("switch %s cannot be read", switch)
+            message.detail = f"{type(error).__name__}: {error}"
+            return message
+        message.MergeFrom(
+            control_pb2.Switch(
+                vendor=facts.vendor,
+                model=facts.model,
+                serial=facts.serial,
+                software=facts.software,
+                connectivity=facts.connectivity,
+                ports=facts.ports,
+                reconfiguration_s=facts.reconfiguration_s,
+                reachable=True,
+                port_states=[
+                    control_pb2.SwitchPort(port=port.port, state=port.status, power_dbm=port.power_dbm)
+                    for port in ports
+                ],
+                cross_connects=convert.pairs_to_pb(circuit.cross_connect for circuit in reading.circuits),
+                revision=reading.revision,
+                circuits=[convert.circuit_to_pb(circuit) for circuit in reading.circuits],
+                ingress_ports=convert.ports_to_pb(facts.ingress_ports),
+                egress_ports=convert.ports_to_pb(facts.egress_ports),
+                boot_behaviour=facts.boot,
+                unconfirmed=convert.unconfirmed_to_pb(reading.unconfirmed),
+            )
+        )
+        return message
+
+
+@asynccontextmanager
+async def _speaking(context: Context) -> AsyncIterator[None]:
+    try:
+        yield
+    except DriverError as error:
+        await context.abort(_status_of(error), status_words(error))
+
+
+def _status_of(error: DriverError) -> grpc.StatusCode:
+    """As the rest of the daemon answers: what to do next is in the status."""
+    match error:
+        case InvalidChange():
+            return grpc.StatusCode.INVALID_ARGUMENT
+        case Retryable():
+            return grpc.StatusCode.ABORTED
+        case OutcomeUnknown():
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+        case _:
+            return grpc.StatusCode.FAILED_PRECONDITION
+
+
+def _planned(switch: str, diff: Diff) -> control_pb2.SwitchChange:
+    results = [_would(Action.REMOVE, pair) for pair in diff.remove] + [_would(Action.ADD, pair) for pair in diff.add]
+    return control_pb2.SwitchChange(
+        switch_id=switch,
+        results=results,
+        evicted=convert.pairs_to_pb(diff.evicted),
+        revision=diff.revision,
+        detail="was so already" if diff.empty else "",
+        dry_run=True,
+    )
+
+
+def _would(action: Action, pair: CrossConnect) -> ocs_pb2.CrossConnectResult:
+    return convert.item_to_pb(ItemResult(pair, action, done=False))
+
+
+def _changed(outcome: CircuitOutcome) -> control_pb2.SwitchChange:
+    return control_pb2.SwitchChange(
+        switch_id=outcome.switch,
+        done=outcome.done,
+        results=[convert.item_to_pb(item) for item in outcome.items],
+        evicted=convert.pairs_to_pb(outcome.evicted),
+        revision=outcome.revision,
+        detail=outcome.detail,
+        operation_id=outcome.operation,
+        rolled_back=outcome.rolled_back,
+        revert_at_unix_s=outcome.revert_at_s,
+    )

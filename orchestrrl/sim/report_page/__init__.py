@@ -1,5 +1,0 @@
-"""A report of simulated clusters: one HTML page with its pictures inside, `write(results, path)`."""
-
-from orchestrrl.sim.report_page.page import page, write
-
-__all__ = ["page", "write"]

@@ -1,0 +1,201 @@
+"""What the version protocol asks of a data plane: whatever brings a version's bytes into engines.
+
+A plug point: one module per product, registered in the entry-point group `orchestrrl.weight_planes`; every one passes
+`orchestrrl/weights/backends/conformance.py`. The order is always the same, and the daemon keeps it: publish, prepare,
+fence, install, verify, commit, resume. The tree is one of them: the daemon plans it itself, and peers carry it. A
+`DirectPlane` brings bytes from the trainer's process straight into engines, while the trainer stands by. It has three
+parts, one in each process: in the daemon (`prepare`, `install`, `relayed`), at the peers of engines (`at_engine`), and
+in the trainer (`sender`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.core.plug_points import PlugPoint
+from orchestrrl.engines.base import Engine
+from orchestrrl.weights.model import TensorMeta
+from orchestrrl.weights.publication import Publication
+from planner.model import EngineId
+
+TREE = "tree"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """`stages_ahead`: all bytes are at the engines' hosts before the fence, so the trainer may go on. `rolls_back`: a
+    version can be had again without the trainer: engines that took another one get it back, and those that were
+    restarted are repaired. `reads_back`: engines may say what they hold, as a sum of it."""
+
+    stages_ahead: bool
+    rolls_back: bool
+    reads_back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Of the trainer, in its publish: a step of the plane's. Numbers go up within a sync."""
+
+    number: int
+    step: str
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ASKED: TypeAdapter[Asked] = TypeAdapter(Asked)
+
+
+def asked_text(asked: Asked) -> str:
+    return _ASKED.dump_json(asked).decode()
+
+
+def asked_of(text: str) -> Asked | None:
+    """Raises Permanent for what a newer daemon says."""
+    try:
+        return _ASKED.validate_json(text) if text else None
+    except ValidationError as error:
+        raise Permanent(f"the daemon asks for what is not known here: {text}") from error
+
+
+class DirectSync(Protocol):
+    """One version's way, as the daemon's part of a plane sees it."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def engines(self) -> Sequence[EngineId]:
+        """That are to have it, by id."""
+        ...
+
+    @property
+    def publications(self) -> Sequence[Publication]:
+        """One of each rank, by rank."""
+        ...
+
+    async def at(self, engine: EngineId, act: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`at_engine` at the engine's peer. Raises Permanent where the engine is as it was, OutcomeUnknown where it may
+        not be."""
+        ...
+
+    async def ask_trainer(self, step: str, body: Mapping[str, Any]) -> None:
+        """Until every part of the step that the trainer's first rank has to do is done. Raises OutcomeUnknown where a
+        rank says that it failed, or time is over."""
+        ...
+
+
+class Tell(Protocol):
+    """From the trainer to the daemon's part: `relayed` there. Blocks. Raises OrchestrRLError."""
+
+    def __call__(self, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+
+class Sender(Protocol):
+    """The trainer's part, of one rank. `act` is called in the thread that publishes, on all ranks, since tensors may
+    have to be gathered."""
+
+    @property
+    def tensors(self) -> Sequence[TensorMeta]:
+        """Of which the version is made."""
+        ...
+
+    def use(self, model: Any, options: "SenderOptions") -> None:
+        """For a version after this one. Raises as the plane's `sender` does."""
+        ...
+
+    def act(self, asked: Asked, tell: Tell) -> None:
+        """Raises whatever it likes where it cannot."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SenderOptions:
+    """`model`: as WeightsClient.publish takes it. `own`: the publication's options."""
+
+    rank: int
+    world: int
+    dtype: Any = None
+    rename: Any = None
+    ignore: Sequence[str] = ()
+    own: Mapping[str, str] = field(default_factory=dict)
+
+
+class Plane(Protocol):
+    """One process's. Construction opens nothing, and imports nothing but ours."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+
+@runtime_checkable
+class DirectPlane(Plane, Protocol):
+    """The daemon has one for as long as it lives: what trainer and engines have joined may serve many versions. After
+    a sync that failed it is told so by `forget`."""
+
+    def faults(self, word: Publication) -> list[str]:
+        """With what a rank says, as `path: what is wrong`. Pure."""
+        ...
+
+    async def prepare(self, sync: DirectSync) -> None:
+        """Before the fence: whatever changes nothing of what engines answer. Raises EnginesFailed for those that
+        cannot, and OrchestrRLError where it is nobody's fault or the trainer's."""
+        ...
+
+    async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
+        """Behind the fence. For each engine None: it has the version; Permanent or Retryable: it has what it had;
+        OutcomeUnknown: nobody knows."""
+        ...
+
+    async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the trainer tells while a step is asked of it. Raises OrchestrRLError."""
+        ...
+
+    def forget(self) -> None:
+        """What trainer and engines have joined is not to be relied upon."""
+        ...
+
+    async def at_engine(self, engine: Engine, act: str, version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """At its peer. Raises as engines' clients do: OutcomeUnknown where the engine may not be as it was. An engine
+        that is being changed says of itself that it has no known version."""
+        ...
+
+    def sender(self, model: Any, options: SenderOptions) -> Sender:
+        """In the trainer. Raises Permanent for what cannot be published so, or is not installed."""
+        ...
+
+
+class EnginesFailed(Permanent):
+    """These cannot take part, and are as they were. The others might without them."""
+
+    def __init__(self, why: Mapping[EngineId, str]) -> None:
+        super().__init__("; ".join(f"{engine}: {words}" for engine, words in sorted(why.items())))
+        self.why = why
+
+
+PLANES = PlugPoint(
+    "plane",
+    "orchestrrl.weight_planes",
+    {
+        TREE: "orchestrrl.weights.backends.tree:Tree",
+        "checkpoint_engine": "orchestrrl.weights.backends.checkpoint_engine:CheckpointEngine",
+        "vllm_transfer": "orchestrrl.weights.backends.vllm_transfer:VllmTransfer",
+    },
+)
+
+
+def make_plane(name: str) -> Plane:
+    """Raises Permanent for an unknown name, listing the known ones, and where what it needs is not installed."""
+    plane: Plane = PLANES.load(name)()
+    return plane
+
+
+def make_direct(name: str) -> DirectPlane:
+    """The same; raises Permanent also for one whose bytes peers carry."""
+    plane = make_plane(name)
+    if not isinstance(plane, DirectPlane):
+        raise Permanent(f"plane {name!r} is not one that trainers send by")
+    return plane

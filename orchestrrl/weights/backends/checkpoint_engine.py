@@ -1,0 +1,192 @@
+"""MoonshotAI's checkpoint-engine: trainer ranks that share GPUs with servers keep a version in pinned memory, broadcast
+it among themselves, and hand it to the workers on their GPUs by CUDA IPC.
+
+Ranks publish with `torch.distributed` running, one for each GPU; `options["engines"]` names the servers whose workers
+they sit beside, in order of rank ("e0,e1"). Servers are started with
+`--worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension`. Each rank registers a share of the whole
+tensors before the fence; behind it the ranks' `ParameterServer.update` asks for each server's workers to be called,
+which goes through the daemon and the server's peer.
+
+Written from its source (`ps.py`, `worker.py`, `api.py` of 0.3) and run against a stand-in of that interface alone: the
+package itself, which needs CUDA, has never been run with it.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
+from orchestrrl.engines.base import Engine, transfer_engine
+from orchestrrl.weights.backends.base import Asked, Capabilities, DirectSync, EnginesFailed, Sender, SenderOptions, Tell
+from orchestrrl.weights.model import TensorMeta
+from orchestrrl.weights.publication import Publication
+from orchestrrl.weights.trainer.torch_tensors import named_tensors, published_dtype, torch_dtype
+from planner.model import EngineId
+
+REGISTER, UPDATE = "register", "update"  # what is asked of the trainer
+TO_WORKERS = "update_weights_from_ipc"
+CHECKPOINT = "orchestrrl-{version}"
+
+
+class CheckpointEngine:
+    capabilities = Capabilities(stages_ahead=False, rolls_back=False, reads_back=False)
+
+    def __init__(self) -> None:
+        self._workers: dict[EngineId, int] = {}  # in order of rank
+        self._became: dict[EngineId, OrchestrRLError | None] = {}
+        self._is_open = False
+
+    # --- in the daemon
+
+    def faults(self, word: Publication) -> list[str]:
+        faults = [f"options.{name}: is not known, got {name!r}" for name in word.options if name != "engines"]
+        named = _named(word)
+        if not named:
+            faults.append("options.engines: must name the servers beside the ranks, in their order, got ''")
+        if len(set(named)) != len(named):
+            faults.append(f"options.engines: must name each once, got {word.options['engines']!r}")
+        return faults
+
+    async def prepare(self, sync: DirectSync) -> None:
+        named = _named(sync.publications[0])
+        why = {engine: "no rank of the trainer is beside it" for engine in sync.engines if engine not in named}
+        self._workers = {}
+        for engine in named:
+            if engine not in sync.engines:
+                raise Permanent(f"{engine} takes no part: ranks beside it would wait for its workers")
+            try:
+                self._workers[engine] = int((await sync.at(engine, "look", {}))["workers"])
+            except OrchestrRLError as error:
+                why[engine] = str(error)
+        if why:
+            raise EnginesFailed(why)
+        if sum(self._workers.values()) != len(sync.publications):
+            raise Permanent(f"{len(sync.publications)} ranks publish, and servers have {dict(self._workers)} workers")
+        await sync.ask_trainer(REGISTER, {"version": sync.version})
+
+    async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
+        self._became = {engine: Permanent("nothing was sent") for engine in sync.engines}
+        try:
+            await self._each(sync, "begin", {engine: {} for engine in sync.engines})
+            self._is_open = True
+            await sync.ask_trainer(UPDATE, {"version": sync.version})
+            self._is_open = False
+            await self._each(sync, "end", {engine: {} for engine in sync.engines})
+        except OrchestrRLError as error:
+            for engine, became in self._became.items():
+                self._became[engine] = became if became is not None else OutcomeUnknown(str(error))
+        finally:
+            self._is_open = False
+        return self._became
+
+    async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        if call != TO_WORKERS or not self._is_open:
+            raise Permanent(f"{call} is nothing that can be called now")
+        sockets: Sequence[tuple[str, str]] = body["sockets"]  # of each rank: its GPU, and where its bytes are told
+        own: dict[EngineId, dict[str, Any]] = {}
+        first = 0
+        for engine, workers in self._workers.items():
+            own[engine] = {"sockets": dict(sockets[first : first + workers])}
+            first += workers
+        await self._each(sync, "take", own)
+        return {}
+
+    def forget(self) -> None:
+        """Nothing is joined between versions."""
+
+    async def _each(self, sync: DirectSync, act: str, bodies: Mapping[EngineId, Mapping[str, Any]]) -> None:
+        """At all of them at once. Raises the first's error, when all have ended."""
+
+        async def one(engine: EngineId, body: Mapping[str, Any]) -> None:
+            try:
+                await sync.at(engine, act, body)
+            except OrchestrRLError as error:
+                is_first = act == "begin" and not isinstance(error, OutcomeUnknown)
+                self._became[engine] = error if is_first else OutcomeUnknown(str(error))
+                raise
+            self._became[engine] = None if act == "end" else OutcomeUnknown("it began to take weights, and did not end")
+
+        told = await asyncio.gather(*(one(*each) for each in bodies.items()), return_exceptions=True)
+        for each in told:
+            if isinstance(each, BaseException):
+                raise each
+
+    # --- at an engine's peer
+
+    async def at_engine(self, engine: Engine, act: str, version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        transfers, within_s = transfer_engine(engine), float(body["within_s"])
+        match act:
+            case "look":
+                return {"workers": (await transfers.ends()).workers}
+            case "begin":
+                await transfers.begin()
+            case "take":
+                await transfers.call_workers(TO_WORKERS, [body["sockets"]], within_s)
+            case "end":
+                await transfers.end(version)
+            case _:
+                raise Permanent(f"checkpoint_engine does nothing called {act!r} at engines")
+        return {}
+
+    # --- in the trainer
+
+    def sender(self, model: Any, options: SenderOptions) -> Sender:
+        try:
+            from checkpoint_engine.ps import ParameterServer
+        except ImportError as error:
+            raise Permanent(f"plane 'checkpoint_engine' needs checkpoint-engine beside the trainer: {error}") from error
+        return Shares(ParameterServer(auto_pg=True), model, options)
+
+
+class Shares:
+    """Of one rank: every so-manieth of the tensors, whole. `server` is a ParameterServer."""
+
+    def __init__(self, server: Any, model: Any, options: SenderOptions) -> None:
+        self._server = server
+        self._registered: str | None = None
+        self.use(model, options)
+
+    def use(self, model: Any, options: SenderOptions) -> None:
+        self._options = options
+        self._all = dict(named_tensors(model, options.rename, options.ignore))
+        self._dtypes = {name: published_dtype(tensor.dtype, options.dtype) for name, tensor in self._all.items()}
+
+    @property
+    def tensors(self) -> tuple[TensorMeta, ...]:
+        return tuple(TensorMeta(name, self._dtypes[name], tuple(tensor.shape)) for name, tensor in self._all.items())
+
+    def act(self, asked: Asked, tell: Tell) -> None:
+        name = CHECKPOINT.format(version=asked.body["version"])
+        if asked.step == REGISTER:
+            self.close()
+            self._server.register_checkpoint(name, named_tensors=self._share())
+            self._registered = name
+            self._server.gather_metas(name)
+        elif asked.step == UPDATE:
+
+            def call_workers(sockets: Sequence[tuple[str, str]]) -> None:
+                if self._options.rank == 0:  # every rank is given those of all
+                    tell(TO_WORKERS, {"sockets": [list(each) for each in sockets]})
+
+            self._server.update(name, call_workers)
+        else:
+            raise Permanent(f"checkpoint_engine of this trainer knows no step {asked.step!r}")
+
+    def close(self) -> None:
+        """A version's pinned memory is let go before the next one's is taken."""
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            self._server.unregister_checkpoint(registered)
+
+    def _share(self) -> dict[str, Any]:
+        share = {}
+        for number, (name, tensor) in enumerate(self._all.items()):
+            gather = getattr(tensor, "full_tensor", None)
+            whole = gather() if callable(gather) else tensor  # of all ranks together, also where another keeps it
+            if number % self._options.world == self._options.rank:
+                share[name] = whole.detach().to(torch_dtype(self._dtypes[name])).cpu().contiguous()
+        return share
+
+
+def _named(word: Publication) -> list[EngineId]:
+    return [EngineId(name.strip()) for name in word.options.get("engines", "").split(",") if name.strip()]

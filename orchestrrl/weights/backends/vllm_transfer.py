@@ -1,0 +1,188 @@
+"""vLLM's own weight transfer, from the trainer's process into the workers of servers: `nccl`, and any other backend
+that vLLM has registered, as one group of the trainer and all servers.
+
+The trainer runs vLLM's trainer-side engine. The calls that this makes of servers go through the daemon, which passes
+them on to the servers' peers while it asks for that step, and at no other time. A server's workers come behind those of
+servers before it: `rank_offset` goes up by their number. The group is joined before the fence, once for as long as
+trainer and servers are the same: workers that wait for it do nothing else, so it is looked first whether the trainer
+listens.
+
+Nothing is kept: an engine that fails, or is restarted, waits for the next version; a worker whose update broke off in
+the middle may take no other until its server is started again. Only a backend on CPUs has been run;
+`nccl` and the others that need GPUs never have.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
+from orchestrrl.engines.base import Engine, transfer_engine
+from orchestrrl.weights.backends.base import Capabilities, DirectSync, EnginesFailed, Sender, SenderOptions
+from orchestrrl.weights.publication import Publication
+from planner.model import EngineId
+
+KNOWN_OPTIONS = ("backend", "address", "trainer_init")
+LISTENS_WITHIN_S = 60.0
+LOOK_S = 0.2
+JOIN, SEND = "join", "send"  # what is asked of the trainer
+# What vLLM's trainer-side engine calls, in which step of ours, and what it is called at engines.
+CALLS = {
+    "init_weight_transfer_engine": (JOIN, "join"),
+    "start_weight_update": (SEND, "start"),
+    "update_weights": (SEND, "update"),
+    "finish_weight_update": (SEND, "finish"),
+}
+
+
+class VllmTransfer:
+    capabilities = Capabilities(stages_ahead=False, rolls_back=False, reads_back=False)
+
+    def __init__(self) -> None:
+        self._joined: tuple[Any, ...] | None = None  # by whom
+        self._workers: dict[EngineId, int] = {}
+        self._step = ""
+        self._became: dict[EngineId, OrchestrRLError | None] = {}
+
+    # --- in the daemon
+
+    def faults(self, word: Publication) -> list[str]:
+        faults = [f"options.{name}: is not known, got {name!r}" for name in word.options if name not in KNOWN_OPTIONS]
+        if not word.options.get("backend"):
+            faults.append("options.backend: must name vLLM's backend, as servers were started with, got ''")
+        return faults
+
+    async def prepare(self, sync: DirectSync) -> None:
+        backend = sync.publications[0].options["backend"]
+        await self._look(sync, backend)
+        run = sync.publications[0].run.rpartition("-")[0]  # this start of the trainer
+        joined = (run, backend, tuple(self._workers.items()))
+        if run and self._joined == joined:
+            return
+        self._joined = None
+        await self._ask(sync, JOIN, {"workers": sum(self._workers.values())})
+        self._joined = joined
+
+    async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
+        self._became = {engine: Permanent("the trainer has sent nothing") for engine in sync.engines}
+        try:
+            await self._ask(sync, SEND, {})
+        except OrchestrRLError as error:
+            for engine, became in self._became.items():
+                if became is None:
+                    self._became[engine] = OutcomeUnknown(str(error))
+        return self._became
+
+    async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        step, act = CALLS.get(call, ("", ""))
+        if step != self._step:
+            raise Permanent(
+                f"{call} is nothing that can be called while the trainer is asked to {self._step or 'wait'}"
+            )
+        told = await asyncio.gather(
+            *(self._one(sync, engine, act, self._own(engine, body)) for engine in sync.engines), return_exceptions=True
+        )
+        for each in told:
+            if isinstance(each, BaseException):
+                raise each
+        return {}
+
+    def forget(self) -> None:
+        self._joined = None
+
+    async def _look(self, sync: DirectSync, backend: str) -> None:
+        why: dict[EngineId, str] = {}
+        self._workers = {}
+        for engine in sync.engines:
+            try:
+                told = await sync.at(engine, "look", {})
+            except OrchestrRLError as error:
+                why[engine] = str(error)
+                continue
+            if told["backend"] != backend:
+                why[engine] = f"was started with the backend {told['backend'] or 'none'}, the trainer has {backend}"
+            self._workers[engine] = int(told["workers"])
+        if why:
+            raise EnginesFailed(why)
+
+    async def _ask(self, sync: DirectSync, step: str, body: Mapping[str, Any]) -> None:
+        self._step = step
+        try:
+            await sync.ask_trainer(step, body)
+        finally:
+            self._step = ""
+
+    async def _one(self, sync: DirectSync, engine: EngineId, act: str, body: Mapping[str, Any]) -> None:
+        try:
+            await sync.at(engine, act, body)
+        except OrchestrRLError as error:
+            # What failed at the very first has changed nothing; later nobody knows.
+            is_first = act in ("join", "start") and not isinstance(error, OutcomeUnknown)
+            self._became[engine] = error if is_first else OutcomeUnknown(str(error))
+            raise
+        if act == "start":
+            self._became[engine] = OutcomeUnknown("it began to take weights, and did not end")
+        elif act == "finish":
+            self._became[engine] = None
+
+    def _own(self, engine: EngineId, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What all servers are told, as one of them is."""
+        names = list(self._workers)
+        before = sum(self._workers[each] for each in names[: names.index(engine)])
+        own = dict(body)
+        if "init_info" in own and "rank_offset" in own["init_info"]:
+            own["init_info"] = {**own["init_info"], "rank_offset": own["init_info"]["rank_offset"] + before}
+        if isinstance(own.get("update_info"), list):  # one for each worker of all
+            own["update_info"] = own["update_info"][before : before + self._workers[engine]]
+        return own
+
+    # --- at an engine's peer
+
+    async def at_engine(self, engine: Engine, act: str, version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        transfers, within_s = transfer_engine(engine), float(body["within_s"])
+        match act:
+            case "look":
+                ends = await transfers.ends()
+                return {"backend": ends.backend, "workers": ends.workers}
+            case "join":
+                await _listens(body["init_info"], min(within_s, LISTENS_WITHIN_S))
+                await transfers.join(body["init_info"], within_s)
+            case "start":
+                await transfers.start()
+            case "update":
+                await transfers.update(body["update_info"], within_s)
+            case "finish":
+                await transfers.finish(version, within_s)
+            case _:
+                raise Permanent(f"vllm_transfer does nothing called {act!r} at engines")
+        return {}
+
+    # --- in the trainer
+
+    def sender(self, model: Any, options: SenderOptions) -> Sender:
+        from orchestrrl.weights.backends.vllm_transfer_trainer import VllmSender
+
+        try:
+            trainer_init = json.loads(options.own.get("trainer_init", "{}"))
+        except ValueError as error:
+            raise Permanent(f"options.trainer_init: must be JSON: {error}") from error
+        return VllmSender(model, options, trainer_init)
+
+
+async def _listens(init_info: Mapping[str, Any], within_s: float) -> None:
+    """Raises Permanent where nobody does: workers would wait for minutes, and answer nothing meanwhile."""
+    host, port = init_info.get("master_address"), init_info.get("master_port")
+    if host is None or port is None:  # it meets otherwise
+        return
+    until_s = asyncio.get_running_loop().time() + within_s
+    while True:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), 5.0)
+        except (OSError, TimeoutError) as error:
+            if asyncio.get_running_loop().time() >= until_s:
+                raise Permanent(f"the trainer does not listen at {host}:{port}: {error}") from error
+            await asyncio.sleep(LOOK_S)
+        else:
+            writer.close()
+            return

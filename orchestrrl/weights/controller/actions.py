@@ -1,0 +1,281 @@
+"""Single acts on engines and peers under a closed gate: rest, install, ask; and who of them does not agree."""
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, few
+from orchestrrl.core.pause_registry import HoldBook
+from orchestrrl.fabric.weight_circuits import SyncCircuits
+from orchestrrl.weights.controller.carrying import ANSWER_S, Failed, Seams, each_done
+from orchestrrl.weights.controller.fence import Fence
+from orchestrrl.weights.controller.peer_hub import PeerHub
+from orchestrrl.weights.controller.stale_versions import Doubts
+from orchestrrl.weights.controller.state import EngineNow, WeightBook
+from orchestrrl.weights.model import Peer, PeerId
+from orchestrrl.weights.orders import EndEdges, Install, Keep, Look, Order, Outcome, PeerResult, Probe, Rest
+from orchestrrl.weights.settings import WeightSettings
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+LOOK_WITHIN_S = 15.0  # longer than peers wait for an engine
+NO_PEER = "no peer that installs into it is attached"
+
+
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """What versions are brought to engines with."""
+
+    seams: Seams
+    fence: Fence
+    circuits: SyncCircuits
+    book: WeightBook
+    holds: HoldBook
+    engines: Callable[[], Mapping[EngineId, EngineNow]]
+    wanted: Callable[[], Collection[int]] = tuple  # versions that are on their way, which peers have to keep
+    rested: set[EngineId] = field(default_factory=set)  # that peers have brought to rest
+    deploying: Callable[[], bool] = lambda: False  # engines are being started or stopped by order
+    settled: Callable[[], bool] = lambda: True  # peers that are told which engines to serve have them
+    why_not_served: Callable[[EngineId], str] = lambda _: NO_PEER
+    seen: set[EngineId] = field(default_factory=set)  # every engine that this daemon has known
+    doubts: Doubts = field(default_factory=Doubts)
+
+    @property
+    def hub(self) -> PeerHub:
+        return self.seams.hub
+
+    @property
+    def clock(self) -> Clock:
+        return self.seams.clock
+
+    @property
+    def settings(self) -> WeightSettings:
+        return self.seams.settings
+
+    # --- who is there
+
+    def attached(self) -> dict[PeerId, Peer]:
+        return {id: state.peer for id, state in self.hub.peers.items() if state.attached}
+
+    def peer_of(self, engine: EngineId) -> Peer | None:
+        """The attached one that installs into it."""
+        return self.hub.with_engine(engine)
+
+    def hosts_of(self, engine: EngineId) -> list[PeerId]:
+        """All whose bytes it needs: the one that installs into it, and those of its other hosts, attached or not."""
+        own = self.peer_of(engine)
+        others = [id for id, state in sorted(self.hub.peers.items()) if engine in state.peer.ranks_of]
+        return [*([] if own is None else [own.id]), *others]
+
+    def why_not_whole(self, engine: EngineId) -> str:
+        """Why an engine of several hosts would not get all of a version; empty: it would."""
+        own, attached = self.peer_of(engine), self.attached()
+        for id in self.hosts_of(engine) if own is not None else ():
+            if id not in attached:
+                return f"peer {id}, of another of its hosts, is not attached"
+            if own is not None and attached[id].folder != own.folder:
+                folders = f"{own.id} has {own.folder}, {id} has {attached[id].folder}"
+                return (
+                    f"its ranks are all told of one folder: start its hosts' peers with the same --folder ({folders})"
+                )
+        return ""
+
+    def awaited(self) -> list[EngineId]:
+        """Engines that are away for a moment: their peer has just gone, or the daemon has just been started again, and
+        they had the fleet's weights before (while it has none: all)."""
+        now_s, patience_s, known = self.clock.now_s(), self.settings.patience_s, self.engines()
+        attached = {each.engine for peer in self.attached().values() for each in peer.engines}
+        away = {
+            each.engine
+            for state in self.hub.peers.values()
+            if not state.attached and now_s < state.heard_s + patience_s
+            for each in state.peer.engines
+            if each.engine in known and each.engine not in attached
+        }
+        away |= {
+            engine
+            for state in self.hub.peers.values()
+            if not state.attached and now_s < state.heard_s + patience_s
+            for engine in state.peer.ranks_of
+            if engine in known
+        }
+        since_s, committed = self.book.recovered_s, self.book.fleet.committed
+        if since_s is not None and now_s < since_s + patience_s:
+            had = known if committed is None else committed.has
+            away |= {e for e in had if e not in known or not known[e].healthy or e not in attached}
+        return sorted(away)
+
+    def installed(self, engine: EngineId) -> int | None:
+        """As its attached peer says, unless it was restarted since that asked it: nobody knows then. Whoever has told
+        the gate its version since then knows."""
+        if engine in self.doubts and engine in self.fence.state.versions:
+            self.doubts.dispel(engine, self.doubts.of(engine))
+        if engine in self.doubts:
+            return None
+        peer = self.peer_of(engine)
+        return next((each.installed for each in peer.engines if each.engine == engine), None) if peer else None
+
+    def lacking(self, version: int, engines: Iterable[EngineId]) -> list[EngineId]:
+        """Those that have not the version, by the last word that counts. Of whom there is no word the last is taken to
+        hold, while there was no restart."""
+        return [
+            engine
+            for engine in engines
+            if self.installed(engine) != version and (self.peer_of(engine) is not None or engine in self.doubts)
+        ]
+
+    def gone(self, engine: EngineId) -> bool:
+        """It was one of the fleet's, and was stopped, or removed: by order, so nothing of it is lost."""
+        return engine in self.seen and engine not in self.engines()
+
+    def all_gone(self, engines: Collection[EngineId]) -> bool:
+        return bool(engines) and all(self.gone(engine) for engine in engines)
+
+    # --- acts
+
+    async def ask(self, engine: EngineId, order: Order, within_s: float, code: str) -> PeerResult:
+        """Raises Failed, which names the engine alone."""
+        peer = self.peer_of(engine)
+        if peer is None:
+            raise Failed("peer_lost", f"{engine}: {self.why_not_served(engine)}", [engine])
+        try:
+            result = await self.hub.ask(peer.id, order, within_s, self.settings.patience_s)
+        except OrchestrRLError as error:
+            raise Failed("peer_lost", str(error), [engine]) from error
+        if result.outcome is not Outcome.DONE:
+            words = f"{engine}: {result.outcome} {result.detail}".rstrip()
+            raise Failed(code, words, [engine], unchanged=result.outcome is Outcome.FAILED)
+        return result
+
+    async def install(
+        self, engine: EngineId, version: int, until_s: float | None = None, *, anew: bool = False
+    ) -> PeerResult:
+        within_s = self.settings.install_within_s
+        now_s = self.clock.now_s()
+        valid_until_s = min(now_s + within_s, until_s if until_s is not None else now_s + within_s)
+        order, doubt = Install(version, engine, valid_until_s, anew), self.doubts.of(engine)
+        result = await self.ask(engine, order, max(0.0, valid_until_s - now_s) + ANSWER_S, "install_failed")
+        self.doubts.dispel(engine, doubt)
+        return result
+
+    async def look(self, engines: Iterable[EngineId]) -> None:
+        """Have engines asked what they have at this moment: one may have been started anew, seen by nobody. Of one that
+        does not answer nobody knows; where its peer does not, its last word is taken to hold."""
+
+        async def one(engine: EngineId) -> None:
+            peer, doubt = self.peer_of(engine), self.doubts.of(engine)
+            if peer is None:
+                return
+            try:
+                result = await self.hub.ask(peer.id, Look(engine), LOOK_WITHIN_S, 0.0)
+            except OrchestrRLError as error:
+                logger.warning("%s: what it has is not known anew: %s", engine, error)
+                return
+            if result.outcome is Outcome.DONE:
+                self.doubts.dispel(engine, doubt)
+            else:
+                self.doubts.restarted(engine)
+                self.fence.forget([engine], f"does not say what it has: {result.detail}")
+
+        await each_done(one(engine) for engine in sorted(engines))
+
+    async def ask_anew(self, engines: Iterable[EngineId]) -> None:
+        """Of those that were restarted: peers ask them, and bring them the fleet's version where they have lost it."""
+        committed = self.book.fleet.committed
+        if committed is not None and committed.is_kept:
+            doubted = [engine for engine in engines if engine in self.doubts and engine in self.engines()]
+            failed = await self.try_each(doubted, lambda engine: self.install(engine, committed.version))
+            for engine, why in failed.items():
+                logger.warning("%s was restarted, and: %s", engine, why)
+
+    async def probe(self, engine: EngineId, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        within_s = self.settings.probe_within_s
+        order = Probe(engine, prompt, max_tokens, self.clock.now_s() + within_s)
+        return (await self.ask(engine, order, within_s + ANSWER_S, "verify_failed")).tokens
+
+    async def rest(self, engine: EngineId, at_rest: bool, drain_s: float = 0.0, *, ends: bool = False) -> None:
+        if at_rest:
+            self.rested.add(engine)
+        order = Rest(engine, at_rest, drain_s, ends)
+        await self.ask(engine, order, self.settings.fence_within_s + drain_s, "not_quiet")
+        if not at_rest:
+            self.rested.discard(engine)
+
+    async def try_each(
+        self, engines: Iterable[EngineId], act: Callable[[EngineId], Awaitable[object]]
+    ) -> dict[EngineId, str]:
+        """Those for which it failed, and why; the others go on."""
+        failed: dict[EngineId, str] = {}
+
+        async def one(engine: EngineId) -> None:
+            try:
+                await act(engine)
+            except Failed as failure:
+                failed[engine] = failure.detail
+
+        await each_done(one(engine) for engine in sorted(engines))
+        return failed
+
+    async def let_go(self, version: int) -> None:
+        """All edges of the version, everywhere."""
+        await self._tell_all(lambda _: EndEdges(version))
+
+    async def keep(self) -> None:
+        """The fleet's version, and what is on its way, is all that peers keep."""
+        committed = self.book.fleet.version
+        if committed is None:
+            return
+        wanted = {committed, *self.wanted()}
+
+        def order(peer: Peer) -> Keep:
+            staged = {held.version for held in peer.held if held.staged_by and held.version > committed}
+            return Keep(tuple(sorted(wanted | staged)), committed)
+
+        await self._tell_all(order)
+
+    async def discard(self, version: int) -> None:
+        """It came to nothing: peers have room for the next one. Not where the same number is on its way again."""
+        committed, wanted = self.book.fleet.version, self.wanted()
+        if version == committed or sum(each == version for each in wanted) > 1:
+            return
+
+        def order(peer: Peer) -> Keep:
+            others = {*wanted, *(held.version for held in peer.held)} - {version}
+            return Keep(tuple(sorted(others if committed is None else others | {committed})), committed)
+
+        await self._tell_all(order)
+
+    async def _tell_all(self, order: Callable[[Peer], Order]) -> None:
+        async def one(peer: Peer) -> None:
+            try:
+                result = await self.hub.ask(peer.id, order(peer), ANSWER_S, 0.0)
+            except OrchestrRLError as error:
+                logger.warning("%s", error)
+                return
+            if result.outcome is not Outcome.DONE:
+                logger.warning("peer %s: %s", peer.id, result.detail)
+
+        await each_done(one(peer) for peer in self.attached().values())
+
+
+def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object]) -> dict[EngineId, str]:
+    """In each group, those that say something else than most; where there is no majority: all of it. Pure."""
+    groups: dict[object, list[EngineId]] = {}
+    for engine in sorted(said):
+        groups.setdefault(group(engine), []).append(engine)
+    odd = {}
+    for engines in groups.values():
+        counts = Counter(said[engine] for engine in engines)
+        most, count = counts.most_common(1)[0]
+        if len(counts) > 1 and 2 * count <= len(engines):
+            odd.update(dict.fromkeys(engines, "engines of one configuration do not agree"))
+        else:
+            odd.update({e: f"{said[e]} where others of its kind have {most}" for e in engines if said[e] != most})
+    return odd
+
+
+def told_of_each(why: Mapping[EngineId, str]) -> str:
+    return few([f"{engine}: {words}" for engine, words in sorted(why.items())])

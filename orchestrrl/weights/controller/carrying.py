@@ -1,0 +1,409 @@
+"""Bring a version's bytes to all who need them: peers are given the plan's edges, and others for those that break.
+
+A peer that goes away is waited for; whoever had bytes to come from it gets them from another at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, cut, few
+from orchestrrl.weights.controller.peer_hub import Heard, PeerHub
+from orchestrrl.weights.controller.planning import Network, PlannedSync
+from orchestrrl.weights.controller.progress import Progress
+from orchestrrl.weights.controller.reports import SyncPhase
+from orchestrrl.weights.controller.state import SyncRecord
+from orchestrrl.weights.model import Held, Peer, PeerId, VersionMap
+from orchestrrl.weights.orders import (
+    Arrived,
+    Carry,
+    Check,
+    Edge,
+    EdgeEvent,
+    EdgeState,
+    EndEdges,
+    Order,
+    Outcome,
+    PeerResult,
+    SumShards,
+)
+from orchestrrl.weights.settings import WeightSettings
+from planner.model import EngineId
+from planner.sync_tree.mend import Feed, Mended, mend
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.5  # how often it is looked whether somebody has been gone, or nothing has come, for too long
+CHECKS = 4  # of all bytes, before it is believed that they cannot be had sound
+SUMS_WITHIN_S = 600.0  # to read all bytes once
+ANSWER_S = 30.0  # for orders that take no time
+WORDS = 3000  # characters of what went wrong: engines, peers and tensors are many
+
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+async def inline(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+class Failed(Exception):
+    """Why a version does not go on. `without`: engines that another attempt leaves out, and why where each has a reason
+    of its own. `again`: another may help. `unchanged`: nothing has come of the order."""
+
+    def __init__(
+        self,
+        code: str,
+        detail: str,
+        without: Collection[EngineId] = (),
+        *,
+        again: bool = True,
+        unchanged: bool = False,
+    ) -> None:
+        detail = cut(detail, WORDS)
+        super().__init__(f"{code}: {detail}")
+        self.code = code
+        self.detail = detail
+        own = without if isinstance(without, Mapping) else dict.fromkeys(without, detail)
+        self.without: Mapping[EngineId, str] = {engine: cut(str(why)) for engine, why in own.items()}
+        self.again = again
+        self.unchanged = unchanged
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """What carrying is done with."""
+
+    hub: PeerHub
+    clock: Clock
+    settings: WeightSettings
+    offload: Offload = inline
+
+    async def done(self, peer: PeerId, order: Order, within_s: float, code: str) -> PeerResult:
+        """Its result, once it is done. Raises Failed."""
+        try:
+            result = await self.hub.ask(peer, order, within_s, self.settings.patience_s)
+        except OrchestrRLError as error:
+            raise Failed("peer_lost", str(error), engines_of(self.hub, [peer])) from error
+        if result.outcome is not Outcome.DONE:
+            detail = f"peer {peer}: {order.kind}: {result.outcome} {result.detail}"
+            raise Failed(code, detail, engines_of(self.hub, [peer]))
+        return result
+
+
+def engines_of(hub: PeerHub, peers: Iterable[PeerId]) -> list[EngineId]:
+    """Those that need what these peers hold, ranks of engines of several hosts included."""
+    told = [hub.peers[peer].peer for peer in peers if peer in hub.peers]
+    return [engine for peer in told for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
+
+
+async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
+    """All outcomes, in order. Where one fails the others are not waited for."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def sums(seams: Seams, planned: PlannedSync) -> VersionMap:
+    """The version's map with the sums of all shards, by those who hold them. Raises Failed."""
+    by_peer: dict[PeerId, list[str]] = {}
+    for shard, peer in sorted(planned.summed_by.items()):
+        by_peer.setdefault(peer, []).append(shard)
+
+    async def of(peer: PeerId, shards: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+        await seams.done(peer, planned.opens[peer], SUMS_WITHIN_S, "trainer_lost")
+        order = SumShards(planned.version, tuple(shards))
+        return (await seams.done(peer, order, SUMS_WITHIN_S, "trainer_lost")).sums
+
+    found: dict[str, tuple[str, ...]] = {}
+    for told in await each_done(of(peer, shards) for peer, shards in by_peer.items()):
+        found.update(told)
+    if lacking := sorted(set(planned.summed_by) - set(found)):
+        raise Failed("corrupt", f"nobody told the sums of {few(lacking, between=', ')}")
+    return summed(planned.map, found)
+
+
+def summed(map: VersionMap, sums: Mapping[str, tuple[str, ...]]) -> VersionMap:
+    return replace(map, shards=tuple(replace(shard, sums=sums.get(shard.id, shard.sums)) for shard in map.shards))
+
+
+class Carrying:
+    """One plan's bytes on their way. `run` returns when all have all, checked."""
+
+    def __init__(
+        self,
+        seams: Seams,
+        record: SyncRecord,
+        planned: PlannedSync,
+        map: VersionMap,
+        network: Network,
+        holders: Mapping[PeerId, Held] = MappingProxyType({}),
+    ) -> None:
+        """`holders` have had it before, and are not told to open it."""
+        self.progress = Progress(planned, holders)
+        self._holders = holders
+        self._seams = seams
+        self._record = record
+        self._planned = planned
+        self._map = map
+        self._network = network
+        sums_of = {shard.id: shard.sums for shard in map.shards}
+        self._opens = {peer: replace(opened, map=summed(opened.map, sums_of)) for peer, opened in planned.opens.items()}
+        self._poked = asyncio.Event()
+        self._orders: set[asyncio.Task[None]] = set()
+        self._failure: Failed | None = None
+        self._mends = 0
+        self._stuck = ""
+        self._arrived: dict[PeerId, int] = {}
+        self._arrived_bytes = 0
+        self._moved_s = seams.clock.now_s()  # when something has arrived last
+
+    def hear(self, peer: PeerId, news: Heard) -> None:
+        """From the hub."""
+        match news:
+            case EdgeEvent() if news.version == self._planned.version:
+                self._edge(news)
+            case Arrived() if news.version == self._planned.version:
+                more = news.received_bytes - self._arrived.get(peer, 0)
+                if more > 0:
+                    self._moved_s = self._seams.clock.now_s()
+                self._arrived[peer] = news.received_bytes
+                self._arrived_bytes += more
+                self._record.put(arrived_bytes=self._arrived_bytes)
+                return
+            case Peer() if peer in self._opens:
+                self._back(peer, next((each for each in news.held if each.version == self._planned.version), None))
+        self._poked.set()
+
+    async def run(self) -> None:
+        """Raises Failed."""
+        record = self._record
+        try:
+            record.begins(SyncPhase.PHASE_A if self.progress.is_in_phase_a() else SyncPhase.PHASE_B)
+            await each_done(self._open(peer) for peer in sorted(self._opens))
+            self._give(self.progress.live)
+            for _ in range(CHECKS):
+                await self._until_all_is_there()
+                if await self._check():
+                    return
+            raise Failed("corrupt", f"after {CHECKS} checks bytes still do not agree with their sums")
+        finally:
+            for task in self._orders:
+                task.cancel()
+            for phase in (SyncPhase.PHASE_A, SyncPhase.PHASE_B):
+                record.ends(phase)
+            slowest = self.progress.slowest(self._seams.settings.slowest_edges)
+            record.put(slowest=slowest, carried_bytes=self.progress.carried_bytes, mended_edges=self.progress.mended)
+
+    async def _open(self, peer: PeerId) -> None:
+        code = "trainer_lost" if self._opens[peer].parts else "peer_lost"
+        await self._seams.done(peer, self._opens[peer], SUMS_WITHIN_S, code)
+
+    async def _until_all_is_there(self) -> None:
+        while True:
+            self._poked.clear()
+            if self._failure is not None:
+                raise self._failure
+            lacking = sorted(self.progress.lacking_peers)
+            if not lacking:
+                return
+            self._check_patience(lacking)
+            doubtful = self.progress.doubtful
+            doubtful.difference_update([peer for peer in doubtful if not self.progress.uncovered(peer)])
+            if any(self._is_attached(peer) for peer in doubtful):
+                await self._mend()
+            self._phases()
+            await self._turn()
+
+    async def _turn(self) -> None:
+        work = [asyncio.ensure_future(self._poked.wait()), asyncio.ensure_future(self._seams.clock.sleep(TURN_S))]
+        try:
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in work:
+                each.cancel()
+
+    async def _check(self) -> bool:
+        """Whether everything that was brought is as it was sent."""
+        with self._record.phase(SyncPhase.CHECK):
+
+            async def of(peer: PeerId) -> PeerResult:
+                return await self._seams.done(peer, Check(self._planned.version), SUMS_WITHIN_S, "corrupt")
+
+            receivers = self.progress.receivers
+            results = await each_done(of(peer) for peer in receivers)
+        for peer, result in zip(receivers, results, strict=True):
+            if result.missing:
+                self._record.note(f"peer {peer} had bytes that did not agree with their sums, and got them again")
+                self.progress.corrupt(peer, result.missing)
+        return not any(result.missing for result in results)
+
+    def _check_patience(self, lacking: Sequence[PeerId]) -> None:
+        seams = self._seams
+        now_s, patience_s = seams.clock.now_s(), seams.settings.patience_s
+        gone = [peer for peer in lacking if self._gone_s(peer) >= patience_s]
+        if gone:
+            words = f"{few(gone, between=', ')} did not come back within {patience_s:g} s"
+            raise Failed("peer_lost", words, engines_of(seams.hub, gone))
+        if now_s - self._moved_s < patience_s + seams.settings.stall_s:
+            return
+        away = sorted(peer for peer in self._opens if not self._is_attached(peer))
+        trainers = [peer for peer in away if self._opens[peer].parts]
+        code = "trainer_lost" if trainers else "bytes_lost"
+        who = f"; not attached: {few(away, between=', ')}" if away else ""
+        lack = few(lacking, between=", ")
+        raise Failed(code, f"nothing has come to {lack} for {now_s - self._moved_s:.0f} s{who}")
+
+    async def _mend(self) -> None:
+        """Other edges for what nobody is bringing."""
+        progress, seams = self.progress, self._seams
+        known = {*self._opens, *self._holders}
+        peers = {id: state.peer for id, state in seams.hub.peers.items() if state.attached and id in known}
+        feeds = [
+            Feed(edge.id, edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, edge.wave)
+            for edge in progress.not_done
+        ]
+        broken = {edge.id for edge in progress.not_done} - {edge.id for edge in progress.live}
+        missing = {str(peer): progress.lacking(peer) for peer in peers}
+        # What runs between others that are away for a moment is left to run.
+        self._mends += 1
+        name = f"{self._record.id}.{self._record.report.attempt}.m{self._mends}."
+        weight = partial(self._weight, peers)
+        mended: Mended = await seams.offload(partial(mend, feeds, broken, missing, name=name, weight=weight))
+        words = f"nobody can bring {few(sorted(mended.lost), between=', ')} what they lack"
+        if mended.lost and words != self._stuck:
+            self._stuck = words
+            logger.warning("weight sync %s: %s", self._record.id, words)
+        edges = tuple(self._edge_of(feed, peers) for feed in mended.feeds)
+        if edges:
+            self._stuck = ""
+            progress.add(edges, {})
+            progress.mended += len(edges)
+            self._record.put(mended_edges=progress.mended)
+            self._give(edges)
+
+    def _weight(self, peers: Mapping[PeerId, Peer], src: str, dst: str) -> float | None:
+        """Whoever brought something amiss is the last to be asked again; inside a PoD there is more room."""
+        one, other = PeerId(src), PeerId(dst)
+        if self._way(peers[one], peers[other]) is None:
+            return None
+        weight = 100.0 if one in self.progress.blamed(other) else 1.0
+        return weight * (1.0 if self._pod(one) == self._pod(other) else 4.0)
+
+    def _way(self, one: Peer, other: Peer) -> str | None:
+        names = self._seams.settings.transports
+        return next((name for name in names if name in one.transports and name in other.transports), None)
+
+    def _pod(self, peer: PeerId) -> str:
+        station = self._network.stations.get(peer)
+        return "" if station is None else station.pod
+
+    def _edge_of(self, feed: Feed, peers: Mapping[PeerId, Peer]) -> Edge:
+        src, dst = PeerId(feed.src), PeerId(feed.dst)
+        way = self._way(peers[src], peers[dst])
+        assert way is not None
+        phase: Literal["A", "B"] = "B" if self._pod(src) == self._pod(dst) else "A"
+        address = peers[dst].transports[way]
+        rate_gbps = self.progress.rate_gbps(dst, feed.shard)
+        return Edge(feed.id, feed.shard, feed.offset, feed.bytes, src, dst, way, address, feed.wave, phase, rate_gbps)
+
+    def _give(self, edges: Sequence[Edge]) -> None:
+        """Both ends the same."""
+        of: dict[PeerId, list[Edge]] = {}
+        for edge in edges:
+            for end in (edge.src, edge.dst):
+                of.setdefault(end, []).append(edge)
+        for peer in sorted(of):
+            self._order(peer, tuple(of[peer]))
+
+    def _order(self, peer: PeerId, edges: tuple[Edge, ...]) -> None:
+        task = asyncio.ensure_future(self._carry(peer, edges))
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+
+    async def _carry(self, peer: PeerId, edges: tuple[Edge, ...]) -> None:
+        settings = self._seams.settings
+        order = Carry(self._planned.version, edges, settings.chunk_bytes, settings.stall_s)
+        try:
+            result = await self._seams.hub.ask(peer, order, ANSWER_S + settings.patience_s, settings.patience_s)
+        except OrchestrRLError as error:
+            logger.warning("weight sync %s: %s", self._record.id, error)  # if it comes back it is told again
+            return
+        if result.outcome is not Outcome.DONE:
+            self._record.note(f"peer {peer} does not carry: {result.detail}")
+            for edge in edges:
+                self._broken(edge.id, 0)
+            self._poked.set()
+
+    def _edge(self, event: EdgeEvent) -> None:
+        match event.state:
+            case EdgeState.BEGAN:
+                self.progress.began(event)
+            case EdgeState.DONE if event.is_receiver:
+                self.progress.done(event)
+            case EdgeState.BROKEN:
+                self._broken(event.edge, event.bytes if event.is_receiver else 0)
+            case _:
+                return
+        if event.is_receiver and event.state is not EdgeState.BROKEN:
+            self._moved_s = self._seams.clock.now_s()
+
+    def _broken(self, edge_id: str, arrived_bytes: int) -> None:
+        edge = self.progress.broken(edge_id, arrived_bytes)
+        if edge is not None:
+            logger.warning("weight sync %s: edge %s from %s to %s broke", self._record.id, edge.id, edge.src, edge.dst)
+            for end in (edge.src, edge.dst):
+                if self._is_attached(end):
+                    self._let_go(end, edge.id)
+
+    def _let_go(self, peer: PeerId, edge_id: str) -> None:
+        async def tell() -> None:
+            try:
+                await self._seams.hub.ask(peer, EndEdges(self._planned.version, (edge_id,)), ANSWER_S, 0.0)
+            except OrchestrRLError as error:
+                logger.warning("weight sync %s: %s", self._record.id, error)
+
+        task = asyncio.ensure_future(tell())
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+
+    def _back(self, peer: PeerId, held: Held | None) -> None:
+        """It has come back, or says something new of itself: what lasts it is told again, which is harmless."""
+        self.progress.told(peer, held)
+        self._moved_s = self._seams.clock.now_s()
+        edges = self.progress.live_of(peer)
+
+        async def again() -> None:
+            try:
+                await self._open(peer)
+            except Failed as failure:
+                logger.warning("weight sync %s: %s", self._record.id, failure)
+                return
+            if edges:
+                await self._carry(peer, edges)
+
+        task = asyncio.ensure_future(again())
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+
+    def _phases(self) -> None:
+        lasting = {each.phase for each in self._record.report.phases if each.ended_s is None}
+        if SyncPhase.PHASE_A in lasting and not self.progress.is_in_phase_a():
+            self._record.ends(SyncPhase.PHASE_A)
+            self._record.begins(SyncPhase.PHASE_B)
+
+    def _is_attached(self, peer: PeerId) -> bool:
+        state = self._seams.hub.peers.get(peer)
+        return state is not None and state.attached
+
+    def _gone_s(self, peer: PeerId) -> float:
+        state = self._seams.hub.peers[peer]
+        return 0.0 if state.attached else self._seams.clock.now_s() - state.heard_s

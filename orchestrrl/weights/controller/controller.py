@@ -1,0 +1,490 @@
+"""One version of the weights for the fleet: what trainers publish is brought to every engine, or to none.
+
+This keeps the order: one version at a time, a newer one instead of one that has not begun to be installed, repairs in
+between. A version's way is run.py's; what a daemon before has left, and who lags behind, is seen to first and
+last. It acts in both modes: whoever publishes wants it done; an operator's pause of syncs is what holds it.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.operations import FrozenRequests
+from orchestrrl.core.pause_registry import HoldBook, Part
+from orchestrrl.fabric.weight_circuits import SyncCircuits
+from orchestrrl.weights.backends.base import PLANES, TREE, DirectPlane
+from orchestrrl.weights.controller.actions import Hands, told_of_each
+from orchestrrl.weights.controller.carrying import Failed, Offload, Seams, inline
+from orchestrrl.weights.controller.closing import attached_again, go_back, own_lease, resume_new
+from orchestrrl.weights.controller.direct import Planes
+from orchestrrl.weights.controller.fence import Fence
+from orchestrrl.weights.controller.nic_share import LeftForMoves, left_for_moves
+from orchestrrl.weights.controller.overtaken import notice_others
+from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
+from orchestrrl.weights.controller.publications import Desk
+from orchestrrl.weights.controller.publishing import Collection, fingerprint, is_of
+from orchestrrl.weights.controller.repair import Repairs
+from orchestrrl.weights.controller.reports import (
+    EngineStands,
+    EngineSync,
+    PeerStands,
+    PhaseTook,
+    SyncPhase,
+    SyncReport,
+    SyncState,
+    WeightsStatus,
+)
+from orchestrrl.weights.controller.run import MAY_BE_REPLACED, SyncRun
+from orchestrrl.weights.controller.serving import Serving
+from orchestrrl.weights.controller.state import (
+    HOLDER,
+    Committed,
+    EngineNow,
+    LeftOpen,
+    SyncRecord,
+    WeightBook,
+)
+from orchestrrl.weights.model import Peer, PeerId
+from orchestrrl.weights.publication import Publication
+from orchestrrl.weights.settings import WeightSettings
+from planner.model import EngineId
+
+__all__ = ["EngineNow", "WeightSync"]
+
+logger = logging.getLogger(__name__)
+
+ON_ITS_WAY_S = 1.0  # how soon it may have been carried
+TICK_S = 0.5  # how often it is looked for engines to repair, and for ranks that do not come
+RESTARTED = ("restarted", "the daemon ended before it was committed: publish it again")
+A_DEFECT = ("internal", "a defect of ours ended it, which is in the daemon's log: publish it again")
+
+
+class WeightSync:
+    """One daemon's. The caller keeps `run` as a task, after `recover`."""
+
+    def __init__(
+        self,
+        hub: PeerHub,
+        fence: Fence,
+        circuits: SyncCircuits,
+        journal: Journal,
+        holds: HoldBook,
+        clock: Clock,
+        settings: WeightSettings,
+        *,
+        engines: Callable[[], Mapping[EngineId, EngineNow]],
+        deploying: Callable[[], bool] = lambda: False,
+        offload: Offload = inline,
+    ) -> None:
+        """`deploying`: engines are being started or stopped by order."""
+        self.book = WeightBook(journal, clock)
+        seen: set[EngineId] = set()
+
+        def there() -> Mapping[EngineId, EngineNow]:
+            now = engines()
+            seen.update(now)
+            return now
+
+        self._serving = Serving(hub, clock, settings.patience_s, there)
+        self._hands = Hands(
+            Seams(hub, clock, settings, offload),
+            fence,
+            circuits,
+            self.book,
+            holds,
+            there,
+            self._wanted,
+            deploying=deploying,
+            settled=lambda: self._serving.settled,
+            why_not_served=self._serving.why_not,
+            seen=seen,
+        )
+        self._hub = hub
+        self._clock = clock
+        self._settings = settings
+        self._desk = Desk(self.book, hub, clock, settings, self._complete)
+        self._next: SyncRun | None = None
+        self._running: SyncRun | None = None
+        self._repairs = Repairs(self._hands)
+        self._planes = Planes()
+        self._left: list[LeftOpen] = []
+        self._why_left = RESTARTED
+        self.defects = 0  # faults of ours that were met while running
+        self._news = asyncio.Event()
+        hub.listen(self._hear)
+        fence.tell_restarts(self._hands.doubts.restarted)
+
+    # --- told by trainers
+
+    def publish(self, publication: Publication) -> str:
+        """The sync's id; the same again is answered again. Raises ProblemFaults; Permanent where the version is
+        another's, or the fleet's already; Retryable while the rank's peer has not attached yet."""
+        version = publication.version
+        plane = self._plane(publication)
+        committed = self.book.fleet.committed
+        for run in filter(None, (self._next, self._running)):
+            if run.record.report.version == version and not run.record.report.over:
+                if is_of(publication, run.fingerprint):  # as it was told, wherever it is installed
+                    return run.record.id
+                raise Permanent(f"version {version} is on its way with other content, as {run.record.id}")
+        if committed is not None and committed.version == version:
+            if is_of(publication, committed.fingerprint):
+                return committed.sync
+            raise Permanent(f"version {version} is the fleet's, with other content: publish under another number")
+        return self._desk.take(publication, plane)
+
+    def _plane(self, word: Publication) -> DirectPlane | None:
+        """None: the tree, or one that nobody knows, which is told with what else is wrong. Raises ProblemFaults."""
+        if word.plane == TREE or word.plane not in PLANES:
+            return None
+        try:
+            return self._planes.get(word.plane)
+        except Permanent as error:
+            raise ProblemFaults([f"plane: {error}"]) from error
+
+    def _complete(self, collection: Collection, record: SyncRecord) -> None:
+        words = collection.publications
+        record.ends(SyncPhase.PUBLISH)
+        slowest = max(words, key=lambda word: word.offload_s + word.gather_s)
+        if slowest.began_s:
+            took_s = slowest.offload_s + slowest.gather_s
+            # Its host's clock is known about: all was there when it said so.
+            began_s = min(self._hands.hub.ours_s(slowest.peer, slowest.began_s), self._clock.now_s() - took_s)
+            before = (
+                PhaseTook(SyncPhase.OFFLOAD, began_s, began_s + slowest.offload_s),
+                PhaseTook(SyncPhase.GATHER, began_s + slowest.offload_s, began_s + took_s),
+            )
+            record.put(phases=(*before, *record.report.phases))
+        if not words[0].install:
+            words = tuple(replace(word, install=self._settings.install.value) for word in words)
+        why = f"version {collection.version} was published"
+        if self._next is not None:
+            self._desk.drop(self._next.record, SyncState.SUPERSEDED, "superseded", why)
+        named = fingerprint(collection.publications)
+        self._next = SyncRun(self._hands, record, words, named, self._plane(words[0]))
+        record.state(SyncState.PLANNING)
+        if self._running is not None and self._running.record.report.state in MAY_BE_REPLACED:
+            self._running.call_off(SyncState.SUPERSEDED, "superseded", why)
+        self._news.set()
+
+    async def relayed(
+        self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Of a trainer's rank that sends by itself. Raises Permanent where nothing of the kind is asked, and as the
+        plane does."""
+        run = self._running
+        if run is None or run.record.id != sync_id or run.direct is None:
+            raise Permanent(f"weight sync {sync_id} asks nothing of a trainer")
+        return await run.direct.relayed(rank, number, call, body)
+
+    # --- asked by operators
+
+    def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
+        """Neither: the one under way, else the last. Raises Permanent where there is none."""
+        return self._desk.report(sync_id, version)
+
+    def history(self, limit: int) -> list[SyncReport]:
+        """Newest first; 0: all that are remembered."""
+        return self._desk.history(limit)
+
+    def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
+        """Raises Permanent."""
+        return self._desk.follow(sync_id)
+
+    def status(self) -> WeightsStatus:
+        fleet = self.book.fleet
+        latest = self.history(1)
+        return WeightsStatus(
+            fleet.version,
+            latest[0] if latest else None,
+            tuple(EngineStands(e, EngineSync.QUARANTINED, why) for e, why in sorted(fleet.quarantined.items())),
+            tuple(_stands(state) for state in self._hub.peers.values()),
+        )
+
+    def abort(self, sync_id: str, reason: str) -> SyncReport:
+        """Empty: the one under way. It may take a moment until it is over. Raises Permanent where it is over or
+        committed."""
+        report = self.report(sync_id)
+        why = reason or "an operator has called it off"
+        record = self._desk.records.get(report.id)
+        if report.over or record is None:
+            raise Permanent(f"weight sync {report.id} is over: {report.state}")
+        if self._running is not None and self._running.record is record:
+            self._running.call_off(SyncState.ABORTED, "operator", why)
+        elif self._next is not None and self._next.record is record:
+            self._next = None
+            self._desk.drop(record, SyncState.ABORTED, "operator", why)
+        elif self._desk.collecting is record:
+            self._desk.abort(why)
+        else:
+            raise Permanent(f"weight sync {report.id} was left open by the daemon before, which is being seen to")
+        return record.report
+
+    def install_now(self, sync_id: str, reason: str) -> SyncReport:
+        """Raises Permanent where nothing is prepared."""
+        run = self._running
+        if run is None or (sync_id and run.record.id != sync_id):
+            raise Permanent(f"weight sync {sync_id or 'under way'}: there is none, so nothing waits to be installed")
+        run.install_now()
+        run.record.note(f"installed by an operator's word: {reason or 'no reason given'}")
+        return run.record.report
+
+    # --- asked by the gate, and by the balancer
+
+    async def before_resume(self, until_s: float, told: int | None = None) -> tuple[int | None, tuple[EngineId, ...]]:
+        """Somebody else's closed gate is to be opened: what with, and without whom. What waits for that is installed
+        first, as far as it can be by `until_s`. `told`: the version that they say engines have. Where it is one of ours
+        it is so only where we brought it: raises Permanent where it could not be, Retryable where it is on its way."""
+        fence, run = self._hands.fence, self._running
+        lease = fence.state.lease
+        if lease is None or lease.holder.startswith(HOLDER):
+            return told, ()
+        if run is not None and (run.waits_for_gate or run.borrows) and told in (None, run.record.report.version):
+            version, without = await run.borrow(until_s, lease.frozen is FrozenRequests.TAKEN_BACK)
+            if told not in (None, version):
+                why = run.record.report.notes[-1:] or ("it was called off",)
+                raise Permanent(
+                    f"version {told} could not be installed, so engines have not got it: {why[0]}; resume without a"
+                    " version, and all goes on as before"
+                )
+            return version, without
+        notice_others(self._hands)
+        committed = self.book.fleet.committed
+        if told is not None:
+            if committed is not None and committed.version == told:
+                await self._hands.look(committed.has)
+                return told, self._without(committed)
+            self._not_on_its_way(told)
+            return told, ()
+        if committed is None or fence.state.newest == committed.version:
+            return None, ()
+        record = self._desk.records.get(committed.sync)
+        # Where it was told of before, somebody has told another version since.
+        if fence.state.newest is None or (record is not None and not record.report.over):
+            await self._hands.look(committed.has)
+            return committed.version, self._without(committed)
+        return None, ()
+
+    def restarted(self) -> list[EngineId]:
+        """Engines of which nobody knows what they have, since they were started anew."""
+        return [engine for engine in sorted(self._hands.engines()) if engine in self._hands.doubts]
+
+    def _without(self, committed: Committed) -> tuple[EngineId, ...]:
+        has = set(committed.has).difference(self._hands.lacking(committed.version, committed.has))
+        return tuple(sorted(engine for engine in self._hands.engines() if engine not in has))
+
+    def _not_on_its_way(self, version: int) -> None:
+        for record in self._desk.records.values():
+            if record.report.version == version and not record.report.over:
+                raise Retryable(
+                    f"version {version} is on its way to engines, as {record.id} ({record.report.state}): they have not"
+                    " got it yet; ask again, or resume without a version",
+                    ON_ITS_WAY_S,
+                )
+
+    @property
+    def left_for_moves(self) -> LeftForMoves:
+        """Of engine hosts' NICs, what is left for moves of KV."""
+        run = self._running
+        if run is None or run.carrying is None or run.preparation.network is None:
+            return LeftForMoves()
+        peers = [id for id, state in self._hub.peers.items() if state.peer.engines]
+        return left_for_moves(run.carrying.progress.live, run.preparation.network.stations, peers)
+
+    # --- run
+
+    def recover(self) -> None:
+        """Take up what the daemon before has left."""
+        self._left = self.book.recover()
+        for left in self._left:
+            self._desk.records[left.report.id] = SyncRecord(left.report, self._clock)
+        committed, state = self.book.fleet.committed, self._hands.fence.state
+        if committed is not None and state.newest is not None:
+            for engine in committed.has:
+                if engine not in state.versions:  # the daemon before may have seen that it was restarted
+                    self._hands.doubts.restarted(engine)
+
+    async def run(self) -> None:
+        """Until cancelled. What a defect leaves is seen to as what a daemon before has left."""
+        serving = asyncio.ensure_future(self._keep_serving())
+        try:
+            await self._until_cancelled()
+        finally:
+            serving.cancel()
+
+    async def _keep_serving(self) -> None:
+        while True:
+            try:
+                await self._serving.run()
+            except Exception:
+                self.defects += 1
+                logger.exception("peers were not told which engines there are")
+            await self._clock.sleep(self._settings.patience_s / 10)
+
+    async def _until_cancelled(self) -> None:
+        while True:
+            try:
+                await self._work()
+            except Exception:
+                self.defects += 1
+                logger.exception("weight syncs")
+                await self._clock.sleep(self._settings.patience_s / 10)
+                if not self._left:
+                    self._why_left, self._left = A_DEFECT, self._half_done()
+
+    def _half_done(self) -> list[LeftOpen]:
+        """Nobody carries it out any more, and it is not over."""
+        waiting = [self._next.record] if self._next is not None else []
+        waiting += [self._desk.collecting] if self._desk.collecting is not None else []
+        ids = {record.id for record in self._desk.records.values() if not record.report.over}
+        ids -= {record.id for record in waiting}
+        try:
+            return [left for left in self.book.left_open() if left.report.id in ids]
+        except OrchestrRLError as error:  # the gate's lease keeps requests from engines until it can be read
+            logger.error("%s", error)
+            return []
+
+    async def _work(self) -> None:
+        while self._left:
+            await self._settle(self._left[0])
+            del self._left[0]
+        while True:
+            self._news.clear()
+            self._desk.give_up_on_ranks()
+            if self._next is not None:
+                self._running, self._next = self._next, None
+                self._desk.running = self._running.record
+                try:
+                    await self._running.run()
+                except Exception:
+                    self._running.let_go()
+                    raise
+                finally:
+                    self._running = self._desk.running = None
+            elif not await self._repair():
+                await self._turn()
+
+    async def close(self) -> None:
+        """After `run` was cancelled: streams end, and peers attach to the next daemon."""
+        self._hub.close()
+
+    # --- inside
+
+    async def _settle(self, left: LeftOpen) -> None:
+        """Committed: finished. Not: undone, whatever it takes."""
+        record = self._desk.records[left.report.id]
+        committed = self.book.fleet.committed
+        is_committed = committed is not None and committed.sync == record.id
+        code, why = self._why_left
+        record.note("the daemon was restarted" if code == "restarted" else "a defect of ours ended it")
+        engines = committed.has if is_committed and committed is not None else left.changed
+        if own_lease(self._hands, record.id) or left.changed:
+            await attached_again(self._hands, engines)
+        while True:
+            try:
+                if is_committed:
+                    await self._hands.ask_anew(engines)
+                    await resume_new(self._hands, record)
+                    await self._hands.keep()
+                elif self._is_over(left):
+                    record.note("its end had not been written down")
+                else:
+                    await go_back(self._hands, record, left.changed)
+                record.note(*await self._hands.circuits.tear_down(record.id))
+                break
+            except (OrchestrRLError, Failed) as error:
+                logger.error("weight sync %s, left half done: %s", record.id, error)
+                await self._clock.sleep(self._settings.patience_s / 10)
+        if is_committed:
+            quarantined = self.book.fleet.quarantined
+            code = "some_quarantined" if quarantined else "done"
+            record.over(SyncState.DONE, code, told_of_each(quarantined))
+        else:
+            record.over(SyncState.ABORTED, code, why)
+        self._desk.write_end(record)
+
+    def _is_over(self, left: LeftOpen) -> bool:
+        """Whether it had ended, which could not be written down: a version was committed since, or engines that it had
+        changed are as they were before, and the gate was told so. One that changed no engine was cut off."""
+        committed, state = self.book.fleet.committed, self._hands.fence.state
+        if committed is None or own_lease(self._hands, left.report.id):
+            return False
+        if committed.at_s > left.report.began_s:
+            return True
+        has = set(committed.has).difference(self._hands.lacking(committed.version, committed.has))
+        if not left.changed:
+            return False
+        return all(engine in has and state.versions.get(engine) == committed.version for engine in left.changed)
+
+    async def _repair(self) -> bool:
+        """Whether there was something to do."""
+        if self._hands.holds.hold(Part.SYNC) is not None:
+            return False
+        try:
+            due = self._repairs.look()
+        except OrchestrRLError as error:
+            logger.error("%s", error)
+            return False
+        if not due:
+            return False
+        task = asyncio.ensure_future(self._repairs.one(due[0]))
+        try:
+            while not task.done() and self._next is None:  # a new version is more than a repair
+                await self._turn(task)
+        finally:
+            if not task.done():
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if not task.cancelled() and task.exception() is not None:
+            await task
+        return True
+
+    async def _turn(self, *also: asyncio.Task[bool]) -> None:
+        """Until there is news, or it is time to look."""
+        self._news.clear()
+        work: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(self._news.wait()),
+            asyncio.ensure_future(self._clock.sleep(TICK_S)),
+        ]
+        try:
+            await asyncio.wait([*work, *also], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in work:
+                each.cancel()
+
+    def _hear(self, peer: PeerId, news: Heard) -> None:
+        carrying = self._running.carrying if self._running is not None else None
+        for each in (carrying, self._repairs.carrying):
+            if each is not None:
+                each.hear(peer, news)
+        if isinstance(news, Peer):
+            try:
+                self._repairs.heard(news)
+            except OrchestrRLError as error:
+                logger.error("what engines of peer %s have is not written down: %s", peer, error)
+        if news is None or isinstance(news, Peer):
+            self._news.set()
+
+    def _wanted(self) -> list[int]:
+        runs = [run.record.report.version for run in (self._running, self._next) if run is not None]
+        return runs + ([] if self._desk.collecting is None else [self._desk.collecting.report.version])
+
+
+def _stands(state: PeerState) -> PeerStands:
+    peer = state.peer
+    return PeerStands(
+        peer.id,
+        peer.role,
+        peer.host,
+        state.attached,
+        tuple(each.engine for each in peer.engines),
+        tuple(held.version for held in peer.held if held.complete),
+        peer.place.pod,
+        peer.place.tor,
+        peer.ranks_of,
+    )

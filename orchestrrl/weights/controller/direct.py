@@ -1,0 +1,171 @@
+"""A version that trainers send themselves, by a plane of weights/backends: the same steps as the tree's, done by it.
+
+What the trainer tells reaches the plane only while a step is asked of it, so that nothing moves that the daemon does
+not know of. What became of engines is by their own word.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
+from orchestrrl.weights.backends.base import Asked, DirectPlane, EnginesFailed, asked_text, make_direct
+from orchestrrl.weights.controller.actions import Hands
+from orchestrrl.weights.controller.carrying import ANSWER_S, Failed
+from orchestrrl.weights.controller.reports import SyncPhase, SyncState
+from orchestrrl.weights.controller.state import SyncRecord
+from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta, VersionMap
+from orchestrrl.weights.orders import Outcome, PeerResult, PlaneAct
+from orchestrrl.weights.publication import Publication
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+DONE, FAILED = "done", "failed"  # what ranks tell of a step
+
+
+class Planes:
+    """The daemon's, by name: what they have joined serves more than one version."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, DirectPlane] = {}
+
+    def get(self, name: str) -> DirectPlane:
+        """Raises Permanent for an unknown one."""
+        if name not in self._made:
+            self._made[name] = make_direct(name)
+        return self._made[name]
+
+
+class Direct:
+    """Of one sync. It is the plane's DirectSync."""
+
+    def __init__(
+        self, hands: Hands, record: SyncRecord, publications: Sequence[Publication], plane: DirectPlane
+    ) -> None:
+        self.version = record.report.version
+        self.publications = publications
+        self.engines: tuple[EngineId, ...] = ()
+        self._hands = hands
+        self._record = record
+        self._plane = plane
+        self._numbers = itertools.count(1)
+        self._asked: Asked | None = None
+        self._ended: asyncio.Future[None] | None = None  # what is asked
+        self._changes = False
+        self._until_s = 0.0
+
+    async def prepare(self, engines: Sequence[EngineId]) -> VersionMap:
+        """Raises Failed."""
+        record, self.engines = self._record, tuple(sorted(engines))
+        tensors: dict[str, TensorMeta] = {each.name: each for word in self.publications for each in word.tensors}
+        map = VersionMap(
+            self.version, tuple(tensors[name] for name in sorted(tensors)), (), self._hands.settings.chunk_bytes
+        )
+        record.put(bytes=sum(_bytes(each) for each in map.tensors))
+        record.state(SyncState.PLANNING)
+        self._begin(changes=False)
+        try:
+            with record.phase(SyncPhase.PLAN):
+                await self._plane.prepare(self)
+        except EnginesFailed as failed:
+            raise Failed("unreachable", str(failed), failed.why) from failed
+        except OrchestrRLError as error:
+            raise Failed("trainer_lost", str(error)) from error
+        return map
+
+    async def install(
+        self, until_s: float | None
+    ) -> tuple[dict[EngineId, PeerResult], dict[EngineId, OrchestrRLError]]:
+        """Who has it, and who has not, and why: OutcomeUnknown where nobody knows what it has."""
+        self._begin(changes=True, until_s=until_s)
+        became = await self._plane.install(self)
+        results: dict[EngineId, PeerResult] = {}
+        failed: dict[EngineId, OrchestrRLError] = {}
+        for engine in self.engines:
+            error = became.get(engine, OutcomeUnknown("the plane says nothing of it"))
+            if error is None and self._hands.installed(engine) != self.version:
+                error = OutcomeUnknown(f"it has been sent version {self.version}, and does not say that it has it")
+            if error is None:
+                results[engine] = PeerResult("", Outcome.DONE)
+            else:
+                failed[engine] = error
+        return results, failed
+
+    def broken(self) -> None:
+        """The attempt has failed."""
+        self._plane.forget()
+        self._stop_asking()
+
+    async def relayed(self, rank: int, number: int, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raises Permanent where nothing of the kind is asked, and as the plane does."""
+        if self._asked is None or self._asked.number != number or self._ended is None or self._ended.done():
+            raise Permanent(f"step {number} of weight sync {self._record.id} is over: nothing more can be done for it")
+        if call == FAILED:
+            self._ended.set_exception(OutcomeUnknown(f"rank {rank} of the trainer: {body.get('why', 'has failed')}"))
+            return {}
+        if rank != 0:
+            return {}  # they take part in gathering; the first one's word is for all
+        if call == DONE:
+            self._ended.set_result(None)
+            return {}
+        return await self._plane.relayed(self, call, body)
+
+    # --- as planes see it
+
+    async def at(self, engine: EngineId, act: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        hands, changes = self._hands, self._changes
+        peer = hands.peer_of(engine)
+        if peer is None:
+            raise Permanent(f"no peer of {engine} is attached")
+        within_s = max(0.0, self._until_s - hands.clock.now_s())
+        plane = self._record.report.plane
+        order = PlaneAct(plane, engine, act, self.version, json.dumps(dict(body)), changes, self._until_s)
+        try:
+            result = await hands.hub.ask(peer.id, order, within_s + ANSWER_S, hands.settings.patience_s)
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(str(error)) from error
+        if result.outcome is Outcome.DONE:
+            told: Mapping[str, Any] = json.loads(result.told_json or "{}")
+            return told
+        words = f"{engine}: {act}: {result.detail}"
+        raise OutcomeUnknown(words) if result.outcome is Outcome.UNKNOWN else Permanent(words)
+
+    async def ask_trainer(self, step: str, body: Mapping[str, Any]) -> None:
+        self._asked = Asked(next(self._numbers), step, body)
+        ended = self._ended = asyncio.get_running_loop().create_future()
+        self._record.put(asked_json=asked_text(self._asked))
+        within_s = max(0.0, self._until_s - self._hands.clock.now_s())
+        late = asyncio.ensure_future(self._hands.clock.sleep(within_s))
+        try:
+            await asyncio.wait([ended, late], return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                raise OutcomeUnknown(f"the trainer did not {step} within {within_s:.0f} s")
+            ended.result()
+        finally:
+            late.cancel()
+            self._stop_asking()
+
+    # --- inside
+
+    def _begin(self, *, changes: bool, until_s: float | None = None) -> None:
+        self._changes = changes
+        by_s = self._hands.clock.now_s() + self._hands.settings.install_within_s
+        self._until_s = by_s if until_s is None else min(by_s, until_s)
+
+    def _stop_asking(self) -> None:
+        self._asked = None
+        if self._ended is not None and not self._ended.done():
+            self._ended.cancel()
+        if self._record.report.asked_json:
+            self._record.put(asked_json="")
+
+
+def _bytes(tensor: TensorMeta) -> int:
+    size = DTYPE_BYTES[tensor.dtype]
+    for length in tensor.shape:
+        size *= length
+    return size

@@ -1,0 +1,112 @@
+"""What Prometheus is told of weight syncs: the fleet's version, how syncs came out, and what each phase takes."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+
+from orchestrrl.weights.controller.profile import profile
+from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState, WeightsStatus
+from orchestrrl.weights.model import PeerRole
+
+LOOKED_AT = 256  # of the newest syncs, at each look: more than can end between two
+
+
+class Syncs(Protocol):
+    def status(self) -> WeightsStatus: ...
+
+    def history(self, limit: int) -> list[SyncReport]: ...
+
+
+class SyncMetrics:
+    """Counts each sync once, when it is over. `since_s`: those that ended before are another daemon's."""
+
+    def __init__(self, since_s: float) -> None:
+        self._since_s = since_s
+        self._counted: set[str] = set()
+        self._outcomes: Counter[tuple[SyncState, str]] = Counter()
+        self._ran: Counter[SyncPhase] = Counter()
+        self._ran_s: dict[SyncPhase, float] = dict.fromkeys(SyncPhase, 0.0)
+        self._whole_s = self._still_s = 0.0
+        self._done = self._carried_bytes = self._mended = 0
+
+    def collect(self, syncs: Syncs) -> Iterator[Metric]:
+        status = syncs.status()
+        over = [report for report in syncs.history(LOOKED_AT) if report.over and (report.ended_s or 0) >= self._since_s]
+        for report in over:
+            if report.id not in self._counted:
+                self._count(report)
+        self._counted = {report.id for report in over}
+        yield from self._now(status)
+        yield from self._totals()
+        if over:
+            yield _against(over[0])
+
+    def _now(self, status: WeightsStatus) -> Iterator[Metric]:
+        if status.committed is not None:
+            help_text = "The version that the fleet is committed to; absent until one was brought by peers."
+            yield GaugeMetricFamily("orchestrrl_sync_committed_version", help_text, status.committed)
+        help_text = "1 while a version is on its way to the engines."
+        running = status.sync is not None and not status.sync.over
+        yield GaugeMetricFamily("orchestrrl_sync_running", help_text, float(running))
+        help_text = "Engines that have not the fleet's version and get no requests until they have."
+        yield GaugeMetricFamily("orchestrrl_sync_quarantined_engines", help_text, len(status.quarantined))
+        peers = GaugeMetricFamily(
+            "orchestrrl_sync_peers_attached", "Processes that hold weights on their hosts.", labels=["role"]
+        )
+        attached = Counter(peer.role for peer in status.peers if peer.attached)
+        for role in PeerRole:
+            peers.add_metric([role], attached[role])
+        yield peers
+
+    def _totals(self) -> Iterator[Metric]:
+        outcomes = CounterMetricFamily(
+            "orchestrrl_syncs",
+            "Weight syncs that are over since the daemon started, by state and reason; aborted: the fleet has the "
+            "version from before; superseded: a newer one was published before its turn came.",
+            labels=["state", "reason"],
+        )
+        for (state, code), count in sorted(self._outcomes.items()):
+            outcomes.add_metric([state, code], count)
+        yield outcomes
+        help_text = "Seconds of phases of weight syncs, over all attempts, of those that are over."
+        phases = SummaryMetricFamily("orchestrrl_sync_phase_seconds", help_text, labels=["phase"])
+        for phase in SyncPhase:
+            phases.add_metric([phase], self._ran[phase], self._ran_s[phase])
+        yield phases
+        help_text = "Seconds from a trainer's first move until requests ran by the new version, of those that are done."
+        yield SummaryMetricFamily("orchestrrl_sync_seconds", help_text, self._done, self._whole_s)
+        help_text = "Seconds for which requests stood still for weight syncs."
+        yield CounterMetricFamily("orchestrrl_sync_still_seconds", help_text, self._still_s)
+        help_text = "Bytes of weights that peers were sent by peers."
+        yield CounterMetricFamily("orchestrrl_sync_carried_bytes", help_text, self._carried_bytes)
+        help_text = "Edges that broke while bytes were carried, and were replaced."
+        yield CounterMetricFamily("orchestrrl_sync_mended_edges", help_text, self._mended)
+
+    def _count(self, report: SyncReport) -> None:
+        took = profile(report)
+        self._outcomes[report.state, report.code] += 1
+        for row in took.rows:
+            self._ran[row.phase] += 1
+            self._ran_s[row.phase] += row.seconds
+        if report.state is SyncState.DONE:
+            self._done += 1
+            self._whole_s += took.whole_s
+        self._still_s += took.still_s
+        self._carried_bytes += report.arrived_bytes
+        self._mended += report.mended_edges
+
+
+def _against(report: SyncReport) -> Metric:
+    took = profile(report)
+    family = GaugeMetricFamily(
+        "orchestrrl_sync_transfer_ratio",
+        "What carrying the last version took, over the plan's estimate of it and over the bound that no plan beats; "
+        "absent where not all was carried.",
+        labels=["of"],
+    )
+    for of, value in (("estimate", took.over_estimate), ("bound", took.over_bound)):
+        if value is not None:
+            family.add_metric([of], value)
+    return family

@@ -1,0 +1,101 @@
+"""The network that a sync goes over, as the planner has it. Pure.
+
+All rates are shares of what is there; circuits and ToRs without a limit get one that is never felt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from orchestrrl.weights.model import PeerId
+from orchestrrl.weights.settings import WeightSettings
+from planner.sync_tree.model import Pairs, Shard, SyncProblem, pairs_of
+
+_NO_LIMIT = 2**16  # circuits
+
+
+@dataclass(frozen=True, slots=True)
+class Station:
+    """Where a peer is in the network."""
+
+    pod: str
+    tor: str
+    nic_gbps: float
+
+
+@dataclass(frozen=True, slots=True)
+class PairLink:
+    """What joins two PoDs directly: so many circuits, each of this rate, in each direction."""
+
+    circuits: int
+    gbps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What a sync may use. Circuits of a pod or a ToR that is not named are no limit."""
+
+    link_gbps: float
+    stations: Mapping[PeerId, Station]
+    boundary_circuits: Mapping[str, int] = field(default_factory=dict)  # by pod: that can cross its boundary
+    tor_circuits: Mapping[str, int] = field(default_factory=dict)  # by ToR: upwards
+    # Between pods, in order of their names, as they are; None: any that the boundaries allow can be made.
+    pairs: Mapping[tuple[str, str], PairLink] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Bytes of a shard that the same peers have, and the same lack."""
+
+    shard: str
+    offset: int
+    bytes: int
+    holders: tuple[PeerId, ...]
+    receivers: tuple[PeerId, ...]
+
+
+def sync_problem(
+    segments: Sequence[Segment], ids: Sequence[PeerId], network: Network, settings: WeightSettings
+) -> SyncProblem:
+    place = {peer: number for number, peer in enumerate(ids)}
+    stations = [network.stations[peer] for peer in ids]
+    pods = sorted({station.pod for station in stations})
+    tors = sorted({(station.pod, station.tor) for station in stations})
+    link_gbps = network.link_gbps * settings.rate_share
+    nic_gbps = [station.nic_gbps * settings.rate_share for station in stations]
+    # Of a ToR that is not named: more than can ever come together below it.
+    tor_gbps = [
+        network.tor_circuits[tor] * link_gbps if tor in network.tor_circuits else 2 * sum(nic_gbps) for _, tor in tors
+    ]
+    return SyncProblem(
+        link_gbps=link_gbps,
+        pods=tuple(pods),
+        boundary_circuits=np.array([network.boundary_circuits.get(pod, _NO_LIMIT) for pod in pods], dtype=np.int64),
+        tors=tuple("/".join(tor) for tor in tors),
+        tor_gbps=np.array(tor_gbps, dtype=np.float64),
+        endpoints=tuple(ids),
+        pod=np.array([pods.index(station.pod) for station in stations], dtype=np.int64),
+        tor=np.array([tors.index((station.pod, station.tor)) for station in stations], dtype=np.int64),
+        nic_gbps=np.array(nic_gbps, dtype=np.float64),
+        shards=tuple(
+            Shard(
+                f"{each.shard}+{each.offset}",
+                each.bytes,
+                tuple(place[peer] for peer in each.holders),
+                tuple(place[peer] for peer in each.receivers),
+            )
+            for each in segments
+        ),
+        seeds_per_pod=settings.seeds_per_pod,
+        chunk_bytes=settings.chunk_bytes,
+        hop_latency_s=settings.hop_latency_s,
+        pairs=None if network.pairs is None else _pairs(network.pairs, pods, settings.rate_share),
+    )
+
+
+def _pairs(links: Mapping[tuple[str, str], PairLink], pods: Sequence[str], share: float) -> Pairs:
+    """Of those pods that have to do with it."""
+    place = {pod: number for number, pod in enumerate(pods)}
+    own = [(a, b, each.circuits, each.gbps * share) for (a, b), each in sorted(links.items()) if {a, b} <= set(pods)]
+    return pairs_of(place, own)

@@ -1,0 +1,25 @@
+"""Whether the fleet's weights are still those that a weight sync brought: a trainer may bring others in its own way,
+and tell the gate their version. Then nothing is ours to repair or to bring back until a version is published again."""
+
+import logging
+
+from orchestrrl.weights.controller.actions import Hands
+from orchestrrl.weights.controller.state import Fleet
+
+logger = logging.getLogger(__name__)
+
+
+def notice_others(hands: Hands) -> bool:
+    """Whether somebody has told the gate another version than the committed one, since that was told. It is the fleet's
+    no longer then, which is written down. Where the gate knows none, or has not heard of ours yet, nobody has."""
+    committed, newest = hands.book.fleet.committed, hands.fence.state.newest
+    if committed is None or newest is None:
+        return False
+    if newest == committed.version:
+        hands.book.was_told = True
+        return False
+    if not hands.book.was_told and newest == committed.before:
+        return False
+    logger.warning("the fleet has version %d by another way: version %d is no longer its", newest, committed.version)
+    hands.book.stands(Fleet())
+    return True

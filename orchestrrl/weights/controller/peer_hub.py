@@ -1,0 +1,346 @@
+"""The peers that are attached, and the orders on their way to each: each has an id and one result.
+
+A peer that attaches again replaces its old stream, and is given again what it has not answered; it does nothing twice.
+Hosts' clocks may differ: a deadline is given in the peer's, and lies there at ours or before it.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import LimitReached, OutcomeUnknown, ProblemFaults, Retryable, shorten
+from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerRole
+from orchestrrl.weights.orders import Arrived, EdgeEvent, Order, PeerNews, PeerOrder, PeerResult, by_clock
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+MOST_CHARACTERS = 1024  # of a name that a peer says of itself
+MOST_ITEMS = 4096  # engines of a peer, and versions that it holds
+FORGET_AFTER_S = 3600.0  # a peer that went away, where there is no room for another
+REATTACH_S = 1.0  # how soon a peer that went away is expected back
+# What a listener hears of a peer; None: it has gone away.
+Heard = Peer | EdgeEvent | Arrived | None
+Listener = Callable[[PeerId, Heard], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerState:
+    """A peer that is or was attached, as it last introduced itself."""
+
+    peer: Peer
+    attached: bool
+    heard_s: float  # last; of one that has gone: when it went
+
+
+@dataclass(slots=True)
+class _Asked:
+    order: PeerOrder
+    answer: asyncio.Future[PeerResult]
+    sent: bool = False
+
+
+class PeerStream:
+    """One peer's stream of orders, from its introduction to its end."""
+
+    def __init__(self, hub: "PeerHub", peer: PeerId, waiting: Mapping[str, _Asked]) -> None:
+        self.peer = peer
+        self._hub = hub
+        self._waiting = waiting  # what is yet to be answered, by order; the hub's own
+        self._queue = deque(waiting)
+        self._news = asyncio.Event()
+        self._news.set()
+        self.ended = False
+        self.ahead_s = 0.0  # the peer's clock, of ours: at least so much; as long as it has not said the time, none
+
+    async def orders(self) -> AsyncIterator[PeerOrder]:
+        """Each as it comes, until `end`, or until the peer has attached anew. What nobody waits for any more is left
+        out."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while not self.ended and self._queue:
+                asked = self._waiting.get(self._queue.popleft())
+                if asked is not None:
+                    asked.sent = True
+                    yield by_clock(asked.order, self.ahead_s)
+            if self.ended:
+                return
+
+    def stamped(self, sent_s: float) -> None:
+        """The peer's clock when it sent what has come now. By now it is past that, if anything: a deadline moved by the
+        difference is never later than ours, however long an order then waits on its way. It is earlier by what the
+        message was late, until the next one."""
+        if math.isfinite(sent_s):
+            self.ahead_s = sent_s - self._hub.now_s()
+
+    def told(self, news: PeerNews) -> None:
+        """What the peer says. Of a stream that has ended nothing counts: it will say it again."""
+        if not self.ended:
+            self._hub.told(self.peer, news)
+
+    def end(self) -> None:
+        """Harmless when it has ended."""
+        if not self.ended:
+            self.close()
+            self._hub.ended(self)
+
+    # The rest is the hub's to call.
+
+    def put(self, order_id: str) -> None:
+        self._queue.append(order_id)
+        self._news.set()
+
+    def close(self) -> None:
+        self.ended = True
+        self._news.set()
+
+
+@dataclass(slots=True)
+class _Known:
+    state: PeerState
+    stream: PeerStream | None = None
+    waiting: dict[str, _Asked] = field(default_factory=dict)
+
+
+class _Peers(Mapping[PeerId, PeerState]):
+    """What is known of each, by id. It is looked at for each of thousands of peers, so nothing is copied."""
+
+    def __init__(self, known: Mapping[PeerId, _Known]) -> None:
+        self._known = known
+
+    def __getitem__(self, peer: PeerId) -> PeerState:
+        return self._known[peer].state
+
+    def __iter__(self) -> Iterator[PeerId]:
+        return iter(sorted(self._known))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+class PeerHub:
+    """All peers of one daemon. `generation` is its journal's; a peer is waited for `patience_s` when it has gone."""
+
+    def __init__(self, clock: Clock, generation: int, patience_s: float = 30.0, most_peers: int = 8192) -> None:
+        self._most_peers = most_peers
+        self._clock = clock
+        self._generation = generation
+        self._patience_s = patience_s
+        self._numbers = itertools.count(1)
+        self._known: dict[PeerId, _Known] = {}
+        self._peers = _Peers(self._known)
+        self._by_engine: dict[EngineId, PeerId] | None = None  # who is attached; None: to be found again
+        self._listeners: list[Listener] = []
+
+    @property
+    def peers(self) -> Mapping[PeerId, PeerState]:
+        """Every peer that ever attached, by id; as of now, whenever it is looked at."""
+        return self._peers
+
+    def with_engine(self, engine: EngineId) -> Peer | None:
+        """The attached one that installs into it."""
+        if self._by_engine is None:
+            self._by_engine = {
+                each.engine: id
+                for id in sorted(self._known, reverse=True)
+                if self._known[id].state.attached
+                for each in self._known[id].state.peer.engines
+            }
+        id = self._by_engine.get(engine)
+        return None if id is None else self._known[id].state.peer
+
+    def now_s(self) -> float:
+        return self._clock.now_s()
+
+    def ours_s(self, peer: PeerId, theirs_s: float) -> float:
+        """A time by the clock of the peer's host, by ours; where it is not attached, or has not said the time: as it
+        is."""
+        known = self._known.get(peer)
+        return theirs_s if known is None or known.stream is None else theirs_s - known.stream.ahead_s
+
+    def listen(self, listener: Listener) -> None:
+        """It is called with what peers tell, but for results, and when they come and go."""
+        self._listeners.append(listener)
+
+    def attach(self, peer: Peer) -> PeerStream:
+        """Raises ProblemFaults and LimitReached."""
+        if faults := self._faults(peer):
+            raise ProblemFaults(faults)
+        self._make_room(peer.id)
+        peer = self._without_others(peer)
+        state = PeerState(peer, True, self._clock.now_s())
+        known = self._known.setdefault(peer.id, _Known(state))
+        if known.stream is not None:
+            known.stream.close()
+        known.state = state
+        known.stream = PeerStream(self, peer.id, known.waiting)
+        self._make_way(peer)
+        self._tell(peer.id, peer)
+        return known.stream
+
+    async def ask(self, peer: PeerId, order: Order, within_s: float, patience_s: float | None = None) -> PeerResult:
+        """The peer's answer. Raises Retryable when the order has not been given, because the peer has gone and did not
+        come back in time; OutcomeUnknown when it was given and there is no answer."""
+        known = self._known.get(peer)
+        if known is None:
+            raise Retryable(f"peer {peer} is not attached", REATTACH_S)
+        id = f"w{self._generation}-{next(self._numbers)}"
+        asked = _Asked(PeerOrder(id, self._generation, order), asyncio.get_running_loop().create_future())
+        known.waiting[id] = asked
+        if known.stream is not None:
+            known.stream.put(id)
+        watch = asyncio.ensure_future(
+            self._until_hopeless(peer, within_s, self._patience_s if patience_s is None else patience_s)
+        )
+        try:
+            either: set[asyncio.Future[Any]] = {asked.answer, watch}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if asked.answer.done():
+                return asked.answer.result()
+            why = f"peer {peer}: {order.kind}: {watch.result()}"
+            raise OutcomeUnknown(why) if asked.sent else Retryable(why, REATTACH_S)
+        finally:
+            watch.cancel()
+            known.waiting.pop(id, None)
+
+    def close(self) -> None:
+        """End every stream, so that peers notice at once and attach to the next daemon."""
+        for known in self._known.values():
+            if known.stream is not None:
+                known.stream.close()
+
+    # --- called by streams
+
+    def told(self, peer: PeerId, news: PeerNews) -> None:
+        known = self._known[peer]
+        now_s = self._clock.now_s()
+        if isinstance(news, PeerResult):
+            known.state = PeerState(known.state.peer, known.state.attached, now_s)
+            asked = known.waiting.get(news.id)
+            if asked is not None and not asked.answer.done():
+                asked.answer.set_result(news)
+            return
+        if isinstance(news, Peer):
+            if faults := self._faults(news) + ([] if news.id == peer else [f"id: must stay {peer}, got {news.id!r}"]):
+                logger.error("peer %s says of itself what cannot be: %s", peer, "; ".join(faults))
+                return
+            news = self._without_others(news)
+            known.state = PeerState(news, known.state.attached, now_s)
+            self._make_way(news)
+        else:
+            known.state = PeerState(known.state.peer, known.state.attached, now_s)
+        self._tell(peer, news)
+
+    def ended(self, stream: PeerStream) -> None:
+        known = self._known[stream.peer]
+        if known.stream is stream:
+            known.stream = None
+            known.state = PeerState(known.state.peer, False, self._clock.now_s())
+            self._tell(stream.peer, None)
+
+    # --- inside
+
+    async def _until_hopeless(self, peer: PeerId, within_s: float, patience_s: float) -> str:
+        """Returns when no answer is to be expected any more, with why."""
+        by_s = self._clock.now_s() + within_s
+        while True:
+            state, now_s = self._known[peer].state, self._clock.now_s()
+            gone_until_s = state.heard_s + patience_s
+            if now_s >= by_s:
+                return f"has not answered within {within_s:g} s"
+            if not state.attached and now_s >= gone_until_s:
+                return f"has been gone for {now_s - state.heard_s:.0f} s"
+            await self._clock.sleep(min(by_s, max(gone_until_s, now_s + REATTACH_S)) - now_s)
+
+    def _faults(self, peer: Peer) -> list[str]:
+        faults = [] if peer.id else ["id: must not be empty, got ''"]
+        faults += [
+            f"{name}: must be at most {MOST_CHARACTERS} printable characters, got {shorten(text)}"
+            for name, text in _names_of(peer)
+            if len(text) > MOST_CHARACTERS or not text.isprintable()
+        ]
+        for name, items in (("engines", peer.engines), ("held", peer.held), ("serves", peer.serves)):
+            if len(items) > MOST_ITEMS:
+                faults.append(f"{name}: must have at most {MOST_ITEMS} items, got {len(items)}")
+        if (peer.engines or peer.ranks_of) and peer.role is not PeerRole.ENGINE:
+            faults.append(f"engines: only of peers with role engine, got role {peer.role}")
+        for place, engine in enumerate(peer.ranks_of):
+            if any(engine == each.engine for each in peer.engines):
+                faults.append(f"ranks_of[{place}]: is this peer's own engine, got {engine!r}")
+        for place, each in enumerate(peer.engines):
+            for other, known in self._known.items():
+                mine = {engine.engine for engine in known.state.peer.engines if not engine.given}
+                if other != peer.id and known.state.attached and each.engine in mine and not each.given:
+                    faults.append(f"engines[{place}].engine: is peer {other}'s already, got {each.engine!r}")
+        return faults
+
+    def _make_room(self, peer: PeerId) -> None:
+        """Forget peers that have been away for long, if this is one too many."""
+        if peer in self._known or len(self._known) < self._most_peers:
+            return
+        gone_s = self._clock.now_s() - FORGET_AFTER_S
+        for id, known in list(self._known.items()):
+            if not known.state.attached and not known.waiting and known.state.heard_s < gone_s:
+                del self._known[id]
+        if len(self._known) >= self._most_peers:
+            limit = f"at most {self._most_peers} peers can be known at a time (limits.nodes)"
+            raise LimitReached(f"id: {limit}, got {shorten(peer)} as one more")
+
+    def _without_others(self, peer: Peer) -> Peer:
+        """An engine that it was once told of may be another's by now: it is told so soon."""
+        if not any(each.given for each in peer.engines):
+            return peer
+        taken = {
+            each.engine
+            for other, known in self._known.items()
+            if other != peer.id and known.state.attached
+            for each in known.state.peer.engines
+        }
+        left = tuple(each for each in peer.engines if not (each.given and each.engine in taken))
+        if left == peer.engines:
+            return peer
+        logger.warning("peer %s names engines that are another's: %s", peer.id, _named(set(peer.engines) - set(left)))
+        return replace(peer, engines=left)
+
+    def _make_way(self, peer: Peer) -> None:
+        """Engines that it was started with are no other's, who was only told of them."""
+        own = {each.engine for each in peer.engines if not each.given}
+        for other, known in self._known.items() if own else ():
+            before = known.state.peer
+            if not before.serves:
+                continue
+            left = tuple(each for each in before.engines if not (each.given and each.engine in own))
+            if other != peer.id and left != before.engines:
+                lost = set(before.engines) - set(left)
+                logger.warning("peer %s names engines that peer %s was told of: %s", peer.id, other, _named(lost))
+                known.state = replace(known.state, peer=replace(before, engines=left))
+                self._tell(other, known.state.peer if known.state.attached else None)
+
+    def _tell(self, peer: PeerId, news: Heard) -> None:
+        if news is None or isinstance(news, Peer):
+            self._by_engine = None
+        for listener in self._listeners:
+            listener(peer, news)
+
+
+def _names_of(peer: Peer) -> Iterator[tuple[str, str]]:
+    for name, text in (("id", peer.id), ("host", peer.host), ("folder", peer.folder)):
+        yield name, text
+    yield from (("place.pod", peer.place.pod), ("place.tor", peer.place.tor))
+    for place, engine in enumerate(peer.engines):
+        yield from ((f"engines[{place}].engine", engine.engine), (f"engines[{place}].url", engine.url))
+    for place, text in enumerate(peer.serves):
+        yield f"serves[{place}]", text
+    for place, text in enumerate(peer.ranks_of):
+        yield f"ranks_of[{place}]", text
+
+
+def _named(engines: Iterable[EngineAt | EngineId]) -> str:
+    return ", ".join(sorted(each.engine if isinstance(each, EngineAt) else each for each in engines))

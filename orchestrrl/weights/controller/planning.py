@@ -1,0 +1,389 @@
+"""From what peers hold and need to who sends what to whom: shards, waves, and orders for both. Pure."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.weights.controller.edges import edges_of
+from orchestrrl.weights.controller.network import Network, PairLink, Segment, Station, sync_problem
+from orchestrrl.weights.model import (
+    DTYPE_BYTES,
+    Held,
+    Part,
+    Peer,
+    PeerId,
+    PeerRole,
+    Range,
+    ShardMap,
+    Share,
+    TensorMeta,
+    VersionMap,
+)
+from orchestrrl.weights.orders import Edge, OpenVersion
+from orchestrrl.weights.publication import Publication
+from orchestrrl.weights.settings import WeightSettings
+from planner.sync_tree.model import Unreachable
+from planner.sync_tree.parameters import Box
+from planner.sync_tree.plan import make_plan
+from planner.sync_tree.reshard import Resharded, Slice, reshard_boxes
+from planner.sync_tree.shares import needed_boxes
+
+_WAVE_HOPS = 2  # that the edges of a wave take to be joined, and their first chunk to come
+
+__all__ = ["Holding", "Network", "PairLink", "PlannedSync", "Station", "plan_repair", "plan_sync"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSync:
+    """What a version's way takes. `edges` have ids of their own, and each its time by the plan's model."""
+
+    version: int
+    map: VersionMap  # all of it, whoever has to do with it
+    bytes: int  # of the version, each byte once
+    opens: Mapping[PeerId, OpenVersion]  # for all who hold or receive; sums are filled in when they are known
+    summed_by: Mapping[str, PeerId]  # who is asked for a shard's sums: one of those who hold it
+    edges: tuple[Edge, ...]
+    planned_s: Mapping[str, float]  # by edge
+    estimate_s: float
+    lower_bound_s: float
+    naive_s: float
+    waves: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a peer has of a version already, received or staged, by the map that it was opened with there."""
+
+    map: VersionMap
+    missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)  # by shard
+
+
+def plan_sync(
+    version: int,
+    publications: Sequence[Publication],
+    peers: Iterable[Peer],
+    network: Network,
+    settings: WeightSettings,
+    *,
+    have: Mapping[PeerId, Holding] | None = None,
+    attempt: int = 0,
+) -> PlannedSync:
+    """From the parts that trainers have staged, and what peers `have` of the version since an earlier attempt, to all
+    peers of engines. `attempt` keeps ids of edges apart. Raises ProblemFaults for what does not fit together, and
+    Unreachable where no way leads to somebody."""
+    known = {peer.id: peer for peer in peers}
+    faults, tensors = _merged_tensors(version, publications)
+    faults += _who_is_unknown(publications, known, network)
+    if faults:
+        raise ProblemFaults(faults)
+    ids = sorted(known)
+    parts = {peer: _parts(publications, peer) for peer in ids}
+    having = {end: _having(parts[peer], (have or {}).get(peer), tensors) for end, peer in enumerate(ids)}
+    needing = {end: _needing(known[peer], tensors) for end, peer in enumerate(ids) if _has_engines(known[peer])}
+    try:
+        sharded = reshard_boxes(
+            {name: (meta.shape, DTYPE_BYTES[meta.dtype]) for name, meta in tensors.items()}, having, needing
+        )
+    except ValueError as error:
+        raise ProblemFaults([f"tensors.{error}"]) from None
+    maps = {each.shard.id: ShardMap(each.shard.id, each.shard.bytes, each.slices) for each in sharded}
+    whole = VersionMap(
+        version, tuple(tensors[name] for name in sorted(tensors)), tuple(maps.values()), settings.chunk_bytes
+    )
+    opens = {
+        peer: _opened(whole, parts[peer], end, sharded)
+        for end, peer in enumerate(ids)
+        if parts[peer] or any(end in (*each.shard.holders, *each.shard.receivers) for each in sharded)
+    }
+    segments = [
+        Segment(each.shard.id, 0, each.shard.bytes, _named(ids, each.shard.holders), _named(ids, each.shard.receivers))
+        for each in sharded
+    ]
+    planned = _planned(whole, opens, segments, known, network, settings, attempt)
+    # What came in an earlier attempt is found by its sums, so these are of what trainers have staged.
+    return replace(planned, summed_by=_summed_by(_staged_alone(segments, whole, parts, have or {}, tensors)))
+
+
+def plan_repair(
+    fleet: VersionMap,
+    receivers: Collection[PeerId],
+    peers: Iterable[Peer],
+    network: Network,
+    settings: WeightSettings,
+    *,
+    held: Mapping[PeerId, Held] | None = None,
+    attempt: int = 0,
+) -> PlannedSync:
+    """Of a version that is in the fleet already, what these peers lack, from whoever has it. `held`: what is known of
+    who has what; else peers' own words. Only receivers are told to open it. Raises ProblemFaults, and Unreachable where
+    nobody has some of it or no way leads to somebody."""
+    known = {peer.id: peer for peer in peers}
+    faults = [f"receivers: must be attached, got {peer!r}" for peer in sorted(receivers) if peer not in known]
+    faults += _who_is_unknown((), known, network)
+    if faults:
+        raise ProblemFaults(faults)
+    if held is None:
+        held = {peer.id: each for peer in known.values() for each in peer.held if each.version == fleet.version}
+    tensors = {tensor.name: tensor for tensor in fleet.tensors}
+    own = {peer: _touching(fleet, _needing(known[peer], tensors)) for peer in sorted(receivers)}
+    missing = {peer: {shard.id: _lacks(shard, held.get(peer)) for shard in shards} for peer, shards in own.items()}
+    segments: list[Segment] = []
+    for shard in fleet.shards:
+        wanted = {peer: each[shard.id] for peer, each in missing.items() if each.get(shard.id)}
+        there = {
+            peer: missing.get(peer, {}).get(shard.id, each.missing.get(shard.id, ()))
+            for peer, each in held.items()
+            if peer in known and shard.id in each.shards
+        }
+        segments += _segments(shard, wanted, there)
+    if lost := [each for each in segments if not each.holders]:
+        told = [f"{each.shard} from byte {each.offset} to {each.offset + each.bytes}" for each in lost]
+        more = f" and {len(told) - 8} more" if len(told) > 8 else ""
+        raise Unreachable(f"nobody has {', '.join(told[:8])}{more}")
+    opens = {peer: _opened_again(fleet, shards) for peer, shards in own.items()}
+    return _planned(fleet, opens, segments, known, network, settings, attempt)
+
+
+def _touching(fleet: VersionMap, needs: Mapping[str, tuple[Box, ...]]) -> tuple[ShardMap, ...]:
+    """Shards of which some is needed."""
+
+    def is_needed(piece: Slice) -> bool:
+        return any(
+            all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(piece.box, box, strict=True))
+            for box in needs.get(piece.parameter, ())
+        )
+
+    return tuple(shard for shard in fleet.shards if any(is_needed(piece) for piece in shard.slices))
+
+
+def _lacks(shard: ShardMap, held: Held | None) -> tuple[Range, ...]:
+    if held is None or shard.id not in held.shards:
+        return ((0, shard.bytes),)
+    return held.missing.get(shard.id, ())
+
+
+def _segments(
+    shard: ShardMap, wanted: Mapping[PeerId, Sequence[Range]], there: Mapping[PeerId, Sequence[Range]]
+) -> list[Segment]:
+    """`wanted`: what of it peers lack; `there`: what who holds some of it lacks."""
+    points = {
+        at for ranges in (*wanted.values(), *there.values()) for first, size in ranges for at in (first, first + size)
+    }
+    found: list[Segment] = []
+    for first, last in itertools.pairwise(sorted({0, shard.bytes, *points})):
+        receivers = tuple(peer for peer, ranges in sorted(wanted.items()) if _is_in(first, ranges))
+        holders = tuple(peer for peer, ranges in sorted(there.items()) if not _is_in(first, ranges))
+        before = found[-1] if found else None
+        if before and (before.offset + before.bytes, before.holders, before.receivers) == (first, holders, receivers):
+            found[-1] = Segment(shard.id, before.offset, last - before.offset, holders, receivers)
+        elif receivers:
+            found.append(Segment(shard.id, first, last - first, holders, receivers))
+    return found
+
+
+def _is_in(place: int, ranges: Sequence[Range]) -> bool:
+    return any(first <= place < first + size for first, size in ranges)
+
+
+def _opened_again(fleet: VersionMap, shards: tuple[ShardMap, ...]) -> OpenVersion:
+    names = {piece.parameter for shard in shards for piece in shard.slices}
+    tensors = tuple(tensor for tensor in fleet.tensors if tensor.name in names)
+    return OpenVersion(VersionMap(fleet.version, tensors, shards, fleet.block_bytes))
+
+
+def _has_engines(peer: Peer) -> bool:
+    return peer.role is PeerRole.ENGINE or bool(peer.engines)
+
+
+def _named(ids: Sequence[PeerId], ends: Iterable[int]) -> tuple[PeerId, ...]:
+    return tuple(ids[end] for end in ends)
+
+
+def _merged_tensors(version: int, publications: Sequence[Publication]) -> tuple[list[str], dict[str, TensorMeta]]:
+    faults: list[str] = []
+    tensors: dict[str, TensorMeta] = {}
+    for place, each in enumerate(publications):
+        if each.version != version:
+            faults.append(f"publications[{place}].version: must be {version}, got {each.version}")
+        for tensor in each.tensors:
+            first = tensors.setdefault(tensor.name, tensor)
+            if first != tensor:
+                faults.append(
+                    f"publications[{place}].tensors.{tensor.name}: is {first.dtype} {first.shape} elsewhere,"
+                    f" got {tensor.dtype} {tensor.shape}"
+                )
+    return faults, tensors
+
+
+def _who_is_unknown(
+    publications: Sequence[Publication], known: Mapping[PeerId, Peer], network: Network
+) -> Iterator[str]:
+    for place, each in enumerate(publications):
+        if each.peer not in known:
+            yield f"publications[{place}].peer: is not attached, got {each.peer!r}"
+    for peer in known:
+        if peer not in network.stations:
+            yield f"peers.{peer}: is nowhere in the network, got no station"
+
+
+def _parts(publications: Sequence[Publication], peer: PeerId) -> tuple[Part, ...]:
+    own = sorted((each for each in publications if each.peer == peer), key=lambda each: each.rank)
+    return tuple(Part(each.rank, each.boxes) for each in own)
+
+
+def _having(
+    parts: Sequence[Part], holding: Holding | None, tensors: Mapping[str, TensorMeta]
+) -> Mapping[str, tuple[Box, ...]]:
+    found: dict[str, dict[Box, None]] = defaultdict(dict)
+    for part in parts:
+        for name, boxes in part.boxes.items():
+            found[name].update(dict.fromkeys(boxes))
+    for name, box in _received(holding, tensors) if holding else ():
+        found[name][box] = None
+    return {name: tuple(boxes) for name, boxes in found.items()}
+
+
+def _received(holding: Holding, tensors: Mapping[str, TensorMeta]) -> Iterator[tuple[str, Box]]:
+    """Boxes that are there whole; of one that is there in part, its whole rows."""
+    for shard in holding.map.shards:
+        missing = holding.missing.get(shard.id, ())
+        there = _gaps(missing, shard.bytes)
+        for piece in shard.slices:
+            if piece.parameter in tensors:
+                for first, size in there:
+                    start = max(first, piece.offset) - piece.offset
+                    end = min(first + size, piece.offset + piece.bytes) - piece.offset
+                    if start < end:
+                        yield from ((piece.parameter, box) for box in _rows(piece, start, end))
+
+
+def _gaps(ranges: Sequence[Range], size: int) -> list[Range]:
+    """What they leave of so many bytes."""
+    found, at = [], 0
+    for offset, length in sorted(ranges):
+        if offset > at:
+            found.append((at, offset - at))
+        at = max(at, offset + length)
+    return [*found, (at, size - at)] if at < size else found
+
+
+def _rows(piece: Slice, start: int, end: int) -> Iterator[Box]:
+    """Of a slice, what lies between two of its bytes, as far as it is whole along its first axis of any length."""
+    box = piece.box
+    axis = next((axis for axis, (first, last) in enumerate(box) if last - first > 1), None)
+    if axis is None:
+        if (start, end) == (0, piece.bytes):
+            yield box
+        return
+    row = piece.bytes // (box[axis][1] - box[axis][0])
+    first, last = box[axis][0] + -(-start // row), box[axis][0] + end // row
+    if first < last:
+        yield (*box[:axis], (first, last), *box[axis + 1 :])
+
+
+def _needing(peer: Peer, tensors: Mapping[str, TensorMeta]) -> Mapping[str, tuple[Box, ...]]:
+    return _needed(peer.share, tuple((name, meta.shape) for name, meta in tensors.items()))
+
+
+@lru_cache(maxsize=64)  # peers with the same share are one to `reshard_boxes`
+def _needed(share: Share, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Mapping[str, tuple[Box, ...]]:
+    return needed_boxes(
+        dict(shapes),
+        tp=share.tp,
+        tp_ranks=share.tp_ranks,
+        pp=share.pp,
+        pp_ranks=share.pp_ranks,
+        ep=share.ep,
+        ep_ranks=share.ep_ranks,
+    )
+
+
+def _opened(
+    whole: VersionMap,
+    parts: tuple[Part, ...],
+    end: int,
+    sharded: Sequence[Resharded],
+) -> OpenVersion:
+    own = [each for each in sharded if end in each.shard.holders or end in each.shard.receivers]
+    names = {name for part in parts for name in part.boxes} | {piece.parameter for each in own for piece in each.slices}
+    maps = {shard.id: shard for shard in whole.shards}
+    return OpenVersion(
+        VersionMap(
+            whole.version,
+            tuple(tensor for tensor in whole.tensors if tensor.name in names),
+            tuple(maps[each.shard.id] for each in own),
+            whole.block_bytes,
+        ),
+        parts,
+        at_home=tuple(each.shard.id for each in own if end in each.at_home),
+    )
+
+
+def _planned(
+    whole: VersionMap,
+    opens: Mapping[PeerId, OpenVersion],
+    segments: Sequence[Segment],
+    known: Mapping[PeerId, Peer],
+    network: Network,
+    settings: WeightSettings,
+    attempt: int,
+) -> PlannedSync:
+    ids = sorted({peer for each in segments for peer in (*each.holders, *each.receivers)})
+    problem = sync_problem(segments, ids, network, settings)
+    plan = make_plan(problem, wave_s=_WAVE_HOPS * settings.hop_latency_s)
+    edges, planned_s = edges_of(problem, plan, segments, known, network, settings, attempt)
+    return PlannedSync(
+        version=whole.version,
+        map=whole,
+        bytes=sum(tensor.bytes for tensor in whole.tensors),
+        opens=opens,
+        summed_by=_summed_by(segments),
+        edges=edges,
+        planned_s=planned_s,
+        estimate_s=plan.estimate_s,
+        lower_bound_s=plan.lower_bound_s,
+        naive_s=plan.naive_s,
+        waves=len(plan.waves),
+    )
+
+
+def _staged_alone(
+    segments: Iterable[Segment],
+    whole: VersionMap,
+    parts: Mapping[PeerId, Sequence[Part]],
+    have: Mapping[PeerId, Holding],
+    tensors: Mapping[str, TensorMeta],
+) -> Iterator[Segment]:
+    """Without those holders that have received some of it."""
+    shards = {shard.id: shard for shard in whole.shards}
+    for each in segments:
+        staged = [peer for peer in each.holders if parts[peer]]
+        staged = [peer for peer in staged if peer not in have or _is_staged(shards[each.shard], parts[peer], tensors)]
+        yield replace(each, holders=tuple(staged))
+
+
+def _is_staged(shard: ShardMap, parts: Sequence[Part], tensors: Mapping[str, TensorMeta]) -> bool:
+    """Whether parts have all of it."""
+    needed: dict[str, list[Box]] = defaultdict(list)
+    for piece in shard.slices:
+        needed[piece.parameter].append(piece.box)
+    shapes = {name: (tensors[name].shape, DTYPE_BYTES[tensors[name].dtype]) for name in needed}
+    try:
+        reshard_boxes(shapes, {0: _having(parts, None, tensors)}, {1: needed})
+    except ValueError:
+        return False
+    return True
+
+
+def _summed_by(segments: Iterable[Segment]) -> dict[str, PeerId]:
+    """Whoever has least to sum already."""
+    bytes_of: dict[PeerId, int] = defaultdict(int)
+    found: dict[str, PeerId] = {}
+    for each in segments:
+        if each.holders:
+            found[each.shard] = min(each.holders, key=lambda peer: (bytes_of[peer], peer))
+            bytes_of[found[each.shard]] += each.bytes
+    return found

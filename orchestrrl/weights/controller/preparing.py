@@ -1,0 +1,148 @@
+"""Before a version's bytes are on their way: over which circuits, what is sent by whom, and all sums."""
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.fabric.weight_circuits import Brought
+from orchestrrl.weights.controller.actions import Hands
+from orchestrrl.weights.controller.carrying import Failed, each_done, sums
+from orchestrrl.weights.controller.planning import Holding, Network, PlannedSync, plan_sync
+from orchestrrl.weights.controller.reports import SyncPhase, SyncState
+from orchestrrl.weights.controller.state import SyncRecord
+from orchestrrl.weights.model import Peer, PeerId, VersionMap
+from orchestrrl.weights.orders import Check
+from orchestrrl.weights.publication import Publication
+
+LOOK_S = 0.25  # how often it is looked whether who is missing has come
+
+
+def named(planned: PlannedSync, name: str) -> PlannedSync:
+    """Ids of edges are nobody else's, whenever that was: a peer may know edges of a version with the same number."""
+    edges = tuple(replace(edge, id=f"{name}.{edge.id}") for edge in planned.edges)
+    return replace(planned, edges=edges, planned_s={f"{name}.{id}": each for id, each in planned.planned_s.items()})
+
+
+class Preparation:
+    """Of one sync, attempt by attempt."""
+
+    def __init__(self, hands: Hands, record: SyncRecord, publications: Sequence[Publication]) -> None:
+        self.network: Network | None = None  # as it is since the last plan
+        self._hands = hands
+        self._record = record
+        self._publications = publications
+        self._stands_still = publications[0].install == "at_once"  # the trainer
+        self._plans = 0
+        self._opened: dict[PeerId, VersionMap] = {}  # with this version, by an earlier attempt
+        self._is_up = False  # circuits, or on their way
+        self._tearing: asyncio.Task[None] | None = None
+
+    async def plan(self, receivers: Collection[PeerId]) -> tuple[PlannedSync, VersionMap]:
+        """The plan over the circuits that are there, and the map with all sums."""
+        record, hands = self._record, self._hands
+        record.state(SyncState.PLANNING)
+        await self._trainers_there()
+        have = await self._have(receivers)
+        with record.phase(SyncPhase.PLAN):
+            planned = await self._planned(receivers, hands.circuits.network(), have)
+
+        async def all_sums() -> VersionMap:
+            with record.phase(SyncPhase.SUMS):
+                return await sums(hands.seams, planned)
+
+        self._is_up = True
+        brought, map = await each_done([self._bring_up(planned), all_sums()])
+        self.network = brought.network
+        if brought.notes:  # it is not as the plan had it
+            with record.phase(SyncPhase.PLAN):
+                planned = await self._planned(receivers, brought.network, have)
+            map = VersionMap(planned.version, planned.map.tensors, map.shards, planned.map.block_bytes)
+        record.put(
+            bytes=planned.bytes,
+            estimate_s=planned.estimate_s,
+            lower_bound_s=planned.lower_bound_s,
+            naive_s=planned.naive_s,
+            waves=planned.waves,
+            edges=len(planned.edges),
+            carried_bytes=sum(edge.bytes for edge in planned.edges),  # to be; in the end, as it was
+        )
+        self._opened = {peer: opened.map for peer, opened in planned.opens.items()}
+        return planned, map
+
+    async def _bring_up(self, planned: PlannedSync) -> Brought:
+        record = self._record
+        lasting: list[SyncPhase] = []
+
+        def on_phase(phase: SyncPhase) -> None:
+            for each in lasting:
+                record.ends(each)
+            lasting[:] = [phase]
+            record.begins(phase)
+
+        try:
+            brought = await self._hands.circuits.bring_up(record.id, planned, on_phase, still=self._stands_still)
+        finally:
+            for each in lasting:
+                record.ends(each)
+        record.note(*brought.notes)
+        return brought
+
+    async def _trainers_there(self) -> None:
+        """What ranks have staged is at their peers."""
+        hands = self._hands
+        until_s = hands.clock.now_s() + hands.settings.patience_s
+        while away := sorted({each.peer for each in self._publications} - set(hands.attached())):
+            if hands.clock.now_s() >= until_s:
+                raise Failed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
+            await hands.clock.sleep(LOOK_S)
+
+    async def _have(self, receivers: Collection[PeerId]) -> dict[PeerId, Holding]:
+        """Bytes that came in an earlier attempt."""
+        found: dict[PeerId, Holding] = {}
+
+        async def of(peer: PeerId) -> None:
+            try:
+                result = await self._hands.seams.done(peer, Check(self._record.report.version), 600.0, "corrupt")
+            except Failed as failure:
+                self._record.note(f"what {peer} has from before is not counted on: {failure.detail}")
+            else:
+                found[peer] = Holding(self._opened[peer], result.missing)
+
+        there = self._hands.attached()
+        await each_done(of(peer) for peer in sorted(self._opened) if peer in there and peer in receivers)
+        return found
+
+    async def _planned(
+        self, receivers: Collection[PeerId], network: Network, have: Mapping[PeerId, Holding]
+    ) -> PlannedSync:
+        wanted = {*receivers, *(each.peer for each in self._publications)}
+        peers: list[Peer] = [peer for id, peer in self._hands.attached().items() if id in wanted]
+        version, settings = self._record.report.version, self._hands.settings
+        self._plans += 1
+        number = self._plans
+        try:
+            planned: PlannedSync = await self._hands.seams.offload(
+                lambda: plan_sync(version, self._publications, peers, network, settings, have=have, attempt=number)
+            )
+        except ValueError as error:
+            raise Failed("unreachable", str(error)) from error
+        return named(planned, self._record.id)
+
+    def tear_down(self) -> None:
+        """Begin to, where circuits were asked for."""
+        if self._is_up:
+            self._is_up = False
+            self._tearing = asyncio.ensure_future(self._tear_down())
+
+    async def torn_down(self) -> None:
+        self.tear_down()
+        if self._tearing is not None:
+            await asyncio.gather(self._tearing, return_exceptions=True)
+
+    async def _tear_down(self) -> None:
+        with self._record.phase(SyncPhase.TEAR_DOWN):
+            try:
+                self._record.note(*await self._hands.circuits.tear_down(self._record.id))
+            except OrchestrRLError as error:
+                self._record.note(f"circuits stay as they are: {error}")

@@ -1,0 +1,194 @@
+"""Where the time of a weight sync went: seconds of each phase, what was waited for when, and the transfer against its
+plan and bound. Pure; what to do about it is advice.py."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrrl.weights.controller.reports import TRANSFER, PhaseTook, SyncPhase, SyncReport, SyncState
+
+PHASE_WORDS: Mapping[SyncPhase, str] = {
+    SyncPhase.OFFLOAD: "trainer offload",
+    SyncPhase.GATHER: "gather",
+    SyncPhase.PUBLISH: "publish",
+    SyncPhase.SUMS: "sums",
+    SyncPhase.PLAN: "plan",
+    SyncPhase.WINDOW: "wait for window",
+    SyncPhase.CIRCUITS: "circuits",
+    SyncPhase.PHASE_A: "phase A",
+    SyncPhase.PHASE_B: "phase B",
+    SyncPhase.CHECK: "check",
+    SyncPhase.NEXT_GATE: "wait for gate",
+    SyncPhase.FENCE: "fence",
+    SyncPhase.INSTALL: "install",
+    SyncPhase.VERIFY: "verify",
+    SyncPhase.COMMIT: "commit",
+    SyncPhase.RESUME: "resume",
+    SyncPhase.TEAR_DOWN: "tear down",
+}
+# Nobody waits for these: requests run, and so may the trainer.
+BESIDE = frozenset({SyncPhase.NEXT_GATE, SyncPhase.TEAR_DOWN})
+# Requests stand still from the beginning of the first to the end of the last.
+STILL = (SyncPhase.FENCE, SyncPhase.INSTALL, SyncPhase.VERIFY, SyncPhase.COMMIT, SyncPhase.RESUME)
+AFTER_TRANSFER = frozenset({SyncPhase.CHECK, SyncPhase.NEXT_GATE, *STILL})
+BEFORE_PREPARED = frozenset({SyncState.PUBLISHING, SyncState.PLANNING, SyncState.CARRYING})
+LEAST_MODELLED_S = 0.01  # transfers of less are over before what processes take for themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What was waited for from `began_s` to `ended_s`; None: no phase says."""
+
+    phase: SyncPhase | None
+    began_s: float
+    ended_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.began_s
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRow:
+    """`seconds` while it ran, over all attempts; of these `waited_s` on the critical path, `share` of the whole."""
+
+    phase: SyncPhase
+    seconds: float
+    waited_s: float
+    share: float
+    is_beside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SyncProfile:
+    """`whole_s`: from the trainer's first move until requests run by the new version, less what nobody waited for."""
+
+    report: SyncReport
+    path: tuple[Stretch, ...]
+    rows: tuple[PhaseRow, ...]  # in order of phases; those that did not happen are left out
+    whole_s: float
+    unnamed_s: float  # of it: no phase says
+    transfer_s: float  # of it: phases A and B
+    still_s: float  # for which requests stood still
+
+    @property
+    def dominating(self) -> SyncPhase | None:
+        """The phase that most of the time was waited for; None where nothing was."""
+        waited = [row for row in self.rows if not row.is_beside and row.waited_s > 0]
+        return max(waited, key=lambda row: row.waited_s).phase if waited else None
+
+    @property
+    def transfer_share(self) -> float:
+        return self.transfer_s / self.whole_s if self.whole_s > 0 else 0.0
+
+    @property
+    def carried_gbps(self) -> float | None:
+        """Over all edges together, while bytes were carried."""
+        return _over(self.report.carried_bytes * 8e-9, self.transfer_s)
+
+    @property
+    def over_estimate(self) -> float | None:
+        """The transfer against the plan's own model of it; None where nothing was planned, not all was carried, or the
+        model's time is one in which processes hardly wake up."""
+        return self._against(self.report.estimate_s)
+
+    @property
+    def over_bound(self) -> float | None:
+        return self._against(self.report.lower_bound_s)
+
+    def _against(self, modelled_s: float) -> float | None:
+        return self.transfer_s / modelled_s if self.is_carried and modelled_s >= LEAST_MODELLED_S else None
+
+    @property
+    def is_carried(self) -> bool:
+        """Every engine's peer has every byte. One that was given up had them if it went on to what comes after."""
+        if self.transfer_s <= 0:
+            return False
+        if self.report.state in (SyncState.ABORTED, SyncState.SUPERSEDED):
+            went = [took.phase for took in self.report.phases if took.phase is not SyncPhase.TEAR_DOWN]
+            return went[-1] in AFTER_TRANSFER
+        return self.report.state not in BEFORE_PREPARED
+
+    def seconds(self, *phases: SyncPhase) -> float:
+        """That were waited for these."""
+        return sum(row.waited_s for row in self.rows if row.phase in phases)
+
+
+def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
+    """`now_s`: until when what lasts is counted; without it, until the last that is known."""
+    path = critical_path(report.phases, _end_s(report, now_s))
+    waited = dict.fromkeys(SyncPhase, 0.0)
+    unnamed_s = 0.0
+    for stretch in path:
+        if stretch.phase is None:
+            unnamed_s += stretch.seconds
+        else:
+            waited[stretch.phase] += stretch.seconds
+    whole_s = unnamed_s + sum(seconds for phase, seconds in waited.items() if phase not in BESIDE)
+    ran = _ran_s(report.phases, _end_s(report, now_s))
+    rows = tuple(
+        PhaseRow(
+            phase,
+            ran[phase],
+            waited[phase],
+            waited[phase] / whole_s if whole_s > 0 and phase not in BESIDE else 0.0,
+            phase in BESIDE,
+        )
+        for phase in SyncPhase
+        if phase in ran
+    )
+    return SyncProfile(
+        report,
+        path,
+        rows,
+        whole_s,
+        unnamed_s,
+        sum(waited[phase] for phase in TRANSFER),
+        sum(stretch.seconds for stretch in path if stretch.phase in STILL),
+    )
+
+
+def critical_path(phases: Sequence[PhaseTook], end_s: float) -> tuple[Stretch, ...]:
+    """What was waited for at each moment from the first phase's beginning to `end_s`. Backwards from the end: of the
+    phases that ended last the one that began last, and from its beginning on the same again."""
+    runs = [(took.phase, took.began_s, _until_s(took, end_s)) for took in phases]
+    runs = [run for run in runs if run[2] > run[1]]
+    path: list[Stretch] = []
+    at_s = end_s
+    while earlier := [run for run in runs if run[1] < at_s]:
+        phase, began_s, ended_s = max(earlier, key=lambda run: (min(run[2], at_s), run[1]))
+        ended_s = min(ended_s, at_s)
+        if ended_s < at_s:
+            path.append(Stretch(None, ended_s, at_s))
+        path.append(Stretch(phase, began_s, ended_s))
+        at_s = began_s
+    return tuple(reversed(path))
+
+
+def phase_words(phase: SyncPhase | None) -> str:
+    return "between phases" if phase is None else PHASE_WORDS[phase]
+
+
+def _end_s(report: SyncReport, now_s: float | None) -> float:
+    """What lasts of a sync that is over ended with it: nobody saw when."""
+    known = [took.began_s for took in report.phases]
+    known += [took.ended_s for took in report.phases if took.ended_s is not None]
+    if report.ended_s is not None:
+        known.append(report.ended_s)
+    elif now_s is not None:
+        known.append(now_s)
+    return max(known, default=report.began_s)
+
+
+def _until_s(took: PhaseTook, end_s: float) -> float:
+    return end_s if took.ended_s is None else min(took.ended_s, end_s)
+
+
+def _ran_s(phases: Sequence[PhaseTook], end_s: float) -> dict[SyncPhase, float]:
+    ran: dict[SyncPhase, float] = {}
+    for took in phases:
+        ran[took.phase] = ran.get(took.phase, 0.0) + max(0.0, _until_s(took, end_s) - took.began_s)
+    return ran
+
+
+def _over(amount: float, of: float) -> float | None:
+    return amount / of if of > 0 else None

@@ -1,0 +1,221 @@
+"""Which bytes of a version are where, as edges end and break, and which of them nobody is bringing. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from orchestrrl.weights.controller.planning import PlannedSync
+from orchestrrl.weights.controller.reports import EdgeTook
+from orchestrrl.weights.model import Held, PeerId, Range
+from orchestrrl.weights.orders import Edge, EdgeEvent
+
+Ranges = dict[str, list[Range]]  # by shard, in order
+
+
+def without(ranges: Iterable[Range], offset: int, size: int) -> list[Range]:
+    """What is left of them, in order."""
+    end, left = offset + size, []
+    for first, length in sorted(ranges):
+        last = first + length
+        if first < min(last, offset):
+            left.append((first, min(last, offset) - first))
+        if max(first, end) < last:
+            left.append((max(first, end), last - max(first, end)))
+    return left
+
+
+def together(ranges: Iterable[Range]) -> list[Range]:
+    """The same bytes, each once."""
+    found: list[Range] = []
+    for first, length in sorted(each for each in ranges if each[1] > 0):
+        if found and found[-1][0] + found[-1][1] >= first:
+            begin = found[-1][0]
+            found[-1] = (begin, max(found[-1][1], first + length - begin))
+        else:
+            found.append((first, length))
+    return found
+
+
+@dataclass(slots=True)
+class _Run:
+    edge: Edge
+    planned_s: float
+    live: bool = True
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    bytes: int = 0
+
+    @property
+    def done(self) -> bool:
+        return not self.live and self.bytes == self.edge.bytes
+
+
+class Progress:
+    """Of one plan and what has replaced parts of it."""
+
+    def __init__(self, planned: PlannedSync, holders: Mapping[PeerId, Held] = MappingProxyType({})) -> None:
+        self.version = planned.version
+        self.runs: dict[str, _Run] = {}
+        self.mended = 0
+        self.missing: dict[PeerId, Ranges] = {}
+        self._shards = {peer: tuple(s.id for s in opened.map.shards) for peer, opened in planned.opens.items()}
+        self._holders = holders
+        self._blamed: dict[PeerId, set[PeerId]] = {}
+        # There are thousands of each, and news of them all the time: what is asked then is kept, not looked for.
+        self._live: dict[str, Edge] = {}
+        self._into: dict[tuple[PeerId, str], dict[str, Edge]] = {}  # those that last, by receiver and shard
+        self._live_in_a = 0
+        self._rates_gbps: dict[tuple[PeerId, str], float] = {}
+        self.lacking_peers: set[PeerId] = set()
+        self.doubtful: set[PeerId] = set()  # who may lack bytes that nobody brings
+        self.add(planned.edges, planned.planned_s)
+        for edge in planned.edges:
+            self._lacks(edge.dst, edge.shard, [(edge.offset, edge.bytes)])
+        self.doubtful.clear()  # the plan brings all
+
+    @property
+    def live(self) -> list[Edge]:
+        return list(self._live.values())
+
+    @property
+    def not_done(self) -> list[Edge]:
+        return [run.edge for run in self.runs.values() if not run.done]
+
+    @property
+    def receivers(self) -> list[PeerId]:
+        return sorted(self.missing)
+
+    @property
+    def carried_bytes(self) -> int:
+        return sum(run.bytes for run in self.runs.values())
+
+    def add(self, edges: Iterable[Edge], planned_s: Mapping[str, float]) -> None:
+        for edge in edges:
+            self.runs[edge.id] = _Run(edge, planned_s.get(edge.id, 0.0))
+            self._live[edge.id] = edge
+            self._into.setdefault((edge.dst, edge.shard), {})[edge.id] = edge
+            self._live_in_a += edge.phase == "A"
+            if edge.rate_gbps:
+                self._rates_gbps.setdefault((edge.dst, edge.shard), edge.rate_gbps)
+
+    def rate_gbps(self, peer: PeerId, shard: str) -> float:
+        """That its first edge was held to, and those that replace it are; 0: all there is."""
+        return self._rates_gbps.get((peer, shard), 0.0)
+
+    def live_of(self, peer: PeerId) -> tuple[Edge, ...]:
+        return tuple(edge for edge in self._live.values() if peer in (edge.src, edge.dst))
+
+    def is_in_phase_a(self) -> bool:
+        return self._live_in_a > 0
+
+    def began(self, event: EdgeEvent) -> None:
+        run = self.runs.get(event.edge)
+        if run is not None and not run.began_s:
+            run.began_s = event.began_s
+
+    def done(self, event: EdgeEvent) -> None:
+        """By its receiver."""
+        run = self.runs.get(event.edge)
+        if run is not None and run.live:
+            run.bytes = run.edge.bytes
+            self._over(run)
+            run.began_s, run.ended_s = event.began_s or run.began_s, event.ended_s
+            self._arrived(run.edge, run.edge.bytes)
+
+    def broken(self, edge_id: str, arrived_bytes: int) -> Edge | None:
+        """What its receiver has of it stays; None: it was over already."""
+        run = self.runs.get(edge_id)
+        if run is None or not run.live:
+            return None
+        run.bytes = min(arrived_bytes, run.edge.bytes - 1)
+        self._over(run)
+        self._arrived(run.edge, run.bytes)
+        self.doubtful.add(run.edge.dst)
+        self._blamed.setdefault(run.edge.dst, set()).add(run.edge.src)
+        return run.edge
+
+    def told(self, peer: PeerId, held: Held | None) -> None:
+        """What a peer that has come back says that it has; None: nothing."""
+        if peer not in self.missing:
+            return
+        if held is None:
+            for run in self.runs.values():
+                if run.edge.dst == peer:
+                    self._lacks(peer, run.edge.shard, [(run.edge.offset, run.edge.bytes)])
+        else:
+            for shard, ranges in held.missing.items():
+                self._lacks(peer, shard, ranges)
+
+    def corrupt(self, peer: PeerId, missing: Mapping[str, Iterable[Range]]) -> None:
+        """What does not agree with its sums; whoever brought it is not asked again where there is another."""
+        for shard, ranges in missing.items():
+            ranges = list(ranges)
+            self._lacks(peer, shard, ranges)
+            for run in self.runs.values():
+                edge = run.edge
+                if edge.dst == peer and edge.shard == shard and any(_touch(edge, each) for each in ranges):
+                    self._blamed.setdefault(peer, set()).add(edge.src)
+
+    def lacks(self, peer: PeerId) -> bool:
+        return any(self.missing.get(peer, {}).values())
+
+    def uncovered(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
+        """Missing, and no edge that lasts brings it."""
+        found = {}
+        for shard, ranges in self.missing.get(peer, {}).items():
+            left = ranges
+            for edge in self._into.get((peer, shard), {}).values() if ranges else ():
+                left = without(left, edge.offset, edge.bytes)
+            if left:
+                found[shard] = tuple(left)
+        return found
+
+    def blamed(self, peer: PeerId) -> frozenset[PeerId]:
+        return frozenset(self._blamed.get(peer, ()))
+
+    def lacking(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
+        """Of each shard that it has or is to have."""
+        if peer in self._shards:
+            own = self.missing.get(peer, {})
+            return {shard: tuple(own.get(shard, ())) for shard in self._shards[peer]}
+        held = self._holders.get(peer)
+        return {} if held is None else {shard: tuple(held.missing.get(shard, ())) for shard in held.shards}
+
+    def slowest(self, count: int) -> tuple[EdgeTook, ...]:
+        over = [run for run in self.runs.values() if run.done]
+        over.sort(key=lambda run: (run.began_s - run.ended_s, run.edge.id))
+        return tuple(
+            EdgeTook(
+                run.edge.src,
+                run.edge.dst,
+                run.edge.phase,
+                run.edge.bytes,
+                max(0.0, run.ended_s - run.began_s),
+                run.planned_s,
+            )
+            for run in over[:count]
+        )
+
+    def _over(self, run: _Run) -> None:
+        run.live, edge = False, run.edge
+        del self._live[edge.id]
+        del self._into[edge.dst, edge.shard][edge.id]
+        self._live_in_a -= edge.phase == "A"
+
+    def _arrived(self, edge: Edge, size: int) -> None:
+        own = self.missing.get(edge.dst, {})
+        if edge.shard in own:
+            own[edge.shard] = without(own[edge.shard], edge.offset, size)
+            if not own[edge.shard] and not self.lacks(edge.dst):
+                self.lacking_peers.discard(edge.dst)
+
+    def _lacks(self, peer: PeerId, shard: str, ranges: Iterable[Range]) -> None:
+        own = self.missing.setdefault(peer, {})
+        own[shard] = together([*own.get(shard, []), *ranges])
+        if own[shard]:
+            self.lacking_peers.add(peer)
+            self.doubtful.add(peer)
+
+
+def _touch(edge: Edge, of: Range) -> bool:
+    return edge.offset < of[0] + of[1] and of[0] < edge.offset + edge.bytes

@@ -1,0 +1,148 @@
+"""Where trainers say what they have of a version, until it is complete, and where it is told what became of them."""
+
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable, few
+from orchestrrl.weights.backends.base import DirectPlane
+from orchestrrl.weights.controller.peer_hub import REATTACH_S, PeerHub
+from orchestrrl.weights.controller.publishing import Collection, same_word
+from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
+from orchestrrl.weights.controller.state import REMEMBERED, SyncRecord, WeightBook
+from orchestrrl.weights.publication import NOT_ATTACHED, Publication
+from orchestrrl.weights.settings import WeightSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Desk:
+    """`complete` is called with a version of which all ranks have spoken."""
+
+    def __init__(
+        self,
+        book: WeightBook,
+        hub: PeerHub,
+        clock: Clock,
+        settings: WeightSettings,
+        complete: Callable[[Collection, SyncRecord], None],
+    ) -> None:
+        self.records: dict[str, SyncRecord] = {}  # that are not over, and those that were since the start
+        self.running: SyncRecord | None = None  # that is carried out now
+        self._book = book
+        self._hub = hub
+        self._clock = clock
+        self._settings = settings
+        self._complete = complete
+        self._numbers = itertools.count(1)
+        self._collecting: tuple[Collection, SyncRecord] | None = None
+
+    # --- trainers
+
+    def take(self, publication: Publication, plane: DirectPlane | None) -> str:
+        """The sync's id. Raises ProblemFaults; Retryable while the rank's peer has not attached yet."""
+        collection, record = self._collection(publication)
+        faults = collection.faults(publication)
+        if plane is not None:
+            faults += plane.faults(publication)
+        before = collection.words.get(publication.rank)
+        if before is not None and not same_word(before, publication):
+            faults.append(f"rank: {publication.rank} has said otherwise of version {publication.version} before")
+        if faults:
+            raise ProblemFaults(faults)
+        if plane is None and publication.peer not in self._hub.peers:  # of a daemon that has just come back
+            raise Retryable(f"{NOT_ATTACHED}, got {publication.peer!r}", REATTACH_S)
+        if record is None:
+            record = self._begin(collection, publication)
+        collection.take(publication)
+        record.put(published=tuple(sorted(collection.words)))
+        if collection.complete:
+            self._collecting = None
+            self._complete(collection, record)
+        return record.id
+
+    @property
+    def collecting(self) -> SyncRecord | None:
+        """Of the version of which some ranks have spoken."""
+        return None if self._collecting is None else self._collecting[1]
+
+    def give_up_on_ranks(self) -> None:
+        if self._collecting is None:
+            return
+        collection, record = self._collecting
+        if self._clock.now_s() < collection.by_s:
+            return
+        missing = [str(rank) for rank in range(collection.world) if rank not in collection.words]
+        words = f"ranks {few(missing, 32, ', ')} said nothing within {self._settings.publish_within_s:g} s"
+        self._collecting = None
+        self.drop(record, SyncState.ABORTED, "trainer_lost", words)
+
+    def abort(self, why: str) -> None:
+        """The version of which some ranks have spoken, by an operator's word."""
+        if self._collecting is not None:
+            record, self._collecting = self._collecting[1], None
+            self.drop(record, SyncState.ABORTED, "operator", why)
+
+    def drop(self, record: SyncRecord, state: SyncState, code: str, why: str) -> None:
+        """It has touched nothing yet."""
+        record.over(state, code, why)
+        self.write_end(record)
+
+    def write_end(self, record: SyncRecord) -> None:
+        try:
+            self._book.ended(record.report)
+        except OrchestrRLError as error:
+            logger.error("the end of weight sync %s cannot be written down: %s", record.id, error)
+
+    # --- what became of versions
+
+    def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
+        """Neither: the one under way, else the last. Raises Permanent where there is none."""
+        for report in self.history(0):
+            if (not sync_id or report.id == sync_id) and (version is None or report.version == version):
+                return report
+        what = f" {sync_id}" if sync_id else f" of version {version}" if version is not None else ""
+        raise Permanent(f"there is no weight sync{what}")
+
+    def history(self, limit: int) -> list[SyncReport]:
+        """Newest first; 0: all that are remembered."""
+        running = [] if self.running is None else [self.running.report]
+        rest = [record.report for record in reversed(self.records.values()) if not record.report.over]
+        reports = {report.id: report for report in (*running, *rest, *reversed(self._book.over))}
+        return list(reports.values())[: limit or None]
+
+    async def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
+        """Raises Permanent."""
+        record = self.records.get(sync_id)
+        if record is None:
+            yield self.report(sync_id)
+            return
+        async for report in record.follow():
+            yield report
+
+    # --- inside
+
+    def _collection(self, word: Publication) -> tuple[Collection, SyncRecord | None]:
+        """Those words that it belongs to; a record where there are some."""
+        if self._collecting is not None:
+            collection, record = self._collecting
+            if (collection.version, collection.run) == (word.version, word.run):
+                return collection, record
+        by_s = self._clock.now_s() + self._settings.publish_within_s
+        return Collection(word.version, word.run, word.world, by_s), None
+
+    def _begin(self, collection: Collection, word: Publication) -> SyncRecord:
+        now_s = self._clock.now_s()
+        id = f"s{self._book.generation}-{next(self._numbers)}"
+        report = SyncReport(id, word.version, SyncState.PUBLISHING, now_s, plane=word.plane, world=word.world)
+        self._book.began(report)
+        if self._collecting is not None:
+            why = f"{self._collecting[1].report.version} was not complete when {word.version} came"
+            self.drop(self._collecting[1], SyncState.SUPERSEDED, "superseded", why)
+        for old in [each.id for each in self.records.values() if each.report.over][:-REMEMBERED]:
+            del self.records[old]
+        record = self.records[id] = SyncRecord(report, self._clock)
+        record.begins(SyncPhase.PUBLISH)
+        self._collecting = (collection, record)
+        return record

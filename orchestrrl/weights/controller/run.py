@@ -1,0 +1,362 @@
+"""One version's way: planned, carried, fenced, installed, verified, committed. Before that last step everything can be
+undone and begun again; after it nothing is.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, few
+from orchestrrl.core.pause_registry import Part
+from orchestrrl.weights.backends.base import DirectPlane
+from orchestrrl.weights.controller.actions import Hands, told_of_each
+from orchestrrl.weights.controller.carrying import Carrying, Failed, each_done
+from orchestrrl.weights.controller.closing import go_back, is_closed, own_lease, resume_new
+from orchestrrl.weights.controller.direct import Direct
+from orchestrrl.weights.controller.installing import Borrowed, Installing
+from orchestrrl.weights.controller.overtaken import notice_others
+from orchestrrl.weights.controller.participants import LOOK_S, Attempt, Lineup
+from orchestrrl.weights.controller.preparing import Preparation
+from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
+from orchestrrl.weights.controller.state import HOLDER, Committed, SyncRecord
+from orchestrrl.weights.model import PeerId, VersionMap
+from orchestrrl.weights.publication import Publication
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+MAY_BE_REPLACED = frozenset({SyncState.PLANNING, SyncState.CARRYING, SyncState.PREPARED})
+
+
+class SyncRun:
+    """A publication that is complete. `run` ends when it is over; errors of the world end in its report."""
+
+    def __init__(
+        self,
+        hands: Hands,
+        record: SyncRecord,
+        publications: Sequence[Publication],
+        fingerprint: str,
+        plane: DirectPlane | None = None,
+    ) -> None:
+        self.record = record
+        self.publications = publications
+        self.fingerprint = fingerprint
+        self.carrying: Carrying | None = None
+        self.preparation = Preparation(hands, record, publications)
+        self.direct = None if plane is None else Direct(hands, record, publications, plane)  # None: the tree
+        self._hands = hands
+        self._going: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None  # the gate's lease
+        self._stop: tuple[SyncState, str, str] | None = None
+        self._go = asyncio.Event()  # install it, whoever waits for what
+        self._at_once = publications[0].install == "at_once"
+        self._borrowed: Borrowed | None = None
+        self._waits_for_gate = False
+        self._committed = False
+        self._lineup = Lineup(hands, record, is_direct=plane is not None)
+        self._installing = Installing(hands, record, publications, self.direct)
+
+    # --- told from outside
+
+    def call_off(self, state: SyncState, code: str, why: str) -> None:
+        """Raises Permanent where it is too late."""
+        if self._committed or self.record.report.over:
+            raise Permanent(f"weight sync {self.record.id} is {self.record.report.state}: it cannot be called off")
+        if self._stop is None:
+            self._stop = (state, code, why)
+            if self._going is not None:
+                self._going.cancel()
+
+    def install_now(self) -> None:
+        """Raises Permanent where nothing is prepared."""
+        if self.record.report.state is not SyncState.PREPARED:
+            raise Permanent(
+                f"weight sync {self.record.id} is {self.record.report.state}: nothing waits to be installed"
+            )
+        self._go.set()
+
+    @property
+    def waits_for_gate(self) -> bool:
+        """All bytes are there, and a closed gate would do."""
+        return self._waits_for_gate and self._borrowed is None and self._stop is None
+
+    async def borrow(self, until_s: float, may_probe: bool) -> tuple[int | None, tuple[EngineId, ...]]:
+        """Install while somebody else has the gate closed: the version to open it with, and engines without it. Whoever
+        asks again, as the answer was lost, waits for the same."""
+        if self._borrowed is None:
+            self._borrowed = Borrowed(until_s, may_probe, asyncio.get_running_loop().create_future())
+            self._go.set()
+        return await asyncio.shield(self._borrowed.outcome)
+
+    @property
+    def borrows(self) -> bool:
+        """Somebody else's closed gate is used to install it."""
+        return self._borrowed is not None
+
+    def let_go(self) -> None:
+        """It is over, whatever came of it: nobody waits for it any longer."""
+        self._give_back()
+
+    # --- run
+
+    async def run(self) -> None:
+        hands, record = self._hands, self.record
+        without: dict[EngineId, str] = {}
+        while True:
+            attempt = Attempt(dict(without), frozenset(without))
+            failure = await self._forward(attempt)
+            if failure is None:
+                break
+            record.note(f"attempt {record.report.attempt}: {failure.code}: {failure.detail}")
+            if self.direct is not None:
+                self.direct.broken()
+            await self._back(attempt)
+            self._give_back()
+            await self.preparation.torn_down()
+            if not {*hands.engines()} <= {*without, *failure.without}:  # where none is left, all are tried again
+                without |= failure.without
+            if self._stop is not None:
+                await self._over(*self._stop)
+                return
+            by_order = hands.all_gone(failure.without)  # that engines leave the fleet is no failure of it
+            if not failure.again or (record.report.attempt >= hands.settings.attempts and not by_order):
+                await self._over(SyncState.ABORTED, failure.code, failure.detail)
+                return
+            logger.warning("weight sync %s begins again: %s", record.id, failure)
+            if not by_order:
+                record.put(attempt=record.report.attempt + 1)
+        await self._finish()
+
+    async def _finish(self) -> None:
+        try:
+            await self._after_commit()
+        except (Failed, OrchestrRLError) as error:  # it is the fleet's version all the same
+            self.record.note(str(error))
+            logger.error("weight sync %s: %s", self.record.id, error)
+        quarantined = self._hands.book.fleet.quarantined
+        code, detail = "done", ""
+        if quarantined:
+            code = "some_quarantined"
+            detail = told_of_each(quarantined)
+        await self._over(SyncState.DONE, code, detail)
+
+    async def _after_commit(self) -> None:
+        if self._borrowed is not None:
+            await resume_new(self._hands, self.record)  # tells who has what; the gate is opened by its holder
+            self._give_back()
+            await self._hands.keep()
+            return
+        await each_done([self._hands.keep(), resume_new(self._hands, self.record)])
+
+    async def _over(self, state: SyncState, code: str, detail: str) -> None:
+        await self.preparation.torn_down()
+        if state is not SyncState.DONE:  # before a trainer hears of it, and stages anew
+            await self._hands.discard(self.record.report.version)
+        self.record.over(state, code, detail)
+        try:
+            self._hands.book.ended(self.record.report)
+        except OrchestrRLError as error:
+            logger.error("the end of weight sync %s cannot be written down: %s", self.record.id, error)
+
+    async def _forward(self, attempt: Attempt) -> Failed | None:
+        self._going = asyncio.ensure_future(self._to_commit(attempt))
+        if self._stop is not None:
+            self._going.cancel()
+        try:
+            await self._going
+        except asyncio.CancelledError:
+            if self._stop is None:  # the daemon ends: the next one takes it up
+                self._going.cancel()
+                await asyncio.gather(self._going, return_exceptions=True)
+                raise
+            return Failed(self._stop[1], self._stop[2], again=False)
+        except Failed as failure:
+            return failure
+        except ProblemFaults as error:
+            return Failed("unreachable", few(error.faults), again=False)
+        except OrchestrRLError as error:
+            return Failed("internal", str(error))
+        except Exception as error:  # a defect must not leave the fleet between two versions
+            logger.exception("weight sync %s", self.record.id)
+            return Failed("internal", f"a defect: {error!r}", again=False)
+        finally:
+            self._waits_for_gate = False
+            if self._renewing is not None:
+                self._renewing.cancel()
+        return None
+
+    async def _back(self, attempt: Attempt) -> None:
+        while True:
+            try:
+                return await go_back(self._hands, self.record, attempt.changed, attempt.untouched, attempt.told)
+            except (OrchestrRLError, Failed) as error:
+                # Nothing else may be done to engines before this is; the gate's lease keeps requests from them.
+                logger.error("weight sync %s cannot be undone: %s", self.record.id, error)
+                await self._hands.clock.sleep(self._hands.settings.patience_s / 10)
+
+    async def _to_commit(self, attempt: Attempt) -> None:
+        record, hands = self.record, self._hands
+        await self._not_held()
+        await self._lineup.engines_there(attempt)
+        await self._lineup.served()
+        targets = self._lineup.targets(attempt)
+        receivers = self._lineup.receivers(targets)
+        map = await self._prepared(targets, receivers)
+        hands.book.step(record.id, "prepared")
+        for engine in targets:
+            record.engine(engine, EngineSync.PREPARED)
+        lease = await self._close_gate()
+        notice_others(hands)
+        targets = self._lineup.still_there(attempt, targets, receivers)
+        has, prompt, answers = await self._installing.install(attempt, targets, lease, self._borrowed)
+        self._commit(lease, has, map, prompt, answers)
+
+    # --- its steps
+
+    async def _prepared(self, targets: Mapping[EngineId, PeerId], receivers: Collection[PeerId]) -> VersionMap:
+        """All that can be done before the fence."""
+        record, hands = self.record, self._hands
+        if self.direct is not None:
+            return await self.direct.prepare(list(targets))
+        planned, map = await self.preparation.plan(receivers)
+        record.state(SyncState.CARRYING)
+        assert self.preparation.network is not None
+        self.carrying = Carrying(hands.seams, record, planned, map, self.preparation.network)
+        try:
+            await self.carrying.run()
+        finally:
+            self.carrying = None
+            self.preparation.tear_down()
+        return map
+
+    async def _not_held(self) -> None:
+        """An operator may have paused syncs."""
+        told = ""
+        while (hold := self._hands.holds.hold(Part.SYNC)) is not None:
+            if hold.detail != told:
+                told = hold.detail
+                self.record.put(detail=f"waits: {told}")
+            await self._hands.clock.sleep(LOOK_S)
+        if told:
+            self.record.put(detail="")
+
+    async def _close_gate(self) -> str:
+        """The lease; empty: somebody else's, or there is no gateway and peers keep engines still."""
+        record = self.record
+        record.state(SyncState.PREPARED)
+        self._waits_for_gate = True
+        if not self._at_once:
+            with record.phase(SyncPhase.NEXT_GATE):
+                await self._go.wait()
+        await self._not_held()
+        record.begins(SyncPhase.FENCE)
+        try:
+            return await self._fenced()
+        finally:
+            record.ends(SyncPhase.FENCE)
+
+    async def _fenced(self) -> str:
+        record, hands, settings = self.record, self._hands, self._hands.settings
+        until_s = hands.clock.now_s() + settings.fence_within_s
+        while self._borrowed is None:
+            if is_closed(hands):  # before it opens we are asked
+                record.put(detail=f"waits: {hands.fence.state.lease} has the gate closed")
+                if hands.clock.now_s() >= until_s:
+                    raise Failed("not_quiet", f"the gate is held by another: {hands.fence.state.lease}")
+            elif hands.deploying():  # which does not begin while the gate is closed, and has limits of its own
+                record.put(detail="waits: engines are being started or stopped")
+                until_s = hands.clock.now_s() + settings.fence_within_s
+            elif not hands.settled() and hands.clock.now_s() < until_s:
+                record.put(detail="waits: peers are being told of engines that have come")
+            else:
+                break
+            await hands.clock.sleep(LOOK_S)
+        self._waits_for_gate = False
+        record.state(SyncState.FENCING)
+        hands.book.step(record.id, "fence")
+        if self._borrowed is not None or not hands.fence.is_manned():
+            return ""
+        try:
+            lease = await hands.fence.pause(
+                HOLDER + record.id,
+                empty=bool(self._installing.prompt[0]),
+                lease_s=settings.lease_s,
+                deadline_s=settings.fence_within_s,
+            )
+        except OrchestrRLError as error:
+            raise Failed("not_quiet", str(error)) from error
+        self._renewing = asyncio.ensure_future(self._renew(lease))
+        return lease
+
+    async def _renew(self, lease: str) -> None:
+        lease_s = self._hands.settings.lease_s
+        while True:
+            await self._hands.clock.sleep(lease_s / 3)
+            try:
+                await self._hands.fence.renew(lease, lease_s)
+            except Permanent as error:
+                logger.error("weight sync %s: %s", self.record.id, error)
+                return  # it is seen before the commit
+            except OrchestrRLError as error:
+                logger.warning("weight sync %s: %s", self.record.id, error)
+
+    def _commit(
+        self,
+        lease: str,
+        has: Sequence[EngineId],
+        map: VersionMap,
+        prompt: tuple[int, ...],
+        answers: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        record, hands = self.record, self._hands
+        if lease and own_lease(hands, record.id) != lease:
+            raise Failed("not_quiet", "the gate has opened by itself while engines were being changed")
+        if not lease and self._borrowed is not None and not is_closed(hands):
+            raise Failed("not_quiet", "the gate was opened while engines were being changed")
+        if not lease and self._borrowed is None and hands.fence.is_manned():
+            raise Failed("not_quiet", "a gateway has come while peers kept engines still")
+        has = [engine for engine in has if not hands.gone(engine)]
+        if not has:
+            raise Failed("no_engines", "no engine is left that could have it", again=False)
+        if lost := hands.lacking(record.report.version, has):
+            raise Failed("verify_failed", f"{few(lost, between=', ')}: restarted since the version was installed", lost)
+        stands = {each.engine: each for each in record.report.engines}
+        quarantined = {
+            engine: stands[engine].detail if engine in stands else "came while the version was on its way"
+            for engine in hands.engines()
+            if engine not in has
+        }
+        with record.phase(SyncPhase.COMMIT):
+            hands.book.commit(
+                Committed(
+                    record.report.version,
+                    record.id,
+                    tuple(has),
+                    quarantined,
+                    prompt,
+                    answers,
+                    self.fingerprint,
+                    hands.clock.now_s(),
+                    record.report.plane,
+                    hands.fence.state.newest,
+                ),
+                map,
+            )
+        self._committed = True
+        record.state(SyncState.COMMITTED)
+
+    def _give_back(self) -> None:
+        """Whoever waits for the gate's opening may go on."""
+        borrowed, self._borrowed = self._borrowed, None
+        if borrowed is None:
+            return
+        self._go.clear()  # an operator's word stays
+        if borrowed.outcome.done():
+            return
+        fleet, known = self._hands.book.fleet, self._hands.engines()
+        if self._committed and fleet.committed is not None:
+            has = fleet.committed.has
+            borrowed.outcome.set_result((fleet.version, tuple(sorted(e for e in known if e not in has))))
+        else:
+            borrowed.outcome.set_result((None, tuple(sorted(e for e in fleet.quarantined if e in known))))

@@ -1,0 +1,190 @@
+"""Which peer installs into which engine, where that is not fixed: engines come and go, and the daemon tells peers.
+
+A peer says where the engines listen that it would serve. Whoever has an engine keeps it, else the first by id gets it;
+an engine that a peer was started with is that peer's. No engine is two peers'.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
+from orchestrrl.weights.controller.state import EngineNow
+from orchestrrl.weights.model import PeerId
+from orchestrrl.weights.orders import Outcome, Serve
+from orchestrrl.weights.peer.engine_hosts import Hosts
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.5  # how often it is looked which engines there are
+ANSWER_S = 30.0
+AGAIN_S = 2.0  # after a peer did not do it
+# A daemon that has just come does not know of all engines yet: what peers had stays theirs for so long.
+UNKNOWN_FOR_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """`wanted`: of every peer that lets itself be told. `several`: engines that more than one could have."""
+
+    wanted: Mapping[PeerId, Mapping[EngineId, str]]
+    unserved: Mapping[EngineId, str] = field(default_factory=dict)  # engines that no peer serves, and what to do
+    several: Mapping[EngineId, tuple[PeerId, ...]] = field(default_factory=dict)
+
+
+def served(
+    engines: Mapping[EngineId, EngineNow],
+    peers: Mapping[PeerId, PeerState],
+    now_s: float,
+    patience_s: float,
+    *,
+    keep_unknown: bool = False,
+) -> Served:
+    """Who is to serve which engines. A peer that has gone for less than `patience_s` keeps its own. Pure."""
+    there = {id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.heard_s < patience_s}
+    wanted: dict[PeerId, dict[EngineId, str]] = {id: {} for id, state in there.items() if state.peer.serves}
+    unserved: dict[EngineId, str] = {}
+    several: dict[EngineId, tuple[PeerId, ...]] = {}
+    hosts = Hosts((id, there[id].peer.serves) for id in wanted)
+    started_with = {each.engine: id for id, state in there.items() for each in state.peer.engines if not each.given}
+    told_of: dict[EngineId, list[PeerId]] = {}
+    for id, state in there.items():
+        for each in state.peer.engines:
+            if each.given:
+                told_of.setdefault(each.engine, []).append(id)
+    for engine, now in sorted(engines.items()):
+        if engine in started_with:
+            if not there[started_with[engine]].attached:
+                unserved[engine] = f"its peer {started_with[engine]} is not attached"
+            continue
+        could = hosts.of(now.url)
+        if not could:
+            unserved[engine] = _what_to_do(engine, now.url)
+            continue
+        if len(could) > 1:
+            several[engine] = tuple(could)
+        has = told_of.get(engine, [])
+        holder = next((id for id in has if id in could), could[0])
+        if not there[holder].attached:
+            unserved[engine] = f"its peer {holder} is not attached"
+        if all(id == holder for id in has):  # another lets go of it first
+            wanted[holder][engine] = now.url
+    if keep_unknown:
+        for id in wanted:
+            for each in there[id].peer.engines:
+                if each.given and each.engine not in engines:
+                    wanted[id][each.engine] = each.url
+    return Served(wanted, unserved, several)
+
+
+def _what_to_do(engine: EngineId, url: str) -> str:
+    if not url:
+        return (
+            "nobody has told where it listens, so no peer can be told of it: start an agent beside it, or"
+            f" `orchestrrl sync peer --engine {engine}=URL` on its host"
+        )
+    host = urlsplit(url).hostname
+    return (
+        f"no attached peer serves {host}: start `orchestrrl sync peer --engines-here` there, or give a peer"
+        f" --engine {engine}={url}"
+    )
+
+
+class Serving:
+    """One daemon's. The caller keeps `run` as a task."""
+
+    def __init__(
+        self, hub: PeerHub, clock: Clock, patience_s: float, engines: Callable[[], Mapping[EngineId, EngineNow]]
+    ) -> None:
+        self._hub = hub
+        self._clock = clock
+        self._patience_s = patience_s
+        self._engines = engines
+        self._began_s = clock.now_s()
+        self._now = Served({})
+        self._said: Mapping[EngineId, tuple[PeerId, ...]] = {}
+        self._told: dict[PeerId, Mapping[EngineId, str]] = {}  # as each has done it since it attached
+        self._again_s: dict[PeerId, float] = {}
+        self._telling: dict[PeerId, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+        hub.listen(self._hear)
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self._news.clear()
+                self.look()
+                await self._turn()
+        finally:
+            for task in self._telling.values():
+                task.cancel()
+            await asyncio.gather(*self._telling.values(), return_exceptions=True)
+
+    def look(self) -> None:
+        """Tell peers that are to serve others than they do."""
+        now_s = self._clock.now_s()
+        self._now = self._served(now_s)
+        said, self._said = self._said, self._now.several
+        for engine, could in self._said.items():
+            if said.get(engine) != could:
+                logger.warning("%s could be served by peers %s: the first by id is to", engine, ", ".join(could))
+        peers = self._hub.peers
+        for id, engines in self._now.wanted.items():
+            due = now_s >= self._again_s.get(id, 0.0) and id not in self._telling
+            if peers[id].attached and due and self._told.get(id) != engines:
+                self._telling[id] = asyncio.ensure_future(self._tell(id, engines))
+
+    def why_not(self, engine: EngineId) -> str:
+        """Why no peer installs into it, and what to do about that."""
+        return self._now.unserved.get(engine, "no peer that installs into it is attached")
+
+    @property
+    def settled(self) -> bool:
+        """Attached peers have all engines that they are to serve."""
+        peers, self._now = self._hub.peers, self._served(self._clock.now_s())
+        for id, engines in self._now.wanted.items():
+            has = {each.engine: each.url for each in peers[id].peer.engines if each.given}
+            if peers[id].attached and not engines.items() <= has.items():
+                return False
+        return True
+
+    # --- inside
+
+    def _served(self, now_s: float) -> Served:
+        keep_unknown = now_s - self._began_s < UNKNOWN_FOR_S
+        return served(self._engines(), self._hub.peers, now_s, self._patience_s, keep_unknown=keep_unknown)
+
+    async def _tell(self, peer: PeerId, engines: Mapping[EngineId, str]) -> None:
+        try:
+            result = await self._hub.ask(peer, Serve(engines), ANSWER_S, 0.0)
+        except OrchestrRLError as error:
+            why = str(error)
+        else:
+            why = "" if result.outcome is Outcome.DONE else result.detail
+        finally:
+            self._telling.pop(peer, None)
+        if why:
+            self._again_s[peer] = self._clock.now_s() + AGAIN_S
+            logger.warning("peer %s was not told which engines to serve: %s", peer, why)
+            return
+        self._told[peer] = engines
+        logger.info("peer %s serves %s", peer, ", ".join(sorted(engines)) or "no engine")
+        self._news.set()
+
+    def _hear(self, peer: PeerId, news: Heard) -> None:
+        if news is None:  # whoever comes back is told again
+            self._told.pop(peer, None)
+        self._news.set()
+
+    async def _turn(self) -> None:
+        work = [asyncio.ensure_future(self._news.wait()), asyncio.ensure_future(self._clock.sleep(TURN_S))]
+        try:
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in work:
+                each.cancel()

@@ -1,0 +1,307 @@
+"""What is known of the fleet's weights and of one version's way to it, and how both are written down.
+
+The journal's entry `weights` is the point of no return: before it the fleet has the version from before, after it the
+new one, whatever happens to whom.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import cut
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.weights.backends.base import TREE
+from orchestrrl.weights.controller.reports import (
+    SYNC,
+    EngineStands,
+    EngineSync,
+    PhaseTook,
+    SyncPhase,
+    SyncReport,
+    SyncState,
+)
+from orchestrrl.weights.model import VersionMap
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 256  # syncs that are over
+NOTES, NOTE, WORDS = 64, 500, 3000  # of a report: notes, and the characters of one and of its detail
+# Who holds the gate's lease, so that a daemon that comes back knows its own.
+HOLDER = "weight sync "
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNow:
+    """An engine there is. Those of one configuration answer the same, given the same weights."""
+
+    configuration: str
+    healthy: bool = True
+    url: str = ""  # empty: nobody has told
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The fleet's version, and who has it. `answers`: to the probe, by configuration. `quarantined`: and why."""
+
+    version: int
+    sync: str
+    has: tuple[EngineId, ...]
+    quarantined: Mapping[EngineId, str] = field(default_factory=dict)
+    prompt: tuple[int, ...] = ()  # empty: nobody was asked
+    answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    fingerprint: str = ""  # of what was published
+    at_s: float = 0.0
+    plane: str = TREE
+    before: int | None = None  # what the gate had as the fleet's newest when it was committed
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.version < 2**64:
+            raise ValueError(f"version must be from 0 to 2**64 - 1, got {self.version}")
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether peers have it, for engines that lose it, or take another one that is not committed then."""
+        return self.plane == TREE
+
+    def repaired(self, engine: EngineId) -> "Committed":
+        quarantined = {other: why for other, why in self.quarantined.items() if other != engine}
+        return replace(self, has=tuple(sorted({*self.has, engine})), quarantined=quarantined)
+
+    def lost(self, engine: EngineId, why: str) -> "Committed":
+        has = tuple(other for other in self.has if other != engine)
+        return replace(self, has=has, quarantined={**self.quarantined, engine: why})
+
+    def left(self, engines: Collection[EngineId]) -> "Committed":
+        """They are none of the fleet's any more."""
+        has = tuple(engine for engine in self.has if engine not in engines)
+        quarantined = {engine: why for engine, why in self.quarantined.items() if engine not in engines}
+        return replace(self, has=has, quarantined=quarantined)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """`spoilt`: engines that have neither the fleet's version nor their own first weights for certain, while no version
+    is the fleet's."""
+
+    committed: Committed | None = None
+    spoilt: Mapping[EngineId, str] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int | None:
+        return None if self.committed is None else self.committed.version
+
+    @property
+    def quarantined(self) -> Mapping[EngineId, str]:
+        return self.spoilt if self.committed is None else self.committed.quarantined
+
+    def left(self, engines: Collection[EngineId]) -> "Fleet":
+        spoilt = {engine: why for engine, why in self.spoilt.items() if engine not in engines}
+        return Fleet(None if self.committed is None else self.committed.left(engines), spoilt)
+
+
+_FLEET = TypeAdapter(Fleet)
+_MAP = TypeAdapter(VersionMap)
+
+
+class SyncRecord:
+    """One version's report, as it comes about. Whoever follows it sees each change."""
+
+    def __init__(self, report: SyncReport, clock: Clock) -> None:
+        self.report = report
+        self._clock = clock
+        self._changed = asyncio.Event()
+
+    @property
+    def id(self) -> str:
+        return self.report.id
+
+    def put(self, **changes: Any) -> None:
+        if "detail" in changes:
+            changes["detail"] = cut(changes["detail"], WORDS)
+        self.report = replace(self.report, **changes)
+        self._changed.set()
+
+    def state(self, state: SyncState, detail: str = "") -> None:
+        logger.info("weight sync %s of version %d: %s %s", self.id, self.report.version, state, detail)
+        self.put(state=state, detail=detail)
+
+    def note(self, *words: str) -> None:
+        """Each once, and no more than anybody reads."""
+        notes = tuple(dict.fromkeys([*self.report.notes, *(cut(word, NOTE) for word in words if word)]))
+        self.put(notes=notes[:NOTES])
+
+    def begins(self, phase: SyncPhase, at_s: float | None = None) -> None:
+        began_s = self._clock.now_s() if at_s is None else at_s
+        self.put(phases=(*self.report.phases, PhaseTook(phase, began_s)))
+
+    def ends(self, phase: SyncPhase, at_s: float | None = None) -> None:
+        """The last of its kind that lasts; harmless where none does."""
+        ended_s = self._clock.now_s() if at_s is None else at_s
+        phases = list(self.report.phases)
+        for place in reversed(range(len(phases))):
+            if phases[place].phase is phase and phases[place].ended_s is None:
+                phases[place] = replace(phases[place], ended_s=max(ended_s, phases[place].began_s))
+                return self.put(phases=tuple(phases))
+        return None
+
+    @contextlib.contextmanager
+    def phase(self, phase: SyncPhase) -> Iterator[None]:
+        self.begins(phase)
+        try:
+            yield
+        finally:
+            self.ends(phase)
+
+    def engine(self, engine: EngineId, state: EngineSync, detail: str = "", install_s: float | None = None) -> None:
+        stands = {each.engine: each for each in self.report.engines}
+        before = stands.get(engine)
+        took_s = install_s if install_s is not None else before.install_s if before else 0.0
+        stands[engine] = EngineStands(engine, state, cut(detail), took_s)
+        self.put(engines=tuple(stands[each] for each in sorted(stands)))
+
+    def without_engines(self, gone: Collection[EngineId]) -> None:
+        """They have left the fleet."""
+        if any(each.engine in gone for each in self.report.engines):
+            self.put(engines=tuple(each for each in self.report.engines if each.engine not in gone))
+
+    def over(self, state: SyncState, code: str, detail: str) -> None:
+        now_s = self._clock.now_s()
+        phases = tuple(
+            each if each.ended_s is not None else replace(each, ended_s=now_s) for each in self.report.phases
+        )
+        self.put(state=state, code=code, detail=detail, phases=phases, ended_s=now_s)
+        level = logging.INFO if state is SyncState.DONE else logging.WARNING
+        logger.log(level, "weight sync %s of version %d: %s (%s) %s", self.id, self.report.version, state, code, detail)
+
+    async def follow(self) -> AsyncIterator[SyncReport]:
+        """As it is and whenever it changes; ends after the last."""
+        seen: SyncReport | None = None
+        while seen is None or not seen.over:
+            if self.report is seen:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            seen = self.report
+            yield seen
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOpen:
+    """A sync that a daemon before did not end. `changed`: engines that may have been given its version."""
+
+    report: SyncReport
+    changed: tuple[EngineId, ...]
+
+
+class WeightBook:
+    """The fleet's weights and all syncs, in the journal. The committed version's map is in a file beside it."""
+
+    def __init__(self, journal: Journal, clock: Clock) -> None:
+        self._journal = journal
+        self._clock = clock
+        self.fleet = Fleet()
+        self.over: deque[SyncReport] = deque(maxlen=REMEMBERED)
+        self.map: VersionMap | None = None  # of the committed version, with sums
+        self.recovered_s: float | None = None  # when it took up what a daemon before had left; None: nothing
+        self.was_told = False  # the gate has had the committed version as the fleet's newest
+        self.changed: Callable[[], None] = lambda: None
+
+    @property
+    def generation(self) -> int:
+        return self._journal.generation
+
+    def recover(self) -> list[LeftOpen]:
+        """What the daemon before has left."""
+        fleet = self._journal.newest(Kind.WEIGHTS, lambda body: _FLEET.validate_python(body["fleet"]))
+        self.fleet = fleet or Fleet()
+        for entry in self._journal.tail(REMEMBERED, (Kind.SYNC_ENDED,)):
+            report = self._journal.interpret(entry, _report_from)
+            if report is not None:
+                self.over.append(report)
+        self.map = self._read_map()
+        left = self.left_open()
+        if left or self.fleet.committed is not None:
+            self.recovered_s = self._clock.now_s()
+        return left
+
+    def left_open(self) -> list[LeftOpen]:
+        """Begun, and not ended."""
+        left = []
+        for entry in self._journal.open_operations(Kind.SYNC_BEGAN):
+            changed: dict[EngineId, None] = {}
+            for step in self._journal.since(entry.sequence, (Kind.SYNC_STEP,), limit=1_000_000):
+                if step.subject == entry.subject and step.body.get("step") == "install":
+                    engines = self._journal.interpret(step, lambda body: [EngineId(each) for each in body["engines"]])
+                    changed.update(dict.fromkeys(engines or ()))
+            report = self._journal.interpret(entry, _report_from)
+            if report is not None:
+                left.append(LeftOpen(report, tuple(changed)))
+        return left
+
+    def began(self, report: SyncReport) -> None:
+        self._write(Kind.SYNC_BEGAN, report.id, {"report": SYNC.dump_python(report, mode="json")})
+
+    def step(self, sync_id: str, step: str, engines: Sequence[EngineId] = (), **more: Any) -> None:
+        """What it is about to do."""
+        self._write(Kind.SYNC_STEP, sync_id, {"step": step, "engines": list(engines), **more})
+
+    def ended(self, report: SyncReport) -> None:
+        self.over.append(report)  # it has, though that may not be written down
+        self._write(Kind.SYNC_ENDED, report.id, {"report": SYNC.dump_python(report, mode="json")})
+
+    def commit(self, committed: Committed, map: VersionMap) -> None:
+        """The point of no return."""
+        self._write_map(committed.sync, map)
+        self.stands(Fleet(committed))
+        self.map = map
+        self.was_told = False
+
+    def stands(self, fleet: Fleet) -> None:
+        """Who has what has changed."""
+        self._write(Kind.WEIGHTS, "", {"fleet": _FLEET.dump_python(fleet, mode="json")})
+        self.fleet = fleet
+        self.changed()
+
+    def _write(self, kind: Kind, subject: str, body: Mapping[str, Any]) -> None:
+        self._journal.append(self._clock.now_s(), kind, subject, body)
+
+    # --- the map, which may be large: one for each of its blocks has a sum
+
+    def _map_path(self, sync_id: str) -> Path:
+        return self._journal.path.with_name(f"{self._journal.path.name}.weights-{sync_id}.json")
+
+    def _write_map(self, sync_id: str, map: VersionMap) -> None:
+        path = self._map_path(sync_id)
+        half = path.with_suffix(".half")
+        try:
+            half.write_bytes(_MAP.dump_json(map))
+            os.replace(half, path)
+        except OSError as error:
+            logger.error("%s: %s; after a restart engines that lack bytes wait for the next version", path, error)
+        for other in path.parent.glob(f"{self._journal.path.name}.weights-*"):
+            if other not in (path, self._map_path(self.fleet.committed.sync if self.fleet.committed else "")):
+                other.unlink(missing_ok=True)
+
+    def _read_map(self) -> VersionMap | None:
+        if self.fleet.committed is None:
+            return None
+        path = self._map_path(self.fleet.committed.sync)
+        try:
+            return _MAP.validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            logger.error("%s: %s; engines that lack bytes wait for the next version", path, error)
+            return None
+
+
+def _report_from(body: Mapping[str, Any]) -> SyncReport:
+    return SYNC.validate_python(body["report"])

@@ -1,0 +1,1 @@
+"""The process that holds, sends, receives and installs weight versions on one host."""

@@ -1,0 +1,292 @@
+"""Edges in threads: one at each end, waves in order per peer, what became of each told.
+
+What is said over a link is wire.py; this file owns when an edge begins, how it ends, and that nothing is left of it.
+
+An edge whose other end has not come is waited for without limit: it may be in an earlier wave. That it will not come is
+noticed by who orders edges, since it hears of peers that have gone, and lets go of the edge.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.weights import wire
+from orchestrrl.weights.base import Staged, Tell
+from orchestrrl.weights.model import PeerId
+from orchestrrl.weights.orders import Arrived, Carry, Edge, EdgeEvent, EdgeState
+from orchestrrl.weights.peer.pacing import piece_bytes
+from orchestrrl.weights.transports.base import Incoming, LinkBroken, NotYet, Outgoing, Transport
+from orchestrrl.weights.wire import Ended, Way
+
+ASK_AGAIN_S = 0.5  # for the other end, so that letting go is heard in between
+DIALS_AGAIN_S = 4 * ASK_AGAIN_S  # by then, a sender that gave up in the moment in which it was taken in
+TOLD_EVERY_S = 0.25
+
+L = TypeVar("L", Incoming, Outgoing)
+EdgeKey = tuple[int, str]  # version and edge
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Run:
+    """An edge at this end. What has no lock of its own is written by the edge's thread alone."""
+
+    version: int
+    edge: Edge
+    is_receiver: bool
+    staged: Staged
+    chunk_bytes: int
+    stall_s: float
+    let_go: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    link: Incoming | Outgoing | None = None
+    moved_bytes: int = 0
+    began_s: float = 0.0
+    outcome: EdgeEvent | None = None
+
+    @property
+    def key(self) -> EdgeKey:
+        return self.version, self.edge.id
+
+    @property
+    def link_key(self) -> str:
+        """Both ends make it of the same edge: one of another plan, though it is named alike, is another link."""
+        edge = self.edge
+        what = (edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, piece_bytes(edge.rate_gbps, self.chunk_bytes))
+        return f"{self.version}/{edge.id}/{hashlib.blake2s(repr(what).encode(), digest_size=8).hexdigest()}"
+
+
+@dataclass
+class _Progress:
+    """Of a version that is received here."""
+
+    needed_bytes: int
+    received_bytes: int
+    told_s: float
+
+
+class ThreadedCarrier:
+    """`tell` is called from the edges' threads. `now_s` stamps events (Unix time); `steady_s` is for waiting."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        transports: Mapping[str, Transport],
+        tell: Tell,
+        now_s: Callable[[], float] = time.time,
+        steady_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._me = me
+        self._transports = transports
+        self._tell = tell
+        self._now_s = now_s
+        self._steady_s = steady_s
+        self._lock = threading.RLock()
+        self._runs: dict[EdgeKey, _Run] = {}  # also those that are over, until their version is let go of
+        self._progress: dict[int, _Progress] = {}
+        self._closed = False
+
+    def carry(self, staged: Staged, order: Carry) -> None:
+        """Begin, beside what runs. Of an edge that is over it is told again what became of it. Raises Permanent where
+        an edge is not this peer's, or its transport is not here; then none has begun."""
+        self._check(order)
+        told_again = []
+        with self._lock:
+            if self._closed:
+                raise Permanent("this carrier is closed")
+            for edge in order.edges:
+                if (known := self._runs.get((order.version, edge.id))) is None:
+                    run = _Run(order.version, edge, edge.dst == self._me, staged, order.chunk_bytes, order.stall_s)
+                    self._runs[run.key] = run
+                    if run.is_receiver and order.version not in self._progress:
+                        self._progress[order.version] = self._progress_of(staged)
+                elif known.outcome is not None:
+                    told_again.append(known.outcome)
+            self._begin_due(order.version)
+        for outcome in told_again:
+            self._tell(outcome)
+
+    def end(self, version: int, edges: Sequence[str] = ()) -> None:
+        """Let go of these, or of all of the version's. Not from `tell`."""
+        with self._lock:
+            ending = [run for key, run in self._runs.items() if key[0] == version and (not edges or key[1] in edges)]
+            for run in ending:
+                run.let_go.set()
+                del self._runs[run.key]
+            links = [run.link for run in ending if run.link is not None]
+            if not any(key[0] == version for key in self._runs):
+                self._progress.pop(version, None)
+            self._begin_due(version)
+        for link in links:
+            link.close()
+        for run in ending:
+            if run.thread is not None:
+                run.thread.join()
+
+    def close(self) -> None:
+        """Let go of all. The transports are whose who opened them."""
+        with self._lock:
+            self._closed = True
+            versions = {version for version, _ in self._runs}
+        for version in versions:
+            self.end(version)
+
+    def _check(self, order: Carry) -> None:
+        faults = []
+        for edge in order.edges:
+            if (edge.src == self._me) == (edge.dst == self._me):
+                faults.append(f"{edge.id}: goes from {edge.src} to {edge.dst}, this is {self._me}")
+            if edge.transport not in self._transports:
+                known = ", ".join(sorted(self._transports)) or "none"
+                faults.append(f"{edge.id}: transport {edge.transport!r} is not open here; open: {known}")
+        if faults:
+            raise Permanent("edges that cannot be carried: " + "; ".join(faults))
+
+    def _progress_of(self, staged: Staged) -> _Progress:
+        needed = sum(shard.bytes for shard in staged.map.shards)
+        missing = sum(size for ranges in staged.missing().values() for _, size in ranges)
+        return _Progress(needed, needed - missing, self._steady_s())
+
+    def _begin_due(self, version: int) -> None:
+        """Of the version's edges that are not over, those of the first wave. Under the lock."""
+        open_runs = [run for key, run in self._runs.items() if key[0] == version and run.outcome is None]
+        first = min((run.edge.wave for run in open_runs), default=0)
+        for run in open_runs:
+            if run.thread is None and run.edge.wave == first:
+                name = f"weights-{'from' if run.is_receiver else 'to'}-{run.edge.id}"
+                run.thread = threading.Thread(target=self._live, args=(run,), name=name, daemon=True)
+                run.thread.start()
+
+    def _live(self, run: _Run) -> None:
+        """A thread's whole life. Whatever happens in it, the edge has an outcome afterwards."""
+        state, detail = EdgeState.BROKEN, "it failed here; this peer's log has more"
+        try:
+            self._move(run)
+            state, detail = EdgeState.DONE, ""
+        except Ended:
+            detail = "it was let go of"
+        except (OrchestrRLError, OSError, ValueError, KeyError) as error:
+            detail = f"{type(error).__name__}: {error}"
+        finally:
+            self._let_link_go(run)
+            self._over(run, state, detail)
+
+    def _over(self, run: _Run, state: EdgeState, detail: str) -> None:
+        with self._lock:
+            run.outcome = EdgeEvent(
+                run.version, run.edge.id, state, run.is_receiver, run.moved_bytes, run.began_s, self._now_s(), detail
+            )
+            is_told = not run.let_go.is_set()
+            arrived = self._arrived(run.version) if run.is_receiver else None
+        if is_told:
+            if arrived is not None:
+                self._tell(arrived)
+            self._tell(run.outcome)
+        with self._lock:
+            if not self._closed:
+                self._begin_due(run.version)
+
+    def _move(self, run: _Run) -> None:
+        if run.edge.bytes == 0:
+            return
+        way = Way(
+            run.staged,
+            run.edge,
+            run.chunk_bytes,
+            run.stall_s,
+            began=lambda: self._began(run),
+            moved=lambda size: self._moved(run, size),
+            pause=lambda seconds: self._pause(run, seconds),
+            steady_s=self._steady_s,
+        )
+        if run.is_receiver:
+            self._receive(run, way)
+        else:
+            link = self._linked(run, self._dial(run))
+            wire.send(link, way)
+            link.done()
+
+    def _receive(self, run: _Run, way: Way) -> None:
+        """A sender may have given up waiting in the very moment in which it was taken in, and dial again."""
+        until_s = None
+        while True:
+            link = self._linked(run, self._accept(run, until_s))
+            try:
+                wire.receive(link, way)
+                link.done()
+            except LinkBroken:
+                if run.moved_bytes or (until_s is not None and self._steady_s() >= until_s):
+                    raise
+                until_s = until_s if until_s is not None else self._steady_s() + min(run.stall_s, DIALS_AGAIN_S)
+                self._let_link_go(run)
+                self._pause(run, 0.0)
+            else:
+                return
+
+    def _dial(self, run: _Run) -> Outgoing:
+        transport = self._transports[run.edge.transport]
+        while True:
+            self._pause(run, 0.0)
+            try:
+                return transport.dial(run.edge.address, run.link_key, ASK_AGAIN_S)
+            except NotYet:
+                continue
+
+    def _accept(self, run: _Run, until_s: float | None) -> Incoming:
+        transport = self._transports[run.edge.transport]
+        while True:
+            self._pause(run, 0.0)
+            try:
+                return transport.accept(run.link_key, ASK_AGAIN_S)
+            except NotYet:
+                if until_s is not None and self._steady_s() >= until_s:
+                    raise
+
+    def _linked(self, run: _Run, link: L) -> L:
+        with self._lock:
+            run.link = link  # from now on it is closed by who lets go of the edge
+        self._pause(run, 0.0)
+        return link
+
+    def _let_link_go(self, run: _Run) -> None:
+        with self._lock:
+            link, run.link = run.link, None
+        if link is not None:
+            link.close()
+
+    def _pause(self, run: _Run, seconds: float) -> None:
+        if run.let_go.is_set() or (seconds > 0 and run.let_go.wait(seconds)):
+            raise Ended
+
+    def _began(self, run: _Run) -> None:
+        if run.began_s:
+            return
+        run.began_s = self._now_s()
+        if not run.let_go.is_set():
+            self._tell(EdgeEvent(run.version, run.edge.id, EdgeState.BEGAN, run.is_receiver, 0, run.began_s))
+
+    def _moved(self, run: _Run, size: int) -> None:
+        run.moved_bytes += size
+        if not run.is_receiver:
+            return
+        with self._lock:
+            if (progress := self._progress.get(run.version)) is None:
+                return
+            progress.received_bytes = min(progress.needed_bytes, progress.received_bytes + size)
+            is_due = self._steady_s() - progress.told_s >= TOLD_EVERY_S and not run.let_go.is_set()
+            arrived = self._arrived(run.version) if is_due else None
+        if arrived is not None:
+            self._tell(arrived)
+
+    def _arrived(self, version: int) -> Arrived | None:
+        """How far the version is, under the lock; None where it has been let go of."""
+        if (progress := self._progress.get(version)) is None:
+            return None
+        progress.told_s = self._steady_s()
+        return Arrived(version, progress.received_bytes, progress.needed_bytes)

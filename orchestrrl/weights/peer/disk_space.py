@@ -1,0 +1,117 @@
+"""How much a folder can still take, and taking it before anything is written: a mapped file on a full tmpfs kills its
+process at the first page that is not there."""
+
+import ctypes
+import errno
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.weights.layout import PAGE_BYTES, Bytes, Ints
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+_GB = 1e9
+MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h
+MAPPED_AT_ONCE_BYTES = 64 * 1024 * 1024
+MOST_EXTENTS = 65536  # more are taken as one, with the gaps between them
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free there; of memory, where it is kept in memory."""
+    free = shutil.disk_usage(folder).free
+    if _file_system(folder) == "tmpfs":
+        free = min(free, *_memory_left())
+    return free
+
+
+def allocated_bytes(path: Path) -> int:
+    return path.stat().st_blocks * 512 if path.exists() else 0
+
+
+def pages(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
+    """The pages of such spans, in order and joined, from and to."""
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order] // PAGE_BYTES * PAGE_BYTES
+    ends = np.maximum.accumulate(-(-ends[order] // PAGE_BYTES) * PAGE_BYTES)
+    begins = np.concatenate([[True], starts[1:] > ends[:-1]]) if len(starts) else np.zeros(0, dtype=bool)
+    return starts[begins], ends[np.concatenate([begins[1:], [True]])] if len(starts) else ends
+
+
+def take(file: int, starts: Ints, ends: Ints, size: int) -> None:
+    """Have these pages of an open file. Raises OSError where they cannot be had; what is there stays."""
+    if len(starts) > MOST_EXTENTS:
+        starts, ends = starts[:1], ends[-1:]
+    for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
+        os.posix_fallocate(file, first, min(last, size) - first)
+
+
+def map_in(mapped: Bytes, starts: Ints, ends: Ints) -> None:
+    """Have these pages in the process's own tables, in another thread: bytes that come then meet no page fault, which
+    costs more than copying them. Best effort: a kernel before 5.14 does it at the first touch, as ever."""
+
+    def work() -> None:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap's own keeps the interpreter's lock
+        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        for first, last in zip(starts.tolist(), np.minimum(ends, len(mapped)).tolist(), strict=True):
+            for at in range(first, last, MAPPED_AT_ONCE_BYTES):
+                size = min(MAPPED_AT_ONCE_BYTES, last - at)
+                if madvise(mapped.ctypes.data + at, size, MADV_POPULATE_WRITE) != 0:
+                    logger.debug("pages are not mapped ahead: %s", os.strerror(ctypes.get_errno()))
+                    return
+
+    if len(starts) <= MOST_EXTENTS:
+        threading.Thread(target=work, name="weights-pages", daemon=True).start()
+
+
+def no_room(folder: Path, needed: int, held: int, version: int) -> Permanent | Retryable:
+    """`held`: by other versions in the folder."""
+    free = free_bytes(folder)
+    words = (
+        f"no room for version {version} in {folder}: {needed / _GB:.3f} GB more are needed, {free / _GB:.3f} GB are"
+        f" free, other versions hold {held / _GB:.3f} GB"
+    )
+    if needed <= free + held:
+        return Retryable(f"{words}; it fits when they are discarded", RETRY_S)
+    return Permanent(f"{words}; give the folder more (in containers, the size of /dev/shm), or name another: --folder")
+
+
+def is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+
+
+def _file_system(folder: Path) -> str:
+    """Its type, by the longest mount that it is under."""
+    best, found = "", ""
+    real = os.path.realpath(folder)
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, mount, kind, *_ = line.split(" ")
+        if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
+            best, found = mount, kind
+    return found
+
+
+def _memory_left() -> list[int]:
+    """Of the machine, and of the container where it has a limit."""
+    left = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                left.append(int(line.split()[1]) * 1024)
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            left.append(max(0, int(limit) - int((group / "memory.current").read_text())))
+    except (OSError, ValueError):
+        pass  # a system that does not say: what the folder has is all that is known
+    return left or [1 << 62]

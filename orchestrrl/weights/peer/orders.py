@@ -1,0 +1,223 @@
+"""Carries the daemon's orders out on one host: each once, whatever is delivered twice; those that take long beside the
+others."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import assert_never
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, ProblemFaults
+from orchestrrl.engines.base import Loaded
+from orchestrrl.rpc.channel import stop
+from orchestrrl.weights.base import Carrier
+from orchestrrl.weights.orders import (
+    Carry,
+    Check,
+    EndEdges,
+    Install,
+    Keep,
+    Look,
+    OpenVersion,
+    Outcome,
+    PeerOrder,
+    PeerResult,
+    PlaneAct,
+    Probe,
+    Rest,
+    Serve,
+    SumShards,
+)
+from orchestrrl.weights.peer.engines import PeerEngines
+from orchestrrl.weights.peer.staged import StagedVersion
+from orchestrrl.weights.peer.store import MOST_BLOCK_BYTES, Store
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 512  # results of orders that are over
+FAULTS_TOLD = 20
+
+
+class OrderBook:
+    """One result for each order's id. Those of an older generation than the newest are refused: a daemon that is no
+    more has no say."""
+
+    def __init__(
+        self, perform: Callable[[PeerOrder], Awaitable[PeerResult]], clock: Clock, remembered: int = REMEMBERED
+    ) -> None:
+        self._perform = perform
+        self._clock = clock
+        self._remembered = remembered
+        self._newest = 0
+        self._tasks: dict[str, asyncio.Task[PeerResult]] = {}  # in order of arrival
+
+    async def result(self, order: PeerOrder) -> PeerResult:
+        """Stored, joined, refused, or obtained now."""
+        task = self._tasks.get(order.id)
+        if task is None:
+            newest = self._newest = max(self._newest, order.generation)
+            if order.generation < newest:
+                now_s = self._clock.now_s()
+                words = f"generation {order.generation} is over: generation {newest} has given orders since"
+                return PeerResult(order.id, Outcome.FAILED, words, now_s, now_s)
+            self._forget()
+            task = self._tasks[order.id] = asyncio.create_task(self._carry_out(order))
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        await stop(*self._tasks.values())
+
+    async def _carry_out(self, order: PeerOrder) -> PeerResult:
+        try:
+            return await self._perform(order)
+        except ProblemFaults as error:
+            more = [f"and {len(error.faults) - FAULTS_TOLD} more"] if len(error.faults) > FAULTS_TOLD else []
+            outcome, words = Outcome.FAILED, "; ".join([*error.faults[:FAULTS_TOLD], *more])
+        except OutcomeUnknown as error:
+            outcome, words = Outcome.UNKNOWN, str(error)
+        except OrchestrRLError as error:
+            outcome, words = Outcome.FAILED, str(error)
+        except Exception as error:
+            logger.error("order %s (%s) ended in a defect", order.id, order.order.kind, exc_info=error)
+            outcome, words = Outcome.UNKNOWN, f"a defect ended it: {error!r}"
+        logger.warning("order %s (%s): %s: %s", order.id, order.order.kind, outcome, words)
+        return PeerResult(order.id, outcome, words)
+
+    def _forget(self) -> None:
+        for name in [name for name, task in self._tasks.items() if task.done()][: -self._remembered or None]:
+            del self._tasks[name]
+
+
+class Orders:
+    """`changed` is called when what the peer holds has changed."""
+
+    def __init__(
+        self, store: Store, carrier: Carrier, engines: PeerEngines, clock: Clock, changed: Callable[[], None]
+    ) -> None:
+        self._store = store
+        self._carrier = carrier
+        self._engines = engines
+        self._clock = clock
+        self._changed = changed
+        # Held by who changes which versions there are; who asks for one waits for what was ordered before.
+        self._turn = asyncio.Lock()
+
+    async def perform(self, order: PeerOrder) -> PeerResult:
+        """Raises as what it calls does."""
+        began_s = self._clock.now_s()
+        result = await self._act(order.id, order)
+        self._changed()
+        return PeerResult(
+            order.id,
+            result.outcome,
+            result.detail,
+            began_s,
+            self._clock.now_s(),
+            result.sums,
+            result.missing,
+            result.loaded_sum,
+            result.is_read_back,
+            result.tokens,
+            result.told_json,
+        )
+
+    async def _act(self, id: str, order: PeerOrder) -> PeerResult:
+        match order.order:
+            case OpenVersion() as asked:
+                staged = await self._open(asked)
+                return PeerResult(id, Outcome.DONE, str(staged.found or ""), missing=staged.missing())
+            case SumShards(version, shards):
+                found, hashed = await asyncio.to_thread((await self._version(version)).sums_of, shards)
+                return PeerResult(id, Outcome.DONE, str(hashed), sums=found)
+            case Carry() as asked:
+                staged = await self._version(asked.version)
+                _check_edges(staged, asked)
+                await asyncio.to_thread(self._carrier.carry, staged, asked)
+                return PeerResult(id, Outcome.DONE)
+            case EndEdges(version, edges):
+                await asyncio.to_thread(self._carrier.end, version, edges)
+                return PeerResult(id, Outcome.DONE)
+            case Check(version):
+                staged = await self._version(version)
+                hashed = await asyncio.to_thread(staged.check)
+                if not staged.missing() and await self._engines.take_sums():
+                    await asyncio.to_thread(staged.take_content_sum)
+                words = f"{hashed}; {staged.disagreed} blocks did not agree so far"
+                return PeerResult(id, Outcome.DONE, words, missing=staged.missing())
+            case Install(version, engine, by_s, anew):
+                loaded, words = await self._install(await self._version(version), engine, by_s, anew=anew)
+                return PeerResult(id, Outcome.DONE, words, loaded_sum=loaded.sum, is_read_back=loaded.is_read_back)
+            case Look(engine):
+                return PeerResult(id, Outcome.DONE, await self._engines.look(engine))
+            case Probe(engine, prompt_ids, max_tokens, by_s):
+                tokens = await self._engines.go_on(engine, prompt_ids, max_tokens, by_s)
+                return PeerResult(id, Outcome.DONE, tokens=tokens)
+            case Rest(engine, at_rest, drain_s, ends):
+                words = await self._engines.rest(engine, at_rest, drain_s, ends=ends)
+                return PeerResult(id, Outcome.DONE, words)
+            case Serve(engines):
+                # Written down first: what it says of itself it says again after a restart.
+                await asyncio.to_thread(self._store.note_serving, engines)
+                return PeerResult(id, Outcome.DONE, await self._engines.serve(engines))
+            case Keep(versions, committed):
+                gone = await self._keep(versions, committed)
+                return PeerResult(id, Outcome.DONE, f"discarded {', '.join(map(str, gone)) or 'none'}")
+            case PlaneAct() as asked:
+                if asked.changes:  # whatever becomes of it, it has no version of this folder
+                    await asyncio.to_thread(self._store.note_installed, asked.engine, "")
+                return PeerResult(id, Outcome.DONE, told_json=await self._engines.act(asked))
+            case other:
+                assert_never(other)
+
+    async def _install(self, staged: StagedVersion, engine: EngineId, by_s: float, *, anew: bool) -> tuple[Loaded, str]:
+        folder = await asyncio.to_thread(staged.install_folder)
+        identity = await asyncio.to_thread(lambda: staged.identity)
+        is_other = anew or self._store.installed().get(engine) != identity
+        if is_other:  # until it is there: one that is killed in the middle has neither
+            await asyncio.to_thread(self._store.note_installed, engine, "")
+        known_sum = await asyncio.to_thread(staged.content_sum)
+        loaded, words = await self._engines.install(
+            engine, staged.map.version, folder, by_s, is_other=is_other, known_sum=known_sum
+        )
+        await asyncio.to_thread(self._store.note_installed, engine, identity)
+        return loaded, words
+
+    async def _open(self, asked: OpenVersion) -> StagedVersion:
+        async with self._turn:
+            how = asked.map, asked.parts, asked.at_home
+            before = self._store.versions.get(asked.map.version)
+            if before is not None and not await asyncio.to_thread(before.is_same, *how):
+                # Edges of the plan before write into the same file: what is found in it by its sums has to stay.
+                await asyncio.to_thread(self._carrier.end, asked.map.version)
+            return await asyncio.to_thread(self._store.open, *how)
+
+    async def _keep(self, versions: tuple[int, ...], committed: int | None) -> list[int]:
+        async with self._turn:
+            for version in self._store.versions.keys() - set(versions):
+                await asyncio.to_thread(self._carrier.end, version)
+            return await asyncio.to_thread(self._store.keep, versions, committed)
+
+    async def _version(self, version: int) -> StagedVersion:
+        async with self._turn:
+            return self._store.version(version)
+
+
+def _check_edges(staged: StagedVersion, asked: Carry) -> None:
+    """Raises ProblemFaults with all that cannot be; which peers and transports there are is the carrier's to say."""
+    sizes = {shard.id: shard.bytes for shard in staged.map.shards}
+    faults = []
+    if not 0 < asked.chunk_bytes <= MOST_BLOCK_BYTES:
+        faults.append(f"chunk_bytes: must be > 0 and <= {MOST_BLOCK_BYTES}, got {asked.chunk_bytes}")
+    if not asked.stall_s > 0:
+        faults.append(f"stall_s: must be > 0, got {asked.stall_s}")
+    for edge in asked.edges:
+        size = sizes.get(edge.shard)
+        if size is None:
+            faults.append(f"edges.{edge.id}.shard: is not one of version {asked.version} here, got {edge.shard!r}")
+        elif edge.offset < 0 or edge.bytes < 0 or edge.offset + edge.bytes > size:
+            faults.append(f"edges.{edge.id}: must be within {size} bytes, got {edge.bytes} at {edge.offset}")
+        if not edge.rate_gbps >= 0:
+            faults.append(f"edges.{edge.id}.rate_gbps: must be >= 0, got {edge.rate_gbps}")
+    if faults:
+        raise ProblemFaults(faults)

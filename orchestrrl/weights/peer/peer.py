@@ -1,0 +1,226 @@
+"""The process that holds weights on one host: attached to the daemon, with its folder, its transports and its engines.
+
+Without the daemon it holds what it has, and its edges run on. A daemon that comes back is told everything anew.
+"""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
+import grpc
+from pydantic import ValidationError
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected, stop
+from orchestrrl.rpc.order_pieces import Joining
+from orchestrrl.rpc.pb import weights_pb2 as pb
+from orchestrrl.rpc.pb import weights_pb2_grpc
+from orchestrrl.weights.base import Carrier
+from orchestrrl.weights.model import Peer
+from orchestrrl.weights.orders import NEWS, Arrived, EdgeEvent, PeerNews, PeerOrder, PeerResult
+from orchestrrl.weights.peer.carry import ThreadedCarrier
+from orchestrrl.weights.peer.engines import PeerEngines
+from orchestrrl.weights.peer.orders import OrderBook, Orders
+from orchestrrl.weights.peer.settings import PeerSettings
+from orchestrrl.weights.peer.store import Store
+from orchestrrl.weights.transports.base import Transport, TransportOptions, make_transport
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+MOST_UNSENT = 65536  # news that wait for a daemon; older ones are dropped, since it is told everything anew
+LOOK_S = 0.5  # how often it is seen whether edges have completed a version
+STAMP_S = 5.0  # the daemon is told so often what time it is here: clocks drift apart by less than a millisecond in it
+
+
+async def run_peer(settings: PeerSettings, clock: Clock, rng: random.Random) -> None:
+    """Until cancelled. Raises Permanent where the folder or all transports cannot be had."""
+    # Hashed before it attaches, though that may take a while: by what it says then that it holds it is decided what is
+    # carried to it. What it did not know of yet would be carried again.
+    store = await asyncio.to_thread(Store, settings.folder)
+    transports: dict[str, Transport] = {}
+    try:
+        addresses = open_transports(settings, transports)
+        link = PeerLink(settings, store, transports, addresses, clock, rng)
+        try:
+            await link.run()
+        finally:
+            await link.close()
+    finally:
+        for transport in transports.values():
+            transport.close()
+        store.close()
+
+
+def open_transports(settings: PeerSettings, opened: dict[str, Transport]) -> dict[str, str]:
+    """Where each listens: those that can be had here. Raises Permanent where none can."""
+    addresses, why = {}, []
+    for name in settings.transports:
+        try:
+            transport = make_transport(name, TransportOptions(settings.address))
+            addresses[name] = transport.open()
+            opened[name] = transport
+        except (OrchestrRLError, OSError) as error:
+            why.append(str(error))
+            logger.info("transport %s is not to be had here: %s", name, error)
+    if not opened:
+        raise Permanent(f"no transport can be had here: {'; '.join(why)}")
+    return addresses
+
+
+class PeerLink:
+    """Attached to the daemon: news one way, orders the other."""
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        store: Store,
+        transports: Mapping[str, Transport],
+        addresses: Mapping[str, str],
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._addresses = addresses
+        self._clock = clock
+        self._rng = rng
+        self._loop = asyncio.get_running_loop()
+        self._unsent: deque[PeerNews | None] = deque(maxlen=MOST_UNSENT)  # None: the time alone
+        self._filled = asyncio.Event()
+        self._told: Peer | None = None  # as the daemon knows this peer, without what changes all the time
+        given = {EngineId(name): url for name, url in store.serving().items()} if settings.serves else {}
+        self._engines = PeerEngines(settings.engines, settings.product, clock, self._look, given)
+        self._carrier: Carrier = ThreadedCarrier(settings.id, transports, self._tell, clock.now_s)
+        self._orders = OrderBook(Orders(store, self._carrier, self._engines, clock, self._look).perform, clock)
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        await self._engines.ask()
+        stays = stay_connected(
+            self._settings.daemon,
+            self._converse,
+            clock=self._clock,
+            rng=self._rng,
+            backoff=Backoff(),
+            name=f"peer {self._settings.id}",
+        )
+        await first_of(stays, self._engines.watch(self._settings.ask_engines_s), self._watch())
+
+    async def close(self) -> None:
+        await stop(*self._running)
+        await self._orders.close()
+        await asyncio.to_thread(self._carrier.close)
+        await self._engines.close()
+
+    def introduction(self) -> Peer:
+        return replace(self._as_is(), room_bytes=self._store.room_bytes)
+
+    def _as_is(self) -> Peer:
+        settings = self._settings
+        return Peer(
+            settings.id,
+            settings.role,
+            settings.host,
+            settings.place,
+            self._addresses,
+            self._engines.told,
+            settings.share,
+            self._store.held,
+            folder=str(settings.folder),
+            serves=settings.serves,
+            ranks_of=settings.ranks_of,
+        )
+
+    async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:
+        call = weights_pb2_grpc.WeightsStub(channel).Attach()
+        try:
+            await call.wait_for_connection()
+            for news in [news for news in self._unsent if isinstance(news, Peer)]:
+                self._unsent.remove(news)  # this tells it as it is now
+            peer = self.introduction()
+            self._told = _lasting(peer)
+            await call.write(self._message(peer))
+            established()
+            logger.info("peer %s: attached to %s", self._settings.id, self._settings.daemon)
+            await first_of(self._receive(call), self._send(call))
+        finally:
+            self._told = None
+            call.cancel()
+
+    async def _receive(self, call: grpc.aio.StreamStreamCall[pb.PeerMessage, pb.PeerOrder]) -> None:
+        joining = Joining()
+        async for message in call:
+            try:
+                order = joining.add(message)
+            except ValidationError as error:
+                # A daemon of another release: it learns nothing from an answer without an id.
+                logger.error("an order that cannot be read is left: %s", error)
+                continue
+            if order is None:
+                continue
+            task = asyncio.create_task(self._carry_out(order))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _carry_out(self, order: PeerOrder) -> None:
+        self._put(await self._orders.result(order))
+
+    async def _send(self, call: grpc.aio.StreamStreamCall[pb.PeerMessage, pb.PeerOrder]) -> None:
+        while True:
+            while self._unsent:
+                news = self._unsent[0]
+                await call.write(self._message(news))
+                if self._unsent and self._unsent[0] is news:  # only now: what could not be written waits
+                    self._unsent.popleft()
+            self._filled.clear()
+            await self._filled.wait()
+
+    def _tell(self, news: EdgeEvent | Arrived) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._put, news)
+
+    def _put(self, news: PeerNews) -> None:
+        if isinstance(news, PeerResult | EdgeEvent):
+            self._look()  # what the daemon hears of a result, it finds in what the peer says of itself
+        last = self._unsent[-1] if self._unsent else None
+        if isinstance(news, Arrived) and isinstance(last, Arrived) and last.version == news.version:
+            self._unsent[-1] = news
+        else:
+            self._unsent.append(news)
+        self._filled.set()
+
+    def _look(self) -> None:
+        """Say what has changed of this peer."""
+        if self._told is None:
+            return
+        lasting = _lasting(self._as_is())
+        if lasting != self._told:
+            self._told = lasting
+            self._unsent.append(self.introduction())
+            self._filled.set()
+
+    async def _watch(self) -> None:
+        stamped_s = self._clock.now_s()
+        while True:
+            await self._clock.sleep(LOOK_S)
+            self._look()
+            if self._told is not None and not self._unsent and self._clock.now_s() - stamped_s >= STAMP_S:
+                stamped_s = self._clock.now_s()
+                self._unsent.append(None)
+                self._filled.set()
+
+    def _message(self, news: PeerNews | None) -> pb.PeerMessage:
+        """With the time of this moment, however long the news have waited."""
+        text = "" if news is None else NEWS.dump_json(news).decode()
+        return pb.PeerMessage(news_json=text, sent_unix_s=self._clock.now_s())
+
+
+def _lasting(peer: Peer) -> Peer:
+    """Without what changes as bytes arrive: ranges, and room."""
+    held = tuple(replace(each, missing={} if each.complete else {"": ()}) for each in peer.held)
+    return replace(peer, held=held, room_bytes=0)

@@ -1,0 +1,219 @@
+"""What a peer is told when it is started, from the words of a command line. All faults at once; no typer, no YAML: a
+trainer's environment need not have them."""
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from orchestrrl.core.addresses import parse_address, remote_fault
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.engines.base import ENGINES
+from orchestrrl.weights.model import PeerId, PeerRole, Place, Share
+from orchestrrl.weights.peer.engine_hosts import LOOPBACK, host_name, parse_where
+from orchestrrl.weights.transports.base import TRANSPORTS
+from planner.model import EngineId
+
+PREFERRED = ("nccl", "tcp", "gloo")
+FOLDERS = "/dev/shm/orchestrrl-weights-"
+ASK_ENGINES_S = 2.0
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    id: PeerId
+    daemon: str
+    folder: Path
+    address: str  # that other peers reach this host at
+    engines: Mapping[EngineId, str]  # where each listens
+    product: str
+    transports: tuple[str, ...]
+    place: Place
+    share: Share
+    ask_engines_s: float
+    serves: tuple[str, ...] = ()  # where engines listen that the daemon tells it of, as Peer has it
+    ranks_of: tuple[EngineId, ...] = ()
+
+    @property
+    def role(self) -> PeerRole:
+        return PeerRole.ENGINE if self.engines or self.serves or self.ranks_of else PeerRole.TRAINER
+
+    @property
+    def host(self) -> str:
+        return socket.gethostname()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerWords:
+    """As they were written."""
+
+    id: str
+    daemon: str
+    engines: Sequence[str] = ()
+    engines_here: bool = False
+    engines_at: Sequence[str] = ()
+    ranks_of: Sequence[str] = ()
+    product: str = "vllm"
+    folder: str = ""
+    host: str = ""
+    allow_remote: bool = False
+    transports: Sequence[str] = ()
+    gpu: int | None = None
+    pod: str = ""
+    tor: str = ""
+    nic_gbps: float = 0.0
+    tp: int = 1
+    tp_ranks: Sequence[int] = ()
+    pp: int = 1
+    pp_ranks: Sequence[int] = ()
+    ep: int = 1
+    ep_ranks: Sequence[int] = ()
+    ask_engines_s: float = ASK_ENGINES_S
+
+
+def settings_of(words: PeerWords) -> PeerSettings:
+    """Raises ProblemFaults."""
+    faults: list[str] = []
+    engines = _engines(words, faults)
+    share = _made(lambda: _share(words), faults)
+    if not words.id or not words.id.isprintable() or "/" in words.id or words.id in (".", ".."):
+        faults.append(f"--id: must be a name without /, got {words.id!r}")
+    if not words.daemon.startswith("unix:"):
+        _made(lambda: parse_address(words.daemon), faults, "--daemon", words.daemon)
+    for name in words.transports:
+        if name not in TRANSPORTS:
+            faults.append(f"--transport: must be one of {', '.join(TRANSPORTS.names())}, got {name!r}")
+    if words.gpu is not None and (words.pod or words.tor):
+        faults.append(f"--gpu: says where it is, so leave out --pod and --tor, got {words.gpu}")
+    if words.gpu is not None and words.gpu < 0:
+        faults.append(f"--gpu: must be >= 0, got {words.gpu}")
+    if words.tor and not words.pod:
+        faults.append(f"--tor: needs --pod, got {words.tor!r}")
+    if not words.nic_gbps >= 0 or words.nic_gbps == float("inf"):
+        faults.append(f"--nic-gbps: must be >= 0, got {words.nic_gbps:g}")
+    if not 0 < words.ask_engines_s < float("inf"):
+        faults.append(f"--ask-engines-s: must be > 0, got {words.ask_engines_s:g}")
+    if words.folder and not Path(words.folder).is_absolute():
+        faults.append(f"--folder: must begin with /, engines and trainers are told of it, got {words.folder!r}")
+    for place, word in enumerate(words.engines_at):
+        _made(lambda word=word: parse_where(word), faults, f"--engines-at[{place}]", word)  # type: ignore[misc]
+    address = _made(lambda: _address(words), faults)
+    if address is not None and not words.allow_remote and (fault := remote_fault(address, "add --allow-remote")):
+        faults.append(f"--host: {fault}, got {address!r}")
+    for place, name in enumerate(words.ranks_of):
+        if not name or name in engines:
+            what = "must name an engine" if not name else "is this peer's own (--engine)"
+            faults.append(f"--ranks-of[{place}]: {what}, got {name!r}")
+    if faults or share is None or address is None:
+        raise ProblemFaults(faults)
+    return PeerSettings(
+        id=PeerId(words.id),
+        daemon=words.daemon,
+        folder=Path(words.folder or f"{FOLDERS}{words.id}"),
+        address=address,
+        engines=engines,
+        product=words.product,
+        transports=tuple(dict.fromkeys(words.transports)) or PREFERRED,
+        place=Place(words.gpu, words.pod, words.tor, words.nic_gbps),
+        share=share,
+        ask_engines_s=words.ask_engines_s,
+        serves=(*(_names_here(words, address) if words.engines_here else ()), *words.engines_at),
+        ranks_of=tuple(dict.fromkeys(map(EngineId, words.ranks_of))),
+    )
+
+
+def _names_here(words: PeerWords, address: str) -> tuple[str, ...]:
+    """What others call this host. What listens on loopback is on the daemon's."""
+    name = socket.gethostname()
+    names = [address, name]
+    with contextlib.suppress(OSError):  # a name that nobody knows, not even here
+        names += [str(told[4][0]) for told in socket.getaddrinfo(name, None)]
+    # A name that leads to loopback says nothing of where the daemon is.
+    own = [each for each in names if host_name(each) != LOOPBACK]
+    return tuple(dict.fromkeys([*own, *([LOOPBACK] if _is_beside_daemon(words.daemon) else [])]))
+
+
+def _is_beside_daemon(daemon: str) -> bool:
+    """Whether the way to it does not leave this host."""
+    if daemon.startswith("unix:"):
+        return True
+    try:
+        host, port = parse_address(daemon)
+        return len({str(ipaddress.ip_address(each)) for each in _way_to(host, port)}) == 1
+    except (OSError, ValueError):
+        return False
+
+
+def _way_to(host: str, port: int) -> tuple[str, str]:
+    """The addresses at its two ends."""
+    family, kind, _, _, place = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0]), str(place[0])
+
+
+def _engines(words: PeerWords, faults: list[str]) -> dict[EngineId, str]:
+    found: dict[EngineId, str] = {}
+    for number, word in enumerate(words.engines):
+        name, _, url = word.partition("=")
+        parts = urlsplit(url)
+        if not name or parts.scheme not in ("http", "https") or not parts.hostname:
+            faults.append(f"--engine[{number}]: must be NAME=http://HOST:PORT, got {word!r}")
+        elif name in found:
+            faults.append(f"--engine[{number}]: is named already, got {name!r}")
+        else:
+            found[EngineId(name)] = url
+    try:
+        if words.engines or words.engines_here or words.engines_at:
+            ENGINES.load(words.product)
+        else:  # a host of trainers needs no engine client, nor what one imports
+            ENGINES.check(words.product)
+    except Permanent as error:
+        faults.append(f"--product: {error}")
+    return found
+
+
+def _share(words: PeerWords) -> Share:
+    ranks = {name: tuple(getattr(words, f"{name}_ranks")) for name in ("tp", "pp", "ep")}
+    for name, chosen in ranks.items():
+        if not chosen:
+            ranks[name] = tuple(range(max(1, min(getattr(words, name), 65536))))
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"--{name}-rank: must be given once each, got {list(chosen)}")
+    try:
+        return Share(words.tp, ranks["tp"], words.pp, ranks["pp"], words.ep, ranks["ep"])
+    except ValueError as error:
+        raise ValueError(f"--tp, --pp, --ep: {error}") from error
+
+
+def _address(words: PeerWords) -> str:
+    """As given, or that of the way towards the daemon."""
+    if words.host:
+        if words.host in ("0.0.0.0", "::"):
+            raise ValueError(f"--host: must be an address that other peers reach, got {words.host!r}")
+        try:
+            socket.getaddrinfo(words.host, None)
+        except OSError as error:
+            raise ValueError(f"--host: cannot be resolved ({error}), got {words.host!r}") from error
+        return words.host
+    if words.daemon.startswith("unix:"):
+        return "127.0.0.1"
+    try:
+        host, port = parse_address(words.daemon)
+        return str(ipaddress.ip_address(_way_to(host, port)[0]))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--host: is needed, no way towards --daemon was found ({error}), got ''") from error
+
+
+def _made(make: Callable[[], _Value], faults: list[str], option: str = "", value: str = "") -> _Value | None:
+    try:
+        return make()
+    except ValueError as error:
+        faults.append(f"{option}: {error}, got {value!r}" if option else str(error))
+        return None

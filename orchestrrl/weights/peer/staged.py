@@ -1,0 +1,453 @@
+"""One version on this host: its files, which bytes of it are there, and whether they agree with their sums.
+
+A shard lies in the parts that trainers staged here, where these have all of it, or in the file that is received and
+installed. A block is hashed when its last byte has arrived, before anybody who waits for it goes on; one that does not
+agree is missing again. What a file holds from before is found by its sums alone.
+"""
+
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.integrations.instrument.checkpoint_files import BrokenCheckpoint, folder_sum
+from orchestrrl.weights.layout import (
+    Bytes,
+    FileLayout,
+    Ints,
+    Run,
+    ShardRuns,
+    Source,
+    gather,
+    lay_out,
+    locate,
+    read_layout,
+    scatter,
+)
+from orchestrrl.weights.model import MODEL_FILE, Held, Part, Range, ShardMap, VersionMap
+from orchestrrl.weights.peer import disk_space
+from orchestrrl.weights.ranges import Ranges
+from orchestrrl.weights.sums import Hashed, Summing, blocks_of, sum_of
+
+logger = logging.getLogger(__name__)
+
+INSTALL_FOLDER = "install"  # has the received file alone, where parts lie beside it: engines load all that they see
+_MODEL = 0  # its place among a version's files
+
+
+@dataclass(slots=True)
+class _Shard:
+    """`changed` guards what is below it."""
+
+    map: ShardMap
+    runs: ShardRuns
+    in_parts: bool
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    present: Ranges = field(default_factory=Ranges)
+    own_sums: tuple[str, ...] = ()  # as they were told by this host
+    agreed: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))  # [block]
+
+
+class StagedVersion:
+    """`base.Staged`. Construction opens its files and finds what is there. Raises Retryable and Permanent where there
+    is no room or a part is not there; nothing has been written then. `at_home`: shards that engines here need, though
+    nobody sends them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        map: VersionMap,
+        parts: Sequence[Part] = (),
+        *,
+        at_home: Collection[str] = (),
+        held_elsewhere: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.map = map
+        self.folder = folder
+        self.parts = tuple(part for part in parts if part.boxes)  # a rank may have nothing to stage
+        self.disagreed = 0  # blocks that arrived and were not what their sums say
+        self.found: Hashed | None = None  # what was hashed of an earlier start
+        self.at_home = tuple(sorted(at_home))
+        self._held_elsewhere = held_elsewhere
+        self._tensors = {tensor.name: tensor for tensor in map.tensors}
+        self._layout = lay_out(map.tensors)
+        self._files: list[Bytes] = [np.zeros(0, dtype=np.uint8)]
+        self._identity: dict[str, tuple[int, int]] = {}
+        sources = [self._part(number, part) for number, part in enumerate(self.parts, start=1)]
+        self._shards = {shard.id: self._located(shard, sources) for shard in map.shards}
+        self._summing = Summing(map.block_bytes)
+        self._model_has: set[str] = set()  # shards for which it has pages
+        self._content: tuple[tuple[object, ...], str] | None = None  # its sum, and of which bytes
+        received = [shard for shard in self._shards.values() if not shard.in_parts or shard.map.id in self.at_home]
+        self._was_there = bool(received) and self._open_model(received)  # something of an earlier start, or plan
+        self._find(received)
+
+    # What carrying asks.
+
+    def view(self, shard: str, offset: int, size: int) -> memoryview | None:
+        single = self._within(shard, offset, size).runs.single(offset, size)
+        return None if single is None else self._files[single[0]][single[1] : single[1] + size].data
+
+    def read(self, shard: str, offset: int, into: memoryview) -> None:
+        runs = self._within(shard, offset, len(into)).runs
+        gather(self._files, runs.pieces(offset, len(into)), np.frombuffer(into, dtype=np.uint8))
+
+    def write(self, shard: str, offset: int, data: memoryview) -> None:
+        state = self._within(shard, offset, len(data))
+        if state.in_parts:
+            raise Permanent(f"shard {shard} of version {self.map.version} is a trainer's here, and not to be written")
+        scatter(self._files, state.runs.pieces(offset, len(data)), np.frombuffer(data, dtype=np.uint8))
+
+    def arrived(self, shard: str, offset: int, size: int) -> None:
+        state = self._within(shard, offset, size)
+        with state.changed:
+            complete = self._completed(state, offset, size) if state.map.sums else []
+            if not complete:
+                state.present.add(offset, size)
+                state.changed.notify_all()
+                return
+        found = {block: self._summing.block(self, shard, *self._range(state, block)) for block in complete}
+        with state.changed:
+            state.present.add(offset, size)
+            for block, sum in found.items():
+                self._judge(state, block, sum)
+            state.changed.notify_all()
+
+    def wait(self, shard: str, offset: int, size: int, timeout_s: float) -> bool:
+        state = self._within(shard, offset, size)
+        with state.changed:
+            return state.changed.wait_for(lambda: state.present.covers(offset, size), timeout_s)
+
+    def missing(self) -> dict[str, tuple[Range, ...]]:
+        found = {}
+        for name, state in self._shards.items():
+            with state.changed:
+                if gaps := state.present.gaps(state.map.bytes):
+                    found[name] = gaps
+        return found
+
+    # What a peer asks.
+
+    @property
+    def held(self) -> Held:
+        ranks = tuple(sorted(part.rank for part in self.parts))
+        return Held(self.map.version, tuple(self._shards), self.missing(), ranks)
+
+    def sums_of(self, shards: Iterable[str]) -> tuple[dict[str, tuple[str, ...]], Hashed]:
+        """Of shards that are here whole, by hashing them. Raises Permanent where one is not."""
+        chosen = list(dict.fromkeys(shards))
+        if faults := [f"there is no shard {name!r}" for name in chosen if name not in self._shards]:
+            raise Permanent(f"version {self.map.version}: {'; '.join(faults)}")
+        missing = self.missing()
+        if some := [name for name in chosen if name in missing]:
+            raise Permanent(f"version {self.map.version}: is not here whole: {', '.join(some)}")
+        found = {name: [""] * -(-self._shards[name].map.bytes // self.map.block_bytes) for name in chosen}
+
+        def told(shard: str, offset: int, _: int, sum: str) -> None:
+            found[shard][offset // self.map.block_bytes] = sum
+
+        hashed = self._summing.blocks(self, [each for name in chosen for each in self._all_blocks(name)], told)
+        told_sums = {name: tuple(each) for name, each in found.items()}
+        for name, each in told_sums.items():
+            self._shards[name].own_sums = each
+        return told_sums, hashed
+
+    def check(self) -> Hashed:
+        """Hash what is there and was not hashed since, and copy what engines need out of parts. See `missing` then."""
+        states = list(self._shards.values())
+        hashed = self._hash_present([state for state in states if state.map.sums])
+        wrong = self.missing()
+        to_copy = [state for state in states if state.in_parts and state.map.id in {*self.at_home, *wrong}]
+        if to_copy:
+            self._copy_out_of_parts(to_copy)
+        return hashed
+
+    def know(self, told: VersionMap) -> None:
+        """The sums of the same shards, as they are known now: what was there and agrees with other sums is missing."""
+        unknown = []
+        for shard in told.shards:
+            state = self._shards[shard.id]
+            with state.changed:
+                if shard.sums and shard.sums != state.map.sums:
+                    unknown += [] if state.map.sums else [state]
+                    state.map = shard
+                    state.agreed[:] = shard.sums == state.own_sums
+        self.map = replace(told, shards=tuple(self._shards[shard.id].map for shard in told.shards))
+        self._hash_present([state for state in self._shards.values() if state.map.sums and not state.in_parts])
+        self._find(unknown)
+
+    def install_folder(self) -> Path:
+        """A folder with the version's file and no part of it. Raises Retryable where not all is there yet."""
+        if any(state.in_parts and state.map.id in self.at_home for state in self._shards.values()):
+            self.check()
+        if missing := self.missing():
+            lacking = sum(size for ranges in missing.values() for _, size in ranges)
+            raise Retryable(f"version {self.map.version} is not here whole: {lacking} bytes are missing", 1.0)
+        if not self._model_has:
+            raise Permanent(f"version {self.map.version} is held for others alone: no engine here was to have it")
+        if not any(self.folder.glob("part-*.safetensors")):
+            return self.folder
+        apart = self.folder / INSTALL_FOLDER
+        apart.mkdir(exist_ok=True)
+        (apart / MODEL_FILE).unlink(missing_ok=True)
+        (apart / MODEL_FILE).hardlink_to(self.folder / MODEL_FILE)
+        return apart
+
+    def take_content_sum(self) -> None:
+        """Of what engines load, ahead of it, as it takes long. For a version that is here whole and was checked; one
+        without sums of its blocks may change without anybody's knowing, and is left to whoever loads it."""
+        if self._model_has and all(state.map.sums for state in self._shards.values()):
+            with suppress(Retryable, BrokenCheckpoint):  # told to whoever loads it
+                self._content = self._bytes, folder_sum(self.install_folder())
+
+    def content_sum(self) -> str:
+        """As it was taken, while these are the bytes; else empty."""
+        return self._content[1] if self._content is not None and self._content[0] == self._bytes else ""
+
+    @property
+    def _bytes(self) -> tuple[object, ...]:
+        """What decides on those that engines load. A block that was written over with others has disagreed since."""
+        return self.identity, frozenset(self._model_has), self.disagreed
+
+    @property
+    def identity(self) -> str:
+        """Of the bytes: another run of a trainer may give other weights the same number."""
+        shards = [(shard.slices, shard.sums) for shard in self.map.shards]
+        return f"{self.map.version}:{sum_of(memoryview(repr((self.map.tensors, shards)).encode()))}"
+
+    def is_same(self, map: VersionMap, parts: Sequence[Part], at_home: Collection[str]) -> bool:
+        """Whether this can go on: the same shards of the same files, sums aside."""
+        return (
+            (map.tensors, map.block_bytes) == (self.map.tensors, self.map.block_bytes)
+            and [replace(shard, sums=()) for shard in map.shards]
+            == [replace(shard, sums=()) for shard in self.map.shards]
+            and tuple(part for part in parts if part.boxes) == self.parts
+            and tuple(sorted(at_home)) == self.at_home
+            and all(_identity(self.folder / part.file) == self._identity[part.file] for part in self.parts)
+        )
+
+    # The files.
+
+    def _part(self, number: int, part: Part) -> Source:
+        path = self.folder / part.file
+        try:
+            layout = read_layout(path)
+            self._identity[part.file] = _identity(path)
+            self._files.append(_mapped(path))
+        except (OSError, ValueError) as error:
+            raise Permanent(f"{path}: what rank {part.rank} staged cannot be read: {error}") from error
+        tensors = {tensor.name: tensor for tensor in layout.tensors}
+        faults = [
+            f"{name} is {tensors.get(name)}, and not {self._tensors.get(name)}"
+            for name in part.boxes
+            if name not in tensors or tensors[name] != self._tensors.get(name, tensors[name])
+        ]
+        if faults:
+            raise Permanent(f"{path}: {'; '.join(faults)}")
+        return Source(number, layout.places, part.boxes)
+
+    def _located(self, shard: ShardMap, sources: Sequence[Source]) -> _Shard:
+        """Where it is to be read and written."""
+        runs, in_parts = None, False
+        if sources:
+            try:
+                runs, in_parts = locate(shard, self._tensors, sources), True
+            except ValueError:  # of some of it there is nothing here: it is received
+                runs = None
+        runs = runs or self._in_model(shard)
+        state = _Shard(shard, runs, in_parts)
+        state.agreed = np.zeros(-(-shard.bytes // self.map.block_bytes), dtype=bool)
+        if in_parts:
+            state.present.add(0, shard.bytes)
+        return state
+
+    def _in_model(self, shard: ShardMap) -> ShardRuns:
+        return locate(shard, self._tensors, [Source(_MODEL, self._layout.places)])
+
+    def _open_model(self, shards: Sequence[_Shard]) -> bool:
+        """With pages for all of these, whether it was there before."""
+        path = self.folder / MODEL_FILE
+        earlier = _is_laid_out(path, self._layout)
+        spans = [(np.array([0]), np.array([len(self._layout.header)]))]
+        for state in shards:
+            self._model_has.add(state.map.id)
+            spans.append((self._in_model(state.map) if state.in_parts else state.runs).spans(_MODEL))
+        starts, ends = disk_space.pages(*(np.concatenate(column) for column in zip(*spans, strict=True)))
+        needed = int((ends - starts).sum()) - (disk_space.allocated_bytes(path) if earlier else 0)
+        if needed > disk_space.free_bytes(self.folder):
+            raise disk_space.no_room(self.folder, needed, self._held_elsewhere(), self.map.version)
+        if path.exists() and not earlier:
+            logger.warning("%s: is of another manifest and is replaced", path)
+            path.unlink()
+        try:
+            with path.open("r+b" if earlier else "x+b") as file:
+                os.ftruncate(file.fileno(), self._layout.bytes)
+                disk_space.take(file.fileno(), starts, ends, self._layout.bytes)
+                os.pwrite(file.fileno(), self._layout.header, 0)
+        except OSError as error:
+            if not earlier:
+                path.unlink(missing_ok=True)
+            if not disk_space.is_full(error):
+                raise Permanent(f"{path}: cannot be written: {error}") from error
+            raise disk_space.no_room(self.folder, needed, self._held_elsewhere(), self.map.version) from error
+        self._files[_MODEL] = _mapped(path)
+        if not earlier:
+            disk_space.map_in(self._files[_MODEL], starts, ends)
+        return earlier
+
+    def _find(self, shards: Iterable[_Shard]) -> None:
+        """What an earlier start left. Holes are not looked at: that would fill them."""
+        shards = [state for state in shards if state.map.sums and not state.in_parts]
+        if not self._was_there or not shards:
+            return
+        first, last = _written(self.folder / MODEL_FILE)
+        wanted = []
+        for state in shards:
+            for name, offset, size in self._all_blocks(state.map.id):
+                if not state.present.covers(offset, size) and all(
+                    _is_written(run, first, last) for run in state.runs.pieces(offset, size)
+                ):
+                    wanted.append((name, offset, size))
+
+        def told(shard: str, offset: int, size: int, sum: str) -> None:
+            state, block = self._shards[shard], offset // self.map.block_bytes
+            if sum == state.map.sums[block]:
+                with state.changed:
+                    state.present.add(offset, size)
+                    state.agreed[block] = True
+                    state.changed.notify_all()
+
+        self.found = self._summing.blocks(self, wanted, told)
+
+    def _copy_out_of_parts(self, shards: Sequence[_Shard]) -> None:
+        """Into the file that engines load; what did not agree is left out, to be received."""
+        if lacking := [state for state in shards if state.map.id not in self._model_has]:
+            if len(self._files[_MODEL]):
+                lacking += [state for state in self._shards.values() if state.map.id in self._model_has]
+            self._open_model(lacking)
+        for state in shards:
+            target = self._in_model(state.map)
+            for name, offset, size in self._all_blocks(state.map.id):
+                if not state.present.covers(offset, size):
+                    continue
+                data = self.view(name, offset, size)
+                if data is None:
+                    data = memoryview(bytearray(size))
+                    self.read(name, offset, data)
+                scatter(self._files, target.pieces(offset, size), np.frombuffer(data, dtype=np.uint8))
+            with state.changed:
+                state.runs, state.in_parts = target, False
+
+    # Blocks.
+
+    def _hash_present(self, shards: Iterable[_Shard]) -> Hashed:
+        """What is there whole and was not hashed since it came."""
+        wanted = []
+        for state in shards:
+            with state.changed:
+                wanted += [
+                    (name, offset, size)
+                    for block, (name, offset, size) in enumerate(self._all_blocks(state.map.id))
+                    if not state.agreed[block] and state.present.covers(offset, size)
+                ]
+
+        def told(shard: str, offset: int, _: int, sum: str) -> None:
+            state = self._shards[shard]
+            with state.changed:
+                self._judge(state, offset // self.map.block_bytes, sum)
+
+        return self._summing.blocks(self, wanted, told)
+
+    def _judge(self, state: _Shard, block: int, sum: str) -> None:
+        """With its lock held."""
+        state.agreed[block] = sum == state.map.sums[block]
+        if not state.agreed[block]:
+            self.disagreed += 1
+            offset, size = self._range(state, block)
+            state.present.remove(offset, size)
+            logger.warning(
+                "version %d: %d bytes of shard %s at %d are not what they should be (xxh3 %s, not %s): missing again",
+                self.map.version, size, state.map.id, offset, sum, state.map.sums[block],
+            )  # fmt: skip
+
+    def _completed(self, state: _Shard, offset: int, size: int) -> list[int]:
+        """Blocks that are whole with these bytes, which may have been there before. With its lock held."""
+        found = []
+        for block in range(offset // self.map.block_bytes, -(-(offset + size) // self.map.block_bytes)):
+            first, length = self._range(state, block)
+            before, behind = max(0, offset - first), max(0, first + length - offset - size)
+            if state.present.covers(first, before) and state.present.covers(first + length - behind, behind):
+                found.append(block)
+        return found
+
+    def _range(self, state: _Shard, block: int) -> Range:
+        offset = block * self.map.block_bytes
+        return offset, min(self.map.block_bytes, state.map.bytes - offset)
+
+    def _all_blocks(self, name: str) -> list[tuple[str, int, int]]:
+        return [(name, *each) for each in blocks_of(self._shards[name].map.bytes, self.map.block_bytes)]
+
+    def _within(self, shard: str, offset: int, size: int) -> _Shard:
+        state = self._shards.get(shard)
+        if state is None:
+            raise Permanent(f"version {self.map.version} has no shard {shard!r} here")
+        if offset < 0 or size < 0 or offset + size > state.map.bytes:
+            raise Permanent(f"shard {shard} has {state.map.bytes} bytes, got a range of {size} at {offset}")
+        return state
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Of one writing of a file: a trainer that stages anew renames another one into its place."""
+    try:
+        status = path.stat()
+    except OSError:
+        return -1, -1
+    return status.st_ino, status.st_mtime_ns
+
+
+def _mapped(path: Path) -> Bytes:
+    """Stays as long as anybody looks at it, also when the file is no longer there."""
+    with path.open("r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
+
+
+def _is_laid_out(path: Path, layout: FileLayout) -> bool:
+    if not path.is_file() or path.is_symlink() or path.stat().st_size != layout.bytes:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(layout.header)) == layout.header
+
+
+def _is_written(run: Run, first: Ints, last: Ints) -> bool:
+    """Whether none of it is in a hole; first as if it were all one, as it mostly is."""
+    end = run.start + (run.times - 1) * run.stride + run.length
+    place = int(np.searchsorted(first, run.start, side="right")) - 1
+    if place >= 0 and end <= last[place]:
+        return True
+    starts = run.start + run.stride * np.arange(run.times, dtype=np.int64)
+    places = np.searchsorted(first, starts, side="right") - 1
+    return bool((places >= 0).all() and (starts + run.length <= last[places]).all())
+
+
+def _written(path: Path) -> tuple[Ints, Ints]:
+    """From and to of what is not a hole, in order."""
+    found: list[tuple[int, int]] = []
+    with path.open("rb") as file:
+        at, size = 0, path.stat().st_size
+        while at < size:
+            try:
+                first = os.lseek(file.fileno(), at, os.SEEK_DATA)
+            except OSError:  # ENXIO: there is no more
+                break
+            at = os.lseek(file.fileno(), first, os.SEEK_HOLE)
+            found.append((first, at))
+    pairs = np.array(found, dtype=np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]

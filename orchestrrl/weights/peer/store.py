@@ -1,0 +1,302 @@
+"""The folder of one peer: a folder for each version that it holds, one peer at a time, and what outlives the peer.
+
+    LOCK, committed.json, installed.json, serving.json
+    v7/state.json               what the version is: written before any byte of it comes
+    v7/model.safetensors        received, and installed
+    v7/part-RANK.safetensors    staged by a trainer's rank of this host
+
+Whatever else lies there is a stranger's and stays.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
+from orchestrrl.weights.layout import faults_of_shard
+from orchestrrl.weights.model import MODEL_FILE, Held, Part, VersionMap
+from orchestrrl.weights.peer import disk_space
+from orchestrrl.weights.peer.staged import INSTALL_FOLDER, StagedVersion
+from orchestrrl.weights.staging_hold import nobody_stages
+from planner.model import EngineId
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+STATE_FILE = "state.json"
+COMMITTED_FILE = "committed.json"
+INSTALLED_FILE = "installed.json"
+SERVING_FILE = "serving.json"
+LOCK_FILE = "LOCK"
+MOST_BLOCK_BYTES = 1 << 30  # a block is held in memory where it is scattered
+MOST_BYTES = 1 << 50
+MOST_VERSION = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    schema: int
+    map: VersionMap
+    parts: tuple[Part, ...] = ()
+    at_home: tuple[str, ...] = ()
+
+
+_STATE: TypeAdapter[_State] = TypeAdapter(_State)
+
+
+class Store:
+    """Raises Permanent where the folder cannot be had."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.versions: dict[int, StagedVersion] = {}
+        self._changing = threading.Lock()
+        self._locked = _lock(folder)
+        self.committed = self._read_committed()
+        for version in self._on_disk():
+            self._find(version)
+
+    def open(self, map: VersionMap, parts: Sequence[Part] = (), at_home: Collection[str] = ()) -> StagedVersion:
+        """The version, with what is there of it. An open one goes on where only its sums are new; else it is opened
+        anew over what its files hold. Raises ProblemFaults for a map that makes no sense, Permanent and Retryable
+        where it cannot be held."""
+        if faults := _faults(map, parts):
+            raise ProblemFaults(faults)
+        with self._changing:
+            known = self.versions.get(map.version)
+            if known is not None and known.is_same(map, parts, at_home):
+                known.know(map)
+                staged = known
+            else:
+                folder = self.folder_of(map.version)
+                self._replace_others(folder, map)
+                folder.mkdir(mode=0o700, exist_ok=True)
+                staged = self._staged(folder, map, parts, at_home)
+            state = _State(SCHEMA, staged.map, staged.parts, staged.at_home)
+            _write(staged.folder / STATE_FILE, _STATE.dump_json(state))
+            self.versions[map.version] = staged
+            return staged
+
+    def version(self, version: int) -> StagedVersion:
+        """Raises Permanent where it is not held."""
+        try:
+            return self.versions[version]
+        except KeyError:
+            known = ", ".join(str(each) for each in sorted(self.versions)) or "none"
+            raise Permanent(f"version {version} is not held here; held: {known}") from None
+
+    def keep(self, versions: Collection[int], committed: int | None) -> list[int]:
+        """Discard the others, and what was staged of older ones that never came to be; which. What trainers stage now
+        stays: parts in their hands, be the number lower than the fleet's, and newer ones that nobody has opened."""
+        with self._changing:
+            self.committed = committed
+            _write(self.folder / COMMITTED_FILE, json.dumps({"version": committed}).encode())
+            newest = max(versions, default=-1)
+            discarded = []
+            for version in self._on_disk():
+                if version not in versions and self._discarded(version, newest):
+                    discarded.append(version)
+            return discarded
+
+    def _discarded(self, version: int, newest: int) -> bool:
+        with nobody_stages(self.folder_of(version)) as is_left:
+            is_ours = self.versions.pop(version, None) is not None
+            if not is_ours and (version > newest or not is_left):
+                return False
+            _discard(self.folder_of(version), with_parts=is_left)
+            return True
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        return tuple(staged.held for _, staged in sorted(self.versions.copy().items()))
+
+    @property
+    def room_bytes(self) -> int:
+        return disk_space.free_bytes(self.folder)
+
+    def folder_of(self, version: int) -> Path:
+        return self.folder / f"v{version}"
+
+    def installed(self) -> dict[str, str]:
+        """By engine, `StagedVersion.identity` of what it was given last."""
+        try:
+            told = json.loads((self.folder / INSTALLED_FILE).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return {str(name): str(each) for name, each in told.items()} if isinstance(told, dict) else {}
+
+    def note_installed(self, engine: str, identity: str) -> None:
+        """Empty: nobody knows what it has. To be there again after a restart."""
+        with self._changing:
+            _write(self.folder / INSTALLED_FILE, json.dumps({**self.installed(), engine: identity}).encode())
+
+    def serving(self) -> dict[str, str]:
+        """Engines that the daemon told of last, by name, and where they listen."""
+        try:
+            told = json.loads((self.folder / SERVING_FILE).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return {str(name): str(url) for name, url in told.items()} if isinstance(told, dict) else {}
+
+    def note_serving(self, engines: Mapping[EngineId, str]) -> None:
+        with self._changing:
+            _write(self.folder / SERVING_FILE, json.dumps(dict(sorted(engines.items()))).encode())
+
+    def close(self) -> None:
+        """Let another peer have the folder. What is held stays there."""
+        self.versions.clear()
+        os.close(self._locked)
+
+    def _staged(self, folder: Path, map: VersionMap, parts: Sequence[Part], at_home: Collection[str]) -> StagedVersion:
+        def elsewhere() -> int:
+            return sum(
+                disk_space.allocated_bytes(file)
+                for version in self._on_disk()
+                if version != map.version
+                for file in self.folder_of(version).glob("*.safetensors")
+            )
+
+        return StagedVersion(folder, map, parts, at_home=at_home, held_elsewhere=elsewhere)
+
+    def _on_disk(self) -> list[int]:
+        found = []
+        for entry in self.folder.iterdir():
+            number = entry.name.removeprefix("v")
+            if entry.name.startswith("v") and number.isdecimal() and str(int(number)) == number and _is_folder(entry):
+                found.append(int(number))
+        return sorted(found)
+
+    def _find(self, version: int) -> None:
+        """What an earlier start left: as much of it as agrees with its sums."""
+        folder = self.folder_of(version)
+        state = _read_state(folder)
+        if state is None or state.map.version != version:
+            return  # what trainers have staged so far, or another schema: until it is opened
+        if faults := _faults(state.map, state.parts):
+            logger.warning("%s: makes no sense and is not used: %s", folder / STATE_FILE, "; ".join(faults))
+            return
+        try:
+            staged = self.versions[version] = self._staged(folder, state.map, state.parts, state.at_home)
+        except OrchestrRLError as error:
+            logger.warning("version %d: what is left of it in %s cannot be used: %s", version, folder, error)
+            return
+        lacking = sum(size for ranges in staged.missing().values() for _, size in ranges)
+        level = logging.WARNING if lacking else logging.INFO
+        logger.log(level, "version %d: found in %s, hashed %s; %d bytes lack", version, folder, staged.found, lacking)
+
+    def _replace_others(self, folder: Path, map: VersionMap) -> None:
+        """What is there of another version of that number makes room. Parts stay: trainers replace these themselves."""
+        if not (folder / STATE_FILE).exists():
+            return
+        state = _read_state(folder)
+        if state is not None and (state.map.tensors, state.map.block_bytes) == (map.tensors, map.block_bytes):
+            return
+        logger.warning("%s: is of another manifest or an older schema, and is replaced", folder)
+        _discard(folder, with_parts=False)
+
+    def _read_committed(self) -> int | None:
+        try:
+            value = json.loads((self.folder / COMMITTED_FILE).read_bytes())["version"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return value if isinstance(value, int) else None
+
+
+def _faults(map: VersionMap, parts: Sequence[Part]) -> list[str]:
+    """All that is wrong with an order to hold this."""
+    tensors = {tensor.name: tensor for tensor in map.tensors}
+    faults = []
+    if map.version > MOST_VERSION:
+        faults.append(f"version: must be at most {MOST_VERSION}, got {map.version}")
+    if map.block_bytes > MOST_BLOCK_BYTES:
+        faults.append(f"block_bytes: must be at most {MOST_BLOCK_BYTES}, got {map.block_bytes}")
+    if (size := sum(tensor.bytes for tensor in map.tensors)) > MOST_BYTES:
+        faults.append(f"tensors: must have at most {MOST_BYTES} bytes, got {size}")
+    if not map.shards:
+        faults.append("shards: must not be empty, got ()")
+    ids = [shard.id for shard in map.shards]
+    if twice := sorted({each for each in ids if ids.count(each) > 1}) if len(set(ids)) < len(ids) else []:
+        faults.append(f"shards: must have ids of their own, twice are {', '.join(twice)}")
+    for shard in map.shards:
+        faults += faults_of_shard(shard, tensors, map.block_bytes)
+    if len({part.rank for part in parts}) < len(parts) or any(part.rank < 0 for part in parts):
+        faults.append(f"parts: must be of ranks >= 0, each once, got {[part.rank for part in parts]}")
+    for part in parts:
+        for name, boxes in part.boxes.items():
+            if name not in tensors:
+                continue  # of no use to anybody here
+            shape = tensors[name].shape
+            for box in boxes:
+                if len(box) != len(shape) or not all(
+                    0 <= a < b <= length for (a, b), length in zip(box, shape, strict=True)
+                ):
+                    faults.append(f"parts[{part.rank}].boxes.{name}: must be within {shape}, got {box}")
+    return faults
+
+
+def _lock(folder: Path) -> int:
+    """Ours until the process ends. In a folder that everybody may write to, one of ours is not taken from others."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise Permanent(f"{folder} is a link or belongs to another user: name a folder of your own with --folder")
+        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise Permanent(f"{folder} cannot be used ({error}): name another folder with --folder") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(file, 20, 0).decode(errors="replace").strip() or "?"
+        os.close(file)
+        raise Permanent(
+            f"{folder} is in use by the peer with process id {owner}: stop it, or give this one another --folder"
+        ) from error
+    os.ftruncate(file, 0)
+    os.pwrite(file, str(os.getpid()).encode(), 0)
+    return file
+
+
+def _read_state(folder: Path) -> _State | None:
+    """None where there is none that this release can read."""
+    try:
+        state = _STATE.validate_json((folder / STATE_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return state if state.schema == SCHEMA else None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of it or nothing."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with unfinished.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _discard(folder: Path, *, with_parts: bool = True) -> None:
+    """What is ours of it; the folder, where nothing else is in it."""
+    ours = [MODEL_FILE, STATE_FILE, f".{STATE_FILE}.*"]
+    if with_parts:
+        ours += ["part-*.safetensors", ".part-*.safetensors.*"]
+    for pattern in ours:
+        for file in folder.glob(pattern):
+            file.unlink(missing_ok=True)
+    shutil.rmtree(folder / INSTALL_FOLDER, ignore_errors=True)
+    if with_parts:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

@@ -1,0 +1,1 @@
+"""What a trainer imports to publish its weights."""

@@ -1,0 +1,146 @@
+"""What a trainer rank has of a version: pieces, each a box of a whole tensor and its values. No torch.
+
+How sharded tensors (DTensor's placements) lie in the whole one, and which of the ranks on one host stages what several
+of them have.
+"""
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta
+from planner.sync_tree.layout import Range, between, chunk
+from planner.sync_tree.parameters import Box
+
+SPLIT_BYTES = 1024 * 1024  # smaller pieces are one rank's, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`values` are the box's: an array or a tensor of its shape, on any device, in any order of memory. Its elements
+    are of `meta.dtype`, or will be when they are copied."""
+
+    meta: TensorMeta
+    box: Box
+    values: Any
+
+    def __post_init__(self) -> None:
+        if tuple(self.values.shape) != (shape := shape_of(self.box)):
+            raise ValueError(f"{self.meta.name}: {self.box} needs values of {shape}, got {tuple(self.values.shape)}")
+        if len(self.box) != len(self.meta.shape) or any(
+            not 0 <= first < last <= length for (first, last), length in zip(self.box, self.meta.shape, strict=True)
+        ):
+            raise ValueError(f"{self.meta.name}: a box must be within {self.meta.shape}, got {self.box}")
+
+    @property
+    def bytes(self) -> int:
+        return DTYPE_BYTES[self.meta.dtype] * math.prod(shape_of(self.box))
+
+    @property
+    def key(self) -> int:
+        """The same in every process, for the same box of the same tensor."""
+        words = repr((self.meta.name, self.meta.dtype, self.meta.shape, self.box)).encode()
+        return zlib.crc32(words) << 32 | zlib.crc32(words[::-1])
+
+    def part(self, inner: Box) -> "Piece":
+        """Of it, what is at `inner`, which counts from the box's corner."""
+        box = tuple((first + a, first + b) for (first, _), (a, b) in zip(self.box, inner, strict=True))
+        return Piece(self.meta, box, self.values[slices(inner)])
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(last - first for first, last in box)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(first, last) for first, last in box)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One dimension of a mesh divides an axis: this rank is `number` of `of`. With `strided_by`, the axis is first cut
+    into so many, and each of them divided (PyTorch's _StridedShard: TP has divided it already)."""
+
+    axis: int
+    of: int
+    number: int
+    strided_by: int = 1
+
+
+def divided(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[tuple[Range, ...], ...]:
+    """For each axis the ranges of the whole tensor that a rank has, one behind the other in its own; as torch.chunk
+    divides, so the last may be shorter, or empty."""
+    axes: list[tuple[Range, ...]] = [((0, length),) for length in shape]
+    for cut in cuts:
+        kept: list[Range] = []
+        ranges = axes[cut.axis]
+        length = sum(last - first for first, last in ranges)
+        for stride in range(cut.strided_by):
+            first, last = chunk(length, stride, cut.strided_by)
+            own = chunk(last - first, cut.number, cut.of)
+            kept += between(ranges, first + own[0], first + own[1])
+        axes[cut.axis] = tuple(kept)
+    return tuple(axes)
+
+
+def blocks(axes: Sequence[Sequence[Range]]) -> Iterator[tuple[Box, Box]]:
+    """Of such ranges each box: where it is in the rank's own tensor, and where in the whole one."""
+    placed: list[list[tuple[Range, Range]]] = []
+    for ranges in axes:
+        at, found = 0, []
+        for first, last in ranges:
+            found.append(((at, at + last - first), (first, last)))
+            at += last - first
+        placed.append(found)
+    for chosen in itertools.product(*placed):
+        yield tuple(own for own, _ in chosen), tuple(whole for _, whole in chosen)
+
+
+def to_stage(pieces: Sequence[Piece], rank: int, holders: Mapping[int, Sequence[int]]) -> list[Piece]:
+    """What this rank stages of its pieces, where others on its host have the same: each an equal share of the rows of a
+    large one, and of small ones one rank stages all. `holders` by `Piece.key`, ranks of this host."""
+    own: list[Piece] = []
+    for piece in pieces:
+        ranks = sorted(holders.get(piece.key, (rank,)))
+        if rank not in ranks:
+            raise ValueError(f"{piece.meta.name}: rank {rank} has it and is not among its holders, got {ranks}")
+        rows = shape_of(piece.box)[0] if piece.box else 1
+        if len(ranks) == 1:
+            own.append(piece)
+        elif piece.bytes < SPLIT_BYTES or rows < len(ranks):
+            if ranks[piece.key % len(ranks)] == rank:
+                own.append(piece)
+        else:
+            number = ranks.index(rank)
+            first, last = rows * number // len(ranks), rows * (number + 1) // len(ranks)
+            own.append(piece.part(((first, last), *((0, length) for length in shape_of(piece.box)[1:]))))
+    return own
+
+
+def tensors_of(pieces: Sequence[Piece]) -> tuple[TensorMeta, ...]:
+    """In order of names, each once. Raises Permanent where two pieces do not agree on a tensor."""
+    found: dict[str, TensorMeta] = {}
+    for piece in pieces:
+        known = found.setdefault(piece.meta.name, piece.meta)
+        if known != piece.meta:
+            raise Permanent(
+                f"{piece.meta.name} is {known.dtype} {known.shape} and {piece.meta.dtype} {piece.meta.shape} at once;"
+                " name each tensor once"
+            )
+    return tuple(found[name] for name in sorted(found))
+
+
+def boxes_of(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
+    """By tensor, in order; neighbours along the first axis are one."""
+    found: dict[str, list[Box]] = {}
+    for piece in sorted(pieces, key=lambda each: (each.meta.name, each.box[1:], each.box)):
+        boxes = found.setdefault(piece.meta.name, [])
+        if boxes and piece.box and boxes[-1][1:] == piece.box[1:] and boxes[-1][0][1] == piece.box[0][0]:
+            boxes[-1] = ((boxes[-1][0][0], piece.box[0][1]), *piece.box[1:])
+        else:
+            boxes.append(piece.box)
+    return {name: tuple(sorted(boxes)) for name, boxes in found.items()}

@@ -1,0 +1,465 @@
+"""What a trainer imports to bring its weights to the engines: `publish` stages them on this host and tells the daemon.
+
+    client = WeightsClient("127.0.0.1:7070", peer="train0")
+    report = client.publish(version, model)  # returns when every engine answers with it
+    handle = client.publish(version, model, install="next_gate", wait="staged")  # goes on; handle.result() waits
+
+Every rank calls it. The bytes are copied into the folder, from which this host's peer (`orchestrrl sync peer`) serves
+them; when `publish` has returned, be it a handle, the model may change. It runs in the trainer's environment, where it
+needs grpcio, protobuf, pydantic, aiohttp and numpy; torch is used where tensors are published.
+"""
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as StillWaiting
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypedDict, Unpack, overload
+
+import numpy as np
+
+from orchestrrl.core.clock import Clock, WallClock
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.rpc.channel import Backoff
+from orchestrrl.rpc.codecs.weights import report_from_pb, status_from_pb
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import weights_pb2
+from orchestrrl.weights.backends.base import TREE, Sender, SenderOptions, make_direct
+from orchestrrl.weights.controller.reports import SyncReport, SyncState
+from orchestrrl.weights.model import PeerId, TensorMeta
+from orchestrrl.weights.publication import NOT_ATTACHED, PUBLICATION, Publication
+from orchestrrl.weights.trainer.boxes import Piece, to_stage
+from orchestrrl.weights.trainer.callback_loop import StandingBy
+from orchestrrl.weights.trainer.megatron import MegatronShards, megatron_pieces
+from orchestrrl.weights.trainer.ranks import Ranks
+from orchestrrl.weights.trainer.staging import ArrayCopies, Copies, stage
+from orchestrrl.weights.trainer.torch_tensors import Rename, TensorCopies, Tied, pieces_of, published_dtype, state_of
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+RELAYED_WITHIN_S = 3600.0  # the daemon's own times are shorter
+FOLDERS = "/dev/shm/orchestrrl-weights-"  # of peers, before their names
+UNOPENED = (SyncState.PUBLISHING, SyncState.PLANNING)  # peers may not know yet of what is staged
+Wait = Literal["done", "staged"]
+
+_ADVICE = {
+    "peer_lost": "see that `orchestrrl sync peer` runs on every host and reaches the daemon",
+    "unreachable": "see that every engine has a peer (`orchestrrl sync status`)",
+    "no_engines": "see that engines have an agent (`orchestrrl status`) and a peer (`orchestrrl sync status`)",
+    "trainer_lost": "see that every rank publishes the version",
+    "not_quiet": "see which engine did not come to rest (`orchestrrl gate status`)",
+}
+
+
+class SyncAborted(Permanent):
+    """The fleet has the version from before; `report` says why. It may be published again."""
+
+    def __init__(self, report: SyncReport) -> None:
+        advice = _ADVICE.get(report.code, "`orchestrrl sync history` has more")
+        super().__init__(
+            f"version {report.version} is not the fleet's, engines keep the one from before: {report.code},"
+            f" {report.detail or 'no detail'}; {advice}, then publish it again"
+        )
+        self.report = report
+
+
+class Options(TypedDict, total=False):
+    """Of a publication, beside its weights. `install`, `plane`, `probe`, `expected` and `options` are Publication's."""
+
+    install: Literal["", "at_once", "next_gate"]
+    plane: str
+    probe: Sequence[int]
+    expected: Sequence[int]
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSeed:
+    """How `publish` was called, for a plane whose trainer stands by."""
+
+    dtype: Any
+    rename: Rename | None
+    ignore: Sequence[str]
+    shards: MegatronShards | None
+
+
+class Publishing:
+    """A version on its way. Everything may be called from any thread."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.report: SyncReport | None = None  # the newest; None: the daemon has not answered yet
+        self._future: Future[SyncReport] = Future()
+        self._listener: Callable[[SyncReport], None] | None = None
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout_s: float | None = None) -> SyncReport:
+        """Waits until it is over: done, or superseded by a newer version. Raises SyncAborted where engines keep the
+        version from before; Retryable or OutcomeUnknown where the daemon has been away for longer than the client's
+        patience; Permanent and ProblemFaults where it declines; Retryable after `timeout_s`."""
+        try:
+            report = self._future.result(timeout_s)
+        except CancelledError:
+            raise OutcomeUnknown(f"the client was closed before version {self.version} was over") from None
+        except StillWaiting as error:
+            if self._future.done():
+                raise
+            stands = "not told to the daemon yet" if self.report is None else str(self.report.state)
+            raise Retryable(f"version {self.version} is {stands} after {timeout_s:g} s", after_s=1.0) from error
+        if report.state is SyncState.ABORTED:
+            raise SyncAborted(report)
+        return report
+
+
+class WeightsClient:
+    """One rank's. `peer` and `folder` are those of the peer on this rank's host, the same for all ranks there; without
+    `folder` it is the one that a peer of this name has by default.
+
+    `rank` and `world`: of those that publish, torch.distributed's where that runs; `group`: where only some ranks do.
+    `run`: what ranks that torch.distributed does not join call this start of the trainer, all the same.
+    `dtype`: what floating point is published as, where `publish` does not say. `patience_s`: for a daemon that is away,
+    before publishing gives up.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        peer: str,
+        folder: Path | str | None = None,
+        rank: int = 0,
+        world: int = 1,
+        group: Any = None,
+        run: str = "",
+        dtype: Any = None,
+        patience_s: float = PATIENCE_S,
+        clock: Clock | None = None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be >= 0 and below world {world}, got {rank}")
+        if not peer:
+            raise ValueError("peer must name the peer on this host, got ''")
+        self.address, self.peer = address, PeerId(peer)
+        self.folder = Path(folder if folder is not None else f"{FOLDERS}{peer}").absolute()
+        self.rank, self.world = rank, world
+        self._dtype = dtype
+        self._ranks = Ranks(rank, world, peer, group, run)
+        self._times = 0  # that something was published: the same on all ranks
+        self._patience_s = patience_s
+        self._clock = clock or WallClock()
+        self._backoff = backoff or Backoff()
+        self._copies: TensorCopies | None = None
+        self._senders: dict[tuple[str, tuple[tuple[str, str], ...]], Sender] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @overload
+    def publish(
+        self,
+        version: int,
+        model: Any,
+        *,
+        shards: MegatronShards | None = None,
+        dtype: Any = None,
+        tied: Tied = "once",
+        rename: Rename | None = None,
+        ignore: Sequence[str] = (),
+        wait: Literal["done"] = "done",
+        **options: Unpack[Options],
+    ) -> SyncReport: ...
+    @overload
+    def publish(
+        self,
+        version: int,
+        model: Any,
+        *,
+        shards: MegatronShards | None = None,
+        dtype: Any = None,
+        tied: Tied = "once",
+        rename: Rename | None = None,
+        ignore: Sequence[str] = (),
+        wait: Literal["staged"],
+        **options: Unpack[Options],
+    ) -> Publishing: ...
+    def publish(
+        self,
+        version: int,
+        model: Any,
+        *,
+        shards: MegatronShards | None = None,
+        dtype: Any = None,
+        tied: Tied = "once",
+        rename: Rename | None = None,
+        ignore: Sequence[str] = (),
+        wait: Wait = "done",
+        **options: Unpack[Options],
+    ) -> SyncReport | Publishing:
+        """What this rank has of a module, or of a state dict, is from now on part of policy version `version`.
+
+        Whole tensors and DTensors (FSDP2, TP) go as they lie on this rank; with `shards`, `model` is a Megatron rank's
+        (a module or state dict, or a list of them, one for each chunk of its pipeline). `dtype`: what floating point is
+        published as. `tied`, `rename` and `ignore`: as `pieces_of` has them. `wait`: "done": until the fleet has the
+        version, as `Publishing.result` says; "staged": until the model may change again.
+
+        A version that did not become the fleet's may be published again, also by a trainer that was started again; one
+        that did keeps its content: see `next_version`. Raises Permanent before anything is told where there is no room
+        for it, or it cannot be read.
+        """
+        began_s = self._begun()
+        dtype = self._dtype if dtype is None else dtype
+        if options.get("plane", TREE) != TREE:
+            return self._send(version, model, SenderSeed(dtype, rename, ignore, shards), began_s, wait, options)
+        if shards is None:
+            pieces = pieces_of(model, dtype=dtype, tied=tied, rename=rename, ignore=ignore)
+        else:
+            chunks = model if isinstance(model, list | tuple) else [model]
+            pieces = megatron_pieces(
+                [state_of(chunk) for chunk in chunks],
+                shards,
+                lambda tensor: published_dtype(tensor.dtype, dtype),
+                rename or (lambda name: name),
+            )
+        self._copies = copies = self._copies or TensorCopies()
+        return self._publish(version, pieces, copies, began_s, wait, options)
+
+    @overload
+    def publish_arrays(
+        self,
+        version: int,
+        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[Piece],
+        *,
+        wait: Literal["done"] = "done",
+        **options: Unpack[Options],
+    ) -> SyncReport: ...
+    @overload
+    def publish_arrays(
+        self,
+        version: int,
+        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[Piece],
+        *,
+        wait: Literal["staged"],
+        **options: Unpack[Options],
+    ) -> Publishing: ...
+    def publish_arrays(
+        self,
+        version: int,
+        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[Piece],
+        *,
+        wait: Wait = "done",
+        **options: Unpack[Options],
+    ) -> SyncReport | Publishing:
+        """The same without torch: whole arrays by name, or pieces of some, whose elements may be of other widths."""
+        began_s = self._begun()
+        pieces = [_whole(name, array) for name, array in arrays.items()] if isinstance(arrays, Mapping) else arrays
+        return self._publish(version, pieces, ArrayCopies(), began_s, wait, options)
+
+    def next_version(self) -> int:
+        """A number above every version that the fleet has or is getting, for a trainer that starts, maybe again: a
+        number stands for one content, and what is the fleet's already is declined with another. Every rank calls it.
+        Raises Retryable or OutcomeUnknown where the daemon is away for longer than the client's patience."""
+
+        def ask() -> int:
+            return asyncio.run_coroutine_threadsafe(self._next_version(), self._running_loop()).result()
+
+        return self._ranks.of_the_first(ask)
+
+    def close(self) -> None:
+        """Leaves what is on its way to the daemon, where it goes on; handles that have no result yet get none."""
+        for sender in self._senders.values():
+            sender.close()
+        self._senders.clear()
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop = self._thread = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begun(self) -> float:
+        self._times += 1
+        return self._clock.now_s()
+
+    def _publish(
+        self, version: int, pieces: Sequence[Piece], copies: Copies, began_s: float, wait: Wait, options: Options
+    ) -> SyncReport | Publishing:
+        neighbours = self._ranks.neighbours(pieces)
+        own = to_stage(pieces, self.rank, neighbours.holders)
+        if pieces and not own:  # every rank has a say: the least, once more
+            own = [min(pieces, key=lambda piece: piece.bytes)]
+        offloaded_s, copying_s = copies.offload_s, self._clock.now_s()
+        staged = stage(self.folder, version, self.rank, self.world, own, copies)
+        took_s = self._clock.now_s() - copying_s
+        offload_s = min(took_s, copies.offload_s - offloaded_s)
+        publication = Publication(
+            version=version,
+            rank=self.rank,
+            world=self.world,
+            peer=self.peer,
+            tensors=staged.tensors,
+            boxes=staged.part.boxes,
+            install=options.get("install", ""),
+            plane=options.get("plane", "tree"),
+            began_s=began_s,
+            offload_s=offload_s,
+            gather_s=took_s - offload_s,
+            probe=tuple(options.get("probe", ())),
+            expected=tuple(options.get("expected", ())),
+            options=dict(options.get("options", {})),
+            run=f"{neighbours.run}-{self._times}",
+        )
+        handle = self._tell(publication, lambda report: staged.hold.let_go() if report.state not in UNOPENED else None)
+        handle._future.add_done_callback(lambda _: staged.hold.let_go())
+        return handle if wait == "staged" else handle.result()
+
+    def _send(
+        self, version: int, model: Any, seed: SenderSeed, began_s: float, wait: Wait, options: Options
+    ) -> SyncReport:
+        """By a plane whose trainer stands by."""
+        name = options["plane"]
+        if wait != "done" or seed.shards is not None:
+            asked = "wait must be 'done'" if wait != "done" else "it takes modules and DTensors, not a rank's shards"
+            raise Permanent(f"plane {name!r} sends from the trainer's process while it publishes: {asked}")
+        own = dict(options.get("options", {}))
+        sender_options = SenderOptions(self.rank, self.world, seed.dtype, seed.rename, seed.ignore, own)
+        key = (name, tuple(sorted(own.items())))
+        sender = self._senders.get(key)
+        if sender is None:
+            sender = self._senders[key] = make_direct(name).sender(model, sender_options)
+        else:
+            sender.use(model, sender_options)
+        publication = Publication(
+            version=version,
+            rank=self.rank,
+            world=self.world,
+            peer=self.peer,
+            tensors=tuple(sender.tensors),
+            boxes={},
+            install=options.get("install", ""),
+            plane=name,
+            began_s=began_s,
+            probe=tuple(options.get("probe", ())),
+            expected=tuple(options.get("expected", ())),
+            options=own,
+            run=f"{self._ranks.neighbours([]).run}-{self._times}",
+        )
+        standing_by = StandingBy(sender, self._relay)
+        handle = self._tell(publication, standing_by.heard)
+        handle._future.add_done_callback(lambda _: standing_by.heard(None))
+        standing_by.run()
+        return handle.result()
+
+    def _relay(self, sync_id: str, number: int, call: str, body_json: str) -> str:
+        async def ask() -> str:
+            request = weights_pb2.RelayToPlaneRequest(
+                sync_id=sync_id, rank=self.rank, number=number, call=call, body_json=body_json
+            )
+            async with ControlClient(self.address) as daemon:
+                return (await daemon.ask(daemon.weights.RelayToPlane, request, RELAYED_WITHIN_S)).body_json
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._running_loop()).result()
+
+    def _tell(self, publication: Publication, listener: Callable[[SyncReport], None] | None = None) -> Publishing:
+        handle = Publishing(publication.version)
+        handle._listener = listener
+        following = asyncio.run_coroutine_threadsafe(self._follow(publication, handle), self._running_loop())
+        handle._future = following
+        return handle
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        # One thread for as long as the client lives: trainers are synchronous, and gRPC wants one loop.
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="orchestrrl-weights", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    async def _next_version(self) -> int:
+        began_s, failures, rng = self._clock.now_s(), 0, random.Random(self.peer)
+        while True:
+            try:
+                async with ControlClient(self.address) as daemon:
+                    told = await daemon.ask(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest())
+                    status = status_from_pb(told)
+                    taken = [-1 if status.committed is None else status.committed]
+                    taken += [status.sync.version] if status.sync is not None else []
+                    return max(taken) + 1
+            except (Retryable, OutcomeUnknown):
+                if self._clock.now_s() - began_s > self._patience_s:
+                    raise
+            failures += 1
+            await self._clock.sleep(self._backoff.delay_s(failures, rng))
+
+    async def _follow(self, publication: Publication, handle: Publishing) -> SyncReport:
+        """Tells the daemon, again whenever it has been away, until the sync is over."""
+        request = weights_pb2.PublishRequest(publication_json=PUBLICATION.dump_json(publication).decode())
+        rng = random.Random(f"{publication.run} {publication.rank} {publication.version}")
+        failures, since_s = 0, 0.0  # in a row, and the first of them
+        while True:
+            error: Retryable | OutcomeUnknown
+            try:
+                async with ControlClient(self.address) as daemon:
+                    async for told in daemon.watch(daemon.weights.Publish, request):
+                        failures = 0
+                        handle.report = report_from_pb(told)
+                        if handle._listener is not None:
+                            handle._listener(handle.report)
+                        if handle.report.over:
+                            return self._noted(handle.report)
+                error = OutcomeUnknown(f"the daemon at {self.address} let go before version {handle.version} was over")
+            except (Retryable, OutcomeUnknown) as caught:
+                error = caught
+            failures += 1
+            if failures == 1:
+                since_s = self._clock.now_s()
+            elif (away_s := self._clock.now_s() - since_s) > self._patience_s:
+                raise self._away(error, handle, away_s) from error
+            await self._clock.sleep(self._backoff.delay_s(failures, rng))
+
+    def _away(self, error: Retryable | OutcomeUnknown, handle: Publishing, away_s: float) -> Retryable | OutcomeUnknown:
+        staged = f"version {handle.version} is staged; publish it again when that is so"
+        if NOT_ATTACHED in str(error):
+            peer = f"the peer {self.peer} has not been attached to the daemon for {away_s:.0f} s"
+            return Retryable(f"{peer}: see that `orchestrrl sync peer --id {self.peer}` runs here; {staged}", 5.0)
+        if handle.report is None and isinstance(error, Retryable):
+            return Retryable(f"nothing was told for {away_s:.0f} s: {error}; {staged}", error.after_s)
+        stood = "unknown" if handle.report is None else str(handle.report.state)
+        return OutcomeUnknown(f"nothing heard for {away_s:.0f} s, the sync was {stood} then: {error}; {staged}")
+
+    def _noted(self, report: SyncReport) -> SyncReport:
+        if report.state is SyncState.DONE and report.code != "done":
+            logger.warning("version %d: %s, %s", report.version, report.code, report.detail)
+        return report
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+def _whole(name: str, array: np.ndarray[Any, Any]) -> Piece:
+    kinds = {"f": "F", "i": "I", "u": "U", "b": "BOOL"}
+    kind = kinds.get(array.dtype.kind, "")
+    dtype = kind if kind == "BOOL" else f"{kind}{array.dtype.itemsize * 8}"
+    meta = TensorMeta(name, dtype, tuple(array.shape))
+    return Piece(meta, meta.whole, array)

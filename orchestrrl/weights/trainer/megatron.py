@@ -1,0 +1,188 @@
+"""What a Megatron rank has, under Hugging Face's names: fused and divided tensors as pieces of whole ones. Pure.
+
+`linear_qkv` has the rows of one KV group after another, `linear_fc1` of a gated MLP this rank's rows of gate and of up;
+a vocabulary has rows that fill it up; layers are counted from 0 on each stage, and experts on each rank. Nothing is
+gathered: every piece lies in the rank's own tensor already. Names are those of Megatron-core's GPTModel, with local
+layers and with Transformer Engine's, whose norms are part of the linear layer behind them.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.weights.model import TensorMeta
+from orchestrrl.weights.trainer.boxes import Piece, shape_of, slices
+from planner.sync_tree.layout import Local, TrainerLayout
+from planner.sync_tree.parameters import Box, Parameter, Transformer, megatron_name
+
+_NORM_IN_LINEAR = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+_EXPERTS = {"w13_weight": "gate_up_proj.weight", "w2_weight": "down_proj.weight"}
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronShards:
+    """Which part of which model this rank has. `layers`: how the rank's tensors name them: "stage": counted from 0 on
+    each stage (of several chunks one after the other), as Megatron does; "model": through the whole model."""
+
+    model: Transformer
+    layout: TrainerLayout
+    rank: int
+    layers: Literal["stage", "model"] = "stage"
+
+    def __post_init__(self) -> None:
+        ranks = len(self.layout.endpoints)
+        if not 0 <= self.rank < ranks:
+            raise ValueError(f"rank must be >= 0 and below {ranks}, the layout's, got {self.rank}")
+
+
+def megatron_pieces(
+    chunks: Sequence[Mapping[str, Any]],
+    shards: MegatronShards,
+    dtype_of: Callable[[Any], str],
+    rename: Callable[[str], str | None] = lambda name: name,
+) -> list[Piece]:
+    """`chunks`: this rank's tensors by Megatron's names, one mapping for each chunk of the pipeline. `dtype_of`: what
+    they are published as. Raises Permanent for tensors that are missing or of another shape, all at once; those that
+    the model's parameters say nothing of are not published."""
+    named = _through_the_model(chunks, shards)
+    faults: list[str] = []
+    pieces: list[Piece] = []
+    for parameter in shards.model.parameters():
+        for local in shards.layout.local(parameter, shards.rank):
+            for values, own, whole, name, shape in _blocks_of(parameter, local, shards.model, named, faults):
+                if (published := rename(name)) is not None:
+                    meta = TensorMeta(published, dtype_of(values), shape)
+                    pieces.append(Piece(meta, whole, values[slices(own)]))
+    if faults:
+        raise Permanent("; ".join(faults))
+    return pieces
+
+
+def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShards) -> dict[str, Any]:
+    """All tensors, with layers numbered through the whole model."""
+    layout = shards.layout
+    stage = shards.rank // (len(layout.endpoints) // layout.pp)
+    layers = [layer for layer in range(shards.model.layers) if stage in layout.stages(layer)]
+    named: dict[str, Any] = {}
+    before = 0
+    for chunk in chunks:
+        highest = -1
+        for name, tensor in chunk.items():
+            plain = re.sub(r"^(module\.)+", "", name)
+            if (match := _LAYER.match(plain)) and shards.layers == "stage":
+                number = int(match[2])
+                highest = max(highest, number)
+                if before + number >= len(layers):
+                    raise Permanent(
+                        f"{name}: stage {stage} has {len(layers)} layers by the layout, and this is one more; where"
+                        ' names count through the whole model, say layers="model"'
+                    )
+                plain = f"{match[1]}{layers[before + number]}{match[3]}"
+            named[plain] = tensor
+        before += highest + 1
+    return named
+
+
+def _blocks_of(
+    parameter: Parameter, local: Local, model: Transformer, named: Mapping[str, Any], faults: list[str]
+) -> Iterator[tuple[Any, Box, Box, str, tuple[int, ...]]]:
+    """Of one parameter's tensor on this rank: the tensor, a box of it, where that is in the whole one, and that one's
+    name and shape."""
+    tensors = _tensors(parameter, local, model, named, faults)
+    skip = 1 if parameter.split.has_experts else 0  # experts are tensors, and no axis
+    at = 0
+    for box in local.boxes:
+        length = box[local.axis][1] - box[local.axis][0]
+        corner = tuple(at - a if axis == local.axis else -a for axis, (a, _) in enumerate(box))
+        at += length
+        for part, inner, shape in _parts(parameter, box):
+            own = tuple((a + by, b + by) for (a, b), by in zip(inner, corner, strict=True))
+            start = _starts(parameter)[part]
+            axis = parameter.split.axis
+            whole = tuple((a - start, b - start) if each == axis else (a, b) for each, (a, b) in enumerate(inner))
+            for expert, tensor in tensors.items():
+                yield tensor, own[skip:], whole[skip:], _published(parameter, part, expert), shape[skip:]
+
+
+def _parts(parameter: Parameter, box: Box) -> Iterator[tuple[str, Box, tuple[int, ...]]]:
+    """A box of a fused parameter, part by part; the part's shape."""
+    axis, parts = parameter.split.axis, parameter.split.parts
+    if axis is None or not parts:
+        yield "", box, parameter.shape
+        return
+    for part in parts:
+        start = _starts(parameter)[part.name]
+        first, last = max(box[axis][0], start), min(box[axis][1], start + part.length)
+        if first < last:
+            shape = (*parameter.shape[:axis], part.length, *parameter.shape[axis + 1 :])
+            yield part.name, (*box[:axis], (first, last), *box[axis + 1 :]), shape
+
+
+def _starts(parameter: Parameter) -> dict[str, int]:
+    starts, at = {"": 0}, 0
+    for part in parameter.split.parts:
+        starts[part.name] = at
+        at += part.length
+    return starts
+
+
+def _published(parameter: Parameter, part: str, expert: int) -> str:
+    name = parameter.name
+    if parameter.split.has_experts:
+        prefix, weight = name.rsplit(".", 1)
+        name = f"{prefix}.{expert}.{_EXPERTS[weight]}"
+    for fused in ("qkv_proj", "gate_up_proj"):
+        if part:
+            name = name.replace(f".{fused}.", f".{part}.")
+    return name
+
+
+def _tensors(
+    parameter: Parameter, local: Local, model: Transformer, named: Mapping[str, Any], faults: list[str]
+) -> dict[int, Any]:
+    """This rank's tensors of a parameter: one, or one for each of its experts, by the expert's number."""
+    first, last = local.boxes[0][0] if parameter.split.has_experts else (0, 1)
+    found = {}
+    for number in range(first, last):
+        names = _names(parameter, model, number - first)
+        there = [name for name in names if name in named]
+        if not there:
+            faults.append(f"{' or '.join(names)}: is missing")
+            continue
+        tensor = named[there[0]]
+        if fault := _misfit(parameter, local, tuple(tensor.shape)):
+            faults.append(f"{there[0]}: {fault}")
+            continue
+        found[number] = tensor
+    return found
+
+
+def _names(parameter: Parameter, model: Transformer, expert: int) -> list[str]:
+    name = megatron_name(parameter.name)
+    if parameter.split.has_experts:
+        inside = name.replace(".experts.", f".experts.local_experts.{expert}.")
+        return [f"{name}{expert}", inside]
+    names = [name]
+    for apart, within in _NORM_IN_LINEAR.items():
+        if name.endswith(f".{apart}"):
+            names.append(name.removesuffix(apart) + within)
+    if model.is_tied and parameter.name == "model.embed_tokens.weight":
+        names.append(megatron_name("lm_head.weight"))  # where the last stage keeps its copy
+    return names
+
+
+def _misfit(parameter: Parameter, local: Local, shape: tuple[int, ...]) -> str:
+    expected = list(shape_of(local.boxes[0]))
+    expected[local.axis] = sum(box[local.axis][1] - box[local.axis][0] for box in local.boxes)
+    if parameter.split.has_experts:
+        expected = expected[1:]
+    fits = shape == tuple(expected)
+    if parameter.split.is_vocab and len(shape) == len(expected):  # it may have rows more, that fill it up
+        fits = shape[0] >= expected[0] and shape[1:] == tuple(expected[1:])
+    return "" if fits else f"should be {tuple(expected)} by the layout, got {shape}"

@@ -1,0 +1,238 @@
+"""What a trainer rank has, from torch: modules, state dicts, DTensors; and how it gets from a device into a file.
+
+torch is imported in functions: the daemon's environment has none.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.weights.layout import Bytes
+from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta
+from orchestrrl.weights.trainer.boxes import Cut, Piece, blocks, divided, slices
+
+Rename = Callable[[str], str | None]  # a tensor's name for the engines; None: it is left out
+Tied = Literal["once", "each"]
+
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
+    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_TORCH_OF = {ours: theirs for theirs, ours in _DTYPES.items()}
+# Quantised ones mean something only with their scales, and are never converted.
+_CONVERTED = ("F64", "F32", "F16", "BF16")
+# What torch.compile, activation checkpointing and FSDP1 put into names.
+_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+BOUNCE_BYTES = 64 * 1024 * 1024  # of each of two pinned buffers between a device and the file
+
+
+def pieces_of(
+    model: Any, *, dtype: Any = None, tied: Tied = "once", rename: Rename | None = None, ignore: Sequence[str] = ()
+) -> list[Piece]:
+    """Of a module, or a state dict with whole tensors and DTensors: what this rank has, nothing gathered.
+
+    `dtype`: what floating point is published as ("bf16" or torch.bfloat16). `tied`: "once": of names that share one
+    tensor the first alone, as Hugging Face saves them; "each": all. `ignore`: names, or beginnings of names that end in
+    a dot, which are left out. Raises Permanent for tensors that cannot be published, all at once.
+    """
+    state = state_of(model)
+    faults: list[str] = []
+    pieces: list[Piece] = []
+    seen: set[tuple[Any, ...]] = set()
+    for name, tensor in _named(state, rename, ignore):
+        local = getattr(tensor, "_local_tensor", tensor)
+        if fault := _fault(name, tensor, local):
+            faults.append(fault)
+            continue
+        identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
+        if local.numel() == 0 or (tied == "once" and (local.device, *identity) in seen):
+            continue
+        seen.add((local.device, *identity))
+        meta = TensorMeta(name, published_dtype(local.dtype, dtype), tuple(tensor.shape))
+        pieces += _placed(meta, tensor, local)
+    if faults:
+        raise Permanent("; ".join(faults))
+    return pieces
+
+
+def state_of(model: Any) -> Mapping[str, Any]:
+    if isinstance(model, Mapping):
+        return model
+    if not hasattr(model, "state_dict"):
+        raise Permanent(f"a module or its state dict can be published, got {type(model).__name__}")
+    if hasattr(model, "peft_config"):
+        raise Permanent(
+            "a PEFT model has its adapters apart from the weights: publish what merge_and_unload() of a copy returns"
+        )
+    state: Mapping[str, Any] = model.state_dict()
+    return state
+
+
+def published_dtype(dtype: Any, wanted: Any) -> str:
+    """Ours of a torch dtype; where it is floating point and one is wanted, that. Raises Permanent."""
+    own = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if own is None:
+        raise Permanent(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
+    if wanted is None or own not in _CONVERTED:
+        return own
+    asked = str(wanted).removeprefix("torch.")
+    asked = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(asked, asked)
+    if _DTYPES.get(asked) not in _CONVERTED:
+        raise Permanent(
+            f"dtype: weights can be published as bfloat16, float16, float32 or float64, got {wanted}; what is quantised"
+            " has scales of its own: publish both as they are"
+        )
+    return _DTYPES[asked]
+
+
+def _named(state: Mapping[str, Any], rename: Rename | None, ignore: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    tensors = {
+        _WRAPPERS.sub("", name): tensor
+        for name, tensor in state.items()
+        if hasattr(tensor, "stride") and not name.endswith("_extra_state")  # of Transformer Engine
+    }
+    if tensors and all(name.startswith("module.") for name in tensors):  # DistributedDataParallel
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if any(name == each or (each.endswith(".") and name.startswith(each)) for each in ignore):
+            continue
+        named = rename(name) if rename else name
+        if named is not None:
+            yield named, tensor
+
+
+def _fault(name: str, tensor: Any, local: Any) -> str:
+    if type(tensor).__name__ == "ShardedTensor":
+        return f"{name}: is a ShardedTensor of FSDP1; use FSDP2 (fully_shard), or a full state dict"
+    if local.device.type == "meta":
+        return f"{name}: is on the meta device, and has no values"
+    if str(local.layout) != "torch.strided":
+        return f"{name}: must be dense, got {local.layout}"
+    if str(local.dtype).removeprefix("torch.") not in _DTYPES:
+        return f"{name}: {local.dtype} cannot be published"
+    if any(length < 1 for length in tensor.shape):
+        return f"{name}: every axis must have elements, got {tuple(tensor.shape)}; of DeepSpeed's ZeRO-3, gather them"
+    return ""
+
+
+def _placed(meta: TensorMeta, tensor: Any, local: Any) -> Iterator[Piece]:
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        yield Piece(meta, meta.whole, local)
+        return
+    axes = divided(meta.shape, _cuts(meta, tensor.device_mesh, placements))
+    expected = tuple(sum(last - first for first, last in ranges) for ranges in axes)
+    if expected != tuple(local.shape):
+        raise Permanent(
+            f"{meta.name}: {placements} on {tuple(tensor.device_mesh.shape)} should leave {expected} of {meta.shape},"
+            f" and this rank has {tuple(local.shape)}"
+        )
+    for own, whole in blocks(axes):
+        yield Piece(meta, whole, local[slices(own)])
+
+
+def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[Cut]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise Permanent(f"{meta.name}: this rank is not part of its device mesh, and has nothing of it")
+    cuts = []
+    for dimension, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        if placement.is_partial():
+            raise Permanent(f"{meta.name}: is a partial sum ({placement}): reduce it before it is published")
+        axis = placement.dim % len(meta.shape)
+        strided_by = int(getattr(placement, "split_factor", 1))  # _StridedShard, of FSDP2 over TP
+        cuts.append(Cut(axis, int(mesh.size(dimension)), int(coordinate[dimension]), strided_by))
+    return cuts
+
+
+class TensorCopies:
+    """Of tensors. From a device they come through two pinned buffers: while one is filled, the other is put in its
+    place. `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.offload_s = 0.0
+        self._clock = clock
+        self._bounce: list[Any] = []
+
+    def copy(self, piece: Piece, into: Bytes) -> None:
+        import torch
+
+        dtype = getattr(torch, _TORCH_OF[piece.meta.dtype])
+        whole = torch.from_numpy(into).view(dtype).reshape(piece.meta.shape)
+        target, source = whole[(*slices(piece.box), ...)], piece.values.detach()
+        if source.device.type == "cpu":
+            target.copy_(source)
+        elif source.device.type == "cuda":
+            self._from_cuda(source, target, dtype)
+        else:
+            began = self._clock()
+            host = source.to(dtype).cpu()
+            self.offload_s += self._clock() - began
+            target.copy_(host)
+
+    def _from_cuda(self, source: Any, target: Any, dtype: Any) -> None:
+        import torch
+
+        if source.dim() == 0:
+            source, target = source.reshape(1), target.reshape(1)
+        row_bytes = DTYPE_BYTES[_DTYPES[str(dtype).removeprefix("torch.")]] * source[:1].numel()
+        rows = max(1, BOUNCE_BYTES // row_bytes)
+        under_way: list[tuple[Any, Any, Any]] = []  # where to, the buffer, and when it is full
+        for number, first in enumerate(range(0, source.shape[0], rows)):
+            chunk = source[first : first + rows]
+            buffer = self._buffer(number % 2, rows * row_bytes)[: chunk.numel() * row_bytes // source[:1].numel()]
+            host = buffer.view(dtype).view(chunk.shape)
+            host.copy_(chunk.to(dtype), non_blocking=True)
+            full = torch.cuda.Event()
+            full.record(torch.cuda.current_stream(source.device))
+            under_way.append((target[first : first + rows], host, full))
+            if len(under_way) == 2:
+                self._arrived(*under_way.pop(0))
+        for each in under_way:
+            self._arrived(*each)
+
+    def _arrived(self, target: Any, host: Any, full: Any) -> None:
+        began = self._clock()
+        full.synchronize()
+        self.offload_s += self._clock() - began
+        target.copy_(host)
+
+    def _buffer(self, number: int, size: int) -> Any:
+        import torch
+
+        while len(self._bounce) <= number:
+            self._bounce.append(torch.empty(0, dtype=torch.uint8))
+        if self._bounce[number].numel() < size:
+            self._bounce[number] = torch.empty(max(size, BOUNCE_BYTES), dtype=torch.uint8, pin_memory=True)
+        return self._bounce[number]
+
+
+def named_tensors(model: Any, rename: Rename | None, ignore: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Of a module or a state dict, as they are, under the names for engines; of names that share one tensor the first
+    alone. Raises Permanent for tensors that cannot be published, all at once."""
+    faults: list[str] = []
+    seen: set[tuple[Any, ...]] = set()
+    for name, tensor in _named(state_of(model), rename, ignore):
+        local = getattr(tensor, "_local_tensor", tensor)
+        if fault := _fault(name, tensor, local):
+            faults.append(fault)
+            continue
+        identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
+        if local.numel() and (local.device, *identity) in seen:
+            continue
+        seen.add((local.device, *identity))
+        if not faults:
+            yield name, tensor
+    if faults:
+        raise Permanent("; ".join(faults))
+
+
+def torch_dtype(ours: str) -> Any:
+    import torch
+
+    return getattr(torch, _TORCH_OF[ours])

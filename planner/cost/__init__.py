@@ -1,0 +1,1 @@
+"""Step times and prices: hardware, models, roofline, profiles, fits. Pure."""

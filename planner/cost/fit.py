@@ -1,0 +1,342 @@
+"""Fit curves to what was seen: step times over (sequences, KV tokens), prefill, moves. Pure, robust, with their errors.
+
+Errors are relative: a step of 5 ms counts as much as one of 50 ms. All coefficients are >= 0, so a fitted step time
+never falls with load. Samples far from the rest (a stall, a stray request) lose their weight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.nonnegative import nonnegative_least_squares
+from planner.cost.profile import Curve, StepTime
+
+Floats = NDArray[np.float64]
+
+# A straight line is kept while its cross-validated error is below this; each further knot has to lower the error by a
+# tenth.
+LINE_IS_ENOUGH = 0.015
+KNOT_MUST_GAIN = 0.1
+MOST_KNOTS = 12
+FOLDS = 5
+
+# A re-fit keeps at least this share of the scaled base at one sequence: no step takes no time.
+LEAST_BASE = 0.05
+
+_HUBER, _BISQUARE = 1.345, 4.685  # the usual tuning constants: 95 % efficiency on normal errors
+_LEAST_SCALE = 0.02  # no sample is an outlier for missing by little, however well the rest fits
+_ROUNDS = 12
+
+
+class TooFewSamples(ValueError):
+    """The samples do not determine what was asked."""
+
+
+class StepSample(NamedTuple):
+    """One batch as it was seen: mean seconds of a decode iteration while it ran."""
+
+    sequences: float
+    kv_tokens: float
+    step_s: float
+
+
+class Seen(NamedTuple):
+    """A size (tokens, bytes) and the seconds that it took."""
+
+    size: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """Relative, over all samples, outliers included."""
+
+    samples: int
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    step: StepTime
+    error: FitError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFit:
+    """Of steps that prefill others' prompts on the way."""
+
+    step: StepTime
+    prefill_s_per_token: float
+    error: FitError
+
+
+@dataclass(frozen=True, slots=True)
+class CurveFit:
+    curve: Curve
+    error: FitError
+
+
+def fit_step(samples: Sequence[StepSample], line_is_enough: float = LINE_IS_ENOUGH, *, robust: bool = True) -> StepFit:
+    """A step time through the samples: affine where that is enough, with knots in sequences where it is not.
+
+    Samples of a table have no strays: with `robust` off each of them counts.
+    Raises TooFewSamples where sequences and KV tokens did not vary apart from each other.
+    """
+    # In order of size, neighbours fall into different folds.
+    sequences, kv_tokens, step_s = _columns(sorted(samples))
+    if len(samples) < 3 or not _varied_apart(sequences, kv_tokens):
+        raise TooFewSamples(
+            f"{len(samples)} samples do not tell sequences and KV tokens apart: several batches and contexts are needed"
+        )
+    knots = _choose_knots(sequences, kv_tokens[:, None], step_s, line_is_enough, robust)
+    fitted = _fit(_design(sequences, knots, kv_tokens[:, None]), step_s, robust=robust)
+    base_s = _curve(knots, fitted.coefficients[: len(knots)])
+    return StepFit(StepTime(base_s, float(fitted.coefficients[-1])), fitted.error)
+
+
+def fit_loaded(
+    samples: Sequence[StepSample], prefilled_tokens: Sequence[float], line_is_enough: float = LINE_IS_ENOUGH
+) -> LoadedFit:
+    """As `fit_step`, where each step prefilled so many tokens [sample] in the mean beside decoding. Raises
+    TooFewSamples."""
+    rows = sorted(zip(samples, prefilled_tokens, strict=True))
+    sequences, kv_tokens, step_s = _columns([sample for sample, _ in rows])
+    others = np.stack([kv_tokens, [tokens for _, tokens in rows]], axis=1)
+    if len(rows) < 4 or not _varied_apart(sequences, kv_tokens):
+        raise TooFewSamples(f"{len(rows)} samples do not tell sequences, KV tokens and prefill apart")
+    knots = _choose_knots(sequences, others, step_s, line_is_enough, robust=True)
+    fitted = _fit(_design(sequences, knots, others), step_s)
+    base_s = _curve(knots, fitted.coefficients[: len(knots)])
+    kv_s, prefill_s = (float(value) for value in fitted.coefficients[-2:])
+    return LoadedFit(StepTime(base_s, kv_s), prefill_s, fitted.error)
+
+
+def fit_curve(seen: Sequence[Seen], line_is_enough: float = LINE_IS_ENOUGH) -> CurveFit:
+    """Seconds over sizes: a line where that is enough, with knots where it is not. Raises TooFewSamples."""
+    sizes, seconds = (np.array(column, dtype=float) for column in zip(*sorted(seen), strict=True))
+    if len(set(sizes)) < 2:
+        raise TooFewSamples(f"a curve needs two sizes at least, got {sorted(set(sizes))}")
+    nothing = np.empty((len(seen), 0))
+    knots = _choose_knots(sizes, nothing, seconds, line_is_enough, robust=True)
+    fitted = _fit(_design(sizes, knots, nothing), seconds)
+    return CurveFit(_curve(knots, fitted.coefficients), fitted.error)
+
+
+def fit_rate(seen: Sequence[Seen]) -> tuple[float, FitError]:
+    """Sizes per second, beside a fixed part that every one of them takes. Raises TooFewSamples.
+
+    Where size makes no difference beyond the spread of what was seen, the rate is the lowest that would show.
+    """
+    if len({item.size for item in seen}) < 2:
+        raise TooFewSamples("a rate needs two sizes at least")
+    sizes = np.array([item.size for item in seen], dtype=float)
+    seconds = np.array([item.seconds for item in seen], dtype=float)
+    fitted = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), seconds)
+    slope = float(fitted.coefficients[1])
+    unseen_s = float(np.max(np.abs(seconds - np.median(seconds)))) or 1e-6
+    return 1 / max(slope, 0.01 * unseen_s / float(np.ptp(sizes))), fitted.error
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """What is held before any sample: a step time, over the range where an engine works."""
+
+    step: StepTime
+    max_sequences: float
+    kv_capacity_tokens: float
+
+
+def refit_step(prior: Belief, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
+    """The prior's step time, moved by what was seen; where nothing was seen it keeps its shape.
+
+    First all of it is scaled to what was seen. Where the batch varied, the base becomes `constant + scale * prior's +
+    slope * sequences` and KV tokens get their own time, each pulled towards the prior by `trust`, in samples.
+    """
+    sequences, kv_tokens, step_s = _columns(samples)
+    step = _scaled(prior.step, sequences, kv_tokens, step_s, weights)
+    base, kv_s = _with_range(step.base_s, prior.max_sequences), step.kv_s_per_token
+    misses = np.abs(np.array([step.at(b, k) for b, k in zip(sequences, kv_tokens, strict=True)]) / step_s - 1)
+    scaled = StepFit(step, FitError(len(step_s), float(misses.mean()), float(misses.max())))
+    if not _varied(sequences) and not _varied(kv_tokens):
+        return scaled
+    # Units in which a coefficient of one is a typical step: the same pull towards the prior in every direction.
+    typical_s = step.at(prior.max_sequences / 2, prior.kv_capacity_tokens / 2) or 1.0
+    per_sequence_s, per_token_s = typical_s / prior.max_sequences, typical_s / prior.kv_capacity_tokens
+    base_s = np.array([base.at(b) for b in sequences])
+    columns = [np.full_like(step_s, typical_s), base_s, per_sequence_s * sequences, per_token_s * kv_tokens]
+    believed = np.array([0.0, 1.0, 0.0, kv_s / per_token_s])
+    fitted = _fit(np.stack(columns, axis=1), step_s, weights, (believed, trust))
+    constant, scale, slope, kv = (float(value) for value in fitted.coefficients)
+    moved = _moved(base, constant * typical_s, scale, slope * per_sequence_s)
+    if moved.at(1.0) < LEAST_BASE * base.at(1.0):  # samples that contradict each other can leave nothing of it
+        return scaled
+    return StepFit(StepTime(moved, kv * per_token_s, step.spill_s_per_token), fitted.error)
+
+
+def _scaled(step: StepTime, sequences: Floats, kv_tokens: Floats, step_s: Floats, weights: Floats) -> StepTime:
+    believed_s = np.array([step.at(b, k) for b, k in zip(sequences, kv_tokens, strict=True)])
+    factor = _weighted_median(step_s / np.maximum(believed_s, 1e-12), weights)
+    return StepTime(_moved(step.base_s, 0.0, factor, 0.0), factor * step.kv_s_per_token, step.spill_s_per_token)
+
+
+def _moved(curve: Curve, constant: float, scale: float, slope: float) -> Curve:
+    return Curve(curve.xs, tuple(constant + scale * y + slope * x for x, y in zip(curve.xs, curve.ys, strict=True)))
+
+
+def refit_curve(prior: Curve, seen: Sequence[Seen], weights: Floats, trust: float) -> CurveFit:
+    """The prior's curve, moved by what was seen as in `refit_step`."""
+    sizes = np.array([item.size for item in seen], dtype=float)
+    seconds = np.array([item.seconds for item in seen], dtype=float)
+    largest = float(sizes.max())
+    believed_s = np.array([prior.at(size) for size in sizes])
+    factor = _weighted_median(seconds / np.maximum(believed_s, 1e-12), weights)
+    curve = _with_range(_moved(prior, 0.0, factor, 0.0), largest)
+    typical_s = curve.at(largest) or float(np.median(seconds))
+    expected_s = np.array([curve.at(size) for size in sizes])
+    columns = np.stack([np.full_like(seconds, typical_s), expected_s, typical_s / largest * sizes], axis=1)
+    believed = np.array([0.0, 1.0, 0.0])
+    if not _varied(sizes):
+        columns, believed = columns[:, 1:2], believed[1:2]
+    fitted = _fit(columns, seconds, weights, (believed, trust))
+    constant, scale, slope = fitted.coefficients if _varied(sizes) else (0.0, fitted.coefficients[0], 0.0)
+    moved = _moved(curve, float(constant) * typical_s, float(scale), float(slope) * typical_s / largest)
+    return CurveFit(moved, fitted.error)
+
+
+def _with_range(curve: Curve, most: float) -> Curve:
+    """The same function with its last knot at `most` or beyond: a slope between near knots loses its digits."""
+    xs, ys = curve.xs, curve.ys
+    if len(xs) == 1:
+        return Curve((xs[0], max(most, xs[0] + 1)), (ys[0], ys[0]))
+    return Curve((*xs[:-1], most), (*ys[:-1], curve.at(most))) if most > xs[-1] else curve
+
+
+class _Fitted(NamedTuple):
+    coefficients: Floats  # [column]
+    error: FitError
+
+
+def _fit(
+    design: Floats,
+    seconds: Floats,
+    weights: Floats | None = None,
+    prior: tuple[Floats, float] | None = None,
+    *,
+    robust: bool = True,
+) -> _Fitted:
+    """Coefficients >= 0 with the least relative error, outliers downweighted; `prior` is what they are believed to be,
+    and the weight of that in samples.
+
+    `design`: [sample, column]. Huber's weights first, which find the bulk from anywhere, then Tukey's, which let go of
+    outliers altogether.
+    """
+    relative = design / seconds[:, None]
+    given = np.ones_like(seconds) if weights is None else weights
+    believed, trust = prior if prior is not None else (np.zeros(design.shape[1]), 0.0)
+    kept = np.ones_like(seconds)
+    coefficients = np.zeros(design.shape[1])
+    for turn in range(_ROUNDS):
+        found = _nonnegative(relative, given * kept, believed, trust)
+        settled = bool(np.allclose(found, coefficients, rtol=1e-6, atol=0.0))
+        coefficients = found
+        residuals = np.abs(relative @ coefficients - 1)
+        if not robust:
+            break
+        spread = max(_LEAST_SCALE, 1.4826 * _weighted_median(residuals, given))
+        ratio = residuals / spread
+        if turn < _ROUNDS // 2 and not settled:
+            kept = np.minimum(1.0, _HUBER / np.maximum(ratio, 1e-12))
+        else:
+            kept = np.where(ratio < _BISQUARE, (1 - (ratio / _BISQUARE) ** 2) ** 2, 0.0)
+            if settled and turn >= _ROUNDS // 2:
+                break
+    share = given / given.sum()
+    return _Fitted(coefficients, FitError(len(seconds), float(residuals @ share), float(residuals.max())))
+
+
+def _nonnegative(relative: Floats, weights: Floats, believed: Floats, trust: float) -> Floats:
+    """Weighted least squares with coefficients >= 0, columns brought to one size first."""
+    root = np.sqrt(weights)
+    size = np.maximum(np.abs(relative).max(axis=0), 1e-300)
+    rows, target = [relative / size * root[:, None]], [root]
+    if trust > 0:
+        rows.append(np.diag(np.sqrt(trust) / size))
+        target.append(np.sqrt(trust) * believed)
+    found: Floats = nonnegative_least_squares(np.concatenate(rows), np.concatenate(target)) / size
+    return found
+
+
+def _weighted_median(values: Floats, weights: Floats) -> float:
+    order = np.argsort(values, kind="stable")
+    below = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(below, below[-1] / 2)])
+
+
+def _choose_knots(
+    sizes: Floats, others: Floats, seconds: Floats, line_is_enough: float, robust: bool
+) -> tuple[float, ...]:
+    """The ends, and between them as many of the sizes seen as lower the error on samples that were left out."""
+    seen = np.unique(sizes)
+    if len(seen) == 1:
+        return (float(seen[0]),)
+    knots: tuple[float, ...] = (float(seen[0]), float(seen[-1]))
+    error = _left_out_error(_design(sizes, knots, others), seconds, robust)
+    while error > line_is_enough and len(knots) < MOST_KNOTS:
+        free = [float(size) for size in seen if size not in knots]
+        tried = [(_left_out_error(_design(sizes, (*knots, x), others), seconds, robust), x) for x in free]
+        best, x = min(tried, default=(error, 0.0))
+        if best > (1 - KNOT_MUST_GAIN) * error:
+            break
+        knots, error = tuple(sorted((*knots, x))), best
+    return knots
+
+
+def _left_out_error(design: Floats, seconds: Floats, robust: bool) -> float:
+    """Mean relative error on samples that the fit did not see; an outlier counts as one sample, not more."""
+    fold = np.arange(len(seconds)) % FOLDS
+    missed = np.empty_like(seconds)
+    for number in range(min(FOLDS, len(seconds))):
+        out = fold == number
+        coefficients = _fit(design[~out], seconds[~out], robust=robust).coefficients
+        missed[out] = np.abs(design[out] @ coefficients / seconds[out] - 1)
+    return float(np.minimum(missed, 1.0).mean())
+
+
+def _design(sizes: Floats, knots: tuple[float, ...], others: Floats) -> Floats:
+    """[sample, column]: a one, the way through each segment between knots (its slope's column), then `others`.
+
+    The first segment goes on to the left and the last to the right, as a Curve does.
+    """
+    ordered = sorted(knots)
+    columns = [np.ones_like(sizes)]
+    for number, (left, right) in enumerate(pairwise(ordered)):
+        low = -np.inf if number == 0 else 0.0
+        high = np.inf if number == len(ordered) - 2 else right - left
+        columns.append(np.clip(sizes - left, low, high))
+    return np.concatenate([np.stack(columns, axis=1), others], axis=1)
+
+
+def _curve(knots: tuple[float, ...], coefficients: Floats) -> Curve:
+    ys = np.cumsum([coefficients[0], *(coefficients[1 : len(knots)] * np.diff(knots))])
+    return Curve(knots, tuple(float(y) for y in ys))
+
+
+def _columns(samples: Sequence[StepSample]) -> tuple[Floats, Floats, Floats]:
+    table = np.array(samples, dtype=float).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _varied(sizes: Floats) -> bool:
+    return float(np.ptp(sizes)) > 0.2 * float(np.max(sizes))
+
+
+def _varied_apart(sequences: Floats, kv_tokens: Floats) -> bool:
+    """Whether KV tokens are something else than a line in sequences."""
+    design = np.stack([np.ones_like(sequences), sequences], axis=1)
+    (coefficients, *_) = np.linalg.lstsq(design, kv_tokens, rcond=None)
+    return float(np.abs(kv_tokens - design @ coefficients).max()) > 0.02 * max(float(np.max(kv_tokens)), 1.0)

@@ -1,0 +1,154 @@
+"""The engine of the OrchestrRL paper (arXiv 2601.01209), and its profiles by name. Pure.
+
+The paper gives the times of two phases of a step for Qwen2.5-14B on 8 H800 GPUs (section 2.1). Its engine is slower
+than those that `fitted.py` knows: what it takes for each iteration and for each sequence, whatever the TP, is fitted to
+those six times, and so are the lengths of the two phases, which the paper leaves out. The rest is the roofline's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from planner.cost.engines import Engine, engine_named, with_constants
+from planner.cost.hardware import Gpu, gpu_named
+from planner.cost.models import Model, model_named
+from planner.cost.predict import predict, predict_profile, published_precision
+from planner.cost.profile import EngineProfile, Parallelism, Profile, Provenance, Source
+from planner.cost.roofline import weight_bytes_per_gpu
+
+Floats = NDArray[np.float64]
+
+GPUS = 8
+FITTED_ON = "2026-11-21"
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseOfStep:
+    """Of a generation step: sequences over all instances, what each holds on average, and the iterations it lasts."""
+
+    sequences: float
+    context_tokens: float
+    iterations: float
+
+    def seconds(self, profile: EngineProfile) -> float:
+        """On as many equal instances as fit on the paper's GPUs."""
+        mine = self.sequences * profile.parallelism.gpus / GPUS
+        return self.iterations * profile.step.at(mine, mine * self.context_tokens)
+
+
+# Seconds by TP, section 2.1.
+EARLY_S = {2: 79.2, 4: 96.3, 8: 138.7}
+TAIL_S = {2: 208.4, 4: 188.3, 8: 165.1}
+
+# Given by the paper: the batch. Assumed: what sequences hold, and how many are left in the tail.
+EARLY_SEQUENCES, EARLY_CONTEXT_TOKENS = 512.0, 2000.0
+TAIL_SEQUENCES, TAIL_CONTEXT_TOKENS = 8.0, 8000.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostFit:
+    """What explains the six times best."""
+
+    step_s: float
+    sequence_s: float  # beyond the roofline's own share for each sequence
+    early_iterations: float
+    tail_iterations: float
+
+    @property
+    def early(self) -> PhaseOfStep:
+        return PhaseOfStep(EARLY_SEQUENCES, EARLY_CONTEXT_TOKENS, self.early_iterations)
+
+    @property
+    def tail(self) -> PhaseOfStep:
+        return PhaseOfStep(TAIL_SEQUENCES, TAIL_CONTEXT_TOKENS, self.tail_iterations)
+
+
+# By `fit_host`; a test fits it again.
+FITTED = HostFit(step_s=7.074e-3, sequence_s=24.5e-6, early_iterations=2555, tail_iterations=14356)
+
+# Of a node's CPU memory, an eighth of half a terabyte. Assumed: the paper does not say.
+CPU_KV_BYTES_PER_GPU = 64e9
+
+# A switch of the case study to TP=8 takes this long (figure 11); what is not loading weights is put on starting.
+SWITCH_TO_TP8_S = 1.5
+
+PROFILES = {"paper-14b-h800": "qwen2.5-14b", "paper-32b-h800": "qwen2.5-32b"}
+
+
+class UnknownProfile(ValueError):
+    """No built-in profile of that name; the message lists what is known."""
+
+
+@cache
+def named_profile(name: str) -> Profile:
+    """TP 1 to 8 of one of the paper's two models on its engine and GPUs, as far as the model fits."""
+    if name not in PROFILES:
+        raise UnknownProfile(f"unknown profile {name!r}, known: {', '.join(sorted(PROFILES))}")
+    model, layouts = model_named(PROFILES[name]), [Parallelism(tp=tp) for tp in (1, 2, 4, 8)]
+    return predict_profile(model, _gpu(), layouts, paper_engine(model), cpu_kv_bytes_per_gpu=CPU_KV_BYTES_PER_GPU)
+
+
+def paper_engine(model: Model, host: HostFit = FITTED) -> Engine:
+    """A vLLM of the paper's time. KV that does not fit can go to CPU memory (section 4.1)."""
+    vllm = engine_named("vllm")
+    switched = Parallelism(tp=8)
+    fitted_model = _fitted_model()
+    loading_s = (
+        weight_bytes_per_gpu(fitted_model, switched, published_precision(fitted_model)) / _gpu().pcie_bytes_per_s
+    )
+    return replace(
+        with_constants(vllm, step_s=host.step_s, sequence_s=host.sequence_s),
+        name="vllm-paper",
+        provenance=_provenance(model, host),
+        start_detail="arXiv 2601.01209, figure 11: 1.5 s in all for TP=8",
+        start_s=SWITCH_TO_TP8_S - switched.tp * vllm.start_s_per_gpu - loading_s,
+        spills=True,
+    )
+
+
+def _provenance(model: Model, host: HostFit) -> Provenance:
+    """Only the model that was fitted has errors to show."""
+    detail = "data sheets, vllm constants, host time fitted to phases of Qwen2.5-14B on H800 in arXiv 2601.01209"
+    if model != _fitted_model():
+        return Provenance(Source.ROOFLINE, FITTED_ON, f"{detail}, taken over to {model.name}")
+    seconds, measured = phase_seconds(_tp_profiles(host), host), _measured_s()
+    errors = np.abs(seconds / measured - 1)
+    return Provenance(Source.ROOFLINE, FITTED_ON, detail, len(measured), float(errors.mean()), float(errors.max()))
+
+
+def fit_host() -> HostFit:
+    """Least squares on the logarithms of the six times."""
+    logs_s = np.log(_measured_s())
+
+    def residuals(logs: Floats) -> Floats:
+        host = HostFit(*np.exp(logs).tolist())
+        return np.asarray(np.log(phase_seconds(_tp_profiles(host), host)) - logs_s)
+
+    start = np.log([1e-2, 50e-6, 2000.0, 10000.0])
+    return HostFit(*np.exp(least_squares(residuals, start).x).tolist())
+
+
+def phase_seconds(profiles: Sequence[EngineProfile], host: HostFit = FITTED) -> Floats:
+    """Of both phases [early of each profile, then tail of each]."""
+    return np.array([phase.seconds(profile) for phase in (host.early, host.tail) for profile in profiles])
+
+
+def _measured_s() -> Floats:
+    return np.array([*EARLY_S.values(), *TAIL_S.values()])
+
+
+def _tp_profiles(host: HostFit) -> list[EngineProfile]:
+    engine = with_constants(engine_named("vllm"), step_s=host.step_s, sequence_s=host.sequence_s)
+    return [predict(_fitted_model(), _gpu(), Parallelism(tp=tp), engine) for tp in EARLY_S]
+
+
+def _fitted_model() -> Model:
+    return model_named("qwen2.5-14b")
+
+
+def _gpu() -> Gpu:
+    return gpu_named("h800")

@@ -1,0 +1,253 @@
+"""Step times from constants of GPU, model and engine: what a layout has to read, multiply and send. Pure.
+
+`work_of` counts, in seconds at the data sheet's rates, what a decode iteration and a prefill ask of the busiest GPU;
+`decode_s` and `prefill_s` turn that into seconds with an engine's constants. Every function takes arrays as well: the
+fit evaluates hundreds of rows at once. Memory-bound and compute-bound parts of a matrix product overlap imperfectly:
+they are added as the sides of a right angle.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.engine_constants import Constants, Numbers
+from planner.cost.hardware import Gpu
+from planner.cost.models import BF16_BITS, Model
+from planner.cost.profile import Parallelism
+
+ACTIVATION_BYTES = 2.0
+MEMORY_SHARE = 0.9  # of HBM that an engine takes for weights and KV cache
+ACTIVATION_RESERVE_BYTES = 1e9  # of each GPU: activations, graphs, communication buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bits that weights, experts and KV cache are held in."""
+
+    weight_bits: float = BF16_BITS
+    expert_bits: float = BF16_BITS
+    kv_bits: float = BF16_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a decode iteration over `sequences`, and a prompt, cost at peak rates. One value or one per row each."""
+
+    sequences: Numbers  # that one attention replica decodes
+    layers: Numbers
+    hidden: Numbers
+    tp: Numbers
+    ep: Numbers
+    quantised: Numbers  # 1 or 0: activations are quantised
+    experts: Numbers  # 0: dense
+    experts_per_token: Numbers
+    four_bit_experts: Numbers  # 1 or 0
+    all_tokens: Numbers  # that the experts see: of all attention replicas
+    dense_read_s: Numbers  # weights that every token passes
+    dense_flops_s: Numbers  # the same, each sequence
+    expert_read_s: Numbers  # one distinct expert in every layer
+    expert_flops_s: Numbers  # all experts of one token
+    kv_read_s_per_token: Numbers
+    link_s: Numbers  # all-reduces of one token, at the link's peak rate
+    exchange_s: Numbers  # all-to-all of one token to and from its experts
+    reduce_hop_s: Numbers  # more latency of an all-reduce that leaves the node
+    exchange_hop_s: Numbers  # of an all-to-all
+    prefill_dense_s: Numbers  # each prompt token
+    prefill_expert_s: Numbers
+    prefill_attention_s: Numbers  # each prompt token and token before it
+
+
+def stacked_work(rows: list[Work]) -> Work:
+    """One row after the other."""
+    return Work(
+        **{field.name: np.array([getattr(row, field.name) for row in rows], dtype=np.float64) for field in fields(Work)}
+    )
+
+
+def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precision, sequences: Numbers) -> Work:
+    """`sequences` run on the whole engine, spread evenly over its attention replicas."""
+    tp, gpus = parallelism.tp, parallelism.tp * parallelism.dp
+    dense_params = model.layers * (model.attention_params + model.dense_ffn_params)
+    dense_flops_per_s = gpu.flops_per_s(precision.weight_bits)
+    expert_flops_per_s = gpu.flops_per_s(precision.expert_bits)
+    dense_read_bytes = dense_params * precision.weight_bits / 8 + model.head_params * ACTIVATION_BYTES
+    expert_bytes = model.layers * model.expert_params * precision.expert_bits / 8
+    expert_flops = 2.0 * model.layers * model.experts_per_token * model.expert_params
+    exchange_bytes = 2.0 * model.layers * model.experts_per_token * model.hidden * ACTIVATION_BYTES
+    remote = 0.0 if parallelism.dp == 1 or not model.moe else (gpus - tp) / gpus
+    return Work(
+        # The busiest replica has one, however few there are.
+        sequences=np.maximum(sequences / parallelism.dp, np.minimum(sequences, 1.0)),
+        layers=float(model.layers),
+        hidden=float(model.hidden),
+        tp=float(tp),
+        ep=float(parallelism.ep),
+        quantised=float(gpu.multiplies(precision.weight_bits)),
+        experts=float(model.experts),
+        experts_per_token=float(model.experts_per_token),
+        four_bit_experts=float(model.moe and precision.expert_bits < 8),
+        all_tokens=sequences,
+        dense_read_s=dense_read_bytes / tp / gpu.hbm_bytes_per_s,
+        dense_flops_s=2.0 * dense_params / tp / dense_flops_per_s,
+        expert_read_s=expert_bytes / gpus / gpu.hbm_bytes_per_s,
+        expert_flops_s=expert_flops / gpus / expert_flops_per_s,
+        kv_read_s_per_token=kv_bytes_per_gpu(model, tp, precision) / gpu.hbm_bytes_per_s,
+        link_s=2.0 * model.layers * model.hidden * ACTIVATION_BYTES * all_reduce_s_per_byte(gpu, tp),
+        exchange_s=remote * exchange_bytes / tp / link_bytes_per_s(gpu, gpus),
+        reduce_hop_s=hop_s(gpu, tp),
+        exchange_hop_s=hop_s(gpu, gpus),
+        prefill_dense_s=2.0 * dense_params / tp / dense_flops_per_s,
+        prefill_expert_s=expert_flops / tp / expert_flops_per_s,
+        prefill_attention_s=2.0
+        * model.layers
+        * model.q_heads
+        * model.head_dim
+        * full_attention_share(model)
+        / tp
+        / gpu.bf16_flops,
+    )
+
+
+def link_bytes_per_s(gpu: Gpu, gpus: int) -> float:
+    """One way and per GPU, among that many: NVLink inside a node, the network beyond."""
+    return gpu.nvlink_bytes_per_s if gpus <= gpu.per_node else gpu.nic_bytes_per_s
+
+
+def all_reduce_s_per_byte(gpu: Gpu, gpus: int) -> float:
+    """At peak rates. Beyond a node in two levels: every NIC carries a share of what its node has summed up."""
+    inside, nodes = min(gpus, gpu.per_node), max(1.0, gpus / gpu.per_node)
+    across = 2.0 * (nodes - 1) / nodes / gpu.per_node / gpu.nic_bytes_per_s
+    return 2.0 * (inside - 1) / inside / gpu.nvlink_bytes_per_s + across
+
+
+def hop_s(gpu: Gpu, gpus: int) -> float:
+    """What leaving the node adds to the latency of a collective among that many."""
+    return 0.0 if gpus <= gpu.per_node else gpu.inter_node_latency_s
+
+
+def full_attention_share(model: Model) -> float:
+    """Of the layers; a sliding window reads next to nothing beside them."""
+    return 0.5 if model.window_tokens else 1.0
+
+
+def kv_bytes_per_gpu(model: Model, tp: int, precision: Precision) -> float:
+    """A token's, on each GPU of its attention replica: with fewer KV heads than GPUs, heads are held more than once."""
+    heads = max(1.0, model.kv_heads / tp)
+    return 2 * model.layers * heads * model.head_dim * precision.kv_bits / 8
+
+
+def weight_bytes_per_gpu(model: Model, parallelism: Parallelism, precision: Precision) -> float:
+    """Attention weights are split over `tp`, experts over all GPUs of the engine; both embeddings are 16-bit."""
+    dense = model.layers * (model.attention_params + model.dense_ffn_params) * precision.weight_bits / 8
+    heads = model.head_params * ACTIVATION_BYTES * (1 if model.tied_embeddings else 2)
+    experts = model.layers * model.experts * model.expert_params * precision.expert_bits / 8
+    return (dense + heads) / parallelism.tp + experts / (parallelism.tp * parallelism.dp)
+
+
+def kv_capacity_tokens(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precision) -> float:
+    """Over all attention replicas; 0 or less where not even the weights fit."""
+    room = gpu.hbm_bytes * MEMORY_SHARE - weight_bytes_per_gpu(model, parallelism, precision) - ACTIVATION_RESERVE_BYTES
+    return parallelism.dp * room / kv_bytes_per_gpu(model, parallelism.tp, precision)
+
+
+def decode_s(work: Work, constants: Constants) -> NDArray[np.float64]:
+    """Seconds of one iteration, all but reading the KV cache."""
+    c, sequences = constants, work.sequences
+    dense = np.hypot(
+        work.dense_read_s / c.hbm_efficiency,
+        sequences * work.dense_flops_s / c.gemm_efficiency,
+    )
+    experts = np.hypot(_expert_read_s(work, c), _expert_flops_s(work, c))
+    launches = work.layers * (
+        c.layer_s + c.quantised_layer_s * work.quantised + c.moe_layer_s * np.greater(work.experts, 0)
+    )
+    host = c.step_s + c.sequence_s * sequences
+    elements = c.element_s * sequences * work.layers * work.hidden
+    routing = c.expert_token_s * sequences * work.layers * work.experts_per_token
+    links = sequences * (work.link_s + work.exchange_s) / c.link_efficiency
+    return np.asarray(dense + experts + launches + host + elements + routing + links + _latencies_s(work, c))
+
+
+def kv_s_per_token(work: Work, constants: Constants) -> NDArray[np.float64]:
+    """Seconds of one iteration for each KV token that the attention replica holds."""
+    return np.asarray(work.kv_read_s_per_token / constants.kv_efficiency)
+
+
+def prefill_s(work: Work, constants: Constants, prompt_tokens: Numbers) -> NDArray[np.float64]:
+    """Seconds that an attention replica takes for one prompt."""
+    c = constants
+    efficiency = np.where(np.greater(work.quantised, 0), c.prefill_fp8_efficiency, c.prefill_efficiency)
+    experts = work.prefill_expert_s * _imbalance(work, c) / c.moe_prefill_efficiency
+    attention = work.prefill_attention_s * prompt_tokens
+    multiply = (work.prefill_dense_s + experts + attention) / efficiency
+    sent = (work.link_s + work.exchange_s) / c.link_efficiency
+    return np.asarray(prompt_tokens * (multiply + sent) + c.prompt_s)
+
+
+def _imbalance(work: Work, c: Constants) -> NDArray[np.float64]:
+    """Load of the busiest rank over the mean."""
+    return np.asarray(np.power(work.ep, c.ep_imbalance_exponent))
+
+
+def distinct_experts(experts: Numbers, per_token: Numbers, tokens: Numbers, exponent: Numbers) -> NDArray[np.float64]:
+    """That a batch visits in one layer. Tokens of one batch are alike, and routers have favourites: see Constants."""
+    independent = np.power(np.maximum(tokens, 0.0), exponent)
+    return np.asarray(experts * (1.0 - np.power(1.0 - per_token / np.maximum(experts, 1.0), independent)))
+
+
+def _expert_read_s(work: Work, c: Constants) -> NDArray[np.float64]:
+    """On the busiest rank."""
+    distinct = distinct_experts(work.experts, work.experts_per_token, work.all_tokens, c.routing_exponent)
+    busiest = np.minimum(distinct * _imbalance(work, c), work.experts)
+    efficiency = c.hbm_efficiency * np.where(np.greater(work.four_bit_experts, 0), c.four_bit_efficiency, 1.0)
+    return np.asarray(busiest * work.expert_read_s / efficiency)
+
+
+def _expert_flops_s(work: Work, c: Constants) -> NDArray[np.float64]:
+    return np.asarray(work.all_tokens * work.expert_flops_s / c.gemm_efficiency * _imbalance(work, c))
+
+
+def _latencies_s(work: Work, c: Constants) -> NDArray[np.float64]:
+    """Two all-reduces a layer among the GPUs of a replica, two all-to-alls among replicas: whatever the batch."""
+    rounds = 2.0 * work.layers
+    reduce_s = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(work.tp) + work.reduce_hop_s
+    exchange_s = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(work.ep) + work.exchange_hop_s
+    reduce_s = np.where(np.greater(work.tp, 1), reduce_s, 0.0)
+    exchange_s = np.where(np.greater(work.exchange_s, 0), exchange_s, 0.0)
+    return np.asarray(rounds * (reduce_s + exchange_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A closed loop: that many clients, each sending its next prompt when its last answer has ended."""
+
+    concurrency: float
+    prompt_tokens: float
+    output_tokens: float
+
+
+def running_sequences(load: Load, capacity_tokens: float) -> float:
+    """Those that decode at once: all clients, or as many as the KV cache holds at half of their output."""
+    return min(load.concurrency, max(1.0, capacity_tokens / (load.prompt_tokens + load.output_tokens / 2)))
+
+
+def tpot_s(
+    work: Work, constants: Constants, context_tokens: Numbers, prompt_tokens: Numbers, output_tokens: Numbers
+) -> NDArray[np.float64]:
+    """Mean time per output token with `work.sequences` in a closed loop, others' prefill included.
+
+    Over its decode, a request meets one prefill of every other that is not in step with it. `context_tokens` are read
+    of each sequence, at half of its output.
+    """
+    own = decode_s(work, constants) + kv_s_per_token(work, constants) * context_tokens * work.sequences
+    met = constants.prefill_share * np.maximum(0.0, work.sequences - constants.lockstep_sequences)
+    return np.asarray(own + met * prefill_s(work, constants, prompt_tokens) / output_tokens)
+
+
+def attended_tokens(model: Model, load: Load) -> float:
+    """Of a sequence at half of its output: mean over layers, where some see a window only."""
+    context = load.prompt_tokens + load.output_tokens / 2
+    if not model.window_tokens:
+        return context
+    return (context + min(context, model.window_tokens)) / 2

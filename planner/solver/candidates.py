@@ -1,0 +1,334 @@
+"""Fleets that a plan may propose, with their requests dealt, and what each takes over sampled lengths. Pure.
+
+A candidate is fixed before the samples are looked at: who draws a long answer is not known when requests are placed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, PlanId, PlannedMove
+from planner.solver.from_snapshot import LiveFleet
+from planner.solver.problem import NOWHERE, RUNNING, Instance, Problem, Solution
+
+Indices = NDArray[np.int64]
+Seconds = NDArray[np.float64]
+
+
+class Unusable(ValueError):
+    """A fleet that cannot be proposed, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A fleet and who decodes what on it. Requests are indices into the problem's."""
+
+    name: str
+    instances: tuple[Instance, ...]
+    limits: tuple[Configuration, ...]  # [instance], step time and room of each
+    kept: NDArray[np.bool_]  # [instance]
+    order: Indices  # [request], instance after instance, each in order of admission
+    starts: Indices  # [instance + 1], where each instance's requests begin
+    migration_s: Seconds  # [instance]
+    switch_s: Seconds  # [instance]
+    moved: Indices  # requests that change engine, running ones first
+
+    @property
+    def configurations(self) -> list[ConfigurationId]:
+        return [instance.configuration for instance in self.instances]
+
+    @property
+    def decision(self) -> str:
+        """What it takes: engines that change, requests that move, or nothing."""
+        if not self.kept.all():
+            return "reconfigure"
+        return "rebalance" if len(self.moved) else "keep"
+
+    def requests_of(self, instance: int) -> Indices:
+        return self.order[self.starts[instance] : self.starts[instance + 1]]
+
+
+def candidate(
+    name: str, problem: Problem, fleet: LiveFleet, instances: Sequence[Instance], requests: Indices, at: Indices
+) -> Candidate:
+    """`instances` of the problem's configurations with all `requests` `at` places among them, each instance's in order
+    of admission.
+
+    Those that are current ones keep the engine's own limits. Raises Unusable where a request would have to move that
+    cannot, or where an engine would be stopped although nobody wants to change it.
+    """
+    current = {instance.id: place for place, instance in enumerate(problem.current)}
+    known = {configuration.id: configuration for configuration in problem.configurations}
+    kept = np.array([_same(problem, current, instance) for instance in instances], dtype=np.bool_)
+    limits = tuple(
+        fleet.limits[current[instance.id]] if stays else known[instance.configuration]
+        for instance, stays in zip(instances, kept, strict=True)
+    )
+    homes = _homes(problem, instances, kept)
+    requests, at = _with_immovable(problem, fleet, homes, bool(kept.all()), requests, at)
+    by_place = np.argsort(at, kind="stable")
+    order, at = requests[by_place], at[by_place]
+    starts = np.concatenate([[0], np.cumsum(np.bincount(at, minlength=len(instances)))]).astype(np.int64)
+    costs_s, moved = _moves(problem, instances, homes, order, at)
+    migration_s = np.bincount(at, weights=costs_s, minlength=len(instances))
+    switch_s = np.array([0.0 if stays else limit.switch_s for limit, stays in zip(limits, kept, strict=True)])
+    return Candidate(
+        name, tuple(instances), limits, kept, order, starts, migration_s.astype(np.float64), switch_s, moved
+    )
+
+
+def solved(name: str, problem: Problem, fleet: LiveFleet, solution: Solution) -> Candidate:
+    """The solver's fleet."""
+    instances = [Instance(placed.id, placed.configuration, placed.gpus) for placed in solution.instances]
+    requests = np.concatenate([np.empty(0, dtype=np.int64), *(placed.requests for placed in solution.instances)])
+    at = np.repeat(np.arange(len(instances)), [len(placed.requests) for placed in solution.instances])
+    return candidate(name, problem, fleet, instances, requests.astype(np.int64), at)
+
+
+def as_it_stands(problem: Problem, fleet: LiveFleet) -> Candidate:
+    """Every request where it is, the running before the waiting; those on no engine dealt to whoever has fewest."""
+    at, state = problem.requests.instance.astype(np.int64), problem.requests.state
+    homeless = np.flatnonzero(at == NOWHERE)
+    if len(homeless):
+        held = np.bincount(at[at != NOWHERE], minlength=len(problem.current)).tolist()
+        queue = [(count, place) for place, count in enumerate(held)]
+        heapify(queue)
+        taken = []
+        for _ in homeless:
+            count, place = queue[0]
+            taken.append(place)
+            heapreplace(queue, (count + 1, place))
+        at[homeless] = taken
+    requests = np.lexsort((state != RUNNING, problem.requests.instance == NOWHERE))
+    return candidate("as it stands", problem, fleet, problem.current, requests, at[requests])
+
+
+def longest(problem: Problem) -> Indices:
+    """[request], longest first; of equals, the first in input order."""
+    return np.argsort(-problem.requests.remaining_tokens, kind="stable")
+
+
+def rebalanced(problem: Problem, fleet: LiveFleet, order: Indices) -> Candidate:
+    """The current engines, in `order` each request onto the one that would be through with it first, the move paid for:
+    most requests stay where they are."""
+    requests, limits = problem.requests, fleet.limits
+    remaining, context = requests.remaining_tokens[order], requests.context_tokens[order]
+    slowest = np.array([min(limit.prefill_tokens_per_s for limit in limits)])
+    again_s = problem.transfer.recompute_s(context.astype(np.float64), slowest)
+    move_s = np.where(requests.state[order] == RUNNING, again_s, 0.0)
+    kinds = {limit.id: limit for limit in limits}
+    work_of = {name: added_s(kind.beta_s, kind.gamma_s, context, remaining).tolist() for name, kind in kinds.items()}
+    alpha_s, works_s = [limit.alpha_s for limit in limits], [work_of[limit.id] for limit in limits]
+    loads_s, longest_s = [0.0] * len(limits), [0.0] * len(limits)  # longest_s: of the iterations of its longest request
+    queue = [(0.0, place) for place in range(len(limits))]
+    places = []
+    rows = zip(remaining.tolist(), move_s.tolist(), requests.instance[order].tolist(), strict=True)
+    for request, (left, away_s, home) in enumerate(rows):
+        load_s, place = queue[0]
+        while load_s != loads_s[place]:  # it has grown since
+            heapreplace(queue, (loads_s[place], place))
+            load_s, place = queue[0]
+        alone_s = alpha_s[place] * left
+        more_s = alone_s - longest_s[place]
+        end_s = load_s + (more_s if more_s > 0.0 else 0.0) + works_s[place][request] + away_s
+        if home != NOWHERE:
+            at_home_s = alpha_s[home] * left
+            more_s = at_home_s - longest_s[home]
+            home_s = loads_s[home] + (more_s if more_s > 0.0 else 0.0) + works_s[home][request]
+            if home_s <= end_s:
+                place, end_s, alone_s = home, home_s, at_home_s
+        loads_s[place] = end_s
+        if alone_s > longest_s[place]:
+            longest_s[place] = alone_s
+        places.append(place)
+    return _dealt("rebalanced", problem, fleet, problem.current, order, places)
+
+
+def longest_first(
+    problem: Problem, fleet: LiveFleet, order: Indices, configuration: Configuration, instances: Sequence[Instance]
+) -> Candidate:
+    """A whole fleet of one configuration, `instances`, longest request first (`order`) onto the least loaded. Raises
+    Unusable where there are none, or a request fits none."""
+    if not instances:
+        raise Unusable(_why_none_fits(configuration, problem))
+    remaining, context = problem.requests.remaining_tokens[order], problem.requests.context_tokens[order]
+    if len(remaining) and int((remaining + context).max()) > configuration.kv_capacity_tokens:
+        footprint = int((remaining + context).max())
+        raise Unusable(
+            f"a request of {footprint} tokens does not fit into a KV cache of {configuration.kv_capacity_tokens}"
+        )
+    work_s = added_s(configuration.beta_s, configuration.gamma_s, context, remaining)
+    loads = [(0.0, place) for place in range(len(instances))]
+    empty = [True] * len(instances)
+    places = []
+    for alone_s, more_s in zip((configuration.alpha_s * remaining).tolist(), work_s.tolist(), strict=True):
+        load_s, place = loads[0]
+        if empty[place]:  # the first request on an instance is its longest, and pays for the iterations of all
+            empty[place] = False
+            load_s += alone_s
+        places.append(place)
+        heapreplace(loads, (load_s + more_s, place))
+    return _dealt(f"{configuration.id} spread", problem, fleet, instances, order, places)
+
+
+def _dealt(
+    name: str, problem: Problem, fleet: LiveFleet, instances: Sequence[Instance], order: Indices, places: Sequence[int]
+) -> Candidate:
+    """Requests in `order`, each at its place; the running are admitted before the others."""
+    running_first = np.argsort(problem.requests.state[order] != RUNNING, kind="stable")
+    at = np.array(places, dtype=np.int64)
+    return candidate(name, problem, fleet, instances, order[running_first], at[running_first])
+
+
+def homogeneous(problem: Problem, configuration: Configuration) -> tuple[Instance, ...]:
+    """As many instances of one configuration as fit, around those that run already."""
+    kept = [instance for instance in problem.current if instance.configuration == configuration.id]
+    used = {gpu for instance in kept for gpu in instance.gpus}
+    per_node, need = problem.per_node, configuration.gpus
+    groups: list[tuple[GpuId, ...]] = []
+    row: list[GpuId] = []  # whole nodes in a row, for instances larger than one
+    for first in range(0, problem.gpus_count, per_node):
+        last = min(first + per_node, problem.gpus_count)
+        free = [GpuId(gpu) for gpu in range(first, last) if gpu not in used]
+        if need <= per_node:
+            groups += [tuple(free[i : i + need]) for i in range(0, len(free) - need + 1, need)]
+        elif need % per_node == 0 and len(free) == per_node:
+            row += free
+            if len(row) == need:
+                groups.append(tuple(row))
+                row = []
+    names = _fresh_names({instance.id for instance in problem.current}, configuration.id)
+    new = [Instance(next(names), configuration.id, gpus) for gpus in groups]
+    return (*kept, *new)
+
+
+def moves_of(problem: Problem, fleet: Candidate) -> tuple[PlannedMove, ...]:
+    """The requests that change engine: the running with their cheaper method, then those that are queued elsewhere."""
+    moved, ids = fleet.moved, problem.requests.ids
+    place_of = np.empty(len(fleet.order), dtype=np.int64)
+    place_of[fleet.order] = np.repeat(np.arange(len(fleet.instances)), np.diff(fleet.starts))
+    to, source = place_of[moved], problem.requests.instance[moved]
+    running = int((problem.requests.state[moved] == RUNNING).sum())  # they are the first
+    transfer_s, recompute_s = _move_s(problem, fleet.instances, moved[:running], to[:running])
+    costs_s = np.zeros(len(moved))
+    costs_s[:running] = np.minimum(transfer_s, recompute_s)
+    methods = np.full(len(moved), "queue", dtype=object)
+    methods[:running] = np.where(transfer_s < recompute_s, "transfer", "recompute")
+    left, reached = [instance.id for instance in problem.current], [instance.id for instance in fleet.instances]
+    return tuple(
+        PlannedMove(ids[request], left[at], reached[place], method, cost_s)
+        for request, at, place, method, cost_s in zip(
+            moved.tolist(), source.tolist(), to.tolist(), methods.tolist(), costs_s.tolist(), strict=True
+        )
+    )
+
+
+# --- inside
+
+
+def added_s(
+    beta_s: float | Seconds, gamma_s: float | Seconds, context: NDArray[np.int64], remaining: NDArray[np.int64]
+) -> Seconds:
+    """Seconds that each request adds to its instance, whatever runs beside it: all but the share of alpha."""
+    tokens = remaining.astype(np.float64)
+    result: Seconds = tokens * (beta_s + gamma_s * (context + (tokens - 1.0) * 0.5))
+    return result
+
+
+def _same(problem: Problem, current: dict[EngineId, int], instance: Instance) -> bool:
+    place = current.get(instance.id)
+    return place is not None and problem.current[place] == instance
+
+
+def _homes(problem: Problem, instances: Sequence[Instance], kept: NDArray[np.bool_]) -> Indices:
+    """[current instance], its place among `instances`; NOWHERE where it is not kept."""
+    place_of = {instance.id: place for place, instance in enumerate(instances) if kept[place]}
+    return np.array([place_of.get(instance.id, NOWHERE) for instance in problem.current], dtype=np.int64)
+
+
+def _with_immovable(
+    problem: Problem, fleet: LiveFleet, homes: Indices, all_stay: bool, requests: Indices, at: Indices
+) -> tuple[Indices, Indices]:
+    """`requests` and their places, with those that must stay back where they are, ahead of the others."""
+    source = problem.requests.instance
+    stuck = ~(fleet.may_rebalance if all_stay else fleet.may_leave) & (source != NOWHERE)
+    if not stuck.any():
+        return requests, at
+    staying = np.flatnonzero(stuck)
+    leaving = int((homes[source[staying]] == NOWHERE).sum())
+    if leaving:
+        raise Unusable(f"{leaving} requests would have to move that cannot")
+    others = ~stuck[requests]
+    return np.concatenate([staying, requests[others]]), np.concatenate([homes[source[staying]], at[others]])
+
+
+def _moves(
+    problem: Problem, instances: Sequence[Instance], homes: Indices, order: Indices, at: Indices
+) -> tuple[Seconds, Indices]:
+    """Seconds that each place of `order` costs its instance, and which requests change engine."""
+    source = problem.requests.instance[order]
+    moves = source != NOWHERE
+    moves[moves] = homes[source[moves]] != at[moves]
+    running = moves & (problem.requests.state[order] == RUNNING)
+    transfer_s, recompute_s = _move_s(problem, instances, order[running], at[running])
+    # Requests arrive together: of those that are recomputed on an instance only the first pays the fixed part.
+    recomputed = np.flatnonzero(recompute_s <= transfer_s)
+    _, first = np.unique(at[running][recomputed], return_index=True)
+    running_s = np.minimum(transfer_s, recompute_s)
+    running_s[np.delete(recomputed, first)] -= problem.transfer.recompute_latency_s
+    costs_s = np.zeros(len(order))
+    costs_s[running] = running_s
+    return costs_s, np.concatenate([order[running], order[moves & ~running]])
+
+
+def _move_s(problem: Problem, instances: Sequence[Instance], requests: Indices, to: Indices) -> tuple[Seconds, Seconds]:
+    """Seconds to bring each of `requests` from where it is to instance `to`: by transfer, by recompute."""
+    context = problem.requests.context_tokens[requests].astype(np.float64)
+    source = problem.requests.instance[requests]
+    known = {configuration.id: configuration.prefill_tokens_per_s for configuration in problem.configurations}
+    prefill = np.array([known[instance.configuration] for instance in instances])
+    links, homes = _shape(problem.current, problem.per_node), _shape(instances, problem.per_node)
+    gpus = np.minimum(links[source, 0], homes[to, 0])
+    inside = (links[source, 1] == homes[to, 1]) & (links[source, 1] >= 0)
+    transfer = problem.transfer
+    transfer_s = transfer.transfer_s(context, problem.kv_bytes_per_token, gpus, inside)
+    return transfer_s, transfer.recompute_s(context, prefill[to])
+
+
+def _shape(instances: Sequence[Instance], per_node: int) -> Indices:
+    """[instance, 2]: GPUs, and the node, or -1 where there are several."""
+    return np.array(
+        [
+            (len(i.gpus), i.gpus[0] // per_node if i.gpus[0] // per_node == i.gpus[-1] // per_node else -1)
+            for i in instances
+        ],
+        dtype=np.int64,
+    ).reshape(-1, 2)
+
+
+def _why_none_fits(configuration: Configuration, problem: Problem) -> str:
+    per_node = problem.per_node
+    if configuration.gpus > per_node and configuration.gpus % per_node:
+        return f"an instance of {configuration.gpus} GPUs is neither inside a node of {per_node} nor whole nodes"
+    return f"an instance takes {configuration.gpus} GPUs; there are {problem.gpus_count} in nodes of {per_node}"
+
+
+def _fresh_names(taken: set[EngineId], prefix: str) -> Iterator[EngineId]:
+    number = 0
+    while True:
+        name = EngineId(f"{prefix}-{number}")
+        number += 1
+        if name not in taken:
+            yield name
+
+
+def with_fresh_names(fleet: Candidate, plan: PlanId) -> Candidate:
+    """New instances named after the plan, so that no engine of another plan ever has the same id."""
+    instances = [
+        instance if stays else replace(instance, id=EngineId(f"{plan}.{place}"))
+        for place, (instance, stays) in enumerate(zip(fleet.instances, fleet.kept, strict=True))
+    ]
+    return replace(fleet, instances=tuple(instances))

@@ -1,0 +1,251 @@
+"""A snapshot as a makespan problem: what the planner may decide on, and what it cannot see. Pure."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.model import (
+    Configuration,
+    ConfigurationId,
+    EngineHealth,
+    EngineId,
+    EngineView,
+    GpuId,
+    Hold,
+    RequestState,
+    RequestView,
+    Snapshot,
+)
+from planner.solver.problem import NEW, NOWHERE, RUNNING, WAITING, Instance, Problem, Requests, Transfer
+
+ANSWERING = (EngineHealth.OK, EngineHealth.SLOW)
+NO_TRANSFER = Transfer(0.0, 0.0, 0.0)  # moved requests are prefilled again
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFleet:
+    """The part of the fleet that is decided on: engines that answer and whose configuration is known.
+
+    `requests` are those on them and those that no engine holds, in the snapshot's order; all arrays follow it.
+    """
+
+    instances: tuple[Instance, ...]  # by engine id
+    limits: tuple[Configuration, ...]  # [instance], with the engine's own KV capacity and slots
+    configurations: tuple[Configuration, ...]  # to choose from, with capacities as the engines report them
+    gpus_count: int
+    requests: tuple[RequestView, ...]
+    rows: NDArray[np.int64]  # [request], its place in the snapshot
+    columns: Requests  # remaining_tokens are 1: the lengths are not decided here
+    may_leave: NDArray[np.bool_]  # [request]: it can be moved at all
+    may_rebalance: NDArray[np.bool_]  # [request]: and has not been moved too often
+    blocked: Hold | None  # why engines must not be changed, though requests may move
+    notes: tuple[str, ...]
+
+
+def live_fleet(
+    snapshot: Snapshot,
+    configurations: Sequence[Configuration],
+    gpus_count: int,
+    per_node: int,
+    max_moves_per_request: int,
+) -> LiveFleet:
+    """What `snapshot` has to decide on. Engines that are gone, answer nonsense, are being drained or run an unknown
+    configuration are left alone; requests on engines that are gone count as held by their gateway."""
+    known = {configuration.id: configuration for configuration in configurations}
+    draining = {engine.id for engine in snapshot.engines if engine.draining and engine.health in ANSWERING}
+    answering = [e for e in snapshot.engines if e.health in ANSWERING and not e.draining]
+    engines = [engine for engine in answering if engine.configuration in known]
+    strangers = {engine.id for engine in answering if engine.configuration not in known}
+    gpus = _gpus(snapshot.engines, engines, known, gpus_count, per_node)
+    notes = []
+    if strangers:
+        held = sum(request.engine in strangers for request in snapshot.requests)
+        notes.append(
+            f"{_named(sorted(strangers))} run an unknown configuration and are left alone with {held} requests"
+        )
+    if draining:
+        held = sum(request.engine in draining for request in snapshot.requests)
+        notes.append(f"{_named(sorted(draining))} are being drained and are left alone with {held} requests")
+    alone = strangers | draining
+    rows = [row for row, request in enumerate(snapshot.requests) if request.engine not in alone]
+    requests = tuple(snapshot.requests[row] for row in rows)
+    place = {engine.id: index for index, engine in enumerate(engines)}
+    return LiveFleet(
+        instances=tuple(Instance(e.id, _id_of(e), gpus.of[e.id]) for e in engines),
+        limits=tuple(_with_own_limits(known[_id_of(engine)], engine) for engine in engines),
+        configurations=tuple(_as_reported(configuration, engines) for configuration in configurations),
+        gpus_count=gpus.count,
+        requests=requests,
+        rows=np.array(rows, dtype=np.int64),
+        columns=_columns(requests, place),
+        may_leave=np.array([request.movable for request in requests], dtype=np.bool_),
+        may_rebalance=np.array([r.movable and r.moves < max_moves_per_request for r in requests], dtype=np.bool_),
+        blocked=gpus.blocked,
+        notes=tuple(notes),
+    )
+
+
+def problem_of(
+    fleet: LiveFleet,
+    remaining_tokens: NDArray[np.int64],
+    *,
+    per_node: int,
+    kv_bytes_per_token: float,
+    transfer: Transfer,
+    work_budget: int | None,
+) -> Problem:
+    """The problem for one estimate of the lengths. Gain is judged by the gate, so epsilon is 0.
+
+    An engine admits what fits at its longest, so an estimate beyond the largest KV cache means: until that is full.
+    """
+    room = max(configuration.kv_capacity_tokens for configuration in fleet.configurations)
+    context = np.minimum(fleet.columns.context_tokens, room - 1)
+    return Problem(
+        gpus_count=fleet.gpus_count,
+        per_node=per_node,
+        configurations=fleet.configurations,
+        kv_bytes_per_token=kv_bytes_per_token,
+        transfer=transfer,
+        current=fleet.instances,
+        requests=replace(
+            fleet.columns, context_tokens=context, remaining_tokens=np.clip(remaining_tokens, 1, room - context)
+        ),
+        epsilon_s=0.0,
+        work_budget=work_budget,
+    )
+
+
+def words(instances: Sequence[ConfigurationId]) -> str:
+    """A fleet for people: `4 x tp2, 1 x tp8`."""
+    return ", ".join(f"{count} x {name}" for name, count in sorted(Counter(instances).items()))
+
+
+def _columns(requests: Sequence[RequestView], place: Mapping[EngineId, int]) -> Requests:
+    instance = [NOWHERE if r.engine is None else place.get(r.engine, NOWHERE) for r in requests]
+    return Requests(
+        ids=tuple(request.id for request in requests),
+        context_tokens=np.array([request.context_tokens for request in requests], dtype=np.int64),
+        remaining_tokens=np.ones(len(requests), dtype=np.int64),
+        instance=np.array(instance, dtype=np.int64),
+        state=np.array([_state(r, at) for r, at in zip(requests, instance, strict=True)], dtype=np.int8),
+    )
+
+
+def _state(request: RequestView, instance: int) -> int:
+    if instance == NOWHERE:
+        return NEW
+    return RUNNING if request.state is RequestState.RUNNING else WAITING
+
+
+def _id_of(engine: EngineView) -> ConfigurationId:
+    assert engine.configuration is not None
+    return engine.configuration
+
+
+def _with_own_limits(configuration: Configuration, engine: EngineView) -> Configuration:
+    return replace(
+        configuration,
+        kv_capacity_tokens=engine.kv_capacity_tokens or configuration.kv_capacity_tokens,
+        max_sequences=engine.max_sequences or configuration.max_sequences,
+    )
+
+
+def _as_reported(configuration: Configuration, engines: Sequence[EngineView]) -> Configuration:
+    """What a new engine of this configuration will have: what those that run have, half of them at least."""
+    alike = [_with_own_limits(configuration, e) for e in engines if e.configuration == configuration.id]
+    if not alike:
+        return configuration
+    return replace(
+        configuration,
+        kv_capacity_tokens=median_low(other.kv_capacity_tokens for other in alike),
+        max_sequences=median_low(other.max_sequences for other in alike),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpus:
+    of: dict[EngineId, tuple[GpuId, ...]]
+    count: int
+    blocked: Hold | None  # why none may be given to another engine
+
+
+def _gpus(
+    all_engines: Sequence[EngineView],
+    engines: Sequence[EngineView],
+    known: Mapping[ConfigurationId, Configuration],
+    gpus_count: int,
+    per_node: int,
+) -> _Gpus:
+    """Which GPUs each of `engines` has, and how many there are.
+
+    Where engines do not say, GPUs are dealt to them to estimate with; they are known only where nothing else is
+    possible: a single engine, and just as many GPUs left as it takes.
+    """
+    said = {e.id: tuple(sorted(e.gpus)) for e in engines if len(set(e.gpus)) == known[_id_of(e)].gpus}
+    taken = {int(gpu) for gpus in said.values() for gpu in gpus}
+    twice = sum(map(len, said.values())) > len(taken)
+    if twice:
+        said, taken = {}, set()
+    silent = [engine for engine in engines if engine.id not in said]
+    configured = max(gpus_count, max(taken, default=-1) + 1)
+    of = {**said, **_dealt(silent, known, taken, per_node)}
+    needed = max((gpu for gpus in of.values() for gpu in gpus), default=-1) + 1
+    count = configured if needed <= configured else -(-needed // per_node) * per_node
+    if twice:
+        return _Gpus(of, count, _unknown("two engines claim one GPU"))
+    if needed > configured:
+        return _Gpus(of, count, _unknown(f"the engines take more than the {configured} GPUs that are configured"))
+    certain = len(silent) == 1 and count - len(taken) == known[_id_of(silent[0])].gpus
+    if silent and not certain:
+        return _Gpus(of, count, _silent(silent))
+    return _Gpus(of, count, _lost(all_engines, of, count))
+
+
+def _lost(all_engines: Sequence[EngineView], of: Mapping[EngineId, Sequence[GpuId]], count: int) -> Hold | None:
+    """Why the GPUs that no engine of ours has may not be free all the same: others have them, or had them."""
+    free = set(range(count)) - {gpu for gpus in of.values() for gpu in gpus}
+    others = [engine for engine in all_engines if engine.id not in of]
+    lost = [engine.id for engine in others if free & set(engine.gpus)]
+    if lost:
+        why = f"the GPUs of {_named(lost)} cannot be planned with: drained, or nobody knows their state"
+        return Hold("gpus_unavailable", why)
+    strangers = [engine for engine in others if engine.health in ANSWERING and not engine.gpus]
+    return _silent(strangers) if strangers and free else None
+
+
+def _silent(engines: Sequence[EngineView]) -> Hold:
+    return _unknown(f"{_named([e.id for e in engines])} do not say which GPUs they have (fleet.engines[].gpus)")
+
+
+def _unknown(why: str) -> Hold:
+    return Hold("gpus_unknown", why)
+
+
+def _dealt(
+    engines: Sequence[EngineView],
+    known: Mapping[ConfigurationId, Configuration],
+    taken: Collection[int],
+    per_node: int,
+) -> dict[EngineId, tuple[GpuId, ...]]:
+    """GPUs that nobody has, larger engines first, each inside one node or on whole nodes."""
+    used = set(taken)
+    dealt = {}
+    for engine in sorted(engines, key=lambda e: (-known[_id_of(e)].gpus, e.id)):
+        need, node = known[_id_of(engine)].gpus, 0
+        while engine.id not in dealt:
+            nodes = max(1, -(-need // per_node))
+            free = [gpu for gpu in range(node * per_node, (node + nodes) * per_node) if gpu not in used]
+            if len(free) >= need:
+                dealt[engine.id] = tuple(GpuId(gpu) for gpu in free[:need])
+                used.update(free[:need])
+            node += 1
+    return dealt
+
+
+def _named(ids: Collection[EngineId]) -> str:
+    names = sorted(ids)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

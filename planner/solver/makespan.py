@@ -1,0 +1,297 @@
+"""Choose which engines to run and which request each decodes, so that the last one ends soonest. Pure.
+
+Carrying the answer out is the executors' business.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from planner.model import EngineId
+from planner.solver.band import violation
+from planner.solver.bound import lower_bound_s as _lower_bound_s
+from planner.solver.choose import chosen
+from planner.solver.columns import Columns, columns
+from planner.solver.dual import tightened_s
+from planner.solver.evaluate import Fleet, Placement, current_fleet, place, with_idle
+from planner.solver.layout import in_a_row
+from planner.solver.packed import packed, soonest_cut
+from planner.solver.problem import NOWHERE, RUNNING, Homogeneous, Infeasible, Migration, Placed, Problem, Solution
+from planner.solver.search import Work
+from planner.solver.small import ENOUGH, best_of_all, is_small, polished
+from planner.solver.spread import MANY, USUAL, least_loaded, least_s, loads, one_by_one, orders
+from planner.solver.waves import sooner
+from planner.solver.whole import raised_s
+
+__all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
+
+
+CLOSE, NEAR, NEAR_ENOUGH = 0.002, 0.01, 0.02  # gap that is not worth a closer look; and not with many requests
+STAYING = 0.8  # share of the moves that a fleet which stays is hoped to save
+FILLINGS = 3  # times for which a fleet is filled anew
+FEW = 10_000  # requests up to which one looks more closely
+CLOSEST = 2  # configurations of which static fleets are filled in all usual ways, where there are many requests
+PROOF = 200_000  # budget from which on a close bound is looked for
+WAVES_WORK, WAVES_EACH = 60_000, 2  # the same for orders of admission: altogether, and for each request
+SMALL_WORK, POLISH_WORK = 800_000, 150_000  # requests that the local search looks at, where no budget is given
+
+
+# Times beyond what a float holds are infinite: never.
+_never = np.errstate(over="ignore", divide="ignore", invalid="ignore")
+
+
+@_never
+def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solution:
+    """The best fleet and placement found, with what it takes and what no other can beat. Raises Infeasible.
+
+    `stop` is asked now and then whether to end with what has been found; with it, sameness is not promised.
+    """
+    table = columns(problem)
+    current = as_placed(table) if problem.current else None
+    static, homogeneous = _homogeneous(table)
+    found = [*static, current] if current is not None else list(static)
+    bound_s = _lower_bound_s(table)
+    found += _packed(table, bound_s, min((each.makespan_s for each in found), default=0.0))
+    static += _spread(table, min((each.makespan_s for each in found), default=math.inf))
+    found += static
+    bound_s = _raised_s(table, bound_s, min((each.makespan_s for each in found), default=0.0))
+    in_waves = _readmitted(table, found, bound_s)
+    soonest_s = min((each.makespan_s for each in found), default=math.inf)
+    if is_small(table) or not any(each.makespan_s < soonest_s * (1 - NEAR) for each in in_waves):
+        found += _searched(table, [*found, *in_waves], bound_s, stop)
+    found += in_waves
+    best = chosen(table, current, static, found)
+    if best is not None and (problem.kv_balance is None or (best.fleet.current >= 0).all()):
+        best = with_idle(table, best)
+    return _solution(table, current, best, bound_s, homogeneous)
+
+
+def _raised_s(table: Columns, bound_s: float, high_s: float) -> float:
+    """The bound, looked at closely where what was found does not come near it."""
+    budget = table.problem.work_budget
+    if not np.isfinite(high_s) or high_s <= bound_s * (1 + CLOSE) or (budget is not None and budget < PROOF):
+        return bound_s
+    tight_s = tightened_s(table, bound_s, high_s) if high_s > bound_s * (1 + NEAR) else bound_s
+    return raised_s(table, tight_s, high_s, tight_s > bound_s)
+
+
+def _readmitted(table: Columns, candidates: Sequence[Placement], bound_s: float) -> list[Placement]:
+    """Those of the best candidates that admit in waves, admitted in a better order and evened out."""
+    budget = table.problem.work_budget
+    work = Work(WAVES_WORK + WAVES_EACH * table.count if budget is None else budget // 2)
+    return sooner(table, candidates, bound_s * (1 + ENOUGH), work)
+
+
+def _searched(
+    table: Columns, candidates: Sequence[Placement], bound_s: float, stop: Callable[[], bool]
+) -> list[Placement]:
+    """What a local search makes of the best candidates."""
+    budget = table.problem.work_budget
+    work = Work((SMALL_WORK if is_small(table) else POLISH_WORK) if budget is None else budget)
+    starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
+    if not table.count or work.left <= 0 or (starts and starts[0].makespan_s <= bound_s * (1 + ENOUGH)):
+        return []
+    if is_small(table):
+        return best_of_all(table, starts[:6], bound_s, work, stop)
+    if starts and starts[0].makespan_s <= bound_s * (1 + NEAR):
+        return []
+    return polished(table, starts[:3], work, stop)
+
+
+@_never
+def evaluate_placement(problem: Problem) -> list[float]:
+    """Seconds that each current instance takes for what it has, new requests dealt in turn; infinite where one of its
+    requests does not fit. Raises Infeasible."""
+    return as_placed(columns(problem)).finish_s.tolist() if problem.current else []
+
+
+@_never
+def lower_bound(problem: Problem) -> float:
+    """Seconds below which no placement ends. Raises Infeasible."""
+    return _lower_bound_s(columns(problem))
+
+
+@_never
+def alternatives(problem: Problem) -> list[Homogeneous]:
+    """What each configuration alone would take. Raises Infeasible."""
+    return _homogeneous(columns(problem))[1]
+
+
+def as_placed(table: Columns) -> Placement:
+    """The current fleet: each admits its running, then its waiting requests; new ones are dealt in turn."""
+    requests = table.problem.requests
+    assigned = requests.instance.astype(np.int64)
+    new = np.flatnonzero(requests.instance == NOWHERE)
+    assigned[new] = np.arange(len(new)) % len(table.problem.current)
+    ranks = requests.state.astype(np.int64) * table.count + np.arange(table.count)
+    return place(table, current_fleet(table), assigned, ranks)
+
+
+def _packed(table: Columns, bound_s: float, high_s: float) -> list[Placement]:
+    """With long requests together; once as if every running request moved, once as if most stayed where they can."""
+    if not table.count:
+        return []
+    found: list[Placement] = []
+    for staying in (0.0, STAYING) if len(table.current_node) else (0.0,):
+        near = NEAR if table.count <= FEW else NEAR_ENOUGH
+        if found and (table.count > MANY or min(each.makespan_s for each in found) <= bound_s * (1 + near)):
+            break
+        cuts = soonest_cut(table, bound_s, high_s, staying)
+        if cuts is not None:
+            found += packed(table, cuts, FILLINGS if table.count <= MANY else 0)
+    return found
+
+
+def _homogeneous(table: Columns) -> tuple[list[Placement], list[Homogeneous]]:
+    """Static fleets: one configuration, longest first onto the least loaded."""
+    found: list[Placement] = []
+    listed: list[Homogeneous] = []
+    for index, configuration in enumerate(table.problem.configurations):
+        fleets = _fleets_of(table, index)
+        if not fleets or not table.fits(index).all():
+            why = "a request does not fit" if fleets else "no instance can be placed"
+            listed.append(Homogeneous(configuration.id, 0, float("inf"), 0.0, why))
+            continue
+        load, first = loads(table, index)[0]
+        placed = [place(table, fleet, least_loaded(table, index, len(fleet), load, first)) for fleet in fleets]
+        best = min(placed, key=lambda placement: placement.makespan_s)
+        found += placed
+        cost_s = float((best.migration_s + best.switch_s).max(initial=0.0))
+        used = int((np.diff(best.starts) > 0).sum())
+        listed.append(Homogeneous(configuration.id, used, best.makespan_s, cost_s))
+    return found, listed
+
+
+def _spread(table: Columns, below_s: float) -> list[Placement]:
+    """Static fleets filled in the other ways, where those may end before `below_s`."""
+    kinds = [kind for kind in np.flatnonzero(table.placeable).tolist() if table.count and table.fits(kind).all()]
+    least = {kind: least_s(table, kind, int(table.placeable[kind])) for kind in kinds}
+    kinds = sorted((kind for kind in kinds if least[kind] < below_s), key=least.__getitem__)
+    sequences = orders(table) if kinds else []
+    found: list[Placement] = []
+    for kind in kinds if table.count <= MANY else kinds[:CLOSEST]:
+        fleets = _fleets_of(table, kind)
+        for usual, sequence in enumerate(sequences):
+            ranks = np.argsort(sequence) if usual else None
+            for load, first in loads(table, kind)[-USUAL if usual or table.count > MANY else 1 :]:
+                assigned = one_by_one(table, kind, len(fleets[0]), load, first, sequence)
+                found += [place(table, fleet, assigned, ranks) for fleet in fleets if len(fleet) == len(fleets[0])]
+    return found
+
+
+def _fleets_of(table: Columns, configuration: int) -> list[Fleet]:
+    """As many instances as there is room for: from the first GPU on, and around those that run."""
+    count = min(int(table.placeable[configuration]), max(1, table.count))
+    if not count:
+        return []
+    fleet = in_a_row(table, [], configuration, count)
+    running = np.flatnonzero(table.current_configuration == configuration).tolist()
+    around = in_a_row(table, running, configuration, count - len(running)) if running else fleet
+    return [fleet] if around.gpus == fleet.gpus else [fleet, around]
+
+
+def _solution(
+    table: Columns,
+    current: Placement | None,
+    best: Placement | None,
+    bound_s: float,
+    homogeneous: Sequence[Homogeneous],
+) -> Solution:
+    decision, chosen, reason = _decide(table, current, best)
+    current_s = None if current is None or not np.isfinite(current.makespan_s) else current.makespan_s
+    return Solution(
+        decision=decision,
+        reason=reason,
+        makespan_s=chosen.makespan_s if chosen else 0.0,
+        current_makespan_s=current_s,
+        lower_bound_s=bound_s,
+        kv_balance_violation=violation(table, chosen) if chosen else 0.0,
+        instances=_instances(table, chosen) if chosen else (),
+        migrations=_migrations(table, chosen) if chosen else (),
+        alternatives=tuple(homogeneous),
+    )
+
+
+def _decide(table: Columns, current: Placement | None, best: Placement | None) -> tuple[str, Placement | None, str]:
+    if current is None:
+        return "reconfigure", best, "there is no current fleet: a first deployment"
+    epsilon_s = table.problem.epsilon_s
+    if best is None or not best.makespan_s < current.makespan_s - epsilon_s:
+        found_s = min(current.makespan_s, best.makespan_s) if best else current.makespan_s
+        gain_s = current.makespan_s - found_s if np.isfinite(current.makespan_s) else 0.0
+        return "keep", current, f"the best change found gains {gain_s:.3f} s, not more than epsilon of {epsilon_s:g} s"
+    same = len(best.fleet) == len(current.fleet) and bool((best.fleet.current >= 0).all())
+    if np.isfinite(current.makespan_s):
+        gain = f"gains {current.makespan_s - best.makespan_s:.3f} s, more than epsilon of {epsilon_s:g} s"
+    else:
+        gain = "serves a request that does not fit its current instance"
+    what = "moving requests between the current instances" if same else "changing instances"
+    return ("rebalance" if same else "reconfigure"), best, f"{what} {gain}"
+
+
+def _instances(table: Columns, placement: Placement) -> tuple[Placed, ...]:
+    problem, fleet = table.problem, placement.fleet
+    return tuple(
+        Placed(
+            id=name,
+            configuration=problem.configurations[configuration].id,
+            gpus=gpus,
+            requests=placement.requests(place),
+            kept=current >= 0,
+            decode_s=decode_s,
+            migration_s=migration_s,
+            switch_s=switch_s,
+        )
+        for place, (name, configuration, gpus, current, decode_s, migration_s, switch_s) in enumerate(
+            zip(
+                _names(table, placement),
+                fleet.configuration.tolist(),
+                fleet.gpus,
+                fleet.current.tolist(),
+                placement.decode_s.tolist(),
+                placement.migration_s.tolist(),
+                placement.switch_s.tolist(),
+                strict=True,
+            )
+        )
+    )
+
+
+def _names(table: Columns, placement: Placement) -> list[EngineId]:
+    """Kept instances keep their ids; new ones are called by their lowest GPU, unless a current one is called so."""
+    taken = {instance.id for instance in table.problem.current}
+    names: list[EngineId] = []
+    for current, gpus in zip(placement.fleet.current.tolist(), placement.fleet.gpus, strict=True):
+        if current >= 0:
+            names.append(table.problem.current[current].id)
+            continue
+        name = EngineId(f"new{gpus[0]}")
+        while name in taken:
+            name = EngineId(f"{name}+")
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def _migrations(table: Columns, placement: Placement) -> tuple[Migration, ...]:
+    problem, fleet = table.problem, placement.fleet
+    if not problem.current:
+        return ()
+    at = placement.assigned()
+    moved = np.flatnonzero((problem.requests.state == RUNNING) & (table.source != fleet.current[at]))
+    transfer_s, recompute_s = table.move_ways_s(moved, fleet.configuration[at[moved]], fleet.node[at[moved]])
+    costs_s = np.minimum(transfer_s, recompute_s)
+    names = _names(table, placement)
+    sources = [instance.id for instance in problem.current]
+    methods = ("recompute", "transfer")
+    rows = zip(
+        moved.tolist(),
+        map(sources.__getitem__, table.source[moved].tolist()),
+        map(names.__getitem__, at[moved].tolist()),
+        map(methods.__getitem__, (transfer_s <= recompute_s).tolist()),
+        costs_s.tolist(),
+        strict=True,
+    )
+    return tuple(map(partial(tuple.__new__, Migration), rows))  # there may be hundreds of thousands

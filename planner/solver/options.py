@@ -1,0 +1,262 @@
+"""The fleets that a plan chooses from, each with what it is expected to take. Pure.
+
+Who will draw a long answer is not known when requests are placed. So every family of fleets is tried with several
+estimates of the lengths (what is expected, what is long, one sample), and what each candidate takes is judged on all
+samples: an estimate that packs requests which merely might be long is found out there.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.model import Alternative, ConfigurationId, FleetPart
+from planner.solver.candidates import (
+    Candidate,
+    Unusable,
+    added_s,
+    as_it_stands,
+    homogeneous,
+    longest,
+    longest_first,
+    rebalanced,
+    solved,
+)
+from planner.solver.end_times import decode_s, ends_if_later_s
+from planner.solver.from_snapshot import LiveFleet
+from planner.solver.makespan import lower_bound, solve
+from planner.solver.problem import Infeasible, Problem
+from planner.workload.sampled_lengths import Lengths
+
+REBALANCED, MIXED = "rebalanced", "mixed"
+# Requests up to which the solver is asked with every estimate of the lengths, and with every configuration.
+SOLVED_BY_ALL = 2_048
+# Times the GPU time of the best configuration, beyond which one is left out where there are more requests.
+FAR_MORE = 1.1
+# Times the seconds of the best fleet that was dealt, beyond which the solver has packed what merely might be long.
+FOUND_OUT = 1.5
+
+MakeProblem = Callable[[NDArray[np.int64]], Problem]
+Try = Callable[[], Candidate]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A candidate and its seconds over the samples."""
+
+    fleet: Candidate
+    decode_s: NDArray[np.float64]  # [sample, instance], corrected
+    ends_s: NDArray[np.float64]  # [sample], costs included
+    alternative: Alternative
+    # Until the end, in the mean, if engines are changed the next time round instead; of the soonest change alone.
+    later_s: float | None = None
+
+    @property
+    def total_s(self) -> float:
+        return self.alternative.total_s
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything that was considered. No fleet, and no placement even by the lengths of each sample, ends before
+    `bound_s` in the mean."""
+
+    current: Option | None
+    found: tuple[Option, ...]  # the current one included
+    ruled_out: tuple[Alternative, ...]
+    bound_s: float
+
+
+class _Member(NamedTuple):
+    """A fleet of one family, and its seconds to the end, roughly."""
+
+    screened_s: float
+    estimate: int  # of the lengths that it was dealt by
+    fleet: Candidate
+
+
+class _Family(NamedTuple):
+    """What the tries for one kind of fleet came to."""
+
+    name: str
+    configuration: ConfigurationId | None  # None where there are several
+    members: Sequence[_Member]
+    why_none: str
+
+
+class _Weigher:
+    """Judges candidates on the same samples. `correction` multiplies decoding seconds, never costs."""
+
+    def __init__(self, columns_context: NDArray[np.int64], lengths: Lengths, correction: float) -> None:
+        self._context = columns_context
+        self._lengths = lengths
+        self._correction = correction
+
+    def screen(self, fleet: Candidate) -> float:
+        """Seconds to the end, roughly: enough to tell the members of one family apart."""
+        ends_s = decode_s(fleet, self._context, self._lengths.samples, roughly=True) * self._correction
+        return float((ends_s + fleet.migration_s + fleet.switch_s).max(axis=1, initial=0.0).mean())
+
+    def tried(self, name: str, configuration: ConfigurationId | None, tries: Sequence[Try]) -> _Family:
+        """A family, from tries that each make a member of it, or say why they cannot."""
+        members, why = list[_Member](), ""
+        for estimate, attempt in enumerate(tries):
+            try:
+                fleet = attempt()
+            except (Unusable, Infeasible) as error:
+                why = why or str(error)
+            else:
+                members.append(_Member(self.screen(fleet), estimate, fleet))
+        return _Family(name, configuration, members, why)
+
+    def weigh(self, fleet: Candidate) -> Option:
+        ends_s = decode_s(fleet, self._context, self._lengths.samples) * self._correction
+        decoding_s = ends_s.max(axis=1, initial=0.0)
+        moved_s = (ends_s + fleet.migration_s).max(axis=1, initial=0.0)
+        total_s = (ends_s + fleet.migration_s + fleet.switch_s).max(axis=1, initial=0.0)
+        makespan_s, with_moves_s = float(decoding_s.mean()), float(moved_s.mean())
+        names = fleet.configurations
+        parts = tuple(FleetPart(name, names.count(name)) for name in sorted(set(names)))
+        return Option(
+            fleet,
+            ends_s,
+            total_s,
+            Alternative(
+                configuration=parts[0].configuration if len(parts) == 1 else None,
+                instances=len(names),
+                makespan_s=makespan_s,
+                migration_cost_s=with_moves_s - makespan_s,
+                switch_cost_s=float(total_s.mean()) - with_moves_s,
+                name=fleet.name,
+                decision=fleet.decision,
+                low_s=float(total_s.min()),
+                high_s=float(total_s.max()),
+                parts=parts,
+            ),
+        )
+
+    def with_later(self, option: Option, current: Option, fleet: LiveFleet, wait_s: float) -> Option:
+        """A change of engines can be made later: then fewer requests move."""
+        ends_s = ends_if_later_s(
+            option.fleet, current.fleet, fleet.columns, self._lengths.samples, wait_s, self._correction
+        )
+        return replace(option, later_s=float(np.minimum(ends_s, np.maximum(current.ends_s, wait_s)).mean()))
+
+
+def consider(
+    fleet: LiveFleet,
+    lengths: Lengths,
+    problem: MakeProblem,
+    correction: float,
+    only: ConfigurationId | None = None,
+    wait_s: float = 0.0,
+    *,
+    only_as_deployed: bool = False,
+) -> Options:
+    """Every family of fleets; with `only`, those of that one configuration, as far as engines would change.
+    `wait_s`: so long until they can be considered again; 0: never. `only_as_deployed`: engines stay as they are."""
+    weigher = _Weigher(fleet.columns.context_tokens, lengths, correction)
+    problems = [problem(tokens) for tokens in _estimates(lengths)]
+    current = weigher.weigh(as_it_stands(problems[0], fleet)) if fleet.instances else None
+    families = [weigher.tried(*family) for family in _dealt(fleet, problems, only, only_as_deployed)]
+    if only is None and fleet.configurations and not only_as_deployed:
+        dealt = min((member for family in families for member in family.members), key=_screened_s, default=None)
+        asked = _for_the_solver(problems, dealt, correction)
+        mixed = weigher.tried(MIXED, None, [partial(_mixed, made, fleet) for made in asked])
+        families.append(mixed if len(asked) == len(problems) else _unless_found_out(mixed, dealt))
+    found = [] if current is None else [current]
+    ruled_out = []
+    for family in families:
+        if family.members:
+            found.append(weigher.weigh(min(family.members, key=_screened_s).fleet))
+        else:
+            ruled_out.append(Alternative(family.configuration, 0, 0.0, 0.0, family.why_none, name=family.name))
+    changing = min((option for option in found if option.fleet.decision == "reconfigure"), key=_total_s, default=None)
+    if current is not None and changing is not None and wait_s > 0:
+        found = [
+            option if option is not changing else weigher.with_later(changing, current, fleet, wait_s)
+            for option in found
+        ]
+    bounds_s = _bounds_s([problem(tokens) for tokens in lengths.samples])
+    bound_s = float(np.mean(bounds_s)) * min(correction, 1.0) if bounds_s else 0.0
+    return Options(current, tuple(found), tuple(ruled_out), bound_s)
+
+
+def _estimates(lengths: Lengths) -> list[NDArray[np.int64]]:
+    if len(lengths.samples) == 1:
+        return [lengths.expected]
+    return [lengths.expected, lengths.long, lengths.samples[0]]
+
+
+def _dealt(
+    fleet: LiveFleet, problems: Sequence[Problem], only: ConfigurationId | None, only_as_deployed: bool
+) -> Iterator[tuple[str, ConfigurationId | None, Sequence[Try]]]:
+    """The families that take no solver: name, configuration where there is but one, and a try for each estimate."""
+    ordered = [(made, longest(made)) for made in problems]
+    if fleet.instances:
+        yield REBALANCED, None, [partial(rebalanced, made, fleet, order) for made, order in ordered]
+    for configuration in () if only_as_deployed else fleet.configurations:
+        if only in (None, configuration.id):
+            instances = homogeneous(problems[0], configuration)
+            tries = [partial(longest_first, made, fleet, order, configuration, instances) for made, order in ordered]
+            yield f"{configuration.id} spread", configuration.id, tries
+
+
+def _for_the_solver(problems: Sequence[Problem], dealt: _Member | None, correction: float) -> Sequence[Problem]:
+    """With few requests, every estimate. Else the one by which the best of the other fleets was `dealt`, with the
+    configurations alone that pay for some request: from the same estimate the solver either does a little better, or
+    packs requests that merely might be long, and so it does from each of the others."""
+    if len(problems) == 1 or dealt is None or len(problems[0].requests.ids) <= SOLVED_BY_ALL:
+        return problems
+    return [_narrowed(problems[dealt.estimate], dealt.screened_s / correction)]
+
+
+def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
+    """Nothing to choose, and nothing to show, where what the solver was asked with is no guide."""
+    if dealt is None or not mixed.members or mixed.members[0].screened_s <= FOUND_OUT * dealt.screened_s:
+        return mixed
+    why = f"packed by one estimate of the lengths, it ends in {mixed.members[0].screened_s:.0f} s by the others"
+    return mixed._replace(members=(), why_none=why)
+
+
+def _narrowed(problem: Problem, within_s: float) -> Problem:
+    """Without configurations on which every request takes far more GPU time than on another one: the room it takes
+    until `within_s`, as the solver's lower bound counts it."""
+    requests = problem.requests
+    context, remaining = requests.context_tokens, requests.remaining_tokens
+    footprint, shares = context + remaining, []
+    for kind in problem.configurations:
+        alone_s = kind.alpha_s * remaining
+        seats = np.maximum(footprint / kind.kv_capacity_tokens, 1 / kind.max_sequences)
+        work_s = kind.gpus * (added_s(kind.beta_s, kind.gamma_s, context, remaining) + alone_s * seats)
+        usable = (footprint <= kind.kv_capacity_tokens) & (alone_s < within_s)
+        shares.append(np.where(usable, work_s / np.where(usable, within_s - alone_s, 1.0), np.inf))
+    share = np.array(shares)
+    pays = ((share <= FAR_MORE * share.min(axis=0)) & np.isfinite(share)).any(axis=1)
+    deployed = {instance.configuration for instance in problem.current}
+    kept = tuple(
+        kind for kind, wanted in zip(problem.configurations, pays, strict=True) if wanted or kind.id in deployed
+    )
+    return replace(problem, configurations=kept) if pays.any() else problem
+
+
+def _mixed(problem: Problem, fleet: LiveFleet) -> Candidate:
+    return solved(MIXED, problem, fleet, solve(problem))
+
+
+def _total_s(option: Option) -> float:
+    return option.total_s
+
+
+def _screened_s(member: _Member) -> float:
+    return member.screened_s
+
+
+def _bounds_s(problems: Sequence[Problem]) -> list[float]:
+    try:
+        return [lower_bound(problem) for problem in problems]
+    except Infeasible:
+        return []

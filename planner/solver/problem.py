@@ -1,0 +1,170 @@
+"""The makespan problem and its answer: who decodes what, on which engines. Values only; `makespan.solve` answers.
+
+Requests are columns, because there may be hundreds of thousands.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.profile import Curve
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, RequestId
+
+Floats = NDArray[np.float64]
+
+NOWHERE = -1
+
+RUNNING, WAITING, NEW = 0, 1, 2  # values of Requests.state
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What moving KV costs: per-GPU rates between and within nodes, and a fixed part. A rate of 0: no such link.
+
+    And what rebuilding it costs: as many tokens at an engine's prefill rate, or as `rebuilt_tokens` has it, and a fixed
+    part, which passes at once for requests that arrive together: engines work on while it does.
+    """
+
+    inter_node_gbps_per_gpu: float
+    intra_node_gbps_per_gpu: float
+    latency_s: float
+    rebuilt_tokens: Curve | None = None  # over a context's tokens, see MoveCosts; None: as many
+    recompute_latency_s: float = 0.0
+
+    def prefill_s(self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[request], by engines that prefill at that rate."""
+        rebuilt = context_tokens if self.rebuilt_tokens is None else self.rebuilt_tokens.over(context_tokens)
+        return rebuilt / tokens_per_s
+
+    def recompute_s(
+        self, context_tokens: NDArray[np.float64], tokens_per_s: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """[request], of a move by itself: prefill and the fixed part."""
+        return self.prefill_s(context_tokens, tokens_per_s) + self.recompute_latency_s
+
+    def transfer_s(
+        self,
+        context_tokens: NDArray[np.float64],
+        kv_bytes_per_token: float,
+        gpus: NDArray[np.int64],
+        inside: NDArray[np.bool_],
+    ) -> NDArray[np.float64]:
+        """What broadcasts: over the links of so many GPUs, `inside` a node or between two; infinite without a link."""
+        rate_gbps = gpus * np.where(inside, self.intra_node_gbps_per_gpu, self.inter_node_gbps_per_gpu)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            wire_s = context_tokens * kv_bytes_per_token * 8 / (rate_gbps * 1e9)
+        seconds: NDArray[np.float64] = np.where(rate_gbps > 0, wire_s, np.inf) + self.latency_s
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An engine: a configuration on certain GPUs."""
+
+    id: EngineId
+    configuration: ConfigurationId
+    gpus: tuple[GpuId, ...]  # ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """All requests, in input order."""
+
+    ids: tuple[RequestId, ...]
+    context_tokens: NDArray[np.int64]  # [request], resident or to be rebuilt
+    remaining_tokens: NDArray[np.int64]  # [request], at least 1
+    instance: NDArray[np.int64]  # [request], index into Problem.current, NOWHERE for new ones
+    state: NDArray[np.int8]  # [request], RUNNING | WAITING | NEW
+
+
+@dataclass(frozen=True, slots=True)
+class KvBalance:
+    """Equation 2: each instance's KV footprint over its capacity should lie in mu ± delta. Soft."""
+
+    mu: float
+    delta: float
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    gpus_count: int
+    per_node: int
+    configurations: tuple[Configuration, ...]
+    kv_bytes_per_token: float
+    transfer: Transfer
+    current: tuple[Instance, ...]
+    requests: Requests
+    epsilon_s: float
+    kv_balance: KvBalance | None = None
+    work_budget: int | None = None  # deterministic bound on the search
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One instance of a solution. `requests` are indices into the problem's, in order of admission."""
+
+    id: EngineId
+    configuration: ConfigurationId
+    gpus: tuple[GpuId, ...]
+    requests: NDArray[np.int64]
+    kept: bool
+    decode_s: float
+    migration_s: float
+    switch_s: float
+
+    @property
+    def finish_s(self) -> float:
+        return self.decode_s + self.migration_s + self.switch_s
+
+
+class Migration(NamedTuple):
+    """A running request that changes instance."""
+
+    request: int  # index
+    source: EngineId
+    destination: EngineId
+    method: str  # transfer | recompute
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Homogeneous:
+    """What a fleet of one configuration alone would take, its switches and migrations included."""
+
+    configuration: ConfigurationId
+    instances: int  # that have requests
+    makespan_s: float
+    cost_s: float  # switch and migrations of the instance that pays most
+    infeasible_because: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """`reconfigure` or `rebalance` only where it gains more than epsilon; otherwise `keep`, with the current fleet."""
+
+    decision: str  # reconfigure | rebalance | keep
+    reason: str
+    makespan_s: float
+    current_makespan_s: float | None  # None without a current fleet, or where a request does not fit its instance
+    lower_bound_s: float  # proven for the contract's model
+    kv_balance_violation: float
+    instances: tuple[Placed, ...]
+    migrations: tuple[Migration, ...]
+    alternatives: tuple[Homogeneous, ...] = ()  # one for each configuration, in the problem's order
+
+    @property
+    def gap(self) -> float | None:
+        """How far the makespan may be from the best, as a fraction; None where nothing is proven."""
+        if self.makespan_s <= self.lower_bound_s:
+            return 0.0
+        return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
+
+
+class Infeasible(ValueError):
+    """No fleet can serve the requests: `limit` names what is missed, by `needed - available`."""
+
+    def __init__(self, limit: str, needed: float, available: float, unit: str) -> None:
+        super().__init__(f"{limit}: {needed:g} {unit} needed, {available:g} there")
+        self.limit, self.needed, self.available, self.unit = limit, needed, available, unit

@@ -1,0 +1,1 @@
+"""Response lengths: recent steps, forecasts, sampled lengths. Pure."""

@@ -1,0 +1,354 @@
+"""How many tokens the requests in flight will still generate: distributions, a histogram, one estimate each. Pure.
+
+Section 4.1 of the paper: step-level distributions instead of a guess per request. What is still running has only been
+seen up to where it is, and what `max_tokens` cut only up to there: both count as censored (Kaplan and Meier's
+estimator), since the first to finish are the short ones, and must not pass for the whole step. What earlier steps made
+expect counts beside this step's own lengths as so many further requests, as far as the two agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import ceil
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from planner.model import FinishedLength, Histogram, RequestView
+from planner.workload.series import TAGS_REMEMBERED, LengthCounts, StepForecast, extended
+
+MIN_LENGTHS = 16  # finished lengths below which a distribution is not read off them
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+TRACE = 1e-9  # of the uniform curve in every other: none has to be excluded to have gone unseen
+# What the forecast of a step may be worth, as shares of what it is worth by the steps before.
+WORTH_SHARES = (1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256)
+# How many requests of its tag the common distribution is worth to a tag; the first: tags do not differ.
+TAG_WORTHS = (1e9, 4096.0, 1024.0, 256.0, 64.0, 16.0, 4.0)
+TAIL_WORTH = 4.0  # ends that the expectation of an exponent of 1 is worth, for what lies beyond all that is seen
+BAND_ENDS = 5.0  # expected in a band of bins over which expected and seen ends are compared
+
+Survival = NDArray[np.float64]  # [k], probability that an output is longer than k bins; 1 at first, 0 at last
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConditionalLengths:
+    """How long an output becomes that has come so far: one distribution for each tag, and a common one.
+
+    All methods take arrays, or numbers, that broadcast: `generated_tokens`, `limit_tokens` (an output is cut there; 0:
+    at `max_output_tokens`) and `rows`, which `rows_of` finds for tags. A bin counts as its upper edge.
+    """
+
+    bin_tokens: int
+    max_output_tokens: int
+    survival: Survival  # [row, k]; the first row is the common one
+    tags: dict[str, int]  # row of each tag that has one
+    method: str
+
+    def rows_of(self, tags: Sequence[str]) -> Tokens:
+        return np.fromiter((self.tags.get(tag, 0) for tag in tags), np.int64, len(tags))
+
+    def quantile(
+        self, generated_tokens: ArrayLike, q: ArrayLike, rows: ArrayLike = 0, limit_tokens: ArrayLike = 0
+    ) -> Tokens:
+        """Remaining tokens, at least 1, that the output does not exceed with probability `q` (0 to 1)."""
+        alike = np.ndim(q) == 0
+        generated, q, rows, limits = np.broadcast_arrays(generated_tokens, q, rows, limit_tokens)
+        limits, done, last = self._reach(generated, limits)
+        ends = np.empty(done.shape, dtype=np.int64)
+        for row in np.unique(rows):
+            here = rows == row
+            falling, outlived = -self.survival[row], done[here]
+            if alike:
+                found = np.searchsorted(falling, falling * (1.0 - q.flat[0]))[outlived]
+            else:
+                found = np.searchsorted(falling, falling[outlived] * (1.0 - q[here]))
+            # Past every bin in which nothing ends: no quantile lies there.
+            ends[here] = np.maximum(found, np.searchsorted(falling, falling, side="right")[outlived])
+        remaining: Tokens = np.maximum(np.minimum(np.minimum(ends, last) * self.bin_tokens, limits) - generated, 1)
+        return remaining
+
+    def mean(
+        self, generated_tokens: ArrayLike, rows: ArrayLike = 0, limit_tokens: ArrayLike = 0
+    ) -> NDArray[np.float64]:
+        """Expected remaining tokens, at least 1."""
+        generated, rows, limits = np.broadcast_arrays(generated_tokens, rows, limit_tokens)
+        limits, done, last = self._reach(generated, limits)
+        before = np.zeros((len(self.survival), self.survival.shape[1] + 1))
+        np.cumsum(self.survival, axis=1, out=before[:, 1:])  # [row, k]: survival summed over the bins before k
+        start = self.survival[rows, done]
+        bins = done + (before[rows, last] - before[rows, done]) / start
+        at_limit = self.survival[rows, last - 1] / start
+        expected = bins * self.bin_tokens - at_limit * np.maximum(last * self.bin_tokens - limits, 0)
+        remaining: NDArray[np.float64] = np.maximum(expected - generated, 1.0)
+        return remaining
+
+    def remaining(self, generated_tokens: Tokens, rows: Tokens, limit_tokens: Tokens) -> Histogram:
+        """The expected histogram of remaining tokens over these requests."""
+        limits, done, last = self._reach(generated_tokens, limit_tokens)
+        counts = np.zeros(self.survival.shape[1])
+        at_limit = self.survival[rows, last - 1] / self.survival[rows, done]
+        cut = np.maximum(limits - generated_tokens, 1)
+        counts += np.bincount((cut - 1) // self.bin_tokens, at_limit, minlength=len(counts))
+        bins = self.survival.shape[1] - 1
+        groups, members = np.unique(rows * bins + done, return_inverse=True)
+        lasts = np.bincount(members * (bins + 2) + last, minlength=len(groups) * (bins + 2)).reshape(len(groups), -1)
+        going_on = lasts[:, ::-1].cumsum(axis=1)[:, ::-1]  # [group, k]: members that are not cut before bin k
+        for group, beyond in zip(groups.tolist(), going_on, strict=True):
+            row, start = divmod(group, bins)
+            shares = -np.diff(self.survival[row, start:]) / self.survival[row, start]
+            # Whoever is cut in a bin has been counted there already, with all that would have gone on.
+            counts[: len(shares)] += shares * beyond[start + 2 :]
+        used = int(np.max(np.nonzero(counts))) + 1
+        return Histogram(self.bin_tokens, tuple(counts[:used].tolist()))
+
+    def _reach(self, generated: Tokens, limits: Tokens) -> tuple[Tokens, Tokens, Tokens]:
+        """Where each output is cut, how many bins it has outlived, and the last bin that it can end in."""
+        limits = np.where(limits > 0, np.minimum(limits, self.max_output_tokens), self.max_output_tokens)
+        done = np.minimum(generated // self.bin_tokens, self.survival.shape[1] - 2)
+        return limits, done, np.maximum(done + 1, -(-limits // self.bin_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is left to decode. `remaining_tokens` holds one estimate per request, in their order: each a draw from the
+    request's own distribution, spread evenly so that together they show the histogram, its tail included."""
+
+    remaining: Histogram
+    remaining_tokens: tuple[int, ...]
+    # kaplan_meier | exponential | uniform | nothing_in_flight, or what the step's forecast was made with and _updated
+    method: str
+    lengths: ConditionalLengths | None = field(default=None, compare=False)  # None: nothing in flight
+    generated_tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int64), compare=False, repr=False)
+    limit_tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int64), compare=False, repr=False)
+    rows: Tokens = field(default_factory=lambda: np.zeros(0, np.int64), compare=False, repr=False)
+
+    def remaining_at(self, quantiles: ArrayLike) -> Tokens:
+        """Remaining tokens of each request at its quantile: [request], or a shape that broadcasts with it."""
+        if self.lengths is None:
+            return np.zeros(0, dtype=np.int64)
+        return self.lengths.quantile(self.generated_tokens, quantiles, self.rows, self.limit_tokens)
+
+    def expected_tokens(self) -> NDArray[np.float64]:
+        """[request]: mean remaining tokens."""
+        if self.lengths is None:
+            return np.zeros(0)
+        return self.lengths.mean(self.generated_tokens, self.rows, self.limit_tokens)
+
+
+def forecast(
+    requests: Sequence[RequestView],
+    output_tokens: Sequence[int],
+    bin_tokens: int,
+    max_output_tokens: int,
+    *,
+    finished: Sequence[FinishedLength] = (),
+    before: StepForecast | None = None,
+) -> Forecast:
+    """Remaining lengths of `requests`, from the `output_tokens` of finished ones and from how far each has come.
+
+    `finished` are further finished ones, of which it is known whether they were cut, and their tags; `before` is what
+    was expected of the step before it began. A bin counts as its upper edge, and no request goes beyond its
+    `max_tokens` or `max_output_tokens`.
+    """
+    if not requests:
+        return Forecast(Histogram(bin_tokens, ()), (), "nothing_in_flight")
+    count = len(requests)
+    generated = np.fromiter((request.generated_tokens for request in requests), np.int64, count)
+    limits = np.fromiter((request.max_tokens or max_output_tokens for request in requests), np.int64, count)
+    limits = np.minimum(limits, max_output_tokens)
+    tags = [request.tag for request in requests]
+    known = [*map(FinishedLength, output_tokens), *finished]
+    lengths = conditional_lengths(known, generated, tags, bin_tokens, max_output_tokens, before)
+    rows = lengths.rows_of(tags)
+    # Multiples of the golden ratio fall evenly into (0, 1), however many there are.
+    estimates = lengths.quantile(generated, (np.arange(count) + 1) * GOLDEN_RATIO % 1.0, rows, limits)
+    return Forecast(
+        lengths.remaining(generated, rows, limits),
+        tuple(estimates.tolist()),
+        lengths.method,
+        lengths,
+        generated,
+        limits,
+        rows,
+    )
+
+
+def conditional_lengths(
+    finished: Sequence[FinishedLength],
+    generated_tokens: ArrayLike,
+    tags: Sequence[str],
+    bin_tokens: int,
+    max_output_tokens: int,
+    before: StepForecast | None = None,
+) -> ConditionalLengths:
+    """What finished outputs, those that still run (`generated_tokens` and `tags` of each) and the forecast made
+    `before` the step tell of lengths, in common and by tag."""
+    bins = ceil(max_output_tokens / bin_tokens)
+    if before is not None and (before.bin_tokens, len(before.shares)) != (bin_tokens, bins):
+        raise ValueError(
+            f"before must have {bins} bins of {bin_tokens} tokens, got {len(before.shares)} of {before.bin_tokens}"
+        )
+    generated = np.asarray(generated_tokens, dtype=np.int64)
+    seen = _Seen.of(LengthCounts.of(finished, bin_tokens, max_output_tokens), generated, bin_tokens)
+    common, method = _common(seen, finished, generated, bin_tokens, bins, before)
+    by_tag = _by_tag(finished, generated, tags, bin_tokens, max_output_tokens, before)
+    pooled = _Prior(common, 1.0)
+    worth = pooled.worth_of(TAG_WORTHS, list(by_tag.values()))
+    rows = [common]
+    if worth < TAG_WORTHS[0]:
+        rows += [replace(pooled, worth=worth).updated(of_tag) for of_tag in by_tag.values()]
+    tag_rows = {tag: row for row, tag in enumerate(by_tag, start=1)} if len(rows) > 1 else {}
+    return ConditionalLengths(bin_tokens, max_output_tokens, np.array(rows), tag_rows, method)
+
+
+def _common(
+    seen: "_Seen",
+    finished: Sequence[FinishedLength],
+    generated: Tokens,
+    bin_tokens: int,
+    bins: int,
+    before: StepForecast | None,
+) -> tuple[Survival, str]:
+    if before is not None:
+        expected = _Prior(_survival(np.array(before.shares)), before.worth_requests)
+        worth = expected.worth_of([before.worth_requests * share for share in WORTH_SHARES], [seen])
+        return replace(expected, worth=worth).updated(seen), f"{before.method}_updated"
+    edges = np.arange(bins + 1)
+    if seen.ended.sum() >= MIN_LENGTHS:
+        return _Prior(_with_trace(1 - edges / bins), 0.0).updated(seen), "kaplan_meier"
+    tokens = sum(length.tokens for length in finished)
+    ends = sum(not length.censored for length in finished)
+    if ends and tokens:
+        # Few have finished: the constant hazard that explains them and the tokens of those that have not.
+        mean_tokens = (tokens + int(generated.sum())) / ends
+        return _with_trace(np.exp(-edges * bin_tokens / mean_tokens)), "exponential"
+    return _with_trace(1 - edges / bins), "uniform"
+
+
+def _by_tag(
+    finished: Sequence[FinishedLength],
+    generated: Tokens,
+    tags: Sequence[str],
+    bin_tokens: int,
+    max_output_tokens: int,
+    before: StepForecast | None,
+) -> dict[str, "_Seen"]:
+    """What is known of each tag by itself. Beyond a number of tags, the rarer ones count as none."""
+    lengths: dict[str, list[FinishedLength]] = {tag: [] for tag in chain(tags, dict(before.tags if before else ()))}
+    for length in finished:
+        lengths.setdefault(length.tag, []).append(length)
+    lengths.pop("", None)
+    earlier = dict(before.tags) if before else {}
+    if not lengths:
+        return {}
+    places = {tag: place for place, tag in enumerate(sorted(lengths))}
+    of_request = np.fromiter((places.get(tag, -1) for tag in tags), np.int64, len(tags))
+    found = {}
+    for tag in sorted(lengths, key=lambda tag: (-len(lengths[tag]), tag))[:TAGS_REMEMBERED]:
+        seen = _Seen.of(
+            LengthCounts.of(lengths[tag], bin_tokens, max_output_tokens),
+            generated[of_request == places[tag]],
+            bin_tokens,
+        )
+        if tag in earlier:
+            seen = seen.plus(earlier[tag])
+        found[tag] = seen
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """Ends by bin, and how many came as far as to be able to end there."""
+
+    ended: NDArray[np.float64]  # [bin]
+    at_risk: NDArray[np.float64]  # [bin]
+    passed: NDArray[np.bool_]  # [bin], whether somebody is on its way through it
+
+    @classmethod
+    def of(cls, counts: LengthCounts, generated: Tokens, bin_tokens: int) -> "_Seen":
+        """A request on its way through a bin takes part in it by as much as it has come through: the newest ends are in
+        that very bin, and beside nobody they would seem to be all that come so far."""
+        bins = len(counts.ended)
+        done = np.minimum(generated // bin_tokens, bins)
+        outlived = np.bincount(done, minlength=bins + 1)
+        passing = np.bincount(done, weights=generated % bin_tokens / bin_tokens, minlength=bins + 1)[:bins]
+        return cls(np.array(counts.ended), counts.at_risk() + outlived[:0:-1].cumsum()[::-1] + passing, passing > 0)
+
+    def plus(self, counts: LengthCounts) -> "_Seen":
+        return _Seen(self.ended + np.array(counts.ended), self.at_risk + counts.at_risk(), self.passed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prior:
+    """An expected distribution that counts as `worth` requests. Each bin's hazard then has a beta distribution, and
+    what is seen of it, cut or not, is simply added (a beta-Stacy process)."""
+
+    survival: Survival
+    worth: float
+
+    def updated(self, seen: _Seen) -> Survival:
+        expected = -np.diff(self.survival)
+        ends = self.worth * expected + seen.ended
+        at_risk = self.worth * self.survival[:-1] + seen.at_risk
+        # As long as hardly anybody has come through a bin, two ends in it seem to be all that there is of it.
+        typical = 1.0 / np.arange(1, len(ends) + 1)
+        ends, at_risk = ends + TAIL_WORTH * seen.passed * typical, at_risk + TAIL_WORTH * seen.passed
+        survival = np.append(1.0, np.cumprod(1.0 - ends / np.maximum(at_risk, ends + 1e-300)))
+        # A trace is no expectation: where there is no more than that, nothing is known.
+        told = np.nonzero((ends > 2 * TRACE * max(self.worth, 1.0)) | (seen.at_risk > 0))[0]
+        if not len(told):
+            return _with_trace(survival)
+        longest = int(told.max()) + 1
+        return _with_trace(extended(survival, longest, _tail_exponent(ends, at_risk, longest)))
+
+    def worth_of(self, worths: Sequence[float], seen: Sequence[_Seen]) -> float:
+        """The likeliest of `worths` given what was seen; the first where that does not tell.
+
+        Bins are taken together until they expect a few ends. If the expectation knows as much as w requests, the
+        ends of a band scatter about it by sampling, and by that again times the band's requests over the prior's.
+        """
+        gaps = [gap for one in seen for gap in self._gaps(one)]
+        if not gaps:
+            return worths[0]
+        missed, variance, at_risk, beyond = np.array(gaps).T
+        best, most = worths[0], -np.inf
+        for worth in worths:
+            scatter = variance * (1.0 + at_risk / (worth * beyond + 1.0))
+            likelihood = float(-0.5 * (np.log(scatter) + missed**2 / scatter).sum())
+            if likelihood > most + 1.0:  # one nat, so that chance alone does not unseat the first
+                best, most = worth, likelihood
+        return best
+
+    def _gaps(self, seen: _Seen) -> list[tuple[float, float, float, float]]:
+        """Per band: ends missed, their variance, requests at risk, share that is expected to come so far."""
+        reach = self.survival[:-1]
+        hazard = -np.diff(self.survival) / np.maximum(reach, 1e-300)
+        expected = seen.at_risk * hazard
+        band = (np.cumsum(expected) / BAND_ENDS).astype(np.int64)
+        _, starts = np.unique(band, return_index=True)
+        sums = [
+            np.add.reduceat(values, starts) for values in (seen.ended - expected, expected * (1.0 - hazard), expected)
+        ]
+        told = (sums[2] >= BAND_ENDS / 2) & (sums[1] > 0)
+        rows = np.stack([sums[0], sums[1], seen.at_risk[starts], reach[starts]], axis=1)[told]
+        return [tuple(row) for row in rows.tolist()]
+
+
+def _tail_exponent(ends: NDArray[np.float64], at_risk: NDArray[np.float64], longest: int) -> float:
+    """The power of the length with which outputs have become rarer of late, in bins from half of `longest` on: the
+    likeliest one, beside a few requests that show 1. At least 1: early in a step next to nothing has ended, and that
+    tells nothing of how the long ones end."""
+    late = np.arange(max(1, longest // 2), longest)
+    doubled = float(at_risk[late] @ np.log1p(1.0 / late))
+    return max(1.0, (TAIL_WORTH + float(ends[late].sum())) / (TAIL_WORTH + doubled))
+
+
+def _survival(shares: NDArray[np.float64]) -> Survival:
+    return _with_trace(np.append(1.0, 1.0 - np.cumsum(shares)))
+
+
+def _with_trace(survival: Survival) -> Survival:
+    """With every length possible, and none beyond the last bin."""
+    floor = TRACE * np.arange(len(survival) - 1, -1, -1) / (len(survival) - 1)
+    return np.append(np.maximum(survival, floor)[:-1], 0.0)

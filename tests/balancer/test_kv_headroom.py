@@ -1,0 +1,205 @@
+"""Room: an engine that is said to have it gets by without a preemption, however late the newcomer arrives; and no room
+is denied that is plainly there."""
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.kv_headroom import ARRIVES_LATE, BLOCK_TOKENS, MOST_LOOKED_AT, FutureRoom, Stay, Tenancy
+from planner.model import EngineId, RequestId
+
+SOURCE, DESTINATION = EngineId("source"), EngineId("destination")
+MOVER = RequestId("mover")
+Sizes = list[tuple[int, int]]  # context and remaining tokens
+
+sizes = st.tuples(st.integers(1, 400), st.integers(1, 150))
+
+
+def stay(*remaining: int, context: int = 100, runs: bool = True) -> Stay:
+    return Stay(context, remaining, runs)
+
+
+def room(held: dict[str, Stay], mover: Stay, *, kv_tokens: int, seats: int = 64, risk: float = 0.0) -> FutureRoom:
+    stays = {RequestId(name): one for name, one in held.items()}
+    tenancies = {SOURCE: Tenancy(10**6, 64, {MOVER: mover}), DESTINATION: Tenancy(kv_tokens, seats, stays)}
+    return FutureRoom(tenancies.__getitem__, risk)
+
+
+def needed_blocks(held: Sizes, newcomer: tuple[int, int], late: int) -> int:
+    """The most blocks in use at once, by iterations; the newcomer begins `late` of them after the others."""
+    most = 0
+    for done in range(max(remaining for _, remaining in [*held, newcomer]) + late):
+        alive = [context + done + 1 for context, remaining in held if remaining > done]
+        if 0 <= done - late < newcomer[1]:
+            alive.append(newcomer[0] + done - late + 1)
+        most = max(most, sum(-(-tokens // BLOCK_TOKENS) for tokens in alive))
+    return most
+
+
+@given(st.lists(sizes, max_size=8), sizes, st.integers(0, ARRIVES_LATE), st.integers(0, 5000))
+def test_who_fits_fits_to_the_end(held: Sizes, newcomer: tuple[int, int], late: int, kv_tokens: int) -> None:
+    stays = {f"r{i}": stay(remaining, context=context) for i, (context, remaining) in enumerate(held)}
+    fits = room(stays, stay(newcomer[1], context=newcomer[0]), kv_tokens=kv_tokens).fits(MOVER, SOURCE, DESTINATION)
+    if fits:
+        assert needed_blocks(held, newcomer, late) <= kv_tokens // BLOCK_TOKENS
+
+
+@given(st.lists(sizes, max_size=8), sizes)
+def test_room_that_is_there_is_seen(held: Sizes, newcomer: tuple[int, int]) -> None:
+    """No more is held back than the rounding to blocks and the lateness call for."""
+    stays = {f"r{i}": stay(remaining, context=context) for i, (context, remaining) in enumerate(held)}
+    late = max(needed_blocks(held, newcomer, late) for late in range(0, ARRIVES_LATE + 1, 4)) * BLOCK_TOKENS
+    enough = late + BLOCK_TOKENS * (len(held) + 1) + 2 * ARRIVES_LATE * (len(held) + 1)
+    assert room(stays, stay(newcomer[1], context=newcomer[0]), kv_tokens=enough).fits(MOVER, SOURCE, DESTINATION)
+
+
+class Plain:
+    """The room of an engine, written as slowly and plainly as it can be said."""
+
+    def __init__(self, tenancy: Tenancy, risk: float) -> None:
+        self.kv_tokens, self.seats, self.risk = tenancy.kv_tokens, tenancy.seats, risk
+        self.held = [(one, not one.runs) for one in tenancy.stays.values()]  # and whether it begins late
+        self.refused = inf
+
+    def needed(self, held: list[tuple[Stay, bool]], future: int) -> int:
+        ends = [(one.context_tokens, one.remaining_tokens[future] + ARRIVES_LATE * late) for one, late in held]
+        return max((sum(context + end for context, until in ends if until >= end) for _, end in ends), default=0)
+
+    def too_much(self, held: list[tuple[Stay, bool]], kv_tokens: int) -> bool:
+        return sum(self.needed(held, future) > kv_tokens for future in range(FUTURES)) > int(self.risk * FUTURES)
+
+    def takes(self, mover: Stay) -> bool:
+        punctual, count = [(one, False) for one, _ in self.held], len(self.held)
+        if not mover.runs and (count > self.seats or self.too_much(punctual, self.kv_tokens + ROUNDING * count)):
+            return True
+        size = mover.context_tokens + sum(mover.remaining_tokens) / FUTURES
+        if count >= self.seats or size >= self.refused:
+            return False
+        if self.too_much([*self.held, (mover, True)], self.kv_tokens - ROUNDING * (count + 1)):
+            self.refused = size
+            return False
+        return True
+
+
+FUTURES, ROUNDING = 2, BLOCK_TOKENS - 1
+lasting = st.tuples(*[st.sampled_from([1, 5, 50, 64, 65, 100])] * FUTURES)
+any_stay = st.builds(Stay, st.sampled_from([1, 10, 40]), lasting, st.booleans())
+risks = st.sampled_from([0.0, 0.5])
+
+
+@given(st.lists(any_stay, max_size=5), any_stay, risks, st.integers(0, 6), st.sampled_from([-1, 0]), st.data())
+def test_room_is_enough_to_the_token(
+    held: list[Stay], mover: Stay, risk: float, seats: int, more: int, data: st.DataObject
+) -> None:
+    plain = Plain(Tenancy(0, seats, {RequestId(f"r{i}"): one for i, one in enumerate(held)}), risk)
+    future = data.draw(st.sampled_from(range(FUTURES)))
+    with_mover = plain.needed([*plain.held, (mover, True)], future) + ROUNDING * (len(held) + 1)
+    without = plain.needed([(one, False) for one in held], future) - ROUNDING * len(held)
+    plain.kv_tokens = max(0, data.draw(st.sampled_from([with_mover, without])) + more)
+    stays = {f"r{i}": one for i, one in enumerate(held)}
+    asked = room(stays, mover, kv_tokens=plain.kv_tokens, seats=seats, risk=risk)
+    assert asked.fits(MOVER, SOURCE, DESTINATION) == plain.takes(mover)
+
+
+@given(st.lists(st.lists(any_stay, max_size=4), min_size=3, max_size=3), risks, st.integers(100, 900), st.data())
+def test_room_is_counted_from_move_to_move(
+    held: list[list[Stay]], risk: float, kv_tokens: int, data: st.DataObject
+) -> None:
+    tenancies = {
+        EngineId(f"e{i}"): Tenancy(kv_tokens, 4, {RequestId(f"r{i}{n}"): one for n, one in enumerate(stays)})
+        for i, stays in enumerate(held)
+    }
+    plain = {name: Plain(tenancy, risk) for name, tenancy in tenancies.items()}
+    asked = FutureRoom(tenancies.__getitem__, risk)
+    places = [(name, request, one) for name, tenancy in tenancies.items() for request, one in tenancy.stays.items()]
+    for moving in (False, True):
+        for source, request, mover in data.draw(st.permutations(places)):
+            for destination in sorted(set(plain) - {source}):
+                fits = plain[destination].takes(mover)
+                assert asked.fits(request, source, destination) == fits
+                if fits and moving:
+                    asked.moved(request, source, destination)
+                    plain[source].held.remove((mover, not mover.runs))
+                    plain[source].refused = inf
+                    plain[destination].held.append((mover, True))
+                    break
+
+
+def test_who_ends_soon_makes_room_for_who_grows_later() -> None:
+    short = {"short": stay(10, context=2_000)}
+    assert room(short, stay(1_500, context=500), kv_tokens=2_700).fits(MOVER, SOURCE, DESTINATION)
+    long = {"long": stay(1_000, context=2_000)}
+    assert not room(long, stay(1_500, context=500), kv_tokens=2_700).fits(MOVER, SOURCE, DESTINATION)
+
+
+def test_a_free_seat_is_needed_to_run() -> None:
+    held = {"r0": stay(10), "r1": stay(10)}
+    assert not room(held, stay(10), kv_tokens=10_000, seats=2).fits(MOVER, SOURCE, DESTINATION)
+    assert room(held, stay(10), kv_tokens=10_000, seats=3).fits(MOVER, SOURCE, DESTINATION)
+
+
+def test_who_waits_may_queue_where_others_will_be_preempted_anyhow() -> None:
+    crowd = {f"r{i}": stay(1_000) for i in range(4)}
+    assert room(crowd, stay(1_000, runs=False), kv_tokens=2_000).fits(MOVER, SOURCE, DESTINATION)
+    assert not room(crowd, stay(1_000), kv_tokens=2_000).fits(MOVER, SOURCE, DESTINATION)
+    fitting = {f"r{i}": stay(300) for i in range(4)}
+    assert not room(fitting, stay(1_000, runs=False), kv_tokens=2_000).fits(MOVER, SOURCE, DESTINATION)
+
+
+@pytest.mark.parametrize(("risk", "fits"), [(0.0, False), (0.2, False), (0.25, True)])
+def test_so_many_futures_may_go_wrong(risk: float, fits: bool) -> None:
+    mover = stay(10, 20, 30, 5_000)
+    assert room({}, mover, kv_tokens=1_000, risk=risk).fits(MOVER, SOURCE, DESTINATION) is fits
+
+
+@pytest.mark.parametrize("held", [[stay(10)], [stay(10, 20), stay(10)]])
+def test_all_lengths_are_told_for_the_same_futures(held: list[Stay]) -> None:
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        room({f"r{i}": one for i, one in enumerate(held)}, stay(10, 20), kv_tokens=5_000).fits(
+            MOVER, SOURCE, DESTINATION
+        )
+
+
+def test_moves_take_and_give_room() -> None:
+    a, b, c = EngineId("a"), EngineId("b"), EngineId("c")
+    one, two, three = RequestId("r1"), RequestId("r2"), RequestId("r3")
+    tenancies = {
+        a: Tenancy(2_000, 8, {one: stay(500, context=500), two: stay(500, context=500)}),
+        b: Tenancy(1_500, 8, {three: stay(300)}),
+        c: Tenancy(9_000, 8, {}),
+    }
+    both = FutureRoom(tenancies.__getitem__, 0.0)
+    assert both.fits(one, a, b)
+    assert both.fits(two, a, b)
+    both.moved(one, a, b)
+    assert not both.fits(two, a, b)
+    both.moved(three, b, c)
+    assert not both.fits(two, a, b)
+    assert both.fits(two, a, c)
+
+
+def test_beyond_so_many_engines_none_is_looked_at() -> None:
+    looked: list[EngineId] = []
+
+    def look_up(engine: EngineId) -> Tenancy:
+        looked.append(engine)
+        return Tenancy(10**6, 64, {MOVER: stay(1)} if engine == SOURCE else {})
+
+    many = FutureRoom(look_up, 0.0)
+    answers = [many.fits(MOVER, SOURCE, EngineId(f"e{i}")) for i in range(MOST_LOOKED_AT + 5)]
+    assert answers == [True] * MOST_LOOKED_AT + [False] * 5
+    assert len(looked) == len(set(looked)) == MOST_LOOKED_AT + 1
+
+
+@pytest.mark.parametrize("risk", [-0.1, 1.0, float("nan")])
+def test_a_risk_that_is_none_is_refused(risk: float) -> None:
+    with pytest.raises(ValueError, match="risk must be >= 0 and < 1"):
+        FutureRoom({}.__getitem__, risk)
+
+
+@pytest.mark.parametrize("changes", [{"kv_tokens": -1}, {"seats": -1}])
+def test_a_tenancy_below_nothing_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be >= 0, got -1"):
+        Tenancy(**{"kv_tokens": 1, "seats": 1, "stays": {}, **changes})

@@ -1,0 +1,167 @@
+"""The journal: append-only, one writer, readable meanwhile, and whole after the writer was killed."""
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.journal.guard import Tail, tail_path
+from orchestrrl.core.journal.store import Journal, JournalReader, Kind
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+def fill(journal: Journal, count: int) -> None:
+    for i in range(count):
+        journal.append(float(i), Kind.BALANCE, f"s{i}", {"i": i})
+
+
+def test_entries_come_back_as_they_were_written(path: Path) -> None:
+    with Journal(path, 0.0) as journal:
+        fill(journal, 5)
+        journal.append(9.0, Kind.MODE, "act", {"mode": "act"})
+        assert [entry.subject for entry in journal.tail(2)] == ["s4", "act"]
+        assert [entry.body for entry in journal.tail(2, (Kind.BALANCE,))] == [{"i": 3}, {"i": 4}]
+        assert [entry.sequence for entry in journal.since(3)] == [4, 5, 6]
+        assert [entry.sequence for entry in journal.since(0, limit=2)] == [1, 2]
+        latest = journal.latest(Kind.MODE)
+        assert latest is not None
+        assert (latest.at_s, latest.generation, latest.body) == (9.0, 1, {"mode": "act"})
+        assert journal.latest(Kind.PLAN) is None
+
+
+def test_a_generation_grows_at_each_start_and_follows_the_clock(path: Path) -> None:
+    generations = []
+    for at_s in (0.0, 0.0, 500.7, 400.0):
+        with Journal(path, at_s) as journal:
+            generations.append(journal.generation)
+    assert generations == [1, 2, 500, 501]
+
+
+def test_open_operations_are_the_intents_without_a_result(path: Path) -> None:
+    with Journal(path, 0.0) as journal:
+        for id in ("a", "b", "c"):
+            journal.append(0.0, Kind.OPERATION_INTENT, id, {"id": id})
+            journal.append(0.0, Kind.OPERATION_SENT, id, {})
+        journal.append(0.0, Kind.OPERATION_RESULT, "b", {})
+    with Journal(path, 0.0) as journal:
+        assert [entry.subject for entry in journal.open_operations()] == ["a", "c"]
+
+
+def test_a_second_writer_is_refused_and_readers_are_not(path: Path) -> None:
+    with Journal(path, 0.0) as journal:
+        fill(journal, 1)
+        with pytest.raises(Permanent, match="another daemon writes this journal"):
+            Journal(path, 0.0)
+        reader = JournalReader(path)
+        fill(journal, 1)
+        assert len(reader.tail(10)) == 2
+        reader.close()
+    with Journal(path, 0.0) as journal:
+        assert journal.generation == 2
+
+
+@pytest.mark.parametrize("content", [b"this is no database" * 100, b"SQLite format 3\x00" + b"\xff" * 4000])
+def test_a_damaged_file_is_named_and_left_alone(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    for open_it in (lambda: Journal(path, 0.0), lambda: JournalReader(path)):
+        with pytest.raises(Permanent, match=r"journal\.sqlite: is damaged or not a journal .*move it away"):
+            open_it()
+    assert path.read_bytes() == content
+
+
+def test_another_programs_database_is_refused(path: Path) -> None:
+    database = sqlite3.connect(path)
+    database.execute("CREATE TABLE theirs (x)")
+    database.close()
+    with pytest.raises(Permanent, match="is not a journal of OrchestrRL"):
+        Journal(path, 0.0)
+
+
+def test_a_later_format_is_refused(path: Path) -> None:
+    Journal(path, 0.0).close()
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+    tail_path(path).write_bytes(Tail(generation=1, format=99).encoded())  # a later version writes its own
+    with pytest.raises(Permanent, match="has journal format 99, this version reads 2"):
+        Journal(path, 0.0)
+    tail_path(path).unlink()
+    with pytest.raises(Permanent, match="has journal format 99, this version reads 2"):
+        Journal(path, 0.0)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Permanent, match="No such file or directory"):
+        Journal(tmp_path / "absent" / "journal.sqlite", 0.0)
+    with pytest.raises(Permanent, match="there is no journal"):
+        JournalReader(tmp_path / "absent.sqlite")
+
+
+def test_old_entries_go_and_what_recovery_needs_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrrl.core.journal.store.PRUNE_EVERY", 10)
+    with Journal(path, 0.0, max_entries=20) as journal:
+        journal.append(0.0, Kind.PLAN_CONTROL, "free", {})
+        journal.append(0.0, Kind.PLAN_CONTROL, "pinned", {})
+        journal.append(0.0, Kind.OPERATION_INTENT, "open", {})
+        journal.append(0.0, Kind.OPERATION_INTENT, "closed", {})
+        journal.append(0.0, Kind.OPERATION_RESULT, "closed", {})
+        journal.append(0.0, Kind.STEERED, "routes", {})  # not written again while it holds
+        fill(journal, 94)
+        entries = journal.since(0)
+        assert [entry.subject for entry in entries[:3]] == ["pinned", "open", "routes"]
+        assert [entry.sequence for entry in entries[3:]] == list(range(81, 101))
+    with Journal(path, 0.0) as journal:
+        assert journal.append(0.0, Kind.MODE, "", {}) == 101
+
+
+def test_what_an_open_switch_or_sync_has_changed_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted daemon gives engines back what it knows to have changed."""
+    monkeypatch.setattr("orchestrrl.core.journal.store.PRUNE_EVERY", 10)
+    with Journal(path, 0.0, max_entries=20) as journal:
+        for began, step, ended in (
+            (Kind.SWITCH_BEGAN, Kind.SWITCH_STEP, Kind.SWITCH_ENDED),
+            (Kind.SYNC_BEGAN, Kind.SYNC_STEP, Kind.SYNC_ENDED),
+        ):
+            for subject in ("open", "over"):
+                journal.append(0.0, began, subject, {})
+                journal.append(0.0, step, subject, {})
+            journal.append(0.0, ended, "over", {})
+        fill(journal, 90)
+        kept = [(entry.kind, entry.subject) for entry in journal.since(0) if entry.sequence <= 10]
+    assert kept == [
+        (Kind.SWITCH_BEGAN, "open"),
+        (Kind.SWITCH_STEP, "open"),
+        (Kind.SWITCH_ENDED, "over"),  # the latest of its kind
+        (Kind.SYNC_BEGAN, "open"),
+        (Kind.SYNC_STEP, "open"),
+    ]
+
+
+async def test_following_gives_what_was_missed_and_then_what_comes(path: Path) -> None:
+    with Journal(path, 0.0) as journal:
+        fill(journal, 3)
+        following = journal.follow(1, (Kind.BALANCE,))
+        seen = [(await anext(following)).sequence, (await anext(following)).sequence]
+        coming = asyncio.ensure_future(anext(following))
+        await asyncio.sleep(0)
+        journal.append(0.0, Kind.MODE, "", {})
+        await asyncio.sleep(0)
+        assert not coming.done()
+        fill(journal, 1)
+        seen.append((await coming).sequence)
+        assert seen == [2, 3, 5]
+        await following.aclose()
+
+
+async def test_following_catches_up_over_more_than_one_read(path: Path) -> None:
+    with Journal(path, 0.0) as journal:
+        fill(journal, 2500)
+        following = journal.follow(0)
+        assert [(await anext(following)).sequence for _ in range(2500)] == list(range(1, 2501))
+        await following.aclose()

@@ -1,0 +1,646 @@
+"""Every kind of entry: what its writer writes of any legal values is read back, by recovery and by every view."""
+
+import asyncio
+import dataclasses
+import functools
+import json
+import tempfile
+import types
+import typing
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import engine_report, gateway_report
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ocs_drivers.model import ChangeMode, CrossConnect, Diff
+from orchestrrl.cli.fleet.status import summary
+from orchestrrl.cli.journal import entry_of, words
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.journal import store as journal_module
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.values import FAULTS_NAMED, body_faults
+from orchestrrl.core.operation_runner import Runner
+from orchestrrl.core.operations import Action, Operation, OperationResult
+from orchestrrl.core.pause_registry import HoldBook, Part
+from orchestrrl.core.reports import EngineFailovers, EngineReport, NodeHello, NodeKind
+from orchestrrl.daemon.balancing import BalanceDecision
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.plan_book import DeploymentOutcome, PlanBook
+from orchestrrl.daemon.step_lengths import StepLengths
+from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOperation, CircuitOutcome
+from orchestrrl.fabric.circuit_owners import CircuitOwners
+from orchestrrl.fabric.operator_overrides import _CONTROL, _said_in
+from orchestrrl.fabric.packet_routing import FabricRouting, _recorded_in
+from orchestrrl.fabric.period_book import PeriodBook
+from orchestrrl.fabric.periods import FabricControl, PeriodReport
+from orchestrrl.fleet.membership import Roster, recovered_roster
+from orchestrrl.fleet.pause_lease import GateState, Lease
+from orchestrrl.fleet.redeployment.book import SwitchBook
+from orchestrrl.fleet.redeployment.records import SWITCH, Fleet, read_fleet, read_history, read_open, write_end
+from orchestrrl.fleet.redeployment.run import SwitchRun
+from orchestrrl.fleet.redeployment.steps import Direction, StepReport, Switch, SwitchReport
+from orchestrrl.fleet.state import EngineFacts
+from orchestrrl.rpc.codecs.control import entry_to_pb, plan_to_pb, status_to_pb
+from orchestrrl.rpc.codecs.fabric import control_of_fabric_to_pb, period_to_pb
+from orchestrrl.rpc.codecs.redeployment import report_to_pb as switch_to_pb
+from orchestrrl.rpc.codecs.weights import report_to_pb as sync_to_pb
+from orchestrrl.rpc.pb import control_pb2
+from orchestrrl.rpc.plain_values import plain
+from orchestrrl.weights.controller.reports import SyncReport
+from orchestrrl.weights.controller.state import Committed, WeightBook
+from orchestrrl.weights.controller.state import Fleet as WeightFleet
+from planner.admission import Control
+from planner.calibration import Calibration
+from planner.fabric.intent import Intent, Stage
+from planner.fabric.model import OcsId, PortPair
+from planner.model import FinishedLength, Mode, NodeId, Plan
+
+NOW_S = 1_000_000.0
+TEXTS = st.text(max_size=6) | st.sampled_from(["", "e0", "\x00\x1b[2J\n", "Ω" * 200, "\U0001f600", '"}', "\u2028"])
+VERSIONS = st.integers(0, 10) | st.sampled_from([2**63 - 1, 2**63, 2**64 - 1])
+COUNTS = st.integers(0, 2**31 - 1)
+SECONDS = st.floats(-1e9, 1e12, allow_nan=False)
+
+
+@functools.cache
+def values(kind: Any, name: str = "") -> st.SearchStrategy[Any]:
+    """Any legal value of a type: a dataclass's own checks say which are."""
+    kind = getattr(kind, "__supertype__", kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([values(each, name) for each in arguments])
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            return st.lists(values(arguments[0], name), max_size=1).map(tuple)
+        return st.tuples(*(values(each, name) for each in arguments))
+    if origin is frozenset:
+        return st.frozensets(values(arguments[0], name), max_size=2)
+    if origin in (dict, Mapping):
+        return st.dictionaries(values(arguments[0], name), values(arguments[1], name), max_size=2)
+    if kind is type(None):
+        return st.none()
+    if kind is bool:
+        return st.booleans()
+    if kind is int:
+        return VERSIONS if "version" in name or name == "newest" else COUNTS
+    if kind is float:
+        return SECONDS
+    if kind is str:
+        return TEXTS
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return st.sampled_from(kind)
+    hints = typing.get_type_hints(kind)
+    fields = {each.name: values(hints[each.name], each.name) for each in dataclasses.fields(kind) if each.init}
+
+    def make(given: tuple[Any, ...]) -> Any:
+        try:
+            return kind(**dict(zip(fields, given, strict=True)))
+        except ValueError:
+            return None
+
+    return st.tuples(*fields.values()).map(make).filter(lambda value: value is not None)
+
+
+class Shelf:
+    """A journal that is written by one daemon and read by the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "journal.sqlite"
+        self.clock = VirtualClock(NOW_S)
+        self.open()
+
+    def open(self) -> None:
+        self.journal = Journal(self.path, NOW_S)
+
+    def again(self) -> Journal:
+        self.journal.close()
+        self.open()
+        assert not self.journal.damage
+        return self.journal
+
+    def plane(self) -> ControlPlane:
+        return ControlPlane(parse_config("mode: act\n"), self.journal, self.clock)
+
+
+Drawn = Callable[[Any], Any]
+
+
+def _plane(act: Callable[[ControlPlane, Drawn], None]) -> Callable[[Shelf, Drawn], None]:
+    return lambda shelf, draw: act(shelf.plane(), draw)
+
+
+def _mode(plane: ControlPlane, draw: Drawn) -> None:
+    reason = draw(TEXTS)
+    plane.set_mode(Mode.ADVISE, reason)
+    plane.journal.close()
+    again = ControlPlane(plane.config, Journal(plane.journal.path, NOW_S), plane.clock)
+    assert (again.mode, again.mode_reason) == (Mode.ADVISE, reason)
+    again.journal.close()
+    plane.journal.__init__(plane.journal.path, NOW_S)  # type: ignore[misc]
+
+
+def _damage(shelf: Shelf, draw: Drawn) -> None:
+    shelf.journal.damage = (draw(TEXTS),)
+    shelf.journal.confirm_damage(NOW_S, draw(TEXTS))
+    body = {"faults": [draw(TEXTS)], "kept_as": draw(TEXTS), "entries_kept": 3}
+    shelf.journal.append(NOW_S, Kind.JOURNAL_DAMAGED, "", body)
+    assert not shelf.journal.damage
+    shelf.journal.close()
+    shelf.open()
+    assert shelf.journal.damage[0] == body["faults"][0]
+    shelf.journal.confirm_damage(NOW_S, "")
+
+
+def _node(plane: ControlPlane, draw: Drawn) -> None:
+    plane.detach(plane.attach(draw(values(NodeHello))))
+
+
+def _health(plane: ControlPlane, draw: Drawn) -> None:
+    plane.engine_reported(dataclasses.replace(draw(values(EngineReport)), sample=None, capabilities=None), 1)
+
+
+def _failovers(plane: ControlPlane, draw: Drawn) -> None:
+    report = gateway_report(failovers=(draw(values(EngineFailovers)),))
+    plane.gateway_reported(dataclasses.replace(report, gateway=draw(values(NodeId))), 1)
+
+
+def _remarks(plane: ControlPlane, draw: Drawn) -> None:
+    """One server under two names, and two nodes with one id."""
+    engine, other, node = draw(st.tuples(TEXTS, TEXTS, TEXTS).filter(lambda names: names[0] != names[1]))
+    for agent, name in (("one", engine), ("two", other)):
+        report = dataclasses.replace(engine_report(name, agent=agent), url="http://10.0.0.1:8000")
+        plane.engine_reported(report, 1 if agent == "one" else 2)
+    hello = NodeHello(NodeId(node), NodeKind.AGENT, (), "test")
+    for incarnation in ("p", "q"):
+        plane.attach(dataclasses.replace(hello, incarnation=incarnation))
+    plane.fast_tick()
+
+
+def _reload(plane: ControlPlane, draw: Drawn) -> None:
+    plane.reconfigure(plane.config)
+
+
+def _stopped(plane: ControlPlane, draw: Drawn) -> None:
+    asyncio.run(plane.close(0.0))
+
+
+def _engines(shelf: Shelf, draw: Drawn) -> None:
+    facts = draw(values(EngineFacts))
+    roster = Roster().with_added(facts).with_drained(draw(TEXTS), move=draw(st.booleans())).with_removed(draw(TEXTS))
+    enrolment = shelf.plane().enrolment
+    enrolment._change("added", facts.id, roster, draw(TEXTS))
+    assert recovered_roster(shelf.again()) == roster
+
+
+def _step_ended(shelf: Shelf, draw: Drawn) -> None:
+    lengths = StepLengths(64, 4096)
+    finished = draw(st.lists(st.builds(FinishedLength, st.integers(0, 5000), st.booleans(), TEXTS), max_size=5))
+    body = lengths.step_ended(finished)
+    written = list(lengths._waiting)
+    shelf.plane()._note(Kind.STEP_ENDED, "", {"started_s": 1.0, "ended_s": 2.0, "lengths": body})
+    again = StepLengths(64, 4096)
+    again.recover(shelf.again())
+    assert list(again._waiting) == written
+
+
+def _plans(shelf: Shelf, draw: Drawn) -> None:
+    plan = dataclasses.replace(
+        draw(values(Plan)), created_s=NOW_S, actual_makespan_s=None, acted=False, acted_detail=""
+    )
+    outcome = draw(values(DeploymentOutcome))
+    book = PlanBook(shelf.journal, shelf.clock)
+    book.add(plan, "digest")
+    book.acted(plan.id, draw(st.booleans()), draw(TEXTS))
+    book.deployment_ended(plan.id, outcome)
+    step: Any = types.SimpleNamespace(started_s=NOW_S - 1.0, ended_s=NOW_S + draw(st.floats(0, 1e6)))
+    book.step_ended(step)
+    book.calibration = draw(st.just(Calibration()) | st.builds(Calibration, COUNTS, SECONDS, SECONDS))
+    shelf.journal.append(NOW_S, Kind.PLAN_CALIBRATION, "", dataclasses.asdict(book.calibration))
+    again = PlanBook(shelf.again(), shelf.clock)
+    again.recover()
+    assert again.newest(0) == book.newest(0)
+    assert (again.calibration, again.last_switch_s) == (book.calibration, book.last_switch_s)
+    plan_to_pb(again.newest(0)[0]).SerializeToString()
+
+
+def _plan_control(shelf: Shelf, draw: Drawn) -> None:
+    control = draw(values(Control))
+    book = PlanBook(shelf.journal, shelf.clock)
+    book._set(control)
+    again = PlanBook(shelf.again(), shelf.clock)
+    again.recover()
+    assert again._control == control
+
+
+def _switches(shelf: Shelf, draw: Drawn) -> None:
+    switch, report = draw(values(Switch)), draw(values(SwitchReport))
+    hands: Any = types.SimpleNamespace(
+        switch=switch, running={}, loaded=set(), waits_for={}, configurations={}, going_back=False
+    )
+    run: Any = object.__new__(SwitchRun)
+    run.switch, run.hands, run._journal, run._clock = switch, hands, shelf.journal, shelf.clock
+    run._steps, run._told = {}, lambda: None
+    run._unready, run._stopping, run._dozing = set(), set(), set()
+    step = dataclasses.replace(draw(values(StepReport)), direction=Direction.BACK)
+    shelf.journal.append(NOW_S, Kind.SWITCH_BEGAN, switch.id, {"switch": SWITCH.dump_python(switch, mode="json")})
+    run._write(step)
+    opened = read_open(shelf.again())
+    assert opened is not None
+    assert opened.switch == switch
+    assert [entry.body["detail"] for entry in opened.steps] == [step.detail]
+    fleet = Fleet(switch.old, switch.new)
+    write_end(shelf.journal, NOW_S, report, fleet)
+    journal = shelf.again()
+    assert read_fleet(journal) == fleet
+    assert read_history(journal) == {report.id: report}
+    switch_to_pb(report).SerializeToString()
+
+
+def _engine_ends(shelf: Shelf, draw: Drawn) -> None:
+    book = SwitchBook(shelf.journal, shelf.clock, lambda: None)
+    book.note_stopped(draw(TEXTS), done=draw(st.booleans()), detail=draw(TEXTS))
+    body = {"done": True, "detail": draw(TEXTS), "configuration": draw(TEXTS), "gpus": [0]}
+    shelf.journal.append(NOW_S, Kind.ENGINE_STARTED, "e", {**body, "took_s": draw(SECONDS), "expected_s": 1.0})
+    shelf.journal.append(NOW_S, Kind.ENGINE_STARTED, "e", {"done": False, "detail": draw(TEXTS)})
+
+
+def _refitted(plane: ControlPlane, draw: Drawn) -> None:
+    plane._note_costs(draw(TEXTS), {"figure": draw(TEXTS), "value": draw(SECONDS), "seconds": [draw(SECONDS)]})
+
+
+def _balance(plane: ControlPlane, draw: Drawn) -> None:
+    plane._note_balance(draw(values(BalanceDecision)), plane.state.snapshot(NOW_S))
+
+
+def _gate(shelf: Shelf, draw: Drawn) -> None:
+    state = dataclasses.replace(draw(values(GateState)), lease=None, quiet=False)
+    lease = draw(values(Lease))
+    for each in (state, dataclasses.replace(state, lease=dataclasses.replace(lease, until_s=2e12))):
+        plane = shelf.plane()
+        plane.gate._take(each, "event", draw(TEXTS))
+        shelf.again()
+        found = shelf.journal.newest(Kind.GATE, lambda body: GateState.from_body(body["state"]))
+        assert found == each
+
+
+def _routes(shelf: Shelf, draw: Drawn) -> None:
+    plane = shelf.plane()
+    urls = draw(st.dictionaries(TEXTS, TEXTS, max_size=3))
+    expected = {draw(TEXTS): NOW_S + draw(st.floats(1, 1e9))}
+    for engine, url in urls.items():
+        plane.state.remember_engine(engine, url, NOW_S)
+    plane.routes.expected.update(expected)
+    plane.routes.send(plane.state.engines(NOW_S))
+    shelf.again()
+    again = shelf.plane()
+    assert again.routes.expected == expected
+    assert {engine.id: engine.url for engine in again.state.engines(NOW_S)} == urls
+
+
+class _Silent:
+    def send(self, node: str, operation: Operation) -> None:
+        if node == "away":
+            raise Retryable("is not attached", 1.0)
+
+
+def _operations(shelf: Shelf, draw: Drawn) -> None:
+    action, node = draw(values(Action)), draw(TEXTS)
+    result = draw(values(OperationResult))
+    runner = Runner(shelf.journal, _Silent(), shelf.clock, lambda *_: None)
+
+    async def ask() -> None:
+        task = asyncio.create_task(runner.run(node, action, 60.0))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(ask())
+    sent = [opened.operation for opened in runner.open]
+    again = Runner(shelf.again(), _Silent(), shelf.clock, lambda *_: None)
+    assert again.recover() == len(sent)
+    assert [opened.operation for opened in again.open] == sent
+    for opened in again.open:
+        again._close(opened, dataclasses.replace(result, operation=opened.operation.id))
+    assert shelf.journal.open_operations() == []
+
+
+def _circuits(shelf: Shelf, draw: Drawn) -> None:
+    pairs = st.builds(CrossConnect, st.integers(1, 500), st.integers(501, 999))
+    before, remove, add = (tuple(sorted(draw(st.sets(pairs, max_size=3)))) for _ in range(3))
+    diff = Diff(draw(st.sampled_from(ChangeMode)), draw(COUNTS), frozenset(before), remove, add, remove[:1])
+    operation = CircuitOperation(draw(TEXTS), draw(TEXTS), diff, draw(SECONDS), draw(st.none() | SECONDS))
+    executor = CircuitExecutor({}, shelf.journal, shelf.clock)
+    executor._note(operation)
+    again = CircuitExecutor({}, shelf.again(), shelf.clock)
+    assert again.recover() == 1
+    assert again.open == (operation,)
+    again._close(dataclasses.replace(draw(values(CircuitOutcome)), operation=operation.id))
+    assert shelf.journal.open_operations(Kind.CIRCUITS_INTENT) == []
+    owners = CircuitOwners({}, shelf.journal, shelf.clock)
+    owners.ended(operation.switch, (), [*add, CrossConnect(1, 999)])
+    recovered = CircuitOwners({}, shelf.again(), shelf.clock)
+    recovered.recover(())
+    assert recovered.owned(operation.switch) == owners.owned(operation.switch)
+
+
+def _periods(shelf: Shelf, draw: Drawn) -> None:
+    intent = Intent(draw(TEXTS.filter(bool)), draw(st.sampled_from(Stage)), (), {0: 1}, draw(st.text(max_size=5)))
+    report = draw(values(PeriodReport))
+    book = PeriodBook(shelf.journal)
+    book.know(intent, NOW_S)
+    book.ended(report, NOW_S)
+    again = PeriodBook(shelf.again())
+    assert again.intent(intent.period, intent.job) == intent
+    assert list(again.over) == [report]
+    message = period_to_pb(report)
+    assert message is not None
+    message.SerializeToString()
+
+
+def _fabric_control(shelf: Shelf, draw: Drawn) -> None:
+    control, masked = draw(values(FabricControl)), draw(st.lists(TEXTS, max_size=3))
+    body = {"control": _CONTROL.dump_python(control, mode="json"), "masked": masked, "reason": draw(TEXTS)}
+    shelf.journal.append(NOW_S, Kind.FABRIC_CONTROL, control.state, body)
+    assert shelf.again().newest(Kind.FABRIC_CONTROL, _said_in) == (control, tuple(masked))
+    control_of_fabric_to_pb(control).SerializeToString()
+
+
+def _steered(shelf: Shelf, draw: Drawn) -> None:
+    routing: Any = object.__new__(FabricRouting)
+    pairs = frozenset(draw(st.lists(st.builds(PortPair, TEXTS.map(OcsId), st.integers(1, 9), st.integers(10, 99)))))
+    over: Any = types.SimpleNamespace(over=pairs)
+    routing._lit, routing._is_changing, routing._recorded = (over,), False, None
+    routing._journal, routing._clock = shelf.journal, shelf.clock
+    routing._write_down()
+    assert shelf.again().newest(Kind.STEERED, _recorded_in) == pairs
+
+
+def _holds(shelf: Shelf, draw: Drawn) -> None:
+    book = HoldBook(shelf.journal, shelf.clock)
+    book.pause(draw(st.sampled_from(Part)), draw(TEXTS), draw(st.just(0.0) | st.floats(1, 1e9)))
+    assert HoldBook(shelf.again(), shelf.clock).pauses == book.pauses
+
+
+def _syncs(shelf: Shelf, draw: Drawn) -> None:
+    report, committed = draw(values(SyncReport)), draw(values(Committed))
+    spoilt, engines = draw(st.dictionaries(TEXTS, TEXTS, max_size=2)), draw(st.lists(TEXTS, max_size=2))
+    book = WeightBook(shelf.journal, shelf.clock)
+    book.began(report)
+    book.step(report.id, "install", engines)
+    book.stands(WeightFleet(committed, spoilt))
+    again = WeightBook(shelf.again(), shelf.clock)
+    (left,) = again.recover()
+    assert (left.report, left.changed) == (report, tuple(dict.fromkeys(engines)))
+    assert again.fleet == WeightFleet(committed, spoilt)
+    again.ended(report)
+    last = WeightBook(shelf.again(), shelf.clock)
+    assert last.recover() == []
+    assert list(last.over) == [report]
+    sync_to_pb(report).SerializeToString()
+
+
+WRITERS: dict[tuple[Kind, ...], Callable[[Shelf, Drawn], None]] = {
+    (Kind.DAEMON_STARTED, Kind.CONFIG_RELOADED): _plane(_reload),
+    (Kind.DAEMON_STOPPED,): _plane(_stopped),
+    (Kind.MODE,): _plane(_mode),
+    (Kind.JOURNAL_DAMAGED, Kind.JOURNAL_CONFIRMED): _damage,
+    (Kind.NODE_ATTACHED, Kind.NODE_DETACHED): _plane(_node),
+    (Kind.ENGINE_HEALTH,): _plane(_health),
+    (Kind.ENGINE_FAILOVERS,): _plane(_failovers),
+    (Kind.ENGINE_REMARKS, Kind.NODE_DOUBLE): _plane(_remarks),
+    (Kind.ENGINES,): _engines,
+    (Kind.STEP_ENDED,): _step_ended,
+    (Kind.PLAN, Kind.PLAN_ACTED, Kind.PLAN_ACTUAL, Kind.PLAN_CALIBRATION, Kind.DEPLOYMENT_ENDED): _plans,
+    (Kind.PLAN_CONTROL,): _plan_control,
+    (Kind.SWITCH_BEGAN, Kind.SWITCH_STEP, Kind.SWITCH_ENDED): _switches,
+    (Kind.ENGINE_STARTED, Kind.ENGINE_STOPPED): _engine_ends,
+    (Kind.PROFILE_REFITTED,): _plane(_refitted),
+    (Kind.BALANCE,): _plane(_balance),
+    (Kind.GATE,): _gate,
+    (Kind.ROUTES,): _routes,
+    (Kind.OPERATION_INTENT, Kind.OPERATION_SENT, Kind.OPERATION_RESULT): _operations,
+    (Kind.CIRCUITS_INTENT, Kind.CIRCUITS_RESULT, Kind.CIRCUITS_OWNED): _circuits,
+    (Kind.PERIOD_INTENT, Kind.PERIOD): _periods,
+    (Kind.FABRIC_CONTROL,): _fabric_control,
+    (Kind.STEERED,): _steered,
+    (Kind.HOLDS,): _holds,
+    (Kind.SYNC_BEGAN, Kind.SYNC_STEP, Kind.SYNC_ENDED, Kind.WEIGHTS): _syncs,
+}
+# Where the daemon was killed when it was read again: their results are those of another life.
+BEFORE = {Kind.DEPLOYMENT_BEGAN}  # written by daemons of earlier versions alone
+
+
+def test_every_kind_has_its_writer() -> None:
+    assert {kind for kinds in WRITERS for kind in kinds} | BEFORE == set(Kind)
+
+
+@pytest.mark.parametrize("kinds", WRITERS, ids=lambda kinds: kinds[0])
+@settings(
+    max_examples=8,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(data=st.data())
+def test_what_is_written_is_read_back_and_shown(kinds: tuple[Kind, ...], data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        shelf = Shelf(Path(folder))
+        try:
+            WRITERS[kinds](shelf, data.draw)
+            written = shelf.again().since(0)
+            assert set(kinds) <= {entry.kind for entry in written}
+            assert not shelf.journal.set_aside
+            for entry in written:
+                message = control_pb2.JournalEntry.FromString(entry_to_pb(entry).SerializeToString())
+                shown = entry_of(message)
+                assert (shown["body"], shown["subject_id"]) == (entry.body, entry.subject)
+                words(shown).encode()
+            plane = shelf.plane()
+            plain(status_to_pb(plane, "test"))
+            assert summary(plain(status_to_pb(plane, "test")))
+            assert not shelf.journal.set_aside
+        finally:
+            shelf.journal.close()
+
+
+# --- at the door
+
+
+def nested(depth: int) -> dict[str, Any]:
+    body: dict[str, Any] = {}
+    for _ in range(depth):
+        body = {"a": body}
+    return body
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ({"version": 2**64}, r"body.version: must be from -2\*\*63 to 2\*\*64 - 1, got 18446744073709551616"),
+        ({"a": [{"b": -(2**63) - 1}]}, r"body.a\[0\].b: must be from"),
+        ({"a": float("nan")}, "body.a: must be a finite number, got nan"),
+        ({"a": [1.0, float("-inf")]}, r"body.a\[1\]: must be a finite number, got -inf"),
+        ({"a": "\ud800"}, "body.a: must be Unicode without lone surrogates"),
+        ({"\udfff": 1}, "body: must have texts as keys"),
+        ({1: 2}, "body: must have texts as keys, got '1'"),
+        ({"a": {None: 2}}, "body.a: must have texts as keys, got 'None'"),
+        ({"a": b"bytes"}, "body.a: must be a value of JSON, got b'bytes'"),
+        ({"a": {1, 2}}, "body.a: must be a value of JSON"),
+        (nested(100), "must not be nested more than"),
+        ([1, 2], "body: must be an object"),
+    ],
+)
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, body: Any, fault: str) -> None:
+    with Journal(tmp_path / "journal.sqlite", NOW_S) as journal:
+        with pytest.raises(Permanent, match=fault):
+            journal.append(NOW_S, Kind.MODE, "", body)
+        assert journal.since(0) == []
+        assert journal.append(NOW_S, Kind.MODE, "", {}) == 1
+
+
+@pytest.mark.parametrize("at_s", [float("nan"), float("inf"), 1e300, -1e300])
+def test_a_time_that_is_none_is_not_written(tmp_path: Path, at_s: float) -> None:
+    with Journal(tmp_path / "journal.sqlite", NOW_S) as journal:
+        with pytest.raises(Permanent, match="at_s: must be a time"):
+            journal.append(at_s, Kind.MODE, "", {})
+        with pytest.raises(Permanent, match="subject: must be Unicode"):
+            journal.append(NOW_S, Kind.MODE, "\ud800", {})
+
+
+BODIES = st.dictionaries(
+    st.text(max_size=5) | st.sampled_from(["\ud800", ""]),
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**70), 2**70)
+        | st.floats()
+        | st.text(st.characters(), max_size=5)
+        | st.sampled_from(["\ud800", b"x", 2**64, -0.0]),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        ),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+@given(at_s=st.floats(), subject=st.text(st.characters(), max_size=5) | st.just("\udc80"), body=BODIES)
+@settings(phases=[Phase.generate])
+def test_it_is_refused_or_given_back_as_it_was(at_s: float, subject: str, body: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.sqlite"
+        with Journal(path, NOW_S) as journal:
+            refused = ""
+            try:
+                journal.append(at_s, Kind.BALANCE, subject, body)
+            except Permanent as error:
+                refused = str(error).partition("cannot be written: ")[2]
+                assert refused, "it says why"
+        if refused:
+            return
+        with Journal(path, NOW_S) as journal:
+            assert not journal.damage
+            (entry,) = journal.since(0)
+            assert (entry.at_s, entry.subject, entry.body) == (at_s, subject, body)
+            message = entry_to_pb(entry)
+            assert json.loads(message.body_json) == body
+            words(entry_of(control_pb2.JournalEntry.FromString(message.SerializeToString()))).encode()
+
+
+# --- what earlier versions have written
+
+
+def raw(path: Path, kind: Kind, *bodies: str) -> None:
+    """Entries as they could be written before there was a door."""
+    with Journal(path, NOW_S) as journal, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(journal_module, "can_be_written", lambda _: True)
+        for number, body in enumerate(bodies):
+            journal.append(NOW_S, kind, f"s{number}", json.loads(body))
+
+
+BODIES_OF_OTHERS = [
+    "{}",
+    '{"version": 18446744073709551616}',
+    '{"fleet": {"committed": {"version": 18446744073709551616, "sync": "w1", "has": []}, "spoilt": {}}}',
+    '{"state": {"newest": 18446744073709551616, "versions": {"e0": -1}}}',
+    '{"report": {"id": "w1", "version": 18446744073709551616, "state": "done", "began_s": 1.0}}',
+    '{"report": {"id": "w1", "version": -1, "state": "done", "began_s": 1.0}}',
+    '{"mode": "act", "configured": 7, "routes": 3, "operation": [], "pairs": {}, "roster": null, "state": "odd"}',
+    '{"lengths": {"bin_tokens": "x"}, "took_s": null, "cross_connects": [[1]], "control": [], "pauses": 1}',
+]
+
+
+# Recovery reads these, and finds none of the bodies above right.
+SET_ASIDE = {
+    *(
+        Kind.MODE,
+        Kind.ENGINES,
+        Kind.STEP_ENDED,
+        Kind.PLAN,
+        Kind.DEPLOYMENT_ENDED,
+        Kind.SWITCH_BEGAN,
+        Kind.PROFILE_REFITTED,
+    ),
+    *(Kind.SWITCH_ENDED, Kind.ENGINE_STARTED, Kind.GATE, Kind.ROUTES, Kind.OPERATION_INTENT, Kind.CIRCUITS_INTENT),
+    *(Kind.CIRCUITS_OWNED, Kind.PERIOD_INTENT, Kind.PERIOD, Kind.FABRIC_CONTROL, Kind.STEERED, Kind.HOLDS),
+    *(Kind.SYNC_BEGAN, Kind.SYNC_ENDED, Kind.WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.JOURNAL_DAMAGED, Kind.JOURNAL_CONFIRMED)])
+def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: Kind) -> None:
+    path = tmp_path / "journal.sqlite"
+    raw(path, kind, *BODIES_OF_OTHERS)
+    with Journal(path, NOW_S) as journal:
+        clock = VirtualClock(NOW_S)
+        plane = ControlPlane(parse_config("mode: act\n"), journal, clock)
+        book = WeightBook(journal, clock)
+        book.recover()
+        HoldBook(journal, clock)
+        periods = PeriodBook(journal)
+        CircuitExecutor({}, journal, clock).recover()
+        read_fleet(journal), read_open(journal)
+        for report in read_history(journal).values():
+            switch_to_pb(report).SerializeToString()
+        for sync in book.over:
+            sync_to_pb(sync).SerializeToString()
+        for period in periods.over:
+            message = period_to_pb(period)
+            assert message is not None
+            message.SerializeToString()
+        journal.newest(Kind.FABRIC_CONTROL, _said_in)
+        journal.newest(Kind.STEERED, _recorded_in)
+        seen = plain(status_to_pb(plane, "test"))
+        assert all("journal is left out" in line for line in summary(seen) if "of the journal" in line)
+        assert bool(seen["journal_set_aside"]) is (kind in SET_ASIDE)
+        for entry in journal.since(0):
+            words(entry_of(entry_to_pb(entry)))
+
+
+def test_the_entry_that_was_set_aside_is_named_and_the_one_before_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with Journal(path, NOW_S) as journal:
+        WeightBook(journal, VirtualClock(NOW_S)).stands(WeightFleet(Committed(7, "w7", ("e0",))))
+    raw(path, Kind.WEIGHTS, '{"fleet": {"committed": {"version": 18446744073709551616, "sync": "w8", "has": []}}}')
+    with Journal(path, NOW_S) as journal:
+        book = WeightBook(journal, VirtualClock(NOW_S))
+        book.recover()
+        assert book.fleet.version == 7
+        assert list(journal.set_aside) == [2]
+        assert "fleet.committed.version: must be from" in journal.set_aside[2]
+
+
+def test_only_the_first_faults_of_a_body_are_named() -> None:
+    odd = {f"k{number}": float("inf") for number in range(FAULTS_NAMED)}
+    assert body_faults(odd) == [f"k{number}: must be a finite number, got inf" for number in range(FAULTS_NAMED)]
+    (text,) = body_faults({**odd, "last": float("inf")})
+    assert "k4" in text
+    assert "last" not in text

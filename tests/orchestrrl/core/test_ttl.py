@@ -1,0 +1,20 @@
+"""How long an operator's word holds."""
+
+import math
+
+import pytest
+
+from orchestrrl.core.ttl import expiry_s, lifetime_faults
+
+
+@pytest.mark.parametrize("ttl_s", [-1.0, -1e-9, math.inf, -math.inf, math.nan])
+def test_what_is_no_length_of_time_is_told(ttl_s: float) -> None:
+    assert lifetime_faults(ttl_s, "--ttl-s", until="resumed") == [
+        f"--ttl-s: must be >= 0 (0: until resumed), got {ttl_s:g}"
+    ]
+
+
+def test_zero_has_no_end() -> None:
+    assert lifetime_faults(0.0) == lifetime_faults(3.5) == []
+    assert expiry_s(100.0, 0.0) is None
+    assert expiry_s(100.0, 3.5) == 103.5

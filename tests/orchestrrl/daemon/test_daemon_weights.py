@@ -1,0 +1,833 @@
+"""Weight syncs through the daemon's own gate, under a virtual clock: its control plane, gateways that keep leases by
+themselves, and peers that behave. At every moment an engine to which requests go has the version that the gate says.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import gate_house
+import pytest
+from builders import sample
+from fabric_house import Killed, RestingClock
+from gate_house import E0, E1, Gateway
+from weights_house import TENSORS, Engine, FakePeer
+
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate
+from orchestrrl.core.reports import GatePhase
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.weight_syncs import Weights, weights_of
+from orchestrrl.fleet.pause_barrier import GateWish
+from orchestrrl.rpc.pause_service import GateService
+from orchestrrl.rpc.pb import control_pb2 as pb
+from orchestrrl.weights.controller.carrying import inline
+from orchestrrl.weights.controller.controller import WeightSync
+from orchestrrl.weights.controller.reports import SyncReport, SyncState
+from orchestrrl.weights.model import PeerId, PeerRole
+from orchestrrl.weights.orders import Install, Rest
+from orchestrrl.weights.publication import Publication
+from planner.model import EngineId
+
+CONFIG = (
+    gate_house.CONFIG
+    + """
+weights: {transports: [tcp], chunk_bytes: 64, stall_s: 2, patience_s: 5, attempts: 2, fence_within_s: 10, lease_s: 30}
+"""
+)
+# What a daemon writes on a version's way; it may die before and after each.
+WAY = frozenset(
+    {
+        Kind.SYNC_BEGAN,
+        Kind.SYNC_STEP,
+        Kind.SYNC_ENDED,
+        Kind.WEIGHTS,
+        Kind.GATE,
+        Kind.OPERATION_INTENT,
+        Kind.OPERATION_RESULT,
+    }
+)
+
+
+class MortalJournal(Journal):
+    """After its daemon's death nothing is written any more, and whoever tries to is dead."""
+
+    house: "House"
+    dead = False
+
+    def append(self, at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+        if kind in WAY:
+            self.house.point(f"before {kind} {body.get('step', body.get('event', ''))}")
+        if self.dead:
+            raise Killed
+        if self.house.full:
+            raise Permanent("database or disk is full")
+        sequence = super().append(at_s, kind, subject, body)
+        if kind in WAY:
+            self.house.point(f"after {kind} {body.get('step', body.get('event', ''))}")
+        if self.dead:
+            raise Killed
+        return sequence
+
+
+class KeepingGateway(Gateway):
+    """Knows by its routes and its orders which engine has which version, as the gateway does. It outlives daemons."""
+
+    weights_change = False
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.versions: dict[EngineId, int] = {}  # of engines that it sends requests to
+
+    def report(self) -> None:
+        with suppress(Killed):
+            if self.attachment is not None:
+                super().report()
+
+    async def _attach(self) -> None:
+        with suppress(Killed):
+            await super()._attach()
+
+    async def _close(self, order: CloseGate) -> Any:
+        self.weights_change = order.weights_change
+        return await super()._close(order)
+
+    def _open(self) -> None:
+        if self.clock.now_s() >= self.until_s and self.weights_change and self.phase is GatePhase.QUIET:
+            self.versions = {}
+            self.routes = ()
+        super()._open()
+
+    def serves(self) -> dict[EngineId, int]:
+        """Which engines answer requests, by which version."""
+        if self.lease:
+            return {}
+        return {r.engine: r.policy_version for r in self.routes if not r.draining and r.policy_version is not None}
+
+
+class _Daemon:
+    def __init__(self, weights: Weights, task: "asyncio.Task[None]") -> None:
+        self.hub, self.sync, self.task = weights.hub, weights.syncs, task
+
+
+class House(gate_house.House):
+    """Two engines with a peer each, a trainer's peer, and daemons one after the other."""
+
+    journal: MortalJournal | None
+
+    def __init__(self, folder: Path, config: str = CONFIG) -> None:
+        super().__init__(folder / "journal.sqlite")
+        self.clock = RestingClock(1000.0)
+        self.config = config
+        self.engines = {engine: Engine(engine) for engine in (E0, E1)}
+        self.peers: dict[PeerId, FakePeer] = {}
+        for name, role, own in (
+            ("t", PeerRole.TRAINER, []),
+            ("p0", PeerRole.ENGINE, [self.engines[E0]]),
+            ("p1", PeerRole.ENGINE, [self.engines[E1]]),
+        ):
+            self.peers[PeerId(name)] = FakePeer(self, PeerId(name), role, own)  # type: ignore[arg-type]
+        self.daemon: _Daemon | None = None
+        self.points: list[str] = []
+        self.counting = False
+        self.kill_at: int | None = None
+        self.full = False
+        self.blind: set[EngineId] = set()  # engines that were restarted, and nobody can know it yet
+
+    def engine(self, id: str) -> Engine:
+        return self.engines[EngineId(id)]
+
+    def peer(self, id: str) -> FakePeer:
+        return self.peers[PeerId(id)]
+
+    # --- daemons
+
+    def start(self, config: str = "") -> ControlPlane:
+        assert self.daemon is None
+        journal = self.journal = MortalJournal.__new__(MortalJournal)
+        journal.house = self
+        journal.__init__(self.path, self.clock.now_s())  # type: ignore[misc]
+        parsed = parse_config(config or self.config)
+        self.plane = ControlPlane(parsed, journal, self.clock)
+        weights = weights_of(parsed, self.plane, self.clock, inline)
+        self.plane.weights = weights.syncs
+        weights.syncs.recover()
+        self.daemon = _Daemon(weights, asyncio.ensure_future(weights.syncs.run()))
+        for peer in self.peers.values():
+            peer.attach()
+        return self.plane
+
+    def kill(self) -> None:
+        """As with SIGKILL."""
+        daemon, self.daemon = self.daemon, None
+        if daemon is None:
+            return
+        assert self.journal is not None
+        self.journal.dead = True
+        for peer in self.peers.values():
+            peer.stream = None
+        for gateway in self.gateways.values():
+            gateway.attachment = None
+        daemon.hub.close()
+        mine = asyncio.current_task() if asyncio.get_running_loop() else None
+        for task in (daemon.task, self._loops, *self.plane.gate._orders._tasks):
+            if task is not None and task is not mine:
+                task.cancel()
+        self._loops = None
+
+    async def back(self) -> None:
+        """Another daemon, to which all come back."""
+        assert self.daemon is None
+        assert self.journal is not None
+        with suppress(Exception):
+            self.journal.close()
+        self.start()
+        for name, old in list(self.gateways.items()):
+            await self.stopped(old)
+            new = self.gateways[name] = KeepingGateway(self.plane, self.clock, name, old.drains_s)
+            new.lease, new.until_s, new.quiet_at_s, new.ended = old.lease, old.until_s, old.quiet_at_s, old.ended
+            new.routes, new.generated = old.routes, old.generated
+            new.weights_change = old.weights_change  # type: ignore[attr-defined]
+            new.start()
+        self._loops = asyncio.create_task(gate_house.run_loops(self.plane, self.clock))
+        await self.pass_time(0.5)
+
+    async def stopped(self, gateway: Gateway) -> None:
+        for task in gateway._tasks:
+            task.cancel()
+        await asyncio.gather(*gateway._tasks, return_exceptions=True)
+
+    def point(self, what: str) -> None:
+        self.check()
+        if self.counting and self.daemon is not None and not (self.journal and self.journal.dead):
+            self.points.append(what)
+            if self.kill_at == len(self.points) - 1:
+                self.kill()
+
+    @property
+    def sync(self) -> WeightSync:
+        assert self.daemon is not None
+        return self.daemon.sync
+
+    # --- told and looked at
+
+    def publish(self, version: int, **more: Any) -> str:
+        boxes = {tensor.name: (tensor.whole,) for tensor in TENSORS}
+        return self.sync.publish(Publication(version, 0, 1, PeerId("t"), TENSORS, boxes, **more))
+
+    async def over(self, sync_id: str, within_s: float = 120.0) -> SyncReport:
+        until_s = self.clock.now_s() + within_s
+        while not (report := self.sync.report(sync_id)).over:
+            assert self.clock.now_s() < until_s, report
+            await self.pass_time(0.25)
+        return report
+
+    async def until(self, state: SyncState, within_s: float = 60.0) -> SyncReport:
+        until_s = self.clock.now_s() + within_s
+        while (report := self.sync.report()).state is not state:
+            assert self.clock.now_s() < until_s, report
+            await self.pass_time(0.05)
+        return report
+
+    async def pass_time(self, seconds: float) -> None:
+        for _ in range(max(1, round(seconds / 0.25))):
+            await self.clock.advance(min(0.25, seconds))
+            self.check()
+            if self.daemon is not None and self.daemon.task.done():
+                raise AssertionError(f"weight syncs have ended: {self.daemon.task}")
+
+    async def first(self) -> None:
+        report = await self.over(self.publish(1))
+        assert (report.state, report.code) == (SyncState.DONE, "done"), report
+        await self.pass_time(1.0)
+        self.check_one_version(1)
+
+    def check(self) -> None:
+        """What gateways, or the gate, say of an engine that gets requests is so."""
+        for gateway in self.gateways.values():
+            assert isinstance(gateway, KeepingGateway)
+            for engine, told in gateway.serves().items():
+                self._is_so(gateway.node, engine, told)
+        if self.daemon is not None and not (self.journal and self.journal.dead):
+            state = self.plane.gate._state
+            if state.lease is None:
+                for engine, told in state.versions.items():
+                    if state.serves(engine):
+                        self._is_so("the gate", engine, told)
+
+    def _is_so(self, who: str, engine: EngineId, told: int) -> None:
+        has = self.engines[engine]
+        assert not has.alive or engine in self.blind or has.weights == told, (
+            f"{who}: {engine} serves as version {told}, and has {has.weights}"
+        )
+
+    def check_one_version(self, version: int) -> None:
+        state = self.plane.gate.state
+        assert state.lease is None, state
+        assert self.sync.book.fleet.version == version
+        assert self.sync.book.fleet.quarantined == {}
+        assert {id: e.weights for id, e in self.engines.items()} == dict.fromkeys(self.engines, version)
+        assert all(state.serves(id) and state.versions[id] == version for id in self.engines)
+        for gateway in self.gateways.values():
+            assert gateway.phase is GatePhase.OPEN
+            assert isinstance(gateway, KeepingGateway)
+            assert gateway.serves() == dict.fromkeys(self.engines, version)
+        assert not any(engine.resting for engine in self.engines.values())
+
+    async def ends_in_one_version(self, within_s: float = 120.0) -> None:
+        until_s = self.clock.now_s() + within_s
+        while True:
+            await self.pass_time(2.0)
+            fleet, state = self.sync.book.fleet, self.plane.gate.state
+            over = all(r.over for r in self.sync.history(0))
+            if over and not fleet.quarantined and state.lease is None and set(state.versions) == set(self.engines):
+                break
+            assert self.clock.now_s() < until_s, (fleet, state, self.sync.history(1))
+        await self.pass_time(3.0)
+        done = [report.version for report in self.sync.history(0) if report.state is SyncState.DONE]
+        self.check_one_version(max(done))
+
+    async def asked(self, work: Coroutine[Any, Any, Any], within_s: float = 60.0) -> Any:
+        task = asyncio.ensure_future(work)
+        until_s = self.clock.now_s() + within_s
+        while not task.done():
+            assert self.clock.now_s() < until_s, task
+            await self.pass_time(0.25)
+        return await task
+
+    async def paused_by(self, holder: str, **wish: Any) -> str:
+        frozen = FrozenRequests.TAKEN_BACK
+        state = await self.asked(self.plane.gate.pause(GateWish(holder=holder, frozen=frozen, **wish)))
+        return str(state.lease.id)
+
+    async def resumed(self, lease: str, version: int | None = None) -> None:
+        await self.asked(self.resuming(lease, version))
+
+    async def resuming(self, lease: str, version: int | None = None) -> None:
+        """As a trainer does."""
+        request = pb.ResumeGateRequest(lease_id=lease)
+        if version is not None:
+            request.policy_version = version
+        await GateService(self.plane).resume(request, Refusing())  # type: ignore[arg-type]
+
+
+class Refusing:
+    async def abort(self, code: object, words: str) -> None:
+        raise Permanent(f"{code}: {words}")
+
+
+def played(
+    folder: Path, scene: Callable[[House], Coroutine[Any, Any, None]], *gateways: str, config: str = CONFIG
+) -> None:
+    async def play() -> None:
+        house = House(folder, config)
+        house.start()
+        try:
+            for name in gateways or ("gw0",):
+                house.gateways[name] = KeepingGateway(house.plane, house.clock, name)
+                house.gateways[name].start()
+            house._loops = asyncio.create_task(gate_house.run_loops(house.plane, house.clock))
+            await house.pass_time(1.0)
+            await scene(house)
+        finally:
+            house.kill()
+            for gateway in house.gateways.values():
+                await house.stopped(gateway)
+            for peer in house.peers.values():
+                peer.die()
+            if house.journal is not None:
+                house.journal.close()
+
+    asyncio.run(play())
+
+
+def test_versions_go_through_the_gate_to_every_gateway(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        for version in (1, 2, 3):
+            report = await house.over(house.publish(version))
+            assert (report.state, report.code, report.attempt) == (SyncState.DONE, "done", 1), report
+            await house.pass_time(0.5)
+            house.check_one_version(version)
+        for gateway in house.gateways.values():
+            closes = [order.action for order in gateway.of(CloseGate)]
+            assert all(isinstance(c, CloseGate) and c.frozen is FrozenRequests.TAKEN_BACK for c in closes)
+            assert all(isinstance(c, CloseGate) and c.weights_change for c in closes)
+            opens = [order.action for order in gateway.of(OpenGate)]
+            assert [o.policy_version for o in opens if isinstance(o, OpenGate)] == [1, 2, 3]
+
+    played(tmp_path, scene, "gw0", "gw1")
+
+
+def test_a_gateway_that_dies_while_the_fleet_comes_to_rest_costs_an_attempt(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        gateway = house.gateways["gw1"]
+        gateway.drains_s = 3.0
+        house.publish(2)
+        await house.until(SyncState.FENCING)
+        await house.pass_time(0.5)
+        gateway.leave()
+        await house.stopped(gateway)
+        del house.gateways["gw1"]
+        report = await house.over(house.sync.report().id)
+        assert (report.state, report.attempt) == (SyncState.DONE, 2), report
+        assert any("gateway gw1 has gone away" in note for note in report.notes)
+        await house.ends_in_one_version()
+        house.check_one_version(2)
+
+    played(tmp_path, scene, "gw0", "gw1")
+
+
+def test_a_lease_that_ends_behind_a_dead_daemon_leaves_no_version(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        house.publish(2)
+        await house.until(SyncState.INSTALLING)
+        await house.pass_time(0.05)
+        house.kill()
+        await house.pass_time(40.0)
+        for gateway in house.gateways.values():
+            assert gateway.phase is GatePhase.OPEN
+            assert isinstance(gateway, KeepingGateway)
+            assert gateway.serves() == {}
+        await house.back()
+        assert house.plane.gate.state.opened is not None
+        await house.ends_in_one_version()
+        house.check_one_version(1)
+        assert house.sync.report(version=2).code == "restarted"
+        assert (await house.over(house.publish(3))).state is SyncState.DONE
+        await house.pass_time(0.5)
+        house.check_one_version(3)
+
+    played(tmp_path, scene, "gw0", "gw1")
+
+
+def test_what_waits_for_a_closed_gate_is_installed_before_the_trainer_opens_it(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        sync_id = house.publish(2, install="next_gate")
+        await house.until(SyncState.PREPARED)
+        await house.pass_time(20.0)
+        assert house.sync.report(sync_id).state is SyncState.PREPARED
+        lease = await house.paused_by("trainer", lease_s=60.0)
+        await house.resumed(lease)
+        report = await house.over(sync_id)
+        assert (report.state, report.code) == (SyncState.DONE, "done")
+        await house.pass_time(1.0)
+        house.check_one_version(2)
+
+    played(tmp_path, scene, "gw0", "gw1")
+
+
+@pytest.mark.parametrize("with_lease", [True, False])
+@pytest.mark.parametrize("told", [2, None])
+def test_a_trainer_that_names_what_waits_or_no_lease_has_it_installed(
+    tmp_path: Path, told: int | None, with_lease: bool
+) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        sync_id = house.publish(2, install="next_gate")
+        await house.until(SyncState.PREPARED)
+        lease = await house.paused_by("trainer", lease_s=60.0)
+        await house.resumed(lease if with_lease else "", told)
+        report = await house.over(sync_id)
+        assert (report.state, report.code) == (SyncState.DONE, "done")
+        await house.pass_time(1.0)
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_a_version_that_was_not_brought_is_not_told_of_engines(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        sync_id = house.publish(2, install="next_gate")
+        await house.until(SyncState.PREPARED)
+        house.engine("e0").fails = house.engine("e1").fails = 1
+        lease = await house.paused_by("trainer", lease_s=60.0)
+        with pytest.raises(Permanent, match=r"version 2 could not be installed.*out of memory"):
+            await house.resumed(lease, 2)
+        assert house.plane.gate.state.phase is GatePhase.QUIET
+        await house.until(SyncState.PREPARED)
+        await house.resumed(lease, 2)  # its second attempt
+        assert (await house.over(sync_id)).state is SyncState.DONE
+        await house.pass_time(1.0)
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_a_version_that_is_on_its_way_is_not_told_of_engines_either(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        lease = await house.paused_by("trainer", lease_s=60.0)
+        house.peer("p0").stalls = True
+        house.publish(2, install="next_gate")
+        await house.until(SyncState.CARRYING)
+        with pytest.raises(Permanent, match=r"ABORTED: version 2 is on its way to engines.*carrying"):
+            await house.resumed(lease, 2)
+        house.peer("p0").stalls = False
+        await house.until(SyncState.PREPARED)
+        await house.resumed(lease, 2)
+        await house.pass_time(5.0)
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_a_trainer_that_names_the_fleets_version_does_not_speak_for_engines_that_lack_it(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        house.engine("e1").fails = 50
+        assert (await house.over(house.publish(2))).code == "some_quarantined"
+        lease = await house.paused_by("trainer", lease_s=60.0)
+        await house.resumed(lease, 2)
+        await house.pass_time(1.0)
+        assert (house.plane.gate.state.serves(E0), house.plane.gate.state.serves(E1)) == (True, False)
+        house.engine("e1").fails = 0
+        await house.ends_in_one_version()
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_an_engine_that_restarts_while_the_gate_is_opened_is_left_out(tmp_path: Path) -> None:
+    """Behind its peer's back, after what waited was installed."""
+
+    async def scene(house: House) -> None:
+        await house.first()
+        house.publish(2, install="next_gate")
+        await house.until(SyncState.PREPARED)
+        lease = await house.paused_by("trainer", lease_s=60.0)
+
+        async def prepare(until_s: float) -> str:
+            house.engine("e1").restart()
+            house.plane.gate.sampled(E1, sample(total=5))
+            house.plane.gate.sampled(E1, sample(total=0))
+            return "prepared"
+
+        house.plane.before_resume = prepare
+        await house.resumed(lease)
+        house.check()
+        house.plane.before_resume = None
+        await house.ends_in_one_version()
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_a_trainer_that_tells_its_own_version_has_its_way(tmp_path: Path) -> None:
+    """It has brought other weights by itself: what peers know of engines holds no longer, until it publishes again."""
+
+    async def scene(house: House) -> None:
+        await house.first()
+        sync_id = house.publish(2, install="next_gate")
+        await house.until(SyncState.PREPARED)
+        lease = await house.paused_by("trainer", lease_s=60.0)
+        for engine in house.engines.values():
+            engine.weights = 7
+        await house.resumed(lease, 7)
+        await house.pass_time(5.0)
+        state = house.plane.gate.state
+        assert (state.newest, dict(state.versions)) == (7, {E0: 7, E1: 7})
+        assert house.sync.report(sync_id).state is SyncState.PREPARED
+        house.sync.abort(sync_id, "")
+        for peer in house.peers.values():  # what it says of its engines is what it knows
+            peer.introduce()
+        await house.pass_time(5.0)
+        assert all(house.plane.gate.state.serves(engine) for engine in house.engines)
+        lease = await house.paused_by("trainer", lease_s=60.0)
+        await house.resumed(lease)  # nothing has changed
+        await house.pass_time(5.0)
+        state = house.plane.gate.state
+        assert (state.newest, dict(state.versions)) == (7, {E0: 7, E1: 7})
+        assert all(state.serves(engine) for engine in house.engines)
+        for engine in house.engines.values():  # and its next version is published again
+            assert engine.weights == 7
+        assert (await house.over(house.publish(8))).state is SyncState.DONE
+        await house.pass_time(1.0)
+        house.check_one_version(8)
+
+    played(tmp_path, scene)
+
+
+def test_a_gate_that_another_holds_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        lease = await house.paused_by("trainer", lease_s=300.0)
+        house.publish(2)
+        await house.until(SyncState.PREPARED)
+        await house.pass_time(3.0)
+        assert "trainer" in house.sync.report().detail
+        report = await house.over(house.sync.report().id)
+        assert (report.state, report.code) == (SyncState.ABORTED, "not_quiet")
+        assert "trainer" in report.detail
+        assert house.plane.gate.state.lease is not None  # it is the trainer's all the same
+        await house.resumed(lease)
+        await house.pass_time(0.5)
+        house.check_one_version(1)
+        assert (await house.over(house.publish(2))).state is SyncState.DONE
+
+    played(tmp_path, scene)
+
+
+def test_the_trainers_lease_is_left_alone_and_a_sync_goes_on_after_it(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        lease = await house.paused_by("trainer", lease_s=300.0)
+        sync_id = house.publish(2)
+        await house.until(SyncState.PREPARED)
+        await house.pass_time(3.0)
+        assert house.plane.gate.state.lease is not None
+        assert house.plane.gate.state.lease.id == lease
+        await house.resumed(lease)
+        report = await house.over(sync_id)
+        assert (report.state, report.code) == (SyncState.DONE, "done")
+        await house.pass_time(1.0)
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_a_trainer_that_asks_again_to_open_waits_for_the_same(tmp_path: Path) -> None:
+    """Its first call was cut off while engines were being changed."""
+
+    async def scene(house: House) -> None:
+        await house.first()
+        sync_id = house.publish(2, install="next_gate")
+        await house.until(SyncState.PREPARED)
+        lease = await house.paused_by("trainer", lease_s=60.0)
+        first = asyncio.ensure_future(house.resuming(lease))
+        await house.until(SyncState.INSTALLING)
+        first.cancel()
+        await house.resumed(lease)
+        report = await house.over(sync_id)
+        assert (report.state, report.attempt) == (SyncState.DONE, 1), report
+        await house.pass_time(1.0)
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_as_is_configured_where_the_trainer_does_not_say(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        sync_id = house.publish(1)
+        await house.until(SyncState.PREPARED)
+        assert house.publish(1) == sync_id  # its answer was lost
+        await house.pass_time(20.0)
+        assert house.sync.report(sync_id).state is SyncState.PREPARED
+        assert (await house.over(house.publish(2, install="at_once"))).state is SyncState.DONE
+
+    played(tmp_path, scene, config=CONFIG.replace("weights: {", "weights: {install: next_gate, "))
+
+
+def test_a_trainers_peer_that_is_away_is_no_fault_of_the_publication(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        house.kill()
+        await house.back()
+        house.daemon.hub._known.pop(PeerId("t"))  # type: ignore[union-attr]
+        with pytest.raises(Retryable, match="peer: is not attached"):
+            house.publish(1)
+        house.peer("t").attach()
+        assert (await house.over(house.publish(1))).state is SyncState.DONE
+
+    played(tmp_path, scene)
+
+
+@pytest.mark.parametrize(
+    "where", ["orchestrrl.weights.controller.run.go_back", "orchestrrl.weights.controller.run.resume_new"]
+)
+def test_a_defect_ends_a_sync_and_not_the_daemon(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wrong(*_: object) -> None:
+        raise KeyError("a defect")
+
+    async def scene(house: House) -> None:
+        await house.first()
+        if "go_back" in where:
+            for engine in house.engines.values():
+                engine.fails = 1
+        with monkeypatch.context() as patched:
+            patched.setattr(where, wrong)
+            report = await house.over(house.publish(2))
+        assert house.sync.defects == 1
+        assert (report.state, report.code) in ((SyncState.DONE, "done"), (SyncState.ABORTED, "internal"))
+        await house.ends_in_one_version()
+        assert (await house.over(house.publish(3))).state is SyncState.DONE
+        await house.pass_time(1.0)
+        house.check_one_version(3)
+
+    played(tmp_path, scene)
+
+
+class Busy:
+    busy = True
+
+
+def test_a_switch_under_way_is_waited_for_and_then_told(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        house.plane.deployment = Busy()  # type: ignore[assignment]
+        sync = house.publish(2)
+        await house.until(SyncState.PREPARED)
+        await house.pass_time(30.0)  # longer than the fence may take
+        report = house.sync.report(sync)
+        assert (report.state, report.detail) == (SyncState.PREPARED, "waits: engines are being started or stopped")
+        house.check_one_version(1)
+        house.plane.deployment = None
+        assert (await house.over(sync)).state is SyncState.DONE
+        await house.pass_time(1.0)
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+@pytest.mark.parametrize("state", [SyncState.CARRYING, SyncState.FENCING, SyncState.INSTALLING, SyncState.VERIFYING])
+def test_an_engine_that_only_its_agent_saw_restart_does_not_serve_by_a_version(
+    tmp_path: Path, state: SyncState
+) -> None:
+    """Its counter goes back. Its peer finds out a moment later."""
+
+    async def scene(house: House) -> None:
+        await house.first()
+        house.publish(2)
+        await house.until(state)
+        house.blind.add(E1)
+        house.engine("e1").restart()
+        house.gateways["gw0"].generated["e1"] = 0
+        await house.pass_time(0.5)
+        house.peer("p1").engine_restarted(house.engine("e1"))
+        house.blind.clear()
+        house.gateways["gw0"].generated.clear()
+        await house.ends_in_one_version()
+        house.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_an_engine_that_was_restarted_gets_its_version_again(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.first()
+        house.blind.add(E1)
+        house.peer("p1").engine_restarted(house.engine("e1"))
+        await house.clock.advance(0.0)  # gateways hear of it
+        house.blind.clear()
+        house.check()
+        assert not house.plane.gate.state.serves(E1)
+        await house.ends_in_one_version(30.0)
+        house.check_one_version(1)
+
+    played(tmp_path, scene)
+
+
+async def _second(house: House) -> None:
+    await house.first()
+    house.counting = True
+    with suppress(Killed, OrchestrRLError):
+        house.publish(2)
+    for _ in range(60):
+        await house.pass_time(0.25)
+        if house.daemon is None or house.sync.history(1)[0].over:
+            break
+    await house.pass_time(1.0)
+
+
+def test_the_daemon_dies_at_every_entry_of_its_journal(tmp_path: Path) -> None:
+    """What a gateway does meanwhile, and what the next daemon makes of its gate, ends in one version."""
+    points: list[str] = []
+
+    async def whole(house: House) -> None:
+        await _second(house)
+        house.check_one_version(2)
+        points.extend(house.points)
+
+    (tmp_path / "whole").mkdir()
+    played(tmp_path / "whole", whole, "gw0", "gw1")
+    assert len(points) > 30
+    wrong, ends = [], set()
+    for at, what in list(enumerate(points))[::2]:
+        away_s = (1.0, 40.0, 3.0)[at // 2 % 3]  # shorter, and longer, than the lease lasts
+        folder = tmp_path / str(at)
+        folder.mkdir()
+
+        async def scene(house: House, at: int = at, away_s: float = away_s) -> None:
+            house.kill_at = at
+            await _second(house)
+            house.counting = False
+            assert house.daemon is None, "it was not killed"
+            await house.pass_time(away_s)
+            await house.back()
+            await house.ends_in_one_version()
+            ends.add(house.sync.report().state)
+            assert (await house.over(house.publish(3))).state is SyncState.DONE
+            await house.pass_time(0.5)
+            house.check_one_version(3)
+
+        try:
+            played(folder, scene, "gw0", "gw1")
+        except (AssertionError, OrchestrRLError, Killed) as failure:
+            wrong.append(f"killed at {at}: {what}, away {away_s}: {failure!r}")
+    assert not wrong, "\n".join(wrong)
+    assert ends == {SyncState.DONE, SyncState.ABORTED}
+
+
+@pytest.mark.parametrize("fails", [0, 99])
+def test_an_end_that_could_not_be_written_down_costs_nothing_later(
+    tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full for a moment: the next daemon finds it open. No engine rests for that."""
+
+    async def scene(house: House) -> None:
+        await house.first()
+        assert house.journal is not None
+        with monkeypatch.context() as patch:
+            append = house.journal.append
+
+            def full(at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+                if kind is Kind.SYNC_ENDED:
+                    raise Permanent("database or disk is full")
+                return append(at_s, kind, subject, body)
+
+            patch.setattr(house.journal, "append", full)
+            for engine in house.engines.values():
+                engine.fails = fails
+            assert (await house.over(house.publish(2))).state is (SyncState.ABORTED if fails else SyncState.DONE)
+        for engine in house.engines.values():
+            engine.fails = 0
+        if not fails:
+            assert (await house.over(house.publish(3))).state is SyncState.DONE
+        await house.pass_time(2.0)
+        house.kill()
+        told = [len(peer.orders) for peer in house.peers.values()]
+        await house.back()
+        for _ in range(80):
+            await house.pass_time(0.25)
+            assert house.plane.gate.state.lease is None
+            assert all(house.plane.gate.state.serves(engine) for engine in house.engines)
+        orders = [order for peer, n in zip(house.peers.values(), told, strict=True) for order in peer.orders[n:]]
+        assert not [order for order in orders if isinstance(order, Install | Rest)]
+        assert all(report.over for report in house.sync.history(0))
+        house.check_one_version(1 if fails else 3)
+
+    played(tmp_path, scene)
+
+
+def test_a_full_disk_at_any_moment_leaves_no_engine_with_a_false_version(tmp_path: Path) -> None:
+    states = (SyncState.CARRYING, SyncState.FENCING, SyncState.INSTALLING, SyncState.VERIFYING)
+    for state in states:
+        folder = tmp_path / state
+        folder.mkdir()
+
+        async def scene(house: House, state: SyncState = state) -> None:
+            await house.first()
+            house.publish(2)
+            await house.until(state)
+            house.full = True
+            await house.pass_time(8.0)
+            house.full = False
+            await house.ends_in_one_version()
+
+        played(folder, scene)

@@ -1,0 +1,149 @@
+"""What holds moves back: no request goes to and fro, whatever ticks follow, and no engine is asked too much."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from decoding_fleet import DecodingFleet
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancer.load_index import Problem, Request, Worker
+from balancer.moves import decide
+from orchestrrl.core.config.schema import FastPolicy, FastSettings, parse_config
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.core.operations import ItemResult
+from orchestrrl.daemon.balancing import BalanceDecision, Situation, decide_balance
+from orchestrrl.daemon.move_limits import LastMoves, Restraint
+from planner.model import EngineId, Mode, RequestId, RequestState, Snapshot
+
+POLICIES = (FastPolicy.PACKING, FastPolicy.PAPER)
+seeds = st.integers(0, 10**6)
+
+
+def eager(policy: FastPolicy, **changes: object) -> FastSettings:
+    return FastSettings(policy=policy, theta=0.0, tolerance=0.0, max_moves_per_request=100).model_copy(update=changes)
+
+
+def decided(fleet: DecodingFleet, settings: FastSettings, **known: object) -> BalanceDecision:
+    fleet.iterate(1)
+    snapshot = fleet.snapshot(1.0)
+    return decide_balance(snapshot, settings, replace(fleet.situation(snapshot), **known))  # type: ignore[arg-type]
+
+
+@given(seeds, st.sampled_from(POLICIES), st.sampled_from([0.0, 3.0, 10.0]))
+def test_who_has_moved_rests(seed: int, policy: FastPolicy, rest_s: float) -> None:
+    """Over a whole step, a tick a second: between two moves of a request lies its rest."""
+    fleet, last_moves, now_s = DecodingFleet(seed, crowded=True), LastMoves(), 0.0
+    moved_s: dict[RequestId, float] = {}
+    settings = eager(policy, rest_after_move_s=rest_s)
+    while fleet.busy:
+        fleet.iterate(20)
+        now_s += 1.0
+        snapshot = fleet.snapshot(now_s)
+        situation = replace(fleet.situation(snapshot), moved_s=last_moves.within(rest_s, now_s))
+        for move in decide_balance(snapshot, settings, situation).moves:
+            assert now_s - moved_s.get(move.request, -rest_s) >= rest_s
+            moved_s[move.request] = now_s
+            one = fleet.take_out(move)
+            assert one is not None
+            fleet.put(move, one)
+            last_moves.ended(now_s, [ItemResult(move.request, True)])
+
+
+def test_nobody_rests_on_an_engine_that_stalls() -> None:
+    snapshot = _stalled()
+    lately = {request.id: 99.5 for request in snapshot.requests}
+    settings = eager(FastPolicy.PAPER, rest_after_move_s=10.0)
+    at_rest = decide_balance(snapshot, settings, Situation(Mode.ACT, moved_s=lately))
+    assert {move.from_engine for move in at_rest.moves} == {"e0"}
+    well = replace(snapshot, engines=tuple(replace(one, decode_tokens_per_s=100.0) for one in snapshot.engines))
+    assert decide_balance(well, settings, Situation(Mode.ACT)).moves != ()
+    assert decide_balance(well, settings, Situation(Mode.ACT, moved_s=lately)).moves == ()
+
+
+def _stalled() -> Snapshot:
+    """e0 has all the requests, and decodes nothing."""
+    fleet = next(fleet for fleet in map(DecodingFleet, range(1000)) if _has_work(fleet))
+    snapshot = fleet.snapshot(100.0)
+    engines = tuple(replace(one, decode_tokens_per_s=0.0 if one.id == "e0" else 100.0) for one in snapshot.engines)
+    return replace(snapshot, engines=engines)
+
+
+def _has_work(fleet: DecodingFleet) -> bool:
+    first, *others = (len(decoder.running) for decoder in fleet.decoders.values())
+    return first >= 4 and not any(others)
+
+
+def test_moves_that_failed_are_none_and_old_ones_are_forgotten() -> None:
+    last = LastMoves()
+    last.ended(10.0, [ItemResult("a", True), ItemResult("b", False)])
+    last.ended(14.0, [ItemResult("c", True)])
+    assert last.within(5.0, 14.9) == {"a": 10.0, "c": 14.0}
+    assert last.within(5.0, 15.0) == {"c": 14.0}
+    assert last.within(100.0, 15.0) == {"c": 14.0}
+
+
+@given(seeds, st.sampled_from(POLICIES), st.integers(1, 3), st.integers(1, 6))
+def test_so_many_at_a_time(seed: int, policy: FastPolicy, to_engine: int, in_all: int) -> None:
+    settings = eager(policy, max_moves_to_engine=to_engine, max_moves_per_tick=in_all)
+    moves = decided(DecodingFleet(seed, crowded=True), settings).balance.moves
+    coming = Counter(move.destination for move in moves if move.state is RequestState.RUNNING)
+    assert len(moves) <= in_all
+    assert max(coming.values(), default=0) <= to_engine
+
+
+@given(seeds, st.sampled_from(POLICIES), st.booleans())
+def test_the_last_request_does_not_run_from_one_idle_engine_to_another(
+    seed: int, policy: FastPolicy, told: bool
+) -> None:
+    """Engines are alike, so there is nothing to gain by it."""
+    fleet = DecodingFleet(seed, crowded=True, told=told)
+    fleet.paces = dict.fromkeys(fleet.paces, 1)
+    fleet.iterate(1)
+    held = {engine: len(one.running) + len(one.waiting) for engine, one in fleet.decoders.items()}
+    snapshot = fleet.snapshot(1.0)
+    for move in decide_balance(snapshot, eager(policy), fleet.situation(snapshot)).balance.moves:
+        alone = held[move.source] == 1 and held[move.destination] == 0
+        assert not (alone and move.state is RequestState.RUNNING)
+        held[move.source] -= 1
+        held[move.destination] += 1
+
+
+def test_but_it_leaves_an_engine_that_stalls() -> None:
+    alone = Worker(EngineId("e0"), (Request(RequestId("r0"), 10),), (), 1000, 900, 8, 0.0)
+    problem = Problem(0.0, (alone, Worker(EngineId("e1"), (), (), 1000, 1000, 8, None)))
+    restraint = Restraint(problem, None, max_to_engine=1, keep_last=True)
+    assert [move.request for move in decide(problem, room=restraint).moves] == ["r0"]
+    well = replace(problem, workers=(replace(alone, decode_tokens_per_s=1.0), problem.workers[1]))
+    assert not Restraint(well, None, max_to_engine=1, keep_last=True).fits(
+        RequestId("r0"), EngineId("e0"), EngineId("e1")
+    )
+
+
+@given(seeds, st.sampled_from(POLICIES), st.sampled_from([0.2, 0.5]))
+def test_moves_go_on_below_the_marks_at_which_they_begin(seed: int, policy: FastPolicy, share: float) -> None:
+    """As a tick in which moves have begun decides, so does one whose marks are that much lower."""
+    marks = {"theta": 0.004, "tolerance": 0.4}
+    lower = {name: value * share for name, value in marks.items()}
+    settling = decided(DecodingFleet(seed), eager(policy, **marks, settle_share=share), settling=True)
+    assert settling.moves == decided(DecodingFleet(seed), eager(policy, **lower)).moves
+    assert settling.theta == pytest.approx(lower["theta"])
+    fresh = decided(DecodingFleet(seed), eager(policy, **marks, settle_share=share))
+    assert fresh.moves == decided(DecodingFleet(seed), eager(policy, **marks)).moves
+
+
+def test_settings_that_make_no_sense_are_refused_all_at_once() -> None:
+    wrong = {
+        "settle_share": 0.0,
+        "min_gain_share": 0.0,
+        "crowded_ratio": 1.0,
+        "max_moves_to_engine": 0,
+        "rest_after_move_s": -1.0,
+        "preemption_risk": 1.0,
+        "keep_groups_together": "perhaps",
+    }
+    listing = "\n".join(f"  {name}: {value}" for name, value in wrong.items())
+    with pytest.raises(ProblemFaults) as caught:
+        parse_config(f"fast:\n{listing}\n")
+    assert sorted(fault.split(":")[0] for fault in caught.value.faults) == sorted(f"fast.{name}" for name in wrong)

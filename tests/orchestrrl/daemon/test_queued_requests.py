@@ -1,0 +1,39 @@
+"""Requests that wait in a gateway are on no engine: the fast loop neither moves them nor counts them as anybody's."""
+
+from builders import engine_report, gateway_report, request, sample
+
+from orchestrrl.core.config.schema import FastSettings
+from orchestrrl.daemon.balancing import Situation, balance_problem, decide_balance
+from orchestrrl.fleet.state import EngineFacts, State
+from planner.model import Mode, RequestState, RequestView, Snapshot
+
+SETTINGS = FastSettings(theta=0.0001)
+
+
+def crowded(*queued: RequestView) -> Snapshot:
+    """Eight requests on e0, none on e1."""
+    state = State([EngineFacts(id, "", max_sequences=4) for id in ("e0", "e1")])  # type: ignore[arg-type]
+    state.fold_gateway(gateway_report(request("r0"), sequence=1), 90.0)
+    for id in ("e0", "e1"):
+        state.fold_engine(
+            engine_report(id, 1, sample(waiting=1, decode_tokens_per_s=500.0, kv_capacity_tokens=100_000)), 99.0
+        )
+    held = [request(f"r{i}", generated=10 if i < 4 else 0) for i in range(8)]
+    state.fold_gateway(gateway_report(*held, *queued, sequence=2), 99.0)
+    return state.snapshot(100.0)
+
+
+def test_the_queue_changes_no_move() -> None:
+    # One that is new, and one that has tokens already: an engine that failed lost it.
+    queued = request("q0", engine=None, generated=0), request("q1", engine=None, generated=20)
+    with_queue, without = crowded(*queued), crowded()
+    assert {r.id for r in with_queue.requests} - {r.id for r in without.requests} == {"q0", "q1"}
+    assert balance_problem(with_queue, SETTINGS).workers == balance_problem(without, SETTINGS).workers
+    decided, plain = (decide_balance(view, SETTINGS, Situation(Mode.ACT)) for view in (with_queue, without))
+    assert decided.moves == plain.moves
+    assert decided.moves
+
+
+def test_what_an_engine_counts_as_waiting_is_never_taken_for_the_queue() -> None:
+    view = {r.id: r for r in crowded(request("q1", engine=None, generated=20)).requests}
+    assert (view["q1"].engine, view["q1"].state) == (None, RequestState.RUNNING)  # type: ignore[index]

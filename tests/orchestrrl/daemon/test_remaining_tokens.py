@@ -1,0 +1,76 @@
+"""Expected remaining tokens: means of the conditional distribution, smooth in age, and made anew when there is news."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.daemon.remaining_tokens import Outlook, smooth_means
+from planner.model import EngineId, FinishedLength, RequestId, RequestState, RequestView, Snapshot
+from planner.workload.forecast import conditional_lengths
+
+LONGEST = 8_192
+BIN = 256
+
+
+def request(name: str, generated: int, limit: int | None = None) -> RequestView:
+    return RequestView(RequestId(name), EngineId("e0"), RequestState.RUNNING, 100, generated, limit)
+
+
+def heavy_tailed(count: int, seed: int = 1) -> tuple[FinishedLength, ...]:
+    rng = random.Random(seed)
+    lengths = (round(rng.lognormvariate(6.5, 1.2)) + 1 for _ in range(count))
+    return tuple(FinishedLength(min(LONGEST, tokens), tokens >= LONGEST) for tokens in lengths)
+
+
+def snapshot(*requests: RequestView, finished: tuple[FinishedLength, ...] = (), started_s: float = 0.0) -> Snapshot:
+    return Snapshot(10.0, (), requests, tuple(f.tokens for f in finished), 0.1, started_s, finished)
+
+
+@given(st.lists(st.tuples(st.integers(0, LONGEST), st.none() | st.integers(1, LONGEST)), min_size=1, max_size=20))
+def test_everybody_has_something_left_and_nobody_more_than_its_limit(held: list[tuple[int, int | None]]) -> None:
+    requests = [request(f"r{i}", min(age, limit or LONGEST), limit) for i, (age, limit) in enumerate(held)]
+    remaining = Outlook().remaining_tokens(snapshot(*requests, finished=heavy_tailed(200)), BIN, LONGEST)
+    assert set(remaining) == {one.id for one in requests}
+    for one in requests:
+        assert 1.0 <= remaining[one.id] <= (one.max_tokens or LONGEST) + 1e-6
+
+
+def test_a_request_of_little_more_age_is_expected_to_take_little_more_or_less() -> None:
+    """What jumps between bins would look like a gain between engines."""
+    requests = [request(f"r{age}", age) for age in range(0, LONGEST, 16)]
+    remaining = Outlook().remaining_tokens(snapshot(*requests, finished=heavy_tailed(100)), BIN, LONGEST)
+    means = np.array([remaining[one.id] for one in requests])
+    assert np.abs(np.diff(means)).max() < 6 * 16
+
+
+def test_with_a_heavy_tail_older_means_longer() -> None:
+    requests = [request(f"r{age}", age) for age in (0, 256, 1024, 3000)]
+    remaining = Outlook().remaining_tokens(snapshot(*requests, finished=heavy_tailed(2000)), BIN, LONGEST)
+    assert list(remaining.values()) == sorted(remaining.values())
+
+
+def test_at_the_ages_it_is_the_conditional_mean() -> None:
+    ages = [0, 256, 1024, 4096]
+    requests = [request(f"r{age}", age) for age in ages]
+    lengths = conditional_lengths(heavy_tailed(500), ages, [""] * 4, BIN, LONGEST)
+    assert list(smooth_means(lengths, requests).values()) == pytest.approx(lengths.mean(np.array(ages)).tolist())
+
+
+def test_it_learns_when_enough_more_have_finished_and_when_a_step_begins() -> None:
+    outlook, one = Outlook(), request("r0", 1000)
+    short = tuple(FinishedLength(1200) for _ in range(160))
+    before = outlook.remaining_tokens(snapshot(one, finished=short), BIN, LONGEST)
+    few = (*short, *(FinishedLength(6000) for _ in range(5)))
+    assert outlook.remaining_tokens(snapshot(one, finished=few), BIN, LONGEST) == before
+    more = (*short, *(FinishedLength(6000) for _ in range(50)))
+    assert outlook.remaining_tokens(snapshot(one, finished=more), BIN, LONGEST)[one.id] > before[one.id] * 1.5
+    began = replace(snapshot(one, finished=short), step_started_s=5.0)
+    assert outlook.remaining_tokens(began, BIN, LONGEST) == before
+
+
+def test_nothing_in_flight_expects_nothing() -> None:
+    assert Outlook().remaining_tokens(snapshot(), BIN, LONGEST) == {}

@@ -1,0 +1,50 @@
+"""Lengths of recent steps: queued, forecast from, and taken up again after a restart."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.daemon.step_lengths import StepLengths
+from planner.model import FinishedLength
+
+STEP = [FinishedLength(5, tag="a"), FinishedLength(15), FinishedLength(15, tag="a"), FinishedLength(40, censored=True)]
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "journal.sqlite", 0.0)
+
+
+def write(journal: Journal, lengths: StepLengths, *steps: list[FinishedLength]) -> None:
+    for step in steps:
+        journal.append(0.0, Kind.STEP_ENDED, "", {"lengths": lengths.step_ended(step)})
+
+
+def test_a_restart_takes_up_what_was_written(journal: Journal) -> None:
+    first = StepLengths(10, 80)
+    assert first.expected() is None
+    write(journal, first, STEP, STEP[:2], [])
+    told = first.expected()
+    assert told is not None
+    assert told.tags
+    again = StepLengths(10, 80)
+    again.recover(journal)
+    assert again.expected() == told
+
+
+def test_steps_counted_in_other_bins_or_not_at_all_are_left(journal: Journal) -> None:
+    write(journal, StepLengths(20, 80), STEP)
+    journal.append(0.0, Kind.STEP_ENDED, "", {"started_s": 0.0, "ended_s": 1.0})
+    lengths = StepLengths(10, 80)
+    lengths.recover(journal)
+    assert lengths.expected() is None
+
+
+def test_what_is_written_names_the_occupied_bins_only() -> None:
+    assert StepLengths(10, 80).step_ended(STEP) == {
+        "bin_tokens": 10,
+        "max_output_tokens": 80,
+        "all": {"ended": {"0": 1, "1": 2}, "outlived": {"4": 1}},
+        "tags": {"a": {"ended": {"0": 1, "1": 1}, "outlived": {}}},
+    }

@@ -1,0 +1,146 @@
+"""What engines report moves the profile; what makes no sense does not."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from orchestrrl.core.reports import EngineSample
+from orchestrrl.engines.profiles.refit import HALF_LIFE, MOST_CELLS, PER_CELL, Refitter, batch_between
+from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
+from planner.model import ConfigurationId
+
+TP2 = ConfigurationId("tp2")
+PRIOR = EngineProfile(
+    id=TP2,
+    parallelism=Parallelism(tp=2),
+    step=StepTime(Curve((1, 512), (0.01, 0.04)), 2e-8),
+    prefill_tokens_per_s=18_000,
+    kv_capacity_tokens=500_000,
+    max_sequences=512,
+    switch_s=1.7,
+    provenance=Provenance(Source.ROOFLINE, "2026-01-01"),
+)
+MOVES = MoveCosts(2e5, Curve.line(0.01, 1e-11), Curve.line(0.0, 1 / 18_000))
+TRUTH = StepTime(Curve.line(0.0184, 8.1e-5), 4.1e-8)
+LOADS = ((1, 1000), (20, 9000), (64, 64_000), (200, 400_000))
+
+
+def refitter() -> Refitter:
+    return Refitter(Profile("m", "g", "vllm", (PRIOR,), MOVES), date=lambda: "2026-02-02")
+
+
+def feed(fitting: Refitter, count: int, truth: StepTime = TRUTH, seed: int = 0, outliers: float = 0.0) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        sequences = int(np.exp(rng.uniform(0, np.log(400))))
+        kv_tokens = min(500_000.0, sequences * rng.uniform(200, 3000))
+        step_s = truth.at(sequences, kv_tokens) * (1 + 0.03 * rng.standard_normal())
+        step_s *= rng.choice([0.3, 3.0]) if rng.random() < outliers else 1.0
+        fitting.observe(TP2, sequences, kv_tokens, step_s)
+
+
+def test_telemetry_takes_over() -> None:
+    fitting = refitter()
+    feed(fitting, 3000, outliers=0.05)
+    engine = fitting.profile(TP2)
+    for load in LOADS:
+        assert engine.step.at(*load) == pytest.approx(TRUTH.at(*load), rel=0.05)
+    assert engine.provenance.source is Source.MEASURED
+    assert engine.provenance.date == "2026-02-02"
+    assert engine.provenance.detail == "telemetry; began as roofline, 2026-01-01"
+    assert 0 < engine.provenance.samples <= PER_CELL * MOST_CELLS
+    assert engine.provenance.fit_error_mean is not None
+    assert replace(engine, step=PRIOR.step, provenance=PRIOR.provenance) == PRIOR
+
+
+def test_few_samples_change_nothing() -> None:
+    fitting = refitter()
+    feed(fitting, 7)
+    assert fitting.profile(TP2) == PRIOR
+
+
+def test_an_engine_that_has_changed_is_followed() -> None:
+    fitting, slower = refitter(), StepTime(Curve.line(0.03, 1.6e-4), 8e-8)
+    feed(fitting, 2000)
+    feed(fitting, 3 * HALF_LIFE, truth=slower, seed=1)
+    for load in LOADS:
+        assert fitting.profile(TP2).step.at(*load) == pytest.approx(slower.at(*load), rel=0.06)
+
+
+def test_an_hour_at_one_load_does_not_wash_out_the_others() -> None:
+    fitting = refitter()
+    feed(fitting, 2000)
+    for _ in range(HALF_LIFE):
+        fitting.observe(TP2, 4, 4000, TRUTH.at(4, 4000))
+    for load in LOADS:
+        assert fitting.profile(TP2).step.at(*load) == pytest.approx(TRUTH.at(*load), rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "values"),
+    [
+        ("tp2", (0, 0, 0.01)),
+        ("tp2", (1, -1, 0.01)),
+        ("tp2", (1, 0, 0.0)),
+        ("tp2", (1, 0, math.nan)),
+        ("tp2", (1, 0, math.inf)),
+        ("tp2", (1, 0, 100.0)),
+        ("tp9", (1, 0, 0.01)),
+    ],
+)
+def test_what_is_no_sample_is_not_taken(configuration: str, values: tuple[float, float, float]) -> None:
+    assert not refitter().observe(ConfigurationId(configuration), *values)
+
+
+def test_moves_are_learned_from_moves() -> None:
+    fitting = refitter()
+    assert fitting.moves() == MOVES
+    for tokens in (500, 1000, 2000, 4000, 8000, 16_000) * 5:
+        assert fitting.observe_move("transfer", tokens, 0.05 + tokens * 2e5 * 4e-11)
+        assert fitting.observe_move("recompute", tokens, 0.02 + tokens / 9000)
+    assert not fitting.observe_move("teleport", 10, 1.0)
+    assert not fitting.observe_move("transfer", 0, 1.0)
+    moves = fitting.moves()
+    assert moves is not None
+    assert moves.transfer_s.at(8000 * 2e5) == pytest.approx(0.05 + 8000 * 2e5 * 4e-11, rel=0.05)
+    assert moves.recompute_s.at(8000) == pytest.approx(0.02 + 8000 / 9000, rel=0.05)
+    assert moves.provenance is not None
+    assert moves.provenance.samples > 0
+
+
+def sample(
+    at_s: float, made: int, *, running: int = 10, usage: float = 0.5, prompts: int = 0, **more: int
+) -> EngineSample:
+    return EngineSample(
+        sampled_s=at_s,
+        running=running,
+        waiting=0,
+        kv_usage_fraction=usage,
+        kv_capacity_tokens=1000,
+        generation_tokens_total=made,
+        prompt_tokens_total=prompts,
+        preemptions_total=more.get("preemptions", 0),
+    )
+
+
+def test_two_scrapes_of_one_batch_tell_its_step() -> None:
+    batch = batch_between(sample(0.0, 0), sample(1.0, 400, usage=0.6))
+    assert batch is not None
+    assert batch == pytest.approx((10, 550, 1 / 40))
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        sample(1.0, 400, running=9),
+        sample(1.0, 400, prompts=5),
+        sample(1.0, 400, preemptions=1),
+        sample(1.0, 400, usage=0.3),  # one finished and another took its place
+        sample(1.0, 0),
+        sample(0.0, 400),
+    ],
+)
+def test_scrapes_between_which_the_batch_changed_tell_nothing(later: EngineSample) -> None:
+    assert batch_between(sample(0.0, 0), later) is None

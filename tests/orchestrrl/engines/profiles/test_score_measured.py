@@ -1,0 +1,59 @@
+"""Profiles fitted to some lengths, scored on others: rows made up by a known step time are found again."""
+
+import pytest
+from silicon_rows import csv_of
+
+from orchestrrl.engines.profiles.score_measured import score_measured
+from orchestrrl.engines.profiles.silicon import Silicon, parse_silicon
+from planner.cost.fit import StepSample, TooFewSamples, fit_loaded
+from planner.cost.profile import Source
+
+LENGTHS = ((1024, 256), (4096, 256), (512, 1024))
+BATCHES = (4, 8, 16, 32)
+
+
+def tpot_ms(batch: int, prompt: int, output: int) -> float:
+    """2 ms + 50 us a sequence + 20 ns a KV token + 30 us a prefilled token."""
+    kv_tokens = batch * (prompt + output / 2)
+    return 2.0 + 0.05 * batch + 2e-5 * kv_tokens + 0.03 * (batch - 1) * prompt / output
+
+
+def row(batch: int, prompt: int, output: int, **others: str) -> dict[str, str]:
+    load = {"batch_size": str(batch), "isl": str(prompt), "osl": str(output), "tp_size": "8"}
+    return {**load, "silicon_tpot_ms": str(tpot_ms(batch, prompt, output)), **others}
+
+
+def measured(**others: str) -> Silicon:
+    return parse_silicon(csv_of(*(row(batch, *lengths, **others) for lengths in LENGTHS for batch in BATCHES)))
+
+
+def test_other_lengths_are_predicted_by_the_step_time_behind_them() -> None:
+    silicon, scored = score_measured(measured())
+    assert [each.deployment.row for each in scored] == list(range(1, 13))
+    assert {each.prediction.source for each in scored} == {Source.MEASURED}
+    assert max(abs(each.error) for each in scored) < 1e-3
+    assert silicon.unpredicted == ()
+
+
+def test_no_row_of_the_lengths_that_are_scored_is_fitted_to() -> None:
+    """One pair of lengths is measured twice as slow: its own rows are off by half. Had they counted, they were not."""
+    rows = [row(batch, *lengths) for lengths in LENGTHS for batch in BATCHES]
+    for each in rows[:4]:
+        each["silicon_tpot_ms"] = str(2 * float(each["silicon_tpot_ms"]))
+    _, scored = score_measured(parse_silicon(csv_of(*rows)))
+    assert [each.error for each in scored[:4]] == pytest.approx([-0.5] * 4, abs=1e-3)
+
+
+def test_engines_are_kept_apart_and_too_few_rows_are_named() -> None:
+    rows = [row(batch, *lengths) for lengths in LENGTHS for batch in BATCHES]
+    rows += [row(batch, 1024, 256, backend_version="2.0") for batch in BATCHES]
+    silicon, scored = score_measured(parse_silicon(csv_of(*rows)))
+    assert len(scored) == 12
+    assert [each.row for each in silicon.unpredicted] == [13, 14, 15, 16]
+    assert silicon.unpredicted[0].reason == "too little measured: 0 rows at other lengths, 8 are needed"
+
+
+def test_a_fit_needs_kv_tokens_that_vary_apart_from_sequences() -> None:
+    samples = [StepSample(batch, 100.0 * batch, 0.01) for batch in BATCHES]
+    with pytest.raises(TooFewSamples, match="4 samples"):
+        fit_loaded(samples, [1.0, 2.0, 3.0, 4.0])

@@ -1,0 +1,99 @@
+"""A simulated engine in this process and in virtual time: what it is made of is known, and nothing depends on the
+machine."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.engines.base import Capabilities, Chunk, Endpoint, EngineMetrics, GenerationRequest, PauseMode
+from orchestrrl.lab.simulated_engine.requests import Served, read_ask
+from orchestrrl.lab.simulated_engine.runtime import Runtime
+from orchestrrl.lab.simulated_engine.server import SimulatedOptions
+from orchestrrl.lab.simulated_engine.tokens import TokenModel
+
+_Result = TypeVar("_Result")
+TICK_S = 0.02
+
+
+class VirtualEngine:
+    """Speaks the Engine protocol. `aborted` and `started` are the request ids that it has seen."""
+
+    url = "virtual://engine"
+
+    def __init__(
+        self, options: SimulatedOptions, clock: VirtualClock, capabilities: Capabilities | None = None
+    ) -> None:
+        self.started: list[str] = []
+        self.aborted: list[str] = []
+        self.prompts: list[tuple[int, ...]] = []
+        self._options = options
+        model = TokenModel(options.vocab_size, options.lengths, options.seed)
+        self._served = Served(options.model_name, model, options.max_model_len_tokens)
+        self.runtime = Runtime(options.shape, model, clock, 1.0, TICK_S)
+        self._pace = asyncio.create_task(self.runtime.run())
+        self._capabilities = capabilities or Capabilities(
+            engine="virtual",
+            version="1",
+            models=(options.model_name,),
+            max_model_len_tokens=options.max_model_len_tokens,
+            max_sequences=options.max_num_seqs,
+        )
+
+    async def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def metrics(self) -> EngineMetrics:
+        return EngineMetrics(
+            running=self.runtime.running,
+            waiting=self.runtime.waiting,
+            kv_usage_fraction=self.runtime.kv_usage_fraction,
+            kv_capacity_tokens=self._options.kv_capacity_tokens,
+            generation_tokens_total=self.runtime.scheduler.generated_tokens_total,
+            prompt_tokens_total=self.runtime.prompt_tokens_total,
+            preemptions_total=self.runtime.scheduler.preemptions_total,
+        )
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        ask = read_ask(Endpoint.COMPLETIONS, {**request.body, "stream": True, "return_token_ids": True}, self._served)
+        self.started.append(request.request_id)
+        self.prompts.append(ask.prompt_ids)
+        answer = self.runtime.submit(ask, request.request_id)
+        try:
+            async for part in answer.parts():
+                yield Chunk(token_ids=tuple(part.token_ids), finish_reason=part.finish_reason)
+        finally:
+            self.runtime.drop(answer)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+        self.runtime.abort(request_ids)
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def probe(self) -> float:
+        return 0.0
+
+    async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
+        await self.runtime.pause(mode)
+
+    async def resume(self) -> None:
+        self.runtime.resume()
+
+    async def is_paused(self) -> bool:
+        return self.runtime.pause_mode is not None
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return self._served.model.detokenize(token_ids)
+
+    async def close(self) -> None:
+        self._pace.cancel()
+
+
+async def in_virtual_time(clock: VirtualClock, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Move the clock until the work is done."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        await clock.advance(TICK_S)
+    return task.result()

@@ -1,0 +1,107 @@
+"""The house of switches under an optical fabric of virtual switches: four servers of one GPU generate, each below a
+ToR of its own. Virtual time."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from switch_house import House
+
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
+from orchestrrl.fabric.coordinator import Coordinator, Rules
+from orchestrrl.fabric.generation_circuits import GenCircuits, Volumes
+from orchestrrl.fabric.operator_overrides import OperatorsWord
+from orchestrrl.fabric.switch_reader import Glass
+from orchestrrl.fabric.windows import TraceHub
+from orchestrrl.fleet.redeployment.controller import Switching
+from orchestrrl.fleet.redeployment.steps import StepKind
+from planner.cost.models import model_named
+from planner.fabric.commit_times import CommitTimes
+from planner.fabric.generate import regular_site
+from planner.fabric.materialize import materialize
+from planner.fabric.model import port_pair
+from planner.fabric.shape import Shape
+from planner.fabric.topology import Device
+
+FIRST_GPU = 4  # those before are of the PoD that trains
+TORS = tuple(f"gen0/b{server}-r0" for server in range(4))
+MESH = {(a, b): 1 for n, a in enumerate(TORS) for b in TORS[n + 1 :]}
+PAIRS = {TORS[:2]: 3, TORS[2:]: 3}  # what two engines of two GPUs need
+PORTS = 32
+
+
+class FabricHouse:
+    """`daemon()` is the house's, with circuits that follow."""
+
+    def __init__(self, house: House, *, device_s: float = 0.025, within_s: float = 10.0, first_gpu: int = FIRST_GPU):
+        self.house = house
+        self.clock = house.clock
+        device = Device("tested", device_s, PORTS)
+        shape = Shape(
+            1, 1, 4, 1, 1, servers_per_tor=1, tor_uplinks=4, core_lanes=8, response_lanes=4, agg_device=device
+        )
+        self.site = regular_site(shape)
+        options: dict[str, Any] = {"ports": PORTS, "connectivity": "any_to_any", "reconfiguration_s": device_s}
+        self.switches = {each.id: VirtualSwitch(each.id, clock=self.clock, **options) for each in self.site.switches}
+        self.agg = self.switches[next(each.id for each in self.site.switches if each.pod == "gen0")]
+        self.within_s = within_s
+        self.first_gpu = first_gpu
+        self.let_in_under: list[dict[tuple[str, str], int]] = []  # circuits, each time that requests were let in
+        self.fabric: Any = None
+        self.gen: Any = None
+
+    @asynccontextmanager
+    async def daemon(self) -> AsyncIterator[Switching]:
+        async with self.house.daemon() as switching:
+            plane = self.house.plane
+            self.fabric = fabric = Coordinator(
+                self.site,
+                Glass(self.site, dict(self.switches)),
+                CircuitExecutor({str(id): switch for id, switch in self.switches.items()}, plane.journal, self.clock),
+                TraceHub(self.clock),
+                OperatorsWord(self.site, plane.journal, self.clock),
+                plane.holds,
+                plane.journal,
+                self.clock,
+                materialise=lambda intent, state: materialize(self.site, intent, state),
+                mode=lambda: plane.mode,
+                times=CommitTimes({switch.id: switch.device.reconfiguration_s for switch in self.site.switches}),
+                rules=Rules(),
+            )
+            volumes = Volumes(model_named("qwen2.5-14b"), 1e6, self.first_gpu)
+            self.gen = plane.gen_circuits = GenCircuits(fabric, volumes, self.clock, self.within_s)
+            add_engine = plane.state.add_engine
+
+            def added(facts: Any) -> None:
+                self.let_in_under.append(self.circuits())
+                add_engine(facts)
+
+            plane.state.add_engine = added
+            running = asyncio.create_task(fabric.run())
+            try:
+                await self.clock.advance(0.1)
+                yield switching
+            finally:
+                running.cancel()
+                with suppress(asyncio.CancelledError):
+                    await running
+
+    def circuits(self) -> dict[tuple[str, str], int]:
+        """Between ToRs of the PoD that generates, as the glass has them."""
+        cabling = self.site.agg_cabling(self.site.tors[-1].pod)
+        found: Counter[tuple[str, str]] = Counter()
+        for id, switch in self.switches.items():
+            for each in switch.glass.circuits():
+                pair = each.cross_connect
+                ends = cabling.ends(port_pair(id, pair.ingress_port, pair.egress_port))
+                if ends is not None and all(end in TORS for end in ends):
+                    found[ends] += 1
+        return dict(found)
+
+    def admitted(self) -> str:
+        """What the admit step of the last switch said."""
+        steps = self.house.switching.report().steps
+        return str([each.detail for each in steps if each.step.kind is StepKind.ADMIT and each.detail][-1])

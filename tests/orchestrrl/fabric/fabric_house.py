@@ -1,0 +1,406 @@
+"""A site's switches, agents and coordinator in virtual time: `async with house(tmp_path) as house: ...`.
+
+Switches are virtual ones; agents say what a test has them say, each by a clock of its own; the journal is a real file.
+`kill` drops a daemon as the system does: nothing of it runs any more, and nothing is put in order.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from ocs_drivers.cross_connect_model import Glass as VirtualGlass
+from ocs_drivers.faults import Fault
+from ocs_drivers.model import CircuitState, Connectivity, CrossConnect
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.pause_registry import HoldBook
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
+from orchestrrl.fabric.coordinator import Coordinator, Routing, Rules
+from orchestrrl.fabric.operator_overrides import OperatorsWord
+from orchestrrl.fabric.period_queue import Announced
+from orchestrrl.fabric.periods import PeriodReport
+from orchestrrl.fabric.site import read_site
+from orchestrrl.fabric.switch_reader import Glass, device_pairs
+from orchestrrl.fabric.windows import Arm, Disarm, Ping, Stream, TraceHub
+from planner.fabric.clocks import Exchange
+from planner.fabric.commit_times import CommitTimes
+from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.materialize import materialize
+from planner.fabric.model import OcsId, Pair, PortPair
+from planner.fabric.plan import FabricPlan, FabricState
+from planner.fabric.slack import Remaining
+from planner.fabric.topology import Site
+from planner.fabric.windows import Window
+from planner.model import Hold, Mode
+
+T = TypeVar("T")
+
+SITE = Path(__file__).parents[3] / "deploy/examples/site.yaml"
+START_S = 1000.0
+
+
+def train(name: str, *groups: Iterable[int], job: str = "", operation: Operation = Operation.DP) -> Intent:
+    traffic = Traffic(operation, Primitive.ALL_TO_ALL, tuple(map(tuple, groups)), 4e9)
+    return Intent(name, Stage.TRAIN, (traffic,), job=job)
+
+
+# Three periods that want different circuits: over the core, of one rail to the other in each PoD, and of one PoD alone.
+OVER_CORE = train("gradients", range(0, 16, 2), range(1, 16, 2))
+ACROSS_RAILS = train("experts", *((i, i + 3) for i in range(0, 16, 4)), operation=Operation.EP)
+GEN = Intent(
+    "generation", Stage.GEN, (Traffic(Operation.EP, Primitive.ALL_TO_ALL, (tuple(range(16, 24)),), 4e9),), job=""
+)
+SYNC = Intent(
+    "sync",
+    Stage.WEIGHT_SYNC,
+    (Traffic(Operation.WEIGHT_SYNC, Primitive.BROADCAST, ((0,),), 8e9, receivers=(tuple(range(16, 32)),)),),
+)
+
+
+class RestingClock(VirtualClock):
+    """Time goes on only when nothing is left to run at this instant."""
+
+    async def _settle(self) -> None:
+        ready: deque[Any] = cast(Any, asyncio.get_running_loop())._ready
+        for _ in range(100_000):
+            await asyncio.sleep(0)
+            if not ready:
+                return
+        raise AssertionError("at this instant something runs for ever")
+
+
+class Killed(BaseException):
+    """The daemon is no more. Not an Exception: nothing in it may catch it."""
+
+
+class MortalJournal(Journal):
+    """Is full, or kills its daemon, at the n-th entry from now: before it is written or right after."""
+
+    full_in: int | None = None
+    kill_in: int | None = None
+    kill_after: bool = False
+    on_kill: Callable[[], None] = lambda: None
+
+    def append(self, at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+        if self.full_in is not None:
+            self.full_in -= 1
+            if self.full_in < 0:
+                from orchestrrl.core.errors import Permanent
+
+                raise Permanent("database or disk is full")
+        if self.kill_in is not None:
+            self.kill_in -= 1
+            if self.kill_in < 0:
+                if self.kill_after and self.kill_in == -1:
+                    super().append(at_s, kind, subject, body)
+                self.on_kill()
+                raise Killed
+        return super().append(at_s, kind, subject, body)
+
+
+@dataclass
+class Agent:
+    """One host's, whose clock is `ahead_s` of the daemon's. Answers pings after `way_s` each way, and when it is armed
+    says again what it last found."""
+
+    hub: TraceHub
+    clock: VirtualClock
+    name: str
+    jobs: Mapping[str, frozenset[int]]
+    ahead_s: float = 0.0
+    way_s: float = 0.0
+    armed: dict[int, Arm] = field(default_factory=dict)
+    found: dict[str, Remaining | Hold] = field(default_factory=dict)
+    stream: Stream | None = None
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def attach(self) -> None:
+        self.armed.clear()
+        self.stream = self.hub.attach(self.name, self.jobs)
+        self._tasks = [asyncio.create_task(self.stream.ping()), asyncio.create_task(self._obey(self.stream))]
+
+    def leave(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self.stream is not None:
+            self.stream.end()
+
+    @property
+    def now_s(self) -> float:
+        return self.clock.now_s() + self.ahead_s
+
+    def quiet(self, length_s: float, job: str = "", since_s: float = 0.0) -> None:
+        """From `since_s` ago, for `length_s` from now."""
+        self._says(job, Remaining(3, self.now_s - since_s, self.now_s + length_s, 20, 0.01))
+
+    def busy(self, job: str = "") -> None:
+        self._says(job, Hold("traffic", "rank 0: DP is under way"))
+
+    def _says(self, job: str, word: Remaining | Hold) -> None:
+        self.found[job] = word
+        if self.stream is not None and any(arm.job == job for arm in self.armed.values()):
+            self.stream.says(job, self.now_s, min(self.jobs.get(job, {0})), word)
+
+    async def _obey(self, stream: Stream) -> None:
+        while (order := await stream.next_order()) is not None:
+            match order:
+                case Arm():
+                    self.armed[order.id] = order
+                    if order.job in self.found:
+                        stream.says(order.job, self.now_s, 0, self.found[order.job])
+                case Disarm():
+                    self.armed.pop(order.id, None)
+                case Ping():
+                    await self.clock.sleep(self.way_s)
+                    received_s = self.now_s
+                    await self.clock.sleep(self.way_s)
+                    stream.answers(Exchange(order.sent_s, received_s, received_s, self.clock.now_s()))
+
+
+@dataclass
+class Sent:
+    """A command at a switch. `window`: what the hub called one at that instant. `trains`: it needs one."""
+
+    at_s: float
+    switch: OcsId
+    window: Window | Hold | None
+    trains: bool = False
+
+
+class House:
+    """`period`s are announced, `pass_time` lets them come about."""
+
+    def __init__(
+        self,
+        folder: Path,
+        site: Site,
+        *,
+        connectivity: Connectivity = Connectivity.ANY_TO_ANY,
+        reconfiguration_s: float = 0.025,
+        rules: Rules | None = None,
+    ) -> None:
+        self.site = site
+        self.clock = RestingClock(START_S)
+        self.rules = rules or Rules(within_s=2.0, boundary_within_s=5.0)
+        self.mode = Mode.ACT
+        self.routing: Routing | None = None
+        self.sent: list[Sent] = []
+        self.plans: list[tuple[FabricState, FabricPlan]] = []
+        self._folder = folder
+        count = 2 if connectivity is Connectivity.INGRESS_EGRESS else 1
+        self.switches = {
+            switch.id: VirtualSwitch(
+                switch.id,
+                clock=self.clock,
+                ports=32 * count,
+                connectivity=connectivity,
+                reconfiguration_s=reconfiguration_s,
+                command_timeout_s=0.5,
+                lock_timeout_s=1.0,
+                link_timeout_s=0.2,
+                tune_timeout_s=0.3,
+            )
+            for switch in site.switches
+        }
+        for id, switch in self.switches.items():
+            self._note_commands(id, switch)
+        self.agents: list[Agent] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.journal: MortalJournal
+
+    # --- the daemon
+
+    def start(self) -> None:
+        """A daemon, with the journal of the one before."""
+        self.journal = MortalJournal(self._folder / "journal.sqlite", self.clock.now_s())
+        self.journal.on_kill = self._die
+        self.hub = TraceHub(self.clock)
+        self.holds = HoldBook(self.journal, self.clock)
+        self.circuits = CircuitExecutor(cast(Any, self.switches), self.journal, self.clock)
+        self.circuits.recover()
+        self.word = OperatorsWord(self.site, self.journal, self.clock)
+        self.glass = Glass(self.site, self.switches, self.clock, self.circuits.owners)
+        self.coordinator = Coordinator(
+            self.site,
+            self.glass,
+            self.circuits,
+            self.hub,
+            self.word,
+            self.holds,
+            self.journal,
+            self.clock,
+            materialise=self._materialise,
+            mode=lambda: self.mode,
+            times=CommitTimes(dict.fromkeys(self.switches, 0.025)),
+            rules=self.rules,
+            routing=self.routing,
+        )
+        self._tasks = [asyncio.create_task(self.circuits.run()), asyncio.create_task(self.coordinator.run())]
+        for agent in self.agents:
+            agent.hub = self.hub
+            agent.attach()
+
+    def _die(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def kill(self) -> None:
+        """What it still does on its way out is not written down, and goes to no switch."""
+        self.journal.kill_in = 0
+        for agent in self.agents:
+            agent.leave()
+        dead = {id: switch.commit for id, switch in self.switches.items()}
+        for switch in self.switches.values():
+            switch.commit = _never  # type: ignore[method-assign]
+        self._die()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError, Killed):
+                await task
+        for id, commit in dead.items():
+            self.switches[id].commit = commit  # type: ignore[method-assign]
+        self.journal.close()
+
+    async def until_killed(self, life: Coroutine[Any, Any, None], entries: int) -> bool:
+        """Whether it was, before its life was over."""
+        self.journal.kill_in = entries
+        try:
+            await life
+        except Killed:
+            return True
+        return self.journal.kill_in < 0
+
+    async def stop(self) -> None:
+        for agent in self.agents:
+            agent.leave()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.journal.close()
+
+    # --- what is done in it
+
+    async def pass_time(self, duration_s: float) -> None:
+        await self.clock.advance(duration_s)
+
+    async def during(self, work: Awaitable[T]) -> T:
+        """It needs time that passes."""
+        under_way = asyncio.ensure_future(work)
+        while not under_way.done():
+            await self.pass_time(0.005)
+        return await under_way
+
+    async def over(self, period: Announced, within_s: float = 30.0) -> PeriodReport:
+        until_s = self.clock.now_s() + within_s
+        while not period.report.over and self.clock.now_s() < until_s:
+            await self.pass_time(0.005)
+        assert period.report.over, period.report
+        return period.report
+
+    async def at_boundary(self, intent: Intent) -> PeriodReport:
+        return await self.over(self.coordinator.expect(intent, boundary=True))
+
+    async def in_window(self, intent: Intent) -> PeriodReport:
+        """With all agents quiet for long."""
+        for agent in self.agents:
+            for job in agent.jobs:
+                agent.quiet(60.0, job)
+        period = self.coordinator.expect(intent)
+        while not period.report.over:
+            await self.pass_time(0.5)
+            for agent in self.agents:  # agents say it anew, as words grow old
+                for job in agent.jobs:
+                    agent.quiet(60.0, job)
+        return period.report
+
+    def agent(self, name: str, ranks: Iterable[int], job: str = "", **more: Any) -> Agent:
+        made = Agent(self.hub, self.clock, name, {job: frozenset(ranks)}, **more)
+        self.agents.append(made)
+        made.attach()
+        return made
+
+    def fail(self, switch: str, fault: Fault) -> None:
+        self.switches[OcsId(switch)].glass.inject(fault)
+
+    # --- what is seen in it
+
+    def up(self, lit: bool = False) -> frozenset[PortPair]:
+        """By the glass itself: all that is there, or that whose mirrors have come to rest. A cross-connect of which
+        one way is missing raises."""
+        found: set[PortPair] = set()
+        for id, switch in self.switches.items():
+            facts = switch.glass.facts
+            circuits = switch.glass.circuits()
+            shown = {each.cross_connect for each in circuits if not lit or each.state is CircuitState.TUNED}
+            for pair in shown:
+                whole = self._of_site(id, pair)
+                is_whole = set(device_pairs(facts, whole)) <= shown
+                assert is_whole or lit, f"half of {whole}"
+                if is_whole:
+                    found.add(whole)
+        return frozenset(found)
+
+    def up_anyhow(self) -> frozenset[PortPair]:
+        """What is there, be it one way only."""
+        return frozenset(
+            self._of_site(id, circuit.cross_connect)
+            for id, switch in self.switches.items()
+            for circuit in switch.glass.circuits()
+        )
+
+    def switches_glass(self, switch: str) -> VirtualGlass:
+        return self.switches[OcsId(switch)].glass
+
+    def pairs(self) -> set[Pair]:
+        """That light can pass between now."""
+        ends = {self.coordinator.ends(each) for each in self.up(lit=True)}
+        return {pair for pair in ends if pair is not None}
+
+    def _of_site(self, id: OcsId, pair: CrossConnect) -> PortPair:
+        facts = self.switches[id].glass.facts
+        offset = 0 if facts.connectivity is Connectivity.ANY_TO_ANY else len(facts.ingress_ports)
+        one, other = sorted((pair.ingress_port, pair.egress_port - offset))
+        return PortPair(id, one, other)
+
+    def written(self, *kinds: Kind) -> list[Mapping[str, Any]]:
+        return [entry.body for entry in self.journal.tail(1000, kinds)]
+
+    def _materialise(self, intent: Intent, state: FabricState) -> FabricPlan | Hold:
+        plan = materialize(self.site, intent, state)
+        if isinstance(plan, FabricPlan):
+            self.plans.append((state, plan))
+        return plan
+
+    def _note_commands(self, id: OcsId, switch: VirtualSwitch) -> None:
+        """Of each commit the instant, with what hub and coordinator know then."""
+        really = switch.commit
+
+        async def commit(diff: Any, expect_revision: int) -> Any:
+            now = self.coordinator.changing
+            window = None
+            if now is not None and now.intent.stage is Stage.TRAIN:
+                window = self.hub.window(now.intent.job, now.intent.ranks)
+            if expect_revision == diff.revision:  # else a change that was begun is brought to its end
+                trains = now is not None and now.intent.stage is Stage.TRAIN
+                self.sent.append(Sent(self.clock.now_s(), id, window, trains))
+            return await really(diff, expect_revision)
+
+        switch.commit = commit  # type: ignore[method-assign]
+
+
+async def _never(diff: Any, expect_revision: int) -> Any:
+    raise Killed
+
+
+@asynccontextmanager
+async def house(folder: Path, **more: Any) -> AsyncIterator[House]:
+    made = House(folder, read_site(SITE), **more)
+    made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()

@@ -1,0 +1,145 @@
+"""A site's house whose coordinator has packets follow circuits, on virtual ToRs that light joins: `RoutedHouse`."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from fabric_house import House
+
+from ocs_drivers.model import CircuitState
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.fabric.packet_routing import FabricRouting
+from orchestrrl.fabric.rerouting import Limits, Steering
+from orchestrrl.fabric.route_drivers.virtual import VirtualRouterDriver
+from orchestrrl.fabric.switch_reader import Glance
+from planner.fabric.light import Interface, Lit, fibres_of, interfaces_at, links_up
+from planner.fabric.masks import Port
+from planner.fabric.model import OcsId, PortPair
+from planner.fabric.steering import Domain, Link, Router
+
+STEP_S = 0.001
+LOOK_AGAIN_S = 1.0
+
+
+async def inline(work: Any) -> Any:
+    return work()
+
+
+class Light:
+    """Joins the interfaces of virtual ToRs as the mirrors of virtual switches have it, and looks for packets that are
+    sent into the dark."""
+
+    def __init__(self, house: House) -> None:
+        self.house = house
+        tors = [tor.id for tor in house.site.tors]
+        names = {tor: [f"swp{k}" for k, _ in enumerate(fibres_of(house.site, tor), start=1)] for tor in tors}
+        self.interfaces = interfaces_at(house.site, names)
+        self.routers = {
+            tor: VirtualRouterDriver(tor, clock=house.clock, address=f"192.0.2.{n}", interfaces=names[tor])
+            for n, tor in enumerate(tors, start=1)
+        }
+        self.domain = Domain({tor: Router(f"192.0.2.{n}", (f"10.0.{n}.0/24",)) for n, tor in enumerate(tors, start=1)})
+        self.dark: list[str] = []  # what was sent where nobody is
+        self.joined: dict[Link, Lit] = {}
+        self.cut: set[Link] = set()  # fibres that somebody has pulled
+        self.broken: set[Port] = set()  # ports whose fibre lets no light through
+        self.plugged = dict(self.interfaces)  # what is really behind each port
+        self.own: set[Interface] = set()
+        self._lit: tuple[frozenset[PortPair], tuple[Lit, ...]] = (frozenset(), ())
+
+    def up(self) -> frozenset[PortPair]:
+        return frozenset(
+            PortPair(id, *sorted((each.cross_connect.ingress_port, each.cross_connect.egress_port)))
+            for id, switch in self.house.switches.items()
+            for each in switch.glass.circuits()
+            if each.state is CircuitState.TUNED
+        )
+
+    def lit(self) -> tuple[Lit, ...]:
+        up = self.up()
+        if self._lit[0] != up:
+            lits = links_up(self.house.site, up, self.plugged)
+            ports = {lit: {(pair.switch, port) for pair in lit.over for port in pair.ports} for lit in lits}
+            self._lit = (up, tuple(lit for lit in lits if self.broken.isdisjoint(ports[lit])))
+        return self._lit[1]
+
+    def back(self) -> set[Interface]:
+        """Where a ToR gets its own light."""
+        found: set[Interface] = set()
+        for pair in self.up():
+            one, other = ends = [(pair.switch, port) for port in pair.ports]
+            if self.broken.isdisjoint(ends) and self.plugged.keys() >= set(ends):
+                same = self.plugged[one][0] == self.plugged[other][0]
+                found |= {self.plugged[one], self.plugged[other]} if same else set()
+        return found
+
+    def swap(self, one: Port, other: Port) -> None:
+        """Plug each of two fibres in where the other belongs."""
+        self.plugged[one], self.plugged[other] = self.plugged[other], self.plugged[one]
+        self._lit = (frozenset(), ())
+
+    def links(self) -> frozenset[Link]:
+        return frozenset(each.link for each in self.lit())
+
+    def shine(self) -> None:
+        lit = {each.link: each for each in self.lit() if each.link not in self.cut}
+        for link in [*self.joined]:
+            if link not in lit:
+                self.routers[link.a].device.part(link.interface_a)
+                del self.joined[link]
+        back = self.back()
+        for tor, interface in back ^ self.own:
+            self.routers[tor].device.set_signal(interface, (tor, interface) in back)
+        self.own = back
+        for link in lit:
+            if link not in self.joined:
+                self.routers[link.a].device.join(link.interface_a, self.routers[link.b].device, link.interface_b)
+                self.joined[link] = lit[link]
+        for tor, driver in self.routers.items():
+            for route in driver.device.routes.values():
+                self.dark += [f"{tor}: {hop}" for hop in route.next_hops if driver.device.answering(hop) is None]
+
+    async def run(self) -> None:
+        while True:
+            self.shine()
+            await self.house.clock.sleep(STEP_S)
+
+
+class RoutedHouse(House):
+    """Whose coordinator has packets follow circuits."""
+
+    def start(self) -> None:
+        self.light = Light(self)
+        self.routes = Journal(self._folder / "routes.sqlite", self.clock.now_s())
+        self.routing = self.follower = self.following()
+        super().start()
+        self.tending = asyncio.create_task(self.follower.tend())
+        self._tasks += [asyncio.create_task(self.light.run()), self.tending]
+
+    def following(self, unread: frozenset[OcsId] = frozenset()) -> FabricRouting:
+        async def look() -> Glance:
+            glance = await self.glass.look()
+            kept = frozenset(pair for pair in glance.cross_connects if pair.switch not in unread)
+            return replace(glance, cross_connects=kept, unread=dict.fromkeys(unread, "no route to host"))
+
+        limits = Limits(link_up_s=0.2, neighbour_s=0.1)
+        steering = Steering(self.light.routers, self.light.domain, self.clock, limits)
+        return FabricRouting(
+            self.site,
+            self.light.interfaces,
+            steering,
+            look,
+            self.routes,
+            self.clock,
+            look_again_s=LOOK_AGAIN_S,
+            offload=inline,
+        )
+
+    async def stop(self) -> None:
+        await super().stop()
+        self.routes.close()
+
+    @property
+    def routed(self) -> frozenset[Link]:
+        assert self.follower.routed is not None
+        return frozenset(self.follower.routed.links)

@@ -1,0 +1,372 @@
+"""Switches that do not do as they are told, packets that stay on circuits, a journal that is full."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, House, house
+
+from ocs_drivers.errors import Conflict
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import Change, Connectivity, Diff, Reading
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.journal.store import Kind
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
+from orchestrrl.fabric.periods import PeriodState
+from planner.fabric.materialize import validate
+from planner.fabric.model import OcsId, PortPair
+from planner.fabric.plan import FabricState
+from planner.fabric.transition import TransitionStage
+
+CORE = OcsId("core0")
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[House]:
+    async with house(tmp_path) as made:
+        made.agent("n0", range(16))
+        await made.pass_time(0.1)
+        yield made
+
+
+def sound(site: House) -> bool:
+    """Nothing is open, and what is shown is what is."""
+    assert site.circuits.open == ()
+    assert site.journal.open_operations(Kind.CIRCUITS_INTENT) == []
+    assert site.coordinator.glance.cross_connects == site.up()
+    ports = [(each.switch, port) for each in site.up() for port in each.ports]
+    assert len(ports) == len(set(ports))
+    return True
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(FaultKind.PARTIAL_COMMIT, items=1),
+        Fault(FaultKind.PARTIAL_COMMIT, items=1, silent=True),
+        Fault(FaultKind.DROP_CONNECTION),
+        Fault(FaultKind.DROP_COMMAND),
+        Fault(FaultKind.SLOW_ANSWER, delay_s=0.3),
+        Fault(FaultKind.SLOW_ANSWER, delay_s=0.8),
+        Fault(FaultKind.RESTART),
+    ],
+    ids=lambda fault: f"{fault.kind}{'-silent' if fault.silent else ''}{fault.delay_s or ''}",
+)
+@pytest.mark.parametrize("connectivity", list(Connectivity))
+async def test_a_passing_fault_does_not_keep_a_period_from_its_circuits(
+    tmp_path: Path, fault: Fault, connectivity: Connectivity
+) -> None:
+    async with house(tmp_path, connectivity=connectivity) as site:
+        site.agent("n0", range(16))
+        await site.in_window(OVER_CORE)
+        site.fail("core0", fault)
+        report = await site.in_window(ACROSS_RAILS)
+        assert report.state is PeriodState.COMMITTED, report
+        assert sound(site)
+        assert site.plans[-1][1].cross_connects == site.up()
+
+
+async def test_what_has_come_to_nothing_is_not_repeated_outside_a_window(site: House) -> None:
+    """The switch says yes and does nothing, which takes a while to be seen."""
+    await site.in_window(OVER_CORE)
+    before, so_far = site.up(), len(site.sent)
+    for switch in site.switches:
+        site.fail(switch, Fault(FaultKind.PARTIAL_COMMIT, items=0, silent=True))
+    period = site.coordinator.expect(ACROSS_RAILS)
+    while len(site.sent) == so_far:
+        await site.pass_time(0.001)
+    site.agents[0].busy()
+    await site.pass_time(1.0)
+    assert site.up() == before
+    assert period.report.state is PeriodState.WAITING
+    (commit,) = period.report.commits
+    assert "nothing took, the switch is as it was" in commit.detail
+    site.agents[0].quiet(10.0)
+    assert (await site.over(period)).state is PeriodState.COMMITTED
+    assert sound(site)
+
+
+async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: House) -> None:
+    site.fail("core0", Fault(FaultKind.STICK_MIRROR, 1))
+    report = await site.in_window(OVER_CORE)
+    assert (report.state, report.code) == (PeriodState.COMMITTED, "committed")
+    failed, *rest = report.commits
+    assert not failed.done
+    assert "core0: add " in failed.detail
+    assert "rolled back, the switch is as it was" in failed.detail
+    assert all(commit.done for commit in rest)
+    assert any(note.startswith("not used for 60 s, nothing came up there: core0:1") for note in report.notes)
+    assert sound(site)
+    assert not any(1 in each.ports for each in site.up() if each.switch == CORE)
+    await site.pass_time(60.0)
+    site.fail("core0", Fault(FaultKind.MEND_PORT, 1))
+    assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
+    assert any(1 in each.ports for each in site.up() if each.switch == CORE)
+
+
+async def test_a_switch_that_never_does_as_told_fails_the_period_and_what_was_up_is_up(site: House) -> None:
+    await site.in_window(OVER_CORE)
+    glass = site.switches[CORE].glass
+    for port in range(1, 33):
+        glass.inject(Fault(FaultKind.STICK_MIRROR, port))
+    before = {each for each in site.up() if each.switch == CORE}
+    report = await site.in_window(ACROSS_RAILS)
+    assert (report.state, report.code) == (PeriodState.FAILED, "switch_failed")
+    assert {each for each in site.up() if each.switch == CORE} == before
+    assert sound(site)
+    assert site.coordinator.period == ""  # neither the one nor the other
+
+
+async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: House) -> None:
+    await site.in_window(OVER_CORE)
+    before = {each for each in site.up() if each.switch == CORE}
+    wire = site.switches[CORE]._wire
+    really = wire.open
+
+    async def open() -> None:
+        from ocs_drivers.errors import Retryable as NoRoute
+
+        raise NoRoute("no route to host")
+
+    wire.open = open  # type: ignore[method-assign]
+    await site.switches[CORE].close()
+    report = await site.in_window(ACROSS_RAILS)
+    assert report.state is PeriodState.COMMITTED
+    assert CORE in site.coordinator.glance.unread
+    assert {each for each in site.up() if each.switch == CORE} == before
+    wire.open = really  # type: ignore[method-assign]
+    assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
+    assert sound(site)
+
+
+async def test_where_one_switch_refuses_nothing_is_begun_on_the_others(site: House) -> None:
+    async def plan(*_: object) -> Diff:
+        raise Conflict(["somebody has locked it"], device=CORE)
+
+    site.switches[CORE].plan = plan  # type: ignore[assignment, method-assign]
+    report = await site.in_window(OVER_CORE)
+    assert (report.state, report.code) == (PeriodState.KEPT, "switch_refused")
+    assert report.detail == "core0: somebody has locked it"
+    results = site.written(Kind.CIRCUITS_RESULT)
+    why = "was not begun: another switch could not be prepared: core0: somebody has locked it"
+    assert {(body["done"], body["detail"]) for body in results} == {(False, why)}
+    assert site.up() == set()
+    assert sound(site)
+
+
+async def test_a_switch_that_hangs_holds_up_one_look_only(site: House) -> None:
+    hangs = asyncio.Event()
+    switch = site.switches[CORE]
+    really = switch.cross_connects
+
+    async def cross_connects() -> Reading:
+        await hangs.wait()
+        return await really()
+
+    switch.cross_connects = cross_connects  # type: ignore[method-assign]
+    first = await site.at_boundary(GEN)
+    second = await site.at_boundary(SYNC)
+    assert first.ended_s is not None
+    assert second.ended_s is not None
+    assert first.ended_s - first.announced_s >= 5.0  # once
+    assert second.ended_s - second.announced_s < 0.5
+    assert site.coordinator.glance.unread == {CORE: "has not answered within 5 s"}
+    hangs.set()
+    await site.pass_time(0.01)
+    assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
+    assert site.coordinator.glance.unread == {}
+    assert sound(site)
+
+
+async def test_a_switch_that_goes_away_while_a_period_waits_is_planned_around(site: House) -> None:
+    site.agents[0].busy()
+    period = site.coordinator.expect(OVER_CORE)
+    await site.pass_time(0.1)
+    site.fail("core0", Fault(FaultKind.FAIL_PORT, 1))
+    site.agents[0].quiet(10.0)
+    report = await site.over(period)
+    assert report.state is PeriodState.COMMITTED
+    assert sound(site)
+    assert not any(1 in each.ports for each in site.up() if each.switch == CORE)
+
+
+async def test_pairs_that_a_failure_leaves_dark_are_told(site: House) -> None:
+    """The switch cannot be brought back either: the port fails while the change waits for a mirror."""
+    await site.at_boundary(GEN)
+    glass = site.switches[OcsId("gen0/agg0")].glass
+    for port in range(1, 13):
+        glass.inject(Fault(FaultKind.STICK_MIRROR, port))
+    before = site.pairs()
+    report = await site.at_boundary(SYNC)
+    told = " ".join(report.notes) + report.detail
+    dark = before - site.pairs()
+    assert all(f"{a} - {b}" in told or (a, b) not in _wanted(site) for a, b in dark)
+    assert report.state in (PeriodState.FAILED, PeriodState.COMMITTED)
+
+
+def _wanted(site: House) -> set[object]:
+    return {site.coordinator.ends(each) for each in site.plans[-1][1].cross_connects}
+
+
+@dataclass
+class Router:
+    """Takes packets off and onto circuits. `refuses` so often; takes `drain_s`."""
+
+    clock: VirtualClock
+    drain_s: float = 0.001
+    refuses: int = 0
+    breaks: int = 0
+    prepared: int = 0
+    on: frozenset[PortPair] = frozenset()
+    words: list[str] = field(default_factory=list)
+
+    async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
+        self.prepared += 1
+
+    async def drain(self, going: Iterable[PortPair]) -> None:
+        await self.clock.sleep(self.drain_s)
+        self.on -= frozenset(going)
+        self.words.append("drain")
+        if self.refuses:
+            self.refuses -= 1
+            raise Retryable("not drained: tor1", 1.0)
+
+    async def steer(self, usable: Iterable[PortPair]) -> str:
+        await self.clock.sleep(0.002)
+        self.words.append("steer")
+        if self.breaks:
+            self.breaks -= 1
+            raise Permanent("no router answers")
+        self.on = frozenset(usable)
+        return ""
+
+
+@pytest.fixture
+async def routed(tmp_path: Path) -> AsyncIterator[House]:
+    async with house(tmp_path) as made:
+        made.routing = Router(made.clock)
+        await made.stop()
+        made.start()
+        made.agent("n0", range(16))
+        yield made
+
+
+def router(site: House) -> Router:
+    assert isinstance(site.routing, Router)
+    return site.routing
+
+
+async def test_packets_leave_before_circuits_go_and_come_when_they_are_up(routed: House) -> None:
+    await routed.in_window(OVER_CORE)
+    assert router(routed).words == ["steer"]
+    report = await routed.in_window(ACROSS_RAILS)
+    assert router(routed).words == ["steer", "drain", "steer"]
+    assert router(routed).on == routed.up()
+    assert report.commits[0].took[0].route_s == pytest.approx(0.003)
+    assert router(routed).prepared == 2
+
+
+async def test_circuits_that_packets_stay_on_are_not_touched(routed: House) -> None:
+    await routed.in_window(OVER_CORE)
+    before, so_far = routed.up(), len(routed.sent)
+    router(routed).refuses = 9
+    report = await routed.in_window(ACROSS_RAILS)
+    assert (report.state, report.code) == (PeriodState.KEPT, "not_drained")
+    assert routed.up() == before
+    assert len(routed.sent) == so_far
+    assert router(routed).on == before  # what was moved off them is brought back
+    assert routed.journal.open_operations(Kind.CIRCUITS_INTENT) == []
+    router(routed).refuses = 1
+    assert (await routed.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
+
+
+async def test_a_window_that_ends_while_packets_leave_is_not_used(routed: House) -> None:
+    await routed.in_window(OVER_CORE)
+    before = routed.up()
+    router(routed).drain_s = 0.3
+    period = routed.coordinator.expect(ACROSS_RAILS)
+    for _ in range(3):
+        routed.agents[0].quiet(0.2)
+        await routed.pass_time(0.1)
+        routed.agents[0].busy()
+        await routed.pass_time(0.4)
+    report = await routed.over(period)
+    assert (report.state, report.code) == (PeriodState.KEPT, "window_passed")
+    assert routed.up() == before == router(routed).on
+
+
+async def test_routers_that_fail_are_told_of(routed: House) -> None:
+    router(routed).breaks = 1
+    report = await routed.in_window(OVER_CORE)
+    assert report.state is PeriodState.COMMITTED
+    assert "packets cannot be steered: no router answers" in report.detail
+
+
+@pytest.mark.parametrize("entries", range(17))
+async def test_a_full_journal_stops_what_is_not_begun(site: House, entries: int) -> None:
+    """Entries of a period: its intent, five changes, whose circuits are and the result of each, and how it ended."""
+    site.journal.full_in = entries
+    try:
+        period = site.coordinator.expect(OVER_CORE)
+    except Permanent:
+        assert entries == 0
+    else:
+        site.agents[0].quiet(60.0)
+        report = await site.over(period)
+        assert report.state is (PeriodState.COMMITTED if entries >= 16 else PeriodState.FAILED)
+        if entries < 6:
+            assert site.sent == []
+            assert report.code == "not_recorded"
+    site.journal.full_in = None
+    await site.pass_time(6.0)  # what stayed open is written off, or found carried out
+    assert site.circuits.open == ()
+    assert site.journal.open_operations(Kind.CIRCUITS_INTENT) == []
+    assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
+    assert validate(site.site, FabricState(site.up()), site.up()) == ()
+
+
+async def test_nothing_is_written_between_a_window_and_its_command(site: House) -> None:
+    site.agents[0].busy()
+    period = site.coordinator.expect(OVER_CORE)
+    await site.pass_time(0.1)
+    site.journal.full_in = 0
+    opened_s = site.clock.now_s()
+    site.agents[0].quiet(10.0, since_s=0.01)
+    report = await site.over(period)
+    assert [(sent.at_s, sent.switch) for sent in site.sent] == [(opened_s, switch) for switch in sorted(site.switches)]
+    assert (report.state, report.code) == (PeriodState.FAILED, "not_recorded")
+
+
+async def test_a_prepared_change_is_committed_once(site: House) -> None:
+    executor: CircuitExecutor = site.circuits
+    change = await site.glass.change_of(CORE, (), [PortPair(CORE, 1, 5)])
+    operation = await executor.prepare(CORE, change, 60.0)
+    outcome = _run(site, executor.commit(operation))
+    assert (await outcome).done
+    with pytest.raises(Conflict, match="was begun or abandoned before"):
+        await executor.commit(operation)
+    executor.abandon(operation, "too late")
+    assert [body["done"] for body in site.written(Kind.CIRCUITS_RESULT)] == [True]
+
+    empty = await executor.prepare(CORE, change, 60.0)
+    outcome = await executor.commit(empty)
+    assert (outcome.done, outcome.detail) == (True, "was so already")
+    just_in_time = await executor.prepare(CORE, Change(disconnect=change.connect), 1.0)
+    await site.pass_time(1.0)
+    assert (await _run(site, executor.commit(just_in_time, begin_by_s=just_in_time.valid_until_s))).done
+    late = await executor.prepare(CORE, change, 1.0)
+    await site.pass_time(2.0)
+    with pytest.raises(Conflict, match="expired"):
+        await executor.commit(late)
+    assert [body["done"] for body in site.written(Kind.CIRCUITS_RESULT)] == [True, True, False]
+    assert site.up() == set()
+
+
+async def _run(site: House, work):  # type: ignore[no-untyped-def]
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        await site.pass_time(0.005)
+    return task.result()

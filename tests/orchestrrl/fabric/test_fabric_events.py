@@ -1,0 +1,143 @@
+"""Switches that tell of themselves are looked at at once, and what has failed is gone around, whoever noticed when."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from fabric_house import ACROSS_RAILS, OVER_CORE, House, house
+
+from ocs_drivers.errors import Retryable
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import Circuit, CircuitState, Connectivity, Event, EventKind
+from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.fabric.periods import PeriodState
+from orchestrrl.fabric.switch_events import LONGEST_PAUSE_S, SwitchEvents
+from planner.fabric.model import OcsId, PortPair
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[House]:
+    async with house(tmp_path) as site:
+        site.agent("n0", range(16))
+        await site.pass_time(0.1)
+        await site.in_window(OVER_CORE)
+        yield site
+
+
+def one(site: House, switch: str = "core0") -> PortPair:
+    return min(pair for pair in site.up() if pair.switch == switch)
+
+
+async def quiet(site: House, duration_s: float) -> None:
+    """Windows are open meanwhile."""
+    for _ in range(round(duration_s / 0.5)):
+        for agent in site.agents:
+            agent.quiet(60.0)
+        await site.pass_time(0.5)
+
+
+async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: House) -> None:
+    events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.look_soon())
+    listening = asyncio.create_task(events.run())
+    await quiet(site, 1.0)
+    pair = one(site)
+    site.fail("core0", Fault(FaultKind.FAIL_PORT, pair.port_a))
+    await quiet(site, 3.0)
+    assert (OcsId("core0"), pair.port_a) in site.coordinator.glance.failures.ports
+    assert pair not in site.up()
+    listening.cancel()
+
+
+async def test_a_port_that_fails_while_a_period_waits_is_not_tried_in_its_window(site: House) -> None:
+    """It is planned again, and the window is not spent on finding out."""
+    events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.look_soon())
+    listening = asyncio.create_task(events.run())
+    for agent in site.agents:
+        agent.busy()
+    period = site.coordinator.expect(ACROSS_RAILS)
+    await site.pass_time(0.5)
+    assert period.report.state is PeriodState.WAITING
+    first = site.plans[-1][1].cross_connects
+    port = min(pair for pair in first - site.up())
+    site.fail(port.switch, Fault(FaultKind.FAIL_PORT, port.port_a))
+    await site.pass_time(0.5)
+    assert period.report.state is PeriodState.WAITING
+    assert port not in site.plans[-1][1].cross_connects
+    for agent in site.agents:
+        agent.quiet(60.0)
+    report = await site.over(period)
+    assert report.state is PeriodState.COMMITTED, report
+    assert all(commit.done for commit in report.commits)
+    listening.cancel()
+
+
+async def test_a_port_that_failed_while_another_switch_was_silent_is_not_forgotten(site: House) -> None:
+    pair = one(site)
+    silent = site.switches[next(id for id in site.switches if id != "core0")]
+    ports = silent.ports
+
+    async def no_answer() -> NoReturn:
+        raise Retryable("no route to host")
+
+    silent.ports = no_answer  # type: ignore[method-assign]
+    site.fail("core0", Fault(FaultKind.FAIL_PORT, pair.port_a))
+    await quiet(site, 15.0)
+    assert silent.device in site.coordinator.glance.unread
+    assert pair in site.up()
+    silent.ports = ports  # type: ignore[method-assign]
+    await quiet(site, 15.0)
+    assert pair not in site.up()
+
+
+@pytest.mark.parametrize("connectivity", list(Connectivity))
+async def test_a_circuit_that_has_failed_carries_nothing(tmp_path: Path, connectivity: Connectivity) -> None:
+    """Its ports are well, by the switch's word."""
+    async with house(tmp_path, connectivity=connectivity) as site:
+        site.agent("n0", range(16))
+        await site.pass_time(0.1)
+        await site.in_window(OVER_CORE)
+        pair, core = one(site), site.switches[OcsId("core0")]
+        read = core.wire.read_circuits
+        (failed, *_) = site.glass.device_pairs(pair)
+
+        async def shown() -> Sequence[Circuit]:
+            return [
+                Circuit(each.cross_connect, CircuitState.FAILED) if each.cross_connect == failed else each
+                for each in await read()
+            ]
+
+        core.wire.read_circuits = shown  # type: ignore[method-assign]
+        glance = await site.coordinator.look()
+        assert {(OcsId("core0"), port) for port in pair.ports} <= glance.failures.ports
+
+
+class Telling(VirtualSwitch):
+    """Its events are those of a list; what is no event is raised."""
+
+    words: Sequence[Event | Exception] = ()
+
+    async def watch(self) -> AsyncGenerator[Event, None]:
+        for word in self.words:
+            if isinstance(word, Exception):
+                raise word
+            yield word
+        await asyncio.Event().wait()
+
+
+async def test_a_defect_of_one_driver_ends_nobodys_events(caplog: pytest.LogCaptureFixture) -> None:
+    clock = VirtualClock(1000.0)
+    broken, sound = Telling("broken", clock=clock), Telling("sound", clock=clock)
+    broken.words = [KeyError("port")]
+    heard: list[str] = []
+    listening = asyncio.create_task(SwitchEvents({"broken": broken, "sound": sound}, clock, heard.append).run())
+    await clock.advance(0.1)
+    assert heard == []
+    broken.words = [Event(1.0, EventKind.PORT, "port 3 failed", port=3)]
+    await clock.advance(LONGEST_PAUSE_S)
+    assert heard == ["broken", "broken"]  # it may have told something while nobody listened
+    assert "switch broken tells: port: port 3 failed" in caplog.text
+    assert caplog.text.count("nobody hears its events: KeyError") == 1
+    listening.cancel()

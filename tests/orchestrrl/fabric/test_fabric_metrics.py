@@ -1,0 +1,78 @@
+"""The fabric as Prometheus sees it."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from orchestrrl.core.pause_registry import Part
+from orchestrrl.fabric.metrics import defect_metrics, fabric_metrics, pause_metrics
+from orchestrrl.fabric.site import read_site
+from orchestrrl.fabric.switch_reader import Glance
+from planner.fabric.model import OcsId, port_pair
+from planner.fabric.plan import Failures
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def samples(metrics: Any) -> dict[tuple[str, ...], float]:
+    return {(sample.name, *sample.labels.values()): sample.value for metric in metrics for sample in metric.samples}
+
+
+def test_what_is_up_and_what_became_of_periods() -> None:
+    site = read_site(ROOT / "deploy" / "examples" / "site.yaml")
+    core, away = OcsId("core0"), OcsId("gen1/agg0")
+    glance = Glance(
+        frozenset({port_pair(core, 1, 5), port_pair(core, 500, 501)}),  # the second is between no fibres of the site
+        Failures(ports=frozenset({(core, 7)}), switches=frozenset({away})),
+        unread={away: "no answer"},
+    )
+    fabric: Any = SimpleNamespace(
+        site=site,
+        glance=glance,
+        counts=Counter({("committed", "committed"): 3, ("kept", "no_window"): 2}),
+        ends=site.core_cabling.ends,
+        times_of_switches=lambda: [(switch.id, 0.05, 3) for switch in site.switches],
+    )
+    seen = samples(fabric_metrics(fabric))
+    assert seen["orchestrrl_fabric_periods_total", "committed", "committed"] == 3
+    assert seen["orchestrrl_fabric_periods_total", "kept", "no_window"] == 2
+    assert seen["orchestrrl_fabric_circuits", core] == 1
+    assert ("orchestrrl_fabric_circuits", away) not in seen  # nobody knows
+    assert seen["orchestrrl_fabric_switch_unreachable", away] == 1
+    assert seen["orchestrrl_fabric_switch_unreachable", core] == 0
+    assert seen["orchestrrl_fabric_failed_ports", core] == 1
+    assert seen["orchestrrl_fabric_change_seconds", core] == 0.05
+
+
+def test_pauses() -> None:
+    seen = samples([pause_metrics({Part.SYNC: None})])
+    assert seen == {
+        ("orchestrrl_paused", "balancer"): 0,
+        ("orchestrrl_paused", "fabric"): 0,
+        ("orchestrrl_paused", "sync"): 1,
+    }
+
+
+def test_faults_of_our_own_are_counted_by_part() -> None:
+    plane: Any = SimpleNamespace(
+        circuits=SimpleNamespace(defects=2),
+        gen_circuits=None,
+        routing=SimpleNamespace(defects=0),
+        weights=SimpleNamespace(defects=1),
+        fabric=None,
+        defects=SimpleNamespace(
+            counts=Counter({"fast_loop": 3, "deployment": 1, "orchestrrl.v1.Control/GetStatus": 3})
+        ),
+    )
+    assert samples([defect_metrics(plane)]) == {
+        ("orchestrrl_defects_total", "orchestrrl.v1.Control/GetStatus"): 3,
+        ("orchestrrl_defects_total", "circuits"): 2,
+        ("orchestrrl_defects_total", "deployment"): 1,
+        ("orchestrrl_defects_total", "fast_loop"): 3,
+        ("orchestrrl_defects_total", "moves"): 0,
+        ("orchestrrl_defects_total", "plans"): 0,
+        ("orchestrrl_defects_total", "routes"): 0,
+        ("orchestrrl_defects_total", "slow_loop"): 0,
+        ("orchestrrl_defects_total", "weights"): 1,
+    }

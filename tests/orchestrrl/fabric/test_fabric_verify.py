@@ -1,0 +1,295 @@
+"""The fabric is held against its site, in virtual time: what `look` says, what `walk` lights, and what it leaves."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fabric_house import House
+from routed_house import RoutedHouse
+
+from ocs_drivers.errors import Retryable
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import Change, ChangeMode, Connectivity, CrossConnect
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.journal.store import Kind
+from orchestrrl.core.pause_registry import Part
+from orchestrrl.fabric.circuit_executor import CircuitOutcome
+from orchestrrl.fabric.route_drivers import virtual
+from orchestrrl.fabric.site import parse_site
+from orchestrrl.fabric.switch_reader import Glass
+from orchestrrl.fabric.verification import LIGHT_WITHIN_S, FabricVerifier, Verified
+from orchestrrl.lab.box.site import SITE
+from planner.fabric.cables import DARK, STRANGER, STRAY, WRONG_CABLE
+from planner.fabric.model import EndpointId, OcsId, PortPair
+
+# Ports 1-4 and 5-8 of either PoD's switch are of its two ToRs, 9-12 are its lanes; the core has those of `train0` on
+# 1-4 and those of `gen0` on 5-8.
+TRAIN, GEN, CORE = OcsId("train0/agg0"), OcsId("gen0/agg0"), OcsId("core0")
+R0, R1 = EndpointId("train0/r0"), EndpointId("train0/r1")
+INSIDE = PortPair(TRAIN, 1, 5)
+OVER_CORE = (PortPair(TRAIN, 2, 9), PortPair(CORE, 1, 5), PortPair(GEN, 1, 9))
+FIBRES = 32
+IN_USE = 8  # by those
+
+
+class VerifiedHouse(RoutedHouse):
+    """With the link `INSIDE` a PoD and one `OVER_CORE`."""
+
+    async def begin(self) -> None:
+        steering = self.follower.steering
+        self.late_signals = steering.signals
+        steering.signals = self.signals  # type: ignore[method-assign]
+        await self.connect(INSIDE, *OVER_CORE)
+        await self.during(self.follower.steer(self.light.up()))
+
+    async def signals(self) -> Any:
+        """By ToRs that notice at once when light comes or goes."""
+        self.light.shine()
+        return await self.late_signals()
+
+    async def connect(self, *pairs: PortPair) -> None:
+        for pair in pairs:
+            change = await self.glass.change_of(pair.switch, [], [pair])
+            assert (await self.during(self.circuits.change(pair.switch, change, ChangeMode.SAFE))).done
+
+    async def verify(self, walk: bool = False) -> Verified:
+        if walk:
+            self.holds.pause(Part.FABRIC, "fibres are looked at")
+        return await self.during(verifier(self, self.follower).verify(walk))
+
+    def lit_on(self, switch: OcsId, since: int = len(OVER_CORE) + 1) -> list[PortPair]:
+        """What was commanded there, in order, but for the first `since` changes."""
+        entries = self.journal.tail(1000, (Kind.CIRCUITS_INTENT,))[since:]
+        return [
+            PortPair(switch, *map(int, each.split(":")))
+            for entry in entries
+            if entry.body["switch"] == switch
+            for each in entry.body["add"]
+        ]
+
+
+def verifier(house: House, routing: object) -> FabricVerifier:
+    glass = Glass(house.site, house.switches, house.clock)
+    return FabricVerifier(house.coordinator, routing, house.circuits, glass, house.holds, house.clock)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[VerifiedHouse]:
+    made = VerifiedHouse(tmp_path, parse_site(SITE))
+    made.start()
+    await made.begin()
+    yield made
+    await made.stop()
+
+
+async def cut_off(house: House, switch: OcsId) -> None:
+    """Nobody gets through to it any more."""
+
+    async def open() -> None:
+        raise Retryable("no route to host")
+
+    house.switches[switch]._wire.open = open  # type: ignore[method-assign]
+    await house.switches[switch].close()
+
+
+def faults(found: Verified) -> list[tuple[str, str]]:
+    return [(fault.kind, fault.where) for fault in found.faults]
+
+
+async def test_a_look_at_a_sound_site_changes_nothing(house: VerifiedHouse) -> None:
+    sent = len(house.sent)
+    found = await house.verify()
+    others = "core0:2, core0:3, core0:4, core0:6, core0:7, core0:8 and 18 more"
+    why = f"no light shows where they end; --walk lights those that are free: {others}"
+    assert found == Verified((), 4, 2, IN_USE, FIBRES, (why,))
+    assert len(house.sent) == sent
+
+
+async def test_a_walk_lights_every_free_fibre_and_leaves_all_as_it_was(house: VerifiedHouse) -> None:
+    up, owned, began_s = house.up(), house.circuits.owners.owned(TRAIN), house.clock.now_s()
+    routed, sends = house.routed, [router.wire.sends for router in house.light.routers.values()]
+    assert await house.verify(walk=True) == Verified((), 4, 2, FIBRES, FIBRES)
+    lit = {switch: house.lit_on(switch) for switch in house.switches}
+    assert {port for pair in lit[TRAIN] for port in pair.ports} == {*range(1, 13)} - {1, 2, 5, 9}
+    assert {port for pair in lit[CORE] for port in pair.ports} == {*range(1, 9)} - {1, 5}
+    assert house.clock.now_s() - began_s < LIGHT_WITHIN_S * sum(map(len, lit.values())) / 4  # none longer than it takes
+    assert (house.up(), house.circuits.owners.owned(TRAIN)) == (up, owned)
+    # Packets stayed where they are, and are seen to again from then on.
+    assert (house.routed, house.light.dark) == (routed, [])
+    assert [router.wire.sends for router in house.light.routers.values()] == sends
+    house.light.cut.add(min(routed))
+    await house.pass_time(3.0)
+    assert house.routed == routed - {min(routed)}
+
+
+async def test_a_cable_in_use_that_is_mixed_up_with_a_free_one_is_found(house: VerifiedHouse) -> None:
+    house.light.swap((TRAIN, 1), (TRAIN, 4))
+    looked = await house.verify()
+    assert faults(looked) == [(WRONG_CABLE, "train0/agg0:1")]
+    assert looked.fibres == IN_USE - len(INSIDE.ports)
+    walked = await house.verify(walk=True)
+    assert faults(walked) == [(WRONG_CABLE, "train0/agg0:1"), (WRONG_CABLE, "train0/agg0:4")]
+    assert (walked.fibres, walked.not_seen) == (FIBRES - 3, ("in use or broken: train0/agg0:5",))
+
+
+async def test_who_answers_in_place_of_another_is_named(house: VerifiedHouse) -> None:
+    await house.connect(PortPair(GEN, 2, 5))
+    house.light.swap((TRAIN, 5), (GEN, 5))
+    found = await house.verify()
+    assert {fault.where: fault.what for fault in found.faults if fault.kind == STRANGER} == {
+        "train0/agg0:1": "train0/r1 should be seen at train0/r0/swp1: gen0/r1 answers there",
+        "train0/agg0:5": "train0/r0 should be seen at train0/r1/swp1: gen0/r0 answers there",
+        "gen0/agg0:2": "gen0/r1 should be seen at gen0/r0/swp2: train0/r1 answers there",
+        "gen0/agg0:5": "gen0/r0 should be seen at gen0/r1/swp1: train0/r0 answers there",
+    }
+
+
+async def test_light_that_does_not_come_is_waited_for_and_told(house: VerifiedHouse) -> None:
+    house.light.broken = {(TRAIN, 3), (CORE, 2)}
+    began_s = house.clock.now_s()
+    found = await house.verify(walk=True)
+    fibre, lane = found.faults
+    assert (fibre.kind, fibre.where) == (DARK, "train0/agg0:3")
+    assert fibre.what.endswith("does not get to train0/r0/swp3: it comes out nowhere")
+    assert (lane.kind, lane.where) == (DARK, "gen0/agg0:10")
+    assert lane.what.startswith("no light gets from it over core0:6 and core0:2 to train0/agg0:10: ")
+    assert found.not_seen == ("in use or broken: core0:2, core0:6, train0/agg0:10",)
+    assert found.fibres == FIBRES - 5
+    took_s = house.clock.now_s() - began_s
+    assert 3 * LIGHT_WITHIN_S <= took_s < 3 * LIGHT_WITHIN_S + 4.0  # the fibre is lit with two others
+    assert house.up() == {INSIDE, *OVER_CORE}
+
+
+async def test_a_walk_leaves_alone_what_has_failed_or_is_masked(house: VerifiedHouse) -> None:
+    masked = ["core0:2", "gen0/agg0:3", "gen0/agg0:4", "gen0/agg0:7", "train0/agg0:3"]
+    house.word.mask([f"port {port}" for port in masked], "suspects")
+    house.fail(GEN, Fault(FaultKind.FAIL_PORT, 6))
+    found = await house.verify(walk=True)
+    assert faults(found) == [("failed_port", "gen0/agg0:6")]
+    # The lane behind port 2 is not lit; the one of the other PoD that is left over shares one that is lit already.
+    assert found.not_seen == (f"in use or broken: {', '.join(masked)}, train0/agg0:10",)
+    assert found.fibres == FIBRES - 7
+    assert house.lit_on(CORE) == [PortPair(CORE, 3, 6), PortPair(CORE, 4, 7), PortPair(CORE, 3, 8)]
+    assert not {3, 10} & {port for pair in house.lit_on(TRAIN) for port in pair.ports}
+    assert not {3, 4, 6, 7} & {port for pair in house.lit_on(GEN) for port in pair.ports}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+async def test_a_walk_leaves_alone_a_switch_that_is_masked_or_silent(house: VerifiedHouse, masked: bool) -> None:
+    if masked:
+        house.word.mask(["switch gen0/agg0"], "suspect")
+    else:
+        await cut_off(house, GEN)
+    found = await house.verify(walk=True)
+    assert ("silent_switch" in {fault.kind for fault in found.faults}) is not masked
+    # All ToRs' fibres of `train0`, whose lanes have nobody to be lit with; of what is in use, what is known to be up.
+    assert house.lit_on(GEN) == house.lit_on(CORE) == []
+    assert found.fibres == (8 + 5 if masked else 7)
+
+
+async def test_a_lane_without_a_good_fibre_beside_it_is_not_known(house: VerifiedHouse) -> None:
+    house.word.mask([f"port gen0/agg0:{port}" for port in range(2, 9)], "no transceivers there")
+    found = await house.verify(walk=True)
+    whys = [f"gen0/agg0:{port}: no good fibre of a ToR is free beside it" for port in (10, 11, 12)]
+    assert list(found.not_seen[:-1]) == whys
+    assert house.lit_on(CORE) == []
+
+
+async def test_light_that_nobody_sends_is_told_with_who_answers(house: VerifiedHouse) -> None:
+    one, other = house.light.routers[R0].device, house.light.routers[R1].device
+    one.join("swp3", other, "swp4")
+    house.light.routers[EndpointId("gen0/r0")].device.set_signal("swp2", True)
+    found = await house.verify()
+    said = "has a signal that no cross-connect of the switches sends it"
+    assert [(fault.kind, fault.where, fault.what) for fault in found.faults] == [
+        (STRAY, "gen0/r0/swp2", said),
+        (STRAY, "train0/r0/swp3", f"{said}: train0/r1 answers there"),
+        (STRAY, "train0/r1/swp4", f"{said}: train0/r0 answers there"),
+    ]
+
+
+async def test_a_router_that_does_not_answer_is_told(house: VerifiedHouse) -> None:
+    house.light.routers[R1].device.inject(virtual.Fault(virtual.FaultKind.UNREACHABLE))
+    found = await house.verify()
+    assert found.not_seen[0].startswith("train0/r1 does not answer: ")
+    assert found.fibres == IN_USE - len(INSIDE.ports)
+
+
+@pytest.mark.parametrize("silent", [R1, GEN])
+async def test_nothing_is_said_of_light_that_nobody_can_know_of(house: VerifiedHouse, silent: str) -> None:
+    """A router that does not answer is not dark; what a switch that does not answer has up may send light anywhere."""
+    if silent == GEN:
+        await cut_off(house, GEN)
+    else:
+        house.light.routers[R1].device.inject(virtual.Fault(virtual.FaultKind.UNREACHABLE))
+    assert faults(await house.verify()) == ([("silent_switch", GEN)] if silent == GEN else [])
+
+
+async def test_tors_that_notice_late_that_light_is_gone_do_not_confuse_a_walk(house: VerifiedHouse) -> None:
+    house.follower.steering.signals = house.late_signals  # type: ignore[method-assign]
+    house.word.mask(["switch gen0/agg0", "port train0/agg0:7", "port train0/agg0:8"], "not of interest")
+    assert (await house.verify(walk=True)).faults == ()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(Fault(FaultKind.STICK_MIRROR, 10), id="rolled back"),
+        pytest.param(Fault(FaultKind.DROP_CONNECTION), id="out of reach"),
+    ],
+)
+async def test_a_walk_that_fails_darkens_what_it_lit(house: VerifiedHouse, fault: Fault) -> None:
+    """At the switch at the end of a lane's way, when the other two have been lit."""
+    really = house.circuits.change
+
+    async def change(switch: str, change: Change, mode: ChangeMode) -> CircuitOutcome:
+        if change.connect == (CrossConnect(3, 10),) and switch == TRAIN:
+            house.fail(TRAIN, fault)
+            if fault.kind is FaultKind.DROP_CONNECTION:
+                await cut_off(house, TRAIN)
+        return await really(switch, change, mode)
+
+    house.circuits.change = change  # type: ignore[assignment, method-assign]
+    with pytest.raises(Permanent, match=r"^train0/agg0:3-10 could not be "):
+        await house.verify(walk=True)
+    assert {pair for pair in house.up() if pair.switch != TRAIN} == set(OVER_CORE[1:])
+
+
+async def test_what_may_not_be_walked_is_refused(house: VerifiedHouse) -> None:
+    sent = len(house.sent)
+    with pytest.raises(Permanent, match="first `orchestrrl fabric pause`"):
+        await house.during(verifier(house, house.follower).verify(walk=True))
+    house.holds.pause(Part.FABRIC, "fibres are looked at")
+    with pytest.raises(Permanent, match=r"name them in fabric\.routers"):
+        await house.during(verifier(house, None).verify(walk=True))
+    assert len(house.sent) == sent
+    assert (await house.during(verifier(house, None).verify(walk=False))).faults == ()
+
+
+async def test_what_switches_show_is_held_against_what_is_ours(tmp_path: Path) -> None:
+    site = House(tmp_path, parse_site(SITE), connectivity=Connectivity.INGRESS_EGRESS)
+    site.start()
+    for pair in (INSIDE, *OVER_CORE):
+        change = await site.glass.change_of(pair.switch, [], [pair])
+        await site.during(site.circuits.change(pair.switch, change, ChangeMode.SAFE))
+    train, core = site.switches[TRAIN].glass, site.switches[CORE].glass
+    train.remove([CrossConnect(1, 37), CrossConnect(5, 33)])  # ours
+    train.add([CrossConnect(6, 35), CrossConnect(3, 38)])  # nobody's
+    train.add([CrossConnect(7, 36)])  # one way only
+    core.add([CrossConnect(2, 35), CrossConnect(3, 34)])  # of one PoD
+    core.inject(Fault(FaultKind.FAIL_PORT, 8))
+    await cut_off(site, GEN)
+    found = await site.during(verifier(site, None).verify(walk=False))
+    assert [(fault.kind, fault.where) for fault in found.faults] == [
+        ("silent_switch", "gen0/agg0"),
+        ("missing_circuit", "train0/agg0:1-5"),
+        ("unknown_circuit", "train0/agg0:3-6"),
+        ("odd_circuit", "core0:2-3"),
+        ("one_way", "train0/agg0:7:36"),
+        ("failed_port", "core0:8"),
+    ]
+    nobody = "fabric.routers names no ToRs, so that nobody can say where light comes out"
+    assert replace(found, faults=()) == Verified((), 3, 0, 0, 16, (nobody,))
+    await site.stop()

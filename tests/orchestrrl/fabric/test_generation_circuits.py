@@ -1,0 +1,391 @@
+"""Circuits follow the deployment, and whatever becomes of them, its switch goes on. Virtual time, virtual switches."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+from builders import engine_report, sample
+from fabric_gen_house import FIRST_GPU, MESH, PAIRS, FabricHouse
+from switch_house import CONFIG, House
+
+from ocs_drivers.faults import Fault, FaultKind
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.pause_registry import Part
+from orchestrrl.fabric.found_engines import FoundFleet
+from orchestrrl.fabric.generation_circuits import HEARD_WITHIN_S, PERIOD
+from orchestrrl.fabric.periods import PeriodState
+from orchestrrl.fabric.site import site_text
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment.steps import SwitchState, SwitchWish
+from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.model import Mode
+
+TO_TP1 = SwitchWish((("tp1", 0),), reason="the test says so")
+TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
+
+
+@pytest.fixture
+def narrow(tmp_path: Path) -> House:
+    """Four engines of one GPU, with requests."""
+    house = House(tmp_path)
+    for gpu, name in enumerate("abcd"):
+        house.place(name, "tp1", gpu)
+        house.gateway.put(f"r{gpu}", name)
+    return house
+
+
+async def during(house: FabricHouse, work: Awaitable[str], most_s: float = 10.0) -> str:
+    """Its outcome, while time goes on."""
+    task = asyncio.ensure_future(work)
+    await house.clock.advance(most_s)
+    assert task.done()
+    return await task
+
+
+async def test_a_switch_changes_demand_and_circuits_before_requests_are_let_in(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert house.circuits() == PAIRS
+        assert house.let_in_under == [PAIRS, PAIRS]
+        assert "circuits committed" in house.admitted()
+        switching.begin(TO_TP1)
+        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert house.circuits() == MESH
+        assert house.let_in_under[2:] == [MESH] * 4
+        assert not narrow.gateway.cut
+        assert {str(view.engine)[:2] for view in narrow.gateway.requests.values()} == {"s2"}
+
+
+async def test_on_the_way_back_the_engines_of_before_get_their_circuits(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    narrow.machines.faults["probe", "tp2"] = Permanent("is broken")
+    async with house.daemon() as switching:
+        assert house.circuits() == {}
+        switching.begin(TO_TP2)
+        assert (await narrow.until_ended()).state is SwitchState.ROLLED_BACK
+        assert house.circuits() == MESH
+        assert house.let_in_under == [MESH] * 4
+        assert "circuits committed" in house.admitted()
+        # Another one that fails finds them up.
+        switching.begin(TO_TP2)
+        assert (await narrow.until_ended()).state is SwitchState.ROLLED_BACK
+        assert "circuits committed: 0 cross-connects changed (was_so" in house.admitted()
+        assert house.circuits() == MESH
+
+
+def pause(house: FabricHouse) -> None:
+    house.house.plane.holds.pause(Part.FABRIC, "measuring")
+
+
+def advise(house: FabricHouse) -> None:
+    house.house.plane.set_mode(Mode.ADVISE, "looking first")
+
+
+def pin_all(house: FabricHouse) -> None:
+    house.fabric.word.pin([], "measuring", 0.0)
+
+
+def mask_all(house: FabricHouse) -> None:
+    house.fabric.word.mask([f"server {server.id}" for server in house.site.servers], "power is off")
+
+
+def break_all(house: FabricHouse) -> None:
+    """The connection goes with each command, as often as it is tried."""
+    for switch in house.switches.values():
+        for _ in range(50):
+            switch.glass.inject(Fault(FaultKind.DROP_COMMAND))
+
+
+HELD = {
+    "paused": (pause, "circuits kept: 0 cross-connects changed (operator_paused: "),
+    "advise": (advise, "circuits kept: 0 cross-connects changed (advise: "),
+    "pinned": (pin_all, "circuits kept: 0 cross-connects changed (pinned: "),
+    "nobody is there": (mask_all, "circuits kept: 0 cross-connects changed (nobody_placed: "),
+}
+
+
+@pytest.mark.parametrize("case", sorted(HELD))
+async def test_a_fabric_that_holds_holds_nobody_else(narrow: House, case: str) -> None:
+    hold, words = HELD[case]
+    house = FabricHouse(narrow)
+    async with house.daemon() as switching:
+        hold(house)
+        switching.begin(TO_TP2)
+        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert words in house.admitted()
+        assert house.circuits() == {}
+        assert not narrow.gateway.cut
+
+
+async def test_circuits_that_an_operator_prefers_stay(narrow: House) -> None:
+    """The deployment's are not forgotten: they come when he lets go."""
+    house = FabricHouse(narrow)
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        await narrow.until_ended()
+        house.fabric.override(PERIOD, "as they are", 0.0)
+        pinned = [f"{each.switch}:{each.port_a}-{each.port_b}" for each in house.fabric.glance.cross_connects]
+        house.fabric.word.pin(pinned, "each of them", 0.0)
+        switching.begin(TO_TP1)
+        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert house.circuits() == PAIRS
+        house.fabric.word.release("done")
+        house.fabric.announce(PERIOD, boundary=True)
+        await house.clock.advance(5.0)
+        assert house.circuits() == MESH
+
+
+async def test_a_switch_that_takes_too_long_keeps_nobody_waiting(narrow: House) -> None:
+    house = FabricHouse(narrow, device_s=100.0, within_s=2.0)
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        report = await narrow.until_ended()
+        assert report.state is SwitchState.DONE
+        assert "circuits are still being changed after 2 s" in house.admitted()
+        (took_s,) = (each.took_s for each in report.steps if each.step.kind == "admit")
+        assert took_s == pytest.approx(2.0)
+
+
+async def test_a_switch_that_breaks_keeps_nobody_waiting(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon() as switching:
+        break_all(house)
+        switching.begin(TO_TP2)
+        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert "; circuits failed: 0 cross-connects changed (switch_failed: " in house.admitted()
+        assert len(house.admitted()) < 300  # the period's report has all of it
+        assert house.circuits() == {}
+
+
+async def test_gpus_that_the_site_does_not_know_have_no_circuits(narrow: House) -> None:
+    house = FabricHouse(narrow, first_gpu=1000)
+    async with house.daemon() as switching:
+        switching.begin(TO_TP2)
+        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert "circuits kept: 0 cross-connects changed (nobody_placed: " in house.admitted()
+
+
+# --- a daemon that finds engines running
+
+
+@dataclass
+class Found:
+    """What it comes to know of them."""
+
+    engines: Sequence[EngineSpec]
+    idle_after: Sequence[bool | None] = (True,)  # at each look; then as at the last
+    busy: bool = False
+    looks: int = field(default=0)
+
+    def serving(self) -> Sequence[EngineSpec]:
+        return self.engines
+
+    def switching(self) -> bool:
+        return self.busy
+
+    def idle(self) -> bool | None:
+        self.looks += 1
+        return self.idle_after[min(self.looks, len(self.idle_after)) - 1]
+
+
+def specs(house: House) -> list[EngineSpec]:
+    return [engine.spec for engine in house.machines.engines.values()]
+
+
+async def test_engines_that_stand_still_get_their_circuits_when_the_daemon_starts(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+        found = Found(specs(narrow), (None, None, True))
+        begun = await during(house, house.gen.begin(found))
+        assert begun.startswith("circuits committed")
+        assert house.circuits() == MESH
+        assert house.fabric.period == PERIOD
+        # The next daemon finds them.
+        assert "was_so" in await during(house, house.gen.begin(found))
+
+
+async def test_engines_at_work_keep_what_is_up_until_they_stand_still(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+        found = Found(specs(narrow), (False,))
+        begun = asyncio.create_task(house.gen.begin(found))
+        await house.clock.advance(30.0)
+        assert not begun.done()
+        (kept,) = house.fabric.reports(5)
+        assert (kept.period, kept.state, kept.code) == (PERIOD, PeriodState.KEPT, "no_boundary")
+        assert house.circuits() == {}
+        found.idle_after = [False, True] * 20 + [True] * 20  # between requests, then between steps
+        found.looks = 0
+        await house.clock.advance(0.5 * 20)
+        assert house.circuits() == {}
+        assert (await during(house, begun)).startswith("circuits committed")
+        assert house.circuits() == MESH
+
+
+async def test_engines_of_which_nobody_hears_are_not_taken_to_stand_still(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+        begun = asyncio.create_task(house.gen.begin(Found(specs(narrow), (None,))))
+        await house.clock.advance(HEARD_WITHIN_S - 5)
+        assert house.fabric.reports(5) == []
+        await house.clock.advance(100.0)
+        assert [report.code for report in house.fabric.reports(5)] == ["no_boundary"]
+        # Whoever knows that nobody sends may have them by name.
+        house.fabric.announce(PERIOD, boundary=True)
+        await house.clock.advance(5.0)
+        assert house.circuits() == MESH
+        begun.cancel()
+
+
+async def test_circuits_that_were_lost_among_requests_are_replaced_once_there_are_none(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+        found = Found(specs(narrow))
+        tending = asyncio.create_task(house.gen.tend(found))
+        await house.clock.advance(10.0)
+        assert house.circuits() == MESH
+        assert len(house.fabric.reports(9)) == 1  # nothing more is asked for
+        found.idle_after = (False,)
+        lost = next(each.cross_connect for each in house.agg.glass.circuits())
+        house.agg.glass.inject(Fault(FaultKind.FAIL_PORT, lost.ingress_port))
+        await house.clock.advance(30.0)
+        assert house.fabric.reports(1)[0].code == "no_boundary"
+        assert lost in {each.cross_connect for each in house.agg.glass.circuits()}
+        found.idle_after = (True,)
+        await house.clock.advance(10.0)
+        assert house.fabric.reports(1)[0].state is PeriodState.COMMITTED
+        assert lost not in {each.cross_connect for each in house.agg.glass.circuits()}
+        before = len(house.fabric.reports(99))
+        await house.clock.advance(60.0)
+        assert len(house.fabric.reports(99)) == before
+        tending.cancel()
+
+
+SYNC = Intent(
+    "sync",
+    Stage.WEIGHT_SYNC,
+    (Traffic(Operation.WEIGHT_SYNC, Primitive.BROADCAST, ((0,),), 1e9, receivers=((4, 5, 6, 7),)),),
+)
+
+
+async def test_a_fault_of_ours_is_counted_and_the_fleet_is_tended_on(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+
+        class Odd(Found):
+            odd = True
+
+            def idle(self) -> bool | None:
+                if self.odd:
+                    raise KeyError("a fault of ours")
+                return super().idle()
+
+        found = Odd(specs(narrow))
+        tending = asyncio.create_task(house.gen.tend(found))
+        await house.clock.advance(10.0)
+        assert not tending.done()
+        assert house.gen.defects == 1
+        found.odd = False
+        house.fabric.expect(house.gen.intent(found.serving()))  # of which nobody has said that all stand still
+        await house.clock.advance(10.0)
+        assert house.circuits() == MESH
+        tending.cancel()
+
+
+async def test_after_a_weight_sync_engines_get_their_circuits_back(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+        found = Found(specs(narrow))
+        assert await during(house, house.gen.after_sync(found)) == ""  # there was none
+        await during(house, house.gen.begin(found))
+        assert house.circuits() == MESH
+        assert await during(house, house.gen.after_sync(found)) == ""
+        house.fabric.expect(SYNC, boundary=True)
+        await house.clock.advance(5.0)
+        assert house.fabric.period == "sync"
+        assert house.circuits() != MESH
+        assert await during(house, house.gen.after_sync(Found(specs(narrow), busy=True))) == ""
+        assert "no time is left" in await during(house, house.gen.after_sync(found, house.clock.now_s()))
+        assert house.circuits() != MESH
+        assert (await during(house, house.gen.after_sync(found))).startswith("circuits committed")
+        assert house.circuits() == MESH
+        assert await during(house, house.gen.after_sync(found)) == ""
+
+
+async def test_a_sync_is_not_disturbed_by_engines_that_stand_still(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon():
+        tending = asyncio.create_task(house.gen.tend(Found(specs(narrow))))
+        await house.clock.advance(10.0)
+        house.fabric.expect(SYNC, boundary=True)
+        await house.clock.advance(60.0)
+        assert house.fabric.period == "sync"
+        tending.cancel()
+
+
+async def test_a_switch_of_the_deployment_goes_before_what_was_found(narrow: House) -> None:
+    house = FabricHouse(narrow)
+    async with house.daemon() as switching:
+        assert await during(house, house.gen.begin(Found(specs(narrow), busy=True))) == ""
+        assert await during(house, house.gen.begin(Found([]))) == ""
+        old = Found(specs(narrow), (False,))
+        waiting = asyncio.create_task(house.gen.begin(old))
+        await house.clock.advance(1.0)
+        switching.begin(TO_TP2)
+        await narrow.until_ended()
+        old.idle_after = (True,)
+        assert "no_boundary" in await during(house, waiting)
+        assert await during(house, house.gen.begin(old)) == ""
+        assert house.circuits() == PAIRS
+
+
+async def test_a_fleet_is_idle_when_engines_and_gateways_say_so(narrow: House) -> None:
+    async with narrow.daemon() as switching:
+        found = FoundFleet(narrow.plane, switching)
+        assert [spec.engine for spec in found.serving()] == ["a", "b", "c", "d"]
+        assert found.idle() is False  # as the gateway says
+        narrow.gateway.requests.clear()
+        await narrow.clock.advance(1.0)
+        assert found.idle() is None  # engines have not been heard of
+        for number, name in enumerate("abcd"):
+            told = sample(narrow.clock.now_s(), running=0, waiting=0)
+            narrow.plane.engine_reported(engine_report(name, sequence=number + 1, sample=told), 1)
+        assert found.idle() is True
+        busy = sample(narrow.clock.now_s(), running=0, waiting=1)
+        narrow.plane.engine_reported(engine_report("b", sequence=9, sample=busy), 1)
+        assert found.idle() is False
+
+
+# --- the configuration
+
+
+def faults(folder: Path, **fabric: object) -> list[str]:
+    document = yaml.safe_load(CONFIG)
+    site = FabricHouse(House(folder)).site
+    (folder / "site.yaml").write_text(site_text(site))
+    document["fabric"] = {"site": "site.yaml", "model": "qwen2.5-14b", "first_fleet_gpu": FIRST_GPU, **fabric}
+    document["ocs"] = [{"id": str(switch.id), "driver": "virtual"} for switch in site.switches]
+    document["fleet"]["launch"] = {"engine": "simulated", "model": "tiny"}
+    document["fleet"]["deployer"] = fabric.pop("deployer", {"product": "local"})
+    document["fabric"].pop("deployer", None)
+    try:
+        parse_config(yaml.safe_dump(document), folder)
+    except ProblemFaults as error:
+        return error.faults
+    return []
+
+
+def test_faults_of_the_configuration_come_all_at_once(tmp_path: Path) -> None:
+    assert faults(tmp_path) == []
+    unknown, nowhere, nobody = faults(tmp_path, model="gpt-0", first_fleet_gpu=6, deployer=None)
+    assert unknown.startswith("fabric.model: ")
+    assert unknown.endswith(", got 'gpt-0'")
+    assert "must" in unknown or "known" in unknown
+    assert nowhere == "fabric.model: circuits follow the switches of fleet.deployer, and there is none, got 'gpt-0'"
+    assert nobody == "fabric.first_fleet_gpu: 2 of the fleet's 4 GPUs are none of the site's (8 is the first), got 6"

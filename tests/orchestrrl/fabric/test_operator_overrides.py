@@ -1,0 +1,175 @@
+"""An operator's word: pins, overrides and masks bind what comes, also what waits already, and outlast a daemon."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, Agent, House, house
+
+from ocs_drivers.faults import Fault, FaultKind
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.fabric.periods import ControlState, PeriodState
+from planner.fabric.model import OcsId, PortPair
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[House]:
+    async with house(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def agent(site: House) -> Agent:
+    agent = site.agent("n0", range(16))
+    await site.pass_time(0.1)
+    return agent
+
+
+async def test_all_circuits_pinned_stay(site: House, agent: Agent) -> None:
+    await site.in_window(OVER_CORE)
+    up = site.up()
+    site.word.pin([], "an experiment runs", 5.0)
+    kept = await site.in_window(ACROSS_RAILS)
+    assert (kept.state, kept.code) == (PeriodState.KEPT, "pinned")
+    assert "an experiment runs" in kept.detail
+    assert site.up() == up
+    await site.pass_time(5.0)  # it expires
+    assert site.word.control.state is ControlState.FREE
+    assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
+
+
+async def test_pinned_circuits_stay_and_the_rest_goes_around(site: House, agent: Agent) -> None:
+    await site.in_window(OVER_CORE)
+    pins = {each for each in site.up() if each.switch == "core0" and 4 not in each.ports and 8 not in each.ports}
+    site.word.pin([str(each) for each in sorted(pins)[:1]], "measured", 0.0)
+    assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
+    assert sorted(pins)[0] in site.up()
+    site.word.release("done")
+    assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
+
+
+async def test_a_pin_on_what_was_about_to_go_is_kept(site: House, agent: Agent) -> None:
+    await site.in_window(OVER_CORE)
+    agent.busy()
+    period = site.coordinator.expect(ACROSS_RAILS)
+    await site.pass_time(0.1)
+    assert period.report.state is PeriodState.WAITING
+    _, plan = site.plans[-1]
+    going = sorted(site.up() - plan.cross_connects)[0]
+    site.word.pin([str(going)], "still needed", 0.0)
+    agent.quiet(1.0)
+    await site.over(period)
+    assert going in site.up()
+
+
+async def test_an_override_binds_all_of_its_job_and_no_other(site: House, agent: Agent) -> None:
+    await site.in_window(OVER_CORE)
+    await site.in_window(ACROSS_RAILS)
+    agent.quiet(60.0)
+    site.coordinator.override("gradients", "as measured", 0.0)
+    await site.pass_time(0.5)
+    assert site.coordinator.period == "gradients"
+    held = await site.in_window(ACROSS_RAILS)
+    assert (held.state, held.code) == (PeriodState.COMMITTED, "was_so")
+    assert site.coordinator.period == "gradients"
+    assert (await site.at_boundary(GEN)).moves > 0
+    site.word.release("done")
+    assert (await site.in_window(ACROSS_RAILS)).moves > 0
+    with pytest.raises(Permanent, match="known: "):
+        site.coordinator.override("nobody's", "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "gone"),
+    [
+        ("port core0:1", lambda each: each.switch == "core0" and 1 in each.ports),
+        ("switch core0", lambda each: each.switch == "core0"),
+        ("circuit train0/agg0:1-5", lambda each: each.switch == "train0/agg0" and {1, 5} & set(each.ports)),
+    ],
+)
+async def test_circuits_go_around_what_is_masked(site: House, agent: Agent, mask: str, gone) -> None:  # type: ignore[no-untyped-def]
+    await site.in_window(OVER_CORE)
+    before = site.up()
+    assert any(map(gone, before))
+    agent.quiet(60.0)
+    site.coordinator.mask([mask], "dirty")
+    await site.pass_time(0.5)
+    assert not any(map(gone, site.up()))
+    (latest, *_) = site.coordinator.reports(1)
+    assert (latest.period, latest.state) == ("gradients", PeriodState.COMMITTED)
+    agent.quiet(60.0)
+    site.coordinator.mask([], "cleaned")
+    await site.pass_time(0.5)
+    assert len(site.up()) == len(before)
+
+
+async def test_ports_that_fail_are_gone_around_in_the_next_window(site: House, agent: Agent) -> None:
+    await site.in_window(OVER_CORE)
+    used = next(each for each in sorted(site.up()) if each.switch == "train0/agg0")
+    site.fail("train0/agg0", Fault(FaultKind.FAIL_PORT, used.port_a))
+    for _ in range(25):
+        agent.quiet(60.0)
+        await site.pass_time(0.5)
+    assert used not in site.up()
+    (latest, *_) = site.coordinator.reports(1)
+    assert (latest.period, latest.state) == ("gradients", PeriodState.COMMITTED)
+    assert (OcsId("train0/agg0"), used.port_a) in site.coordinator.glance.failures.ports
+
+
+async def test_circuits_of_a_switch_that_restarted_dark_come_back(site: House, agent: Agent) -> None:
+    await site.in_window(OVER_CORE)
+    up = site.up()
+    site.fail("core0", Fault(FaultKind.RESTART))
+    assert site.up() < up
+    for _ in range(25):
+        agent.quiet(60.0)
+        await site.pass_time(0.5)
+    assert site.up() == up
+
+
+async def test_what_joins_no_fibres_of_the_site_is_left_alone(site: House, agent: Agent) -> None:
+    """A patch of a port of the site to one that has no fibre: whoever did that wants it."""
+    from ocs_drivers.model import CrossConnect
+
+    for pair in (CrossConnect(1, 30), CrossConnect(20, 21), CrossConnect(2, 3)):
+        site.switches[OcsId("train0/agg0")].glass.add([pair])
+    assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
+    left = {(each.port_a, each.port_b) for each in site.up() if each.switch == "train0/agg0"}
+    assert {(1, 30), (20, 21), (2, 3)} <= left
+
+
+async def test_it_outlasts_the_daemon(site: House, agent: Agent) -> None:
+    await site.in_window(OVER_CORE)
+    site.word.pin(["core0:1-5"], "", 0.0)
+    site.word.mask(["nic train0/s0:1", "server gen0/s0"], "")
+    times = site.coordinator.times_of_switches()
+    await site.stop()
+    site.start()
+    await site.pass_time(0.1)
+    assert site.word.control.cross_connects == ("core0:1-5",)
+    assert site.word.pinned == {PortPair(OcsId("core0"), 1, 5)}
+    assert site.word.masked == ("nic train0/s0:1", "server gen0/s0")
+    assert site.coordinator.period == "gradients"
+    assert site.coordinator.times_of_switches() == times
+    assert [report.period for report in site.coordinator.reports(9)] == ["gradients"]
+    assert site.coordinator.announce("gradients").intent == OVER_CORE
+
+
+def test_what_is_wrong_is_told_all_at_once(site: House) -> None:
+    with pytest.raises(ProblemFaults) as wrong:
+        site.word.pin(["core0:1-99", "core9:1-2", "1-2", "core0:1-2", "core0:3-3"], "", -1.0)
+    assert wrong.value.faults == [
+        "cross_connects[0]: ends at ports without a fibre (99), got 'core0:1-99'",
+        "cross_connects[1]: is on no switch of the site, got 'core9:1-2'",
+        "cross_connects[2]: must be SWITCH:PORT-PORT, got '1-2'",
+        "cross_connects[3]: joins one endpoint with itself, got 'core0:1-2'",
+        "cross_connects[4]: must be SWITCH:PORT-PORT, got 'core0:3-3'",
+        "ttl_s: must be >= 0 (0: until released), got -1",
+    ]
+    with pytest.raises(ProblemFaults, match="port 1 of core0 must be pinned once, got 2 times"):
+        site.word.pin(["core0:1-5", "core0:1-6"], "", 0.0)
+    with pytest.raises(ProblemFaults) as wrong:
+        site.word.mask(["switch x", "port core0", "nic train0/s0:2", "cable 7", "circuit core0:1-1"], "")
+    assert len(wrong.value.faults) == 5
+    assert site.word.masked == ()
+    assert site.word.control.state is ControlState.FREE

@@ -1,0 +1,201 @@
+"""Steering on virtual routers: what fails is named, what depends on it waits, and packets are walked at each point."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.errors import Permanent
+from orchestrrl.fabric.rerouting import Limits, NotDrained, Steering
+from orchestrrl.fabric.route_drivers.virtual import Fault, FaultKind, VirtualRouter, VirtualRouterDriver
+from planner.fabric.model import EndpointId
+from planner.fabric.steering import Domain, Link, Router
+
+
+def tor(number: int) -> EndpointId:
+    return EndpointId(f"tor{number}")
+
+
+def link(a: int, interface_a: int, b: int, interface_b: int) -> Link:
+    return Link.of(tor(a), f"swp{interface_a}", tor(b), f"swp{interface_b}")
+
+
+@pytest.fixture
+async def clock() -> AsyncIterator[VirtualClock]:
+    """Virtual time that runs by itself, as fast as the event loop turns."""
+    clock = VirtualClock(1000.0)
+
+    async def run() -> None:
+        while True:
+            await clock.advance(0.001)
+
+    running = asyncio.create_task(run())
+    yield clock
+    running.cancel()
+
+
+class House:
+    """Virtual ToRs, and the circuits between them."""
+
+    def __init__(self, clock: VirtualClock, count: int, **options: Any) -> None:
+        self.clock = clock
+        self.drivers = {
+            tor(n): VirtualRouterDriver(tor(n), clock=clock, address=f"192.0.2.{n}", **options)
+            for n in range(1, count + 1)
+        }
+        routers = {tor(n): Router(f"192.0.2.{n}", (f"10.0.{n}.0/24",)) for n in range(1, count + 1)}
+        self.domain = Domain(routers)
+        self.steering = self.restarted()
+
+    def restarted(self) -> Steering:
+        return Steering(self.drivers, self.domain, self.clock, Limits(link_up_s=0.1, neighbour_s=0.1))
+
+    def device(self, number: int) -> VirtualRouter:
+        return self.drivers[tor(number)].device
+
+    def connect(self, *links: Link) -> None:
+        for one in links:
+            self.drivers[one.a].device.join(one.interface_a, self.drivers[one.b].device, one.interface_b)
+
+    def disconnect(self, *links: Link) -> None:
+        for one in links:
+            self.drivers[one.a].device.part(one.interface_a)
+
+    def arrives(self, start: int, to: int) -> bool:
+        """Whichever next hops its routers pick, a packet gets there."""
+        by_address = {driver.device.address: driver.device for driver in self.drivers.values()}
+        on_way = [(self.device(start), frozenset[str]())]
+        while on_way:
+            at, seen = on_way.pop()
+            if at.address == f"192.0.2.{to}":
+                continue
+            hops = at.ways(f"10.0.{to}.9")
+            if not hops or at.address in seen or any(at.answering(hop) is None for hop in hops):
+                return False
+            on_way += [(by_address[hop.gateway], seen | {at.address}) for hop in hops]
+        return True
+
+
+RING = (link(1, 1, 2, 1), link(2, 2, 3, 1), link(3, 2, 1, 2))
+
+
+async def test_drain_switch_steer(clock: VirtualClock) -> None:
+    house = House(clock, 3)
+    house.connect(*RING)
+    assert (await house.steering.steer(RING)).done
+    pairs = [(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b]
+    drained = await house.steering.drain(RING[:1])
+    assert (drained.dark, drained.failed, drained.detail) == ((), {}, "")
+    assert house.steering.routed == tuple(sorted(RING[1:]))
+    house.disconnect(RING[0])
+    assert all(house.arrives(a, b) for a, b in pairs)
+    again = link(1, 1, 3, 3)
+    house.connect(again)
+    steered = await house.steering.steer([*RING[1:], again])
+    assert steered.done
+    assert [hop.interface for hop in house.device(1).ways("10.0.3.1")] == ["swp1", "swp2"]
+    assert all(house.arrives(a, b) for a, b in pairs)
+    sends = [driver.wire.sends for driver in house.drivers.values()]
+    assert (await house.steering.steer([*RING[1:], again])).stages == 0
+    assert [driver.wire.sends for driver in house.drivers.values()] == sends
+
+
+async def test_a_pair_that_loses_its_last_way_is_told(clock: VirtualClock) -> None:
+    house = House(clock, 2)
+    house.connect(RING[0])
+    await house.steering.steer(RING[:1])
+    assert (await house.steering.drain(RING[:1])).dark == ((tor(1), tor(2)), (tor(2), tor(1)))
+    assert house.device(1).routes == {}
+
+
+async def test_nothing_is_drained_before_it_is_known_what_there_is(clock: VirtualClock) -> None:
+    house = House(clock, 3)
+    house.connect(*RING)
+    with pytest.raises(Permanent, match="steer first"):
+        await house.steering.drain(RING[:1])
+    await house.steering.steer(RING)
+    restarted = house.restarted()
+    assert (await restarted.steer(RING)).stages == 0  # found as it was left
+    await restarted.drain(RING[:1])
+    assert house.device(1).ways("10.0.2.1")[0].interface == "swp2"
+
+
+@pytest.mark.parametrize("fault", [FaultKind.UNREACHABLE, FaultKind.DROP_COMMAND])
+async def test_a_router_that_cannot_be_drained_stops_the_commit(clock: VirtualClock, fault: FaultKind) -> None:
+    house = House(clock, 3)
+    house.connect(*RING)
+    await house.steering.steer(RING)
+    house.device(2).inject(Fault(fault))
+    with pytest.raises(NotDrained, match="tor2") as refusal:
+        await house.steering.drain(RING[:1])
+    # Without tor2's word nobody may count on it; tor1 would send to it what it sends back.
+    assert tor(2) in refusal.value.routers
+    assert house.steering.routed == tuple(sorted(RING))
+    assert all(house.arrives(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b)
+    house.device(2).inject(Fault(FaultKind.REACHABLE))
+    assert (await house.steering.steer(RING)).done
+    await house.steering.drain(RING[:1])
+
+
+async def test_a_router_whose_answer_got_lost_counts_by_what_it_shows(clock: VirtualClock) -> None:
+    house = House(clock, 3)
+    house.connect(*RING)
+    await house.steering.steer(RING)
+    house.device(2).inject(Fault(FaultKind.DROP_CONNECTION))
+    assert (await house.steering.drain(RING[:1])).failed == {}
+
+
+async def test_a_router_that_does_not_matter_does_not_stop_a_drain(clock: VirtualClock) -> None:
+    house = House(clock, 4)
+    links = (*RING, link(3, 3, 4, 1))
+    house.connect(*links)
+    await house.steering.steer(links)
+    house.device(4).inject(Fault(FaultKind.UNREACHABLE))
+    drained = await house.steering.drain(RING[:1])
+    assert set(drained.failed) == {tor(4)}
+
+
+async def test_routers_behind_one_that_failed_keep_their_routes(clock: VirtualClock) -> None:
+    # A chain is to become: 1-2-3-4. Without a route of 2, 1 must not send it what is for 3.
+    house = House(clock, 4)
+    chain = (link(1, 1, 2, 1), link(2, 2, 3, 1), link(3, 2, 4, 1))
+    house.connect(*chain)
+    house.device(2).inject(Fault(FaultKind.DROP_COMMAND))
+    steered = await house.steering.steer(chain)
+    assert not steered.done
+    assert set(steered.failed) == {tor(2)}
+    assert "tor1 to 10.0.3.0/24" in steered.detail
+    assert house.device(1).ways("10.0.3.1") == ()
+    assert house.arrives(3, 4)
+    assert (await house.steering.steer(chain)).done
+    assert all(house.arrives(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b)
+
+
+async def test_circuits_without_light_or_with_a_stranger_are_left_out(clock: VirtualClock) -> None:
+    house = House(clock, 3)
+    house.connect(RING[1], link(3, 2, 2, 3))  # the second is not what is believed: 3-1
+    steered = await house.steering.steer(RING)
+    assert {out.link for out in steered.left_out} == {RING[0], RING[2]}
+    assert steered.routed == (RING[1],)
+    assert house.arrives(2, 3)
+
+
+async def test_weights_are_what_each_router_can_hold(clock: VirtualClock) -> None:
+    house = House(clock, 4, max_weight=1)
+    links = (link(1, 1, 2, 1), link(1, 2, 2, 2), link(1, 3, 3, 1), link(1, 4, 3, 2), link(2, 3, 4, 1), link(3, 3, 4, 2))
+    more = (*links, link(3, 4, 4, 3))
+    house.connect(*more)
+    assert (await house.steering.steer(more)).done
+    assert [hop.interface for hop in house.device(1).ways("10.0.4.1")] == ["swp1", "swp3", "swp4"]
+
+
+async def test_impossible_links_are_refused_before_anything_is_asked(clock: VirtualClock) -> None:
+    house = House(clock, 2)
+    with pytest.raises(ValueError, match="not a router that is steered"):
+        await house.steering.steer([link(1, 1, 9, 1)])
+    with pytest.raises(ValueError, match="routers must be those of the domain"):
+        Steering({}, house.domain, clock)
+    with pytest.raises(ValueError, match="settle_s must be >= 0"):
+        Limits(settle_s=-1)

@@ -1,0 +1,79 @@
+"""Cross-connects of the site in the devices' terms, and back."""
+
+from pathlib import Path
+
+import pytest
+from fabric_house import OVER_CORE, House, house
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import BootBehaviour, Connectivity, CrossConnect, Facts
+from orchestrrl.fabric.periods import PeriodState
+from orchestrrl.fabric.switch_reader import Glance, device_pairs, site_pairs
+from planner.fabric.model import OcsId, PortPair, port_pair
+
+SWITCH = OcsId("agg0")
+
+
+def facts(connectivity: Connectivity, egress_from: int) -> Facts:
+    sides = (
+        range(1, 17),
+        range(1, 17) if connectivity is Connectivity.ANY_TO_ANY else range(egress_from, 16 + egress_from),
+    )
+    return Facts("v", "m", "s", "1", connectivity, *sides, 0.025, BootBehaviour.DARK)
+
+
+# Polatis numbers the egress side after the ingress side, Calient both alike.
+DEVICES = [
+    facts(Connectivity.ANY_TO_ANY, 1),
+    facts(Connectivity.INGRESS_EGRESS, 17),
+    facts(Connectivity.INGRESS_EGRESS, 1),
+]
+
+
+@st.composite
+def matchings(draw: st.DrawFn) -> frozenset[PortPair]:
+    ports = draw(st.permutations(range(1, 17)))
+    count = draw(st.integers(0, 8))
+    return frozenset(port_pair(SWITCH, ports[2 * i], ports[2 * i + 1]) for i in range(count))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=["any to any", "sides in turn", "sides alike"])
+@given(wanted=matchings(), data=st.data())
+def test_there_and_back(device: Facts, wanted: frozenset[PortPair], data: st.DataObject) -> None:
+    present = {pair for each in wanted for pair in device_pairs(device, each)}
+    assert len(present) == len(wanted) * (1 if device.connectivity is Connectivity.ANY_TO_ANY else 2)
+    assert site_pairs(SWITCH, device, present) == (set(wanted), set())
+    if present and device.connectivity is Connectivity.INGRESS_EGRESS:
+        lost = data.draw(st.sampled_from(sorted(present)))
+        found, odd = site_pairs(SWITCH, device, present - {lost})
+        assert len(found) == len(wanted) - 1
+        assert len(odd) == 1
+
+
+async def test_what_is_up_one_way_only_holds_its_ports(tmp_path: Path) -> None:
+    async with house(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
+        core = OcsId("core0")
+        site.switches[core].glass.add([CrossConnect(1, 37)])  # from the site's port 1 to its port 5
+        glance = await _looked(site)
+        assert glance.odd == {core: {CrossConnect(1, 37)}}
+        assert {(core, 1), (core, 5)} <= glance.failures.ports
+        assert glance.cross_connects == frozenset()
+        site.agent("n0", range(16))
+        await site.pass_time(0.1)
+        assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
+        present = {circuit.cross_connect for circuit in site.switches[core].glass.circuits()}
+        assert {pair for pair in present if pair.ingress_port in (1, 5)} == {CrossConnect(1, 37)}
+
+
+async def test_ports_of_either_side_fail_for_both_ways(tmp_path: Path) -> None:
+    async with house(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
+        site.fail("core0", Fault(FaultKind.FAIL_PORT, 32 + 3))
+        site.fail("core0", Fault(FaultKind.DISABLE_PORT, 7))
+        assert (await _looked(site)).failures.ports == {("core0", 3), ("core0", 7)}
+
+
+async def _looked(site: House) -> Glance:
+    await site.pass_time(0.01)
+    return await site.coordinator.look()

@@ -1,0 +1,229 @@
+"""Windows of whole jobs from what agents tell, each by a clock of its own."""
+
+import asyncio
+
+import pytest
+from fabric_house import Agent, RestingClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.fabric.windows import FORGET_AFTER_S, TraceHub
+from planner.fabric.clocks import Exchange
+from planner.fabric.slack import Remaining
+from planner.fabric.windows import Window
+from planner.model import Hold
+
+RANKS = frozenset(range(4))
+
+
+@pytest.fixture
+def clock() -> RestingClock:
+    return RestingClock(1000.0)
+
+
+@pytest.fixture
+def hub(clock: RestingClock) -> TraceHub:
+    return TraceHub(clock)
+
+
+def code(window: Window | Hold) -> str:
+    return window.code if isinstance(window, Hold) else "open"
+
+
+async def test_a_window_is_what_all_hosts_have_in_common(hub: TraceHub, clock: RestingClock) -> None:
+    ahead = Agent(hub, clock, "a", {"": frozenset({0, 1})}, ahead_s=50.0, way_s=0.001)
+    behind = Agent(hub, clock, "b", {"": frozenset({2, 3})}, ahead_s=-3.0, way_s=0.001)
+    ahead.attach()
+    behind.attach()
+    watch = hub.watch("", RANKS, 0.01)
+    assert code(watch.window()) == "host_silent"
+    await clock.advance(0.1)
+    ahead.quiet(0.5, since_s=0.1)
+    assert code(watch.window()) == "host_silent"
+    watch.changed.clear()
+    behind.quiet(0.2, since_s=0.05)
+    assert watch.changed.is_set()
+    window = watch.window()
+    assert isinstance(window, Window)
+    # The bound is half of the 2 ms there and back, and what clocks may drift apart meanwhile.
+    assert window.limiting.startswith("b")
+    assert clock.now_s() + 0.2 - window.until_s == pytest.approx(0.001, abs=1e-4)
+    assert window.opened_s - (clock.now_s() - 0.05) == pytest.approx(0.001, abs=1e-4)
+    behind.busy()
+    assert code(watch.window()) == "traffic"
+    watch.close()
+    ahead.leave()
+    behind.leave()
+
+
+async def test_a_window_that_clocks_allow_to_open_later_is_looked_at_again_then(
+    hub: TraceHub, clock: RestingClock
+) -> None:
+    agent = Agent(hub, clock, "a", {"": RANKS}, ahead_s=1.0, way_s=0.004)
+    agent.attach()
+    await clock.advance(0.5)
+    watch = hub.watch("", RANKS, 0.01)
+    await clock.advance(0.0)
+    agent.quiet(0.5)  # since this very instant
+    assert code(watch.window()) == "window_closed"
+    watch.changed.clear()
+    await clock.advance(0.0039)
+    assert not watch.changed.is_set()
+    await clock.advance(0.0002)
+    assert watch.changed.is_set()
+    assert code(watch.window()) == "open"
+    watch.close()
+    agent.leave()
+
+
+async def test_who_is_missing_and_how(hub: TraceHub, clock: RestingClock) -> None:
+    one = Agent(hub, clock, "a", {"": frozenset({0, 1})})
+    other = Agent(hub, clock, "b", {"": frozenset({2, 3})})
+    one.attach()
+    watch = hub.watch("", RANKS, 0.01)
+    assert code(watch.window()) == "untraced"
+    other.attach()
+    await clock.advance(0.1)
+    for agent in (one, other):
+        agent.quiet(500.0, since_s=0.1)
+    assert code(watch.window()) == "open"
+    await clock.advance(1.5)
+    assert code(watch.window()) == "stale_window"
+    other.leave()
+    one.quiet(500.0, since_s=0.1)
+    assert code(watch.window()) == "host_gone"
+    await clock.advance(FORGET_AFTER_S + 1.0)
+    one.quiet(500.0, since_s=0.1)
+    assert code(watch.window()) == "untraced"
+    assert code(hub.watch("", frozenset({0, 1}), 0.01).window()) in ("host_silent", "open")
+    one.leave()
+
+
+async def test_other_jobs_do_not_count(hub: TraceHub, clock: RestingClock) -> None:
+    agent = Agent(hub, clock, "a", {"": RANKS, "other": frozenset({0, 1})})
+    agent.attach()
+    await clock.advance(0.1)
+    watch = hub.watch("", RANKS, 0.01)
+    await clock.advance(0.0)
+    agent.quiet(5.0, since_s=0.1)
+    watch.changed.clear()
+    agent.busy("other")
+    assert not watch.changed.is_set()
+    assert code(watch.window()) == "open"
+    assert code(hub.window("other", RANKS)) == "untraced"
+    agent.leave()
+
+
+async def test_a_second_agent_takes_the_first_ones_place(hub: TraceHub, clock: RestingClock) -> None:
+    first = Agent(hub, clock, "a", {"": RANKS}, ahead_s=9.0)
+    second = Agent(hub, clock, "a", {"": RANKS}, ahead_s=0.0)
+    first.attach()
+    await clock.advance(0.1)
+    watch = hub.watch("", RANKS, 0.01)
+    await clock.advance(0.0)
+    first.quiet(5.0, since_s=0.1)
+    assert code(watch.window()) == "open"
+    second.attach()
+    await clock.advance(0.1)
+    assert code(watch.window()) == "host_silent"
+    first.quiet(5.0, since_s=0.1)  # under way when it was replaced: void, and so are its clock and its end
+    assert code(watch.window()) == "host_silent"
+    first.leave()
+    second.quiet(5.0, since_s=0.1)
+    assert code(watch.window()) == "open"
+    second.leave()
+    assert code(watch.window()) == "host_gone"
+
+
+async def test_a_clock_that_is_known_a_moment_later_opens_the_window(hub: TraceHub, clock: RestingClock) -> None:
+    agent = Agent(hub, clock, "a", {"": RANKS}, way_s=0.002)
+    watch = hub.watch("", RANKS, 0.01)
+    agent.attach()
+    await clock.advance(0.001)
+    agent.quiet(5.0, since_s=1.0)
+    assert code(watch.window()) == "clock_unknown"
+    watch.changed.clear()
+    await clock.advance(0.01)
+    assert watch.changed.is_set()
+    assert code(watch.window()) == "open"
+    agent.leave()
+
+
+async def test_what_was_said_to_an_earlier_watch_is_not_taken_for_news(hub: TraceHub, clock: RestingClock) -> None:
+    agent = Agent(hub, clock, "a", {"": RANKS})
+    agent.attach()
+    await clock.advance(0.1)
+    first = hub.watch("", RANKS, 0.01)
+    await clock.advance(0.0)
+    agent.quiet(500.0, since_s=0.1)
+    first.close()
+    await clock.advance(0.0)
+    assert agent.armed == {}
+    agent.found.clear()
+    assert code(hub.watch("", RANKS, 0.01).window()) == "host_silent"
+    agent.leave()
+
+
+@given(
+    hosts=st.lists(
+        st.tuples(
+            st.floats(-100, 100),  # ahead
+            st.floats(0, 0.01),  # there
+            st.floats(0, 0.01),  # and back
+            st.floats(-0.05, 0.2),  # quiet since so long ago
+            st.floats(0, 0.2),  # and for so long
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_window_never_begins_before_all_are_quiet_nor_outlasts_one(hosts: list[tuple[float, ...]]) -> None:
+    """Whatever their clocks, and however unlike the ways there and back."""
+
+    async def scene() -> None:
+        clock = RestingClock(1000.0)
+        hub = TraceHub(clock)
+        streams = []
+        for number, (ahead_s, there_s, back_s, _, _) in enumerate(hosts):
+            stream = hub.attach(str(number), {"": frozenset({number})})
+            sent_s = clock.now_s()
+            await clock.advance(there_s)
+            received_s = clock.now_s() + ahead_s
+            await clock.advance(back_s)
+            stream.answers(Exchange(sent_s, received_s, received_s, clock.now_s()))
+            streams.append(stream)
+        ranks = frozenset(range(len(hosts)))
+        watch = hub.watch("", ranks, 0.01)
+        now_s = clock.now_s()
+        for number, (stream, (ahead_s, _, _, since_s, for_s)) in enumerate(zip(streams, hosts, strict=True)):
+            quiet = Remaining(1, now_s - since_s + ahead_s, now_s + for_s + ahead_s, 10, 0.0)
+            stream.says("", now_s + ahead_s, number, quiet)
+        window = watch.window()
+        if isinstance(window, Window):
+            assert all(since_s >= -1e-9 for _, _, _, since_s, _ in hosts)
+            assert window.until_s <= now_s + min(for_s for *_, for_s in hosts) + 1e-9
+            assert window.opened_s >= now_s - min(since_s for *_, since_s, _ in hosts) - 1e-9
+        watch.close()
+
+    asyncio.run(scene())
+
+
+async def test_who_is_missing_is_told_with_who_is_there(hub: TraceHub, clock: RestingClock) -> None:
+    def said(job: str, ranks: set[int]) -> str:
+        window = hub.window(job, frozenset(ranks))
+        assert isinstance(window, Hold)
+        return window.detail
+
+    assert said("", {0, 1, 4}) == "no recorder is read of rank 0-1, 4; read are: none"
+    agents = [
+        Agent(hub, clock, "a", {"trainer": frozenset(range(4)), "": frozenset({7})}),
+        Agent(hub, clock, "b", {"trainer": frozenset({5})}),
+    ]
+    for agent in agents:
+        agent.attach()
+    there = "a job without a name (rank 7), trainer (rank 0-3, 5)"
+    assert said("trainer", {3, 4}) == f"no recorder is read of rank 4 of trainer; read are: {there}"
+    assert said("trainr", {0}) == f"no recorder is read of rank 0 of trainr; read are: {there}"
+    assert hub.hosts_of_jobs() == {"trainer": {"a", "b"}, "": {"a"}}
+    for agent in agents:
+        agent.leave()

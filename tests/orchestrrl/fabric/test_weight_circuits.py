@@ -1,0 +1,313 @@
+"""Circuits of weight syncs, over virtual switches and the real coordinator: what a sync could have, what it gets, who
+has it again afterwards; and whatever stands in the way, it hears what there is."""
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import pytest
+from fabric_house import ACROSS_RAILS, GEN, House, house
+
+from ocs_drivers.faults import Fault, FaultKind
+from orchestrrl.core.pause_registry import Part
+from orchestrrl.fabric.periods import PeriodState
+from orchestrrl.fabric.weight_circuits import JOB, PERIOD, Brought, PacketNetwork, WeightCircuits, intent_of
+from orchestrrl.weights.controller.planning import PairLink, PlannedSync
+from orchestrrl.weights.controller.reports import SyncPhase
+from orchestrrl.weights.model import Peer, PeerId, PeerRole, Place
+from orchestrrl.weights.orders import Edge
+from orchestrrl.weights.settings import NetworkSettings
+from planner.fabric.intent import Stage
+from planner.model import Mode
+
+T = TypeVar("T")
+MIB = 1 << 20
+
+
+def peer(name: str, place: Place) -> Peer:
+    role = PeerRole.TRAINER if name.startswith("t") else PeerRole.ENGINE
+    return Peer(PeerId(name), role, name, place, {"tcp": f"{name}:1"})
+
+
+# Two hosts that train, in one PoD; two in each PoD that generates.
+PEERS = {
+    each.id: each
+    for each in (
+        peer("t0", Place(gpu=0)),
+        peer("t1", Place(gpu=2)),
+        peer("g0", Place(gpu=16)),
+        peer("g1", Place(gpu=19)),
+        peer("h0", Place(gpu=24)),
+        peer("h1", Place(gpu=27)),
+    )
+}
+
+
+def planned(*edges: tuple[str, str], size: int = 4096 * MIB) -> PlannedSync:
+    made = tuple(
+        Edge(f"e{number}", "all", 0, size, PeerId(src), PeerId(dst), "tcp", f"{dst}:1")
+        for number, (src, dst) in enumerate(edges)
+    )
+    # Of the rest of a plan nothing is asked.
+    return cast(PlannedSync, SimpleNamespace(edges=made))
+
+
+# A tree: into each PoD that generates once, and from ToR to ToR there.
+TREE = planned(("t0", "g0"), ("g0", "g1"), ("t1", "h0"), ("h0", "h1"))
+
+
+async def within(site: House, work: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
+    """Virtual time goes on until it is done."""
+    task = asyncio.ensure_future(work)
+    until_s = site.clock.now_s() + limit_s
+    while not task.done() and site.clock.now_s() < until_s:
+        await site.pass_time(0.01)
+    assert task.done(), site.coordinator.reports(4)
+    return task.result()
+
+
+async def brought(site: House, circuits: WeightCircuits, sync: PlannedSync = TREE) -> tuple[Brought, list[SyncPhase]]:
+    phases: list[SyncPhase] = []
+    return await within(site, circuits.bring_up("s1", sync, phases.append)), phases
+
+
+def of(site: House, **more: Any) -> WeightCircuits:
+    return WeightCircuits(site.coordinator, lambda: PEERS, **more)
+
+
+async def test_what_a_sync_could_have_is_what_is_sound_and_free(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        await site.pass_time(0.1)
+        network = of(site).network()
+        assert network.stations[PeerId("g1")].pod == "gen0"
+        assert network.stations[PeerId("g1")].tor == "gen0/r1"
+        assert (network.link_gbps, network.stations[PeerId("t0")].nic_gbps) == (200, 200)
+        # Four lanes each, one of which is kept for responses.
+        assert network.boundary_circuits == dict.fromkeys(("train0", "train1", "gen0", "gen1"), 3)
+        assert network.tor_circuits["gen0/r0"] == 4
+        # The core joins those who train with those who generate.
+        assert network.pairs is not None
+        assert network.pairs.keys() == {(gen, train) for gen in ("gen0", "gen1") for train in ("train0", "train1")}
+        assert network.pairs["gen0", "train0"] == PairLink(3, 200)
+        site.word.mask(["port core0:9", "port gen0/agg0:1"], "dirty")
+        network = of(site).network()
+        assert network.boundary_circuits["gen0"] == 2
+        assert network.tor_circuits["gen0/r0"] == 3
+
+
+async def test_circuits_of_the_plan_come_up_and_those_from_before_again(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        await site.at_boundary(GEN)
+        before = site.up()
+        circuits = of(site)
+        got, phases = await brought(site, circuits)
+        assert phases == [SyncPhase.WINDOW, SyncPhase.CIRCUITS]
+        assert not [note for note in got.notes if "joins" in note or "not up" in note]
+        assert got.network.pairs is not None
+        assert got.network.pairs.keys() == {("gen0", "train0"), ("gen1", "train0")}
+        assert all(pair.circuits >= 1 and pair.gbps == 200 for pair in got.network.pairs.values())
+        assert got.network.boundary_circuits["train0"] == sum(pair.circuits for pair in got.network.pairs.values())
+        # Each edge of the tree has a circuit between its very ToRs.
+        assert got.network.tor_circuits["gen0/r0"] >= 2
+        assert ("gen0/r0", "gen0/r1") in site.pairs()
+        assert site.coordinator.sync_is_up
+        words = await within(site, circuits.tear_down("s1"))
+        assert words == ("generation: committed (committed)",)
+        assert site.up() >= before
+        assert not site.coordinator.sync_is_up
+        assert await within(site, circuits.tear_down("s1")) == ()  # twice is harmless
+
+
+async def test_training_has_its_circuits_again_in_a_pause(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        agent = site.agent("n0", range(16))
+        assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
+        before = site.up()
+        circuits = of(site)
+
+        async def quiet(work: Awaitable[T]) -> T:
+            task = asyncio.ensure_future(work)
+            while not task.done():
+                agent.quiet(60.0)
+                await site.pass_time(0.5)
+            return task.result()
+
+        # The trainer is another job: where it sends on, its pause is waited for.
+        agent.busy()
+        phases: list[SyncPhase] = []
+        waiting = asyncio.ensure_future(circuits.bring_up("s1", TREE, phases.append))
+        await site.pass_time(1.0)
+        assert (site.up(), phases) == (before, [SyncPhase.WINDOW])
+        await quiet(waiting)
+        assert phases == [SyncPhase.WINDOW, SyncPhase.CIRCUITS]
+        assert site.up() != before
+        agent.busy()
+        (words,) = await within(site, circuits.tear_down("s1"))
+        assert words == "experts: has its circuits again in a pause of training"
+        await site.pass_time(40.0)
+        (report, *_) = site.coordinator.reports(1)
+        assert (report.period, report.state) == ("experts", PeriodState.WAITING)
+        await quiet(site.coordinator.until_over(site.coordinator.active[0]))
+        assert site.up() >= {each for each in before if each.switch == "train0/agg0"}
+
+
+async def test_a_trainer_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        agent = site.agent("t0", range(16), "rl")
+        site.coordinator.announce(
+            "experts", '{"stage": "train", "job": "rl", "traffic": [{"operation": "EP", "primitive": "all_to_all", '
+            '"groups": [[0, 3], [4, 7]], "bytes_per_rank": 4e9}]}', 0.1
+        )  # fmt: skip
+        await site.pass_time(0.5)
+        agent.busy("rl")
+        phases: list[SyncPhase] = []
+        got = await within(site, of(site).bring_up("s1", TREE, phases.append, still=True))
+        assert phases == [SyncPhase.WINDOW, SyncPhase.CIRCUITS]
+        assert got.network.pairs
+
+
+@pytest.mark.parametrize("why", ["operator_paused", "advise", "pinned"])
+async def test_where_nothing_may_change_the_sync_hears_what_there_is(tmp_path: Path, why: str) -> None:
+    async with house(tmp_path) as site:
+        await site.at_boundary(GEN)
+        before = site.up()
+        match why:
+            case "operator_paused":
+                site.holds.pause(Part.SYNC, "not today", 0.0)
+            case "advise":
+                site.mode = Mode.ADVISE
+            case _:
+                site.word.pin([], "not today", 0.0)
+        circuits = of(site)
+        got, phases = await brought(site, circuits)
+        assert phases == [SyncPhase.WINDOW]
+        assert got.notes[0].startswith(f"circuits of the sync are not up, kept ({why}")
+        assert "nothing joins gen0 and train0" in got.notes
+        assert got.network.pairs == {}
+        assert got.network.tor_circuits["gen0/r0"] == 3  # as generation has it, beside one that responses stream over
+        assert got.network.boundary_circuits["gen0"] == 0
+        assert await within(site, circuits.tear_down("s1")) == ()
+        assert site.up() == before
+
+
+async def test_pins_and_masks_are_planned_around(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        await site.pass_time(0.1)
+        site.word.pin(["core0:1-13"], "kept", 0.0)  # train0 to gen1
+        site.word.mask(["port core0:9", "port core0:10", "port core0:11"], "dirty")  # all of gen0's that are free
+        assert of(site).network().boundary_circuits["gen0"] == 0
+        got, _ = await brought(site, of(site))
+        assert "nothing joins gen0 and train0" in got.notes
+        assert got.network.pairs is not None
+        assert ("gen1", "train0") in got.network.pairs
+        assert all(port not in (9, 10, 11) for each in site.up() if each.switch == "core0" for port in each.ports)
+
+
+async def test_the_packet_side_joins_pods_that_no_circuit_joins(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        site.mode = Mode.ADVISE
+        tors = [tor.id for tor in site.site.tors if tor.pod != "gen1"]
+        circuits = of(site, packet_tors=tors, packet_gbps=10.0)
+        got, _ = await brought(site, circuits)
+        assert got.network.pairs == dict.fromkeys(
+            (("gen0", "train0"), ("gen0", "train1"), ("train0", "train1")), PairLink(1, 10.0)
+        )
+        assert "gen0 and train0 are joined by the packet side alone, at 10 Gbps" in got.notes
+        assert "nothing joins gen1 and train0" in got.notes
+        assert got.network.tor_circuits["gen0/r0"] == 1
+        assert got.network.tor_circuits["gen1/r0"] == 0
+
+
+async def test_a_pod_whose_fibres_failed_is_told_of_and_others_get_circuits(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        await site.at_boundary(GEN)
+        # All fibres of gen0's uplink have failed, and nobody knows it yet.
+        for port in (9, 10, 11, 12):
+            site.fail("core0", Fault(FaultKind.FAIL_PORT, port))
+        circuits = of(site)
+        got, _ = await brought(site, circuits)
+        assert got.network.pairs is not None
+        assert "nothing joins gen0 and train0" in got.notes
+        assert ("gen1", "train0") in got.network.pairs
+        words = await within(site, circuits.tear_down("s1"), 120.0)
+        assert words == ("generation: committed (committed)",)
+        assert ("gen0/r0", "gen0/r1") in site.pairs()
+
+
+async def test_a_sync_that_is_given_up_changes_nothing_more(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        agent = site.agent("n0", range(16))
+        await site.in_window(ACROSS_RAILS)
+        agent.busy()
+        before = site.up()
+        bringing = asyncio.ensure_future(of(site).bring_up("s1", TREE, lambda _: None))
+        await site.pass_time(0.5)
+        bringing.cancel()
+        await site.pass_time(0.5)
+        (report, *_) = site.coordinator.reports(1)
+        assert (report.period, report.state, report.code) == (PERIOD, PeriodState.KEPT, "withdrawn")
+        assert site.up() == before
+
+
+async def test_a_daemon_that_was_killed_gives_circuits_back_after_its_restart(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        await site.at_boundary(GEN)
+        before = site.up()
+        await brought(site, of(site))
+        await site.kill()
+        site.start()
+        await site.pass_time(0.1)
+        (words,) = await within(site, of(site).tear_down("s1"))
+        assert words.startswith("generation: committed")
+        assert site.up() >= before
+        await site.kill()
+        site.start()
+        await site.pass_time(0.1)
+        assert not site.coordinator.sync_is_up
+        assert await within(site, of(site).tear_down("s1")) == ()
+
+
+async def test_too_few_circuits_for_a_wave_are_told_of(tmp_path: Path) -> None:
+    async with house(tmp_path) as site:
+        await site.pass_time(0.1)
+        site.word.mask(["port core0:10", "port core0:11"], "dirty")  # one lane is left to gen0
+        two = planned(("t0", "g0"), ("t1", "g1"))
+        edges = tuple(replace(edge, rate_gbps=200.0) for edge in two.edges)
+        got, _ = await brought(site, of(site), cast(PlannedSync, SimpleNamespace(edges=edges)))
+        assert got.notes == ("gen0 and train0 have circuits for 200 Gbps, the plan fills 400",)
+        one_by_one = tuple(replace(edge, wave=number) for number, edge in enumerate(edges))
+        got, _ = await brought(site, of(site), cast(PlannedSync, SimpleNamespace(edges=one_by_one)))
+        assert got.notes == ()
+
+
+def test_an_intent_is_what_edges_send_between_gpus() -> None:
+    from fabric_house import SITE
+
+    from orchestrrl.fabric.site import read_site
+
+    peers = {
+        **PEERS,
+        PeerId("n0"): peer("n0", Place(pod="gen1", tor="gen1/r1")),
+        PeerId("n1"): peer("n1", Place(pod="elsewhere")),
+    }
+    sync = planned(("t0", "g0"), ("t0", "g0"), ("t0", "n0"), ("t0", "n1"), size=5)
+    intent, notes = intent_of(sync.edges, read_site(SITE), peers)
+    assert (intent.stage, intent.job) == (Stage.WEIGHT_SYNC, JOB)
+    assert [(each.groups, each.bytes_per_rank) for each in intent.traffic] == [(((0, 25),), 5), (((0, 16),), 10)]
+    assert notes == ("no circuits for n1: no place of the site is known of them",)
+
+
+async def test_without_a_fabric_the_network_is_the_configurations() -> None:
+    settings = NetworkSettings.model_validate(
+        {"link_gbps": 10.0, "pods": [{"id": "a", "boundary_circuits": 2}], "tors": [{"id": "a/r0", "circuits": 4}]}
+    )
+    peers = {PeerId("t0"): peer("t0", Place(pod="a", tor="a/r0")), PeerId("g0"): peer("g0", Place(nic_gbps=25.0))}
+    network = PacketNetwork(settings, lambda: peers)
+    got = await network.bring_up("s1", TREE, lambda _: None)
+    assert got == Brought(network.network())
+    assert got.network.boundary_circuits == {"a": 2}
+    assert [each.nic_gbps for each in got.network.stations.values()] == [100.0, 25.0]
+    assert await network.tear_down("s1") == ()

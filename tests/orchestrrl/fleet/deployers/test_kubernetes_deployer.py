@@ -1,0 +1,114 @@
+"""What goes wrong in a cluster, and what the deployer makes of it: against the API server and the small cluster of
+these tests, through the official client."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kubernetes_harness import OPTIONS, House, empty, house
+from kubernetes_server import Trouble
+
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
+from orchestrrl.fleet.deployers.base import FleetIdentity, Life, make_deployer
+from orchestrrl.fleet.deployers.command_line import Device, EngineSpec
+from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, Behaviour
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
+
+ONE, TWO = EngineId("e-one"), EngineId("e-two")
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[House]:
+    async with house(tmp_path) as made:
+        yield made
+
+
+def spec(
+    engine: EngineId = ONE,
+    gpus: tuple[int, ...] = (0, 1),
+    parallelism: Parallelism | None = None,
+    behaviour: Behaviour = Behaviour.SERVES,
+) -> EngineSpec:
+    return EngineSpec(
+        engine=engine,
+        configuration=ConfigurationId("some"),
+        parallelism=parallelism or Parallelism(tp=len(gpus)),
+        gpus=tuple(map(GpuId, gpus)),
+        environment={BEHAVIOUR: behaviour.value},
+    )
+
+
+# Where engines lie.
+
+
+# Ends.
+
+
+async def test_an_image_that_cannot_be_pulled_is_an_end(place: House) -> None:
+    deployer = place.deployer(image="nobody/has:this")
+    started = await deployer.start(spec())
+    assert started.life is Life.ENDED
+    assert "ImagePullBackOff" in started.detail
+    assert "nobody/has:this" in started.detail
+    await deployer.stop(ONE)
+    assert empty(place)
+
+
+# Room.
+
+
+async def test_without_room_nothing_is_left_and_it_may_be_tried_again(place: House) -> None:
+    launch = replace(place.launch, device=Device.CUDA, per_node=8)
+    deployer = place.deployer(launch=launch)
+    with pytest.raises(Retryable, match=r"no room for engine e-one: .*Insufficient nvidia\.com/gpu"):
+        await deployer.start(spec(ONE, tuple(range(5))))
+    assert empty(place)
+    assert await deployer.status(ONE) is None
+
+
+# A server that fails.
+
+
+async def test_a_server_that_is_busy_does_nothing_and_may_be_asked_again(place: House) -> None:
+    deployer = place.deployer()
+    place.server.trouble("POST", "deployments", Trouble.BUSY)
+    with pytest.raises(Retryable):
+        await deployer.start(spec())
+    assert empty(place)
+    place.server.trouble("GET", "pods", Trouble.BUSY)
+    assert await deployer.list_engines() == ()
+
+
+async def test_a_server_that_is_not_there_may_be_tried_again(place: House) -> None:
+    await place.server.end()
+    lost = place.deployer()
+    for call in (lost.start(spec()), lost.stop(ONE), lost.status(ONE), lost.list_engines()):
+        with pytest.raises(Retryable, match="cannot be reached"):
+            await call
+
+
+# Rights.
+
+
+async def test_who_is_not_known_and_where_nobody_is(place: House) -> None:
+    stranger = place.deployer(kubeconfig=place.server.kubeconfig(place.folder, "stranger"))
+    with pytest.raises(Permanent, match="does not accept the credentials"):
+        await stranger.list_engines()
+    nowhere = place.deployer(kubeconfig=str(place.folder / "none"))
+    with pytest.raises(Permanent, match="cannot tell how to reach Kubernetes"):
+        await nowhere.list_engines()
+    with pytest.raises(Permanent, match='namespaces "elsewhere" not found'):
+        await place.deployer(namespace="elsewhere").start(spec())
+
+
+async def test_it_is_made_by_its_name(place: House) -> None:
+    options = {**OPTIONS, "kubeconfig": place.server.kubeconfig(place.folder)}
+    deployer = make_deployer("kubernetes", place.launch, FleetIdentity("f", ""), options, WallClock())
+    try:
+        assert await deployer.list_engines() == ()
+        with pytest.raises(OrchestrRLError):
+            await deployer.lend(ONE, True)
+    finally:
+        await deployer.close()

@@ -1,0 +1,97 @@
+"""Local engines in the world: orphans, lost records, other people's processes and ports, logs, and a real engine."""
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.fleet.deployers.base import FleetIdentity, make_deployer
+from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.fleet.deployers.conformance import stub_launch
+from orchestrrl.fleet.deployers.local import LocalDeployer
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
+
+ENGINE, OTHER = EngineId("e0"), EngineId("e1")
+
+
+def spec(engine: EngineId = ENGINE, gpus: tuple[int, ...] = (0,), **more: Any) -> EngineSpec:
+    held = tuple(map(GpuId, gpus))
+    return EngineSpec(engine, ConfigurationId("tp"), Parallelism(tp=len(gpus)), held, **more)
+
+
+class Fleet:
+    """One, on a folder."""
+
+    def __init__(self, folder: Path, launch: Launch) -> None:
+        self.folder = folder
+        self.launch = launch
+        self.records = folder / "fleet" / "engines"
+        self.logs = folder / "fleet" / "logs"
+
+    def deployer(self, name: str = "mine", **options: Any) -> LocalDeployer:
+        identity = FleetIdentity(name, str(self.folder / "fleet"))
+        return LocalDeployer(self.launch, identity, {"grace_s": 0.5, **options}, WallClock())
+
+    def leader(self) -> psutil.Process:
+        """As the only record tells."""
+        (path,) = self.records.glob("*.json")
+        return psutil.Process(json.loads(path.read_text())["leaders"][0][0])
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path, stub_launch(tmp_path))
+    yield fleet
+    deployer = fleet.deployer()
+    for deployed in await deployer.list_engines():
+        await deployer.stop(deployed.engine)
+
+
+def program(folder: Path, text: str) -> str:
+    path = folder / "program"
+    path.write_text(f"#!{sys.executable} -IS\n{text}")
+    path.chmod(0o755)
+    return str(path)
+
+
+# Ports.
+
+
+# Logs, options, what cannot be.
+
+
+async def test_a_program_that_is_not_there_starts_nothing(tmp_path: Path, fleet: Fleet) -> None:
+    fleet.launch = replace(fleet.launch, python=str(tmp_path / "nothing"))
+    with pytest.raises(ProblemFaults, match=r"python: is no program of this machine, got '.*nothing'"):
+        await fleet.deployer().start(spec())
+    assert await fleet.deployer().list_engines() == ()
+
+
+async def test_what_cannot_be_put_into_a_command_line_starts_nothing(fleet: Fleet) -> None:
+    with pytest.raises(ProblemFaults, match="contradicts"):
+        await fleet.deployer().start(spec(arguments=("-tp", "4")))
+    assert await fleet.deployer().list_engines() == ()
+
+
+async def test_gpus_of_other_machines_are_refused(fleet: Fleet) -> None:
+    fleet.launch = replace(fleet.launch, device=Device.CUDA)
+    with pytest.raises(Permanent, match="node 0 alone"):
+        await fleet.deployer().start(spec(gpus=(8,)))
+
+
+def test_faults_of_options_come_all_at_once() -> None:
+    identity = FleetIdentity("mine", "/nowhere")
+    with pytest.raises(ProblemFaults) as caught:
+        make_deployer("local", Launch("p", "m"), identity, {"grace_s": 0, "logs_kept": -1, "x": 1}, WallClock())
+    assert [fault.split(":")[0] for fault in caught.value.faults] == [
+        "options.grace_s",
+        "options.logs_kept",
+        "options.x",
+    ]

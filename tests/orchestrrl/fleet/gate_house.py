@@ -1,0 +1,271 @@
+"""Daemons and gateways under one virtual clock, for the gate: gateways that keep leases by themselves."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from builders import engine_report, gateway_hello, gateway_report, sample
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.journal.store import Entry, Journal, Kind
+from orchestrrl.core.nodes import Attachment
+from orchestrrl.core.operations import (
+    CancelRequests,
+    CloseGate,
+    ItemResult,
+    OpenGate,
+    Operation,
+    OperationResult,
+    OperationStatus,
+    Route,
+    SetRoutes,
+)
+from orchestrrl.core.reports import FinishedRequest, GatePhase, GateReport
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.loops import run_loops
+from orchestrrl.fleet.pause_barrier import GateWish
+from planner.model import EngineId, NodeId, RequestView
+
+CONFIG = """
+mode: act
+fast: {interval_s: 1, stall_grace_s: 3}
+fleet:
+  gpus: {count: 4}
+  configurations:
+    - {id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 4,
+       prefill_tokens_per_s: 400, switch_s: 1.5}
+  engines:
+    - {id: e0, url: "http://e0", configuration: tp2, gpus: [0, 1]}
+    - {id: e1, url: "http://e1", configuration: tp2, gpus: [2, 3]}
+"""
+E0, E1 = EngineId("e0"), EngineId("e1")
+
+
+class Gateway:
+    """Closes its gate after `drains_s`, opens it when told or when the lease ends by its own clock, and reports both
+    every quarter of a second. `broken`: its results get lost."""
+
+    def __init__(self, plane: ControlPlane, clock: VirtualClock, name: str, drains_s: float = 0.1) -> None:
+        self.plane = plane
+        self.clock = clock
+        self.node = NodeId(name)
+        self.drains_s = drains_s
+        self.broken = False
+        self.deaf = False  # does nothing that it is told
+        self.unpaused: dict[EngineId, str] = {}  # engines that cannot be brought to rest, and why
+        self.lease = ""
+        self.until_s = self.quiet_at_s = 0.0
+        self.engines_run = False  # while the gate is closed
+        self.ended: list[str] = []
+        self.orders: list[Operation] = []
+        self.routes: tuple[Route, ...] = ()
+        self.routes_at_opening: tuple[Route, ...] = ()
+        self.in_flight: list[RequestView] = []
+        self.done: list[FinishedRequest] = []
+        self.generated: dict[str, int] = {}  # what an engine counts, where it is not what the others do
+        self.attachment: Attachment | None = None
+        self._sequence = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def phase(self) -> GatePhase:
+        if not self.lease:
+            return GatePhase.OPEN
+        at_rest = self.clock.now_s() >= self.quiet_at_s and not self.engines_run
+        return GatePhase.QUIET if at_rest else GatePhase.CLOSING
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(part) for part in (self._attach(), self._report())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        if self.attachment is not None:
+            self.plane.detach(self.attachment)
+
+    def leave(self) -> None:
+        """Its stream of orders breaks; it goes on."""
+        if self.attachment is not None:
+            self.plane.detach(self.attachment)
+            self.attachment = None
+
+    def come_back(self) -> None:
+        self._tasks.append(asyncio.create_task(self._attach()))
+
+    def of(self, kind: type) -> list[Operation]:
+        return [order for order in self.orders if isinstance(order.action, kind)]
+
+    async def _attach(self) -> None:
+        self.attachment = self.plane.attach(gateway_hello("e0", "e1", gateway=self.node))
+        async for operation in self.attachment.orders():
+            if isinstance(operation.action, SetRoutes):
+                self.routes = operation.action.routes
+                continue
+            self.orders.append(operation)
+            if self.deaf:
+                continue
+            self._tasks.append(asyncio.create_task(self._carry_out(operation)))
+
+    async def _carry_out(self, operation: Operation) -> None:
+        try:
+            items = await self._act(operation)
+            result = OperationResult(operation.id, self.node, OperationStatus.DONE, items=items)
+        except Permanent as error:
+            result = OperationResult(operation.id, self.node, OperationStatus.FAILED, str(error))
+        if not self.broken:
+            self.plane.result_received(result)
+
+    async def _act(self, operation: Operation) -> tuple[ItemResult, ...]:
+        match operation.action:
+            case CloseGate() as order:
+                return await self._close(order)
+            case OpenGate(lease):
+                if lease != self.lease:
+                    raise Permanent("the gate is not closed under this lease")
+                self._open()
+                self.routes_at_opening = self.routes
+                return tuple(ItemResult(engine, True) for engine in ("e0", "e1"))
+            case CancelRequests(requests, groups):
+                ended = [r for r in self.in_flight if r.id in requests or r.group in groups]
+                self.in_flight = [r for r in self.in_flight if r not in ended]
+                return tuple(ItemResult(r.id, True) for r in ended)
+            case other:
+                raise Permanent(f"{other.kind} is not expected here")
+
+    async def _close(self, order: CloseGate) -> tuple[ItemResult, ...]:
+        if order.lease in self.ended or self.lease not in ("", order.lease):
+            raise Permanent("this lease is over")
+        if not self.lease:
+            self.quiet_at_s = self.clock.now_s() + self.drains_s
+            self.engines_run = order.engines_run
+        self.engines_run &= order.engines_run
+        self.lease, self.until_s = order.lease, order.lease_until_s
+        await self.clock.sleep(min(self.quiet_at_s, order.quiet_by_s) - self.clock.now_s())
+        if self.lease != order.lease:
+            raise Permanent("the gate opened again before all was quiet")
+        if order.engines_run and self.clock.now_s() >= self.quiet_at_s:
+            return ()
+        if self.phase is not GatePhase.QUIET:
+            self._open()
+            raise Permanent("not quiet by the deadline: 3 requests still run: r1, r2, r3")
+        return tuple(ItemResult(e, e not in self.unpaused, self.unpaused.get(e, "")) for e in (E0, E1))
+
+    def _open(self) -> None:
+        self.ended.append(self.lease)
+        self.lease = ""
+
+    async def _report(self) -> None:
+        while True:
+            if self.lease and self.clock.now_s() >= self.until_s:
+                self._open()
+            self.report()
+            await self.clock.sleep(0.25)
+
+    def report(self) -> None:
+        self._sequence += 1
+        now_s = self.clock.now_s()
+        running = len(self.in_flight) if self.phase is GatePhase.CLOSING else 0
+        gate = GateReport(self.phase, self.lease, self.until_s if self.lease else 0.0, running)
+        told = gateway_report(
+            *self.in_flight, sequence=self._sequence, done=tuple(self.done), gateway=self.node, at_s=now_s, gate=gate
+        )
+        self.done = []
+        self.plane.gateway_reported(told, 1)
+        if self.node == "gw0":
+            for engine in ("e0", "e1"):
+                rate = 0.0 if self.lease else 80.0
+                total = self.generated.get(engine, self._sequence)
+                busy = sample(now_s, total=total, decode_tokens_per_s=rate, kv_capacity_tokens=100_000)
+                self.plane.engine_reported(engine_report(engine, self._sequence, busy), 1)
+
+
+class House:
+    """Daemons, one after the other, over one journal."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clock = VirtualClock(1000.0)
+        self.journal: Journal | None = None
+        self.gateways: dict[str, Gateway] = {}
+        self._loops: asyncio.Task[None] | None = None
+
+    def start(self, config: str = CONFIG) -> ControlPlane:
+        if self.journal is not None:
+            self.journal.close()
+        self.journal = Journal(self.path, self.clock.now_s())
+        self.plane = ControlPlane(parse_config(config), self.journal, self.clock)
+        return self.plane
+
+    @asynccontextmanager
+    async def running(self, *names: str) -> AsyncIterator[None]:
+        for name in names or ("gw0",):
+            self.gateways[name] = Gateway(self.plane, self.clock, name)
+            self.gateways[name].start()
+        self._loops = asyncio.create_task(run_loops(self.plane, self.clock))
+        await self.clock.advance(1.0)
+        try:
+            yield
+        finally:
+            await self.end()
+            for gateway in self.gateways.values():
+                await gateway.stop()
+
+    async def end(self) -> None:
+        """The daemon dies; gateways go on, and are not attached."""
+        if self._loops is not None:
+            self._loops.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._loops
+            self._loops = None
+        for gateway in self.gateways.values():
+            if gateway.attachment is not None:
+                self.plane.nodes.detach(gateway.attachment, self.clock.now_s())
+
+    async def restart(self) -> None:
+        """Another daemon, to which the gateways attach, and nobody knows what they knew but by what they say."""
+        await self.end()
+        self.start()
+        for name, old in list(self.gateways.items()):
+            await old.stop()
+            new = self.gateways[name] = Gateway(self.plane, self.clock, name)
+            new.lease, new.until_s, new.quiet_at_s, new.ended = old.lease, old.until_s, old.quiet_at_s, old.ended
+            new.start()
+        self._loops = asyncio.create_task(run_loops(self.plane, self.clock))
+        await self.clock.advance(0.5)
+
+    async def within(self, seconds: float, *asked: asyncio.Task[object]) -> None:
+        """Let time pass until these have an answer."""
+        for _ in range(round(seconds / 0.25)):
+            if all(task.done() for task in asked):
+                return
+            await self.clock.advance(0.25)
+
+    async def pause(self, **wish: object) -> str:
+        asked = asyncio.create_task(self.plane.gate.pause(GateWish(**wish)))  # type: ignore[arg-type]
+        await self.within(200.0, asked)
+        state = await asked
+        assert state.lease is not None
+        return state.lease.id
+
+    async def resume(self, lease: str = "", version: int | None = None, without: tuple[EngineId, ...] = ()) -> None:
+        asked = asyncio.create_task(self.plane.gate.resume(lease, version, without))
+        await self.within(20.0, asked)
+        await asked
+
+    async def renew(self, lease: str, lease_s: float) -> None:
+        asked = asyncio.create_task(self.plane.gate.renew(lease, lease_s))
+        await self.within(20.0, asked)
+        await asked
+
+    def events(self) -> list[str]:
+        return [entry.body["event"] for entry in self.entries(Kind.GATE)]
+
+    def entries(self, *kinds: Kind) -> list[Entry]:
+        assert self.journal is not None
+        return self.journal.since(0, kinds)

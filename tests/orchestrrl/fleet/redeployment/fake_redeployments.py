@@ -1,0 +1,230 @@
+"""Somebody who carries switches out without engines: steps follow each other at a pace, and fail where it is told."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment.steps import (
+    Chain,
+    Direction,
+    Stage,
+    StepKind,
+    StepReport,
+    StepState,
+    Switch,
+    SwitchId,
+    SwitchReport,
+    SwitchState,
+    SwitchWish,
+    stages_back,
+    stages_of,
+    steps_in,
+)
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism, PlanId
+
+GPUS = 16
+# Against the pace.
+SLOWNESS = {StepKind.READY: 8.0, StepKind.START: 2.0, StepKind.STOP: 2.0, StepKind.LOAD: 3.0}
+WIDTHS = {"tp1": 1, "tp2": 2, "tp4": 4, "tp8": 8}
+
+
+def spec(engine: str, configuration: str, first_gpu: int) -> EngineSpec:
+    width = WIDTHS[configuration]
+    gpus = tuple(GpuId(first_gpu + index) for index in range(width))
+    return EngineSpec(EngineId(engine), ConfigurationId(configuration), Parallelism(tp=width), gpus)
+
+
+def fleet(configuration: str, number: int, name: str = "e") -> tuple[EngineSpec, ...]:
+    width = WIDTHS[configuration]
+    return tuple(spec(f"{name}{index}", configuration, index * width) for index in range(number))
+
+
+class FakeSwitching:
+    """16 GPUs with eight engines of tp2. `pace_s`: what each step takes; `failing`: the steps that fail, and how."""
+
+    def __init__(self, clock: Clock, pace_s: float = 0.0) -> None:
+        self.clock = clock
+        self.pace_s = pace_s
+        self.failing: dict[tuple[Direction, StepKind], str] = {}
+        self.held = asyncio.Event()  # no step begins while it is clear
+        self.held.set()
+        self.remembered = 256
+        self.remark = ""  # on a switch that is done
+        self.wishes: list[SwitchWish] = []
+        self.engines = fleet("tp2", GPUS // 2)
+        self.reports: dict[SwitchId, SwitchReport] = {}
+        self.watchers = 0
+        self._called_off = ""
+        self._fenced_s: float | None = None
+        self._changed = asyncio.Condition()
+        self._running: asyncio.Task[None] | None = None
+
+    # --- as the control plane has it
+
+    def draft(self, wish: SwitchWish) -> tuple[Switch, tuple[Stage, ...]]:
+        self.wishes.append(wish)
+        if self._running is not None and not self._running.done():
+            raise Permanent("switch s1 is under way: watch it with `orchestrrl switch`")
+        faults, new, next_gpu = [], [], 0
+        if not wish.targets and not wish.plan:
+            faults.append("targets: must name a configuration, or plan_id a plan, got neither")
+        if wish.plan and wish.plan != "p1":
+            faults.append(f"plan_id: must be one of p1, got {wish.plan!r}")
+        for index, (configuration, number) in enumerate(wish.targets or (("tp8", 2),)):
+            if configuration not in WIDTHS:
+                known = ", ".join(WIDTHS)
+                faults.append(f"targets[{index}].configuration: must be one of {known}, got {configuration!r}")
+                continue
+            width = WIDTHS[configuration]
+            wanted = number or (GPUS - next_gpu) // width
+            if next_gpu + wanted * width > GPUS:
+                faults.append(f"targets[{index}].engines: take more GPUs than the {GPUS - next_gpu} left, got {wanted}")
+                continue
+            for n in range(wanted):
+                new.append(self._like(spec(f"{configuration}-{index}.{n}", configuration, next_gpu)))
+                next_gpu += width
+        if faults:
+            raise ProblemFaults(faults)
+        id = SwitchId(f"s{len(self.reports) + 1}")
+        switch = Switch(id, PlanId(wish.plan), wish.reason, self.clock.now_s(), self.engines, tuple(new))
+        return switch, stages_of(switch) if switch.leaving or switch.coming else ()
+
+    def begin(self, wish: SwitchWish) -> SwitchId:
+        switch, stages = self.draft(wish)
+        self._called_off, self._fenced_s = "", None
+        steps = tuple(StepReport(step, Direction.FORWARD) for step in steps_in(stages))
+        engines = tuple(engine.engine for engine in switch.old)
+        self.reports[switch.id] = SwitchReport(
+            switch.id, switch.plan, switch.reason, switch.created_s, SwitchState.RUNNING, switch.old, switch.new,
+            engines, steps,
+        )  # fmt: skip
+        self._running = asyncio.ensure_future(self._run(switch))
+        return switch.id
+
+    def report(self, id: str = "") -> SwitchReport:
+        if not self.reports:
+            raise Permanent("no switch has been made yet")
+        wanted = SwitchId(id) if id else next(reversed(self.reports))
+        if wanted not in self.reports:
+            raise Permanent(f"no switch {id!r}")
+        return self.reports[wanted]
+
+    async def watch(self, id: str) -> AsyncIterator[SwitchReport]:
+        self.watchers += 1
+        try:
+            seen = self.report(id)
+            yield seen
+            while seen.state is SwitchState.RUNNING:
+                async with self._changed:
+                    while self.report(id) == seen:
+                        await self._changed.wait()
+                seen = self.report(id)
+                yield seen
+        finally:
+            self.watchers -= 1
+
+    def cancel(self, id: str, reason: str) -> SwitchReport:
+        if self._running is None or self._running.done() or id not in ("", self.report().id):
+            raise Permanent(f"switch {id} is not under way" if id else "no switch is under way")
+        report = self.report(id)
+        self._called_off = f"called off: {reason}"
+        self.held.set()
+        return report
+
+    def history(self, limit: int) -> list[SwitchReport]:
+        newest = list(reversed(self.reports.values()))[: self.remembered]
+        return newest[:limit] if limit else newest
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._running
+
+    # --- inside
+
+    def _like(self, wanted: EngineSpec) -> EngineSpec:
+        """The engine that is so already, if there is one."""
+        same = [e for e in self.engines if (e.configuration, e.gpus) == (wanted.configuration, wanted.gpus)]
+        return same[0] if same else wanted
+
+    async def _run(self, switch: Switch) -> None:
+        why = await self._direction(switch, Direction.FORWARD, stages_of(switch))
+        state, detail = SwitchState.DONE, self.remark
+        if why:
+            self._set(switch.id, steps=self._skipped(switch.id))
+            stages = stages_back(switch, {e.engine for e in switch.coming})
+            back = tuple(StepReport(step, Direction.BACK) for step in steps_in(stages))
+            self._set(switch.id, steps=(*self.reports[switch.id].steps, *back), detail=why)
+            missing = await self._direction(switch, Direction.BACK, stages)
+            state, detail = SwitchState.DEGRADED if missing else SwitchState.ROLLED_BACK, why
+            if missing:
+                self.engines = switch.old[1:]
+                detail = f"{why}; {missing}"
+        else:
+            self.engines = switch.new
+        self._set(
+            switch.id,
+            state=state,
+            detail=detail,
+            ended_s=self.clock.now_s(),
+            engines=tuple(engine.engine for engine in self.engines),
+        )
+        await self._tell()
+
+    async def _direction(self, switch: Switch, direction: Direction, stages: Sequence[Stage]) -> str:
+        """Why it does not go on."""
+        for stage in stages:
+            whys = await asyncio.gather(*(self._chain(switch, direction, chain) for chain in stage))
+            for why in filter(None, whys):
+                return why
+        return ""
+
+    async def _chain(self, switch: Switch, direction: Direction, chain: Chain) -> str:
+        for step in chain:
+            await self.held.wait()
+            if self._called_off and direction is Direction.FORWARD:
+                return self._called_off
+            began_s = self.clock.now_s()
+            self._fenced_s = began_s if step.kind is StepKind.FENCE else self._fenced_s
+            self._step(switch.id, StepReport(step, direction, StepState.RUNNING, "", began_s))
+            await self._tell()
+            await self.clock.sleep(self.pace_s * SLOWNESS.get(step.kind, 1.0))
+            took_s = self.clock.now_s() - began_s
+            # Of the engines that are worked on side by side, the first one has the fault.
+            first = step.engine is None or step.engine in (switch.coming[0].engine, switch.old[0].engine)
+            fault = self.failing.get((direction, step.kind), "") if first else ""
+            state = StepState.FAILED if fault else StepState.DONE
+            self._step(switch.id, StepReport(step, direction, state, fault, began_s, took_s))
+            await self._tell()
+            if fault:
+                return f"{step.kind} of {step.engine or 'the fleet'}: {fault}"
+            if step.kind is StepKind.EVACUATE:
+                report = self.reports[switch.id]
+                parked = report.requests_parked + 3
+                self._set(switch.id, requests_moved=report.requests_moved + 1, requests_parked=parked)
+            if step.kind is StepKind.ADMIT and direction is Direction.FORWARD and self._fenced_s is not None:
+                self._set(switch.id, closed_s=self.clock.now_s() - self._fenced_s)
+        return ""
+
+    def _skipped(self, id: SwitchId) -> tuple[StepReport, ...]:
+        pending = StepState.PENDING
+        return tuple(
+            replace(told, state=StepState.SKIPPED) if told.state is pending else told for told in self.reports[id].steps
+        )
+
+    def _step(self, id: SwitchId, told: StepReport) -> None:
+        key = told.direction, told.step.number
+        steps = self.reports[id].steps
+        self._set(id, steps=tuple(told if (s.direction, s.step.number) == key else s for s in steps))
+
+    def _set(self, id: SwitchId, **changes: object) -> None:
+        self.reports[id] = replace(self.reports[id], **changes)  # type: ignore[arg-type]
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

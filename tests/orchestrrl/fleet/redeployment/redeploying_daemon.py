@@ -1,0 +1,66 @@
+"""A daemon whose switches need no engines, served from a thread of its own: commands run their own event loop."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from fake_redeployments import FakeSwitching
+
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.schema import Listen, parse_config
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.fleet.redeployment.steps import SwitchReport
+from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.switches_service import SwitchesService
+
+
+class SwitchDaemon:
+    """`with SwitchDaemon(folder, pace_s) as daemon:` serves at `daemon.address` until the end of the block."""
+
+    def __init__(self, folder: Path, pace_s: float = 0.0, address: str = "127.0.0.1:0", *known: SwitchReport) -> None:
+        """`known`: switches from before."""
+        self._wanted = address
+        self._known = known
+        self._folder = folder
+        self._pace_s = pace_s
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self.address = ""
+
+    def __enter__(self) -> "SwitchDaemon":
+        self._thread.start()
+        assert self._ready.wait(60)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    def do(self, act: Callable[[], object]) -> None:
+        """In the daemon's own thread, before anything that comes later."""
+        done = threading.Event()
+
+        def acting() -> None:
+            act()
+            done.set()
+
+        self._loop.call_soon_threadsafe(acting)
+        assert done.wait(60)
+
+    async def _serve(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        clock = WallClock()
+        with Journal(self._folder / "journal.sqlite", clock.now_s()) as journal:
+            self.plane = ControlPlane(parse_config("mode: act"), journal, clock)
+            self.switching = FakeSwitching(clock, self._pace_s)
+            self.switching.reports.update({report.id: report for report in self._known})
+            self.plane.switching = cast(Any, self.switching)
+            server = await Server.start(self.plane, Listen(address=self._wanted), SwitchesService({}, journal, clock))
+            self.address = server.address
+            self._ready.set()
+            await self._end.wait()
+            await server.stop(0.0)
+            await self.switching.close()

@@ -1,0 +1,434 @@
+"""A fleet whose daemon may be killed at any moment: the engines, their GPUs and the gateway's requests live on. Virtual
+time; the daemon is the real control plane with the real transaction."""
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from builders import gateway_hello, gateway_report, request
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
+from orchestrrl.core.journal.store import Entry, Journal, Kind
+from orchestrrl.core.operations import ItemResult, MoveRequests, Operation, OperationResult, OperationStatus, SetRoutes
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.loops import run_loops
+from orchestrrl.engines.base import Capabilities, EngineMetrics
+from orchestrrl.engines.managed import EngineLayout, Excerpt
+from orchestrrl.fleet.deployers.base import Deployed, Life
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.launch import spec_of
+from orchestrrl.fleet.redeployment.controller import Policy, Switching
+from orchestrrl.fleet.redeployment.steps import Limits, SwitchReport
+from planner.model import EngineId, GpuId, NodeId, RequestId, RequestView
+
+CONFIG = """
+mode: act
+fast: {interval_s: 1, policy: none}
+slow: {interval_s: 10000}
+fleet:
+  gpus: {count: 4}
+  configurations:
+    - {id: tp1, gpus: 1, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 1000, max_sequences: 16,
+       prefill_tokens_per_s: 400, switch_s: 1.5}
+    - {id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 2000, max_sequences: 16,
+       prefill_tokens_per_s: 400, switch_s: 1.5}
+    - {id: ep2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 2000, max_sequences: 16,
+       prefill_tokens_per_s: 400, switch_s: 1.5, parallelism: {dp: 2, ep: 2}}
+    - {id: ep4, gpus: 4, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 4000, max_sequences: 16,
+       prefill_tokens_per_s: 400, switch_s: 1.5, parallelism: {dp: 4, ep: 4}}
+"""
+LIMITS = Limits(drain_s=5.0, stop_s=5.0, start_s=5.0, ready_s=10.0, load_s=5.0, check_s=5.0)
+UP_AFTER_S = 1.5
+REFERENCE = -1.0  # log-probability of every token, for engines that answer as they should
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    """As its processes are. What may go wrong with it is set by tests."""
+
+    spec: EngineSpec
+    up_at_s: float
+    life: Life = Life.ALIVE
+    lent: bool = False
+    sleeping: bool = False
+    weights: int | None = None
+    logprob: float = REFERENCE
+    tp: int | None = None
+    dp: int = 0
+    capacity_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.dp = self.spec.parallelism.dp  # as its processes are, whatever is said of it later
+
+
+class Machines:
+    """What outlives every daemon: engines on GPUs, and what each step is to do instead."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.engines: dict[EngineId, FakeEngine] = {}
+        self.starts: Counter[EngineId] = Counter()
+        self.stops: list[EngineId] = []
+        self.faults: dict[tuple[str, str], OrchestrRLError] = {}  # (what, configuration or engine) -> always
+        self.hangs: set[tuple[str, str]] = set()
+        self.lasts_s: dict[tuple[str, str], float] = {}
+        self.made: Callable[[FakeEngine], None] = lambda engine: None
+        self.can_sleep = self.can_scale = False
+        self.connections = 0  # of clients, that are open
+
+    def place(self, spec: EngineSpec) -> None:
+        self._own(spec)
+        self.engines[spec.engine] = FakeEngine(spec, self.clock.now_s())
+
+    def alive(self) -> dict[EngineId, FakeEngine]:
+        return {id: engine for id, engine in self.engines.items() if engine.life is Life.ALIVE and not engine.lent}
+
+    async def meddle(self, what: str, engine: FakeEngine | EngineSpec) -> None:
+        spec = engine.spec if isinstance(engine, FakeEngine) else engine
+        for name in (spec.configuration, spec.engine):
+            if (what, name) in self.hangs:
+                await asyncio.Event().wait()
+            if (what, name) in self.lasts_s:
+                await self.clock.sleep(self.lasts_s[what, name])
+            if (what, name) in self.faults:
+                raise self.faults[what, name]
+
+    def _own(self, spec: EngineSpec) -> None:
+        for other in self.engines.values():
+            if not other.lent and set(other.spec.gpus) & set(spec.gpus):
+                raise Permanent(f"GPUs of {spec.engine} are in use by {other.spec.engine}")
+
+
+class Deployer:
+    """One daemon's hands on the machines."""
+
+    def __init__(self, machines: Machines) -> None:
+        self._machines = machines
+        self.can_lend = machines.can_sleep
+        self.can_scale = machines.can_scale
+        self.closed = False
+
+    def check(self, spec: EngineSpec) -> None:
+        if ("check", spec.configuration) in self._machines.faults:
+            raise self._machines.faults["check", spec.configuration]
+
+    async def start(self, spec: EngineSpec) -> Deployed:
+        machines = self._machines
+        await machines.meddle("start", spec)
+        there = machines.engines.get(spec.engine)
+        if there is None:
+            machines._own(spec)
+            there = FakeEngine(spec, machines.clock.now_s() + UP_AFTER_S)
+            machines.made(there)
+            machines.engines[spec.engine] = there
+            machines.starts[spec.engine] += 1
+        elif there.spec != spec:
+            raise Permanent(f"{spec.engine} runs otherwise")
+        return self._told(there)
+
+    async def stop(self, engine: EngineId) -> None:
+        there = self._machines.engines.get(engine)
+        if there is not None:
+            await self._machines.meddle("stop", there)
+            del self._machines.engines[engine]
+            self._machines.stops.append(engine)
+
+    async def status(self, engine: EngineId) -> Deployed | None:
+        there = self._machines.engines.get(engine)
+        return None if there is None else self._told(there)
+
+    async def list_engines(self) -> tuple[Deployed, ...]:
+        return tuple(self._told(self._machines.engines[engine]) for engine in sorted(self._machines.engines))
+
+    async def lend(self, engine: EngineId, lent: bool) -> None:
+        there = self._machines.engines[engine]
+        await self._machines.meddle("lend", there)
+        if not lent and there.lent:
+            there.lent = False
+            self._machines.engines.pop(engine)
+            try:
+                self._machines._own(there.spec)
+            finally:
+                self._machines.engines[engine] = there
+        there.lent = lent
+
+    async def scale(self, spec: EngineSpec) -> Deployed:
+        there = self._machines.engines.pop(spec.engine)
+        try:
+            self._machines._own(spec)
+            there.spec = spec
+        finally:
+            self._machines.engines[there.spec.engine] = there
+        return self._told(there)
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def _told(self, engine: FakeEngine) -> Deployed:
+        spec = engine.spec
+        url = f"http://{spec.engine}"
+        return Deployed(
+            spec.engine, spec.configuration, spec.gpus, url, engine.life, "died", spec=spec, lent=engine.lent
+        )
+
+
+class Client:
+    """Of one engine."""
+
+    def __init__(self, url: str, machines: Machines, running: Callable[[EngineId], int]) -> None:
+        self.url = url
+        self._machines = machines
+        self._id = EngineId(url.removeprefix("http://"))
+        self._running = running
+        machines.connections += 1
+
+    async def _engine(self, what: str) -> FakeEngine:
+        engine = self._machines.engines.get(self._id)
+        if engine is None or engine.life is not Life.ALIVE or self._machines.clock.now_s() < engine.up_at_s:
+            raise Retryable(f"{self.url}: connection refused", 0.1)
+        await self._machines.meddle(what, engine)
+        return engine
+
+    async def capabilities(self) -> Capabilities:
+        await self._engine("capabilities")
+        machines = self._machines
+        offers = {"sleep": machines.can_sleep, "scale_elastic_ep": machines.can_scale}
+        return Capabilities("fake", "1", ("fake",), **offers)
+
+    async def metrics(self) -> EngineMetrics:
+        engine = await self._engine("metrics")
+        capacity_tokens = engine.capacity_tokens or 1000 * len(engine.spec.gpus)
+        return EngineMetrics(self._running(self._id), 0, 0.0, capacity_tokens, 0, 0, 0)
+
+    async def healthy(self) -> bool:
+        await self._engine("healthy")
+        return True
+
+    async def probe(self) -> float:
+        await self._engine("probe")
+        return 0.01
+
+    async def layout(self) -> EngineLayout:
+        engine = await self._engine("layout")
+        layout = engine.spec.parallelism
+        return EngineLayout(tp=engine.tp or layout.tp, dp=engine.dp, ep=layout.ep > 1)
+
+    async def weight_version(self) -> int | None:
+        return (await self._engine("weight_version")).weights
+
+    async def load_weights(self, source: str, policy_version: int | None) -> None:
+        (await self._engine("load_weights")).weights = policy_version
+
+    async def name_weights(self, policy_version: int) -> None:
+        (await self._engine("name_weights")).weights = policy_version
+
+    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
+        engine = await self._engine("excerpt")
+        return Excerpt(tuple(prompt_ids), (1,) * tokens, (engine.logprob,) * tokens)
+
+    async def score(self, excerpt: Excerpt) -> tuple[float, ...]:
+        return ((await self._engine("score")).logprob,) * len(excerpt.token_ids)
+
+    async def sleep(self) -> None:
+        (await self._engine("sleep")).sleeping = True
+
+    async def wake(self) -> None:
+        (await self._engine("wake")).sleeping = False
+
+    async def asleep(self) -> bool:
+        return (await self._engine("asleep")).sleeping
+
+    async def scale(self, dp: int) -> None:
+        engine = await self._engine("scale")
+        engine.dp = dp
+
+    async def close(self) -> None:
+        self._machines.connections -= 1
+
+
+class Gateway:
+    """Holds requests over the daemon's death. It does as it is told and reports every quarter of a second."""
+
+    def __init__(self, clock: VirtualClock, machines: Machines) -> None:
+        self.clock = clock
+        self.machines = machines
+        self.requests: dict[RequestId, RequestView] = {}
+        self.held: dict[RequestId, EngineId] = {}
+        self.routes = SetRoutes(())
+        self.cut: list[RequestId] = []  # that were on an engine when it stopped
+        self._sequence = 0
+
+    def put(self, name: str, engine: str, *, movable: bool = True) -> None:
+        view = request(name, engine, movable=movable)
+        self.requests[view.id] = view
+
+    def on(self, engine: EngineId) -> list[RequestId]:
+        return [id for id, view in self.requests.items() if view.engine == engine]
+
+    async def attach(self, plane: ControlPlane) -> None:
+        attachment = plane.attach(gateway_hello(gateway=NodeId("gw")))
+        async for operation in attachment.orders():
+            if isinstance(operation.action, SetRoutes):
+                self.routes = operation.action
+            else:
+                plane.result_received(self._perform(operation))
+
+    async def report(self, plane: ControlPlane) -> None:
+        while True:
+            self._look()
+            self._sequence += 1
+            plane.gateway_reported(gateway_report(*self.requests.values(), sequence=self._sequence), 1)
+            await self.clock.sleep(0.25)
+
+    def usable(self) -> list[EngineId]:
+        alive = self.machines.alive()
+        return [route.engine for route in self.routes.routes if not route.draining and route.engine in alive]
+
+    def _look(self) -> None:
+        """Whose engine is gone goes on elsewhere; whoever is held, as soon as it may."""
+        usable = self.usable()
+        for id, view in list(self.requests.items()):
+            if view.engine is not None and view.engine not in self.machines.alive():
+                self.cut.append(id)
+                self._to(id, None)
+        for id, engine in list(self.held.items()):
+            if engine in usable or (engine not in self.routes.expected and usable):
+                del self.held[id]
+                self._to(id, engine if engine in usable else usable[0])
+        for id, view in self.requests.items():
+            if view.engine is None and id not in self.held and usable:
+                self._to(id, usable[0])
+
+    def _perform(self, operation: Operation) -> OperationResult:
+        assert isinstance(operation.action, MoveRequests)
+        items = []
+        for move in operation.action.moves:
+            view = self.requests.get(move.request)
+            if view is None or view.engine != move.from_engine:
+                items.append(ItemResult(move.request, False, "is not there"))
+                continue
+            if move.to_engine in self.usable():
+                self._to(move.request, move.to_engine)
+            elif move.hold_s:
+                self.held[move.request] = move.to_engine
+                self._to(move.request, None)
+            else:
+                items.append(ItemResult(move.request, False, "takes no requests"))
+                continue
+            items.append(ItemResult(move.request, True))
+        return OperationResult(operation.id, NodeId("gw"), OperationStatus.DONE, items=tuple(items))
+
+    def _to(self, id: RequestId, engine: EngineId | None) -> None:
+        self.requests[id] = dataclasses.replace(self.requests[id], engine=engine)
+
+
+class Killed(BaseException):
+    """The daemon is no more."""
+
+
+class House:
+    """`daemon()` runs one daemon on what is there; another may follow on the same journal."""
+
+    def __init__(self, folder: Path, *, sleepers: bool = False, keep_asleep: bool = False) -> None:
+        self.clock = VirtualClock(1000.0)
+        self.machines = Machines(self.clock)
+        self.machines.can_sleep = sleepers
+        self.gateway = Gateway(self.clock, self.machines)
+        self.config = parse_config(CONFIG)
+        self.path = folder / "journal.sqlite"
+        self.keep_asleep = keep_asleep
+        self.plane: Any = None
+        self.switching: Any = None
+        self.watched: list[set[str]] = []  # whom the agent is to watch, whenever that changed
+        self.killed_after: int | None = None  # so many entries of steps
+        self._written = 0
+
+    def spec(self, engine: str, configuration: str, *gpus: int) -> EngineSpec:
+        return spec_of(self.config.fleet, EngineId(engine), configuration, tuple(map(GpuId, gpus)))  # type: ignore[arg-type]
+
+    def place(self, engine: str, configuration: str, *gpus: int) -> None:
+        self.machines.place(self.spec(engine, configuration, *gpus))
+
+    @asynccontextmanager
+    async def daemon(self) -> AsyncIterator[Switching]:
+        journal = Journal(self.path, self.clock.now_s())
+        append = journal.append
+
+        def counted(at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+            if self.killed_after is not None and self._written > self.killed_after:
+                raise Killed
+            sequence = append(at_s, kind, subject, body)
+            if kind in (Kind.SWITCH_STEP, Kind.SWITCH_BEGAN):
+                self._written += 1
+                if self.killed_after is not None and self._written > self.killed_after:
+                    raise Killed
+            return sequence
+
+        journal.append = counted  # type: ignore[method-assign]
+        plane = ControlPlane(self.config, journal, self.clock, stopwatch=lambda: 0.0)
+        deployer = Deployer(self.machines)
+        switching = Switching(
+            plane,
+            deployer,
+            lambda url: Client(url, self.machines, lambda engine: len(self.gateway.on(engine))),
+            {each.id: each for each in self.config.fleet.configuration_values()},
+            lambda engine, configuration, gpus: spec_of(self.config.fleet, engine, configuration, gpus),
+            gpus_count=4,
+            per_node=8,
+            policy=Policy(LIMITS, keep_asleep=self.keep_asleep),
+        )
+        plane.deployment = plane.switching = switching
+        plane.watch_deployed = self._watch
+        self.plane, self.switching = plane, switching
+        tasks = []
+        try:
+            await switching.recover()
+            tasks = [
+                asyncio.create_task(self.gateway.attach(plane)),
+                asyncio.create_task(self.gateway.report(plane)),
+                asyncio.create_task(run_loops(plane, self.clock)),
+            ]
+            await self.clock.advance(1.0)
+            yield switching
+        finally:
+            journal.append = append  # type: ignore[method-assign]
+            await switching.close()
+            await plane.close(0.0)
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError, Killed, BaseExceptionGroup):
+                    await task
+            journal.close()
+        assert deployer.closed
+        assert self.machines.connections == 0
+
+    def _watch(self, urls: Mapping[EngineId, str]) -> None:
+        if not self.watched or self.watched[-1] != urls.keys():
+            self.watched.append({str(engine) for engine in urls})
+
+    async def until_ended(self, most_s: float = 120.0) -> SwitchReport:
+        for _ in range(int(most_s / 0.5)):
+            if not self.switching.busy:
+                await self.clock.advance(1.0)
+                return self.switching.report()  # type: ignore[no-any-return]
+            await self.clock.advance(0.5)
+        raise AssertionError(f"the switch has not ended: {self.switching.report()}")
+
+    def engines_noted(self, kind: Kind) -> list[tuple[str, bool, str]]:
+        """Of which engines the journal tells that they started, or stopped; whether it was done, and a word on it."""
+        return [(entry.subject, entry.body["done"], entry.body["detail"]) for entry in self.entries(kind)]
+
+    def entries(self, *kinds: Kind) -> list[Entry]:
+        from orchestrrl.core.journal.store import JournalReader
+
+        reader = JournalReader(self.path)
+        try:
+            return reader.tail(10_000, kinds)
+        finally:
+            reader.close()

@@ -1,0 +1,314 @@
+"""The order of a switch's steps, and which GPUs engines get: for any fleet, against what they must never do."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.engines.managed import EngineLayout, Excerpt
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment.checks import CANARY_IDS, Tolerance, answers_fault, capacity_fault, layout_fault
+from orchestrrl.fleet.redeployment.steps import (
+    Intact,
+    Stage,
+    StepKind,
+    Switch,
+    SwitchId,
+    SwitchWish,
+    check,
+    goes_on,
+    stages_back,
+    stages_of,
+    steps_in,
+)
+from orchestrrl.fleet.redeployment.targets import Standing, wanted_by_targets
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Parallelism, PlanId
+
+GPUS = 8
+SIZES = {"tp1": 1, "tp2": 2, "tp4": 4}
+ELASTIC = {"ep2": 2, "ep4": 4, "ep8": 8}
+KNOWN = {
+    ConfigurationId(name): Configuration(ConfigurationId(name), size, 0.02, 1e-4, 1e-8, 1000, 16, 400.0, 1.5)
+    for name, size in SIZES.items()
+}
+
+
+def make_spec(engine: str, configuration: str, gpus: Sequence[int]) -> EngineSpec:
+    on = tuple(map(GpuId, gpus))
+    return EngineSpec(EngineId(engine), ConfigurationId(configuration), Parallelism(tp=SIZES[configuration]), on)
+
+
+def elastic(engine: str, configuration: str) -> EngineSpec:
+    """On GPUs from 0."""
+    size = ELASTIC[configuration]
+    layout = Parallelism(dp=size, ep=size)
+    return EngineSpec(EngineId(engine), ConfigurationId(configuration), layout, tuple(map(GpuId, range(size))))
+
+
+@st.composite
+def fleets(draw: st.DrawFn, name: str = "e") -> tuple[EngineSpec, ...]:
+    """Engines on aligned GPUs; some GPUs may be free."""
+    specs: list[EngineSpec] = []
+    at = 0
+    while at < GPUS:
+        fitting = [c for c, size in SIZES.items() if at % size == 0]
+        choice = draw(st.sampled_from(["free", *fitting]))
+        size = SIZES.get(choice, 1)
+        if choice != "free":
+            specs.append(make_spec(f"{name}{at}", choice, range(at, at + size)))
+        at += size
+    return tuple(specs)
+
+
+@st.composite
+def switches(draw: st.DrawFn) -> Switch:
+    """Some of the old stay; the others make room for new ones, some of which sleep there already."""
+    old = draw(fleets("old"))
+    stays = tuple(spec for spec in old if draw(st.booleans()))
+    taken = {gpu for spec in stays for gpu in spec.gpus}
+    if draw(st.booleans()) and not taken.intersection(range(4)):  # one that is scaled, up or down
+        sizes = draw(st.permutations(sorted(ELASTIC)))[:2]
+        was, becomes = (elastic("ela", name) for name in sizes)
+        if not taken.intersection([*was.gpus, *becomes.gpus]):
+            old = (*(spec for spec in old if not set(was.gpus).intersection(spec.gpus)), was)
+            stays = (*stays, becomes)
+            taken |= set(becomes.gpus)
+    coming = [spec for spec in draw(fleets("new")) if not taken.intersection(spec.gpus)]
+    asleep = tuple(spec for spec in coming if draw(st.booleans()))
+    can_sleep = frozenset(spec.engine for spec in old if draw(st.booleans()))
+    return Switch(
+        SwitchId("s1"),
+        PlanId(""),
+        "",
+        0.0,
+        old,
+        (*stays, *coming),
+        asleep=asleep,
+        can_sleep=can_sleep,
+        keep_asleep=draw(st.booleans()),
+    )
+
+
+class Fleet:
+    """Engines as steps leave them: the independent account of who has which GPU and who serves."""
+
+    def __init__(self, switch: Switch) -> None:
+        self.switch = switch
+        self.awake = {spec.engine for spec in switch.old}
+        self.asleep = {spec.engine for spec in switch.asleep}
+        self.serving = set(self.awake)
+        self.gpus = {spec.engine: spec.gpus for spec in (*switch.asleep, *switch.new, *switch.old)}
+        self.ready: set[EngineId] = set()
+
+    def do(self, kind: StepKind, engine: EngineId | None, *, back: bool = False) -> None:
+        match kind, engine:
+            case StepKind.FENCE, None:
+                self.serving -= {spec.engine for spec in self.switch.leaving}
+                self.serving -= {spec.engine for _, spec in self.switch.scaled}
+            case ((StepKind.STOP | StepKind.RETIRE), engine) if engine is not None:
+                assert engine not in self.serving
+                self.awake.discard(engine)
+                self.asleep.discard(engine)
+            case StepKind.SLEEP, engine if engine is not None:
+                assert engine not in self.serving
+                self.awake.remove(engine)
+                self.asleep.add(engine)
+            case StepKind.START, engine if engine is not None:
+                assert engine not in self.asleep
+                self.awake.add(engine)
+            case StepKind.WAKE, engine if engine is not None:
+                self.asleep.remove(engine)
+                self.awake.add(engine)
+            case StepKind.SCALE, engine if engine is not None:
+                assert engine not in self.serving
+                pair = next(pair for pair in self.switch.scaled if pair[0].engine == engine)
+                self.gpus[engine] = pair[not back].gpus
+            case StepKind.VERIFY, engine if engine is not None:
+                assert engine in self.awake
+                self.ready.add(engine)
+            case _:
+                pass
+        gpus = [gpu for engine in self.awake for gpu in self.gpus[engine]]
+        assert len(gpus) == len(set(gpus)), f"{kind} of {engine} has two engines on one GPU"
+        assert {spec.engine for spec in self.switch.staying} <= self.serving, "who stays never stops serving"
+
+    def run(self, stages: Sequence[Stage]) -> None:
+        for step in steps_in(stages):
+            self.do(step.kind, step.engine)
+
+
+@given(switches())
+def test_forward_ends_with_what_is_wanted_and_no_gpu_has_two(switch: Switch) -> None:
+    stages = stages_of(switch)
+    check(switch, stages)
+    fleet = Fleet(switch)
+    fleet.run(stages)
+    assert fleet.awake == {spec.engine for spec in switch.new}
+    assert fleet.ready == {spec.engine for spec in (*switch.coming, *(new for _, new in switch.scaled))}
+    assert all(fleet.gpus[spec.engine] == spec.gpus for spec in switch.new)
+    slept = {spec.engine for spec in switch.leaving if spec.engine in switch.can_sleep}
+    assert fleet.asleep == (slept if switch.keep_asleep else set())
+    kinds = [step.kind for step in steps_in(stages)]
+    assert kinds.index(StepKind.ADMIT) < kinds.index(StepKind.COMMIT)
+    assert [step.number for step in steps_in(stages)] == list(range(1, len(kinds) + 1))
+
+
+@given(switches(), st.data())
+def test_back_from_wherever_it_broke_off(switch: Switch, data: st.DataObject) -> None:
+    """Any prefix of the steps, and within a stage any part of each chain."""
+    stages = stages_of(switch)
+    commit = next(place for place, stage in enumerate(stages) if stage[0][0].kind is StepKind.COMMIT)
+    broke = data.draw(st.integers(0, commit))
+    fleet = Fleet(switch)
+    fleet.run(stages[:broke])
+    for chain in stages[broke]:
+        for step in chain[: data.draw(st.integers(0, len(chain)))]:
+            fleet.do(step.kind, step.engine)
+    scaled = {old.engine for old, new in switch.scaled if fleet.gpus[old.engine] == new.gpus}
+    idle = sorted((fleet.awake - fleet.serving) & {spec.engine for spec in switch.leaving})
+    failing = set(data.draw(st.lists(st.sampled_from(idle)))) if idle else set()
+    back = stages_back(switch, fleet.awake | fleet.asleep, fleet.asleep, scaled, failing)
+    for step in steps_in(back):
+        fleet.do(step.kind, step.engine, back=True)
+    assert failing <= {step.engine for step in steps_in(back) if step.kind is StepKind.STOP}
+    assert failing <= {step.engine for step in steps_in(back) if step.kind is StepKind.START}
+    assert fleet.awake == {spec.engine for spec in switch.old}
+    assert all(fleet.gpus[spec.engine] == spec.gpus for spec in switch.old)
+    assert fleet.asleep <= {spec.engine for spec in switch.asleep}
+
+
+@given(switches())
+def test_what_is_cut_short_is_finished_only_when_all_that_is_new_has_been_verified(switch: Switch) -> None:
+    done: set[tuple[StepKind, EngineId | None]] = set()
+    present = {spec.engine for spec in (*switch.old, *switch.new)}
+    for step in steps_in(stages_of(switch)):
+        changed = (*switch.coming, *(new for _, new in switch.scaled))
+        all_verified = {(StepKind.VERIFY, spec.engine) for spec in changed} <= done
+        if goes_on(switch, done, present):
+            assert all_verified
+        elif changed:
+            assert not all_verified
+        done.add((step.kind, step.engine))
+    for spec in switch.coming:
+        assert not goes_on(switch, done, present - {spec.engine})
+
+
+@given(switches(), st.randoms(use_true_random=False))
+def test_a_broken_order_is_noticed(switch: Switch, rng: object) -> None:
+    """Any two steps swapped: either the account finds nothing wrong either, or `check` does."""
+    assume(switch.leaving and switch.coming)
+    steps = list(steps_in(stages_of(switch)))
+    one, other = sorted(rng.sample(range(len(steps)), 2))  # type: ignore[attr-defined]
+    steps[one], steps[other] = steps[other], steps[one]
+    broken: tuple[Stage, ...] = tuple(((step,),) for step in steps)
+    try:
+        Fleet(switch).run(broken)
+    except (AssertionError, KeyError):
+        with pytest.raises(Intact):
+            check(switch, broken)
+
+
+def test_a_switch_of_two_engines_on_one_gpu_is_none() -> None:
+    one, two = make_spec("a", "tp1", (0,)), make_spec("b", "tp2", (0, 1))
+    with pytest.raises(ValueError, match="GPU 0 serves both a and b"):
+        Switch(SwitchId("s"), PlanId(""), "", 0.0, (), (one, two))
+    with pytest.raises(ValueError, match="must keep their GPUs"):
+        Switch(SwitchId("s"), PlanId(""), "", 0.0, (one,), (make_spec("a", "tp1", (1,)),))
+
+
+# --- targets
+
+
+def standing(serving: tuple[EngineSpec, ...], drained: frozenset[EngineId] = frozenset()) -> Standing:
+    return Standing(serving, (), frozenset(), frozenset(s.engine for s in serving), drained, frozenset(), {}, GPUS, 4)
+
+
+targets = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.integers(0, 4)), min_size=1, unique_by=lambda t: t[0])
+
+
+@given(fleets(), targets, st.data())
+def test_targets_get_what_they_ask_for_or_are_told_that_it_does_not_fit(
+    serving: tuple[EngineSpec, ...], wish: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    drained = frozenset(spec.engine for spec in serving if data.draw(st.booleans()))
+    now = standing(serving, drained)
+    fixed = {gpu for spec in serving if spec.engine in drained for gpu in spec.gpus}
+    try:
+        wanted = wanted_by_targets(SwitchWish(tuple(wish)), "s1", now, KNOWN, make_spec)  # type: ignore[arg-type]
+    except ProblemFaults:
+        # Not even with nobody kept: the largest first is the best that can be done with sizes that divide each other.
+        need = sum(SIZES[name] * max(count, 1) for name, count in wish)
+        assert need > GPUS - len(fixed) or fixed or any(SIZES[name] * count > 4 for name, count in wish)
+        return
+    new = [spec for spec in wanted.new if spec.engine not in drained]
+    gpus = [gpu for spec in wanted.new for gpu in spec.gpus]
+    assert len(gpus) == len(set(gpus))
+    assert set(gpus) <= set(range(GPUS))
+    assert {spec.engine for spec in wanted.new} >= drained
+    for name, count in wish:
+        have = sum(spec.configuration == name for spec in new)
+        assert have == count if count else have >= 1
+    for spec in new:
+        assert len({gpu // 4 for gpu in spec.gpus}) == 1
+        assert len(spec.gpus) == SIZES[spec.configuration]
+
+
+def test_what_is_there_already_is_kept() -> None:
+    serving = (make_spec("a", "tp2", (0, 1)), make_spec("b", "tp2", (2, 3)), make_spec("c", "tp4", (4, 5, 6, 7)))
+    now = standing(serving)
+    assert wanted_by_targets(SwitchWish((("tp2", 2), ("tp4", 1))), "s", now, KNOWN, make_spec).new == serving  # type: ignore[arg-type]
+    fewer = wanted_by_targets(SwitchWish((("tp1", 2), ("tp2", 0))), "s", now, KNOWN, make_spec).new  # type: ignore[arg-type]
+    assert {spec.engine for spec in fewer} >= {"a", "b"}
+    assert sorted(spec.configuration for spec in fewer) == ["tp1", "tp1", "tp2", "tp2", "tp2"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "faults"),
+    [
+        (SwitchWish(), ["targets: must name a configuration, got none"]),
+        (SwitchWish((("tp1", 1),), plan="p1"), ["plan_id: cannot go with targets, got 'p1'"]),
+        (
+            SwitchWish((("tp9", 1), ("tp1", -1), ("tp1", 2))),
+            [
+                "targets[0].configuration: is not one of fleet.configurations (known: tp1, tp2, tp4), got 'tp9'",
+                "targets[1].engines: must be >= 0 (0: as many as fit), got -1",
+                "targets[2].configuration: is named twice, got 'tp1'",
+            ],
+        ),
+        (SwitchWish((("tp4", 3),)), ["targets: do not fit on the 8 GPUs in nodes of 4, got 3 x tp4 of 4 GPUs"]),
+    ],
+)
+def test_every_fault_of_a_wish_is_told(wish: SwitchWish, faults: list[str]) -> None:
+    with pytest.raises(ProblemFaults) as told:
+        wanted_by_targets(wish, "s", standing(()), KNOWN, make_spec)  # type: ignore[arg-type]
+    assert told.value.faults == faults
+
+
+# --- checks
+
+
+@given(st.lists(st.floats(-20, 0), min_size=1, max_size=32), st.floats(-1, 1))
+def test_answers_may_differ_by_the_tolerance_and_no_more(logprobs: list[float], shift: float) -> None:
+    assume(abs(abs(shift) - 0.05) > 1e-9)
+    reference = Excerpt(CANARY_IDS, (1,) * len(logprobs), tuple(logprobs))
+    said = answers_fault(reference, tuple(one + shift for one in logprobs), Tolerance(mean_nats=0.05))
+    assert bool(said) == (abs(shift) > 0.05)
+
+
+def test_scores_that_are_none_are_told() -> None:
+    reference = Excerpt((1,), (1, 2), (-1.0, -1.0))
+    assert answers_fault(reference, (-1.0,), Tolerance())
+    assert answers_fault(reference, (-1.0, float("nan")), Tolerance())
+    assert answers_fault(reference, (-1.0, float("-inf")), Tolerance())
+
+
+def test_what_an_engine_does_not_say_of_its_layout_is_not_held_against_it() -> None:
+    assert layout_fault(EngineLayout(), Parallelism(tp=2)) == []
+    assert layout_fault(EngineLayout(tp=2, pp=1, dp=1, ep=False), Parallelism(tp=2)) == []
+    assert layout_fault(EngineLayout(tp=1, ep=True), Parallelism(tp=2)) == [
+        "is laid out otherwise: TP 1 instead of 2, EP True instead of False"
+    ]
+    assert capacity_fault(900, 1000) == []
+    assert capacity_fault(899, 1000) != []

@@ -1,0 +1,28 @@
+"""What cannot be started is nothing that a plan chooses, and the plan says so."""
+
+from pathlib import Path
+
+from switch_house import House
+
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from planner.model import ConfigurationId
+
+
+async def test_a_configuration_that_cannot_be_started_is_left_out_of_plans(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    house.place("a", "tp1", 0)
+    house.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
+    house.machines.faults["check", "ep4"] = Permanent("is not installed")
+    async with house.daemon() as switching:
+        assert switching.unstartable() == {
+            ConfigurationId("tp2"): "tp2.arguments: contradict the layout, got --tp 3",
+            ConfigurationId("ep4"): "is not installed",
+        }
+        house.plane.planning.unstartable = switching.unstartable()
+        house.gateway.put("r0", "a")
+        await house.clock.advance(2.0)
+        plan, _ = await house.plane._plan()
+        chosen = {alternative.configuration for alternative in plan.alternatives}
+        assert "tp2" not in chosen
+        assert "tp1" in chosen
+        assert "tp2 is left out: tp2.arguments: contradict the layout, got --tp 3" in plan.notes

@@ -1,0 +1,184 @@
+"""Engines that a deployer started are reported as if an agent were beside them, and by nobody where one is."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from builders import engine_report, gateway_hello, sample
+from fake_engine import FakeEngine
+
+from orchestrrl.core.clock import Clock, VirtualClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.reports import EngineReport, NodeHello, NodeKind, ReportAck
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.engines.base import Capabilities, Engine
+from orchestrrl.fleet.engine_watcher import LOOK_S, SILENT_AFTER_S, WATCHER, DeployedWatch
+from planner.model import EngineHealth, EngineId, EngineView, NodeId
+
+CONFIG = """
+mode: act
+fleet:
+  gpus: {count: 4}
+  configurations:
+    - {id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 16,
+       prefill_tokens_per_s: 9000, switch_s: 1.5}
+"""
+E0, E1 = EngineId("e0"), EngineId("e1")
+PLACES = {E0: ("http://e0", "fake"), E1: ("http://e1", "fake")}
+AGENT = NodeHello(NodeId("a"), NodeKind.AGENT, (E0,), "test")
+
+
+class Plane(ControlPlane):
+    """Remembers who reported."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        super().__init__(parse_config(CONFIG), Journal(folder / "journal.sqlite", clock.now_s()), clock)
+        self.reports: list[EngineReport] = []
+
+    def engine_reported(self, report: EngineReport, stream: int) -> ReportAck:
+        self.reports.append(report)
+        return super().engine_reported(report, stream)
+
+
+class House:
+    def __init__(self, folder: Path) -> None:
+        self.clock = VirtualClock(1000.0)
+        self.plane = Plane(folder, self.clock)
+        self.engines: list[FakeEngine] = []
+        self.watch = DeployedWatch(self.plane, make_engine=self.connect)
+        self.sequence = 0
+
+    def connect(self, product: str, url: str) -> Engine:
+        if product != "fake":
+            raise Permanent(f"unknown engine {product!r}")
+        offers = Capabilities("fake", "1", ("m",), max_sequences=7)
+        self.engines.append(FakeEngine(self.clock, url, offers=offers))
+        return self.engines[-1]
+
+    def engine(self, name: str) -> FakeEngine:
+        return [engine for engine in self.engines if engine.url == f"http://{name}"][-1]
+
+    def view(self, engine: EngineId) -> EngineView:
+        return {view.id: view for view in self.plane.state.engines(self.clock.now_s())}[engine]
+
+    async def pass_time(self, seconds: float, tokens_per_s: int = 0) -> None:
+        for _ in range(round(seconds / 0.25)):
+            for engine in self.engines:
+                engine.generate_tokens(tokens_per_s // 4)
+            await self.clock.advance(0.25)
+
+    async def agent_reports(self, seconds: float, running: int) -> None:
+        for _ in range(round(seconds / 0.25)):
+            self.sequence += 1
+            seen = sample(self.clock.now_s(), running)
+            self.plane.engine_reported(engine_report("e0", self.sequence, seen, agent="a"), 5)
+            await self.pass_time(0.25)
+
+    def reporters(self, engine: EngineId) -> list[NodeId]:
+        return [report.agent for report in self.plane.reports if report.engine == engine]
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    made = House(tmp_path)
+    yield made
+    await made.watch.close()
+    assert all(engine.closed for engine in made.engines)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    made.plane.journal.close()
+
+
+async def test_what_an_agent_would_say_is_said(house: House) -> None:
+    house.watch.follow(PLACES)
+    await house.pass_time(3.0, tokens_per_s=400)
+    for name in (E0, E1):
+        view = house.view(name)
+        assert (view.url, view.health, view.running) == (f"http://{name}", EngineHealth.OK, 2)
+        assert view.decode_tokens_per_s == pytest.approx(400.0)
+        assert view.max_sequences == 7
+        assert view.age_s is not None
+        assert view.age_s <= 0.25
+    assert set(house.reporters(E0)) == {WATCHER}
+    # Gateways may route to it.
+    assert house.plane.state.reported(E0)
+    house.plane.attach(gateway_hello())
+
+
+async def test_the_same_again_changes_nothing_and_others_are_left(house: House) -> None:
+    house.watch.follow(PLACES)
+    await house.pass_time(1.0)
+    house.watch.follow(dict(PLACES))
+    assert len(house.engines) == 2
+    house.watch.follow({E0: PLACES[E0]})
+    await house.pass_time(0.25)
+    assert [engine.closed for engine in house.engines] == [False, True]
+    seen = len(house.reporters(E1))
+    await house.pass_time(2.0)
+    assert len(house.reporters(E1)) == seen
+    # Another house of the same name.
+    house.watch.follow({E0: ("http://e0b", "fake")})
+    await house.pass_time(1.0)
+    assert house.view(E0).url == "http://e0b"
+    assert house.engines[0].closed
+    # One that nobody can connect to: all stays as it was.
+    with pytest.raises(Permanent, match="unknown engine"):
+        house.watch.follow({E1: ("http://e1", "other")})
+    await house.pass_time(1.0)
+    assert house.view(E0).age_s == pytest.approx(0.25, abs=0.25)
+
+
+async def test_engines_that_die_and_come_back_are_watched_on(house: House) -> None:
+    house.watch.follow({E0: PLACES[E0]})
+    await house.pass_time(1.0)
+    house.engine("e0").error = Retryable("connection refused", 1.0)
+    await house.pass_time(1.0)
+    assert house.view(E0).health is EngineHealth.GONE
+    house.engine("e0").error = RuntimeError("a defect of the client")
+    await house.pass_time(1.0)
+    assert house.view(E0).health is EngineHealth.NONSENSE
+    house.engine("e0").error = None
+    await house.pass_time(1.0)
+    assert house.view(E0).health is EngineHealth.OK
+
+
+async def test_a_report_that_cannot_be_taken_does_not_end_the_watch(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(report: EngineReport, stream: int) -> ReportAck:
+        raise KeyError("a defect")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(house.plane, "engine_reported", broken)
+        house.watch.follow({E0: PLACES[E0]})
+        await house.pass_time(2.0)
+    await house.pass_time(LOOK_S + 0.5)
+    assert house.view(E0).health is EngineHealth.OK
+
+
+async def test_an_agent_has_the_word_and_is_stood_in_for_while_it_is_silent(house: House) -> None:
+    house.watch.follow(PLACES)
+    await house.pass_time(2.0)
+    assert house.view(E0).running == 2
+    house.plane.attach(AGENT)
+    house.plane.reports.clear()
+    await house.agent_reports(5.0, running=3)
+    assert house.view(E0).running == 3
+    assert set(house.reporters(E0)) == {"a"}
+    assert set(house.reporters(E1)) == {WATCHER}  # of which the agent says nothing
+    # Silence.
+    await house.pass_time(SILENT_AFTER_S + LOOK_S + 0.5)
+    assert house.view(E0).running == 2
+    age_s = house.view(E0).age_s
+    assert age_s is not None
+    assert age_s <= 0.25
+    # It goes on with the stream that it had.
+    house.plane.reports.clear()
+    await house.agent_reports(2.0, running=4)
+    assert house.view(E0).running == 4
+    assert set(house.reporters(E0)) == {"a"}
+    # A late one of its own changes nothing.
+    house.plane.engine_reported(engine_report("e0", 1, sample(0.0, 9), agent="a"), 5)
+    assert house.view(E0).running == 4

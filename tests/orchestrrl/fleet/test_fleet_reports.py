@@ -1,0 +1,507 @@
+"""The control plane between nodes that share ids, report late, or call one server by several names."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import engine_report, gateway_hello, gateway_report, request, sample
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.errors import LimitReached, Permanent, ProblemFaults
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.nodes import Attachment, NodeRegistry
+from orchestrrl.core.operations import ItemResult, MoveRequests, OperationResult, SetRoutes, status_of
+from orchestrrl.core.reports import EngineReport, GatewayEngine, GatewayReport, NodeHello, NodeKind, SendTimes
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.fleet.membership_changes import NewEngine
+from orchestrrl.fleet.state import NAMES_LAST_S, Capacity, EngineFacts, State
+from orchestrrl.rpc.codecs.control import status_to_pb, worker_to_pb
+from planner.model import EngineId, EngineView, NodeId, RequestId
+
+CONFIG = """
+mode: act
+fast: {interval_s: 1, theta: 0.0001, stale_after_s: 5}
+slow: {interval_s: 10, epsilon_s: 1, stale_after_s: 5}
+fleet:
+  gpus: {count: 4}
+  configurations:
+    - {id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 4,
+       prefill_tokens_per_s: 9000, switch_s: 1.5}
+  engines:
+    - {id: e0, url: "http://e0", configuration: tp2, gpus: [0, 1]}
+    - {id: e1, url: "http://e1", configuration: tp2, gpus: [2, 3]}
+"""
+E0, E1 = EngineId("e0"), EngineId("e1")
+EVERY_S = 0.25
+
+
+class House:
+    def __init__(self, folder: Path, config: str = CONFIG) -> None:
+        self.clock = VirtualClock(1000.0)
+        self.journal = Journal(folder / "journal.sqlite", self.clock.now_s())
+        self.plane = ControlPlane(parse_config(config), self.journal, self.clock)
+        self.sequence = 0
+
+    def engine(self, id: str) -> EngineView:
+        return next(view for view in self.plane.state.engines(self.clock.now_s()) if view.id == id)
+
+    def ids(self) -> list[str]:
+        return [view.id for view in self.plane.state.engines(self.clock.now_s())]
+
+    def report(self, engine: str = "e0", stream: int = 1, **more: object) -> None:
+        self.sequence += 1
+        report = replace(engine_report(engine, self.sequence, sample(self.clock.now_s())), **more)  # type: ignore[arg-type]
+        self.plane.engine_reported(report, stream)
+
+    def noted(self, kind: Kind) -> list[tuple[str, dict[str, object]]]:
+        return [(entry.subject, dict(entry.body)) for entry in self.journal.since(0, [kind])]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    yield made
+    made.journal.close()
+
+
+# --- several agents
+
+
+@pytest.mark.parametrize("incarnations", [("", ""), ("p", "q"), ("p", "")])
+@pytest.mark.parametrize("agents", [("agent", "agent"), ("agent", "other")])
+@pytest.mark.parametrize(("first_s", "second_s"), [((0, 90), (10, 30)), ((0, 30), (10, 90)), ((0, 90), (10, 90))])
+async def test_telemetry_lives_whoever_comes_and_goes(
+    house: House,
+    incarnations: tuple[str, str],
+    agents: tuple[str, str],
+    first_s: tuple[float, float],
+    second_s: tuple[float, float],
+) -> None:
+    said = set()
+    for turn in range(int(90 / EVERY_S)):
+        at_s = turn * EVERY_S
+        for index, (from_s, to_s) in enumerate((first_s, second_s)):
+            if from_s <= at_s < to_s:
+                names = {"agent": NodeId(agents[index]), "incarnation": incarnations[index]}
+                house.report(stream=index + 1, **names)
+        if turn % 4 == 0:
+            house.plane.fast_tick()
+        view = house.engine("e0")
+        assert (view.health, view.age_s is not None and view.age_s <= 5.0) == ("ok", True)
+        remarks = worker_to_pb(house.plane, E0).remarks
+        if first_s[0] + 12 <= at_s < min(first_s[1], second_s[1]) and second_s[0] + 2 <= at_s:
+            assert any("2 agents report e0: agent" in remark for remark in remarks)
+            said.update(remarks)
+        await house.clock.advance(EVERY_S)
+    assert said
+    noted = [body["remarks"] for subject, body in house.noted(Kind.ENGINE_REMARKS) if subject == "e0"]
+    assert noted[0] in [[remark] for remark in said]
+    if first_s[1] != second_s[1]:
+        assert noted[-1] == []
+
+
+async def test_an_agent_that_attaches_again_is_one_and_its_late_reports_change_nothing(house: House) -> None:
+    for turn in range(200):
+        house.report(stream=1 + turn // 40, incarnation="p")
+        if turn % 40 == 2 and turn > 40:
+            house.plane.engine_reported(
+                replace(engine_report("e0", turn, sample(500.0, running=77)), incarnation="p"), turn // 40
+            )
+        assert house.engine("e0").running == 1
+        house.plane.fast_tick()
+        await house.clock.advance(EVERY_S)
+    assert house.noted(Kind.ENGINE_REMARKS) == house.noted(Kind.NODE_DOUBLE) == []
+
+
+async def test_a_second_agent_that_cannot_reach_the_engine_takes_nothing_away(house: House) -> None:
+    for turn in range(100):
+        house.report(agent=NodeId("near"), incarnation="p")
+        if turn > 10:
+            gone = replace(engine_report("e0", turn), agent=NodeId("far"), incarnation="q", health="gone")
+            house.plane.engine_reported(gone, 2)
+        assert house.engine("e0").health == "ok"
+        await house.clock.advance(EVERY_S)
+
+
+# --- nodes with one id
+
+
+async def orders_of(attachment: Attachment, seen: list[object]) -> None:
+    async for operation in attachment.orders():
+        seen.append(operation.action)
+
+
+def moved(seen: list[object]) -> list[str]:
+    return [move.request for action in seen if isinstance(action, MoveRequests) for move in action.moves]
+
+
+def hello(incarnation: str, node: str = "gw", **more: object) -> NodeHello:
+    return replace(gateway_hello("e0", gateway=NodeId(node)), incarnation=incarnation, **more)  # type: ignore[arg-type]
+
+
+async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(house: House) -> None:
+    plane = house.plane
+    first, second = plane.attach(hello("aaaa")), plane.attach(hello("bbbbbbbbbbbb"))
+    assert [state.hello.node for state in plane.nodes.states()] == ["gw", "gw~312a5e8c"]
+    plane.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="aaaa"), 1)
+    plane.gateway_reported(replace(gateway_report(request("b"), sequence=1), incarnation="bbbbbbbbbbbb"), 2)
+    assert [view.id for view in plane.state.snapshot(1000.0).requests] == ["a", "b"]
+    house.report("e0")
+    house.report("e1")
+    plane.fast_tick()
+    assert house.noted(Kind.NODE_DOUBLE) == [("gw", {"listed": "gw~312a5e8c"})]
+    assert list(status_to_pb(plane, "").remarks) == ["two nodes have the id gw: the second is listed as gw~312a5e8c"]
+    seen: dict[str, list[object]] = {"aaaa": [], "bbbb": []}
+    tasks = [
+        asyncio.create_task(orders_of(attachment, seen[name]))
+        for name, attachment in (("aaaa", first), ("bbbb", second))
+    ]
+    move = asyncio.create_task(plane.move(RequestId("b"), E1))
+    await house.clock.advance(0.1)
+    assert "b" not in moved(seen["aaaa"])
+    assert moved(seen["bbbb"]) == ["b"]
+    (opened,) = [each for each in plane.runner.open if each.node == "gw~312a5e8c"]
+    items = (ItemResult("b", True),)
+    plane.result_received(OperationResult(opened.operation.id, NodeId("gw~312a5e8c"), status_of(items), items=items))
+    assert (await move).items == items
+    # The first comes again after a break, as itself, and when the second has gone nothing is left of it.
+    plane.detach(first)
+    plane.stream_ended(1)
+    assert plane.attach(hello("aaaa")).hello.node == "gw"
+    plane.detach(second)
+    plane.stream_ended(2)
+    assert [state.hello.node for state in plane.nodes.states()] == ["gw"]
+    plane.fast_tick()
+    assert list(status_to_pb(plane, "").remarks) == []
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_gateway_that_is_started_anew_has_its_id(house: House) -> None:
+    plane = house.plane
+    first = plane.attach(hello("aaaa"))
+    plane.gateway_reported(replace(gateway_report(sequence=9), incarnation="aaaa"), 1)
+    plane.stream_ended(1)
+    plane.detach(first)
+    assert plane.attach(hello("bbbb")).hello.node == "gw"
+    plane.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="bbbb"), 2)
+    assert [view.id for view in plane.state.snapshot(1000.0).requests] == ["a"]
+    assert house.noted(Kind.NODE_DOUBLE) == []
+
+
+async def test_an_idle_stream_ends_with_its_attachment(house: House) -> None:
+    nodes, streams = house.plane.nodes, []
+    for node in ("gw", "gw", "other"):  # the second replaces the first
+        attachment = house.plane.attach(hello("aaaa", node))
+        streams.append(asyncio.create_task(orders_of(attachment, [])))
+        await house.clock.advance(0.1)
+    assert [stream.done() for stream in streams] == [True, False, False]
+    assert nodes.detach(attachment, house.clock.now_s())
+    await house.clock.advance(0.1)
+    assert [stream.done() for stream in streams] == [True, False, True]
+    nodes.end_all()  # as the daemon ends
+    await house.clock.advance(0.1)
+    assert streams[1].done()
+
+
+def test_who_is_refused_a_place_or_replaced_leaves_nothing() -> None:
+    nodes = NodeRegistry(most_nodes=2)
+    first = nodes.attach(hello("a", "n1"), 1.0)
+    nodes.attach(hello("b", "n2"), 2.0)
+    with pytest.raises(LimitReached, match=r"limits\.nodes"):
+        nodes.attach(hello("c", "n3"), 3.0)
+    again = nodes.attach(hello("b", "n2"), 3.0)
+    nodes.detach(first, 4.0)
+    assert nodes.attach(hello("d", "n3"), 5.0).hello.node == "n3"
+    nodes.detach(again, 6.0)
+    assert nodes.attach(hello("e", "n2"), 7.0).hello.node == "n2"
+    assert [(state.hello.node, state.attached) for state in nodes.states()] == [("n2", True), ("n3", True)]
+
+
+async def test_a_gateway_without_an_incarnation_counts_again_when_another_of_its_id_has_ended(house: House) -> None:
+    for turn in range(120):
+        house.plane.gateway_reported(gateway_report(request("a"), sequence=turn + 1), 1)
+        if 20 <= turn < 40:
+            house.plane.gateway_reported(gateway_report(request("b"), sequence=turn + 1), 2)
+        await house.clock.advance(EVERY_S)
+    snapshot = house.plane.state.snapshot(house.clock.now_s())
+    assert [view.id for view in snapshot.requests] == ["a"]
+    assert snapshot.requests_age_s == EVERY_S
+
+
+# --- old reports
+
+
+def queued(report: EngineReport | GatewayReport, sent_s: float) -> SendTimes:
+    """As a node stamps it whose clock is a day ahead, with an echo of a moment before."""
+    return SendTimes(sent_s + 86400.0, sent_s - 0.1, sent_s - 0.05 + 86400.0)
+
+
+@pytest.mark.parametrize("late", ["engine", "gateway"])
+async def test_no_loop_acts_on_a_report_that_was_queued(house: House, late: str) -> None:
+    """Fresh receipts, old contents: an engine with four times the other's requests, as of 20 s ago."""
+    plane = house.plane
+    plane.attach(gateway_hello("e0", "e1"))
+    held = [request(f"r{n}", "e0") for n in range(8)]
+
+    def tell(engine_s: float, gateway_s: float) -> None:
+        house.sequence += 1
+        for name, running in (("e0", 4), ("e1", 0)):
+            busy = sample(engine_s + 86400.0, running, 4 if running else 0, decode_tokens_per_s=40.0 * (running or 1))
+            report = engine_report(name, house.sequence, busy)
+            plane.engine_reported(replace(report, times=queued(report, engine_s), incarnation="p"), 1)
+        seen = gateway_report(*held, sequence=house.sequence, at_s=gateway_s + 86400.0)
+        plane.gateway_reported(replace(seen, times=queued(seen, gateway_s), incarnation="g"), 2)
+
+    now_s = house.clock.now_s()
+    old_s = now_s - 20.0
+    tell(*((old_s, now_s - 0.1) if late == "engine" else (now_s - 0.1, old_s)))
+    decision = plane.fast_tick()
+    assert decision.verdict.code == "stale_telemetry"
+    snapshot = plane.state.snapshot(now_s)
+    assert snapshot.inputs_age_s == pytest.approx(20.0, abs=0.2)
+    if late == "engine":
+        assert [view.age_s for view in snapshot.engines] == pytest.approx([20.0, 20.0], abs=0.2)
+    else:
+        assert snapshot.requests_age_s == pytest.approx(20.0, abs=0.2)
+        assert all(view.quiet_s == pytest.approx(20.0, abs=0.2) for view in snapshot.requests)
+        heard_s = plane.state.heard_s(NodeId("gw"))
+        assert heard_s == pytest.approx(old_s, abs=0.2)  # nothing is settled by it that was ordered since
+    plan = await plane.slow_tick()
+    assert plan.verdict.code == "stale_telemetry"
+    assert plan.inputs_age_s == pytest.approx(20.0, abs=0.2)
+    # The same by fresh reports is acted on.
+    tell(now_s - 0.1, now_s - 0.1)
+    assert plane.fast_tick().verdict.code in ("pack", "spread")
+
+
+# --- several names of one server
+
+BARE = "mode: act\nfast: {interval_s: 1}"
+URL = "http://127.0.0.1:8001"
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path, BARE)
+    yield made
+    made.journal.close()
+
+
+def named(
+    house: House, own: str = "a", url: str = "http://localhost:8001/", server: str = "", host: str = "H"
+) -> Attachment:
+    """A gateway attaches that was started with an engine under its own id."""
+    addresses = (GatewayEngine(EngineId(own), url, server),)
+    return house.plane.attach(
+        NodeHello(NodeId("gw"), NodeKind.GATEWAY, (EngineId(own),), "test", "", "g", addresses, host)
+    )
+
+
+def agent(house: House, host: str = "H", node: str = "agent") -> None:
+    house.plane.attach(NodeHello(NodeId(node), NodeKind.AGENT, (E0,), "test", "", node, (), host))
+
+
+@pytest.mark.parametrize(
+    ("url", "server", "host"),
+    [("http://localhost:8001/", "", "H"), ("http://gpu7:8001", "s1", "H"), ("http://gpu7:8001", "s1", "other")],
+)
+@pytest.mark.parametrize("first", ["gateway", "agent"])
+async def test_an_engine_with_two_names_is_counted_once(
+    bare: House, url: str, server: str, host: str, first: str
+) -> None:
+    house, plane = bare, bare.plane
+    if first == "gateway":
+        orders = named(house, "a", url, server, host)
+    agent(house)
+    for _ in range(2):
+        house.report("e0", url=URL, server="s1", incarnation="agent", agent=NodeId("agent"))
+    if first == "agent":
+        orders = named(house, "a", url, server, host)
+    plane.gateway_reported(replace(gateway_report(request("r", "a")), incarnation="g"), 2)
+    assert house.ids() == ["e0"]
+    plane.fast_tick()
+    snapshot = plane.state.snapshot(house.clock.now_s())
+    assert [(view.id, view.engine) for view in snapshot.requests] == [("r", "e0")]
+    worker = worker_to_pb(plane, E0)
+    assert (list(worker.other_names), list(worker.remarks)) == (["a"], ["a of gw is the same server as e0"])
+    assert worker.requests == 1
+    assert house.noted(Kind.ENGINE_REMARKS) == [("e0", {"remarks": ["a of gw is the same server as e0"]})]
+    seen: list[object] = []
+    with suppress(TimeoutError):
+        await asyncio.wait_for(orders_of(orders, seen), 0.1)
+    routes = [action for action in seen if isinstance(action, SetRoutes)][-1]
+    # By the address that leads there from the gateway's host.
+    assert [(route.engine, route.url) for route in routes.routes] == [("e0", url if host == "other" else URL)]
+
+
+async def test_two_hosts_loopbacks_are_two_engines(bare: House) -> None:
+    for index in range(2):
+        agent(bare, f"H{index}", f"agent{index}")
+        for _ in range(2):
+            names = {"agent": NodeId(f"agent{index}"), "incarnation": f"agent{index}", "server": f"s{index}"}
+            bare.report(f"e{index}", stream=index, url=URL, **names)
+    named(bare, "b", "http://localhost:8001", "s1", "H1")
+    assert bare.ids() == ["e0", "e1"]
+    assert bare.plane.state.engine_called(EngineId("b"), bare.clock.now_s()) == "e1"
+
+
+async def test_moves_and_orders_of_an_operator_work_by_both_names(bare: House) -> None:
+    house, plane = bare, bare.plane
+    orders = named(house)
+    agent(house)
+    for _ in range(2):
+        house.report("e0", url=URL, incarnation="agent", agent=NodeId("agent"))
+        house.report("e9", url="http://e9:1", incarnation="agent", agent=NodeId("agent"))
+    live = [request("r", "a"), request("s", "e9")]
+    plane.gateway_reported(replace(gateway_report(*live), incarnation="g"), 2)
+    seen: list[object] = []
+    task = asyncio.create_task(orders_of(orders, seen))
+    moves = [
+        asyncio.create_task(plane.move(RequestId("s"), EngineId("a"))),
+        asyncio.create_task(plane.move(RequestId("r"), EngineId("e9"))),
+    ]
+    await house.clock.advance(0.1)
+    ordered = [m for action in seen if isinstance(action, MoveRequests) for m in action.moves]
+    # To the engine by its id, from it as the gateway calls it.
+    assert [(m.request, m.from_engine, m.to_engine) for m in ordered] == [("s", "e9", "e0"), ("r", "a", "e9")]
+    for each in (*moves, task):
+        each.cancel()
+
+
+@pytest.mark.parametrize("url", ["http://localhost:8001", "http://127.0.0.1:8001/", "http://[::1]:8001"])
+@pytest.mark.parametrize("id", ["e7", "a"])
+async def test_an_engine_is_not_added_by_another_name(bare: House, url: str, id: str) -> None:
+    named(bare, host="")
+    agent(bare, "")
+    bare.report("e0", url=URL, server="s1")
+    bare.report("e0", url=URL, server="s1")
+    with pytest.raises(ProblemFaults, match=r"url: is that of (e0|a) already, got"):
+        bare.plane.enrolment.add(NewEngine("e7", url))
+    bare.plane.enrolment.add(NewEngine("e7", "http://localhost:8002"))
+
+
+async def test_what_a_gateway_calls_by_the_daemons_id_by_now_is_no_engine_of_its_own(bare: House) -> None:
+    named(bare, "a", "http://far:1")
+    assert bare.ids() == ["a"]
+    bare.report("e0", url=URL)
+    engines = (GatewayEngine(EngineId("a"), "http://far:1", "", E0),)
+    bare.plane.gateway_reported(replace(gateway_report(), incarnation="g", engines=engines), 2)
+    assert bare.ids() == ["e0"]
+    # The next gateway of that id does not use it any longer.
+    bare.plane.gateway_reported(replace(gateway_report(sequence=2), incarnation="g", engines=()), 2)
+    assert bare.ids() == ["e0"]
+    assert not worker_to_pb(bare.plane, E0).other_names
+
+
+# --- limits, and names that come late
+
+
+@pytest.mark.parametrize("operation", ["remove", "drain"])
+async def test_what_an_operator_says_of_an_engine_holds_for_its_other_names(house: House, operation: str) -> None:
+    async def reports(count: int) -> None:
+        for _ in range(count):
+            house.report("x", url="http://e0")
+            await house.clock.advance(EVERY_S)
+            house.plane.state.names(house.clock.now_s())
+
+    await reports(2)
+    assert house.ids() == ["e0", "e1"]
+    if operation == "remove":
+        await house.plane.enrolment.remove(E0)
+    else:
+        house.plane.enrolment.drain(E0)
+        house.plane.state.set_facts(())  # nothing but the agent names it any more
+    await reports(int(3 * NAMES_LAST_S / EVERY_S))
+    assert house.ids() == (["e1"] if operation == "remove" else ["x"])
+    if operation == "drain":
+        assert house.engine("x").draining
+
+
+async def test_an_engine_keeps_what_it_offers_when_its_other_name_is_known(house: House) -> None:
+    house.report("x", url="http://e0", capabilities=Capabilities("vllm", "0", ("m",), max_sequences=7))
+    for _ in range(2):
+        await house.clock.advance(EVERY_S)
+        house.plane.fast_tick()
+        house.report("x", url="http://e0")
+    capabilities = house.plane.state.capabilities(E0)
+    assert capabilities is not None
+    assert capabilities.max_sequences == house.engine("e0").max_sequences == 7
+
+
+def test_engines_that_gateways_only_name_count_to_the_limit() -> None:
+    state = State(capacity=Capacity(engines=10))
+    named = tuple(GatewayEngine(EngineId(f"n{index}"), f"http://n{index}") for index in range(40))
+    with pytest.raises(LimitReached, match=r"limits\.engines"):
+        state.check_gateway_report(replace(gateway_report(), engines=named), 1.0)
+    with pytest.raises(LimitReached, match=r"limits\.engines"):
+        state.check_hello(replace(gateway_hello(), addresses=named), 1.0)
+
+
+def test_a_gateway_that_names_nothing_new_is_let_in_where_the_configuration_has_too_many() -> None:
+    facts = [EngineFacts(EngineId(name), f"http://{name}") for name in ("e0", "e1")]
+    state = State(facts, capacity=Capacity(engines=1))
+    state.check_hello(gateway_hello("e0"), 1.0)
+    state.check_hello(gateway_hello(gateway=NodeId("other")), 1.0)
+
+
+def test_names_that_gateways_use_leave_room_for_agents() -> None:
+    state = State(capacity=Capacity(engines=10))
+    names = tuple(GatewayEngine(EngineId(f"e{index}"), f"http://e{index}") for index in range(10))
+    for gateway in range(20):
+        state.fold_hello(replace(gateway_hello(gateway=NodeId(f"g{gateway}")), addresses=names), 1.0)
+    state.check_engine_report(engine_report("e3"), 1.0)
+
+
+async def test_a_stream_is_of_one_process_at_a_time(house: House) -> None:
+    for number in range(50):
+        report = replace(gateway_report(sequence=number + 1, at_s=house.clock.now_s()), incarnation=f"p{number}")
+        house.plane.gateway_reported(report, 1)
+    assert house.plane.nodes.doubles() == {}
+    assert len(house.plane.state.gates) == 1
+
+
+async def test_a_node_that_cannot_be_written_down_is_not_attached(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise Permanent("disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(house.journal, "append", full)
+        with pytest.raises(Permanent):
+            house.plane.attach(replace(gateway_hello(), incarnation="one"))
+    assert house.plane.nodes.gateways() == ()
+    assert house.plane.attach(replace(gateway_hello(), incarnation="two")).hello.node == gateway_hello().node
+
+
+def test_names_of_a_late_report_do_not_replace_newer_ones() -> None:
+    state = State()
+    new, old = (GatewayEngine(EngineId(name), f"http://{name}") for name in ("new", "old"))
+    state.fold_gateway(replace(gateway_report(sequence=5, at_s=2.0), engines=(new,)), 2.0, stream=8)
+    state.fold_gateway(replace(gateway_report(sequence=4, at_s=2.0), engines=(old,)), 2.0, stream=8)
+    assert [view.id for view in state.engines(2.0)] == ["new"]
+
+
+async def test_the_address_of_a_removed_engine_is_free(house: House) -> None:
+    house.report("x", url="http://e0")
+    house.plane.fast_tick()
+    await house.plane.enrolment.remove(E0)
+    house.plane.enrolment.add(NewEngine("again", "http://e0"))
+    assert "again" in house.ids()
+
+
+async def test_an_engine_whose_other_name_was_removed_can_be_drained(house: House) -> None:
+    house.plane.enrolment.add(NewEngine("x", "http://x"))
+    await house.plane.enrolment.remove(EngineId("x"))
+    for _ in range(2):
+        house.report("x", url="http://e0")
+        await house.clock.advance(EVERY_S)
+        house.plane.fast_tick()
+    house.plane.enrolment.drain(E0)
+    assert house.engine("e0").draining

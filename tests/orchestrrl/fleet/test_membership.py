@@ -1,0 +1,153 @@
+"""Whom operators added, drained and removed: transitions, and what a restarted daemon knows of them."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.fleet.membership import REMOVED_REMEMBERED, Roster
+from orchestrrl.fleet.membership_changes import NewEngine
+from orchestrrl.fleet.state import EngineFacts
+from planner.model import EngineId
+
+CONFIGURED = ("e0", "e1")
+NAMES = (*CONFIGURED, "e2", "e3")
+CONFIG = """
+fleet:
+  gpus: {count: 8}
+  engines:
+    - {id: e0, url: "http://e0", pool: wide}
+    - {id: e1, url: "http://e1"}
+"""
+
+Word = tuple[str, str]
+words = st.tuples(
+    st.sampled_from(("add", "readmit", "drain", "move", "undrain", "remove", "restart", "reload")),
+    st.sampled_from(NAMES),
+)
+
+
+class Oracle:
+    """The same in plain sets, by the words' meaning."""
+
+    def __init__(self) -> None:
+        self.there = set(CONFIGURED)
+        self.drained: set[str] = set()
+        self.leaving: set[str] = set()
+
+    def hear(self, word: str, name: str) -> bool:
+        """Whether it may be said."""
+        match word:
+            case "restart" | "reload":
+                return True
+            case "add":
+                if name in self.there:
+                    return False
+                self.there.add(name)
+            case "readmit":
+                if name in self.there or name not in CONFIGURED:
+                    return False
+                self.there.add(name)
+            case _ if name not in self.there:
+                return False
+            case "drain" | "move":
+                self.drained.add(name)
+                self.leaving |= {name} if word == "move" else set()
+            case "undrain":
+                self.drained.discard(name)
+                self.leaving.discard(name)
+            case "remove":
+                for names in (self.there, self.drained, self.leaving):
+                    names.discard(name)
+        return True
+
+
+async def say(plane: ControlPlane, word: str, name: str) -> None:
+    engine, enrolment = EngineId(name), plane.enrolment
+    match word:
+        case "add":
+            enrolment.add(NewEngine(name, f"http://{name}", gpus=(NAMES.index(name),), pool="added"))
+        case "readmit":
+            enrolment.add(NewEngine(name))
+        case "drain" | "move":
+            enrolment.drain(engine, word == "move")
+        case "undrain":
+            enrolment.undrain(engine)
+        case "remove":
+            await enrolment.remove(engine)
+        case "reload":
+            plane.reconfigure(parse_config(CONFIG))
+
+
+@example([("add", "e2"), ("move", "e2"), ("remove", "e2"), ("restart", ""), ("add", "e2")])
+@example([("drain", "e0"), ("remove", "e0"), ("reload", ""), ("add", "e0"), ("remove", "e0"), ("readmit", "e0")])
+@given(st.lists(words, min_size=4, max_size=30))
+async def test_whatever_is_said_a_restarted_daemon_knows_it(said: Sequence[Word]) -> None:
+    oracle, clock = Oracle(), VirtualClock(1000.0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.sqlite"
+        journal = Journal(path, clock.now_s())
+        plane = ControlPlane(parse_config(CONFIG), journal, clock)
+        for word, name in (*said, ("restart", "")):
+            before = plane.enrolment.roster
+            if oracle.hear(word, name):
+                await say(plane, word, name)
+            else:
+                with pytest.raises(ProblemFaults, match=r"engine_id|url"):
+                    await say(plane, word, name)
+                assert plane.enrolment.roster == before
+            if word == "restart":
+                journal.close()
+                journal = Journal(path, clock.now_s())
+                plane = ControlPlane(parse_config(CONFIG), journal, clock)
+                assert plane.enrolment.roster == before
+            views = {view.id: view for view in plane.state.engines(clock.now_s())}
+            assert set(views) == oracle.there
+            assert {id for id, view in views.items() if view.draining} == oracle.drained
+            assert plane.enrolment.roster.leaving == oracle.leaving
+            assert {view.pool for view in views.values() if view.url not in ("http://e0", "http://e1")} <= {"added"}
+        journal.close()
+
+
+def test_each_transition_done_twice_is_done_once() -> None:
+    e2 = EngineFacts(EngineId("e2"), "http://e2")
+    full = Roster().with_added(e2).with_drained(e2.id, move=True)
+    for step in (
+        lambda roster: roster.with_added(e2),
+        lambda roster: roster.with_drained(e2.id),
+        lambda roster: roster.with_drained(e2.id, move=True),
+        lambda roster: roster.with_undrained(e2.id),
+        lambda roster: roster.with_removed(e2.id),
+    ):
+        once = step(full)
+        assert step(once) == once
+        assert Roster.from_body(once.body()) == once
+    assert full.with_drained(e2.id) == full, "moves are not called back"
+
+
+def test_names_of_removed_engines_are_not_kept_for_ever() -> None:
+    roster = Roster(removed=tuple(EngineId(f"pod-{n}") for n in range(REMOVED_REMEMBERED)))
+    after = roster.with_removed(EngineId("newest"))
+    assert len(after.removed) == REMOVED_REMEMBERED
+    assert (after.removed[0], after.removed[-1]) == ("pod-1", "newest")
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"leaving": frozenset({"e0"})}, "leaving engines must be draining"),
+        ({"draining": frozenset({"e0"}), "removed": ("e0",)}, "must not be added or draining"),
+        ({"added": (EngineFacts(EngineId("b"), ""), EngineFacts(EngineId("a"), ""))}, "in the order of their ids"),
+    ],
+)
+def test_a_roster_that_contradicts_itself_is_none(fields: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Roster(**fields)  # type: ignore[arg-type]

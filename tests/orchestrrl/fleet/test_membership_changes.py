@@ -1,0 +1,477 @@
+"""Engines that come and go under a daemon on a virtual clock, between a gateway and agents that behave."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import GATEWAY, engine_report, gateway_hello, gateway_report, request, sample
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.nodes import Attachment
+from orchestrrl.core.operations import (
+    CloseGate,
+    ItemResult,
+    MoveRequests,
+    OpenGate,
+    OperationResult,
+    OperationStatus,
+    RequestMove,
+    Route,
+    SetRoutes,
+    status_of,
+)
+from orchestrrl.core.reports import GatePhase, GateReport
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.loops import run_loops
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.fleet.membership_changes import RETRY_CAP_S, NewEngine, Removal
+from orchestrrl.fleet.pause_barrier import GateWish
+from planner.model import EngineHealth, EngineId, RequestId
+from planner.solver.from_snapshot import live_fleet
+
+CONFIG = """
+mode: {mode}
+fast: {{interval_s: 1, policy: none}}
+slow: {{epsilon_s: 1.0e+6}}
+fleet:
+  gpus: {{count: 6}}
+  configurations:
+    - {{id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 16,
+       prefill_tokens_per_s: 9000, switch_s: 1.5}}
+  engines:
+    - {{id: e0, url: "http://e0", configuration: tp2, gpus: [0, 1], pool: wide}}
+    - {{id: e1, url: "http://e1", configuration: tp2, gpus: [2, 3]}}
+"""
+E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
+
+
+class Nodes:
+    """A gateway whose requests really move, and agents of `reported` engines."""
+
+    def __init__(self, plane: ControlPlane, clock: VirtualClock) -> None:
+        self.plane = plane
+        self.clock = clock
+        self.reported = ["e0", "e1"]
+        self.where: dict[str, str] = {}
+        self.immovable: set[str] = set()
+        self.refusing: set[str] = set()  # engines that the gateway will not move anything to
+        self.routes: dict[str, Route] = {}
+        self.orders: list[RequestMove] = []
+        self.gate = GateReport()
+        self.moves_take_s = 0.0
+        self.report_interval_s = 0.25
+        self._sequence = 0
+        self._attachment: Attachment | None = None
+
+    async def run(self) -> None:
+        while True:
+            self.report()
+            await self.clock.sleep(self.report_interval_s)
+
+    def report(self) -> None:
+        self._sequence += 1
+        held = Counter(self.where.values())
+        for engine in self.reported:
+            busy = sample(self.clock.now_s(), held[engine], kv_capacity_tokens=100_000, decode_tokens_per_s=10.0)
+            self.plane.engine_reported(engine_report(engine, self._sequence, busy), 1)
+        live = [request(id, engine, movable=id not in self.immovable) for id, engine in self.where.items()]
+        self.plane.gateway_reported(gateway_report(*live, sequence=self._sequence, gate=self.gate), 1)
+
+    async def attach(self) -> None:
+        self._attachment = self.plane.attach(gateway_hello("e0", "e1"))
+        async for operation in self._attachment.orders():
+            match operation.action:
+                case SetRoutes(routes):
+                    self.routes = {route.engine: route for route in routes}
+                case MoveRequests(moves):
+                    await self.clock.sleep(self.moves_take_s)
+                    items = tuple(map(self._move, moves))
+                    result = OperationResult(operation.id, GATEWAY, status_of(items), items=items)
+                    self.plane.result_received(result)
+                case CloseGate(lease):
+                    self.gate = GateReport(GatePhase.QUIET, lease, self.clock.now_s() + 60.0)
+                    rests = tuple(ItemResult(engine, True) for engine in self.routes)
+                    self.plane.result_received(
+                        OperationResult(operation.id, GATEWAY, OperationStatus.DONE, items=rests)
+                    )
+                case OpenGate():
+                    self.gate = GateReport()
+                    self.plane.result_received(OperationResult(operation.id, GATEWAY, OperationStatus.DONE))
+
+    def _move(self, move: RequestMove) -> ItemResult:
+        self.orders.append(move)
+        if move.to_engine in self.refusing:
+            return ItemResult(move.request, False, f"{move.to_engine} takes no requests: it does not answer")
+        assert self.where[move.request] == move.from_engine
+        assert not self.routes[move.to_engine].draining
+        self.where[move.request] = move.to_engine
+        return ItemResult(move.request, True)
+
+
+class House:
+    """Daemons, one after the other, over one journal."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "journal.sqlite"
+        self.clock = VirtualClock(1000.0)
+        self.journal: Journal | None = None
+
+    def start(self, mode: str = "advise") -> ControlPlane:
+        self.stop()
+        self.journal = Journal(self.path, self.clock.now_s())
+        self.plane = ControlPlane(parse_config(CONFIG.format(mode=mode)), self.journal, self.clock)
+        return self.plane
+
+    def stop(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
+
+    @asynccontextmanager
+    async def running(self, **where: str) -> AsyncIterator[Nodes]:
+        """With requests on engines: `a="e0"`."""
+        nodes = Nodes(self.plane, self.clock)
+        nodes.where.update(where)
+        parts = [nodes.run(), nodes.attach(), run_loops(self.plane, self.clock)]
+        tasks = [asyncio.create_task(part) for part in parts]
+        await self.clock.advance(0.5)
+        try:
+            yield nodes
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    def said(self) -> list[tuple[str, str]]:
+        assert self.journal is not None
+        return [(entry.body["change"], entry.subject) for entry in self.journal.since(0, (Kind.ENGINES,))]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    yield made
+    made.stop()
+
+
+async def settle() -> None:
+    """Let orders reach the gateway; no time passes."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+# --- add
+
+
+async def test_an_added_engine_is_routed_to_at_once(house: House) -> None:
+    plane = house.start()
+    async with house.running() as nodes:
+        plane.enrolment.add(NewEngine("e2", "http://e2", "tp2", (4, 5), "wide"), "more load")
+        await settle()
+        route = nodes.routes["e2"]
+        assert (route.url, route.health, route.pool, route.max_sequences) == ("http://e2", None, "wide", 16)
+        assert route.kv_capacity_tokens == 0, "not known, rather than full"
+        assert not plane.state.reported(E2), "gateways alone judge it"
+        nodes.reported.append("e2")
+        await house.clock.advance(1.0)
+        assert (nodes.routes["e2"].health, nodes.routes["e2"].waiting) == (EngineHealth.OK, 0)
+        (view,) = (view for view in plane.state.engines(house.clock.now_s()) if view.id == E2)
+        assert (view.configuration, view.gpus) == ("tp2", (4, 5))
+        assert (nodes.routes["e0"].pool, nodes.routes["e1"].pool) == ("wide", "")
+    assert house.said() == [("add", "e2")]
+
+
+async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(house: House) -> None:
+    plane = house.start()
+    with pytest.raises(ProblemFaults) as caught:
+        plane.enrolment.add(NewEngine("e0", "e7:80", "tp4", (2, 6, 6)))
+    assert caught.value.faults == [
+        "engine_id: is the id of an engine already, at http://e0; remove that one first, got 'e0'",
+        "url: must be an http:// or https:// URL, got 'e7:80'",
+        "configuration: is not a known one (known: tp2), got 'tp4'",
+        "gpus[0]: is in use by e1, got 2",
+        "gpus[1]: must be less than fleet.gpus.count (6), got 6",
+        "gpus[2]: must be less than fleet.gpus.count (6), got 6",
+        "gpus[2]: is named twice, got 6",
+    ]
+    with pytest.raises(ProblemFaults) as caught:
+        plane.enrolment.add(NewEngine(" ", "http://e1/", "tp2", (4,)))
+    assert caught.value.faults == [
+        "engine_id: must not be empty, got ' '",
+        "url: is that of e1 already, got 'http://e1/'",
+        "gpus: must be as many as tp2 takes, 2, got [4]",
+    ]
+    assert house.said() == []
+    for url in ("http://[::1", "http://e7:port", "ftp://e7", "http://"):
+        with pytest.raises(ProblemFaults, match="url: must be"):
+            plane.enrolment.add(NewEngine("e7", url))
+
+
+# --- drain
+
+
+async def test_a_drained_engine_gets_nothing_new_and_keeps_what_it_has(house: House) -> None:
+    plane = house.start("act")
+    async with house.running(a="e0", b="e0", c="e1") as nodes:
+        plane.enrolment.drain(E0)
+        await settle()
+        assert {id: route.draining for id, route in nodes.routes.items()} == {"e0": True, "e1": False}
+        await house.clock.advance(10.0)
+        assert (nodes.orders, nodes.where["a"]) == ([], "e0")
+        with pytest.raises(Permanent, match="e0 is draining"):
+            await plane.move(RequestId("c"), E0)
+        plane.enrolment.undrain(E0)
+        await settle()
+        assert not nodes.routes["e0"].draining
+    assert house.said() == [("drain", "e0"), ("undrain", "e0")]
+
+
+@pytest.mark.parametrize("mode", ["advise", "act"])
+async def test_what_is_there_moves_whatever_the_mode(house: House, mode: str) -> None:
+    plane = house.start(mode)
+    async with house.running(**{f"r{n}": "e0" for n in range(6)}, x="e1") as nodes:
+        nodes.immovable = {"r0"}
+        nodes.reported.append("e2")
+        await house.clock.advance(1.0)
+        plane.enrolment.drain(E0, move=True)
+        await house.clock.advance(3.0)
+        assert Counter(nodes.where.values()) == {"e0": 1, "e1": 3, "e2": 3}
+        assert len(nodes.orders) == 5, "each once"
+        nodes.where["late"] = "e0"  # sent before the gateway heard
+        await house.clock.advance(3.0)
+        assert nodes.where["late"] != "e0"
+        nodes.immovable.clear()
+        await house.clock.advance(3.0)
+        assert "e0" not in nodes.where.values()
+        del nodes.where["late"]
+    assert plane.state.totals.moves_done == 7
+
+
+@pytest.mark.parametrize(("moves_take_s", "report_interval_s"), [(3.5, 0.25), (0.0, 1.9)])
+async def test_nobody_is_ordered_twice_before_news_come(
+    house: House, moves_take_s: float, report_interval_s: float
+) -> None:
+    plane = house.start()
+    plane.reconfigure(parse_config(CONFIG.format(mode="advise").replace("interval_s: 1,", "interval_s: 0.2,")))
+    async with house.running(**{f"r{n}": "e0" for n in range(4)}) as nodes:
+        nodes.moves_take_s, nodes.report_interval_s = moves_take_s, report_interval_s
+        await house.clock.advance(0.5)
+        plane.enrolment.drain(E0, move=True)
+        await house.clock.advance(10.0)
+        assert len(nodes.orders) == 4
+
+
+async def test_who_is_refused_tries_another_engine_and_again_later(house: House) -> None:
+    plane = house.start()
+    async with house.running(a="e0") as nodes:
+        nodes.refusing = {"e1"}
+        plane.enrolment.drain(E0, move=True)
+        await house.clock.advance(100.0)
+        assert {move.to_engine for move in nodes.orders} == {"e1"}
+        assert 5 <= len(nodes.orders) <= 10, "less and less often"
+        nodes.reported.append("e2")
+        await house.clock.advance(RETRY_CAP_S + 2.0)
+        assert nodes.where["a"] == "e2"
+
+
+async def test_the_next_daemon_goes_on_with_it(house: House) -> None:
+    plane = house.start()
+    async with house.running(a="e0") as nodes:
+        plane.enrolment.add(NewEngine("e2", "http://e2"))
+        await plane.enrolment.remove(E2)
+        plane.enrolment.add(NewEngine("e3", "http://e3", pool="p"))
+        nodes.refusing = {"e1", "e3"}
+        plane.enrolment.drain(E0, move=True)
+        await house.clock.advance(3.0)
+        assert nodes.where["a"] == "e0"
+    plane = house.start()
+    plane.reconfigure(parse_config(CONFIG.format(mode="advise")))
+    async with house.running(a="e0") as nodes:
+        await settle()
+        assert {id: (r.url, r.draining, r.pool) for id, r in nodes.routes.items()} == {
+            "e0": ("http://e0", True, "wide"),
+            "e1": ("http://e1", False, ""),
+            "e3": ("http://e3", False, "p"),
+        }
+        await house.clock.advance(5.0)
+        assert nodes.where["a"] in ("e1", "e3")
+
+
+# --- remove
+
+
+async def test_an_engine_with_requests_is_removed_only_by_force(house: House) -> None:
+    plane = house.start()
+    async with house.running(a="e0", b="e0", c="e0", d="e1") as nodes:
+        nodes.immovable = {"b"}
+        await house.clock.advance(1.0)
+        with pytest.raises(Permanent, match=r"3 requests are on e0: .*drain e0 --move --wait.*--force"):
+            await plane.enrolment.remove(E0)
+        removing = asyncio.create_task(plane.enrolment.remove(E0, force=True))
+        await house.clock.advance(1.0)
+        assert await removing == Removal(requests_moved=2, requests_left=1)
+        assert (sorted(nodes.routes), nodes.where) == (["e1"], {"a": "e1", "b": "e0", "c": "e1", "d": "e1"})
+        await house.clock.advance(5.0)
+        assert "b" in {view.id for view in plane.state.snapshot(house.clock.now_s()).requests}, "it finishes there"
+    assert house.said() == [("drain", "e0"), ("remove", "e0")]
+
+
+async def test_a_removed_engine_stays_away_until_it_is_added_again(house: House) -> None:
+    house.start()
+    async with house.running() as nodes:
+        await house.plane.enrolment.remove(E1)
+        await house.clock.advance(5.0)  # its agent finds it well all the time
+        assert sorted(nodes.routes) == ["e0"]
+        house.plane.reconfigure(parse_config(CONFIG.format(mode="act")))
+        await house.clock.advance(1.0)
+        assert sorted(nodes.routes) == ["e0"], "configured or not"
+    plane = house.start()
+    async with house.running() as nodes:
+        await house.clock.advance(5.0)
+        assert sorted(nodes.routes) == ["e0"]
+        for word in (plane.enrolment.drain, plane.enrolment.undrain):
+            with pytest.raises(ProblemFaults, match=r"engine_id: is not a known engine \(known: e0\), got 'e1'"):
+                word(E1)
+        with pytest.raises(ProblemFaults, match="not a known engine"):
+            await plane.enrolment.remove(E1)
+        plane.enrolment.add(NewEngine("e1"))
+        await house.clock.advance(1.0)
+        assert nodes.routes["e1"].health is EngineHealth.OK
+        assert (nodes.routes["e1"].url, plane.state.configuration_of(E1)) == ("http://e1", "tp2"), "as configured"
+        await plane.enrolment.remove(E1)
+        plane.enrolment.add(NewEngine("e1", "http://elsewhere"))
+        await house.clock.advance(1.0)
+        assert plane.state.configuration_of(E1) is None, "as said now"
+        with pytest.raises(ProblemFaults, match="url: must be"):
+            plane.enrolment.add(NewEngine("e9"))
+
+
+async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(house: House) -> None:
+    """Agents tell it once."""
+    plane = house.start()
+
+    def told(sequence: int, version: str = "") -> None:
+        report = engine_report("e1", sequence, sample())
+        offers = Capabilities("vllm", version, ("tiny",)) if version else None
+        plane.engine_reported(replace(report, capabilities=offers), 1)
+
+    def version() -> str | None:
+        offers = plane.state.capabilities(E1)
+        return offers.version if offers else None
+
+    told(1, "1")
+    await plane.enrolment.remove(E1)
+    noted = len(house.journal.since(0, (Kind.ENGINE_HEALTH,))) if house.journal else 0
+    told(2)
+    plane.enrolment.add(NewEngine("e1"))
+    assert (version(), plane.state.reported(E1)) == ("1", False), "what came meanwhile is no news of it"
+    await plane.enrolment.remove(E1)
+    told(3, "2")
+    plane.enrolment.add(NewEngine("e1"))
+    told(4)
+    assert (version(), plane.state.reported(E1)) == ("2", True)
+    assert house.journal is not None
+    assert len(house.journal.since(0, (Kind.ENGINE_HEALTH,))) == noted
+
+
+async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(house: House) -> None:
+    plane = house.start()
+    async with house.running() as nodes:
+        nodes.reported.append("e2")
+        await house.clock.advance(1.0)
+        plane.enrolment.drain(E2)
+        nodes.reported.remove("e2")
+        await house.clock.advance(120.0)
+        assert "e2" not in nodes.routes
+        nodes.reported.append("e2")
+        await house.clock.advance(2.0)
+        assert nodes.routes["e2"].draining, "it is drained when it comes back"
+        nodes.reported.remove("e2")
+        await house.clock.advance(120.0)
+        assert await plane.enrolment.remove(E2) == Removal(0, 0)
+
+
+# --- what others make of it
+
+
+async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(house: House) -> None:
+    house.start()
+    acting = CONFIG.format(mode="act").replace("policy: none", "policy: packing").replace("1.0e+6", "0.1")
+    async with house.running(**{f"r{n}": "e0" for n in range(6)}, x="e1") as nodes:
+        nodes.refusing = {"e1"}
+        nodes.immovable = {"r0"}
+        await house.clock.advance(1.0)
+        removing = asyncio.create_task(house.plane.enrolment.remove(E0, force=True))
+        await house.clock.advance(1.0)
+        assert await removing == Removal(0, 6)
+        nodes.orders.clear()
+        house.plane.reconfigure(parse_config(acting))
+        await house.clock.advance(40.0)
+        await house.plane.slow_tick()
+        assert house.plane.balance is not None
+        assert nodes.orders == []
+        assert {request.engine for request in house.plane.state.snapshot(house.clock.now_s()).requests} == {"e0", "e1"}
+
+
+async def test_news_of_a_drained_engine_are_waited_for_by_nobody(house: House) -> None:
+    plane = house.start()
+    async with house.running(a="e0") as nodes:
+        plane.enrolment.drain(E1)
+        nodes.reported.remove("e1")  # its machine is switched off
+        await house.clock.advance(20.0)
+        age_s = plane.state.snapshot(house.clock.now_s()).inputs_age_s
+        assert age_s is not None
+        assert age_s < 1.0
+
+
+async def test_nothing_moves_while_weights_change(house: House) -> None:
+    plane = house.start()
+    async with house.running(a="e0") as nodes:
+        pausing = asyncio.create_task(plane.gate.pause(GateWish(holder="trainer", lease_s=60.0)))
+        await house.clock.advance(1.0)
+        lease = (await pausing).lease
+        assert lease is not None
+        plane.enrolment.drain(E0, move=True)
+        await house.clock.advance(5.0)
+        assert nodes.where["a"] == "e0"
+        with pytest.raises(Permanent, match="requests stand still"):
+            await plane.enrolment.remove(E0, force=True)
+        assert house.said() == [("drain", "e0")]
+        opening = asyncio.create_task(plane.gate.resume(lease.id, None, ()))
+        await house.clock.advance(15.0)
+        await opening
+        assert nodes.where["a"] == "e1"
+
+
+async def test_neither_loop_counts_on_a_drained_engine(house: House) -> None:
+    config = CONFIG.format(mode="advise").replace("policy: none", "policy: packing, max_moves_per_tick: 64")
+    house.start()
+    house.plane.reconfigure(parse_config(config))
+    async with house.running(**{f"r{n}": "e0" for n in range(12)}) as nodes:
+        await house.clock.advance(2.0)
+        balance = house.plane.balance
+        assert balance is not None
+        assert {move.to_engine for move in balance.moves} == {"e1"}
+        house.plane.enrolment.drain(E1)
+        await house.clock.advance(2.0)
+        assert house.plane.balance is not None
+        assert not house.plane.balance.moves
+        plan = await house.plane.slow_tick()
+        assert [instance.id for instance in plan.instances if instance.kept] == ["e0"]
+        assert plan.notes[-1] == "e1 are being drained and are left alone with 0 requests"
+        snapshot = house.plane.state.snapshot(house.clock.now_s())
+        blocked = live_fleet(snapshot, house.plane.config.fleet.configuration_values(), 6, 8, 4).blocked
+        assert blocked is not None
+        assert blocked.code == "gpus_unavailable", "its GPUs are taken"
+        assert nodes.orders == []

@@ -1,0 +1,151 @@
+"""The daemon's gate in any order of events: words of trainers, gateways that come, go, drain slowly or lose their
+answers, and daemons that are restarted."""
+
+import asyncio
+import tempfile
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gate_house import E0, E1, House
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.core.reports import GatePhase
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.fleet.pause_barrier import GateWish
+from orchestrrl.fleet.pause_lease import Ending
+
+LONGEST_S = 60.0
+GATEWAYS = st.sampled_from(["gw0", "gw1"])
+EVENTS = st.one_of(
+    st.tuples(
+        st.just("pause"),
+        st.sampled_from(PauseMode),
+        st.sampled_from([5.0, 20.0, LONGEST_S]),
+        st.sampled_from([0.0, 3.0]),
+    ),
+    st.tuples(st.just("renew"), st.sampled_from([5.0, LONGEST_S])),
+    st.tuples(st.just("resume"), st.sampled_from([None, 1, 2, 3]), st.sampled_from([(), (E1,)])),
+    st.tuples(st.just("break off")),
+    st.tuples(st.just("wait"), st.sampled_from([0.25, 1.0, 4.0, 12.0])),
+    st.tuples(st.just("leaves"), GATEWAYS),
+    st.tuples(st.just("comes"), GATEWAYS),
+    st.tuples(st.just("drains"), GATEWAYS, st.sampled_from([0.1, 2.0, 10.0])),
+    st.tuples(st.just("answers get lost"), GATEWAYS, st.booleans()),
+    st.tuples(st.just("daemon restarts")),
+)
+
+
+class Trainers:
+    """Whoever asks, and what they have been told."""
+
+    def __init__(self, house: House) -> None:
+        self.house = house
+        self.asking: list[asyncio.Task[Any]] = []
+        self.lease = "none"
+        self.version: int | None = None  # as the daemon has accepted it
+
+    def ask(self, question: Coroutine[Any, Any, None]) -> None:
+        self.asking.append(asyncio.create_task(self._asked(question)))
+
+    async def _asked(self, question: Coroutine[Any, Any, None]) -> None:
+        with suppress(OrchestrRLError):
+            await question
+
+    async def pause(self, mode: PauseMode, lease_s: float, deadline_s: float) -> None:
+        state = await self.house.plane.gate.pause(GateWish(mode, lease_s=lease_s, deadline_s=deadline_s))
+        assert state.lease is not None
+        self.lease = state.lease.id
+        event("the fleet came to rest")
+        attached = [gateway for gateway in self.house.gateways.values() if gateway.attachment is not None]
+        assert {gateway.phase for gateway in attached} <= {GatePhase.QUIET}
+        assert {gateway.lease for gateway in attached} <= {self.lease}
+
+    def stop_asking(self) -> None:
+        for task in self.asking:
+            if task.done() and not task.cancelled():
+                task.result()  # what they found wrong
+            task.cancel()
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(EVENTS, max_size=16))
+def test_nobody_stays_frozen_and_nobody_is_told_quiet_who_is_not(events: list[tuple[Any, ...]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_play(Path(folder) / "journal.sqlite", events))
+
+
+async def _play(path: Path, events: list[tuple[Any, ...]]) -> None:
+    house = House(path)
+    house.start()
+    async with house.running("gw0", "gw1"):
+        trainers = Trainers(house)
+        for happening in events:
+            await _happen(house, trainers, happening)
+            await house.clock.advance(0.0)
+            _check(house)
+        await house.clock.advance(0.25)
+        trainers.stop_asking()
+        for gateway in house.gateways.values():
+            gateway.broken = False
+        await house.clock.advance(LONGEST_S + 1.0)  # nobody renews
+        assert house.plane.gate.state.phase is GatePhase.OPEN
+        assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.OPEN] * 2
+        for gateway in house.gateways.values():
+            if gateway.attachment is None:
+                gateway.come_back()
+        await house.clock.advance(2.0)
+        state = house.plane.gate.state
+        for gateway in house.gateways.values():
+            for route in gateway.routes:
+                assert route.newest_policy_version == state.newest
+                assert route.policy_version == state.versions.get(route.engine)
+                assert route.draining == (route.policy_version != state.newest or route.engine in state.left_out)
+    assert house.journal is not None
+    house.journal.close()
+
+
+async def _happen(house: House, trainers: Trainers, happening: tuple[Any, ...]) -> None:
+    match happening:
+        case ("pause", mode, lease_s, deadline_s):
+            trainers.ask(trainers.pause(mode, lease_s, deadline_s))
+        case ("renew", lease_s):
+            trainers.ask(_discarded(house.plane.gate.renew(trainers.lease, lease_s)))
+        case ("resume", version, without):
+            trainers.ask(_discarded(house.plane.gate.resume(trainers.lease, version, without)))
+        case ("break off",):
+            trainers.stop_asking()
+        case ("wait", seconds):
+            await house.clock.advance(seconds)
+        case ("leaves", name):
+            house.gateways[name].leave()
+        case ("comes", name) if house.gateways[name].attachment is None:
+            house.gateways[name].come_back()
+        case ("drains", name, drains_s):
+            house.gateways[name].drains_s = drains_s
+        case ("answers get lost", name, lost):
+            house.gateways[name].broken = lost
+        case ("daemon restarts",):
+            trainers.stop_asking()  # their connections break
+            await house.clock.advance(0.0)
+            await house.restart()
+
+
+async def _discarded(question: Coroutine[Any, Any, Any]) -> None:
+    await question
+
+
+def _check(house: House) -> None:
+    state = house.plane.gate.state
+    now_s = house.clock.now_s()
+    if state.lease is not None:
+        assert now_s < state.lease.until_s <= now_s + LONGEST_S
+    if state.opened is not None and state.opened.how is Ending.RESUMED and state.opened.policy_version is not None:
+        assert state.newest == state.opened.policy_version
+        assert state.serves(E0)
+    for gateway in house.gateways.values():
+        if gateway.lease:
+            assert gateway.until_s <= now_s + LONGEST_S

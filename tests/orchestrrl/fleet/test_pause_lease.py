@@ -1,0 +1,234 @@
+"""The lease as a state machine: any sequence of words and times, against a few lines that say what must come out."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.core.operations import FrozenRequests
+from orchestrrl.core.reports import GatePhase
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.fleet.pause_lease import Ending, GateState, Lease
+from planner.model import EngineId
+
+ENGINES = [EngineId(f"e{n}") for n in range(3)]
+
+
+def lease(id: str, now_s: float, lasts_s: float, quiet_s: float | None = None) -> Lease:
+    quiet_by_s = now_s + (lasts_s if quiet_s is None else quiet_s)
+    return Lease(id, "trainer", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s, now_s + lasts_s, quiet_by_s)
+
+
+@dataclass
+class Told:
+    """What was said, kept apart from the code under test."""
+
+    now_s: float = 0.0
+    holder: str | None = None
+    until_s: float = 0.0
+    versions: dict[str, int] = field(default_factory=dict)
+    newest: int | None = None
+    source: str = ""
+    without: set[str] = field(default_factory=set)
+    leases: int = 0
+
+    def brought(self, version: int | None, source: str) -> None:
+        """Weights that the fleet has from now on; None: of the version from before."""
+        if version not in (None, self.newest):
+            self.newest, self.source = version, ""
+        self.source = source or self.source
+
+    def pass_time(self, by_s: float) -> None:
+        self.now_s += by_s
+        if self.holder is not None and self.now_s >= self.until_s:
+            self.holder = None
+
+
+ENGINE_SETS = st.sets(st.sampled_from(ENGINES))
+WORDS = st.one_of(
+    st.tuples(st.just("wait"), st.floats(0.0, 40.0)),
+    st.tuples(st.just("pause"), st.floats(1.0, 60.0)),
+    st.tuples(st.just("rest"), st.sampled_from(["mine", "old"])),
+    st.tuples(st.just("renew"), st.sampled_from(["mine", "old"]), st.floats(1.0, 60.0)),
+    st.tuples(
+        st.just("resume"),
+        st.sampled_from(["mine", "old", ""]),
+        st.one_of(st.none(), st.integers(0, 9)),
+        ENGINE_SETS,
+        st.sampled_from(["", "/a", "/b"]),
+    ),
+    st.tuples(st.just("give up"), st.sampled_from(["mine", "old"])),
+    st.tuples(st.just("told"), ENGINE_SETS.filter(bool), st.integers(0, 9), st.sampled_from(["", "/a", "/b"])),
+    st.tuples(st.just("daemon restarts")),
+    st.tuples(st.just("engine restarts"), st.sampled_from(ENGINES)),
+)
+
+
+@given(st.lists(WORDS, max_size=25))
+def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ...]]) -> None:
+    state, told = GateState(), Told()
+    for word in words:
+        named = {"mine": told.holder or "none", "old": "lease-0", "": ""}
+        match word:
+            case ("wait", float(by_s)):
+                told.pass_time(by_s)
+                state = state.at(told.now_s)
+            case ("pause", float(lasts_s)):
+                told.leases += 1
+                id = f"lease-{told.leases}"
+                if told.holder is not None:
+                    with pytest.raises(Permanent, match=f"held by another: lease {told.holder} of trainer"):
+                        state.paused(lease(id, told.now_s, lasts_s))
+                else:
+                    state = state.paused(lease(id, told.now_s, lasts_s))
+                    told.holder, told.until_s = id, told.now_s + lasts_s
+            case ("rest", str(whose)):
+                if whose == "mine" and told.holder:
+                    state = state.at_rest(named[whose])
+                    assert state.phase is GatePhase.QUIET
+                else:
+                    with pytest.raises(Permanent):
+                        state.at_rest(named[whose])
+            case ("renew", str(whose), float(lasts_s)):
+                if whose == "mine" and told.holder:
+                    state = state.renewed(named[whose], told.now_s + lasts_s)
+                    told.until_s = max(told.until_s, told.now_s + lasts_s)
+                else:
+                    with pytest.raises(Permanent):
+                        state.renewed(named[whose], told.now_s + lasts_s)
+            case ("resume", str(whose), version, set(without), str(source)):
+                assert version is None or isinstance(version, int)
+                if told.holder and whose != "old":
+                    state = state.resumed(named[whose], told.now_s, ENGINES, version, without, "", source)
+                    told.holder = None
+                    told.brought(version, source)
+                    if version is None:
+                        told.without |= without
+                    else:
+                        told.without = set(without)
+                        told.versions |= dict.fromkeys(set(ENGINES) - without, version)
+                else:
+                    with pytest.raises(Permanent):
+                        state.resumed(named[whose], told.now_s, ENGINES, version, without)
+            case ("give up", str(whose)):
+                if whose == "mine" and told.holder:
+                    state = state.given_up(named[whose], told.now_s, "because")
+                    told.holder = None
+                else:
+                    with pytest.raises(Permanent):
+                        state.given_up(named[whose], told.now_s, "because")
+            case ("told", set(engines), int(version), str(source)):
+                state = state.told(engines, version, source)
+                told.versions |= dict.fromkeys(engines, version)
+                told.without -= engines
+                serving = {v for engine, v in told.versions.items() if engine not in told.without}
+                if told.newest not in serving or told.newest == version:
+                    told.brought(version, source)
+            case ("engine restarts", str(engine)):
+                state = state.forgotten([EngineId(engine)])
+                told.versions.pop(engine, None)
+                if told.newest is not None:
+                    told.without.discard(engine)
+            case ("daemon restarts",):
+                state = GateState.from_body(state.body()).at(told.now_s)
+        assert (state.lease.id if state.lease else None) == told.holder
+        assert state.lease is None or (state.lease.until_s == told.until_s and told.now_s < told.until_s)
+        assert state.versions == told.versions
+        assert (state.newest, state.newest_source) == (told.newest, told.source)
+        for engine in ENGINES:
+            serves = engine not in told.without and told.versions.get(engine) == told.newest
+            assert state.serves(engine) == serves
+    assert state.at(told.now_s + 61.0).phase is GatePhase.OPEN
+
+
+def test_a_lease_that_has_ended_is_refused_and_says_since_when() -> None:
+    state = GateState().paused(lease("a", 0.0, 60.0)).at_rest("a").at(3661.0)
+    assert state.opened is not None
+    assert (state.opened.how, state.opened.at_s) == (Ending.EXPIRED, 60.0)
+    with pytest.raises(Permanent, match=r"has ended \(expired\): requests have gone on since 00:01:00 UTC; weights"):
+        state.renewed("a", 4000.0)
+    with pytest.raises(Permanent, match="lease b is not known, or ended long ago: the gate is open"):
+        state.resumed("b", 4000.0, [], None, [])
+    with pytest.raises(Permanent, match="the gate is open: there is nothing to resume"):
+        state.resumed("", 4000.0, [], None, [])
+
+
+def test_versions_may_go_down_and_who_was_left_out_waits_for_its_own() -> None:
+    state = GateState().told(ENGINES, 7)
+    state = state.paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 5, [EngineId("e2")])
+    assert (dict(state.versions), state.newest) == ({"e0": 5, "e1": 5, "e2": 7}, 5)
+    assert [state.serves(engine) for engine in ENGINES] == [True, True, False]
+    state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, [])
+    assert not state.serves(EngineId("e2")), "a pause without new weights changes nothing"
+    assert not state.told([EngineId("e2")], 6).serves(EngineId("e2"))
+    assert state.told([EngineId("e2")], 5).serves(EngineId("e2"))
+
+
+def test_who_is_left_out_waits_also_where_nobody_speaks_of_versions() -> None:
+    state = GateState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, None, ENGINES[:1])
+    state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, ENGINES[1:2])
+    assert [state.serves(engine) for engine in ENGINES] == [False, False, True]
+    state = state.paused(lease("c", 4.0, 60.0)).resumed("c", 5.0, ENGINES, 1, [])
+    assert all(map(state.serves, ENGINES))
+
+
+def test_a_lease_ends_at_its_end() -> None:
+    state = GateState().paused(lease("a", 0.0, 60.0))
+    assert [state.at(now_s).phase for now_s in (59.9, 60.0)] == [GatePhase.CLOSING, GatePhase.OPEN]
+
+
+def test_weights_that_come_engine_by_engine_wait_for_the_last() -> None:
+    state = GateState().told(ENGINES, 1)
+    for engine in ENGINES[:2]:
+        state = state.told([engine], 2)
+        assert (state.newest, state.serves(engine)) == (1, False)
+    state = state.told(ENGINES[2:], 2)
+    assert (state.newest, [state.serves(engine) for engine in ENGINES]) == (2, [True] * 3)
+
+
+@pytest.mark.parametrize(("lasts_s", "quiet_s"), [(10.0, 11.0), (10.0, 0.0), (-1.0, -1.0)])
+def test_a_lease_without_sense_is_refused(lasts_s: float, quiet_s: float) -> None:
+    with pytest.raises(ValueError, match="quiet_by_s must be after began_s"):
+        lease("a", 0.0, lasts_s, quiet_s)
+
+
+def test_a_state_that_was_written_before_folders_were_told_is_read() -> None:
+    state = GateState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 3, [], "", "/shared/3")
+    body = state.body()
+    assert GateState.from_body(body) == state
+    del body["newest_source"], body["opened"]["weights_source"]
+    old = GateState.from_body(body)
+    assert (old.newest, old.newest_source) == (3, "")
+
+
+def test_the_folder_of_the_fleets_weights_is_kept_while_they_are_the_same() -> None:
+    state = GateState().told(ENGINES, 1, "/shared/1")
+    assert state.told(ENGINES[:1], 1).newest_source == "/shared/1", "an engine that was started later"
+    assert state.told(ENGINES[:1], 2, "/shared/2").newest_source == "/shared/1", "the fleet still has version 1"
+    assert state.told(ENGINES, 2).newest_source == ""
+    state = state.paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, None, [])
+    assert state.newest_source == "/shared/1"
+    state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, [], "", "/shared/1b")
+    assert (state.newest, state.newest_source) == (1, "/shared/1b")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("weights_change", [False, True])
+def test_nobody_knows_versions_after_a_lease_ended_while_weights_changed(weights_change: bool, quiet: bool) -> None:
+    """An engine that was left out before still is: it is not among those that were at rest for this."""
+    known = GateState().paused(lease("a", 0.0, 10.0)).resumed("a", 1.0, ENGINES, 7, [ENGINES[2]], weights_source="/w")
+    changing = Lease(
+        "b", "sync", PauseMode.KEEP, FrozenRequests.TAKEN_BACK, 2.0, 12.0, 12.0, weights_change=weights_change
+    )
+    state = known.paused(changing)
+    state = (state.at_rest("b") if quiet else state).at(12.0)
+    assert state.opened is not None
+    assert state.opened.how is Ending.EXPIRED
+    if weights_change and quiet:
+        assert (state.versions, state.newest, state.newest_source) == ({}, None, "")
+    else:
+        assert (state.versions, state.newest, state.newest_source) == (known.versions, 7, "/w")
+    assert [state.serves(engine) for engine in ENGINES] == [True, True, False]
+    assert GateState.from_body(state.body()) == state

@@ -1,0 +1,133 @@
+"""What routes cost while a large fleet starts: in orders to gateways, and in the journal."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from builders import engine_report, gateway_hello, sample
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.operations import Operation, SetRoutes
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.fleet.routes import SPACING_LAST_S
+from orchestrrl.rpc.codecs.node import operation_to_pb
+from planner.model import EngineHealth, NodeId
+
+MB = 1_000_000
+ENGINES = 1024
+
+
+class House:
+    def __init__(self, folder: Path, gateways: int) -> None:
+        self.clock = VirtualClock(1000.0)
+        self.journal = Journal(folder / "journal.sqlite", self.clock.now_s())
+        self.plane = ControlPlane(parse_config("fast: {interval_s: 1}"), self.journal, self.clock)
+        self.sent: list[tuple[NodeId, int]] = []  # bytes of each order
+        self.routes: dict[NodeId, SetRoutes] = {}
+        self._send = self.plane.nodes.send
+        self.plane.nodes.send = self.send  # type: ignore[method-assign]
+        for number in range(gateways):
+            self.plane.attach(gateway_hello(gateway=NodeId(f"gw{number}")))
+        self.sent.clear()
+
+    def send(self, node: NodeId, operation: Operation) -> None:
+        assert isinstance(operation.action, SetRoutes)
+        self.sent.append((node, operation_to_pb(operation).ByteSize()))
+        self.routes[node] = operation.action
+        self._send(node, operation)
+
+    def report(self, number: int, health: EngineHealth = EngineHealth.OK, sequence: int = 1) -> None:
+        taken = sample(self.clock.now_s()) if health is EngineHealth.OK else None
+        self.plane.engine_reported(engine_report(f"engine-{number:04d}", sequence, taken, health), 1)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(size for _, size in self.sent)
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(len(json.dumps(dict(entry.body))) for entry in self.journal.since(0, limit=100_000))
+
+    def engines_routed(self) -> set[int]:
+        return {sum(route.health is EngineHealth.OK for route in routes.routes) for routes in self.routes.values()}
+
+
+@pytest.fixture
+def houses(tmp_path: Path) -> Iterator[list[House]]:
+    made: list[House] = []
+    yield made
+    for house in made:
+        house.journal.close()
+
+
+@pytest.mark.parametrize("gateways", [1, 4])
+async def test_engines_that_come_up_together_are_one_message_for_each_gateway(
+    tmp_path: Path, gateways: int, houses: list[House]
+) -> None:
+    houses.append(house := House(tmp_path, gateways))
+    for number in range(ENGINES):
+        house.report(number)
+    await house.clock.advance(0.1)
+    assert house.engines_routed() == {ENGINES}
+    assert len(house.sent) == gateways
+    assert house.sent_bytes < 0.1 * MB * gateways
+    assert house.written_bytes < 0.5 * MB
+    assert len(house.journal.since(0, [Kind.ENGINE_HEALTH], limit=2 * ENGINES)) == ENGINES
+
+
+@pytest.mark.parametrize("gateways", [1, 4])
+async def test_engines_that_come_up_one_by_one_cost_no_message_each(
+    tmp_path: Path, gateways: int, houses: list[House]
+) -> None:
+    houses.append(house := House(tmp_path, gateways))
+    for number in range(ENGINES):  # within ten seconds
+        house.report(number)
+        await house.clock.advance(10.0 / ENGINES)
+    await house.clock.advance(SPACING_LAST_S)
+    assert house.engines_routed() == {ENGINES}
+    assert len(house.sent) <= 16 * gateways
+    assert house.sent_bytes < 0.5 * MB * gateways
+    assert house.written_bytes < 1.5 * MB
+    # One more costs a message for each gateway.
+    before = len(house.sent)
+    house.report(0, EngineHealth.GONE, sequence=2)
+    await house.clock.advance(0.0)
+    assert len(house.sent) == before + gateways
+
+
+async def test_what_has_not_changed_is_not_sent_again_before_it_could_be_missed(
+    tmp_path: Path, houses: list[House]
+) -> None:
+    houses.append(house := House(tmp_path, 2))
+    house.report(0)
+    await house.clock.advance(0.1)
+    house.sent.clear()
+    lasts_s = house.plane.config.fast.operation_expiry_s
+    for _ in range(int(4 * lasts_s)):
+        house.report(0, sequence=int(house.clock.now_s()))
+        house.plane.fast_tick()
+        await house.clock.advance(1.0)
+    assert 2 * 4 <= len(house.sent) <= 2 * 9  # twice in the time in which an order expires
+    assert len(house.journal.since(0, [Kind.ROUTES])) == 1
+    # A gateway that comes back has lost them, the others have not.
+    house.sent.clear()
+    house.plane.attach(gateway_hello(gateway=NodeId("gw0")))
+    house.plane.attach(gateway_hello(gateway=NodeId("gw0")))
+    assert [node for node, _ in house.sent if node == "gw0"] == ["gw0", "gw0"]
+    assert len(house.sent) <= 3
+
+
+async def test_an_engine_that_is_gone_is_withdrawn_at_once_also_in_a_fleet_that_starts(
+    tmp_path: Path, houses: list[House]
+) -> None:
+    houses.append(house := House(tmp_path, 1))
+    for number in range(64):
+        house.report(number)
+        await house.clock.advance(0.02)
+    house.report(0, EngineHealth.GONE, sequence=2)
+    await house.clock.advance(0.0)
+    (routes,) = house.routes.values()
+    assert routes.routes[0].health is EngineHealth.GONE

@@ -1,0 +1,122 @@
+"""Which engines gateways are told to expect, until when, and what a restarted daemon remembers of it."""
+
+import asyncio
+from pathlib import Path
+
+from builders import engine_report, gateway_hello, sample
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import parse_config
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.nodes import Attachment
+from orchestrrl.core.operations import SetRoutes
+from orchestrrl.daemon.control_plane import ControlPlane
+from planner.model import EngineId
+
+CONFIG = """
+mode: act
+fast: {interval_s: 1, policy: none}
+fleet:
+  gpus: {count: 4}
+  configurations:
+    - {id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 16,
+       prefill_tokens_per_s: 9000, switch_s: 1.5}
+  engines:
+    - {id: e0, url: "http://e0", configuration: tp2, gpus: [0, 1]}
+    - {id: e1, url: "http://e1", configuration: tp2, gpus: [2, 3]}
+"""
+E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
+
+
+class House:
+    """Daemons, one after the other, over one journal."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "journal.sqlite"
+        self.clock = VirtualClock(1000.0)
+        self.journal: Journal | None = None
+
+    def start(self) -> ControlPlane:
+        if self.journal is not None:
+            self.journal.close()
+        self.journal = Journal(self.path, self.clock.now_s())
+        self.plane = ControlPlane(parse_config(CONFIG), self.journal, self.clock)
+        return self.plane
+
+    def tell(self) -> None:
+        self.plane.routes.send(self.plane.state.engines(self.clock.now_s()))
+
+    def written(self) -> int:
+        assert self.journal is not None
+        return len(self.journal.since(0, [Kind.ROUTES]))
+
+
+async def told(attachment: Attachment) -> SetRoutes:
+    async with asyncio.timeout(60):
+        async for operation in attachment.orders():
+            assert isinstance(operation.action, SetRoutes)
+            return operation.action
+    raise AssertionError("the stream ended")
+
+
+def draining(action: SetRoutes) -> dict[str, bool]:
+    return {route.engine: route.draining for route in action.routes}
+
+
+async def test_gateways_are_told_of_engines_that_are_being_started(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    plane = house.start()
+    gateway = plane.attach(gateway_hello())
+    first = await told(gateway)
+    assert (first.expected, first.expected_until_s) == ((), 0.0)
+    plane.routes.expected |= {E2: 1030.0, E1: 1010.0}
+    house.tell()
+    action = await told(gateway)
+    assert (action.expected, action.expected_until_s) == ((E1, E2), 1030.0)
+    # Whoever attaches now hears the same, and so does everybody else.
+    late = plane.attach(gateway_hello())
+    assert (await told(late)).expected == (E1, E2)
+    await house.clock.advance(10.0)
+    house.tell()
+    assert (await told(late)).expected == (E2,)
+    await house.clock.advance(20.0)
+    house.tell()
+    action = await told(late)
+    assert (action.expected, action.expected_until_s) == ((), 0.0)
+
+
+async def test_an_engine_that_is_expected_takes_nothing_though_it_is_reported_well(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    plane = house.start()
+    plane.routes.expected[E2] = 1030.0
+    plane.engine_reported(engine_report("e2", 1, sample(house.clock.now_s())), 1)
+    gateway = plane.attach(gateway_hello())
+    action = await told(gateway)
+    assert action.expected == (E2,)
+    assert draining(action) == {"e0": False, "e1": False, "e2": True}
+    del plane.routes.expected[E2]
+    house.tell()
+    action = await told(gateway)
+    assert action.expected == ()
+    assert draining(action)["e2"] is False
+
+
+async def test_it_is_written_down_when_it_changes_and_outlives_the_daemon(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    plane = house.start()
+    house.tell()
+    assert house.written() == 0  # there is nobody to tell
+    plane.routes.expected |= {E1: 1010.0, E2: 1030.0}
+    for _ in range(3):
+        house.tell()
+    assert house.written() == 1
+    await house.clock.advance(15.0)
+    plane = house.start()
+    assert plane.routes.expected == {E2: 1030.0}
+    assert (await told(plane.attach(gateway_hello()))).expected == (E2,)
+    # It has come while no gateway was there: the next daemon knows.
+    plane.nodes.end_all()
+    plane = house.start()
+    plane.routes.expected.clear()
+    house.tell()
+    assert house.start().routes.expected == {}

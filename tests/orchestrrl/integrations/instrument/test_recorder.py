@@ -1,0 +1,223 @@
+"""Switching the recorder on and off, without torch: what a process sees that has none, or not yet."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrrl.integrations.instrument import recorder
+from orchestrrl.integrations.instrument.collective_hooks import METHODS, Hooks
+from orchestrrl.integrations.instrument.device_watch import DeviceWatch
+from orchestrrl.integrations.instrument.rings import DEVICE, QUEUED, Reader, Writer, list_rings
+
+
+@pytest.fixture(autouse=True)
+def stopped() -> Iterator[None]:
+    yield
+    recorder.stop()
+
+
+def test_nothing_is_noted_before_it_is_started_and_after_it_is_stopped(tmp_path: Path) -> None:
+    recorder.moment("early")
+    recorder.start(tmp_path, job="rl")
+    assert recorder.path() is None  # nothing noted yet, no memory taken
+    with recorder.mark("forward"):
+        recorder.iteration(3)
+    found = recorder.path()
+    assert found is not None
+    recorder.start(tmp_path / "other")  # it is on already
+    recorder.stop()
+    recorder.moment("late")
+    with Reader(found) as reader:
+        assert [event.op for event in reader.events()[0]] == ["forward", "iteration"]
+        assert (reader.header().job, reader.header().closed) == ("rl", True)
+    assert list_rings(tmp_path) == [found]
+
+
+def test_an_announcement_is_json_with_its_period(tmp_path: Path) -> None:
+    recorder.announce("sync", "{}")  # nobody listens
+    recorder.start(tmp_path)
+    recorder.announce("sync", '{"bytes": 5}')
+    found = recorder.path()
+    assert found is not None
+    with Reader(found) as reader:
+        ((event,), _) = reader.events()
+    assert event.payload == b'{"period": "sync", "body": {"bytes": 5}}'
+    with pytest.raises(ValueError, match="under 3584 bytes"):
+        recorder.announce("sync", {"text": "x" * 3584})
+
+
+def test_where_nothing_can_be_written_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    recorder.start("/dev/null/rings")
+    recorder.moment("a")
+    recorder.moment("b")
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["nothing is recorded"]
+    recorder.stop()
+    with pytest.raises(ValueError, match="power of two"):
+        recorder.start(capacity=3)
+
+
+class Group:
+    """Behaves like a group of vLLM: one of its methods calls another."""
+
+    ranks = (2, 3)
+    rank = 2
+    unique_name = "tp:0"
+
+    def all_reduce(self, x: bytearray) -> str:
+        return self.send(x)
+
+    def send(self, x: bytearray) -> str:
+        if not x:
+            raise RuntimeError("nothing to send")
+        return "sent"
+
+
+def test_methods_of_others_are_noted_once_and_put_back(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    told: list[str] = []
+    hooks = Hooks(lambda: writer, told.append, ddp=False)
+    hooks._torch = SimpleNamespace(distributed=SimpleNamespace(get_world_size=lambda: 4))
+    before = Group.all_reduce
+    for _ in range(2):
+        hooks.replace(Group, {"all_reduce": "all_reduce", "send": "send", "gone": "gather"})
+    assert Group().all_reduce(bytearray(3)) == "sent"
+    with pytest.raises(RuntimeError, match="nothing to send"):
+        Group().send(bytearray())
+    with Reader(writer.path) as reader:
+        events, _ = reader.events()
+        assert [event.op for event in events] == ["all_reduce", "send"]
+        assert [group.ranks for group in reader.groups.values()] == [(2, 3)]
+        assert reader.in_flight == 0
+        assert (reader.header().rank, reader.header().world_size) == (2, 4)
+    assert set(told) == {"not recorded, as it is not there: Group.gone"}
+    hooks.remove()
+    assert Group.all_reduce is before
+
+
+class Tensor:
+    nbytes, is_cuda = 16, False
+
+
+class Backend:
+    """Behaves like a process group of torch.distributed."""
+
+    group_name = "0"
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.calls = fault, 0
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> "Work":
+        self.calls += 1
+        if self.fault:
+            raise RuntimeError(self.fault)
+        return Work()
+
+
+def test_a_collective_runs_once_and_its_group_is_forgotten_with_it(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    told: list[str] = []
+    hooks = Hooks(lambda: writer, told.append, ddp=False)
+    distributed = SimpleNamespace(get_process_group_ranks=lambda group: [0, 1], is_initialized=lambda: False)
+    hooks._torch, hooks._wait_itself = SimpleNamespace(Tensor=Tensor, distributed=distributed), Work.wait
+    hooks._replace(Backend, "allreduce", partial(hooks._method, METHODS[0]))
+    good, bad = Backend(), Backend("a peer is gone")
+    sync = SimpleNamespace(asyncOp=False)
+    for _ in range(2):
+        good.allreduce([Tensor()], sync)
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        bad.allreduce([Tensor()], sync)
+    with Reader(writer.path) as reader:
+        assert [(event.op, event.n_bytes, bool(event.end_ns)) for event in reader.events()[0]] == [
+            ("all_reduce", 16, True)
+        ] * 3
+    assert (good.calls, bad.calls, told) == (2, 1, [])
+    assert len(hooks._places) == len(hooks._routes[0]) == 2
+    del good, bad
+    gc.collect()
+    assert not hooks._places
+    assert not hooks._routes[0]
+    hooks.remove()
+
+
+class Cuda:
+    """A device that gets on when it is told to: events are over once as many operations are done as came before."""
+
+    def __init__(self) -> None:
+        self.issued = self.done = 0
+
+    def Event(self, enable_timing: bool) -> Any:
+        return Mark(self)
+
+    def current_device(self) -> int:
+        return 0
+
+    def Stream(self) -> None:
+        return None
+
+    def stream(self, _: None) -> Any:
+        return nullcontext()
+
+
+class Mark:
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda, self.at = cuda, 0
+
+    def record(self) -> None:
+        self.at = self.cuda.issued
+
+    def synchronize(self) -> None:
+        self.at = 0
+
+    def query(self) -> bool:
+        return self.cuda.done >= self.at
+
+    def elapsed_time(self, other: "Mark") -> float:
+        return 0.0
+
+
+class Work:
+    completed = False
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self) -> None: ...
+
+
+def test_what_a_device_has_been_given_runs_when_its_stream_gets_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceWatch, "_loop", lambda self: None)  # the test looks instead
+    cuda, writer, work = Cuda(), Writer(tmp_path), Work()
+    watch = DeviceWatch(cuda, writer)
+
+    def issue() -> Work:
+        cuda.issued += 1
+        return work
+
+    cuda.issued = 1  # something else comes first
+    watch.run(issue, writer.issue(writer.op("all_reduce")), False, None)
+    watch.run(issue, writer.issue(writer.op("broadcast")), True, None)
+    with Reader(writer.path) as reader:
+        watch.look()
+        assert (reader.in_flight, reader.header().queued, reader.header().lag_ns) == (0, 2, 400_000)
+        assert {event.flags & (DEVICE | QUEUED) for event in reader.events()[0]} == {DEVICE | QUEUED}
+        cuda.done = 1
+        watch.look()
+        assert (reader.in_flight, reader.header().queued) == (1, 1)
+        cuda.done = 2
+        watch.look()
+        assert [(event.op, event.end_ns is None) for event in reader.events()[0]] == [
+            ("all_reduce", False),
+            ("broadcast", True),
+        ]
+        assert reader.in_flight == 1
+        work.completed = True
+        assert not watch.look()
+        assert reader.in_flight == 0

@@ -1,0 +1,388 @@
+"""The shared memory of a traced process: what is written is read, what is torn or overwritten is never made up."""
+
+import os
+import signal
+import struct
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.integrations.instrument import rings
+from orchestrrl.integrations.instrument.rings import Doorbell, Event, Reader, Writer, group_id, list_rings
+
+CAPACITY = 8
+READABLE = rings.readable(CAPACITY)
+
+
+class Clock:
+    """Each look is one nanosecond later."""
+
+    now_ns = 0
+
+    def __call__(self) -> int:
+        self.now_ns += 1
+        return self.now_ns
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    made = Writer(tmp_path, capacity=CAPACITY, job="rl", clock_ns=Clock())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reader(writer: Writer) -> Iterator[Reader]:
+    with Reader(writer.path) as made:
+        yield made
+
+
+def test_an_event_is_given_out_as_it_begins_and_as_it_ends(writer: Writer, reader: Reader) -> None:
+    group = writer.group([4, 0, 2], "dp")
+    sequence = writer.begin(writer.op("all_reduce"), group, 4096, rings.ASYNCHRONOUS)
+    (running,), lost = reader.events()
+    assert (running.op, running.n_bytes, running.end_ns, running.asynchronous, lost) == (
+        "all_reduce",
+        4096,
+        None,
+        True,
+        0,
+    )
+    assert reader.groups[running.group].ranks == (0, 2, 4)
+    assert reader.in_flight == 1
+    assert reader.quiet_since_ns() is None
+    assert reader.events() == ([], 0)
+    writer.end(sequence)
+    (ended,), lost = reader.events()
+    assert (ended.sequence, ended.start_ns, lost) == (sequence, running.start_ns, 0)
+    assert ended.end_ns is not None
+    assert reader.quiet_since_ns() == ended.end_ns
+    assert reader.events() == ([], 0)
+
+
+def test_the_header_says_who_writes(writer: Writer, reader: Reader) -> None:
+    writer.place(3, 8)
+    writer.iteration(17)
+    header = reader.header()
+    assert (header.pid, header.job, header.rank, header.world_size, header.iteration) == (os.getpid(), "rl", 3, 8, 17)
+    assert header.process_start == rings.process_start(os.getpid())
+    assert not header.closed
+
+
+def test_a_full_ring_drops_the_oldest_and_counts(writer: Writer, reader: Reader) -> None:
+    op = writer.op("x")
+    long_one = writer.begin(op)
+    for _ in range(20):
+        writer.end(writer.begin(op))
+    events, lost = reader.events()
+    assert [event.sequence for event in events] == list(range(21 - READABLE, 21))
+    assert lost == 21 - READABLE
+    writer.end(long_one)
+    assert reader.header().late_ends == 1
+    assert reader.in_flight == 0
+
+
+def test_an_event_that_was_seen_to_begin_and_is_overwritten_counts_as_lost(writer: Writer, reader: Reader) -> None:
+    op = writer.op("x")
+    writer.begin(op)
+    assert len(reader.events()[0]) == 1
+    for _ in range(CAPACITY):
+        writer.end(writer.begin(op))
+    events, lost = reader.events()
+    assert (len(events), lost) == (READABLE, 2)
+
+
+Step = tuple[str, int]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), st.integers(0, 2**40)),
+        st.tuples(st.just("end"), st.integers(0, 30)),
+        st.tuples(st.just("moment"), st.integers(0, 9)),
+        st.tuples(st.just("read"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(steps=STEPS)
+def test_what_is_read_and_what_is_lost_is_what_was_written(steps: list[Step], tmp_path_factory: Any) -> None:
+    writer = Writer(tmp_path_factory.mktemp("rings"), capacity=CAPACITY, clock_ns=Clock())
+    running: list[int] = []
+    written: dict[int, tuple[str, int]] = {}
+    begun: set[int] = set()  # that the reader has given out
+    lost_in_all = 0
+    with Reader(writer.path) as reader:
+        for step, number in [*steps, ("read", 0)]:
+            if step == "begin":
+                sequence = writer.begin(writer.op("op"), 7, number)
+                written[sequence] = ("op", number)
+                running.append(sequence)
+            elif step == "end" and running:
+                writer.end(running.pop(number % len(running)))
+            elif step == "moment":
+                writer.moment("mark", number)
+                written[len(written)] = ("mark", number)
+            elif step == "read":
+                events, lost = reader.events()
+                lost_in_all += lost
+                for event in events:
+                    begun.add(event.sequence)
+                    assert written[event.sequence] == (event.op, event.n_bytes if event.is_collective else event.value)
+                    assert (event.end_ns is None) == (event.sequence in running)
+                assert reader.in_flight == len(running)
+        assert lost_in_all >= len(written) - len(begun)
+        assert reader.header().head == len(written)
+    writer.close()
+
+
+@given(
+    kinds=st.lists(st.sampled_from(["both", "left", "queued"]), min_size=1, max_size=20),
+    order=st.randoms(use_true_random=False),
+)
+def test_a_reader_that_looks_between_two_stores_never_sees_a_torn_event(
+    kinds: list[str], order: Any, tmp_path_factory: Any
+) -> None:
+    """Each word of an event carries its sequence, so one of another event would show; as does each word of a state."""
+    writer = Writer(tmp_path_factory.mktemp("rings"), capacity=2, clock_ns=Clock())
+    reader = Reader(writer.path)
+    told: list[tuple[int, ...]] = [reader._state()]  # in flight, queued, changed_ns, head: as they were meant
+
+    def look() -> None:
+        for sequence in range(len(kinds)):
+            slot = reader._slot(sequence)
+            if slot is not None:
+                assert slot[2:4] == (sequence + 1, sequence + 1)
+                assert slot[6] == sequence + 1
+        in_flight, _, changed_ns, _ = state = reader._state()
+        # One of the last two, or none that says that it is quiet.
+        assert state in told[-2:] or in_flight > 0
+        assert reader.quiet_since_ns() in (None, changed_ns)
+
+    def pack(layout: struct.Struct) -> Callable[..., None]:
+        def one_by_one(memory: Any, at: int, *values: int) -> None:
+            """As struct.pack_into does it: zeros, in any order, then the words."""
+            if layout is rings._STATE:
+                told.append((values[1] - 1, values[2] - 1, values[3], values[4] - 1))
+            packed = layout.pack(*values)
+            words = [slice(i, i + 8) for i in range(0, len(packed), 8)]
+            shuffled = order.sample(words, len(words))
+            for word, stored in [(word, bytes(8)) for word in shuffled] + [(word, packed[word]) for word in words]:
+                memory[at + word.start : at + word.stop] = stored
+                look()
+
+        return one_by_one
+
+    before = rings._pack_slot, rings._pack_state, rings._pack_word
+    rings._pack_slot, rings._pack_state, rings._pack_word = map(pack, (rings._PARTS, rings._STATE, rings._WORD))
+    try:
+        op = writer.op("x")
+        for sequence, kind in enumerate(kinds):
+            make = writer.issue if kind == "queued" else writer.begin
+            assert make(op, sequence + 1, sequence + 1, value=sequence + 1) == sequence
+            if kind == "both":
+                writer.end(sequence)
+    finally:
+        rings._pack_slot, rings._pack_state, rings._pack_word = before
+    assert reader._state() == told[-1]
+    assert reader._state()[:2] == (kinds.count("left"), kinds.count("queued"))
+    reader.close()
+
+
+def test_a_state_that_is_never_whole_is_not_quiet(writer: Writer, reader: Reader) -> None:
+    """Its writer was killed, or the processor taken from it, between two words."""
+    writer.end(writer.begin(writer.op("x")))
+    assert reader.quiet_since_ns() is not None
+    writer._words[rings._STATE_BEGUN] = 0
+    assert reader.quiet_since_ns() is None
+    assert reader.in_flight == 1
+    assert reader.header().head == 1
+
+
+def test_threads_that_write_at_once_take_nothing_from_each_other(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, capacity=16384)
+    op, before = writer.op("x"), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def write() -> None:
+        for number in range(500):
+            sequence = writer.begin(op, number + 1, number + 1)
+            writer.end(sequence)
+
+    threads = [threading.Thread(target=write) for _ in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    with Reader(writer.path) as reader:
+        events, lost = reader.events()
+        assert (len(events), lost, reader.in_flight, reader.header().late_ends) == (4000, 0, 0, 0)
+        assert all(event.group == event.n_bytes and event.end_ns for event in events)
+        assert reader.quiet_since_ns() == max(event.end_ns or 0 for event in events)
+        per_thread = Counter(event.thread for event in events)
+        assert sum(per_thread.values()) == 4000
+
+
+def test_a_signal_amid_a_collective_may_communicate_too(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    op = writer.op("x")
+    handled = 0
+
+    def handle(*_: object) -> None:
+        nonlocal handled
+        handled += 1
+        writer.end(writer.begin(op, 7))
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        made = 0
+        while handled < 50:
+            writer.end(writer.begin(op, 5))
+            made += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with Reader(writer.path) as reader:
+        assert (reader.header().head, reader.in_flight) == (made + handled, 0)
+        assert all(event.end_ns for event in reader.events()[0])
+
+
+def test_a_half_written_slot_is_not_given_out(writer: Writer, reader: Reader) -> None:
+    op = writer.op("x")
+    sequence = writer.begin(op)
+    writer._words[(writer._slots_at >> 3) + sequence * 8] = sequence + 1 + CAPACITY  # as its successor begins
+    assert reader.events() == ([], 1)
+
+
+def test_what_is_announced_is_read_until_it_is_overwritten(writer: Writer, reader: Reader) -> None:
+    for number in range(rings.PAYLOAD_SLOTS + 1):
+        writer.announce("announce", b"%d" % number)
+    writer._words[writer._payloads_at // 8 + 512 * 2] = 0  # the third is being overwritten
+    events, _ = reader.events()
+    payloads = [event.payload for event in events]
+    # Nine events, seven that can be read: the first two are gone with their payloads.
+    assert payloads == [None, b"3", b"4", b"5", b"6", b"7", b"8"]
+    writer.announce("announce", b"x" * rings.PAYLOAD_BYTES)
+    with pytest.raises(ValueError, match="at most 3584 bytes, got 3585"):
+        writer.announce("announce", b"x" * (rings.PAYLOAD_BYTES + 1))
+
+
+def test_the_doorbell_rings_when_armed_as_it_goes_quiet_and_as_it_begins(writer: Writer, reader: Reader) -> None:
+    op = writer.op("x")
+    bell = Doorbell(writer.path.parent)
+    writer.end(writer.begin(op))
+    assert bell.rung() is None
+    reader.arm(True)
+    first = writer.begin(op)
+    second = writer.begin(op)
+    writer.end(first)
+    rung = bell.rung()
+    assert rung is not None
+    assert (rung.pid, rung.in_flight) == (os.getpid(), 1)
+    assert bell.rung() is None
+    writer.end(second)
+    rung = bell.rung()
+    assert rung is not None
+    assert (rung.in_flight, rung.changed_ns) == (0, reader.quiet_since_ns())
+    reader.arm(False)
+    writer.end(writer.begin(op))
+    assert bell.rung() is None
+    bell.close()
+
+
+def test_a_doorbell_that_is_full_or_gone_holds_nobody_up(writer: Writer, reader: Reader) -> None:
+    op = writer.op("x")
+    reader.arm(True)
+    writer.end(writer.begin(op))  # nobody there
+    bell = Doorbell(writer.path.parent)
+    for _ in range(1000):
+        writer.end(writer.begin(op))
+    assert bell.rung() is not None
+    bell.close()
+    writer.end(writer.begin(op))  # nobody there any more
+    assert reader.header().head == 1002
+
+
+def test_whoever_opens_the_doorbell_last_has_it(writer: Writer, reader: Reader) -> None:
+    first, second = Doorbell(writer.path.parent), Doorbell(writer.path.parent)
+    reader.arm(True)
+    writer.begin(writer.op("x"))
+    assert first.rung() is None
+    assert second.rung() is not None
+    first.close()
+    second.close()
+
+
+def test_a_ring_that_is_closed_is_read_to_its_end(writer: Writer, reader: Reader) -> None:
+    sequence = writer.begin(writer.op("x"))
+    writer.close()
+    writer.end(sequence)  # it ends after the recorder: nobody sees it
+    writer.begin(writer.op("x"))
+    assert not reader.alive
+    assert reader.header().closed
+    assert [event.end_ns for event in reader.events()[0]] == [None]
+
+
+def test_the_dictionary_may_be_full(writer: Writer, reader: Reader) -> None:
+    ranks = list(range(10_000))
+    ids = [writer.group(ranks, str(number)) for number in range(3)]
+    writer.end(writer.begin(writer.op("x"), ids[2]))
+    assert set(reader.groups) == set(ids[:2])
+    assert reader.header().unnamed == 1
+    (event,), _ = reader.events()
+    assert (event.op, event.group) == ("x", ids[2])
+
+
+@given(ranks=st.lists(st.integers(0, 5000), min_size=1, unique=True), seed=st.randoms(use_true_random=False))
+def test_a_group_has_one_id_whoever_names_its_ranks(ranks: list[int], seed: Any) -> None:
+    shuffled = list(ranks)
+    seed.shuffle(shuffled)
+    assert group_id(ranks, "a") == group_id(shuffled, "a") != group_id(ranks, "b")
+    assert 0 < group_id(ranks, "a") < 2**63
+
+
+def test_a_device_says_when_it_starts(writer: Writer, reader: Reader) -> None:
+    sequence = writer.issue(writer.op("all_reduce"), n_bytes=5)
+    (issued,), _ = reader.events()
+    assert issued.flags == rings.DEVICE | rings.QUEUED
+    assert (reader.in_flight, reader.header().queued) == (0, 1)
+    writer.started(sequence, 100)
+    (started,), _ = reader.events()
+    assert (started.start_ns, started.flags, reader.in_flight) == (100, rings.DEVICE, 1)
+    writer.ended(sequence, 200)
+    assert reader.events()[0] == [
+        Event(sequence, rings.COLLECTIVE, "all_reduce", 0, 5, 100, 200, rings.UNKNOWN, rings.DEVICE, started.thread)
+    ]
+    assert reader.quiet_since_ns() == 200
+
+
+def test_no_memory_no_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        Writer(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_ring_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.ring").write_bytes(b"short")
+    (tmp_path / "b.ring").write_bytes(bytes(8192))
+    for path in list_rings(tmp_path):
+        with pytest.raises(ValueError, match="is no ring"):
+            Reader(path)
+    with pytest.raises(ValueError, match="power of two"):
+        Writer(tmp_path, capacity=6)
+    with pytest.raises(FileNotFoundError):
+        Reader(tmp_path / "c.ring")

@@ -1,0 +1,148 @@
+"""Collectives that are not waited for at once: never over before they are, and over once somebody can tell."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrrl.integrations.instrument.rings import WAIT_ONLY, Reader, Writer
+from orchestrrl.integrations.instrument.work_watch import WorkWatch
+
+
+class Work:
+    """Behaves like torch's: it may fail, or its wait may be given up while it runs."""
+
+    def __init__(self, future: Any = None) -> None:
+        self.completed, self.fault, self.future = False, "", future
+
+    def is_completed(self) -> bool:
+        if self.fault:
+            raise RuntimeError(self.fault)
+        return self.completed
+
+    def get_future(self) -> Any:
+        if self.future is None:
+            raise RuntimeError("no future")
+        return self.future
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if self.fault:
+            raise RuntimeError(self.fault)
+        if timeout_s is not None and not self.completed:
+            raise TimeoutError
+        self.completed = True
+        return True
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    made = Writer(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reader(writer: Writer) -> Iterator[Reader]:
+    with Reader(writer.path) as made:
+        yield made
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> WorkWatch:
+    made = WorkWatch()
+    monkeypatch.setattr(made, "_start", lambda: None)  # the test looks instead
+    return made
+
+
+def waiting(watch: WorkWatch) -> Callable[..., Any]:
+    found: Callable[..., Any] = watch.wait(Work.wait)
+    return found
+
+
+def test_it_is_over_when_its_owner_has_waited(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+    first, second = Work(), Work()
+    for work in (first, second):
+        watch.follow(work, writer, writer.begin(writer.op("x")), True)
+    assert waiting(watch)(second) is True
+    assert [event.end_ns is None for event in reader.events()[0]] == [True, False]
+    waiting(watch)(second)  # once more: it is over already
+    assert reader.in_flight == 1
+    waiting(watch)(first)
+    assert reader.in_flight == 0
+
+
+def test_it_is_seen_to_be_over_also_where_nobody_waits(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+    work = Work()
+    watch.follow(work, writer, writer.begin(writer.op("x")), True)
+    assert watch.look() == 1
+    assert reader.in_flight == 1
+    work.completed = True
+    assert watch.look() == 0
+    assert reader.in_flight == 0
+    waiting(watch)(work)
+    assert reader.in_flight == 0
+
+
+def test_what_its_owner_drops_runs_on(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+    watch.follow(Work(), writer, writer.begin(writer.op("x")), True)
+    gc.collect()
+    watch.look()
+    assert reader.in_flight == 1
+
+
+def test_a_wait_that_is_given_up_leaves_it_in_flight(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+    work = Work()
+    watch.follow(work, writer, writer.begin(writer.op("x")), True)
+    with pytest.raises(TimeoutError):
+        waiting(watch)(work, timeout_s=1.0)
+    assert (watch.look(), reader.in_flight) == (1, 1)
+    waiting(watch)(work)
+    assert reader.in_flight == 0
+
+
+def test_one_that_failed_is_over(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+    work = Work()
+    watch.follow(work, writer, writer.begin(writer.op("x")), True)
+    work.fault = "a peer is gone"
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        waiting(watch)(work)
+    assert (watch.look(), reader.in_flight) == (0, 0)
+
+
+def test_others_tell_by_their_future_or_by_whoever_waits(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+    future: Future[None] = Future()
+    told, silent, dropped = Work(future), Work(), Work()
+    for work in (told, silent, dropped):
+        watch.follow(work, writer, writer.begin(writer.op("x")), False)
+    assert [event.flags & WAIT_ONLY for event in reader.events()[0]] == [0, WAIT_ONLY, WAIT_ONLY]
+    future.set_result(None)
+    assert reader.in_flight == 2
+    waiting(watch)(silent)
+    assert reader.in_flight == 1
+    del dropped, work
+    gc.collect()
+    assert reader.in_flight == 0
+
+
+def test_its_thread_looks_by_itself_until_it_is_stopped(writer: Writer, reader: Reader) -> None:
+    watch, work, over = WorkWatch(), Work(), threading.Event()
+    ended = writer.end
+
+    def end(sequence: int) -> None:
+        ended(sequence)
+        over.set()
+
+    writer.end = end  # type: ignore[method-assign]
+    watch.follow(work, writer, writer.begin(writer.op("x")), True)
+    work.completed = True
+    assert over.wait(timeout=60)
+    assert reader.in_flight == 0
+    thread = watch._thread
+    assert thread is not None
+    watch.stop()
+    thread.join(timeout=60)
+    assert not thread.is_alive()

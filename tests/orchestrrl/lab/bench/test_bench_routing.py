@@ -1,0 +1,22 @@
+"""The benchmark of routing: every request of a step ends under every arm."""
+
+import pytest
+
+from orchestrrl.gateway.routing.policies import STRATEGIES
+from orchestrrl.lab.bench.policies import Setting
+from orchestrrl.lab.bench.routing import Arm, Load, outcome, queue
+
+SMALL = Load("small", Setting("small", 8, 50.0, 0.8, 200, 20_000), max_sequences=2)
+
+
+@pytest.mark.parametrize("policy", STRATEGIES)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_step_ends_and_goes_the_same_way_twice(policy: str, depth: int) -> None:
+    first, second = (outcome(SMALL, 1, Arm(policy, depth)) for _ in range(2))
+    assert first == second
+    assert 0 < first.latency_s < first.makespan_s
+
+
+def test_figures_compare_a_queue_with_none() -> None:
+    figures = queue([SMALL], seeds=[1])
+    assert all(figure.baseline == "no queue" and figure.ratio is not None for figure in figures)

@@ -1,0 +1,119 @@
+"""What the demo of a switch makes of reports, plans and looks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.lab.demo.scenario import load_scenario, samples
+from orchestrrl.lab.demo.switch_fabric import GEN_POD, Circuits, Fabric, followed, site_of
+from orchestrrl.lab.demo.switch_report import PAPER
+from orchestrrl.lab.demo.switch_run import Look, Switched, resumption
+from planner.model import GpuId
+
+REFERENCE = Path(__file__).parents[5] / "shared" / "reference" / "paper.yaml"
+FENCED_S, ADMITTED_S = 10.0, 12.0
+
+
+def report(old: str = "narrow", new: str = "wide") -> dict[str, Any]:
+    return {
+        "old_engines": [{"engine_id": old}, {"engine_id": "stays"}],
+        "new_engines": [{"engine_id": new}, {"engine_id": "stays"}],
+        "steps": [
+            {"kind": "fence", "began_unix_s": FENCED_S, "took_s": 0.1},
+            {"kind": "admit", "began_unix_s": ADMITTED_S - 0.1, "took_s": 0.1},
+        ],
+        "closed_s": ADMITTED_S - FENCED_S,
+    }
+
+
+def plan(*migration_s: float) -> dict[str, Any]:
+    moves = [{"request_id": "a", "cost_s": 0.25}]
+    return {"instances": [{"migration_s": each} for each in migration_s], "moves": moves}
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 9000), st.floats(0.1, 9.0)), min_size=1))
+def test_requests_that_waited_are_timed_from_admission_to_their_first_new_token(
+    waiting: dict[str, tuple[int, float]],
+) -> None:
+    before = {request: tokens for request, (tokens, _) in waiting.items()}
+    looks = [
+        Look(FENCED_S - 1, {**dict.fromkeys(waiting, "narrow"), "other": "stays"}, {**before, "other": 5}),
+        Look(FENCED_S + 1, {**dict.fromkeys(waiting, ""), "other": "stays"}, {**before, "other": 50}),
+    ]
+    for request, (tokens, after_s) in sorted(waiting.items(), key=lambda item: item[1][1]):
+        looks.append(
+            Look(ADMITTED_S + after_s, {request: "wide", "other": "stays"}, {request: tokens + 1, "other": 99})
+        )
+    found = resumption(report(), plan(3.0, 4.0), looks)
+    assert found is not None
+    assert {each.request: each.context_tokens for each in found.each} == before
+    assert [each.after_s for each in found.each] == pytest.approx(sorted(after_s for _, after_s in waiting.values()))
+    assert {each.request for each in found.each if each.alone_s is not None} == {"a"}.intersection(waiting)
+    assert found.context_tokens == sum(before.values())
+    assert found.last_s == pytest.approx(max(after_s for _, after_s in waiting.values()))
+    assert 0 < found.median_s <= found.last_s
+    assert found.predicted_s == 4.0
+    switched = Switched(report(), plan(), found)
+    assert switched.total_s == pytest.approx(switched.switching_s + found.last_s)
+
+
+def test_without_requests_there_is_nothing_to_resume() -> None:
+    assert resumption(report(), plan(), []) is None
+    assert resumption(report(), plan(), [Look(FENCED_S - 1, {"a": "stays"}, {"a": 3})]) is None
+
+
+def test_the_scenario_is_of_the_paper_s_fleet() -> None:
+    scenario = load_scenario("simulated-switch")
+    assert scenario.deployment is not None
+    assert (scenario.deployment.gpus, scenario.engines) == (16, 8)
+    step = samples(scenario, "simulated", scenario.seeds[0])
+    assert max(sample.output_tokens for sample in step) == scenario.max_tokens  # the tail is there
+
+
+def fabric_of(*announced_s: float, over: bool = True) -> Fabric:
+    ended = {"moves": 8, "commits": [{"commanded_unix_s": 5.0, "usable_unix_s": 5.5}]}
+    periods = [{"announced_unix_s": at_s, "ended_unix_s": at_s + 1 if over else None, **ended} for at_s in announced_s]
+    return Fabric(Circuits({("gen0", "t0", "t1"): 2, ("", "gen0", "train0"): 1}), periods)
+
+
+def test_circuits_that_followed_are_those_announced_as_requests_were_let_in() -> None:
+    switch = report()
+    switch["steps"][1]["detail"] = "its words"
+    found = followed(switch, fabric_of(ADMITTED_S + 9, ADMITTED_S - 0.05, FENCED_S))
+    assert found is not None
+    assert (found.said, found.moves, found.took_s, found.dark_s) == ("its words", 8, 1.0, 0.5)
+    assert found.period["announced_unix_s"] == ADMITTED_S - 0.05
+    assert followed(switch, fabric_of(FENCED_S)) is None
+    assert followed(switch, fabric_of(ADMITTED_S - 0.05, over=False)) is None
+    assert followed(switch, None) is None
+
+
+def test_the_site_of_the_scenario_has_its_engines_in_servers_that_only_the_narrow_fit_into() -> None:
+    deployment = load_scenario("simulated-switch").deployment
+    assert deployment is not None
+    site = site_of(deployment)
+    assert site is not None
+    fleet = [GpuId(gpu) for gpu in range(deployment.gpus, 2 * deployment.gpus)]
+    narrow, wide = ({gpus[0]: gpus for gpus in zip(*[iter(fleet)] * size, strict=True)} for size in (2, 8))
+    assert {len({site.server_of[gpu].id for gpu in gpus}) for gpus in narrow.values()} == {1}
+    assert {len({site.server_of[gpu].id for gpu in gpus}) for gpus in wide.values()} == {2}
+    assert {site.pod[site.server_of[gpu].pod].id for gpu in fleet} == {GEN_POD}
+    assert site_of(deployment.model_copy(update={"fabric": None})) is None
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is not there")
+def test_the_paper_s_figures() -> None:
+    told = yaml.safe_load(REFERENCE.read_text())
+    found = next(value for value in _sections(told) if "case_study_switch" in value)["case_study_switch"]
+    assert found == PAPER
+
+
+def _sections(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, dict):
+        return []
+    return [value, *(section for each in value.values() for section in _sections(each))]

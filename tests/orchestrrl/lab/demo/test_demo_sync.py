@@ -1,0 +1,98 @@
+"""What the demo says of its weight sync: tokens are judged by the version that their span names."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrrl.cli.demo.weight_sync import print_sync_demo
+from orchestrrl.cli.main import application
+from orchestrrl.gateway.ledger.versions import Span
+from orchestrrl.lab.demo.report import write_sync
+from orchestrrl.lab.demo.scenario import Sample, Scenario, load_scenario, samples
+from orchestrrl.lab.demo.step import StepRecord
+from orchestrrl.lab.demo.sync_run import SyncOutcome, simulated_ids, stretches
+from orchestrrl.lab.demo.sync_stack import AFTER, BEFORE
+from orchestrrl.lab.simulated_engine.tokens import TokenModel
+from orchestrrl.weights.controller.profile import profile
+from orchestrrl.weights.controller.reports import PhaseTook, SyncPhase, SyncReport, SyncState
+
+SEEDS = {BEFORE: 11, AFTER: 12}  # of weights
+REPORT = SyncReport(
+    "s1",
+    AFTER,
+    SyncState.DONE,
+    0.0,
+    code="done",
+    ended_s=2.0,
+    phases=(PhaseTook(SyncPhase.PHASE_B, 0.0, 1.0), PhaseTook(SyncPhase.INSTALL, 1.0, 2.0)),
+    bytes=33_000_000,
+    estimate_s=0.9,
+)
+
+
+def generated(scenario: Scenario, seed: int, context: tuple[int, ...], count: int) -> list[int]:
+    generation = TokenModel(lengths=scenario.lengths.model, weights_seed=seed).begin(context)
+    return [generation.next_token()[0] for _ in range(count)]
+
+
+def crossing(scenario: Scenario, sample: Sample) -> StepRecord:
+    """Twenty tokens of one version, and twelve of the next, each with the other's tokens behind it."""
+    first = generated(scenario, SEEDS[BEFORE], sample.prompt_ids, 20)
+    second = generated(scenario, SEEDS[AFTER], (*sample.prompt_ids, *first), 12)
+    spans = [Span(BEFORE, 0, 20), Span(AFTER, 20, 32)]
+    return StepRecord(answers={sample.id: [*first, *second]}, spans={sample.id: spans})
+
+
+def differing(scenario: Scenario, sample: Sample, record: StepRecord) -> int:
+    told = stretches([sample], record)
+    return sum(list(each.ids) != simulated_ids(scenario, SEEDS, each) for each in told)
+
+
+def test_tokens_are_those_of_the_version_that_their_span_names() -> None:
+    scenario = load_scenario("simulated")
+    sample = samples(scenario, "simulated", 1)[0]
+    record = crossing(scenario, sample)
+    assert differing(scenario, sample, record) == 0
+    record.spans[sample.id] = [Span(BEFORE, 0, 32)]
+    assert differing(scenario, sample, record) == 1
+    record.spans[sample.id] = [Span(None, 0, 32)]
+    assert differing(scenario, sample, record) == 1
+
+
+def outcome(**changes: Any) -> SyncOutcome:
+    made = SyncOutcome(profile(REPORT), 4, 4, 256, 256, 21, {BEFORE: 900, AFTER: 100}, 0)
+    return replace(made, **changes)
+
+
+def test_it_is_well_only_if_all_of_it_is() -> None:
+    assert outcome().is_well
+    for changes in (
+        {"serve_it": 3},
+        {"answered": 255},
+        {"differing": 1},
+        {"tokens": {None: 5, AFTER: 995}},
+        {"took": profile(replace(REPORT, code="some_quarantined"))},
+    ):
+        assert not outcome(**changes).is_well, changes
+
+
+def test_it_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(write_sync(outcome(), tmp_path).read_text())
+    assert (told["version"], told["code"], told["serve_it"]) == (AFTER, "done", 4)
+    assert told["tokens_by_version"] == {"1": 900, "2": 100}
+    assert told["phases_s"] == {"phase_b": 1.0, "install": 1.0}
+    print_sync_demo(outcome())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "version 2 (33 MB): 4 of 4 engines have it; requests stood still for 1 s of 2 s" in shown
+    assert "answers: 256 of 256, 21 with tokens of both versions" in shown
+    assert "1.11 x its estimate" in shown
+
+
+def test_flags_that_do_not_go_together() -> None:
+    result = CliRunner().invoke(application(), ["demo", "--sync", "--seeds", "1"])
+    assert result.exit_code == 2
+    assert "--sync: goes without --kv, --switch and --seeds" in result.stderr

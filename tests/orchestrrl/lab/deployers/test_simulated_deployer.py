@@ -1,0 +1,44 @@
+"""The simulator's deployer passes what those of real engines pass. Its engines come up in a moment of real time."""
+
+from collections.abc import Callable
+
+from orchestrrl.core.clock import WallClock
+from orchestrrl.fleet.deployers.base import Deployed, Deployer
+from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, LAST_WORDS, Behaviour, DeployerConformance
+from orchestrrl.lab.deployers.simulated import SimulatedDeployer, SimulatedMachines
+from planner.model import ConfigurationId, EngineId
+
+UP_AFTER_S = 0.02
+
+
+class TestSimulated(DeployerConformance):
+    def setup_method(self) -> None:
+        self.up: set[str] = set()
+        self.machines: dict[str, SimulatedMachines] = {}
+
+    async def make_deployer(self, fleet: str) -> Deployer:
+        if fleet not in self.machines:
+            switch_s = {ConfigurationId(name): UP_AFTER_S for name in ("tp1", "tp2")}
+            self.machines[fleet] = SimulatedMachines(
+                WallClock(), switch_s, self._started(fleet), self._stopped(fleet), domain=fleet
+            )
+        return SimulatedDeployer(self.machines[fleet])
+
+    async def answers(self, url: str) -> bool:
+        return url in self.up
+
+    def _started(self, fleet: str) -> Callable[[Deployed], None]:
+        def started(deployed: Deployed) -> None:
+            assert deployed.spec is not None
+            match Behaviour(deployed.spec.environment[BEHAVIOUR]):
+                case Behaviour.EXITS:
+                    self.machines[fleet].fail(deployed.engine, LAST_WORDS)
+                case Behaviour.HANGS:
+                    pass
+                case _:
+                    self.up.add(deployed.url)
+
+        return started
+
+    def _stopped(self, fleet: str) -> Callable[[EngineId], None]:
+        return lambda engine: self.up.discard(f"http://{engine}.{fleet}")

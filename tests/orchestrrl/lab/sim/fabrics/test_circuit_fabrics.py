@@ -1,0 +1,322 @@
+"""RFabric, MixNet, TopoOpt: circuits within ports, where the demand is, and what they cost in hops."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from routes import all_pairs, check_routes, owners, slowest_s
+
+from orchestrrl.lab.sim.net.fabrics.base import Failures, Inventory, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.mixnet import mixnet
+from orchestrrl.lab.sim.net.fabrics.rfabric import rfabric
+from orchestrrl.lab.sim.net.fabrics.topoopt import topoopt
+from orchestrrl.lab.sim.net.model import Flows, Network, Servers, Tier
+from planner.fabric.materialize import validate
+from planner.fabric.plan import FabricState
+from planner.fabric.topology import Tier as SiteTier
+
+
+def shifted(first: int, last: int, by: int, size: float = 1e9) -> Flows:
+    """Each GPU of first to last to the one so far on, round."""
+    src = np.arange(first, last)
+    return Flows(src, first + (src - first + by) % (last - first), np.full(last - first, size))
+
+
+def period(flows: Flows, name: str = "period", stage: Stage = Stage.TRAIN) -> Period:
+    return Period(name, stage, flows)
+
+
+def tiers_of(network: Network, flows: Flows) -> set[Tier]:
+    return {network.tier[link] for link in network.router(flows.src, flows.dst).link.tolist()}
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    pods=st.integers(1, 3),
+    blocks=st.sampled_from([None, 2]),
+    stage=st.sampled_from(list(Stage)),
+    lost=st.floats(0, 0.6),
+    allocation=st.sampled_from(["traffic", "uniform"]),
+)
+def test_circuits_are_within_ports_and_can_be_committed(
+    seed: int, pods: int, blocks: int | None, stage: Stage, lost: float, allocation: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    servers = Servers(4 * pods - seed % 3)  # the last PoD may have empty places
+    whole = rfabric(
+        servers,
+        servers_per_pod=4,
+        servers_per_tor=blocks,
+        train_servers=min(4, servers.count) if seed % 2 else None,
+        allocation=allocation,
+    )
+    fabric = whole.without(Failures(tor_uplinks={0: lost}))
+    src, dst = all_pairs(servers)
+    some = rng.integers(0, len(src), 50)
+    demand = Flows(src[some], dst[some], rng.exponential(1e9, 50))
+    for wanted in (None, period(demand, stage=stage)):
+        cross_connects = fabric.cross_connects(wanted)
+        assert validate(fabric.site, FabricState(failures=fabric.circuits.failed_ports), cross_connects) == ()
+        circuits = fabric.circuits.between_tors(cross_connects)
+        assert (circuits == circuits.T).all()
+        ports = np.array([len(fabric.site.fibres[SiteTier.AGG][tor.id]) for tor in fabric.site.tors])
+        ports[0] -= round(lost * ports[0])
+        assert (circuits.sum(axis=1) <= ports).all()
+
+
+def test_circuits_go_where_the_traffic_is() -> None:
+    """Each PoD to the next, in pairs: all lanes of either, where at rest a third of them joins the two."""
+    servers = Servers(64)
+    src = np.concatenate([np.arange(128), np.arange(256, 384)])
+    flows = Flows(src, src + 128, np.full(256, 1e9))
+    times = {
+        allocation: slowest_s(rfabric(servers, servers_per_pod=16, allocation=allocation).network(period(flows)), flows)
+        for allocation in ("traffic", "fixed")
+    }
+    assert times["traffic"] < 0.5 * times["fixed"]
+    assert times["traffic"] == pytest.approx(2e9 / servers.nic_bytes_per_s, rel=0.15)  # half of a ToR's are lanes
+
+
+def test_what_knows_no_volume_gives_the_light_pairs_too_much() -> None:
+    servers, src, heavy = Servers(48), np.arange(128), 2e9
+    flows = Flows.joined([Flows(src, src + 128, np.full(128, heavy)), Flows(src, src + 256, np.full(128, heavy / 16))])
+    times = [
+        slowest_s(rfabric(servers, servers_per_pod=16, allocation=each).network(period(flows)), flows)
+        for each in ("traffic", "uniform")
+    ]
+    assert times[0] < 0.8 * times[1]
+
+
+def test_rings_of_a_rail_inside_a_pod_never_leave_its_tors() -> None:
+    fabric = rfabric(Servers(64))
+    network = fabric.network(period(shifted(0, 256, 8)))
+    assert tiers_of(network, shifted(0, 256, 8)) == {Tier.NIC}
+
+
+def test_another_rail_is_reached_over_nvlink() -> None:
+    network = rfabric(Servers(8)).network()
+    assert tiers_of(network, Flows.of([(0, 13, 1.0)])) == {Tier.NVLINK, Tier.NIC}
+
+
+def test_stages_touch_their_own_pods() -> None:
+    fabric = rfabric(Servers(32), servers_per_pod=8, train_servers=16)
+    train = fabric.cross_connects(period(shifted(0, 128, 64), "train"))
+    gen = fabric.cross_connects(period(shifted(128, 256, 8), "gen", Stage.GEN))
+    rest = fabric.cross_connects(None)
+    of_gen = {switch.id for pod in ("gen0", "gen1") for switch in fabric.site.agg_switches_of[pod]}
+    of_train = {switch.id for pod in ("train0", "train1") for switch in fabric.site.agg_switches_of[pod]}
+    kept = {each for each in rest if each.switch in of_train}
+    assert train != rest
+    assert len({each for each in gen if each.switch in of_train} & kept) >= 0.4 * len(kept)  # but for lanes to Gen
+    assert {each.switch for each in train} & of_gen
+
+
+def test_gen_pods_are_by_themselves() -> None:
+    """What goes between two of them has what joins them at rest, a third of their lanes; without roles all of them."""
+    flows = Flows.joined([shifted(128, 256, 64), shifted(128, 256, 8)])
+
+    def between_pods(**options: int) -> int:
+        fabric = rfabric(Servers(32), servers_per_pod=8, **options)
+        circuits = fabric.circuits.between_tors(fabric.cross_connects(period(flows, "gen", Stage.GEN)))
+        return int(circuits[16:24, 24:32].sum())
+
+    assert between_pods(train_servers=16) <= 11
+    assert between_pods() >= 31  # but for what joins the others
+
+
+def test_blocks_of_a_pod_stay_joined_where_demand_takes_all_ports() -> None:
+    """Experts' groups of four servers in PoDs of 22: those that lie across blocks, and across PoDs, ask for more than
+    their ToRs' eight fibres each, and leave none that would lead to the other blocks."""
+    fabric = rfabric(Servers(64), train_servers=20, servers_per_tor=8)
+    src, dst = all_pairs(Servers(4))
+    groups = [Flows(first + src, first + dst, np.ones(len(src))) for first in range(160, 512, 32)]
+    network = fabric.network(period(Flows.joined(groups), "gen", Stage.GEN))
+    one_each = all_pairs(Servers(44, 1, 1))
+    check_routes(network, 160 + 8 * one_each[0], 160 + 8 * one_each[1])
+
+
+def test_a_lane_for_responses_is_there_in_every_stage() -> None:
+    fabric = rfabric(Servers(16), servers_per_pod=8, train_servers=8)
+    for stage in Stage:
+        network = fabric.network(period(shifted(0, 64, 8), f"at {stage}", stage))
+        assert Tier.CORE in tiers_of(network, Flows.of([(64, 0, 1.0)]))
+
+
+def test_fixed_circuits_never_change() -> None:
+    fabric = rfabric(Servers(16), servers_per_pod=4, allocation="fixed")
+    assert not fabric.changes(None, period(shifted(0, 128, 32)))
+    assert rfabric(Servers(16), servers_per_pod=4).changes(None, period(shifted(0, 64, 32)))
+
+
+def test_devices_say_how_long_a_change_takes() -> None:
+    assert rfabric(Servers(64)).reconfigures_s == 0.025
+    assert rfabric(Servers(64), device="mems_3d_calient").reconfigures_s == 0.010
+    assert mixnet(Servers(8)).reconfigures_s == 0.025
+    assert topoopt(Servers(8)).reconfigures_s == 0
+    assert rfabric(Servers(8)).reconfigures_s == 0.0  # ToRs that are alone on their rails have no circuits
+
+
+def test_components_of_circuits() -> None:
+    """2,048 NICs. RFabric: as many fibres up as NICs, half as many lanes, each with a port at either end."""
+    servers = Servers(256)
+    assert rfabric(servers).inventory() == Inventory(
+        transceivers=3 * 2048, nics=2048, electrical_ports=2 * 2048, ocs_ports=2 * 2048, fibers=5 * 1024
+    )
+    assert topoopt(servers).inventory() == Inventory(transceivers=2048, nics=2048, patch_panel_ports=2048, fibers=2048)
+    assert mixnet(servers).inventory() == Inventory(
+        transceivers=1536 + 6 * 512, nics=2048, electrical_ports=5 * 512, ocs_ports=1536, fibers=1536 + 3 * 512
+    )
+
+
+def test_empty_places_cost_nothing() -> None:
+    """Two servers train and six generate, in PoDs of six places: a ToR's fibre for each NIC, a lane for every second
+    one, as where all PoDs are full."""
+    alone = Inventory(transceivers=2 * 64, nics=64, electrical_ports=64, fibers=64)
+    assert rfabric(Servers(8)).inventory() == alone  # a ToR to a rail: nothing above it
+    full = Inventory(transceivers=3 * 64, nics=64, electrical_ports=2 * 64, ocs_ports=2 * 64, fibers=64 + 64 + 32)
+    assert rfabric(Servers(8), train_servers=2).inventory() == full
+    assert rfabric(Servers(8), train_servers=4).inventory() == full
+    assert rfabric(Servers(8), servers_per_pod=4).inventory() == full
+    odd = rfabric(Servers(7), servers_per_pod=4).inventory()  # three fibres of four, and 12 of 16 lanes
+    assert odd == Inventory(
+        transceivers=3 * 56, nics=56, electrical_ports=2 * 56, ocs_ports=2 * 56, fibers=56 + 56 + 28
+    )
+
+
+@given(count=st.integers(2, 40), train=st.integers(0, 40), per_tor=st.sampled_from([None, 3]))
+def test_components_go_by_servers_and_hardly_by_how_they_are_split(count: int, train: int, per_tor: int | None) -> None:
+    """Rounded up by a fibre a ToR at most; a ToR with a server fewer than others of its PoD has as many fibres. ToRs
+    that are alone on their rails have none."""
+    fabric = rfabric(Servers(count), train_servers=min(train, count), servers_per_tor=per_tor, servers_per_pod=8)
+    found, nics = fabric.inventory(), 8 * count
+    up = found.electrical_ports - nics
+    assert found.transceivers == 2 * nics + up
+    assert nics <= up + len(fabric.site.tors) or (up == 0 and len(fabric.site.tors) == 8)
+    assert up <= nics * 1.5 + len(fabric.site.tors)
+    assert found.nics == nics
+
+
+def test_stages_of_a_pipeline_are_in_pods_of_their_own() -> None:
+    """36 servers in two PoDs of up to 32: 18 in each, as two stages of a pipeline have them."""
+    pods = rfabric(Servers(101), train_servers=36, servers_per_pod=32).pods
+    assert pods.apart
+    train, gen = np.bincount(pods.of[:36]), np.bincount(pods.of[36:])[2:]
+    assert train.tolist() == [18, 18]
+    assert gen.tolist() == [22, 22, 21]
+    assert np.bincount(rfabric(Servers(70)).pods.of).tolist() == [24, 23, 23]
+
+
+def test_mixnet_joins_servers_of_a_region_that_have_most_to_say() -> None:
+    fabric = mixnet(Servers(64))
+    ring = shifted(0, 64, 8)  # eight servers, each to the next
+    circuits = fabric.circuits(period(ring))
+    assert (circuits.sum(axis=1) <= 6).all()
+    assert circuits[0, 1] == circuits[0, 7] == 3
+    network = fabric.network(period(ring))
+    assert tiers_of(network, ring) == {Tier.NVLINK, Tier.DIRECT}
+
+
+def test_circuits_carry_what_their_nics_do() -> None:
+    ring, servers = shifted(0, 64, 8), Servers(64)
+    assert slowest_s(mixnet(servers).network(period(ring)), ring) == pytest.approx(8e9 / 3 / servers.nic_bytes_per_s)
+
+
+def test_latency_counts_fibres_and_the_switches_that_look_at_packets() -> None:
+    far = shifted(0, 128, 64)
+    link_s, switch_s = 1e-6, 0.8e-6
+
+    def latency_s(network: Network, dst: int) -> float:
+        return float(network.router(np.array([0]), np.array([dst])).latency_s[0])
+
+    fabric = rfabric(Servers(16), servers_per_pod=8).network(period(far))
+    assert latency_s(fabric, 8) == pytest.approx(2 * link_s + switch_s)
+    assert latency_s(fabric, 64) == pytest.approx((2 + 4) * link_s + 2 * switch_s)
+    assert latency_s(mixnet(Servers(8)).network(period(shifted(0, 64, 8))), 8) == pytest.approx(3 * link_s)
+    assert latency_s(topoopt(Servers(8)).network(), 8) == pytest.approx(3 * link_s)
+    two_hops = topoopt(Servers(8), ring_nics=1, demand=shifted(0, 64, 8)).network()
+    assert latency_s(two_hops, 16) == pytest.approx((1 + 2 * 2) * link_s + switch_s)
+
+
+def test_mixnet_has_two_nics_out_of_a_region() -> None:
+    servers = Servers(64)
+    fabric = mixnet(servers)
+    far = shifted(0, 512, 256)
+    network = fabric.network(period(far))
+    assert Tier.DIRECT not in tiers_of(network, far)
+    assert slowest_s(network, far) == pytest.approx(4e9 / servers.nic_bytes_per_s)
+
+
+def test_mixnet_without_a_nic_on_the_tree_takes_the_other() -> None:
+    servers = Servers(64)
+    network = mixnet(servers).without(Failures(nics=frozenset({6}))).network(period(shifted(0, 512, 256)))
+    assert slowest_s(network, shifted(0, 512, 256)) == pytest.approx(8e9 / servers.nic_bytes_per_s)
+
+
+def test_mixnet_gives_fewer_circuits_where_nics_failed() -> None:
+    fabric = mixnet(Servers(8)).without(Failures(nics=frozenset({0, 1, 2, 3})))
+    assert fabric.circuits(None)[0].sum() <= 2
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(2, 12), rings=st.integers(1, 8))
+def test_topoopt_has_each_nic_send_once_and_receive_once(seed: int, count: int, rings: int) -> None:
+    rng, servers = np.random.default_rng(seed), Servers(count)
+    src, dst = all_pairs(servers)
+    some = rng.integers(0, len(src), 40)
+    demand = Flows(src[some], dst[some], rng.exponential(1e9, 40))
+    fabric = topoopt(servers, demand=demand, ring_nics=rings)
+    for ring in fabric.sends_to:
+        assert sorted(ring.tolist()) == list(range(count))
+        assert (ring != np.arange(count)).all()
+    assert (fabric.joins.sum(axis=1) == 8).all()
+    assert (fabric.joins.sum(axis=0) == 8).all()
+    check_routes(fabric.network(), src, dst)
+
+
+def test_topoopt_serves_the_demand_that_it_is_for_in_one_hop() -> None:
+    servers, ring = Servers(32), shifted(0, 256, 80)
+    network = topoopt(servers, demand=ring).network()
+    routes = network.router(ring.src, ring.dst)
+    direct = [network.tier[link] is Tier.DIRECT for link in routes.link.tolist()]
+    assert np.bincount(owners(routes), direct).tolist() == [1] * 256
+    assert slowest_s(network, ring) <= 8 / 6 * 1e9 / servers.nic_bytes_per_s  # the other NICs make rings
+
+
+def test_topoopt_divides_its_nics_as_serves_the_demand_best() -> None:
+    """Far more between pairs of servers than around: as few NICs as can be make rings."""
+    servers = Servers(32)
+    demand = Flows.joined([shifted(0, 256, 16), *(shifted(at, at + 16, 8, 30e9) for at in range(0, 256, 16))])
+    best, *others = (
+        slowest_s(topoopt(servers, demand=demand, ring_nics=each).network(), demand) for each in (None, 2, 4, 6)
+    )
+    assert best == pytest.approx(min(others))
+    assert best < 0.8 * others[1]
+
+
+def test_topoopt_without_a_demand_has_rings_alone() -> None:
+    servers = Servers(32)
+    assert np.array_equal(topoopt(servers).sends_to, topoopt(servers, ring_nics=8).sends_to)
+
+
+def test_topoopt_pays_for_each_hop() -> None:
+    """Of an all-to-all it has not been made for, hosts forward most."""
+    servers = Servers(64)
+    network = topoopt(servers).network()
+    src, dst = all_pairs(servers)
+    outside = src // 8 != dst // 8
+    routes = network.router(src[outside], dst[outside])
+    direct = np.array([each is Tier.DIRECT for each in network.tier])
+    hops = routes.share[direct[routes.link]].sum() / outside.sum()
+    assert 2 < hops < 6
+
+
+def test_topoopt_goes_around_a_server_that_failed() -> None:
+    network = topoopt(Servers(16)).without(Failures(servers=frozenset({1}))).network()
+    routes = network.router(np.array([0]), np.array([16]))
+    assert network.ends is not None
+    assert not (network.ends[routes.link] == 128 + 1).any()
+
+
+def test_rfabric_refuses_failures_of_what_there_is_not() -> None:
+    for failed in (Failures(tor_uplinks={8: 0.5}), Failures(pod_uplinks={0: 1.5})):
+        with pytest.raises(ValueError, match="there are bundles 0 to"):
+            rfabric(Servers(8)).without(failed).network()

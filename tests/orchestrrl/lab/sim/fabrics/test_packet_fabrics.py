@@ -1,0 +1,178 @@
+"""Fat tree, oversubscribed, rail-optimised: closed forms."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routes import all_pairs, check_routes, load, slowest_s
+
+from orchestrrl.lab.sim.net.fabrics.base import Failures, Inventory
+from orchestrrl.lab.sim.net.fabrics.registry import build
+from orchestrrl.lab.sim.net.model import Flows, Network, Servers, Tier
+
+
+def shifted(gpus: int, by: int) -> Flows:
+    """Each GPU to the one so far on."""
+    src = np.arange(gpus)
+    return Flows(src, (src + by) % gpus, np.full(gpus, 1e9))
+
+
+def nic_s(servers: Servers) -> float:
+    return 1e9 / servers.nic_bytes_per_s
+
+
+@pytest.mark.parametrize("by", [8, 24, 64, 500, 1024])
+def test_a_fat_tree_blocks_no_permutation(by: int) -> None:
+    servers = Servers(256)
+    assert slowest_s(build("fat_tree", servers).network(), shifted(2048, by)) == pytest.approx(nic_s(servers))
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6), count=st.integers(2, 20), radix=st.sampled_from([16, 32, 64]))
+def test_nor_of_servers_at_random(seed: int, count: int, radix: int) -> None:
+    servers = Servers(count)
+    dst = np.random.default_rng(seed).permutation(servers.gpus)
+    src = np.flatnonzero(np.arange(servers.gpus) // 8 != dst // 8)
+    flows = Flows(src, dst[src], np.full(len(src), 1e9))
+    network = build("fat_tree", servers, radix=radix, servers_per_pod=4).network()
+    assert slowest_s(network, flows) == pytest.approx(nic_s(servers) if len(src) else 0.0)
+
+
+def test_oversubscription_is_felt_above_a_tor_and_not_below() -> None:
+    servers = Servers(48)
+    network = build("oversubscribed", servers, servers_per_pod=24).network()  # six servers to a ToR
+    assert slowest_s(network, shifted(384, 48)) == pytest.approx(3 * nic_s(servers))
+    assert slowest_s(network, shifted(384, 192)) == pytest.approx(3 * nic_s(servers))
+    inside = shifted(384, 8)
+    stays = inside.src // 48 == inside.dst // 48
+    below = Flows(inside.src[stays], inside.dst[stays], inside.bytes[stays])
+    assert slowest_s(network, below) == pytest.approx(nic_s(servers))
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 4.0])
+def test_bisection_is_the_ratio(ratio: float) -> None:
+    servers = Servers(64)
+    network = build("oversubscribed", servers, ratio=ratio).network()
+    up = tier_sum(network, Tier.AGG) / 2
+    assert up == pytest.approx(servers.nics * servers.nic_bytes_per_s / ratio)
+
+
+def tier_sum(network: Network, tier: Tier) -> float:
+    return float(network.capacity_bytes_per_s[[each is tier for each in network.tier]].sum())
+
+
+def tiers_of(network: Network, src: int, dst: int) -> list[Tier]:
+    routes = network.router(np.array([src]), np.array([dst]))
+    return [network.tier[link] for link in routes.link.tolist()]
+
+
+def test_latency_counts_links_and_switches() -> None:
+    servers = Servers(64)
+    network = build("fat_tree", servers).network()
+    for dst, links, switches in ((8, 2, 1), (64, 4, 3), (300, 6, 5)):
+        routes = network.router(np.array([0]), np.array([dst]))
+        assert len(routes.link) == links
+        assert routes.latency_s[0] == pytest.approx(links * 1e-6 + switches * 0.8e-6)
+
+
+def test_small_tors_have_fewer_servers_below() -> None:
+    servers = Servers(16)
+    agg, nic = Tier.AGG, Tier.NIC
+    for kind in ("fat_tree", "oversubscribed"):
+        usual, small = (build(kind, servers, servers_per_tor=each).network() for each in (None, 2))
+        assert tiers_of(usual, 0, 24) == tiers_of(small, 0, 8) == [nic, nic]
+        assert tiers_of(small, 0, 16) == [nic, agg, agg, nic]
+    rails = build("rail_optimized", servers, servers_per_tor=8).network()
+    assert tiers_of(rails, 0, 56) == [nic, nic]
+    assert tiers_of(rails, 0, 64) == [nic, agg, agg, nic]
+
+
+def test_uplinks_are_whole() -> None:
+    """3 to 1 of two servers' 16 NICs is six links, not five and a third."""
+    servers = Servers(8)
+    network = build("oversubscribed", servers, servers_per_tor=2).network()
+    assert tier_sum(network, Tier.AGG) == pytest.approx(2 * 4 * 6 * servers.nic_bytes_per_s)
+
+
+def test_a_rail_is_one_switch_away_in_a_pod() -> None:
+    network = build("rail_optimized", Servers(64)).network()
+    nvlink, nic, agg, core = Tier.NVLINK, Tier.NIC, Tier.AGG, Tier.CORE
+    assert tiers_of(network, 0, 8 * 31) == [nic, nic]
+    assert tiers_of(network, 0, 8 * 31 + 5) == [nvlink, nvlink, nic, nic]
+    assert tiers_of(network, 0, 8 * 40) == [nic, agg, core, core, agg, nic]
+    spine = build("rail_optimized", Servers(64), cross_rail="spine").network()
+    assert tiers_of(spine, 0, 8 * 31 + 5) == [nic, agg, agg, nic]
+
+
+def test_a_rail_blocks_no_permutation_either() -> None:
+    servers = Servers(256)
+    network = build("rail_optimized", servers).network()
+    for by in (8, 300, 1024):
+        assert slowest_s(network, shifted(2048, by)) == pytest.approx(nic_s(servers))
+
+
+def test_a_failed_nic_is_relayed_evenly_over_the_others() -> None:
+    servers = Servers(8)
+    for kind in ("fat_tree", "rail_optimized"):
+        network = build(kind, servers).without(Failures(nics=frozenset({0}))).network()
+        busy = load(network, Flows.of([(0, 8, 7e9)]))
+        nics = [link for link in np.flatnonzero(busy).tolist() if network.tier[link] is Tier.NIC]
+        assert network.ends is not None
+        up = [link for link in nics if network.ends[link, 0] < 8]
+        assert busy[up].tolist() == pytest.approx([1e9] * 7)
+
+
+def test_what_is_lost_above_a_tor_is_lost_to_its_servers() -> None:
+    servers = Servers(64)
+    fabric = build("fat_tree", servers).without(Failures(tor_uplinks={0: 0.25}))
+    assert slowest_s(fabric.network(), shifted(512, 256)) == pytest.approx(nic_s(servers) / 0.75)
+    gone = fabric.without(Failures(tor_uplinks={0: 1.0})).network()
+    with pytest.raises(ValueError, match="no way from GPU 0 to GPU 256"):
+        gone.router(np.array([40, 0]), np.array([400, 256]))
+    unknown = fabric.without(Failures(tor_uplinks={16: 0.5}))
+    with pytest.raises(ValueError, match="bundles 0 to 15"):
+        unknown.network()
+
+
+def test_what_is_lost_of_a_pods_way_to_the_core_is_lost_between_pods_alone() -> None:
+    servers = Servers(64)
+    fabric = build("fat_tree", servers).without(Failures(pod_uplinks={0: 0.5}))
+    assert slowest_s(fabric.network(), shifted(512, 256)) == pytest.approx(nic_s(servers) / 0.5)
+    assert slowest_s(fabric.network(), Flows.of([(0, 64, 1e9)])) == pytest.approx(nic_s(servers))
+
+
+def test_a_message_that_is_handed_over_nvlink_comes_later() -> None:
+    servers = Servers(8)
+    straight = build("fat_tree", servers).network().router(np.array([0]), np.array([8])).latency_s
+    network = build("fat_tree", servers).without(Failures(nics=frozenset({0, 8}))).network()
+    relayed = network.router(np.array([0]), np.array([8])).latency_s
+    assert relayed == pytest.approx(straight + 2 * servers.propagation_s)
+
+
+def test_components_of_a_fat_tree() -> None:
+    """Of 2,048 NICs: three links each, with a transceiver at either end; five ports of switches."""
+    assert build("fat_tree", Servers(256)).inventory() == Inventory(
+        transceivers=6 * 2048, nics=2048, electrical_ports=5 * 2048, fibers=3 * 2048
+    )
+    assert build("fat_tree", Servers(256), tiers=2).inventory() == Inventory(
+        transceivers=4 * 2048, nics=2048, electrical_ports=3 * 2048, fibers=2 * 2048
+    )
+    assert build("fat_tree", Servers(4)).inventory() == Inventory(  # one ToR takes them all
+        transceivers=64, nics=32, electrical_ports=32, fibers=32
+    )
+    assert build("rail_optimized", Servers(256)).inventory() == build("fat_tree", Servers(256)).inventory()
+    assert build("oversubscribed", Servers(48), servers_per_pod=24).inventory() == Inventory(
+        transceivers=2 * 640, nics=384, electrical_ports=384 + 4 * 128, fibers=640
+    )
+
+
+def test_tiers_as_the_radix_demands() -> None:
+    assert build("fat_tree", Servers(256), tiers=None).inventory().fibers == 2 * 2048
+    assert build("fat_tree", Servers(257), tiers=None).inventory().fibers == 3 * 2056
+
+
+def test_uneven_numbers_are_no_matter() -> None:
+    for kind in ("fat_tree", "oversubscribed", "rail_optimized"):
+        for count in (1, 3, 7, 11):
+            fabric = build(kind, Servers(count), servers_per_pod=3)
+            check_routes(fabric.network(), *all_pairs(fabric.servers))

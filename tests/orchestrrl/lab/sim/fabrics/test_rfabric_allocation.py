@@ -1,0 +1,75 @@
+"""RFabric's circuits by traffic against an even split of them, where ToRs are small and PoDs many."""
+
+import numpy as np
+import pytest
+from routes import all_pairs, check_routes, slowest_s
+
+from orchestrrl.lab.sim.net.fabrics.base import Period, Stage
+from orchestrrl.lab.sim.net.fabrics.rfabric import RFabric, rfabric
+from orchestrrl.lab.sim.net.model import Flows, Ints, Servers
+
+GB = 1e9
+
+
+def half_way(servers: Servers, size: float) -> Flows:
+    """Each GPU of the first half to its like in the second: two stages of a pipeline."""
+    src = np.arange(servers.gpus // 2)
+    return Flows(src, src + servers.gpus // 2, np.full(len(src), size))
+
+
+def rings_of_three(servers: Servers, size: float) -> Flows:
+    """Of servers, each GPU to its like in the next."""
+    src = np.arange(servers.count // 3 * 24)
+    return Flows(src, src // 24 * 24 + (src % 24 + 8) % 24, np.full(len(src), size))
+
+
+def one_after_the_other_s(fabric: RFabric, *bursts: Flows) -> float:
+    network = fabric.network(Period("period", Stage.TRAIN, Flows.joined(bursts)))
+    return sum(slowest_s(network, each) for each in bursts)
+
+
+@pytest.mark.parametrize(
+    ("servers", "per_tor", "per_pod"), [(36, 8, 8), (36, 4, 8), (60, 4, 8), (24, 4, 8), (18, 4, 4), (36, 4, 32)]
+)
+@pytest.mark.parametrize("heavy", [1, 16])
+def test_by_traffic_is_no_slower_than_evenly(servers: int, per_tor: int, per_pod: int, heavy: int) -> None:
+    """Though bursts that do not come at once are one demand. Most of what is sent is across PoDs, and light pairs of a
+    PoD or of two are many: once they took circuits from the heavy, and both took long ways round."""
+    cluster = Servers(servers)
+    bursts = half_way(cluster, heavy * GB), rings_of_three(cluster, GB)
+    times_s = {
+        allocation: one_after_the_other_s(
+            rfabric(cluster, servers_per_tor=per_tor, servers_per_pod=per_pod, allocation=allocation), *bursts
+        )
+        for allocation in ("traffic", "uniform")
+    }
+    assert times_s["traffic"] <= 1.05 * times_s["uniform"]
+
+
+def between(fabric: RFabric, flows: Flows) -> tuple[Ints, Ints]:
+    """Circuits of ToRs that send to each other, and of those of different PoDs that do not."""
+    period = Period("period", Stage.TRAIN, flows)
+    circuits = fabric.circuits.between_tors(fabric.cross_connects(period))
+    demand = fabric.tor_demand(flows)
+    sends, pod_of = demand + demand.T > 0, fabric.circuits.pod_of
+    return circuits[sends], circuits[~sends & (pod_of[:, None] != pod_of)]
+
+
+def test_pods_that_demand_leaves_apart_are_joined_by_one_circuit() -> None:
+    """Two PoDs to two others: every pair that sends has its circuits, and one joins the two halves."""
+    cluster = Servers(32)
+    fabric = rfabric(cluster, servers_per_pod=8, servers_per_tor=4)
+    flows = half_way(cluster, GB)
+    sending, others = between(fabric, flows)
+    assert sending.min() >= 1
+    assert sending.sum() == 2 * (2 * 32 - 2)  # of either two PoDs' 32 lanes one is the bridge's; each counts twice
+    assert others.sum() == 2
+    one_each = all_pairs(Servers(32, 1, 1))
+    check_routes(fabric.network(Period("period", Stage.TRAIN, flows)), 8 * one_each[0], 8 * one_each[1])
+
+
+def test_no_lane_leads_to_tors_that_have_nothing_to_say() -> None:
+    cluster = Servers(36)
+    fabric = rfabric(cluster, servers_per_pod=8, servers_per_tor=4)
+    _, others = between(fabric, Flows.joined([half_way(cluster, 16 * GB), rings_of_three(cluster, GB)]))
+    assert others.sum() == 0

@@ -1,0 +1,65 @@
+"""Two small networks for tests: one switch that is in nobody's way, and ToRs under spines that may be."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrrl.lab.sim.net.model import Ints, Network, Routes, Servers, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Links: NVLink out and in of each GPU, NIC out and in of each NIC, up and down of each ToR."""
+
+    servers: Servers
+    rails: bool
+    servers_per_tor: int
+
+    @property
+    def tors(self) -> int:
+        pods = -(-self.servers.count // self.servers_per_tor)
+        return pods * (self.servers.nics_per_server if self.rails else 1)
+
+    def tor_of(self, nic: Ints) -> Ints:
+        server, place = np.divmod(nic, self.servers.nics_per_server)
+        pod = server // self.servers_per_tor
+        return pod * self.servers.nics_per_server + place if self.rails else pod
+
+    def __call__(self, src: Ints, dst: Ints) -> Routes:
+        servers = self.servers
+        inside = src // servers.gpus_per_server == dst // servers.gpus_per_server
+        a, b = servers.nic_of(src), servers.nic_of(dst)
+        up, down = self.tor_of(a), self.tor_of(b)
+        above = ~inside & (up != down)
+        nic, tor = 2 * servers.gpus, 2 * servers.gpus + 2 * servers.nics
+        first = np.where(inside, src, nic + a)
+        last = np.where(inside, servers.gpus + dst, nic + servers.nics + b)
+        table = np.stack((first, tor + up, tor + self.tors + down, last), axis=1)
+        taken = np.stack((np.ones_like(above), above, above, np.ones_like(above)), axis=1)
+        begin = np.concatenate(([0], np.cumsum(taken.sum(axis=1))))
+        link = table[taken]
+        hops = np.where(inside, 0, np.where(above, 3, 1))
+        latency_s = (hops + 1) * servers.propagation_s + hops * servers.processing_s
+        return Routes(begin, link, np.ones(len(link)), np.where(inside, 0.0, latency_s))
+
+
+def two_tiers(
+    servers: Servers, *, servers_per_tor: int = 4, oversubscribed: float = 1.0, rails: bool = False
+) -> Network:
+    """`rails`: NICs of the same place share a ToR."""
+    tables = _Tables(servers, rails, servers_per_tor)
+    below = servers_per_tor * (1 if rails else servers.nics_per_server)
+    uplink = below * servers.nic_bytes_per_s / oversubscribed
+    capacity = np.concatenate(
+        (
+            np.full(2 * servers.gpus, servers.nvlink_bytes_per_s),
+            np.full(2 * servers.nics, servers.nic_bytes_per_s),
+            np.full(2 * tables.tors, uplink),
+        )
+    )
+    tier = (Tier.NVLINK,) * (2 * servers.gpus) + (Tier.NIC,) * (2 * servers.nics) + (Tier.AGG,) * (2 * tables.tors)
+    return Network(servers, capacity, tier, tables, "two tiers")
+
+
+def one_switch(servers: Servers) -> Network:
+    return two_tiers(servers, servers_per_tor=servers.count)

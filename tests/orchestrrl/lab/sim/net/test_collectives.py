@@ -1,0 +1,214 @@
+"""Every rank gives and gets what its collective says, and servers are crossed no oftener than they must be."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.lab.sim.net.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    m2n,
+    p2p,
+    reduce_scatter,
+)
+from orchestrrl.lab.sim.net.model import Floats, Flows, Servers
+from orchestrrl.lab.sim.net.shapes import Shape, double_tree, rings, shaped, tree_depth
+from orchestrrl.lab.sim.net.tuning import Algorithm, Protocol, best
+
+SERVERS = Servers(6)
+SIZE = 840e6
+
+
+@st.composite
+def even_groups(draw: st.DrawFn) -> list[int]:
+    """As many GPUs on each of some servers, in any places."""
+    each = draw(st.integers(1, 8))
+    chosen = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True))
+    places = st.lists(st.integers(0, 7), min_size=each, max_size=each, unique=True)
+    return [server * 8 + place for server in chosen for place in draw(places)]
+
+
+any_groups = st.lists(st.integers(0, 47), min_size=2, max_size=48, unique=True)
+groups = st.one_of(even_groups(), any_groups).filter(lambda group: len(group) > 1)
+
+
+def shape_of(group: list[int]) -> Shape:
+    ((shape, _),) = shaped(np.array([group]), SERVERS)
+    return shape
+
+
+def across(flows: Flows) -> Flows:
+    leaves = flows.src // 8 != flows.dst // 8
+    return Flows(flows.src[leaves], flows.dst[leaves], flows.bytes[leaves])
+
+
+def by_gpu(of: np.ndarray, size: Floats) -> Floats:
+    return np.bincount(of, size, SERVERS.gpus)
+
+
+@given(groups)
+def test_rings_pass_every_rank_once_and_cross_each_boundary_once(group: list[int]) -> None:
+    shape = shape_of(group)
+    for hops in rings(shape):
+        after = {hop[0][0]: hop[-1][1] for hop in hops}
+        at, seen = 0, []
+        for _ in group:
+            seen.append(at)
+            at = after[at]
+        assert at == 0
+        assert sorted(seen) == list(range(len(group)))
+        left = Counter(shape.server[a] for hop in hops for a, b in hop if shape.server[a] != shape.server[b])
+        assert set(left.values()) <= {1}
+        assert len(left) == (shape.servers if shape.servers > 1 else 0)
+
+
+@given(even_groups().filter(lambda group: len(group) > 1))
+def test_channels_use_every_nic_of_a_group_alike(group: list[int]) -> None:
+    transfer = all_reduce(group, SIZE, SERVERS, algorithm=Algorithm.RING)
+    outside, lap = across(transfer.flows), 2 * (len(group) - 1) / len(group) * SIZE
+    channels = Counter(gpu // 8 for gpu in group).most_common()[0][1]
+    if len(outside):
+        given_, got = (by_gpu(of, outside.bytes)[group] for of in (outside.src, outside.dst))
+        assert given_ == pytest.approx([lap / channels] * len(group))
+        assert got == pytest.approx([lap / channels] * len(group))
+
+
+@given(st.integers(2, 6), st.integers(1, 8))
+def test_a_ring_over_like_servers_stays_on_its_rails(count: int, each: int) -> None:
+    group = [server * 8 + place for server in range(count) for place in range(each)]
+    for transfer in (
+        all_reduce(group, SIZE, SERVERS),
+        all_gather(group, SIZE, SERVERS),
+        all_to_all(group, 1.0, SERVERS),
+    ):
+        outside = across(transfer.flows)
+        assert np.array_equal(outside.src % 8, outside.dst % 8)
+
+
+@given(groups, st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]))
+def test_bytes_of_rings_are_what_nccl_counts(group: list[int], name: str) -> None:
+    n = len(group)
+    lap = 2 * (n - 1) / n * SIZE if name == "all_reduce" else (n - 1) * SIZE
+    whole = {
+        "all_reduce": lambda: all_reduce(group, SIZE, SERVERS, algorithm=Algorithm.RING),
+        "all_gather": lambda: all_gather(group, SIZE, SERVERS, protocol=Protocol.SIMPLE),
+        "reduce_scatter": lambda: reduce_scatter(group, SIZE, SERVERS, protocol=Protocol.SIMPLE),
+    }[name]()
+    flows, shape = whole.flows, shape_of(group)
+    assert by_gpu(flows.src, flows.bytes) == pytest.approx(by_gpu(flows.dst, flows.bytes))  # all is handed on
+    # Ends of hops: what ranks get for themselves; what is left is handed over to another NIC.
+    got = np.zeros(n)
+    for hops in rings(shape):
+        for hop in hops:
+            got[hop[-1][1]] += lap / len(rings(shape))
+    assert got == pytest.approx([lap] * n)
+    handed = by_gpu(flows.dst, flows.bytes)[group] - got
+    assert np.all(handed >= -1e-3)
+    assert handed.sum() == pytest.approx(flows.bytes.sum() - n * lap)
+    assert whole.rounds == (2 if name == "all_reduce" else 1) * (shape.servers - 1)
+
+
+@given(groups)
+def test_a_broadcast_reaches_everyone_once(group: list[int]) -> None:
+    flows = broadcast(group, SIZE, SERVERS, protocol=Protocol.SIMPLE).flows
+    net = by_gpu(flows.dst, flows.bytes) - by_gpu(flows.src, flows.bytes)
+    assert net.sum() == pytest.approx(0, abs=1)
+    assert net[group[0]] == pytest.approx(-SIZE)
+    servers = len({gpu // 8 for gpu in group})
+    assert across(flows).bytes.sum() <= SIZE * (servers if servers > 1 else 0) * (1 + 1e-9)
+
+
+@given(groups, st.booleans())
+def test_an_all_to_all_brings_each_its_part(group: list[int], by_rail: bool) -> None:
+    n, flows = len(group), all_to_all(group, SIZE, SERVERS, by_rail=by_rail).flows
+    part, on = SIZE / n, Counter(gpu // 8 for gpu in group)
+    assert by_gpu(flows.src, flows.bytes) == pytest.approx(by_gpu(flows.dst, flows.bytes))
+    outside = across(flows)
+    remote = [part * (n - on[gpu // 8]) for gpu in group]
+    assert by_gpu(outside.dst, outside.bytes)[group] == pytest.approx(remote)
+    between = np.zeros((6, 6))
+    np.add.at(between, (outside.src // 8, outside.dst // 8), outside.bytes)
+    assert between == pytest.approx(np.array([[part * on[a] * on[b] * (a != b) for b in range(6)] for a in range(6)]))
+    if not by_rail:
+        assert len(flows) == n * (n - 1)
+        assert flows.bytes == pytest.approx(np.full(n * (n - 1), part))
+
+
+def test_by_rail_crosses_to_the_receivers_place_alone() -> None:
+    flows = all_to_all(range(16), SIZE, SERVERS).flows
+    outside = across(flows)
+    assert np.array_equal(outside.src % 8, outside.dst % 8)
+    assert len(outside) == 16  # one from each GPU, with what all eight beside it have for that receiver
+    assert outside.bytes == pytest.approx(np.full(16, 8 * SIZE / 16))
+
+
+@given(st.integers(2, 40))
+def test_both_trees_reach_everyone_and_hardly_anyone_works_in_both(count: int) -> None:
+    edges = double_tree(count)
+    inner = []
+    for tree in (edges[: count - 1], edges[count - 1 :]):
+        parent = dict(tree)
+        assert len(parent) == count - 1
+        (root,) = set(range(count)) - set(parent)
+        for child in parent:
+            at, steps = child, 0
+            while at != root:
+                at, steps = parent[at], steps + 1
+            assert steps <= tree_depth(count) <= np.ceil(np.log2(count)) + 1
+        assert max(Counter(parent.values()).values()) <= 2
+        inner.append(set(parent.values()))
+    assert len(inner[0] & inner[1]) <= 2
+
+
+def test_a_tree_sends_twice_the_tensor_between_servers() -> None:
+    transfer = all_reduce(range(48), SIZE, SERVERS, algorithm=Algorithm.TREE)
+    assert across(transfer.flows).bytes.sum() == pytest.approx(2 * 5 * SIZE)
+    assert by_gpu(transfer.flows.src, transfer.flows.bytes) == pytest.approx(
+        by_gpu(transfer.flows.dst, transfer.flows.bytes)
+    )
+
+
+def test_small_messages_take_trees_and_large_ones_rings() -> None:
+    servers = Servers(32)
+    ((shape, _),) = shaped(np.arange(256)[None], servers)
+    small, large = (best(shape, size, 2, servers, tree=True) for size in (4e3, 8e9))
+    assert small.algorithm is Algorithm.TREE
+    assert small.protocol is Protocol.LL
+    assert large.algorithm is Algorithm.RING
+    assert large.overhead_s > small.overhead_s
+
+
+def test_many_groups_are_each_as_they_are_alone() -> None:
+    many = np.arange(48).reshape(12, 4).T.copy()  # stride over servers and places: not all lie alike
+    together = all_reduce(many, SIZE, SERVERS, protocol=Protocol.SIMPLE).flows
+    alone = Flows.joined([all_reduce(each, SIZE, SERVERS, protocol=Protocol.SIMPLE).flows for each in many])
+
+    def rows(flows: Flows) -> list[tuple[int, int, float]]:
+        return sorted(zip(flows.src.tolist(), flows.dst.tolist(), flows.bytes.tolist(), strict=True))
+
+    assert rows(together) == rows(alone)
+
+
+def test_m2n_and_p2p_carry_what_they_are_given() -> None:
+    size = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    flows = m2n([0, 1], [8, 9, 10], size, SERVERS).flows
+    assert list(zip(flows.src, flows.dst, flows.bytes, strict=True)) == [
+        (0, 8, 1), (0, 9, 2), (0, 10, 3), (1, 8, 4), (1, 9, 5), (1, 10, 6),
+    ]  # fmt: skip
+    sent = p2p([[0, 8], [1, 2]], 5.0, SERVERS)
+    assert list(zip(sent.flows.src, sent.flows.dst, sent.flows.bytes, strict=True)) == [(0, 8, 5), (1, 2, 5)]
+    assert p2p([1, 2], 5.0, SERVERS).rounds == 0  # inside a server
+    with pytest.raises(ValueError, match="between two ranks, got groups of 3"):
+        p2p([1, 2, 3], 5.0, SERVERS)
+
+
+def test_one_rank_alone_has_nothing_to_send() -> None:
+    for what in (all_reduce, all_gather, reduce_scatter, broadcast, all_to_all):
+        transfer = what([7], SIZE, SERVERS)  # type: ignore[operator]
+        assert len(transfer.flows) == 0
+        assert transfer.overhead_s == 0

@@ -1,0 +1,126 @@
+"""Against progressive filling in fractions, link by link; and cases that textbooks work out."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from filling import Rows, fair_rates, problem
+from hypothesis import given
+from hypothesis import strategies as st
+from reference_networks import one_switch, two_tiers
+
+from orchestrrl.lab.sim.net.max_min import levels, rates
+from orchestrrl.lab.sim.net.model import Flows, Servers, Tier
+from orchestrrl.lab.sim.net.problem import bounding, problem_of, reduced
+
+# Few values, so that flows and links are often alike.
+shares = st.sampled_from([Fraction(1), Fraction(1), Fraction(1, 2), Fraction(1, 3), Fraction(2)])
+capacities = st.lists(st.sampled_from([0, 1, 2, 3, 10]).map(Fraction), min_size=1, max_size=7)
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[list[Fraction], Rows]:
+    capacity = draw(capacities)
+    links = st.integers(0, len(capacity) - 1)
+    rows = draw(st.lists(st.dictionaries(links, shares, max_size=4), max_size=14))
+    return capacity, [sorted(row.items()) for row in rows]
+
+
+@given(networks())
+def test_rates_are_those_of_filling_link_by_link(case: tuple[list[Fraction], Rows]) -> None:
+    capacity, rows = case
+    expected = [float(rate) for rate in fair_rates(capacity, rows)]
+    whole = problem(capacity, rows)
+    assert levels(whole) == pytest.approx(expected)
+    alike = reduced(whole, np.zeros(len(rows)))
+    assert levels(alike.problem)[alike.of] == pytest.approx(expected)
+    assert levels(bounding(whole)) == pytest.approx(expected)
+
+
+@given(networks())
+def test_no_link_carries_too_much_and_every_flow_has_one_that_holds_it_up(case: tuple[list[Fraction], Rows]) -> None:
+    capacity, rows = case
+    found = levels(problem(capacity, rows))
+    used = np.zeros(len(capacity))
+    fastest = np.zeros(len(capacity))
+    for rate, row in zip(found, rows, strict=True):
+        for link, share in row:
+            used[link] += rate * float(share)
+            fastest[link] = max(fastest[link], rate)
+    room = np.array([float(each) for each in capacity])
+    assert np.all(used <= room * (1 + 1e-9))
+    for rate, row in zip(found, rows, strict=True):
+        held = [used[link] >= room[link] * (1 - 1e-9) and rate >= fastest[link] * (1 - 1e-9) for link, _ in row]
+        assert any(held) if row else rate == np.inf
+
+
+@given(networks(), st.data())
+def test_order_and_names_do_not_matter(case: tuple[list[Fraction], Rows], data: st.DataObject) -> None:
+    capacity, rows = case
+    order = data.draw(st.permutations(range(len(rows))))
+    names = data.draw(st.permutations(range(len(capacity))))
+    moved_capacity = [Fraction(0)] * len(capacity)
+    for link, name in enumerate(names):
+        moved_capacity[name] = capacity[link]
+    moved = [sorted((names[link], share) for link, share in rows[i]) for i in order]
+    before = levels(problem(capacity, rows))
+    assert levels(problem(moved_capacity, moved)) == pytest.approx([before[i] for i in order])
+
+
+def test_flows_over_one_link_share_it() -> None:
+    servers = Servers(3, gpus_per_server=1, nics_per_server=1)
+    flows = Flows.of([(0, 1, 1.0)] * 5)
+    assert rates(one_switch(servers), flows) == pytest.approx([servers.nic_bytes_per_s / 5] * 5)
+
+
+def test_parking_lot() -> None:
+    """One flow over all links, one of its own on each: half of each link (Bertsekas and Gallager, figure 6.14)."""
+    capacity = [Fraction(1)] * 4
+    rows: Rows = [[(link, Fraction(1)) for link in range(4)]] + [[(link, Fraction(1))] for link in range(4)]
+    assert levels(problem(capacity, rows)) == pytest.approx([0.5] * 5)
+
+
+def test_incast_leaves_the_senders_what_the_receiver_cannot_take() -> None:
+    servers = Servers(6, gpus_per_server=1, nics_per_server=1)
+    flows = Flows.of([(i, 0, 1.0) for i in range(1, 5)] + [(1, 5, 1.0)])
+    rate = servers.nic_bytes_per_s
+    assert rates(one_switch(servers), flows) == pytest.approx([rate / 4] * 4 + [rate * 3 / 4])
+
+
+def test_weights_and_caps() -> None:
+    servers = Servers(3, gpus_per_server=1, nics_per_server=1)
+    flows = Flows.of([(0, 1, 1.0), (0, 2, 1.0)])
+    rate = servers.nic_bytes_per_s
+    assert rates(one_switch(servers), flows, weight=np.array([3.0, 1.0])) == pytest.approx([rate * 3 / 4, rate / 4])
+    assert rates(one_switch(servers), flows, cap=np.array([rate / 8, np.inf])) == pytest.approx(
+        [rate / 8, rate * 7 / 8]
+    )
+    both = rates(one_switch(servers), flows, weight=np.array([1.0, 3.0]), cap=np.array([np.inf, rate / 8]))
+    assert both == pytest.approx([rate * 7 / 8, rate / 8])
+
+
+def test_to_itself_a_gpu_sends_at_once_and_over_a_dead_link_never() -> None:
+    servers = Servers(4, gpus_per_server=1, nics_per_server=1)
+    dead = two_tiers(servers, servers_per_tor=2, oversubscribed=np.inf)
+    flows = Flows.of([(0, 0, 1.0), (0, 2, 1.0), (0, 1, 1.0)])
+    assert rates(dead, flows) == pytest.approx([np.inf, 0.0, servers.nic_bytes_per_s])
+    assert len(rates(dead, Flows.none())) == 0
+
+
+@pytest.mark.parametrize(("oversubscribed", "kinds"), [(1.0, 2), (3.0, 3)])
+def test_an_all_to_all_is_as_few_rows_as_it_has_kinds_of_flows(oversubscribed: float, kinds: int) -> None:
+    """In a server, under a ToR, across; the latter two are alike where links above ToRs are never full."""
+    servers = Servers(8)
+    src, dst = (each.ravel() for each in np.indices((servers.gpus, servers.gpus)))
+    network = two_tiers(servers, oversubscribed=oversubscribed)
+    whole = problem_of(network, network.router(src[src != dst], dst[src != dst]))
+    assert reduced(whole, np.zeros(whole.rows)).problem.rows == kinds
+
+
+def test_links_that_are_never_full_are_left_out_and_no_others() -> None:
+    servers = Servers(8)
+    src, dst = (each.ravel() for each in np.indices((servers.gpus, servers.gpus)))
+    for oversubscribed, left in ((1.0, {Tier.NVLINK, Tier.NIC}), (1.01, {Tier.NVLINK, Tier.NIC, Tier.AGG})):
+        network = two_tiers(servers, oversubscribed=oversubscribed)
+        kept = bounding(problem_of(network, network.router(src[src != dst], dst[src != dst])))
+        assert {network.tier[link] for link in kept.link} == left

@@ -1,0 +1,329 @@
+"""The report as a browser would read it: sections, figures, nothing from elsewhere."""
+
+import re
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.report_page import page, words, write
+from orchestrrl.lab.sim.report_page.groups import frontier, groups_of
+from orchestrrl.lab.sim.report_page.page import SECTIONS
+from orchestrrl.lab.sim.rl.model import Span
+from orchestrrl.lab.sim.rl.results import Result
+from orchestrrl.lab.sim.scenario import ARMS
+from orchestrrl.lab.sim.train.passes import WAITS
+from tests.orchestrrl.lab.sim.report.results_builder import SCENARIO, bare, result, run, several
+
+VOID = {"meta", "line", "link", "img", "br"}
+LOADS = {"src", "href", "xlink:href", "data", "action", "srcset"}
+
+
+@dataclass
+class Read(HTMLParser):
+    """What is in a page, by section."""
+
+    ids: list[str] = field(default_factory=list)
+    values: dict[str, list[float]] = field(default_factory=dict)  # by section, of cells
+    rows: dict[str, list[list[str]]] = field(default_factory=dict)
+    shapes: dict[str, list[str]] = field(default_factory=dict)
+    titles: dict[str, list[str]] = field(default_factory=dict)  # of shapes
+    text: dict[str, str] = field(default_factory=dict)
+    outside: list[str] = field(default_factory=list)  # what would be loaded
+    tags: list[str] = field(default_factory=list)  # open
+    seen: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    @property
+    def section(self) -> str:
+        return self.ids[-1] if self.ids else ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        told = {name: value or "" for name, value in attrs}
+        self.seen.add(tag)
+        self.outside += [value for name, value in told.items() if name in LOADS and not value.startswith("#")]
+        if tag == "section":
+            self.ids.append(told["id"])
+        if "data-value" in told:
+            self.values.setdefault(self.section, []).append(float(told["data-value"]))
+        if tag in ("rect", "circle", "polyline"):
+            self.shapes.setdefault(self.section, []).append(f"{tag} {told['class']}")
+            check_place(told)
+        if tag == "tr":
+            self.rows.setdefault(self.section, []).append([])
+        if tag in ("td", "th"):
+            self.rows[self.section][-1].append("")
+        if tag not in VOID:
+            self.tags.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.tags.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.tags.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text[self.section] = self.text.get(self.section, "") + data
+        if self.tags and self.tags[-1] in ("td", "th"):
+            self.rows[self.section][-1][-1] += data
+        if self.tags and self.tags[-1] == "title":
+            self.titles.setdefault(self.section, []).append(data)
+
+
+def check_place(told: dict[str, str]) -> None:
+    """Inside the picture."""
+    for name in ("x", "cx", "width"):
+        assert 0 <= float(told.get(name, 0)) <= 720, told
+    if "points" in told:
+        assert all(0 <= float(point.split(",")[0]) <= 720 for point in told["points"].split()), told
+
+
+def read(results: list[Result]) -> Read:
+    found = Read()
+    found.feed(page(results))
+    found.close()
+    assert found.tags == []
+    return found
+
+
+def test_all_sections_are_there_and_nothing_comes_from_elsewhere() -> None:
+    text, found = page(several()), read(several())
+    assert found.ids == list(SECTIONS)
+    assert found.outside == []
+    assert not found.seen & {"script", "link", "img", "iframe", "object"}
+    assert "http" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+
+
+def test_throughput_is_the_median_over_seeds_and_compared_with_the_first() -> None:
+    found, results = read(several()), several()
+    rates = [median(each.samples_per_s for each in results if each.run.fabric == name) for name in ("rfabric", "rail")]
+    header, first, _, last = found.rows["summary"]
+    assert header[2:6] == ["samples/s", "least of seeds", "most of seeds", "times the first"]
+    assert first == ["rfabric · both", "1, 2", "41.5", "41", "42", "1", "1", "41.5", "25.0%", "12.5%", "12,288"]
+    assert last[2] == "51.5"
+    assert found.values["summary"][0] == rates[0]
+    assert found.values["summary"][3] == 1.0
+    assert rates[1] / rates[0] in found.values["summary"]
+
+
+def test_the_time_line_has_every_stage_and_fault() -> None:
+    found = read([result()])
+    assert "gen 1, with version 0: 100 to 210 s, 110 s" in found.titles["timeline"]
+    assert found.shapes["timeline"].count("rect fill c5") == 1
+    assert len(found.shapes["timeline"]) == len(run().spans)
+
+
+def test_faults_that_hold_together_have_lanes_of_their_own() -> None:
+    def lanes(faults: list[str]) -> list[str]:
+        spans = tuple(Span("fault", Stage.TRAIN, 0, 50.0, 70.0, label) for label in faults)
+        text = page([replace(result(), run=replace(run(), spans=spans))])
+        return re.findall(r'<text class="name" [^>]*text-anchor="end">([^<]*)<', text)
+
+    assert lanes(["nic 3", "engine 0, 1"]) == ["nic 3", "engine 0, 1"]
+    assert lanes([f"nic {number}" for number in range(9)]) == ["faults"]
+
+
+def test_bandwidth_is_bytes_over_what_the_stage_takes() -> None:
+    found = read([result()])
+    assert [row[:3] for row in found.rows["bandwidth"][1:]] == [
+        ["rfabric · both", "training", "NVLink"],
+        ["rfabric · both", "training", "server to ToR"],
+    ]
+    assert found.values["bandwidth"] == [8000.0, 8e12 * 8e-9 / 80.0, 2000.0, 2e12 * 8e-9 / 80.0]
+    assert len(found.shapes["bandwidth"]) == 2
+
+
+def test_windows_staleness_and_remaining_are_the_runs() -> None:
+    found = read([result()])
+    lengths_ms = [window.length_s * 1e3 for window in run().windows]
+    count, *quantiles, longest = found.values["slack"]
+    assert (count, longest) == (8, pytest.approx(max(lengths_ms)))
+    assert quantiles[1] == pytest.approx(median(lengths_ms))
+    assert found.shapes["slack"] == ["polyline stroke c0 d0"]
+    assert found.values["staleness"] == [0.25, 0.75]
+    assert found.shapes["remaining"] == ["polyline stroke c0 d0"]
+
+
+def test_stages_and_their_parts() -> None:
+    found = read([result()])
+    assert found.rows["stages"][1][1:] == ["80", "105", "6.5", "41.0%"]
+    parts = {
+        "compute: 60 s",
+        "bubble: 12 s",
+        "dp: 8 s",
+        "afd24+16: 70 s",
+        "tp8: 40 s",
+        "phase A: 4 s",
+        "circuits: 0.5 s",
+    }
+    assert parts <= {title.partition(", ")[2] for title in found.titles["stages"]}
+    assert found.rows["stages"][-1][1:] == ["105", "3.25", "40"]
+    assert ["", "generation, s", "weight sync, s", "training, s"] in found.rows["stages"]
+
+
+def test_the_frontier_is_marked() -> None:
+    """rfabric is cheapest, rail fastest; fat_tree is dearer and slower than rfabric."""
+    assert frontier(groups_of(several())) == (True, False, True)
+    found = read(several())
+    assert [row[1] for row in found.rows["cost"][1:]] == ["yes", "", "yes"]
+    ringed = [shape for shape in found.shapes["cost"] if shape.endswith("ringed")]
+    assert ringed == ["circle fill c0 ringed", "circle fill c2 ringed"]
+    assert any(title.endswith("samples/s for $3,000,000") for title in found.titles["cost"])
+    assert found.values["cost"][0] == 1.0e6
+    assert found.values["cost"][3] == several()[0].samples_per_s_per_musd + 0.5  # the median of seeds
+
+
+def test_equals_are_on_the_frontier_together() -> None:
+    same = [result(fabric=fabric) for fabric in ("one", "other")]
+    assert frontier(groups_of(same)) == (True, True)
+    dearer = replace(same[1], bill=replace(same[1].bill, network_usd=2e6))
+    assert frontier(groups_of([same[0], dearer])) == (True, False)
+
+
+def test_scenarios_seeds_and_the_command_are_told(tmp_path: Path) -> None:
+    found = read(several())
+    assert "seeds 1, 2" in found.text["scenarios"]
+    assert '"train_gpus": 32' in found.text["scenarios"]
+    write(several(), tmp_path / "of" / "page.html", command="orchestrrl sim report out/<it> & more")
+    assert "<code>orchestrrl sim report out/&lt;it&gt; &amp; more</code>" in (tmp_path / "of" / "page.html").read_text()
+
+
+def test_scenarios_of_one_name_are_told_apart() -> None:
+    other = {**SCENARIO, "model": "qwen3-32b"}
+    first, second = groups_of([result(), result(scenario=other)])
+    assert [first.title, second.title] == ["model qwen2.5-14b · rfabric · both", "model qwen3-32b · rfabric · both"]
+
+
+def test_a_sweep_is_named_by_what_was_swept_in_order() -> None:
+    def scenario(gbps: float, ratio: int, name: str = "swept") -> dict[str, Any]:
+        three = {"kind": "oversubscribed", "options": {"ratio": ratio}}
+        return {**SCENARIO, "name": name, "cluster": {"train_gpus": 32, "nic_gbps": gbps}, "fabrics": [three]}
+
+    points = [scenario(400.0, 3), scenario(100.0, 10), scenario(100.0, 2)]
+    assert [group.scenario for group in groups_of([result(scenario=each) for each in points])] == [
+        "nic_gbps 100, ratio 2",
+        "nic_gbps 100, ratio 10",
+        "nic_gbps 400, ratio 3",
+    ]
+    others = [result(scenario=each) for each in (*points, scenario(100.0, 3, "alone"))]
+    assert groups_of(others)[0].scenario == "alone"
+    assert groups_of(others)[1].scenario == "swept nic_gbps 100, ratio 2"
+
+
+def test_runs_of_one_scenario_with_other_seeds_arms_and_fabrics_are_put_together() -> None:
+    """As the files of a folder that several commands have written to."""
+
+    def of(fabric: str, arm: str, seed: int) -> Result:
+        scenario = {**SCENARIO, "seeds": [seed], "generation": {"arms": [arm]}, "fabrics": [{"kind": fabric}]}
+        return result(scenario=scenario, fabric=fabric, arm=arm, seed=seed)
+
+    several = [of("rfabric", "both", 2), of("rfabric", "both", 1), of("rfabric", "both", 1), of("fat_tree", "both", 1)]
+    groups = groups_of([*several, of("fat_tree", "planning", 1)])
+    assert [(group.title, group.seeds) for group in groups] == [
+        ("rfabric · both", (1, 2)),
+        ("fat_tree · both", (1,)),
+        ("fat_tree · planning", (1,)),
+    ]
+    assert "4 simulated runs: " in page([*several, of("fat_tree", "planning", 1)])
+
+
+def test_points_of_a_sweep_are_in_one_picture_and_other_scenarios_are_not() -> None:
+    def point(gpus: int, name: str, rate: float) -> Result:
+        return result(scenario={**SCENARIO, "name": name, "cluster": {"train_gpus": gpus}}, rate=rate)
+
+    found = read([point(8, "one", 39.0), point(16, "one", 79.0), point(8, "other", 9.0)])
+    assert found.shapes["remaining"] == [f"polyline stroke {kind}" for kind in ("c0 d0", "c1 d1", "c0 d0")]
+    columns, *rows = found.rows["summary"]
+    assert [row[columns.index("times the first")] for row in rows] == ["1", "2", "–"]
+
+
+def test_scenarios_that_differ_in_too_much_go_by_their_digests() -> None:
+    long = {"model": "a model with a name that takes more room than there is beside its bar in a picture"}
+    first, second = groups_of([result(), result(scenario={**SCENARIO, **long})])
+    assert {len(first.scenario), len(second.scenario)} == {6}
+
+
+def test_where_no_price_is_known_none_is_shown() -> None:
+    unpriced = [result(0.0), result(0.0, fabric="fat_tree")]
+    assert frontier(groups_of(unpriced)) == (False, False)
+    found = read(unpriced)
+    assert "Nothing of this is in the results." in found.text["cost"]
+    assert "network, M$" not in found.rows["summary"][0]
+    assert frontier(groups_of([result(0.0), result(2e6, fabric="fat_tree")])) == (False, True)
+
+
+def test_notes_and_steps_are_told_once_and_after_the_warm_up() -> None:
+    looped = {**SCENARIO, "loop": {"warmup_steps": 1}}
+    found = read([result(scenario=looped), result(scenario=looped, fabric="fat_tree")])
+    assert "weights are brought to 4 x tp8 (all)" in found.text["summary"]
+    assert found.rows["stages"][-1][1:] == ["110", "6.5"]
+
+
+def test_engines_of_one_kind_have_one_name() -> None:
+    one = replace(result(), gen_phases_s={"4 x tp2": 3.0, "switching": 1.0, "4 x tp2 + 1 x tp8": 2.0})
+    (group,) = groups_of([one])
+    assert group.gen_phases_s == {"tp2": 3.0, "switching": 1.0, "4 x tp2 + 1 x tp8": 2.0}
+
+
+def test_no_bar_is_too_short_to_be_seen_and_no_dot_hidden() -> None:
+    text = page([replace(result(), train_parts_s={"compute": 1e6, "dp": 1e-6}), result(fabric="other")])
+    widths = [float(width) for width in re.findall(r'<rect class="fill[^>]* width="([\d.]+)"', text)]
+    assert min(widths) >= 1.5
+    assert sorted(re.findall(r'<circle [^>]* r="(\d+)"', text)) == ["5", "8"]
+
+
+def test_every_part_of_a_training_step_has_a_colour_of_its_own() -> None:
+    parts = dict.fromkeys(["log probs", "compute", "bubble", *WAITS, "pp", "dp", "optimizer", "circuits"], 1.0)
+    text = page([replace(result(), train_parts_s=parts)])
+    classes = {f"c{place}" for place in range(len(parts))}
+    assert classes <= set(re.findall(r'<rect class="fill (c\d+)"', text))
+    assert all(f".fill.{name} " in text and f"--{name}: #" in text for name in classes)
+
+
+def test_every_arm_has_its_words() -> None:
+    assert set(words.ARMS) == set(ARMS)
+    assert "both: our planner and balancer." in read([result()]).text["summary"]
+
+
+def test_names_are_text_never_markup() -> None:
+    found = read([result(scenario={"name": "<script>alert(1)</script>"}, fabric='"><img src=x>', arm="a & b")])
+    assert found.outside == []
+    assert '"><img src=x> · a & b' in found.rows["summary"][1]
+    assert "<script>alert(1)</script>" in found.text[""]
+
+
+def test_results_that_say_nothing_make_a_page_that_says_so() -> None:
+    found = read([bare()])
+    assert found.ids == list(SECTIONS)
+    for name in ("timeline", "bandwidth", "remaining", "slack", "staleness"):
+        assert "Nothing of this is in the results." in found.text[name]
+    read([bare(remaining=((0.0, 0),), samples_per_s=0.0), bare(seed=2)])
+    read([bare(windows=run().windows[:1], tier_bytes={"train": {"nic": 1.0}})])
+
+
+def test_no_results_are_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(ProblemFaults, match="results: must be one at least"):
+        write([], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProblemFaults, match="cannot be written"):
+        write([result()], tmp_path / "file" / "page.html")
+
+
+def test_many_groups_are_cut_into_pictures_with_a_colour_for_each() -> None:
+    found = read([result(fabric=f"fabric {place}") for place in range(20)])
+    assert found.shapes["remaining"].count("polyline stroke c0 d0") == 3
+    assert len(found.shapes["remaining"]) == 20

@@ -1,0 +1,165 @@
+"""A whole cluster, small: stages on a fabric joined by the loop, faults, and the daemon's file that follows from it."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.core.config.schema import load_config
+from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.rl.deployable import write_daemon
+from orchestrrl.lab.sim.rl.results import Bill, Result, as_text, parse
+from orchestrrl.lab.sim.rl.run import chosen, run_cluster
+from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+from orchestrrl.lab.sim.rl.summary import pareto, rows
+from tests.orchestrrl.lab.sim.rl.cluster_builders import document
+
+# Of the only arm: what most tests need, once.
+HEALTHY = scenario_of(document())
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Result:
+    (result,) = run_cluster(HEALTHY)
+    return result
+
+
+def ran(**changes: object) -> Result:
+    return run_cluster(scenario_of(document(**changes)))[0]
+
+
+def test_every_stage_has_its_time_and_every_sample_is_trained_on(healthy: Result) -> None:
+    run = healthy.run
+    assert (run.fabric, run.arm, run.seed, run.samples) == ("fat_tree", "verl_to", 1, 32)
+    assert run.staleness == {0: 16, 1: 16}
+    assert all(step["gen_s"] > 0 and step["train_s"] > 0 for step in run.steps)
+    assert {span.stage for span in run.spans} == {Stage.GEN, Stage.TRAIN}  # the third step would have new weights
+    assert sum(healthy.train_parts_s.values()) == pytest.approx(run.steps[0]["train_s"])
+    assert sum(healthy.sync_phases_s.values()) > 0
+    assert healthy.bill.network_usd == pytest.approx(sum(healthy.bill.parts_usd.values()))
+    assert run.tier_bytes["train"]["nic"] > 0
+
+
+def test_the_same_seed_gives_the_same_bytes(healthy: Result) -> None:
+    text = as_text(HEALTHY.document(), [healthy])
+    assert as_text(HEALTHY.document(), run_cluster(HEALTHY)) == text
+    assert as_text(HEALTHY.document(), parse(text)) == text
+    (other,) = run_cluster(HEALTHY.model_copy(update={"seeds": (2,)}))
+    assert other.run.seconds != healthy.run.seconds
+
+
+def test_a_synchronous_step_is_the_sum_of_its_stages(healthy: Result) -> None:
+    run = ran(loop__mode="synchronous").run
+    stages_s = sum(step["gen_s"] + step["train_s"] + step["sync_s"] for step in run.steps)
+    assert run.seconds == pytest.approx(stages_s)
+    assert run.staleness == {0: 32}
+    assert run.samples_per_s < healthy.run.samples_per_s
+
+
+def test_gpus_that_pods_leave_idle_are_told() -> None:
+    """Engines of two servers, and PoDs of three for six that generate: a tree's cores let a third engine span two."""
+    results = run_cluster(
+        scenario_of(
+            document(
+                cluster={"train_gpus": 16, "gen_gpus": 24, "gpus_per_server": 4, "nics_per_server": 4},
+                cluster__servers_per_pod=3,
+                fabrics=["rfabric", "fat_tree"],
+                generation__layouts=["tp8"],
+                generation__arms=["verl_to", "both"],
+            )
+        )
+    )
+    notes = {(each.run.fabric, each.run.arm): [note for note in each.run.notes if "tp8" in note] for each in results}
+    idle = "2 x tp8 stay inside PoDs, which leaves 8 of 24 GPUs idle"
+    few, all_of_them = "weights are brought to 2 x tp8", "weights are brought to 3 x tp8"
+    assert notes == {
+        ("rfabric", "verl_to"): [few, idle],
+        ("rfabric", "both"): [few, f"{idle}; plans do not know of PoDs, and may use them"],
+        ("fat_tree", "verl_to"): [all_of_them],
+        ("fat_tree", "both"): [all_of_them],
+    }
+
+
+def test_the_same_gpus_may_train_and_generate() -> None:
+    changed = document(loop__mode="synchronous", cluster__shared=True)
+    del changed["cluster"]["gen_gpus"]
+    (result,) = run_cluster(scenario_of(changed))
+    spans = sorted((span.begin_s, span.end_s) for span in result.run.spans)
+    assert all(sooner[1] <= later[0] + 1e-9 for sooner, later in pairwise(spans))
+
+
+def test_partial_rollout_loses_nothing() -> None:
+    result = ran(generation__arms=["partial_rollout"], generation__partial_share=0.6, loop__steps=3)
+    begun = 3 * 16
+    assert result.run.samples < begun
+    assert f"{begun - result.run.samples} samples were begun and not trained on before the end" in result.run.notes
+    assert max(result.run.staleness) == 2  # what the second step cut, or the first
+
+
+def test_a_bounded_buffer_and_small_batches() -> None:
+    loop = {"mode": "bounded_staleness", "staleness": 3, "batch_samples": 8, "steps": 2, "warmup_steps": 1}
+    run = ran(loop=loop).run
+    assert run.samples == 32
+    assert max(run.staleness) <= 3
+    with pytest.raises(Permanent, match="no room in a buffer of 8 samples"):
+        ran(loop={**loop, "buffer_samples": 8})
+
+
+def test_a_server_that_fails_takes_the_iteration_with_it(healthy: Result) -> None:
+    begin_s = healthy.run.steps[0]["gen_s"]
+    fault = {"at_s": begin_s + 0.01, "fail": "server", "of": 0, "back_after_s": 1}
+    run = ran(faults=[fault], training__recovery_s=30.0).run
+    assert run.steps[0]["train_s"] == pytest.approx(healthy.run.steps[0]["train_s"] + 30.01)
+    assert [(span.stage, span.label) for span in run.spans if span.lane == "fault"] == [(Stage.TRAIN, "server 0")]
+
+
+def test_half_of_the_engines_generate_at_half_the_speed(healthy: Result) -> None:
+    fault = {"at_s": 0, "fail": "server", "of": 3}
+    assert ran(faults=[fault]).run.steps[0]["gen_s"] == pytest.approx(2 * healthy.run.steps[0]["gen_s"])
+
+
+def test_a_link_that_fails_slows_what_passes_it(healthy: Result) -> None:
+    run = ran(faults=[{"at_s": 0, "fail": "nic", "of": [0, 1, 2, 3, 4, 5, 6]}]).run
+    assert run.steps[0]["train_s"] > healthy.run.steps[0]["train_s"]
+    assert run.steps[0]["gen_s"] == healthy.run.steps[0]["gen_s"]
+
+
+def test_what_never_ends_is_told() -> None:
+    with pytest.raises(Permanent, match="fat_tree, verl_to: what begins at 0 s never ends"):
+        ran(faults=[{"at_s": 0, "fail": "server", "of": [2, 3]}])
+
+
+def test_rows_are_the_median_over_seeds_beside_the_first() -> None:
+    results = run_cluster(scenario_of(document(seeds=[1, 2, 3], fabrics=["fat_tree", "oversubscribed"])))
+    first, second = rows(results)
+    assert (first.fabric, first.seeds, first.gain) == ("fat_tree", 3, 1.0)
+    assert first.samples_per_s == sorted(each.samples_per_s for each in results[:3])[1]
+    assert second.gain == pytest.approx(second.samples_per_s / first.samples_per_s)
+    assert rows([]) == []
+
+
+def test_the_frontier_is_of_those_that_nobody_beats() -> None:
+    assert pareto([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0), (1.0, 0.5), (2.0, 3.0)]) == [True, True, False, False, True]
+
+
+def test_a_bill_sums_up() -> None:
+    assert Bill(2.0, {}, 3.0).total_usd == 5.0
+
+
+def test_names_that_are_not_known_are_told() -> None:
+    assert chosen([], ["a", "b"], "--fabrics") == ["a", "b"]
+    assert chosen(["b", "a", "b"], ["a", "b"], "--fabrics") == ["b", "a"]
+    with pytest.raises(ProblemFaults, match=r"--fabrics\[1\]: must be one of a, b, got 'c'"):
+        chosen(["a", "c"], ["a", "b"], "--fabrics")
+
+
+def test_what_was_simulated_can_be_deployed(tmp_path: Path) -> None:
+    path, beside = write_daemon(HEALTHY, None, tmp_path / "new" / "daemon.yaml")
+    config = load_config(path)
+    assert [str(each.id) for each in config.fleet.configuration_values()] == ["tp2", "tp4"]
+    assert config.fleet.gpus is not None
+    assert (config.fleet.gpus.count, config.mode) == (16, "act")
+    assert beside.name == config.fleet.profile
+    with pytest.raises(ProblemFaults, match=r"--fabric: must be one of fat_tree, got 'torus'"):
+        write_daemon(HEALTHY, "torus", path)

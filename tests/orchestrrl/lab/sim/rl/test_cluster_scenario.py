@@ -1,0 +1,201 @@
+"""Cluster scenarios: every fault at once, with its path."""
+
+import pytest
+import yaml
+
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.lab.sim.rl.faults import Part, Schedule
+from orchestrrl.lab.sim.rl.scenario import layout_named
+from orchestrrl.lab.sim.rl.scenario_file import (
+    cluster_names,
+    load_cluster_scenario,
+    parse_cluster_scenario,
+    scenario_of,
+)
+from planner.cost.predict import identifier
+from planner.cost.profile import Parallelism
+from tests.orchestrrl.lab.sim.rl.cluster_builders import TEXT, document
+
+
+def faults_of(changed: dict[str, object]) -> list[str]:
+    with pytest.raises(ProblemFaults) as caught:
+        scenario_of(changed)
+    return caught.value.faults
+
+
+def paths(changed: dict[str, object]) -> set[str]:
+    return {fault.split(":")[0] for fault in faults_of(changed)}
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_the_shipped_ones_are_sound(name: str) -> None:
+    scenario = load_cluster_scenario(name)
+    assert scenario.name.startswith(name)
+    assert f"{scenario.cluster.gpus}" in name
+
+
+def test_what_follows_from_a_scenario() -> None:
+    scenario = parse_cluster_scenario(TEXT)
+    assert scenario.servers.gpus == 32
+    assert scenario.train_layout.dp == 4
+    assert scenario.samples == 16
+    assert [identifier(layout) for layout in scenario.engine_layouts] == ["tp2", "tp4"]
+    assert scenario.train_job(16, 200.0).micro_batches == 4
+
+
+def test_its_document_reads_as_itself() -> None:
+    scenario = scenario_of(document(faults=[{"at_s": 1, "fail": "nic", "of": 3}]))
+    assert scenario_of(yaml.safe_load(yaml.safe_dump(scenario.document()))) == scenario
+    assert scenario.schedule == Schedule().at(1.0).fail_nic(3)
+    assert scenario.faults[0].fail is Part.NIC
+
+
+def test_every_fault_is_told_at_once() -> None:
+    changed = document(
+        model="gpt-9",
+        surprise=1,
+        cluster__gen_gpus=12,
+        generation__layouts=["tp2", "wide"],
+        generation__workload__max_tokens=0,
+        loop__mode="bounded_staleness",
+        weight_sync={"holds": "everybody"},
+        faults=[{"at_s": -1, "fail": "sky", "of": []}],
+        daemon={"fast": {"interval_s": -1}, "fleet": {}},
+    )
+    assert paths(changed) == {
+        "model",
+        "surprise",
+        "cluster",
+        "generation.layouts[1]",
+        "generation.workload.max_tokens",
+        "loop",
+        "weight_sync.holds",
+        "faults[0].at_s",
+        "faults[0].fail",
+        "faults[0].of",
+        "daemon.fast.interval_s",
+        "daemon.fleet",
+    }
+
+
+def test_faults_between_sections() -> None:
+    changed = document(
+        training={"tp": 3, "ep": 2},
+        generation__layouts=["tp2", "tp64", "tp12"],
+        generation__initial="tp4",
+        fabrics=["fat_tree", "fat_tree", "torus", {"kind": "oversubscribed", "options": {"ratio": -1, "colour": 1}}],
+        faults=[{"at_s": 1, "fail": "nic", "of": [3, 32]}, {"at_s": 1, "fail": "server", "of": 1, "share": 0.5}],
+    )
+    assert paths(changed) == {
+        "training",
+        "generation.layouts[1]",
+        "generation.layouts[2]",
+        "generation.initial",
+        "fabrics[1].name",
+        "fabrics[2].kind",
+        "fabrics[3].options.colour",
+        "faults[0].of",
+        "faults[1].share",
+    }
+    assert any(
+        fault.startswith("training.ep") or "ep must divide" in fault
+        for fault in faults_of(document(training={"tp": 4, "ep": 2}))
+    )
+
+
+def test_sizes_of_the_cluster_reach_every_fabric() -> None:
+    kinds = ["fat_tree", "oversubscribed", "rail_optimized", "mixnet", "rfabric"]
+    fabrics = [*kinds, {"kind": "fat_tree", "name": "own", "options": {"servers_per_tor": 1}}]
+    scenario = scenario_of(document(cluster__servers_per_tor=2, cluster__servers_per_pod=4, fabrics=fabrics))
+    options = [scenario.fabric_options(section) for section in scenario.fabrics]
+    assert [each["servers_per_tor"] for each in options] == [2, 2, 2, 2, 2, 1]
+    assert [each["servers_per_pod"] for each in options] == [4] * 6
+
+
+def test_sizes_that_a_fabric_has_no_use_for_are_refused() -> None:
+    changed = document(cluster__servers_per_tor=2, cluster__servers_per_pod=4, fabrics=["fat_tree", "topoopt"])
+    assert faults_of(changed) == [
+        "cluster.servers_per_tor: is nothing to fabrics[1] (topoopt); give it in options of the others, got 2",
+        "cluster.servers_per_pod: is nothing to fabrics[1] (topoopt); give it in options of the others, got 4",
+    ]
+    (fault,) = faults_of(document(cluster__servers_per_tor=5))
+    assert fault.startswith("cluster.servers_per_tor: of fabrics[0] (fat_tree) a ToR of 64 ports has 32 down, for 4 ")
+    own = [{"kind": "fat_tree", "options": {"servers_per_tor": 5}}]
+    assert paths(document(fabrics=own)) == {"fabrics[0].options.servers_per_tor"}
+
+
+def test_uplinks_that_a_fabric_does_not_have_are_told() -> None:
+    """TopoOpt has none at all, and nothing to lose."""
+    faults = [
+        {"at_s": 1, "fail": "tor_uplinks", "of": [0, 77], "share": 0.5},
+        {"at_s": 1, "fail": "pod_uplinks", "of": 1},
+    ]
+    changed = document(fabrics=["rfabric", "fat_tree", "topoopt"], faults=faults)
+    assert faults_of(changed) == [
+        "faults[0].of: fabrics[0] (rfabric) has not so many ToRs, got 77",
+        "faults[0].of: fabrics[1] (fat_tree) has not so many ToRs, got 77",
+        "faults[1].of: fabrics[1] (fat_tree) has not so many PoDs, got 1",
+    ]
+    assert len(scenario_of(document(fabrics=["rfabric"], faults=faults[1:])).faults) == 1
+
+
+def test_training_that_cannot_fit_is_told() -> None:
+    changed = document(model="qwen2.5-72b")
+    (fault,) = faults_of(changed)
+    assert fault.startswith("training: needs at least ")
+    assert fault.endswith("and h800 has 80: raise tp or pp")
+    scenario_of(document(model="qwen2.5-72b", gpu="b300"))
+    scenario_of(document(model="qwen2.5-72b", training={"tp": 8, "pp": 2}))
+
+
+def test_updates_take_a_share_of_the_samples() -> None:
+    assert faults_of(document(training={"tp": 4, "updates": 17})) == [
+        "training.updates: must be at most the 16 samples of a training step, got 17"
+    ]
+    interleaved = {"tp": 4, "pp": 2, "vpp": 2}
+    scenario_of(document(training=interleaved))
+    assert any("interleaved" in fault for fault in faults_of(document(training={**interleaved, "updates": 16})))
+
+
+def test_steps_are_the_loops() -> None:
+    assert faults_of(document(generation__workload__steps=3))[0].startswith(
+        "generation: workload must leave steps to the loop"
+    )
+    assert paths(document(loop={"steps": 2, "warmup_steps": 2})) == {"loop"}
+
+
+def test_the_same_gpus_may_do_both() -> None:
+    changed = document(cluster__shared=True)
+    assert paths(changed) == {"cluster"}
+    del changed["cluster"]["gen_gpus"]
+    assert paths(changed) == {"loop"}
+    changed["loop"]["mode"] = "synchronous"
+    shared = scenario_of(changed)
+    assert (shared.cluster.gpus, shared.cluster.generating, shared.cluster.first_generating) == (16, 16, 0)
+
+
+@pytest.mark.parametrize("text", ["- 1", "name: [", "generation: 3\ndaemon: 4\nfabrics: 1\n", "fabrics: [1]\n"])
+def test_nonsense_is_told_and_not_raised(text: str) -> None:
+    with pytest.raises(ProblemFaults):
+        parse_cluster_scenario(text)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ProblemFaults, match="cluster64"):
+        load_cluster_scenario("cluster65")
+    with pytest.raises(ProblemFaults, match=r"generation.profile: .*paper-14b-h800"):
+        scenario_of(document(generation__profile="paper-15b", generation__layouts=[]))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Parallelism(tp=8),
+        Parallelism(tp=8, ep=8),
+        Parallelism(dp=16, ep=16),
+        Parallelism(attention_gpus=24, ffn_gpus=16, micro_batches=3),
+        Parallelism(tp=2, attention_gpus=24, ffn_gpus=16, micro_batches=3),
+    ],
+)
+def test_layouts_are_named_as_profiles_name_them(layout: Parallelism) -> None:
+    assert layout_named(identifier(layout)) == layout

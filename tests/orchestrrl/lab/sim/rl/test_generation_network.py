@@ -1,0 +1,154 @@
+"""What instances get of a network, against closed forms on small trees of switches."""
+
+import numpy as np
+import pytest
+
+from orchestrrl.lab.sim.engines import homogeneous
+from orchestrrl.lab.sim.net.fabrics.base import Fabric, Pods
+from orchestrrl.lab.sim.net.fabrics.registry import build
+from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.rl.generation import GenJob, prepared
+from orchestrrl.lab.sim.rl.generation_exchange import SENT_BYTES, exchange, pattern
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, deployed, left_idle
+from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
+from orchestrrl.lab.sim.scenario import WorkloadSection
+from planner.cost.engines import engine_named
+from planner.cost.hardware import gpu_named
+from planner.cost.models import model_named
+from planner.cost.profile import Parallelism
+
+SERVERS = Servers(16)
+WHERE = GenGpus(0, 128)
+EP16 = Parallelism(tp=1, dp=16, ep=16)
+AFD = Parallelism(attention_gpus=16, ffn_gpus=8, micro_batches=3)
+MOE = Hardware(model_named("qwen3-235b-a22b"), gpu_named("h800"), engine_named("vllm"))
+
+
+WORKLOAD = WorkloadSection.model_validate(
+    {"prompts": 4, "max_tokens": 100, "lengths": {"kind": "lognormal", "median_tokens": 50, "sigma": 0.5}}
+)
+
+
+def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> Fabric:
+    """ToRs of one server each, so that whatever leaves a server leaves its ToR."""
+    ratio = options.get("ratio", 1.0)
+    assert isinstance(ratio, float)
+    radix = 8 + round(8 / ratio)
+    return build(kind, servers, servers_per_pod=4, radix=radix, **options)
+
+
+def test_instances_stay_inside_servers_or_take_whole_ones() -> None:
+    assert deployed(Parallelism(tp=4), WHERE, SERVERS).gpus.shape == (32, 4)
+    wide = deployed(Parallelism(tp=24), GenGpus(8, 64), SERVERS)
+    assert wide.gpus.tolist() == [list(range(8, 32)), list(range(32, 56))]
+    afd = deployed(AFD, WHERE, SERVERS)
+    assert afd.attention[0].tolist() == list(range(16))
+    assert afd.ffn[0].tolist() == list(range(16, 24))
+    with pytest.raises(ValueError, match="whole ones"):
+        deployed(Parallelism(tp=12), WHERE, SERVERS)
+
+
+def servers_of(parallelism: Parallelism, where: GenGpus, pods: Pods) -> list[list[int]]:
+    fleet = deployed(parallelism, where, SERVERS, pods)
+    assert len(np.unique(fleet.gpus)) == fleet.gpus.size
+    return [sorted(set((gpus // 8).tolist())) for gpus in fleet.gpus]
+
+
+def test_instances_that_fit_into_a_pod_stay_inside_one() -> None:
+    """Eleven servers of PoDs of four, the first of which another stage has a server of."""
+    where, wide = GenGpus(8, 88), Parallelism(tp=24)
+    apart, together = (Pods(np.arange(16) // 4, apart=each) for each in (True, False))
+    inside = [[1, 2, 3], [4, 5, 6], [8, 9, 10]]
+    assert servers_of(wide, where, apart) == inside
+    assert left_idle(deployed(wide, where, SERVERS, apart), where) == 0
+    assert servers_of(Parallelism(tp=16), where, apart) == [[1, 2], [4, 5], [6, 7], [8, 9], [10, 11]]
+    more = GenGpus(8, 96)  # twelve: the fourth would lie in three PoDs
+    assert servers_of(wide, more, apart) == inside
+    assert left_idle(deployed(wide, more, SERVERS, apart), more) == 24
+    assert servers_of(wide, more, together) == [[1, 2, 3], [4, 5, 6], [7, 11, 12], [8, 9, 10]]
+    assert left_idle(deployed(wide, more, SERVERS, together), more) == 0
+
+
+def test_instances_that_fit_into_no_pod_go_over_several() -> None:
+    pods = Pods(np.arange(16) // 4, apart=True)
+    assert servers_of(Parallelism(tp=40), WHERE, pods) == [list(range(first, first + 5)) for first in (0, 5, 10)]
+
+
+def test_rfabric_and_mixnet_have_less_room_between_pods() -> None:
+    """An instance that spans two gets less than the others."""
+    for kind, options in (("rfabric", {"train_servers": 0}), ("mixnet", {"servers_per_region": 4})):
+        found = build(kind, SERVERS, servers_per_pod=4, **options)
+        wide = Parallelism(tp=1, dp=24, ep=24)
+        inside, across = (exchange(deployed(wide, WHERE, SERVERS, pods), found, "ep24") for pods in (found.pods, None))
+        assert found.pods.apart
+        assert inside.slowest_bytes_per_s > 1.2 * across.slowest_bytes_per_s
+    assert not any(build(kind, SERVERS).pods.apart for kind in ("fat_tree", "oversubscribed", "rail_optimized"))
+
+
+def test_a_fleet_has_no_more_engines_than_pods_have_room_for() -> None:
+    """Sixteen servers in PoDs of four: four engines of three servers, where five would go without PoDs."""
+    wide = Parallelism(tp=1, dp=24, ep=8)
+    job = GenJob(MOE, WHERE, WORKLOAD, layouts=(Parallelism(tp=8), wide))
+    counts = {}
+    for kind in ("rfabric", "fat_tree"):
+        ready = prepared(job, build(kind, SERVERS, servers_per_pod=4))
+        kinds = ready.kinds(ready.scenario(1))
+        counts[kind] = {str(name): len(homogeneous(each, 128, 8)) for name, each in kinds.items()}
+    assert counts == {
+        "rfabric": {"tp8": 16, "tp1dp24ep8": 4},
+        "fat_tree": {"tp8": 16, "tp1dp24ep8": 5},
+    }
+
+
+@pytest.mark.parametrize("parallelism", [EP16, AFD, Parallelism(tp=16)])
+def test_each_gpu_sends_what_it_has_to(parallelism: Parallelism) -> None:
+    fleet = deployed(parallelism, WHERE, SERVERS)
+    flows, instance = pattern(fleet, SENT_BYTES, SERVERS)
+    assert (flows.src != flows.dst).all()
+    sent = np.bincount(flows.src, flows.bytes)[fleet.gpus]
+    least = sent[:, parallelism.attention_gpus :] if parallelism.afd else sent
+    np.testing.assert_allclose(least, SENT_BYTES)
+    assert set(instance.tolist()) == set(range(len(fleet)))
+
+
+def test_without_blocking_an_all_to_all_is_bound_by_nics() -> None:
+    """8 of a GPU's 15 messages leave its server: the NIC carries 8/15 of its bytes."""
+    got = exchange(deployed(EP16, WHERE, SERVERS), fabric(), "ep16")
+    assert got.bytes_per_s == pytest.approx(SERVERS.nic_bytes_per_s * 15 / 8, rel=0.01)
+    assert got.slowest_bytes_per_s == pytest.approx(got.bytes_per_s, rel=0.01)
+
+
+def test_oversubscribed_uplinks_share_what_leaves_a_tor() -> None:
+    got = exchange(deployed(EP16, WHERE, SERVERS), fabric("oversubscribed", ratio=4.0), "ep16")
+    assert got.bytes_per_s == pytest.approx(SERVERS.nic_bytes_per_s * 15 / 8 / 4, rel=0.01)
+
+
+def test_afd_sends_as_fast_as_the_smaller_side_can() -> None:
+    """8 FFN GPUs receive from 16, and send as much back."""
+    got = exchange(deployed(AFD, WHERE, SERVERS), fabric(), "afd")
+    assert got.bytes_per_s == pytest.approx(SERVERS.nic_bytes_per_s, rel=0.01)
+
+
+def test_a_profile_depends_on_the_fabric_only_where_it_leaves_servers() -> None:
+    layouts = [Parallelism(tp=8), EP16, AFD]
+    fast = on_fabric(MOE, layouts, WHERE, fabric()).profile
+    slow = on_fabric(MOE, layouts, WHERE, fabric("oversubscribed", ratio=4.0)).profile
+    quick, dull = ({str(each.id): each.step for each in profile.configurations} for profile in (fast, slow))
+    assert quick["tp8"] == dull["tp8"]
+    for name in ("tp1dp16ep16", "afd16+8x3"):
+        assert all(a <= b for a, b in zip(quick[name].base_s.ys, dull[name].base_s.ys, strict=True))
+        assert quick[name].at(512, 0) < dull[name].at(512, 0)
+
+
+@pytest.mark.parametrize("nic_gbps", [100.0, 400.0])
+def test_faster_nics_are_never_slower(nic_gbps: float) -> None:
+    faster = Servers(16, nic_gbps=nic_gbps * 2)
+    for parallelism in (EP16, AFD):
+        fleet = deployed(parallelism, WHERE, SERVERS)
+        slow = exchange(fleet, fabric(servers=Servers(16, nic_gbps=nic_gbps)), "slow")
+        assert exchange(fleet, fabric(servers=faster), "fast").bytes_per_s >= slow.bytes_per_s
+
+
+def test_where_nothing_fits_it_is_said() -> None:
+    with pytest.raises(ValueError, match="no configuration of qwen3-235b-a22b fits 128 GPUs of h800"):
+        on_fabric(MOE, [Parallelism(tp=1)], WHERE, fabric())

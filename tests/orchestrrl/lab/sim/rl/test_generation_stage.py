@@ -1,0 +1,106 @@
+"""Generation steps on fabrics: nothing is lost, phases add up, and a faster fabric is never slower."""
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.registry import build
+from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.rl.generation import GenJob, generation_stage, generation_stages, prepared
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
+from orchestrrl.lab.sim.rl.generation_profiles import Hardware
+from orchestrrl.lab.sim.rl.generation_switch import SwitchCase, switched_stage
+from orchestrrl.lab.sim.rl.model import GenStage
+from orchestrrl.lab.sim.scenario import LognormalLengths, WorkloadSection
+from orchestrrl.lab.sim.workload import requests_of_step
+from planner.cost.hardware import gpu_named
+from planner.cost.models import model_named
+from planner.cost.paper import paper_engine
+from planner.cost.profile import Parallelism
+
+SERVERS = Servers(8)
+WORKLOAD = WorkloadSection(
+    prompts=32,
+    samples=4,
+    prompt_tokens=(16, 64),
+    max_tokens=3000,
+    lengths=LognormalLengths(kind="lognormal", median_tokens=400, sigma=1.0),
+    correlation=0.5,
+)
+DENSE, MOE = model_named("qwen2.5-14b"), model_named("qwen2-57b-a14b")
+AFD = Parallelism(attention_gpus=8, ffn_gpus=8, micro_batches=2)
+JOB = GenJob(
+    Hardware(DENSE, gpu_named("h800"), paper_engine(DENSE)),
+    GenGpus(32, 16),
+    WORKLOAD,
+    (Parallelism(tp=2), Parallelism(tp=8)),
+    initial="tp2",
+    daemon={"slow": {"interval_s": 5.0, "epsilon_s": 0.5, "cooldown_s": 5.0, "work_budget": 100}},
+)
+
+
+def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> Fabric:
+    return build(kind, servers, servers_per_pod=4, **options)
+
+
+def check(stage: GenStage, samples: int) -> None:
+    assert stage.samples == len(stage.finish_s) == samples
+    assert list(stage.finish_s) == sorted(stage.finish_s)
+    assert stage.seconds == pytest.approx(stage.finish_s[-1])
+    assert sum(stage.phases_s.values()) == pytest.approx(stage.seconds)
+    assert stage.remaining[0] == (0.0, samples)
+    assert stage.remaining[-1][1] == 0
+
+
+@pytest.mark.parametrize("arm", ["verl_to", "verl_lo", "packed_known", "both", "balancing"])
+def test_every_request_is_answered(arm: str) -> None:
+    for step, stage in enumerate(generation_stages(prepared(JOB, fabric()), arm, 1, 2)):
+        check(stage, 128)
+        assert stage.output_tokens == sum(each.output_tokens for each in requests_of_step(WORKLOAD, 1, step))
+        assert 0 <= stage.idle_fraction < 1
+
+
+def test_partial_rollout_carries_the_rest_over() -> None:
+    first, second = generation_stages(prepared(JOB, fabric()), "partial_rollout", 1, 2)
+    assert first.samples >= 0.9 * 128
+    assert first.remaining[-1][1] == 128 - first.samples
+    assert second.samples + first.samples <= 256
+
+
+def test_engines_that_change_take_their_kv_along() -> None:
+    stage = generation_stage(replace(JOB, where=GenGpus(32, 32)), fabric(), "both")
+    check(stage, 128)
+    if stage.switches:
+        assert stage.phases_s["switching"] > 0
+        assert stage.moved_bytes > 0
+
+
+def test_the_same_seed_is_the_same_stage() -> None:
+    assert generation_stage(JOB, fabric(), "both", 3) == generation_stage(JOB, fabric(), "both", 3)
+
+
+def test_an_unknown_arm_is_refused() -> None:
+    with pytest.raises(ValueError, match="arm must be one of"):
+        generation_stage(JOB, fabric(), "wishful")
+
+
+def test_by_order_engines_change_once_and_a_faster_fabric_is_never_slower() -> None:
+    """From AFD, whose exchanges and KV cross servers, to TP, whose do not."""
+    case = SwitchCase(
+        Hardware(MOE, gpu_named("h800"), paper_engine(MOE)),
+        GenGpus(32, 32),
+        AFD,
+        Parallelism(tp=4),
+        tuple(requests_of_step(WORKLOAD, 1, 0)),
+        0.5,
+    )
+    fast = switched_stage(case, fabric())
+    slow = switched_stage(case, fabric("oversubscribed", ratio=4.0, radix=10))
+    for stage in (fast, slow):
+        check(stage, 128)
+        assert list(stage.phases_s) == ["afd8+8x2", "switching", "moving KV", "tp4"]
+        assert stage.moved_bytes > 0
+    assert fast.phases_s["afd8+8x2"] <= slow.phases_s["afd8+8x2"]
+    assert fast.phases_s["moving KV"] < slow.phases_s["moving KV"]
+    assert fast.phases_s["switching"] == slow.phases_s["switching"]

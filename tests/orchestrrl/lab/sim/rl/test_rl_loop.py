@@ -1,0 +1,360 @@
+"""The RL loop: closed forms, a simulation of events as oracle, and what holds whatever the times."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.rl.loop import GenTime, Given, run_loop
+from orchestrrl.lab.sim.rl.loop_held import Slowed, SyncTime
+from orchestrrl.lab.sim.rl.loop_rules import Batch, Needs, Rules
+from orchestrrl.lab.sim.rl.model import Holds, LoopMode, RlRun
+from tests.orchestrrl.lab.sim.rl.loop_oracle import Oracle
+
+SYNCHRONOUS, ONE_STEP, BOUNDED = LoopMode.SYNCHRONOUS, LoopMode.ONE_STEP_ASYNC, LoopMode.BOUNDED_STALENESS
+
+
+def even(steps: int, gen_s: float, train_s: float, sync_s: float) -> Given:
+    return Given([gen_s] * steps, [train_s] * steps, [sync_s] * steps)
+
+
+def ran(rules: Rules, steps: int, gen_s: float, train_s: float, sync_s: float, *, warmup_steps: int = 0) -> RlRun:
+    return run_loop(rules, [Batch(10, 10)] * steps, even(steps, gen_s, train_s, sync_s), warmup_steps=warmup_steps)
+
+
+def lanes(run: RlRun) -> list[tuple[str, int, float, float]]:
+    return [(span.lane, span.step, span.begin_s, span.end_s) for span in run.spans]
+
+
+def test_synchronous_is_the_sum_of_its_stages() -> None:
+    run = ran(Rules(SYNCHRONOUS), 3, 6.0, 3.0, 1.0, warmup_steps=1)
+    assert run.seconds == 3 * 6 + 3 * 3 + 2 * 1
+    assert run.staleness == {0: 30}
+    assert run.samples_per_s == pytest.approx(1.0)
+    assert run.idle_share == {Stage.TRAIN: pytest.approx(0.7), Stage.GEN: pytest.approx(0.4)}
+    assert run.steps[1]["gen_waits_weights_s"] == 3.0  # for training; the sync stands beside it
+    assert run.steps[1]["train_waits_samples_s"] == 7.0
+
+
+def test_one_step_async_hides_the_shorter_stage() -> None:
+    run = ran(Rules(ONE_STEP), 4, 6.0, 3.0, 1.0, warmup_steps=2)
+    # Generation, and the sync that engines wait for, one after the other.
+    assert run.samples_per_s == pytest.approx(10 / 7)
+    assert run.staleness == {0: 10, 1: 30}
+    assert lanes(run)[:6] == [
+        ("gen", 0, 0.0, 6.0),
+        ("gen", 1, 6.0, 12.0),
+        ("train", 0, 6.0, 9.0),
+        ("sync", 1, 12.0, 13.0),
+        ("train", 1, 12.0, 15.0),
+        ("gen", 2, 13.0, 19.0),
+    ]
+    assert ran(Rules(ONE_STEP, holds=Holds.NOBODY), 4, 6.0, 3.0, 1.0, warmup_steps=2).samples_per_s == pytest.approx(
+        10 / 6
+    )
+
+
+def test_a_trainer_that_sends_waits_too() -> None:
+    run = ran(Rules(ONE_STEP, holds=Holds.BOTH), 5, 3.0, 6.0, 1.0)
+    begins_s = [span.begin_s for span in run.spans if span.lane == "train"]
+    assert [later - sooner for sooner, later in pairwise(begins_s)][1:3] == [7.0, 7.0]
+    assert run.steps[2]["train_waits_sync_s"] == 1.0
+    assert ran(Rules(ONE_STEP), 8, 3.0, 6.0, 1.0, warmup_steps=4).samples_per_s == pytest.approx(10 / 6)
+
+
+def test_more_staleness_evens_out_uneven_steps() -> None:
+    batches, times = [Batch(10, 10)] * 8, Given([2.0, 10.0] * 4, [6.0] * 8, [0.0] * 8)
+    seconds = [
+        run_loop(Rules(BOUNDED, staleness=bound, holds=Holds.NOBODY), batches, times).seconds for bound in range(4)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] == 96.0
+    assert seconds[3] == 54.0  # all of generation, and the last training step
+
+
+def test_the_same_gpus_do_one_thing_at_a_time() -> None:
+    run = ran(Rules(SYNCHRONOUS, shared=True), 3, 6.0, 3.0, 1.0, warmup_steps=1)
+    assert run.seconds == 29.0
+    assert run.idle_share == {Stage.TRAIN: pytest.approx(0.1), Stage.GEN: pytest.approx(0.1)}
+    with pytest.raises(ValueError, match="synchronous"):
+        Rules(ONE_STEP, shared=True)
+
+
+def test_samples_that_a_step_cuts_are_as_old_as_when_they_were_begun() -> None:
+    batches = [Batch(10, 8), Batch(10, 10), Batch(10, 12)]
+    run = run_loop(Rules(ONE_STEP), batches, even(3, 5.0, 2.0, 1.0))
+    # Of the second step's ten, two were begun in the first; of the last step's, two in the second.
+    assert run.staleness == {0: 8, 1: 20, 2: 2}
+    assert run.samples == 30
+
+
+def test_smaller_batches_begin_while_the_step_goes_on() -> None:
+    class Streamed(Given):
+        def gen(self, step: int, begin_s: float) -> GenTime:
+            return GenTime(8.0, (2.0, 4.0, 6.0, 8.0))
+
+    run = run_loop(Rules(BOUNDED, staleness=3, batch_samples=2), [Batch(4, 4)] * 2, Streamed([], [1.0] * 4, [0.0] * 4))
+    assert [each for each in lanes(run) if each[0] == "train"][:2] == [("train", 0, 4.0, 5.0), ("train", 1, 8.0, 9.0)]
+
+
+def test_a_full_buffer_holds_generation_up() -> None:
+    run = ran(Rules(BOUNDED, staleness=5, buffer_samples=20, holds=Holds.NOBODY), 6, 1.0, 10.0, 0.0)
+    assert run.steps[2]["gen_waits_room_s"] == 0.0
+    assert run.steps[3]["gen_waits_room_s"] == 8.0
+    for span in run.spans:
+        begun = sum(other.lane == "gen" and other.begin_s <= span.begin_s for other in run.spans)
+        taken = sum(other.lane == "train" and other.begin_s <= span.begin_s for other in run.spans)
+        assert begun - taken <= 2
+
+
+@pytest.mark.parametrize(
+    ("rules", "wish"),
+    [
+        (lambda: Rules(BOUNDED), "staleness goes with"),
+        (lambda: Rules(ONE_STEP, staleness=1), "staleness goes with"),
+        (lambda: Rules(BOUNDED, staleness=-1), "staleness must be >= 0"),
+        (lambda: Rules(ONE_STEP, batch_samples=0), "batch_samples must be >= 1"),
+    ],
+)
+def test_rules_check_themselves(rules: Callable[[], Rules], wish: str) -> None:
+    with pytest.raises(ValueError, match=wish):
+        rules()
+
+
+def test_what_could_never_begin_is_told() -> None:
+    with pytest.raises(ValueError, match=r"step 0 needs version 1.*allow more staleness"):
+        Needs.of(Rules(BOUNDED, staleness=0, batch_samples=5), [Batch(10, 10)])
+    with pytest.raises(ValueError, match=r"step 0 has no room in a buffer of 9 samples: 10 are needed"):
+        Needs.of(Rules(ONE_STEP, buffer_samples=9), [Batch(10, 10)])
+    with pytest.raises(ValueError, match="no more samples can be finished"):
+        Needs.of(Rules(ONE_STEP), [Batch(5, 6)])
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Weights on their way hold up those beside them for a share of their time."""
+
+    given: Given
+    of_train: float = 0.0
+    of_gen: float = 0.0
+    told: list[tuple[float, tuple[Stage, ...]]] = field(default_factory=list)  # when a sync began, and beside whom
+
+    def gen(self, step: int, begin_s: float) -> GenTime:
+        return self.given.gen(step, begin_s)
+
+    def train(self, step: int, samples: int, begin_s: float) -> float:
+        return self.given.train(step, samples, begin_s)
+
+    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+        self.told.append((begin_s, beside))
+        took_s, shares = self.given.sync_s[version - 1], {Stage.TRAIN: self.of_train, Stage.GEN: self.of_gen}
+        return SyncTime(took_s, {stage: shares[stage] * took_s for stage in beside})
+
+
+def held(rules: Rules, gen_s: float, train_s: float, sync_s: float, steps: int = 4) -> RlRun:
+    return run_loop(rules, [Batch(10, 10)] * steps, Holding(even(steps, gen_s, train_s, sync_s), 0.5, 0.25))
+
+
+def test_a_sync_that_engines_wait_for_holds_training_up() -> None:
+    run = held(Rules(ONE_STEP), 6.0, 3.0, 1.0)
+    assert lanes(run)[3:6] == [("sync", 1, 12.0, 13.0), ("train", 1, 12.0, 15.5), ("gen", 2, 13.0, 19.0)]
+    assert run.sync_beside == (Stage.TRAIN,)
+    assert [(row["train_held_s"], row["gen_held_s"]) for row in run.steps] == [(0, 0), (0.5, 0), (0.5, 0), (0, 0)]
+
+
+def test_training_that_is_under_way_is_held_up_from_then_on() -> None:
+    """The sync of version 1 sets out as engines come free, 2 s before the second training step would end, and is 6 s on
+    its way: of the first 4 of them training gets half."""
+    times = Holding(Given([2.0, 3.0, 5.0, 5.0], [2.0, 3.0, 1.0, 1.0], [6.0] * 4), of_train=0.5)
+    run = run_loop(Rules(BOUNDED, staleness=1, buffer_samples=20), [Batch(10, 10)] * 4, times)
+    assert lanes(run)[:4] == [
+        ("gen", 0, 0.0, 2.0),
+        ("gen", 1, 2.0, 5.0),
+        ("train", 0, 2.0, 4.0),
+        ("sync", 1, 5.0, 11.0),
+    ]
+    assert lanes(run)[4] == ("train", 1, 5.0, 11.0)
+
+
+def test_a_sync_that_nobody_waits_for_holds_generation_up() -> None:
+    run = held(Rules(ONE_STEP, holds=Holds.NOBODY), 6.0, 3.0, 1.0)
+    assert lanes(run)[:5] == [
+        ("gen", 0, 0.0, 6.0),
+        ("gen", 1, 6.0, 12.25),
+        ("train", 0, 6.0, 9.0),
+        ("sync", 1, 9.0, 10.0),
+        ("gen", 2, 12.25, 18.5),
+    ]
+    assert run.sync_beside == (Stage.GEN,)
+    slow = held(Rules(ONE_STEP, holds=Holds.NOBODY), 3.0, 6.0, 1.0)
+    assert [row["gen_held_s"] for row in slow.steps] == [0.0] * 4  # engines wait for those weights
+    assert slow.steps[1]["train_held_s"] == 0.5
+
+
+@pytest.mark.parametrize("rules", [Rules(SYNCHRONOUS), Rules(ONE_STEP, holds=Holds.BOTH)])
+def test_where_all_wait_nobody_is_held_up(rules: Rules) -> None:
+    run = held(rules, 6.0, 3.0, 1.0)
+    assert run.sync_beside == ()
+    assert run == ran(rules, 4, 6.0, 3.0, 1.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.sampled_from([0.25, 0.5, 1.0])), max_size=4),
+    st.integers(0, 20),
+    st.integers(1, 20),
+)
+def test_held_up_work_ends_when_small_steps_of_it_do(
+    stretches: list[tuple[int, int, float]], begin_s: int, work_s: int
+) -> None:
+    lane, lost, free_s = Slowed(), dict[int, float](), 0
+    for wait_s, long_s, share in stretches:
+        lane.add(free_s + wait_s, free_s + wait_s + long_s, share * long_s)
+        lost |= dict.fromkeys(range(free_s + wait_s, free_s + wait_s + long_s), share)
+        free_s += wait_s + long_s
+    now_s, left_s = float(begin_s), float(work_s)
+    while left_s > 1e-9:  # second by second
+        speed = 1 - lost.get(int(now_s), 0.0)
+        took_s = min(1.0, left_s / speed) if speed else 1.0
+        left_s, now_s = left_s - took_s * speed, now_s + took_s
+    assert begin_s + work_s + lane.held_s(begin_s, work_s) == pytest.approx(now_s)
+
+
+@dataclass
+class Drawn:
+    """Whole seconds, so that what happens at once happens at once here and there."""
+
+    rules: Rules
+    batches: list[Batch]
+    times: Given
+
+
+class WithEnds(Given):
+    """Samples are done one after the other, in whole seconds."""
+
+    def gen(self, step: int, begin_s: float) -> GenTime:
+        made = self.gen_s[step]
+        return GenTime(made, tuple(float(-(-made * (i + 1) // 4)) for i in range(4)))
+
+
+@st.composite
+def drawn(draw: st.DrawFn, *, simple: bool = False) -> Drawn:
+    steps = draw(st.integers(1, 6))
+    seconds = st.integers(1, 9).map(float)
+    mode = draw(st.sampled_from(list(LoopMode)))
+    partial = not simple and draw(st.booleans())
+    batches = [Batch(4, 3)] + [Batch(4, 4)] * (steps - 1) if partial else [Batch(4, 4)] * steps
+    rules = Rules(
+        mode,
+        staleness=draw(st.integers(0, 4)) if mode is BOUNDED else None,
+        batch_samples=None if simple else draw(st.sampled_from([None, 2, 3, 4, 6])),
+        buffer_samples=None if simple else draw(st.sampled_from([None, 4, 8, 13])),
+        holds=draw(st.sampled_from(list(Holds))),
+        shared=mode is SYNCHRONOUS and draw(st.booleans()),
+    )
+    kind = WithEnds if not partial and not simple and draw(st.booleans()) else Given
+    several = st.lists(seconds, min_size=2 * steps, max_size=2 * steps)
+    return Drawn(rules, batches, kind(draw(several), draw(several), draw(several)))
+
+
+def feasible(case: Drawn) -> bool:
+    try:
+        Needs.of(case.rules, case.batches)
+    except ValueError:
+        return False
+    return True
+
+
+@given(drawn())
+def test_it_is_what_a_simulation_of_events_gives(case: Drawn) -> None:
+    assume(feasible(case))
+    run = run_loop(case.rules, case.batches, case.times)
+    oracle = Oracle(case.rules, case.batches, case.times)
+    oracle.run()
+    assert sorted(lanes(run)) == sorted(oracle.begun)
+    assert run.staleness == dict(oracle.behind)
+
+
+@given(drawn())
+def test_no_sample_is_lost_or_trained_on_twice(case: Drawn) -> None:
+    assume(feasible(case))
+    run = run_loop(case.rules, case.batches, case.times)
+    begun = sum(batch.begun for batch in case.batches)
+    assert sum(run.staleness.values()) == run.samples <= begun
+    assert begun - run.samples < 4 + (case.rules.batch_samples or 1)  # cut by the last step, or short of a batch
+
+
+@given(drawn())
+def test_staleness_is_never_over_the_bound(case: Drawn) -> None:
+    assume(feasible(case))
+    run = run_loop(case.rules, case.batches, case.times)
+    cut = any(batch.begun != batch.finished for batch in case.batches)
+    if case.rules.staleness is not None and not cut:
+        assert max(run.staleness, default=0) <= case.rules.staleness
+    if case.rules.batch_samples is None:
+        bound = {SYNCHRONOUS: 0, ONE_STEP: 1, BOUNDED: case.rules.staleness}[case.rules.mode]
+        assert bound is not None
+        assert max(run.staleness, default=0) <= bound + cut
+
+
+@given(drawn(simple=True))
+def test_no_mode_is_shorter_than_its_longest_stage_or_longer_than_all(case: Drawn) -> None:
+    steps, times = len(case.batches), case.times
+    run = run_loop(case.rules, case.batches, times)
+    stages = [sum(times.gen_s[:steps]), sum(times.train_s[:steps]), sum(times.sync_s[: steps - 1])]
+    assert max(stages[0] + times.train_s[steps - 1], times.gen_s[0] + stages[1]) <= run.seconds <= sum(stages)
+    if case.rules.mode is SYNCHRONOUS:
+        assert run.seconds == sum(stages)
+
+
+@given(drawn(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.25]))
+def test_what_is_held_up_is_no_longer_than_weights_are_on_their_way(case: Drawn, train: float, gen: float) -> None:
+    assume(feasible(case))
+    times = case.times
+    run = run_loop(case.rules, case.batches, Holding(times, train, gen))
+    synced_s = sum(row["sync_s"] for row in run.steps)
+    assert 0 <= sum(row["train_held_s"] for row in run.steps) <= train * synced_s + 1e-9
+    assert 0 <= sum(row["gen_held_s"] for row in run.steps) <= gen * synced_s + 1e-9
+    for lane, free in (("train", "train_held_s"), ("gen", "gen_held_s")):
+        spans = [span for span in run.spans if span.lane == lane]
+        alone_s = times.train_s if lane == "train" else times.gen_s
+        worked_s = sum(alone_s[span.step] for span in spans) + sum(row[free] for row in run.steps)
+        assert sum(span.end_s - span.begin_s for span in spans) == pytest.approx(worked_s)
+        assert all(sooner.end_s <= later.begin_s + 1e-9 for sooner, later in pairwise(spans))
+    if not train and not gen:
+        assert lanes(run) == lanes(run_loop(case.rules, case.batches, times))
+
+
+@given(drawn(simple=True), st.sampled_from([0.0, 0.5, 1.0]))
+def test_weights_are_beside_those_who_are_at_work_as_they_set_out(case: Drawn, train: float) -> None:
+    """As the time line has it once it is complete."""
+    times = Holding(case.times, train)
+    run = run_loop(case.rules, case.batches, times)
+    for begin_s, beside in times.told:
+        at_work = {span.stage for span in run.spans if span.begin_s <= begin_s < span.end_s}
+        assert set(beside) == (at_work - {Stage.WEIGHT_SYNC} if case.rules.holds is not Holds.BOTH else set())
+
+
+@given(drawn(simple=True), st.integers(0, 2), st.integers(0, 5), st.floats(0, 9))
+def test_more_time_for_a_stage_is_no_gain(case: Drawn, which: int, step: int, more_s: float) -> None:
+    # But for the greedy choice of versions, see the module.
+    assume(case.rules.mode is not BOUNDED or case.rules.holds is Holds.NOBODY)
+    before = run_loop(case.rules, case.batches, case.times)
+    stages = [list(case.times.gen_s), list(case.times.train_s), list(case.times.sync_s)]
+    stages[which][step % len(case.batches)] += more_s
+    after = run_loop(case.rules, case.batches, Given(*stages))
+    assert after.seconds >= before.seconds - 1e-9
+
+
+@given(drawn(simple=True))
+def test_every_second_of_a_lane_is_accounted_for(case: Drawn) -> None:
+    run = run_loop(case.rules, case.batches, case.times)
+    last = max(span.end_s for span in run.spans if span.lane == "gen")
+    held = 0.0 if case.rules.holds is Holds.NOBODY else sum(row["sync_s"] for row in run.steps)
+    spent = sum(row["gen_s"] + row["gen_waits_weights_s"] + row["gen_waits_room_s"] for row in run.steps)
+    assert spent + held == pytest.approx(last)
+    trained = sum(row["train_s"] + row["train_waits_samples_s"] + row["train_waits_sync_s"] for row in run.steps)
+    assert trained == pytest.approx(run.seconds)

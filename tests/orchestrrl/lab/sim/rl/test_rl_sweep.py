@@ -1,0 +1,138 @@
+"""Sweeps: points of a grid, results that stay, and runners that lose nothing."""
+
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
+from orchestrrl.lab.sim.rl import sweep_ray
+from orchestrrl.lab.sim.rl.results import read
+from orchestrrl.lab.sim.rl.sweep import Outcome, Point, load_sweep, put, sweep
+from orchestrrl.lab.sim.rl.sweep_ray import OnRay
+from orchestrrl.lab.sim.rl.sweep_workers import Processes, run_point
+from tests.orchestrrl.lab.sim.rl.cluster_builders import document
+
+GRID = {"cluster.nic_gbps": [100, 200], "training.tp": [2, 3, 4]}
+
+
+def written(folder: Path, grid: object = GRID, **more: object) -> Path:
+    (folder / "base.yaml").write_text(yaml.safe_dump(document()))
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump({"base": "base.yaml", "grid": grid, **more}))
+    return path
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+class Here:
+    """Runs points in this process, and may be cut short."""
+
+    def __init__(self, cut_after: int | None = None) -> None:
+        self.ran: list[str] = []
+        self.cut_after = cut_after
+
+    def __call__(self, points: Sequence[Point], folder: Path) -> Iterator[Outcome]:
+        for point in points:
+            if len(self.ran) == self.cut_after:
+                raise KeyboardInterrupt
+            self.ran.append(point.title)
+            yield Outcome(point, run_point(point, folder))
+
+
+def test_a_grid_is_every_combination_in_order(tmp_path: Path) -> None:
+    points = load_sweep(written(tmp_path, set={"training.ep": 1}))
+    assert [point.title for point in points][:3] == [
+        "cluster.nic_gbps=100, training.tp=2",
+        "cluster.nic_gbps=100, training.tp=3",
+        "cluster.nic_gbps=100, training.tp=4",
+    ]
+    assert [bool(point.fault) for point in points] == [False, True, False] * 2
+    assert points[0].document is not None
+    assert points[0].document["cluster"]["nic_gbps"] == 100
+
+
+def test_what_no_point_can_be_is_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(ProblemFaults, match=r"cluster.nic_gps: is not a known field, got 100"):
+        load_sweep(written(tmp_path, {"cluster.nic_gps": [100]}))
+    with pytest.raises(ProblemFaults, match=r"grid.a b: must be a path"):
+        load_sweep(written(tmp_path, {"a b": [100]}))
+    with pytest.raises(ProblemFaults, match=r"leads to nothing at 3"):
+        load_sweep(written(tmp_path, {"fabrics[3].kind": ["fat_tree"]}))
+    with pytest.raises(ProblemFaults, match=r"grid: must have at most 100000 points"):
+        load_sweep(written(tmp_path, {"seeds": [[1]] * 1000, "cluster.nic_gbps": [100] * 101}))
+    (tmp_path / "sweep.yaml").write_text("base: nothing.yaml\ngrid: {seeds: [[1]]}\n")
+    with pytest.raises(ProblemFaults, match=r"base: .*nothing.yaml"):
+        load_sweep(tmp_path / "sweep.yaml")
+    (tmp_path / "sweep.yaml").write_text("grid: 3\nmore: 1\n")
+    with pytest.raises(ProblemFaults) as caught:
+        load_sweep(tmp_path / "sweep.yaml")
+    assert [fault.split(":")[0] for fault in caught.value.faults] == ["base", "grid", "more"]
+
+
+def test_paths_lead_through_lists_and_make_sections() -> None:
+    place = document()
+    put(place, "fabrics[0]", {"kind": "oversubscribed"})
+    put(place, "fabrics[0].options.ratio", 2)
+    put(place, "weight_sync.holds", "both")
+    assert place["fabrics"] == [{"kind": "oversubscribed", "options": {"ratio": 2}}]
+    assert place["weight_sync"] == {"holds": "both"}
+    with pytest.raises(ValueError, match=r"name.first: leads to nothing"):
+        put(place, "name.first", 1)
+
+
+@pytest.mark.parametrize("cut_after", range(4))
+def test_a_sweep_that_was_cut_short_goes_on(tmp_path: Path, cut_after: int) -> None:
+    points, out = load_sweep(written(tmp_path)), tmp_path / "out"
+    cut = Here(cut_after)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(points, out, cut, quiet)
+    (out / "0.part").write_text("half a file") if out.exists() else None
+    rest = Here()
+    swept = sweep(points, out, rest, quiet)
+    assert cut.ran + rest.ran == [point.title for point in points if not point.fault]
+    assert (swept.found, len(swept.done), len(swept.failed)) == (cut_after, 4, 2)
+    assert len(read(out)) == 4
+    before = {path.name: path.read_bytes() for path in out.glob("*.json")}
+    assert sweep(points, out, Here(0), quiet).found == 4  # nothing is left to run
+    sweep(points, out, Here(), quiet, again=True)
+    assert {path.name: path.read_bytes() for path in out.glob("*.json")} == before
+
+
+def test_a_point_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+    grid = {"faults": [[], [{"at_s": 0, "fail": "server", "of": [2, 3]}]]}
+    swept = sweep(load_sweep(written(tmp_path, grid)), tmp_path / "out", Here(), quiet)
+    assert len(swept.done) == 1
+    assert "never ends" in swept.failed[0].fault
+
+
+def _dies(point: Point, folder: Path) -> str:
+    if point.values["training.tp"] == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run_point(point, folder)
+
+
+def test_a_process_that_dies_takes_nobody_with_it(tmp_path: Path) -> None:
+    points = load_sweep(written(tmp_path, {"training.tp": [2, 4]}))
+    outcomes = {outcome.point.title: outcome.fault for outcome in Processes(1, _dies)(points, tmp_path)}
+    assert outcomes == {"training.tp=2": "its process ended with status -9", "training.tp=4": ""}
+
+
+def test_ray_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = load_sweep(written(tmp_path, {"training.tp": [2]}))
+    with socket.socket() as taken:  # and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(Retryable, match=f"no Ray cluster at {address}"):
+            next(OnRay(address)(points, tmp_path))
+    with pytest.raises(ProblemFaults, match=r"--ray: .*, got 'here'"):
+        next(OnRay("here")(points, tmp_path))
+    monkeypatch.setattr(sweep_ray, "find_spec", lambda name: None)
+    with pytest.raises(Permanent, match=r"orchestrrl\[ray\]"):
+        next(OnRay("auto")(points, tmp_path))

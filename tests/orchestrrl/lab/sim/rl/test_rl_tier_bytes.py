@@ -1,0 +1,138 @@
+"""What each stage puts on the tiers of the network, against counts by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from orchestrrl.lab.sim.net.fabrics.base import Failures
+from orchestrrl.lab.sim.net.fabrics.registry import build
+from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.report_page.charts import stage_s, tier_gbps
+from orchestrrl.lab.sim.rl.generation_bytes import Exchanged, summed, token_flows
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, deployed
+from orchestrrl.lab.sim.rl.kv_moves import Home, KvWish, kv_tier_bytes, move_kv
+from orchestrrl.lab.sim.rl.response_stream import TOKEN_BYTES, response_stream
+from orchestrrl.lab.sim.rl.run import run_cluster
+from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
+from orchestrrl.lab.sim.rl.weight_sync import sync_stage
+from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
+from planner.cost.hardware import gpu_named
+from planner.cost.models import model_named
+from planner.cost.profile import Parallelism
+from planner.model import ConfigurationId
+from tests.orchestrrl.lab.sim.rl.cluster_builders import document
+
+SERVERS = Servers(8)
+WHERE = GenGpus(16, 48)
+FABRIC = build("fat_tree", SERVERS)
+DENSE, MOE = model_named("qwen2.5-14b"), model_named("qwen3-235b-a22b")
+JOB = TrainJob(DENSE, gpu_named("h800"), TrainLayout(tp=4, dp=4), 64, 1000.0)
+
+
+def vector_bytes(model: str = "qwen2.5-14b") -> float:
+    """A token's activations in 16 bits, of all layers."""
+    value = model_named(model)
+    return value.layers * value.hidden * 2.0
+
+
+def sent(parallelism: Parallelism, model: str = "qwen2.5-14b") -> tuple[float, float]:
+    """Inside servers and between them, of a token."""
+    fleet = deployed(parallelism, WHERE, SERVERS)
+    flows = token_flows(fleet, model_named(model), SERVERS)
+    inside = flows.src // 8 == flows.dst // 8
+    assert np.isin(flows.src, WHERE.all).all()
+    return float(flows.bytes[inside].sum()), float(flows.bytes[~inside].sum())
+
+
+def test_one_gpu_sends_nothing() -> None:
+    assert sent(Parallelism(tp=1)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_tensor_parallelism_sums_up_twice_a_layer(tp: int) -> None:
+    """Each GPU of a ring gives 2 (tp - 1) / tp of what is summed up."""
+    assert sent(Parallelism(tp=tp)) == (pytest.approx(2 * tp * 2 * (tp - 1) / tp * vector_bytes()), 0.0)
+
+
+def test_wide_tensor_parallelism_sums_up_between_servers_too() -> None:
+    inside, between = sent(Parallelism(tp=16))
+    assert inside == pytest.approx(2 * 16 * 2 * 7 / 8 * vector_bytes())
+    assert between == pytest.approx(2 * 16 * 2 * (1 / 2) / 8 * vector_bytes())
+
+
+def test_experts_are_sent_to_and_back_from() -> None:
+    inside, between = sent(Parallelism(dp=16, ep=16), "qwen3-235b-a22b")
+    whole = 2 * 8 * vector_bytes("qwen3-235b-a22b") * 15 / 16
+    assert inside + between == pytest.approx(whole)
+    assert between == pytest.approx(whole * 8 / 15)
+
+
+def test_afd_sends_every_token_to_ffn_gpus_and_back() -> None:
+    afd = Parallelism(attention_gpus=16, ffn_gpus=8, micro_batches=3)
+    assert sent(afd, "qwen3-235b-a22b") == (0.0, pytest.approx(2 * 8 * vector_bytes("qwen3-235b-a22b")))
+    narrow = Parallelism(attention_gpus=32, ffn_gpus=8)
+    assert sent(narrow) == (0.0, pytest.approx(2 * vector_bytes()))  # a dense FFN has each token once
+
+
+def test_tiers_have_the_bytes_of_all_tokens() -> None:
+    exchanged = Exchanged(FABRIC, WHERE, MOE)
+    name, layout = ConfigurationId("ep16"), Parallelism(dp=16, ep=16)
+    one, many = (exchanged.of(name, layout, tokens) for tokens in (1.0, 1000.0))
+    assert many == {tier: pytest.approx(1000 * size) for tier, size in one.items()}
+    assert one["nic"] == pytest.approx(2 * sent(layout, "qwen3-235b-a22b")[1])  # up from one, down to another
+    assert summed([one, one]) == {tier: 2 * size for tier, size in one.items()}
+
+
+def test_kv_that_moves_is_on_the_tiers() -> None:
+    homes = [Home(Parallelism(tp=2), np.array([16, 17])), Home(Parallelism(tp=2), np.array([32, 33]))]
+    wishes = [KvWish(0, 1, 1000)]
+    moved = move_kv(homes, wishes, 1e5, np.ones(2), FABRIC)
+    assert moved.transferred == (True,)
+    assert moved.tier_bytes["nic"] == pytest.approx(2 * moved.bytes) == pytest.approx(2e8)
+    assert kv_tier_bytes(homes, wishes, 1e5, FABRIC) == moved.tier_bytes
+    again = move_kv(homes, wishes, 1e5, np.full(2, 1e12), FABRIC)  # computing is quicker: nothing is sent
+    assert (again.transferred, again.bytes, again.tier_bytes) == ((False,), 0.0, {})
+    assert kv_tier_bytes(homes, [], 1e5, FABRIC) == {}
+
+
+@pytest.mark.parametrize("kind", ["fat_tree", "rfabric"])
+@pytest.mark.parametrize("scheme", ["tree", "naive", "two_stage"])
+def test_weights_leave_and_enter_by_nics(kind: str, scheme: str) -> None:
+    fabric = build(kind, SERVERS)
+    stage = sync_stage(JOB, [deployed(Parallelism(tp=4), WHERE, SERVERS)], fabric, scheme)
+    assert stage.tier_bytes["nic"] == pytest.approx(2 * stage.bytes, rel=0.01)
+
+
+def test_answers_go_to_training_once() -> None:
+    stream = response_stream(JOB, WHERE, FABRIC)
+    assert stream.bytes == 64 * 1000 * TOKEN_BYTES
+    assert stream.tier_bytes["nic"] == pytest.approx(2 * stream.bytes)
+    assert 0 < stream.seconds < 0.01
+    shared = response_stream(replace(JOB, layout=TrainLayout(tp=4, dp=12)), GenGpus(0, 48), FABRIC)
+    assert (shared.seconds, shared.tier_bytes) == (0.0, {})
+
+
+def test_a_run_tells_all_stages() -> None:
+    scenario = scenario_of(document(generation__arms=["verl_to", "both"], fabrics=["rfabric"], loop={"steps": 3}))
+    for result in run_cluster(scenario):
+        run = result.run
+        assert set(run.tier_bytes) == {"train", "gen", "weight_sync", "response_stream"}
+        assert all(sum(tiers.values()) > 0 for tiers in run.tier_bytes.values())
+        rates = tier_gbps(run)
+        assert {stage for stage, _ in rates} == set(run.tier_bytes)
+        gen_s = stage_s(run, "gen")
+        assert gen_s is not None
+        assert rates["response_stream", "nic"] == pytest.approx(run.tier_bytes["response_stream"]["nic"] * 8e-9 / gen_s)
+        assert any(note.startswith("answers of a step are") for note in run.notes)
+
+
+def test_static_engines_pass_each_token_once() -> None:
+    """Prompts and answers: nothing is computed again."""
+    scenario = scenario_of(document(generation__layouts=["tp4"]))
+    stages = FabricStages(scenario, scenario.fabrics[0])
+    last = ArmTimes(stages, "verl_to", 1).healthy[-1]
+    passed = last.sample_tokens * last.samples
+    one = stages.ready(Failures()).exchanged.of(ConfigurationId("tp4"), Parallelism(tp=4), 1.0)
+    assert last.tier_bytes == {tier: pytest.approx(size * passed) for tier, size in one.items()}

@@ -1,0 +1,181 @@
+"""Weights on their way beside what training and generation send: closed forms, and what holds on every fabric."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import cast
+
+import numpy as np
+import pytest
+
+from orchestrrl.lab.sim.net.fabrics.base import Fabric, Failures, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build
+from orchestrrl.lab.sim.net.model import Flows, Ints, Network, Routes, Servers
+from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.lab.sim.rl.model import SyncStage
+from orchestrrl.lab.sim.rl.run import run_cluster
+from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
+from orchestrrl.lab.sim.rl.training import Recipe
+from orchestrrl.lab.sim.rl.weight_sync import sync_stage
+from orchestrrl.lab.sim.rl.weight_sync_beside import Beside, generation_beside, training_beside
+from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
+from planner.cost.hardware import gpu_named
+from planner.cost.models import model_named
+from planner.cost.profile import Parallelism
+from tests.orchestrrl.lab.sim.rl.cluster_builders import document
+
+SERVERS = Servers(16)
+NIC = SERVERS.nic_bytes_per_s
+DENSE = TrainJob(model_named("qwen2.5-7b"), gpu_named("h800"), TrainLayout(tp=4, pp=2, dp=8), 64, 1000.0)
+GEN = GenGpus(64, 64)
+
+
+@cache
+def fabric(kind: str = "fat_tree") -> Fabric:
+    return build(kind, SERVERS) if kind == "topoopt" else build(kind, SERVERS, servers_per_pod=4)
+
+
+def engines(tp: int = 4) -> Fleet:
+    return deployed(Parallelism(tp=tp), GEN, SERVERS)
+
+
+def synced(kind: str, *beside: Beside, scheme: str = "tree") -> SyncStage:
+    return sync_stage(DENSE, [engines()], fabric(kind), scheme, beside=beside)
+
+
+def trained(faster: float = 1.0, seconds: float = 2.0) -> Beside:
+    return training_beside(DENSE, Recipe(), seconds / faster, SERVERS)
+
+
+def into_each_gpu(share: float) -> Beside:
+    """From the server of the same place that trains, over all NICs that take weights in."""
+    gpus = GEN.all
+    flows = Flows(gpus - GEN.first, gpus, np.full(len(gpus), share * NIC))
+    return Beside.of(Stage.GEN, flows, gpus // 8, SERVERS)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("scheme", ["tree", "naive", "two_stage"])
+def test_beside_nobody_who_leaves_a_server_it_is_the_sync_alone(kind: str, scheme: str) -> None:
+    inside = generation_beside(engines(), DENSE.model, 1e6, SERVERS)
+    assert len(inside.flows) == 0
+    assert synced(kind, inside, scheme=scheme) == synced(kind, scheme=scheme)
+
+
+def test_what_others_take_of_a_link_is_missing() -> None:
+    """Where nothing blocks, weights come in by NICs that others have a quarter of."""
+    alone, beside = synced("fat_tree", scheme="two_stage"), synced("fat_tree", into_each_gpu(0.25), scheme="two_stage")
+    assert beside.seconds == pytest.approx(alone.seconds / 0.75, rel=0.2)
+    assert beside.tier_bytes == alone.tier_bytes  # the sync's own
+
+
+def test_servers_that_hand_on_to_one_another_share_by_the_closed_form() -> None:
+    """A shard goes from one server to another over NICs that a steady flow wishes all of: each has half."""
+    servers = Servers(2, gpus_per_server=1, nics_per_server=1)
+    job = replace(DENSE, layout=TrainLayout())
+    fleet, two = deployed(Parallelism(tp=1), GenGpus(1, 1), servers), build("fat_tree", servers)
+    alone = sync_stage(job, [fleet], two)
+    for wish, seconds, held in ((0.25, 1 / 0.75, 0.0), (0.5, 2.0, 0.0), (1.0, 2.0, 1 / 2), (0.8, 2.0, 0.3 / 0.8)):
+        other = Beside.of(
+            Stage.TRAIN, Flows.of([(0, 1, wish * servers.nic_bytes_per_s)]), np.zeros(1, np.int64), servers
+        )
+        beside = sync_stage(job, [fleet], two, beside=[other])
+        assert beside.seconds == pytest.approx(seconds * alone.seconds, rel=0.01)
+        assert beside.held_s[Stage.TRAIN] == pytest.approx(held * beside.seconds, rel=0.01, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_more_beside_it_is_never_quicker(kind: str) -> None:
+    """Sync and those beside it together: where circuits may be changed, the least of that is taken."""
+    found = [synced(kind, trained(faster), into_each_gpu(0.3 * faster)) for faster in (0.01, 1.0, 4.0)]
+    costs_s = [each.seconds + sum(each.held_s.values()) for each in found]
+    assert all(later >= sooner * 0.98 for sooner, later in pairwise(costs_s))
+    assert costs_s[0] == pytest.approx(synced(kind).seconds, rel=0.05)
+    for each in found:
+        assert each.seconds >= each.bound_s * 0.999
+        assert all(0.0 <= late_s <= each.seconds * 1.001 for late_s in each.held_s.values())
+
+
+def test_training_sends_its_bytes_over_its_seconds() -> None:
+    """Twice as many steps in a second are twice the bytes; forward passes beside it are more; nothing stays inside."""
+    once, twice = trained(), trained(2.0)
+    assert twice.flows.bytes.sum() == pytest.approx(2 * once.flows.bytes.sum())
+    assert (once.flows.src // 8 != once.flows.dst // 8).all()
+    assert set(np.concatenate([once.flows.src, once.flows.dst]) // 8) == set(range(8))
+    without = training_beside(DENSE, Recipe(log_prob_passes=0), 2.0, SERVERS)
+    assert once.flows.bytes.sum() > without.flows.bytes.sum()
+    pairs = list(zip(once.flows.src.tolist(), once.flows.dst.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_engines_that_span_servers_wait_for_their_own_flows_alone() -> None:
+    """Two engines: one is behind by 3 s on one of its flows, the other by 1 s on all."""
+    fleet = engines(tp=16)
+    beside = generation_beside(fleet, DENSE.model, 1000.0, SERVERS)
+    assert sorted(set(beside.group.tolist())) == [0, 1, 2, 3]
+    first = np.flatnonzero(beside.group == 0)
+    behind_s = np.where(beside.group == 1, 1.0, 0.0)
+    behind_s[first[0]] = 3.0
+    assert beside.held_s(behind_s) == pytest.approx((3.0 + 1.0) / 4)
+
+
+def test_who_has_no_way_is_held_up_all_the_while() -> None:
+    """On circuits that lead only to those who take weights."""
+    usual = fabric()
+
+    class Cut:
+        def __getattr__(self, name: str) -> object:
+            return getattr(usual, name)
+
+        def network(self, period: Period | None = None) -> Network:
+            network = usual.network(period)
+
+            def router(src: Ints, dst: Ints) -> Routes:
+                if (dst < GEN.first).any():
+                    raise ValueError("there is no way")
+                return network.router(src, dst)
+
+            return replace(network, router=router)
+
+    found = sync_stage(DENSE, [engines()], cast(Fabric, Cut()), beside=[trained()])
+    assert found.seconds == synced("fat_tree").seconds
+    assert found.held_s == {Stage.TRAIN: pytest.approx(found.seconds)}
+
+
+def test_nobody_sends_while_circuits_change() -> None:
+    quick = build("rfabric", SERVERS, servers_per_pod=4, device="rotornet_infocus")
+    found = sync_stage(DENSE, [engines()], quick, beside=[trained()])
+    assert found.held_s[Stage.TRAIN] >= found.phases_s["circuits"]
+
+
+def test_stages_are_beside_whom_the_loop_names() -> None:
+    """Engines inside servers send nothing that counts; what fails lengthens the sync and what it holds up alike."""
+    scenario = scenario_of(document(fabrics=["oversubscribed"], faults=[{"at_s": 100.0, "fail": "nic", "of": 0}]))
+    times = ArmTimes(FabricStages(scenario, scenario.fabrics[0]), "verl_to", 1)
+    alone, beside, both = (
+        times.sync_stage(Failures(), each) for each in ((), (Stage.TRAIN,), (Stage.TRAIN, Stage.GEN))
+    )
+    assert beside == both
+    assert beside.seconds > alone.seconds
+    before, after = (times.sync(1, begin_s, (Stage.TRAIN,)) for begin_s in (0.0, 200.0))
+    assert (before.seconds, before.held_s) == (beside.seconds, beside.held_s)
+    assert after.seconds > before.seconds
+    longer = after.seconds / before.seconds
+    assert after.held_s[Stage.TRAIN] == pytest.approx(longer * before.held_s[Stage.TRAIN])
+
+
+def test_a_run_tells_what_weights_on_their_way_cost() -> None:
+    """Of a loop in which the trainer goes on, and of the same one in which all wait."""
+    (told,), (waiting,) = (
+        run_cluster(scenario_of(document(loop__steps=4, weight_sync__holds=holds))) for holds in ("engines", "both")
+    )
+    assert told.run.sync_beside == (Stage.TRAIN,)
+    late_s = sum(row["train_held_s"] for row in told.run.steps)
+    assert late_s > 0
+    assert f"weights on their way held training up by {late_s:.3f} s, generation by 0.000 s" in told.run.notes
+    beside_s, alone_s = (sum(each.sync_phases_s.values()) for each in (told, waiting))
+    assert f"weight sync beside training takes {beside_s:.3f} s, {alone_s:.3f} s alone" in told.run.notes
+    assert beside_s > alone_s
+    assert waiting.run.sync_beside == ()
+    assert not any("beside" in note or "on their way held" in note for note in waiting.run.notes)

@@ -1,0 +1,194 @@
+"""A change of the deployment in virtual time: requests wait at their gateway and go on, whatever goes wrong."""
+
+import asyncio
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.journal.store import JournalReader, Kind
+from orchestrrl.fleet.deployers.base import Deployed
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment.steps import StepKind, StepState, SwitchState
+from orchestrrl.lab.sim.controlled import ControlledRun
+from orchestrrl.lab.sim.engines import homogeneous
+from orchestrrl.lab.sim.run import steps_of
+from orchestrrl.lab.sim.world import World
+from planner.model import Act, ConfigurationId, EngineId, GpuId, Plan, PlannedInstance
+from tests.orchestrrl.lab.sim.gen_scenarios import kinds, scenario
+
+NARROW, WIDE = ConfigurationId("narrow"), ConfigurationId("wide")
+
+
+def fresh_world(journal_path: Path) -> World:
+    of = scenario()
+    config = ControlledRun(of, kinds(of), NARROW, "balancing", 1, []).config()
+    world = World(config, kinds(of), of, journal_path)
+    world.deploy(NARROW, homogeneous(kinds(of)[NARROW], 8, 4))
+    world.plane.plans.pin("only the test plans", 0.0)
+    return world
+
+
+def to_wide(world: World) -> Plan:
+    """Two wide engines instead of eight narrow ones."""
+    latest = world.plane.plans.latest
+    assert latest is not None
+    instances = tuple(
+        PlannedInstance(
+            id=EngineId(f"w{node}"),
+            configuration=WIDE,
+            gpus=tuple(GpuId(gpu) for gpu in range(4 * node, 4 * node + 4)),
+            kept=False,
+            requests_count=16,
+            decode_s=10.0,
+            migration_s=0.0,
+            switch_s=2.0,
+        )
+        for node in range(2)
+    )
+    return replace(
+        latest, decision="reconfigure", verdict=Act("gain", "the test says so"), instances=instances, moves=()
+    )
+
+
+async def changed(world: World, at_s: float = 6.0) -> str:
+    """Run a step and change the fleet in the middle of it; what the deployment said."""
+    requests = steps_of(scenario(), 1)[0]
+    said: list[str] = []
+
+    async def change() -> None:
+        await world.clock.sleep(at_s)
+        snapshot = world.plane.state.snapshot(world.clock.now_s())
+        outcome = await world.deployment.carry_out(to_wide(world), snapshot)
+        said.append(f"{outcome.done}: {outcome.detail}")
+
+    async with world:
+        task = asyncio.create_task(change())
+        step = await world.run_step(requests)
+        await task
+        assert len(step.finish_s) == len(requests)
+        assert step.output_tokens == sum(request.output_tokens for request in requests)
+    return said[0]
+
+
+async def test_all_engines_are_replaced_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    said = await changed(world)
+    assert said.startswith("True: 8 engines stopped, 2 started")
+    assert sorted(world.engines) == ["w0", "w1"]
+    report = world.deployment.report()
+    assert report.state is SwitchState.DONE
+    assert [told.state for told in report.steps] == [StepState.DONE] * len(report.steps)
+    assert report.requests_parked > 0
+    assert report.closed_s == pytest.approx(2.0, abs=0.5)  # what the wide ones take to come up, and a little
+    assert [engine.started_s for engine in world.engines.values()] == [pytest.approx(2.0 + 6.0 + 2.0, abs=0.3)] * 2
+    assert sorted(engine.id for engine in world.plane.state.engines(world.clock.now_s())) == ["w0", "w1"]
+    assert world.gateway.tokens_recomputed > 0
+    assert not world.plane.routes.draining
+    assert not world.plane.routes.expected
+
+
+async def test_what_each_start_took_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From when the engines in its way began to stop."""
+    world = fresh_world(tmp_path / "journal.sqlite")
+    stop = world.deployer.stop
+
+    async def slow(engine: EngineId) -> None:
+        await world.clock.sleep(5.0)
+        await stop(engine)
+
+    monkeypatch.setattr(world.deployer, "stop", slow)
+    await changed(world)
+    with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
+        started = reader.tail(9, (Kind.ENGINE_STARTED,))
+    assert [(entry.subject, entry.body["configuration"]) for entry in started] == [("w0", "wide"), ("w1", "wide")]
+    assert [entry.body["took_s"] for entry in started] == [pytest.approx(5.0 + 2.0, abs=0.3)] * 2
+    assert [entry.body["expected_s"] for entry in started] == [2.0] * 2
+
+
+async def test_an_engine_that_cannot_be_started_leaves_the_fleet_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    start = world.deployer.start
+
+    async def broken(spec: EngineSpec) -> Deployed:
+        if spec.engine == "w0":
+            raise Permanent("no such image")
+        return await start(spec)
+
+    monkeypatch.setattr(world.deployer, "start", broken)
+    said = await changed(world)
+    assert said.startswith("False: rolled back: start of w0: no such image")
+    assert sorted(world.engines) == [f"e{number}" for number in range(8)]
+    report = world.deployment.report()
+    assert report.state is SwitchState.ROLLED_BACK
+    assert report.engines == tuple(sorted(world.engines))
+    skipped = [told.step.kind for told in report.steps if told.state is StepState.SKIPPED]
+    assert StepKind.ADMIT in skipped
+
+
+async def test_a_deployer_that_is_busy_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    start, asked = world.deployer.start, []
+
+    async def busy(spec: EngineSpec) -> Deployed:
+        asked.append(spec.engine)
+        if asked.count(spec.engine) == 1:
+            raise Retryable("the queue is full", 1.0)
+        return await start(spec)
+
+    monkeypatch.setattr(world.deployer, "start", busy)
+    assert (await changed(world)).startswith("True")
+    assert sorted(asked) == ["w0", "w0", "w1", "w1"]
+
+
+async def test_an_engine_that_will_not_stop_has_all_others_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    stop = world.deployer.stop
+
+    async def stuck(engine: EngineId) -> None:
+        if engine == "e0":
+            raise Permanent("its process does not end")
+        await stop(engine)
+
+    monkeypatch.setattr(world.deployer, "stop", stuck)
+    said = await changed(world)
+    assert said.startswith("False: rolled back: stop of e0: its process does not end; stop of e0:")
+    assert sorted(world.engines) == [f"e{number}" for number in range(8)]
+
+
+async def test_what_cannot_come_back_is_told_and_the_rest_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    start = world.deployer.start
+
+    async def broken(spec: EngineSpec) -> Deployed:
+        if spec.engine in ("w0", "e3"):
+            raise Permanent("its node is gone")
+        return await start(spec)
+
+    monkeypatch.setattr(world.deployer, "start", broken)
+    said = await changed(world)
+    assert said.startswith("False: degraded: start of w0: its node is gone; start of e3: its node is gone")
+    assert sorted(world.engines) == [f"e{number}" for number in range(8) if number != 3]
+
+
+async def test_one_change_at_a_time(tmp_path: Path) -> None:
+    world = fresh_world(tmp_path / "journal.sqlite")
+    async with world:
+        snapshot = world.plane.state.snapshot(world.clock.now_s())
+        first = asyncio.create_task(world.deployment.carry_out(to_wide(world), snapshot))
+        await world.advance(1.0)
+        assert world.deployment.busy
+        with pytest.raises(Permanent, match="under way"):
+            await world.deployment.carry_out(to_wide(world), snapshot)
+        await world.advance(10.0)
+        assert (await first).done
+        again = await world.deployment.carry_out(to_wide(world), snapshot)  # the fleet is there already
+        assert again.detail.startswith("0 engines stopped, 0 started")

@@ -1,0 +1,74 @@
+"""One budget per node: what fits takes as long as alone, what does not is cut in proportion."""
+
+import asyncio
+
+import pytest
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.lab.sim.network import LeftForMoves, Network
+
+
+async def times_s(
+    network: Network, clock: VirtualClock, *transfers: tuple[tuple[int, ...], float, float]
+) -> list[float]:
+    ends: dict[int, float] = {}
+
+    async def carry(index: int, nodes: tuple[int, ...], wish_gbps: float, gbytes: float) -> None:
+        await network.transfer(nodes, wish_gbps, gbytes)
+        ends[index] = clock.now_s()
+
+    tasks = [asyncio.create_task(carry(index, *transfer)) for index, transfer in enumerate(transfers)]
+    await clock.advance(1000.0)
+    await asyncio.gather(*tasks)
+    network.close()
+    return [ends[index] for index in range(len(transfers))]
+
+
+def network_of(clock: VirtualClock, share: bool = True) -> Network:
+    return Network(clock, 100.0, share, lambda: None)
+
+
+async def test_alone_it_gets_its_wish() -> None:
+    clock = VirtualClock()
+    assert await times_s(network_of(clock), clock, ((0, 1), 50.0, 50.0)) == [pytest.approx(8.0)]
+
+
+async def test_two_that_do_not_fit_share_and_the_second_speeds_up_when_the_first_is_done() -> None:
+    clock = VirtualClock()
+    # 80 + 80 wished of 100: each gets 50 until the first is done, then the other its 80.
+    first, second = await times_s(network_of(clock), clock, ((0, 1), 80.0, 50.0), ((0, 2), 80.0, 100.0))
+    assert first == pytest.approx(400 / 50)
+    assert second == pytest.approx(8.0 + (800 - 400) / 80)
+
+
+async def test_without_sharing_nobody_is_in_the_way() -> None:
+    clock = VirtualClock()
+    ends = await times_s(network_of(clock, share=False), clock, ((0, 1), 80.0, 50.0), ((0, 2), 80.0, 100.0))
+    assert ends == [pytest.approx(5.0), pytest.approx(10.0)]
+
+
+async def test_engines_traffic_takes_its_part_and_transfers_inside_a_node_none() -> None:
+    clock = VirtualClock()
+    network = network_of(clock)
+    network.engines_send({0: 100.0})
+    across, inside = await times_s(network, clock, ((0, 1), 100.0, 50.0), ((), 400.0, 50.0))
+    assert across == pytest.approx(8.0)  # half of the NIC
+    assert inside == pytest.approx(1.0)
+    assert network.crowding(0) == pytest.approx(1.0)
+    assert network.carried_gbytes == 50.0
+    assert network.delayed_s == pytest.approx(4.0)
+
+
+async def test_what_moves_have_left() -> None:
+    clock = VirtualClock()
+    network = network_of(clock)
+    assert network.left_for_moves() == LeftForMoves(1.0, ())
+    network.engines_send({0: 50.0, 1: 20.0})
+    assert network.left_for_moves() == LeftForMoves(pytest.approx(1 / 1.5), ("engines' own traffic",))
+    weights = asyncio.create_task(network.transfer((1,), 100.0, 50.0, "weight sync"))
+    moved = asyncio.create_task(network.transfer((0, 1), 100.0, 50.0))  # does not stand in its own way
+    await clock.advance(0.1)
+    assert network.left_for_moves() == LeftForMoves(pytest.approx(1 / 2.2), ("weight sync", "engines' own traffic"))
+    await clock.advance(1000.0)
+    await asyncio.gather(weights, moved)
+    network.close()

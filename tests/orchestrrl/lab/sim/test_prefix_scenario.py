@@ -1,0 +1,23 @@
+"""Scenarios with prefix caching: prompts that are dealt in whole are prefilled once."""
+
+from orchestrrl.lab.sim.scenario import Scenario, parse_scenario
+from orchestrrl.lab.sim.static import dealt, run_static
+from orchestrrl.lab.sim.workload import requests_of_step
+from planner.model import ConfigurationId
+from tests.orchestrrl.lab.sim.gen_scenarios import TEXT, kinds
+
+
+def with_long_prompts(caching: bool) -> Scenario:
+    text = TEXT.replace("[16, 64]", "[512, 1024]").replace("engines:\n", f"engines:\n  prefix_caching: {caching}\n")
+    return parse_scenario(text)
+
+
+def test_a_step_of_whole_prompts_ends_sooner() -> None:
+    makespans_s = {}
+    for caching in (False, True):
+        scenario = with_long_prompts(caching)
+        kind = kinds(scenario)[ConfigurationId("wide")]
+        assert kind.shape.prefix_caching is caching
+        requests = requests_of_step(scenario.workload, 1, 0)
+        makespans_s[caching] = run_static(kind, dealt(requests, 2)).makespan_s
+    assert makespans_s[True] < makespans_s[False]

@@ -1,0 +1,78 @@
+"""Circuits for gradients: changed where a window covers it, else kept or waited for, whatever is shorter."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrrl.lab.sim.net.fabrics.registry import build
+from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.train.constants import MEGATRON
+from orchestrrl.lab.sim.train.iteration import iteration
+from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
+from tests.orchestrrl.lab.sim.train.train_builders import MOE, Circuits, for_gradients, job, star
+
+FOUR = Servers(4)
+ACROSS = TrainLayout(tp=8, dp=2, pp=2)  # stages are two servers each: pipeline and gradients go between servers
+
+
+def pipelined(tokens: float = 65536) -> TrainJob:
+    return job(ACROSS, sequences=8, tokens=tokens)
+
+
+def experts() -> TrainJob:
+    """Its last backward pass sends until the end."""
+    return job(TrainLayout(tp=8, dp=4, ep=16), model=MOE, sequences=16)
+
+
+def test_a_window_that_covers_the_change_hides_it() -> None:
+    """The last backward pass of the first stage sends nothing any more once its input is there."""
+    of = pipelined()
+    changed, kept = (iteration(of, for_gradients(FOUR, 0.2, each)) for each in (0.0005, 1000.0))
+    assert changed.waits_s == pytest.approx(0.0, abs=1e-9)
+    assert changed.parts_s["dp"] < kept.parts_s["dp"] + kept.waits_s
+
+
+def test_a_change_that_takes_too_long_is_not_made() -> None:
+    kept, free = (iteration(experts(), for_gradients(FOUR, 0.2, each)) for each in (1000.0, 0.0))
+    assert kept.seconds < 1000
+    assert kept.parts_s["circuits"] == kept.waits_s > 0
+    assert kept.waits_s == pytest.approx(kept.seconds - free.seconds)
+
+
+def test_where_gradients_have_no_way_the_change_is_waited_for() -> None:
+    """Twice: behind the last message of the backward pass, less what is computed after it, and before the first."""
+    of = pipelined(2048)
+    found, free = (iteration(of, for_gradients(FOUR, 1.0, each, apart=True)) for each in (0.5, 0.0))
+    assert found.waits_s == pytest.approx(found.seconds - free.seconds)
+    assert 0.98 < found.waits_s < 1.0
+    with pytest.raises(ValueError, match="there is no way for gradients of small"):
+        iteration(of, Circuits(FOUR, {"": star(FOUR, apart=True)}))
+
+
+@given(st.sampled_from([0.0, 0.001, 0.025, 0.3]), st.sampled_from([0.05, 0.5, 1.0]), st.booleans())
+@settings(max_examples=20)
+def test_a_longer_change_never_helps(reconfigures_s: float, share: float, moe: bool) -> None:
+    of = experts() if moe else pipelined(4096)
+    fast, slow = (iteration(of, for_gradients(FOUR, share, each)) for each in (reconfigures_s, reconfigures_s + 0.02))
+    assert fast.seconds <= slow.seconds + 1e-9
+    assert fast.waits_s <= slow.waits_s + 1e-9
+
+
+def test_fabrics_without_circuits_never_wait() -> None:
+    for kind in ("fat_tree", "rail_optimized", "oversubscribed"):
+        assert iteration(pipelined(), build(kind, FOUR)).waits_s == 0.0
+
+
+@pytest.mark.parametrize(("reconfigures_s", "followed"), [(1e-6, True), (1.0, False)])
+def test_circuits_follow_attention_and_experts_where_windows_are_long_enough(
+    reconfigures_s: float, followed: bool
+) -> None:
+    of = job(TrainLayout(tp=4, cp=4, dp=2, ep=16), model=MOE, sequences=8, tokens=65536)
+    by_name = {"forward_backward": star(FOUR, 0.5), "attention": star(FOUR), "experts": star(FOUR)}
+    fabric = Circuits(FOUR, by_name, reconfigures_s)
+    found = iteration(of, fabric, constants=replace(MEGATRON, within_layers=True))
+    kept = iteration(of, fabric)
+    assert found.within_layers is followed
+    assert (found.parts_s["ep"] < kept.parts_s["ep"]) is followed

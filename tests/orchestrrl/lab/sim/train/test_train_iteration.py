@@ -1,0 +1,230 @@
+"""Iterations counted by hand, what must hold of every one, and what was published of Megatron's."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrrl.lab.sim.net.collectives import all_gather, reduce_scatter
+from orchestrrl.lab.sim.net.fabrics.registry import build
+from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.net.timing import seconds
+from orchestrrl.lab.sim.train.compute import compute_of, optimizer_s, stage_parameters
+from orchestrrl.lab.sim.train.constants import MEGATRON
+from orchestrrl.lab.sim.train.flops import step_flops
+from orchestrrl.lab.sim.train.iteration import forward_s, iteration
+from orchestrrl.lab.sim.train.kernels import Kernels
+from orchestrrl.lab.sim.train.model import Iteration, TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.ranks import groups
+from planner.cost.hardware import gpu_named
+from planner.cost.models import Model, model_named
+from tests.orchestrrl.lab.sim.train.train_builders import DENSE, MOE, job, star, static
+
+TWO = Servers(2)
+layouts = st.sampled_from(
+    [
+        (DENSE, TrainLayout(dp=16)),
+        (DENSE, TrainLayout(tp=4, dp=4)),
+        (DENSE, TrainLayout(tp=2, pp=4, dp=2)),
+        (DENSE, TrainLayout(tp=2, pp=4, dp=2, vpp=2)),
+        (DENSE, TrainLayout(tp=4, cp=4)),
+        (DENSE, TrainLayout(tp=2, cp=2, pp=2, dp=2)),
+        (MOE, TrainLayout(dp=16, ep=16)),
+        (MOE, TrainLayout(tp=2, dp=4, pp=2, ep=8)),
+        (MOE, TrainLayout(tp=2, cp=2, dp=2, pp=2, ep=4)),
+    ]
+)
+
+
+def on(servers: Servers, of: TrainJob, **changes: object) -> Iteration:
+    return iteration(of, static(servers), constants=replace(MEGATRON, **changes))
+
+
+def kernels(of: TrainJob) -> Kernels:
+    return Kernels(of.gpu, MEGATRON)
+
+
+def micro_s(of: TrainJob) -> tuple[float, float]:
+    """Forward and backward of a micro-batch where one GPU holds all layers."""
+    compute = compute_of(of, kernels(of))
+    forward_s = of.model.layers * compute.forward.seconds + compute.head_forward_s
+    return forward_s, of.model.layers * compute.backward.seconds + compute.head_backward_s
+
+
+def test_one_gpu_only_computes() -> None:
+    of = job(TrainLayout())
+    found = on(Servers(1), of)
+    assert found.seconds == pytest.approx(64 * sum(micro_s(of)) + optimizer_s(of, kernels(of)))
+    assert {name for name, each_s in found.parts_s.items() if each_s} == {"compute", "optimizer"}
+    assert found.mfu == pytest.approx(step_flops(DENSE, 64, 4096) / found.seconds / of.gpu.bf16_flops)
+
+
+def test_compute_is_operations_over_what_kernels_reach() -> None:
+    """Where shapes fill their waves and memory and starting cost nothing."""
+    wide = Model("wide", 1, 8192, 64, 64, 128, 16896, 132 * 256)
+    free = replace(MEGATRON, kernel_s=0.0, hbm_efficiency=1e6, attention_half_tokens=0.0)
+    of = job(TrainLayout(), model=wide, tokens=132 * 128, sequences=1)
+    compute = compute_of(of, Kernels(of.gpu, free))
+    products = 6 * wide.active_params * 132 * 128 / (of.gpu.bf16_flops * free.gemm_efficiency)
+    scores = 4 * 64 * 128 * (132 * 128) ** 2 / 2 / of.gpu.bf16_flops
+    attention_s = scores / free.attention_forward_efficiency + 2.5 * scores / free.attention_backward_efficiency
+    total_s = sum(each.seconds for each in (compute.forward, compute.backward))
+    total_s += compute.head_forward_s + compute.head_backward_s
+    assert total_s == pytest.approx(products + attention_s, rel=0.03)  # edges of waves
+
+
+def test_recomputing_adds_a_forward_pass_of_the_layers() -> None:
+    plain, again = (on(Servers(1), job(TrainLayout(), recompute=each)) for each in (False, True))
+    layers_s = 64 * 8 * compute_of(job(TrainLayout()), kernels(job(TrainLayout()))).forward.seconds
+    assert again.parts_s["compute"] - plain.parts_s["compute"] == pytest.approx(layers_s)
+
+
+def gradients_s(of: TrainJob) -> tuple[float, float]:
+    """Reducing and gathering, of a dense model over all GPUs of its data-parallel groups."""
+    members, parameters = groups(of, "dp_cp"), stage_parameters(of)[0]
+    size = members.shape[1]
+    moved = [
+        reduce_scatter(members, 4 * parameters / size, TWO),
+        all_gather(members, 2 * parameters / size, TWO),
+    ]
+    reduce_s, gather_s = (float(seconds(star(TWO), [each])[0]) for each in moved)
+    return reduce_s, gather_s
+
+
+def test_gradients_that_are_not_overlapped_are_waited_for() -> None:
+    of = job(TrainLayout(tp=8, dp=2))
+    found = on(TWO, of, overlap_gradients=False, overlap_parameters=False)
+    assert found.parts_s["dp"] == pytest.approx(sum(gradients_s(of)))
+
+
+def test_gradients_hide_behind_the_last_backward_pass_but_for_a_bucket() -> None:
+    of = job(TrainLayout(tp=8, dp=2), tokens=65536)  # long passes
+    buckets = 4
+    found = on(TWO, of, bucket_parameters=stage_parameters(of)[0] / buckets)
+    assert found.parts_s["dp"] == pytest.approx(gradients_s(of)[0] / buckets, rel=0.01)
+
+
+def test_gradients_longer_than_the_last_backward_pass() -> None:
+    """Of one bucket: nothing is complete before the pass ends, so that all of it is waited for; parameters come with
+    the first forward pass, which ends after they do."""
+    of = job(TrainLayout(tp=8, dp=2), tokens=512)
+    found = on(TWO, of, bucket_parameters=1e12)
+    assert found.parts_s["dp"] == pytest.approx(sum(gradients_s(of)))
+
+
+def test_a_ring_is_hidden_up_to_attention() -> None:
+    long, short = (on(TWO, job(TrainLayout(tp=8, cp=2), tokens=each)).parts_s["cp"] for each in (262144, 1024))
+    assert long == 0.0
+    assert short > 0.0
+
+
+def test_a_share_of_the_experts_exchange_is_hidden() -> None:
+    of = job(TrainLayout(tp=2, dp=8, ep=16), model=MOE)
+    all_s, half_s = (on(TWO, of, ep_hidden_share=each).parts_s["ep"] for each in (0.0, 0.5))
+    assert half_s == pytest.approx(all_s / 2)
+
+
+@pytest.mark.parametrize(("recompute", "left"), [(False, 3 / 4), (True, 5 / 6)])
+def test_tensor_parallelism_is_hidden_in_the_backward_pass_alone(recompute: bool, left: float) -> None:
+    """Behind the product for weights' gradients, which no forward pass has, and none that is done again."""
+    of, constants = job(TrainLayout(tp=8), recompute=recompute), replace(MEGATRON, tp_hidden_share=0.5)
+    all_s, half_s = (on(TWO, of, tp_hidden_share=each).parts_s["tp"] for each in (0.0, 0.5))
+    assert half_s == pytest.approx(all_s * left)
+    assert forward_s(of, static(TWO), constants=constants) == forward_s(of, static(TWO))
+
+
+def test_what_is_hidden_is_still_on_the_network() -> None:
+    of = job(TrainLayout(tp=2, dp=8, ep=16), model=MOE, sequences=16)
+    waited, hidden = (on(TWO, of, ep_hidden_share=each) for each in (0.0, 1.0))
+    spans = [
+        [each.end_s - each.begin_s for each in found.boundaries if each.group == "ep"] for found in (waited, hidden)
+    ]
+    assert spans[1] == pytest.approx(spans[0])
+    assert hidden.parts_s["ep"] == 0.0
+
+
+@given(layouts, st.sampled_from([8, 16, 48]), st.sampled_from([512, 4096]), st.booleans())
+def test_what_holds_of_every_iteration(
+    model_layout: tuple[Model, TrainLayout], sequences: int, tokens: float, recompute: bool
+) -> None:
+    model, layout = model_layout
+    of = job(layout, model=model, sequences=sequences, tokens=tokens, recompute=recompute)
+    found = on(TWO, of)
+    assert math.fsum(found.parts_s.values()) == found.seconds
+    assert min(found.parts_s.values()) >= 0.0
+    assert 0.0 < found.mfu < MEGATRON.gemm_efficiency
+    last_s = 0.0
+    for each in found.boundaries:
+        assert 0.0 <= each.begin_s < each.end_s <= found.seconds * (1 + 1e-9)
+        assert each.begin_s >= last_s
+        last_s = each.begin_s
+    for window in found.windows:
+        assert window.length_s > 0
+        assert not any(
+            each.begin_s < window.end_s - 1e-12 and each.end_s > window.begin_s + 1e-12 for each in found.boundaries
+        )
+
+
+@given(layouts, st.sampled_from([50.0, 100.0, 200.0, 400.0]), st.floats(1.0, 4.0))
+@settings(max_examples=20)
+def test_a_faster_network_is_never_slower(
+    model_layout: tuple[Model, TrainLayout], nic_gbps: float, times: float
+) -> None:
+    model, layout = model_layout
+    of = job(layout, model=model, sequences=16)
+    slow, fast = (on(Servers(2, nic_gbps=each), of) for each in (nic_gbps, nic_gbps * times))
+    assert fast.seconds <= slow.seconds * (1 + 2e-3)  # the network's own tolerance
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([2, 4, 8]), st.integers(2, 5))
+@settings(max_examples=20)
+def test_more_micro_batches_have_less_of_a_bubble(dp: int, pp: int, times: int) -> None:
+    few, many = (on(Servers(4), job(TrainLayout(dp=dp, pp=pp), sequences=each)) for each in (8 * dp, 8 * dp * times))
+    assert many.parts_s["bubble"] / many.seconds < few.parts_s["bubble"] / few.seconds
+
+
+@given(layouts)
+@settings(max_examples=10)
+def test_the_same_job_gives_the_same_iteration(model_layout: tuple[Model, TrainLayout]) -> None:
+    model, layout = model_layout
+    of = job(layout, model=model, sequences=16)
+    assert on(TWO, of) == on(TWO, of)
+
+
+def test_forward_passes_alone() -> None:
+    one = job(TrainLayout())
+    assert forward_s(one, static(Servers(1))) == pytest.approx(64 * micro_s(one)[0])
+
+
+@given(layouts)
+@settings(max_examples=20)
+def test_forward_passes_are_a_good_part_of_an_iteration(model_layout: tuple[Model, TrainLayout]) -> None:
+    """Where the head is small: beside it interleaved stages of one layer are so uneven that they stand still."""
+    model, layout = model_layout
+    of = job(layout, model=replace(model, vocab=4000))
+    assert 0.2 < forward_s(of, static(TWO)) / on(TWO, of).seconds < 0.5
+
+
+# Appendix C of the OrchestrRL paper (arXiv 2601.01209), as large as its figure 17 has it.
+LARGE = [
+    ("qwen2.5-72b", TrainLayout(tp=8, pp=2, cp=3, dp=42)),
+    ("qwen2-57b-a14b", TrainLayout(tp=4, dp=512, ep=16)),
+    ("qwen3-235b-a22b", TrainLayout(tp=4, pp=4, dp=128, ep=32)),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), LARGE)
+def test_two_thousand_gpus(name: str, layout: TrainLayout) -> None:
+    """As fast for each GPU as the smallest fleet of the same layout, but for what data parallelism adds."""
+    small, large = (
+        iteration(
+            TrainJob(model_named(name), gpu_named("h800"), replace(layout, dp=dp), 16 * dp, 8192),
+            build("rail_optimized", Servers(256)),
+        )
+        for dp in (max(2, layout.ep // layout.tp), layout.dp)
+    )
+    assert math.fsum(large.parts_s.values()) == large.seconds
+    assert large.parts_s["compute"] == pytest.approx(small.parts_s["compute"])
+    assert small.mfu * 0.85 < large.mfu <= small.mfu * 1.01

@@ -1,0 +1,82 @@
+"""What a layer's pass waits for, and how often a rank sends."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.train.compute import compute_of, optimizer_s, stage_parameters
+from orchestrrl.lab.sim.train.constants import MEGATRON
+from orchestrrl.lab.sim.train.kernels import Kernels
+from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.passes import Passes, passes_of
+from orchestrrl.lab.sim.train.traffic import traffic
+from tests.orchestrrl.lab.sim.train.train_builders import DENSE, MOE, job
+
+
+def passes(of: TrainJob, once_s: dict[str, float]) -> Passes:
+    return passes_of(of, compute_of(of, Kernels(of.gpu, MEGATRON)), once_s, MEGATRON)
+
+
+@given(st.sampled_from([2, 4, 8]), st.floats(0.1, 10.0))
+def test_a_ring_is_hidden_but_for_its_last_block_and_goes_twice_round_backward(cp: int, share: float) -> None:
+    of = job(TrainLayout(cp=cp))
+    compute = compute_of(of, Kernels(of.gpu, MEGATRON))
+    ring_s = share * compute.forward.attention_s
+    found = passes(of, {"cp": ring_s})
+    for each, sent_s, attention_s in (
+        (found.forward, ring_s, compute.forward.attention_s),
+        (found.backward, 2 * ring_s, compute.backward.attention_s),
+    ):
+        (segment,) = (segment for segment in each.segments if segment.group == "cp")
+        assert segment.sends_s == pytest.approx(sent_s)
+        assert segment.waits_s == pytest.approx(max(0.0, sent_s - attention_s * (cp - 1) / cp))
+
+
+@pytest.mark.parametrize(("model", "count"), [(DENSE, 4), (MOE, 2)])
+def test_tensor_parallelism_sends_before_and_after_what_it_splits(model: object, count: int) -> None:
+    of = job(TrainLayout(tp=8), model=model)  # type: ignore[arg-type]
+    found = passes(of, {"tp": 1.0})
+    assert found.forward.waits_s("tp") == found.backward.waits_s("tp") == count
+    assert traffic(of, Servers(1), MEGATRON)["tp"].times == 64 * 8 * 2 * count
+
+
+@pytest.mark.parametrize(("recompute", "laps"), [(False, 3), (True, 4)])
+def test_keys_and_values_go_round(recompute: bool, laps: int) -> None:
+    """Once forward; backward their gradients come with them."""
+    found = traffic(job(TrainLayout(tp=2, cp=4), recompute=recompute), Servers(1), MEGATRON)["cp"]
+    assert found.bytes == 3 * (4096 / 4) * 2 * (8 / 2 * 128) * 2
+    assert found.times == 64 * 8 * laps
+    assert found.transfer.flows.bytes.sum() == 8 * found.bytes
+
+
+@pytest.mark.parametrize("layout", [TrainLayout(tp=2, dp=8, ep=16), TrainLayout(tp=2, cp=2, dp=4, ep=16)])
+def test_tokens_go_to_experts_once_whatever_splits_them(layout: TrainLayout) -> None:
+    plain, split = (
+        traffic(job(each, model=MOE), Servers(2), MEGATRON)["ep"] for each in (TrainLayout(dp=16, ep=16), layout)
+    )
+    sent = [each.transfer.flows.bytes.sum() * each.times for each in (plain, split)]
+    assert sent[0] == pytest.approx(sent[1])
+    assert plain.bytes * plain.times == pytest.approx(split.bytes * split.times)
+
+
+def test_each_rank_updates_its_share_of_all_parameters() -> None:
+    """Whether its experts are spread over ranks or are the same on all."""
+    experts = MOE.layers * MOE.experts * MOE.expert_params
+    dense = MOE.params - experts + MOE.layers * MOE.hidden * MOE.experts  # and routers
+    for ep in (1, 4, 16):
+        of = job(TrainLayout(dp=16, ep=ep), model=MOE)
+        kernels = Kernels(of.gpu, MEGATRON)
+        cleared = 4 * (dense + experts / ep)
+        assert optimizer_s(of, kernels) == pytest.approx(kernels.moves_s((dense + experts) / 16 * 34 + cleared))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_of_the_embedding_and_the_head(tied: bool) -> None:
+    """One matrix where they are tied and on one rank; the first and the last rank hold it otherwise."""
+    model = replace(DENSE, tied_embeddings=tied)
+    assert stage_parameters(job(TrainLayout(), model=model))[0] == model.params
+    half = model.layers / 2 * (model.attention_params + model.dense_ffn_params)
+    assert stage_parameters(job(TrainLayout(pp=2), model=model))[0] == half + model.head_params

@@ -1,0 +1,92 @@
+"""The pipeline's schedule against closed forms."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.lab.sim.train.pipeline import Op, Schedule, Stages, forward_only, order, run
+
+ranks = st.integers(1, 6)
+seconds = st.floats(0.01, 2.0)
+
+
+def scheduled(stages: Stages, ranks: int, micro: int, chunks: int = 1) -> Schedule:
+    return run(order(ranks, micro, chunks), stages, micro)
+
+
+def even(count: int, forward_s: float, backward_s: float, send_s: float = 0.0) -> Stages:
+    return Stages(np.full(count, forward_s), np.full(count, backward_s), send_s)
+
+
+@given(ranks, st.integers(1, 24), seconds, seconds)
+def test_the_bubble_of_even_stages(p: int, m: int, forward_s: float, backward_s: float) -> None:
+    """Its share is (p - 1) / (m + p - 1), also with fewer micro-batches than ranks."""
+    total_s = scheduled(even(p, forward_s, backward_s), p, m).seconds
+    assert 1 - m * (forward_s + backward_s) / total_s == pytest.approx((p - 1) / (m + p - 1))
+
+
+@given(st.integers(2, 5), st.integers(1, 5), st.integers(2, 4), seconds)
+def test_interleaving_divides_the_bubble(p: int, groups: int, chunks: int, forward_s: float) -> None:
+    """Narayanan et al., section 2.2.2: (p - 1) / (chunks * m) of the work."""
+    m, backward_s = groups * p, 2 * forward_s
+    total_s = scheduled(even(p * chunks, forward_s, backward_s), p, m, chunks).seconds
+    work_s = m * chunks * (forward_s + backward_s)
+    assert (total_s - work_s) / work_s == pytest.approx((p - 1) / (chunks * m))
+
+
+@given(ranks, st.integers(1, 8), st.data())
+def test_uneven_stages_lie_between_bounds(p: int, m: int, data: st.DataObject) -> None:
+    each = st.lists(seconds, min_size=p, max_size=p)
+    stages = Stages(np.array(data.draw(each)), np.array(data.draw(each)))
+    total_s, both = scheduled(stages, p, m).seconds, stages.forward_s + stages.backward_s
+    before_s = np.cumsum(both) - both  # what leads to a stage, and away from it
+    assert total_s >= (before_s + m * both).max() - 1e-9
+    assert total_s <= (m + p - 1) * (stages.forward_s.max() + stages.backward_s.max()) + 1e-9
+
+
+@given(ranks, st.integers(1, 4), st.integers(1, 3), st.floats(0, 0.5), st.booleans())
+def test_everything_is_computed_once_and_after_what_it_needs(
+    p: int, groups: int, chunks: int, send_s: float, blocks: bool
+) -> None:
+    m, chunks = groups * p, chunks if p > 1 else 1
+    count = p * chunks
+    stages = Stages(np.full(count, 1.0), np.full(count, 2.0), send_s, blocks)
+    found = scheduled(stages, p, m, chunks)
+    assert {op for ops in found.ops for op in ops} == {
+        Op(stage, micro, backward) for stage in range(count) for micro in range(m) for backward in (False, True)
+    }
+    (forward, backward), (forward_end, backward_end) = found.begin_s, found.end_s
+    assert np.all(forward[1:] >= forward_end[:-1] + send_s - 1e-9)
+    assert np.all(backward[:-1] >= backward_end[1:] + send_s - 1e-9)
+    assert np.all(backward[-1] >= forward_end[-1] - 1e-9)
+    for rank in range(p):
+        begin_s, end_s = found.begin_s[:, rank::p].ravel(), found.end_s[:, rank::p].ravel()
+        turn = np.argsort(begin_s)
+        assert np.all(begin_s[turn][1:] >= end_s[turn][:-1] - 1e-9)
+
+
+@given(ranks, st.integers(1, 12), st.floats(0, 0.3), st.floats(0, 0.3))
+def test_slower_messages_never_help(p: int, m: int, send_s: float, more_s: float) -> None:
+    slow, fast = (scheduled(even(p, 1.0, 2.0, each), p, m).seconds for each in (send_s + more_s, send_s))
+    assert slow >= fast - 1e-9
+
+
+def test_a_first_forward_waits_for_its_parameters() -> None:
+    stages = even(2, 1.0, 2.0)
+    gathered = Stages(stages.forward_s, stages.backward_s, gathered_s=np.array([1.5, 1.5]))
+    assert scheduled(gathered, 2, 4).seconds == pytest.approx(scheduled(stages, 2, 4).seconds + 0.5)
+
+
+def test_interleaving_needs_whole_groups() -> None:
+    with pytest.raises(ValueError, match="must be a multiple of 4 ranks, got 6"):
+        order(4, 6, 2)
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(1, 1, 4), (4, 1, 6), (4, 2, 8), (2, 4, 6)])
+def test_forward_passes_alone_are_filled_once(ranks: int, chunks: int, micro_batches: int) -> None:
+    """By a stage less than there are ranks: interleaved, a stage is so much shorter."""
+    stages = np.ones(ranks * chunks)
+    found = run(forward_only(order(ranks, micro_batches, chunks)), Stages(stages, stages), micro_batches)
+    assert found.seconds == micro_batches * chunks + ranks - 1
+    assert found.end_s[1].max() == 0

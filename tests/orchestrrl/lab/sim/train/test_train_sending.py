@@ -1,0 +1,146 @@
+"""When a rank sends: messages of passes, gradients, and which circuits these take. Each rule by itself."""
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.net.timing import seconds
+from orchestrrl.lab.sim.train.circuits import Course, Gradients, last_sent_s, shortest
+from orchestrrl.lab.sim.train.constants import MEGATRON
+from orchestrrl.lab.sim.train.gradients import reduced
+from orchestrrl.lab.sim.train.iteration import forward_s
+from orchestrrl.lab.sim.train.model import Boundary, TrainJob, TrainLayout, Window
+from orchestrrl.lab.sim.train.networks import gradients, on_fabric
+from orchestrrl.lab.sim.train.pipeline import Op, run
+from orchestrrl.lab.sim.train.stages import Loaded
+from orchestrrl.lab.sim.train.timeline import boundaries, windows
+from orchestrrl.lab.sim.train.traffic import traffic
+from tests.orchestrrl.lab.sim.train.train_builders import MOE, job, star, static
+
+FOUR = Servers(4)
+
+
+def given(of: TrainJob, **changes: object) -> Loaded:
+    constants = replace(MEGATRON, **changes)  # type: ignore[arg-type]
+    return on_fabric(of, static(FOUR), traffic(of, FOUR, constants), constants).given
+
+
+def experts(**changes: object) -> Loaded:
+    """One pass is forward and backward; its all-to-all goes between servers."""
+    return given(job(TrainLayout(tp=8, dp=4, ep=16), model=MOE, sequences=4), **changes)
+
+
+def pipelined() -> Loaded:
+    return given(job(TrainLayout(tp=8, dp=2, pp=2), sequences=8))
+
+
+def test_gradients_begin_with_the_first_bucket() -> None:
+    of = experts(bucket_parameters=1e6)
+    assert of.buckets > 4
+    (op,) = (op for op in of.schedule().ops[0] if op.backward)
+    begin_s, end_s = (each[1, op.stage, op.micro] for each in (of.schedule().begin_s, of.schedule().end_s))
+    found = reduced(of, of.schedule(), 1.0)
+    assert found.begin_s == pytest.approx([begin_s + (end_s - begin_s) / of.buckets])
+
+
+def test_gradients_wait_while_the_pass_sends_for_itself() -> None:
+    of = experts(bucket_parameters=1e6)
+    (op,) = (op for op in of.schedule().ops[0] if op.backward)
+    passes_s = of.op_s(op) * (1 - 1 / of.buckets)  # in which there are gradients to send
+    share = of.sends_share(op)
+    assert 0.1 < share < 0.9
+    busy, free = (reduced(each, of.schedule(), 1.0).seconds for each in (of, replace(of, crossing=frozenset({"dp"}))))
+    assert busy - free == pytest.approx(share * passes_s)
+
+
+def test_nothing_is_sent_after_what_is_taken_for_last() -> None:
+    for of in (experts(), pipelined()):
+        kept = Gradients(1e-3, 1e-3)
+        taken = shortest(of, kept, None, 0.0, 0.0)
+        sent = [each for rank in range(of.job.layout.pp) for each in boundaries(of, taken, rank, {})]
+        last_s = max(each.end_s for each in sent if each.group != "dp")
+        assert last_sent_s(of, taken.schedule) == pytest.approx(last_s)
+
+
+@pytest.mark.parametrize("reconfigures_s", [0.01, 1.0])
+def test_circuits_for_gradients_are_there_once_they_have_changed(reconfigures_s: float) -> None:
+    of, kept, changed = pipelined(), Gradients(100.0, 1e-3), Gradients(0.1, 50.0)
+    taken = shortest(of, kept, changed, 0.0, reconfigures_s)
+    assert taken.course is Course.REDUCE
+    ready_s = last_sent_s(of, taken.schedule) + reconfigures_s
+    assert min(taken.reduced.begin_s) >= ready_s
+    assert min(taken.reduced.end_s) >= ready_s
+
+
+def test_circuits_go_back_while_the_optimizer_steps() -> None:
+    of, kept, changed = pipelined(), Gradients(100.0, 1e-3), Gradients(0.1, 50.0)
+    none, half, twice = (shortest(of, kept, changed, each, 1.0) for each in (0.0, 0.5, 2.0))
+    assert none.seconds == half.seconds == none.shift_s + none.reduced.seconds + 1.0
+    assert twice.seconds == pytest.approx(none.seconds + 1.0)
+
+
+def test_messages_block_where_stages_are_not_interleaved() -> None:
+    layout = TrainLayout(tp=8, dp=2, pp=2)
+    assert [given(job(replace(layout, vpp=each))).stages.blocks for each in (1, 2)] == [True, False]
+
+
+def test_gradients_of_experts_come_behind_the_others() -> None:
+    of = job(TrainLayout(tp=8, dp=4, ep=16), model=MOE)
+    layout = replace(of.layout, ep=8)  # so that experts are on two servers each
+    found = traffic(replace(of, layout=layout), FOUR, MEGATRON)
+    kinds = ("dp_reduce", "dp_gather", "expert_reduce", "expert_gather")
+    each_s = {kind: float(seconds(star(FOUR), [found[kind].transfer])[0]) for kind in kinds}
+    expected = Gradients(each_s["dp_reduce"] + each_s["expert_reduce"], each_s["dp_gather"] + each_s["expert_gather"])
+    assert gradients(star(FOUR), found) == expected
+
+
+def test_a_message_is_the_same_for_who_sends_and_who_receives() -> None:
+    of = pipelined()
+    taken = shortest(of, Gradients(1e-3, 1e-3), None, 0.0, 0.0)
+    one, other = (
+        [(each.begin_s, each.end_s) for each in boundaries(of, taken, rank, {}) if each.group == "pp"]
+        for rank in (0, 1)
+    )
+    assert sorted(one) == sorted(other)
+    assert len(one) == 2 * of.job.micro_batches
+    assert [end_s - begin_s for begin_s, end_s in one] == pytest.approx([of.stages.send_s] * len(one))
+
+
+def test_layers_of_a_backward_pass_come_after_the_head_and_end_with_it() -> None:
+    of = experts()
+    taken = shortest(of, Gradients(0.0, 0.0), None, 0.0, 0.0)
+    (op,) = (op for op in taken.schedule.ops[0] if op.backward)
+    end_s = taken.schedule.end_s[1, op.stage, op.micro]
+    sent = [each for each in boundaries(of, taken, 0, {}) if each.group == "ep"]
+    segments = of.passes.backward.segments
+    last = max(place for place, each in enumerate(segments) if each.group == "ep")
+    after_s = sum(each.seconds for each in segments[last + 1 :])
+    assert max(each.end_s for each in sent) == pytest.approx(end_s - after_s)
+    assert len(sent) == 2 * 2 * of.job.model.layers
+
+
+@pytest.mark.parametrize(("tp", "pp", "sequences"), [(8, 2, 8), (8, 4, 3), (4, 8, 12)])
+def test_forward_passes_alone_are_a_pipeline_without_a_way_back(tp: int, pp: int, sequences: int) -> None:
+    of = given(job(TrainLayout(tp=tp, pp=pp), sequences=sequences))
+    ops = tuple(tuple(Op(rank, micro, False) for micro in range(sequences)) for rank in range(pp))
+    assert of.stages.send_s > 0
+    assert forward_s(of.job, static(FOUR)) == pytest.approx(run(ops, of.stages, sequences).end_s[0].max())
+
+
+def test_forward_passes_of_interleaved_stages_wait_less_for_the_first() -> None:
+    plain, interleaved = (job(TrainLayout(tp=8, pp=4, vpp=each), sequences=4, tokens=65536) for each in (1, 2))
+    assert forward_s(interleaved, static(FOUR)) < 0.9 * forward_s(plain, static(FOUR))
+
+
+def test_windows_lie_behind_whatever_ends_last() -> None:
+    """Of two collectives that overlap the longer one, though it began first."""
+    found = (
+        Boundary("dp", 0.0, 4.0, 1.0),
+        Boundary("ep", 1.0, 2.0, 1.0),
+        Boundary("pp", 3.0, 4.0, 1.0),
+        Boundary("ep", 6.0, 7.0, 1.0),
+        Boundary("pp", 7.0, 8.0, 1.0),
+    )
+    assert windows(found) == (Window(4.0, 6.0, "dp", "ep"),)
+    assert windows(found[:1]) == ()

@@ -1,0 +1,99 @@
+"""Simulated engines hand KV over to each other: what is loaded, what is not, and what the answer is then."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrrl.engines.base import Endpoint, GenerationRequest
+from orchestrrl.engines.handover import loading, saving
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
+from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
+
+# Prefill takes a second for 100 tokens, KV comes at 10,000 tokens a second after a hundredth of one.
+SHAPE: dict[str, Any] = {
+    "prefill_tokens_per_s": 100.0,
+    "kv_bytes_per_token": 1e6,
+    "kv_gbps": 80.0,
+    "kv_latency_s": 0.01,
+    "speed": 20.0,
+    "tick_s": 0.005,
+}
+PROMPT = list(range(1000, 1400))
+TOKENS = 60
+
+
+@dataclass
+class Pair:
+    engines: list[SimulatedEngine]
+    directory: Path
+
+    async def ask(
+        self, engine: int, prompt: list[int], max_tokens: int, params: Mapping[str, Any], stop_at: int | None = None
+    ) -> list[int]:
+        """The answer's tokens, cut at `stop_at` or a few more."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **params}
+        ids: list[int] = []
+        name = f"r{engine}-{len(prompt)}-{max_tokens}"
+        async for chunk in self.engines[engine].generate(GenerationRequest(name, Endpoint.COMPLETIONS, body)):
+            ids += chunk.token_ids
+            if stop_at is not None and len(ids) >= stop_at:
+                stop_at = None
+                await self.engines[engine].abort([name])
+        return ids
+
+    async def loaded(self, engine: int) -> int:
+        total = (await self.engines[engine].metrics()).loaded_tokens_total
+        assert total is not None
+        return total
+
+    async def prefilled(self, engine: int) -> int:
+        return (await self.engines[engine].metrics()).prompt_tokens_total
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    options = SimulatedOptions(kv_directory=tmp_path, **SHAPE)
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(SimulatedServer(options)) for _ in range(2)]
+        engines = [SimulatedEngine(server.url) for server in servers]
+        yield Pair(engines, tmp_path)
+        for engine in engines:
+            await engine.close()
+
+
+async def test_a_request_goes_on_with_its_kv(pair: Pair) -> None:
+    undisturbed = await pair.ask(0, PROMPT, TOKENS, {})
+    part = await pair.ask(0, PROMPT, 10 * TOKENS, saving("v1", "a"), stop_at=20)
+    assert 20 <= len(part) < 10 * TOKENS
+    context = [*PROMPT, *part[:20]]  # the engine may have gone on while it was told to stop
+    rest = await pair.ask(1, context, TOKENS - 20, loading("v1", "a"))
+    assert part[:20] + rest == undisturbed
+    assert await pair.loaded(1) == len(context) - 1
+    assert await pair.prefilled(1) == 1
+    assert list(pair.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("spoilt", ["weights", "tokens", "missing"])
+async def test_what_does_not_fit_is_computed_again(pair: Pair, spoilt: str) -> None:
+    prompt = [PROMPT[0] + 1, *PROMPT[1:]] if spoilt == "tokens" else PROMPT
+    part = await pair.ask(0, PROMPT, 10 * TOKENS, saving("v1", "a"), stop_at=20)
+    undisturbed = await pair.ask(0, [*prompt, *part[:20]], TOKENS, {})
+    entry = "b" if spoilt == "missing" else "a"
+    params = loading("v2" if spoilt == "weights" else "v1", entry, wait_s=0.05)
+    assert await pair.ask(1, [*prompt, *part[:20]], TOKENS, params) == undisturbed
+    assert await pair.loaded(1) == 0
+    assert await pair.prefilled(1) == len(PROMPT) + 20
+
+
+async def test_a_request_that_ended_by_itself_leaves_nothing(pair: Pair) -> None:
+    await pair.ask(0, PROMPT, TOKENS, saving("v1", "a"))
+    assert list(pair.directory.iterdir()) == []
+
+
+async def test_a_wish_that_cannot_be_read_is_no_obstacle(pair: Pair) -> None:
+    params = {"kv_transfer_params": {"handover": {"save": 3}}}
+    assert len(await pair.ask(0, PROMPT, TOKENS, params)) == TOKENS

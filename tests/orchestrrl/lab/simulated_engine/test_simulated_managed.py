@@ -1,0 +1,171 @@
+"""The simulated engine under the contract of one that is started for us, and what its faults look like from outside."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.engines.base import Endpoint, GenerationRequest, PauseMode
+from orchestrrl.engines.managed import EngineLayout
+from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, ManagedConformance, mean_nats
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
+from orchestrrl.lab.simulated_engine.options import Faults
+from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
+
+OPTIONS = SimulatedOptions(
+    max_num_seqs=4,
+    kv_capacity_tokens=16640,
+    block_tokens=128,
+    max_model_len_tokens=16384,
+    speed=1000,
+    tick_s=0.002,
+)
+WIDE = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 2, "enable_expert_parallel": True}
+
+
+def folder_of(directory: Path, seed: int) -> Path:
+    folder = directory / f"seed-{seed}"
+    folder.mkdir(exist_ok=True)
+    (folder / "simulated.json").write_text(json.dumps({"seed": seed}))
+    return folder
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> tuple[Path, Path]:
+    return folder_of(tmp_path, 0), folder_of(tmp_path, 1)
+
+
+class TestPlain(ManagedConformance):
+    layout = EngineLayout(tp=1, pp=1, dp=1, ep=False)
+
+    @pytest.fixture
+    async def engine(self) -> AsyncIterator[SimulatedEngine]:
+        async with SimulatedServer(OPTIONS) as server:
+            engine = SimulatedEngine(server.url)
+            yield engine
+            await engine.close()
+
+
+class TestOfManyTalents(ManagedConformance):
+    layout = EngineLayout(tp=2, pp=3, dp=2, ep=True)
+
+    @pytest.fixture
+    async def engine(self) -> AsyncIterator[SimulatedEngine]:
+        offers = {"enable_sleep_mode": True, "enable_elastic_ep": True, "load_s": 2, "sleep_s": 3, "scale_s": 5}
+        async with SimulatedServer(OPTIONS.model_copy(update={**WIDE, **offers})) as server:
+            engine = SimulatedEngine(server.url)
+            yield engine
+            await engine.close()
+
+
+async def engines(*options: SimulatedOptions) -> AsyncIterator[SimulatedEngine]:
+    for each in options:
+        async with SimulatedServer(each) as server:
+            engine = SimulatedEngine(server.url, timeout_s=5.0)
+            yield engine
+            await engine.close()
+
+
+def faulty(**faults: object) -> SimulatedOptions:
+    return OPTIONS.model_copy(update={"faults": Faults.model_validate(faults)})
+
+
+async def test_replicas_agree_whatever_their_layout_and_an_engine_that_answers_wrongly_does_not() -> None:
+    wide = OPTIONS.model_copy(update=WIDE)
+    found = []
+    excerpt = None
+    async for engine in engines(OPTIONS, wide, faulty(wrong_answers=True)):
+        excerpt = excerpt or await engine.excerpt(PROMPT, TOKENS)
+        found.append(mean_nats(excerpt, await engine.score(excerpt)))
+    same, also_same, wrong = found
+    assert same == also_same == 0
+    assert wrong > 1
+
+
+async def test_weights_to_begin_with_are_those_of_a_folder(weights: tuple[Path, Path]) -> None:
+    by_folder = OPTIONS.model_copy(update={"weights": weights[1]})
+    excerpts = [
+        await engine.excerpt(PROMPT, TOKENS)
+        async for engine in engines(OPTIONS.model_copy(update={"seed": 1}), by_folder, OPTIONS)
+    ]
+    assert excerpts[0] == excerpts[1] != excerpts[2]
+    with pytest.raises(Permanent, match="cannot be read"):
+        SimulatedServer(OPTIONS.model_copy(update={"weights": weights[0].parent}))
+
+
+async def test_weights_that_cannot_be_read_leave_a_paused_engine_with_neither(tmp_path: Path) -> None:
+    (tmp_path / "simulated.json").write_text('{"seed": "seven"}')
+    async for engine in engines(OPTIONS.model_copy(update={"weight_transfer": False})):
+        excerpt = await engine.excerpt(PROMPT, TOKENS)
+        with pytest.raises(OutcomeUnknown, match="may have half of it"):
+            await engine.load_weights(str(tmp_path), 3)
+        assert await engine.is_paused()
+        assert await engine.weight_version() is None
+        await engine.resume()
+        assert mean_nats(excerpt, await engine.score(excerpt)) > 1
+
+
+async def test_a_request_that_is_frozen_while_weights_come_goes_on_under_the_new_ones(
+    weights: tuple[Path, Path],
+) -> None:
+    async for engine in engines(OPTIONS.model_copy(update={"speed": 40, "tick_s": 0.005})):
+        body = {"model": "simulated", "prompt": list(PROMPT), "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+        got: list[int] = []
+
+        async def read(engine: SimulatedEngine = engine, body: dict[str, object] = body, got: list[int] = got) -> None:
+            async for chunk in engine.generate(GenerationRequest("r", Endpoint.COMPLETIONS, body)):
+                got.extend(chunk.token_ids)
+
+        reading = asyncio.create_task(read())
+        while len(got) < 20:
+            await asyncio.sleep(0.005)
+        await engine.pause(PauseMode.KEEP)
+        await engine.load_weights(str(weights[1]), 1)
+        before = await asyncio.sleep(0.05, len(got))
+        await engine.resume()
+        await reading
+        assert len(got) == 400
+        rest = await engine.excerpt([*PROMPT, *got[:before]], 400 - before)
+        assert list(rest.token_ids) == got[before:]
+
+
+async def test_sleep_is_refused_while_there_are_requests() -> None:
+    async for engine in engines(OPTIONS.model_copy(update={"speed": 1, "enable_sleep_mode": True})):
+        body = {"model": "simulated", "prompt": [65], "max_tokens": 5000, "ignore_eos": True}
+        stream = engine.generate(GenerationRequest("r", Endpoint.COMPLETIONS, body))
+        await anext(stream)
+        with pytest.raises(Permanent, match="has 1 requests"):
+            await engine.sleep()
+        assert not await engine.asleep()
+        await engine.abort(["r"])
+
+
+async def test_an_engine_that_hangs_is_one_that_does_not_answer_in_time() -> None:
+    async with SimulatedServer(faulty(hang=True)) as server:
+        engine = SimulatedEngine(server.url, timeout_s=0.2)
+        assert not await engine.healthy()
+        with pytest.raises(Retryable):
+            await engine.layout()
+        with pytest.raises(Retryable):
+            await engine.excerpt(PROMPT, TOKENS)
+        await engine.close()
+
+
+async def test_an_engine_can_be_wrong_about_itself() -> None:
+    async for engine in engines(faulty(misreport={"tp": 4, "ep": 1})):
+        assert await engine.layout() == EngineLayout(tp=4, pp=1, dp=1, ep=True)
+
+
+async def test_an_engine_that_fails_to_start_says_why() -> None:
+    with pytest.raises(Permanent, match="--fail-start"):
+        async with SimulatedServer(faulty(fail_start=True)):
+            raise AssertionError("it has started")
+
+
+async def test_seats_and_capacity_are_of_all_replicas() -> None:
+    async for engine in engines(OPTIONS.model_copy(update={"data_parallel_size": 3})):
+        assert (await engine.capabilities()).max_sequences == 12
+        assert (await engine.metrics()).kv_capacity_tokens == 3 * 16640

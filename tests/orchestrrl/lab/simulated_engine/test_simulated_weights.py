@@ -1,0 +1,119 @@
+"""The simulated engine takes versions of the weights from folders, by both of vLLM's ways, and its faults at it."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from orchestrrl.core.errors import OutcomeUnknown, Permanent
+from orchestrrl.engines.base import Loaded
+from orchestrrl.engines.weights_conformance import PROMPT, TOKENS, WeightsConformance, broken_of, write_version
+from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE, folder_sum
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
+from orchestrrl.lab.simulated_engine.options import Faults
+from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
+
+OPTIONS = SimulatedOptions(
+    max_num_seqs=4, kv_capacity_tokens=16640, block_tokens=128, max_model_len_tokens=16384, speed=300, tick_s=0.002
+)
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> tuple[Path, ...]:
+    return tuple(write_version(tmp_path / f"v{seed}", seed) for seed in range(3))
+
+
+@pytest.fixture
+def broken(versions: tuple[Path, ...], tmp_path: Path) -> dict[str, Path]:
+    return broken_of(versions[1], tmp_path)
+
+
+async def serving(options: SimulatedOptions, weights: Path | None = None) -> AsyncIterator[SimulatedEngine]:
+    async with SimulatedServer(options.model_copy(update={"weights": weights})) as server:
+        engine = SimulatedEngine(server.url)
+        yield engine
+        await engine.close()
+
+
+class TestThroughTheBackend(WeightsConformance):
+    @pytest.fixture
+    async def engine(self, versions: tuple[Path, ...]) -> AsyncIterator[SimulatedEngine]:
+        async for engine in serving(OPTIONS.model_copy(update={"tensor_parallel_size": 2}), versions[0]):
+            yield engine
+
+
+class TestByReloadWeights(WeightsConformance):
+    @pytest.fixture
+    async def engine(self, versions: tuple[Path, ...]) -> AsyncIterator[SimulatedEngine]:
+        async for engine in serving(OPTIONS.model_copy(update={"weight_transfer": False}), versions[0]):
+            yield engine
+
+
+def faulty(**faults: object) -> SimulatedOptions:
+    return OPTIONS.model_copy(update={"faults": Faults.model_validate(faults)})
+
+
+@pytest.mark.parametrize("through_backend", [True, False])
+async def test_a_torn_load_leaves_it_paused_with_neither_version_until_one_succeeds(
+    through_backend: bool, versions: tuple[Path, ...]
+) -> None:
+    options = faulty(tear_loads=[2]).model_copy(update={"weight_transfer": through_backend})
+    async for engine in serving(options, versions[0]):
+        weights = engine.weights
+        first = await weights.load_weights(versions[0], 1)
+        tokens = await weights.continue_greedily(PROMPT, TOKENS)
+        with pytest.raises(OutcomeUnknown):
+            await weights.load_weights(versions[1], 2)
+        assert await engine.is_paused()
+        assert await weights.loaded() is None
+        torn = await weights.continue_greedily(PROMPT, TOKENS)
+        assert await weights.load_weights(versions[0], 1) == first
+        assert await engine.is_paused()
+        assert await weights.continue_greedily(PROMPT, TOKENS) == tokens != torn
+
+
+async def test_a_load_that_is_refused_leaves_the_weights_from_before(versions: tuple[Path, ...]) -> None:
+    async for engine in serving(faulty(refuse_loads=[2]), versions[0]):
+        first = await engine.weights.load_weights(versions[0], 1)
+        with pytest.raises(Permanent, match="told to refuse"):
+            await engine.weights.load_weights(versions[1], 2)
+        assert await engine.weights.loaded() == first
+        assert not await engine.is_paused()
+
+
+async def test_one_that_was_started_anew_has_its_first_weights_and_knows_no_version(
+    versions: tuple[Path, ...],
+) -> None:
+    told = []
+    for _ in range(2):
+        async for engine in serving(OPTIONS, versions[0]):
+            assert await engine.weights.loaded() is None
+            told.append(await engine.weights.continue_greedily(PROMPT, TOKENS))
+            await engine.weights.load_weights(versions[2], 7)
+    assert told[0] == told[1]
+
+
+async def test_the_sum_is_of_what_the_files_hold_and_tokens_depend_on_every_byte(
+    versions: tuple[Path, ...], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    raw = bytearray((versions[0] / MODEL_FILE).read_bytes())
+    raw[-1] ^= 1
+    (other / MODEL_FILE).write_bytes(raw)
+    async for engine in serving(OPTIONS):
+        tokens = []
+        for version, folder in enumerate((versions[0], other)):
+            told = await engine.weights.load_weights(folder, version)
+            assert told == Loaded(version, folder_sum(folder), is_read_back=True)
+            tokens.append(await engine.weights.continue_greedily(PROMPT, TOKENS))
+        assert tokens[0] != tokens[1]
+
+
+async def test_loading_takes_its_time_for_each_gb(versions: tuple[Path, ...]) -> None:
+    slow = OPTIONS.model_copy(update={"load_s_per_gb": 0.05 / (76 * 4e-9), "speed": 1.0})  # 76 floats: 50 ms
+    async for engine in serving(slow):
+        before_s = time.monotonic()
+        await engine.weights.load_weights(versions[0], 1)
+        assert time.monotonic() - before_s > 0.04

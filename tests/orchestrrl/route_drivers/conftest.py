@@ -1,5 +1,0 @@
-"""The suite's assertions are shown as those of tests are."""
-
-import pytest
-
-pytest.register_assert_rewrite("orchestrrl.route_drivers.conformance")

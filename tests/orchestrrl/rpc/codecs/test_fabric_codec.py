@@ -1,0 +1,20 @@
+"""What the daemon tells of traced hosts."""
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.fabric.windows import Host, TraceHub
+from orchestrrl.rpc.codecs.fabric import hosts_to_pb
+from planner.fabric.clocks import Exchange
+from planner.model import Hold
+
+
+def test_a_host_is_not_blamed_for_jobs_that_it_has_not() -> None:
+    """An announcement for a job that nobody records asks every host, each of which says that it has none of it."""
+    host = Host("node7", jobs={"tiny": frozenset({0, 1})})
+    host.clock.add(Exchange(0.0, 0.001, 0.002, 0.003))
+    host.said[""] = (0.0, 0, Hold("unlearnt", "no rank of job '' is traced here"))
+    hub = TraceHub(VirtualClock())
+    hub.hosts["node7"] = host
+    assert [each.detail for each in hosts_to_pb(hub, 0.0)] == [""]
+
+    host.said["tiny"] = (0.0, 0, Hold("traffic", "rank 0 has a collective in flight"))
+    assert [each.detail for each in hosts_to_pb(hub, 0.0)] == ["tiny: rank 0 has a collective in flight"]

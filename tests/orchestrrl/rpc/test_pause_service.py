@@ -1,0 +1,241 @@
+"""The gate as trainers ask for it, over gRPC, with a gateway at the other end of a stream."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from builders import GATEWAY, engine_report, gateway_hello, gateway_report, request, sample
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.schema import Listen, parse_config
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.operations import CancelRequests, CloseGate, ItemResult, OpenGate, OperationResult, OperationStatus
+from orchestrrl.core.reports import GatePhase, GateReport
+from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.rpc.codecs import node as node_codec
+from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2_grpc
+from orchestrrl.rpc.pb import control_pb2 as pb
+from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.switches_service import SwitchesService
+
+DEADLINE_S = 120.0
+
+
+@dataclass
+class House:
+    plane: ControlPlane
+    channel: grpc.aio.Channel
+    orders: list[Any] = field(default_factory=list)
+    answering: bool = True
+
+    @property
+    def control(self) -> "control_pb2_grpc.ControlAsyncStub":
+        return control_pb2_grpc.ControlStub(self.channel)
+
+    async def gateway(self) -> None:
+        """Does what it is told, at once."""
+        call = agent_pb2_grpc.NodeStub(self.channel).Attach()
+        await call.write(agent_pb2.NodeMessage(hello=node_codec.hello_to_pb(gateway_hello("e0", "e1"))))
+        async for message in call:
+            action = node_codec.operation_from_pb(message).action
+            match action:
+                case CloseGate() | OpenGate():
+                    items = (ItemResult("e0", True), ItemResult("e1", True, "its requests were taken back"))
+                case CancelRequests():
+                    items = (ItemResult("r1", True),)
+                case _:
+                    continue
+            self.orders.append(action)
+            result = OperationResult(message.operation_id, GATEWAY, OperationStatus.DONE, items=items)  # type: ignore[arg-type]
+            if self.answering:
+                await call.write(agent_pb2.NodeMessage(result=node_codec.result_to_pb(result)))
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    clock = WallClock()
+    with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
+        plane = ControlPlane(parse_config("mode: act"), journal, clock)
+        server = await Server.start(plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            made = House(plane, channel)
+            gateway = asyncio.create_task(made.gateway())
+            async with asyncio.timeout(DEADLINE_S):
+                while not plane.nodes.gateways():
+                    await asyncio.sleep(0.01)
+            plane.engine_reported(engine_report("e0", 1, sample()), 0)
+            report = GateReport(GatePhase.CLOSING, "g", 5.0, running=3, frozen=2, held=1)
+            plane.gateway_reported(gateway_report(request("r1"), gate=report), 0)
+            yield made
+            gateway.cancel()
+            await asyncio.wait({gateway})
+        await server.stop(0.1)
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+async def test_pause_renew_resume(house: House) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        order = pb.PauseGateRequest(mode=agent_pb2.GATE_MODE_ABORT, holder="trainer", lease_s=30.0)
+        gate = await house.control.PauseGate(order)
+        assert (gate.phase, gate.holder, gate.mode) == ("quiet", "trainer", agent_pb2.GATE_MODE_ABORT)
+        assert gate.frozen == agent_pb2.FROZEN_REQUESTS_RECOMPUTE
+        assert 0 < gate.lease_until_unix_s - house.plane.clock.now_s() <= 30.0
+        assert not gate.HasField("policy_version")
+        assert [(e.engine_id, e.done, e.detail) for e in gate.engines] == [
+            ("e0", True, ""),
+            ("e1", True, "its requests were taken back"),
+        ]
+        (gateway,) = gate.gateways
+        assert (gateway.node_id, gateway.report.running, gateway.report.frozen, gateway.report.held) == ("gw", 3, 2, 1)
+        code, words = await refused(house.control.PauseGate(pb.PauseGateRequest()))
+        assert (code, "held by another: lease" in words) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+        renewed = await house.control.RenewGate(pb.RenewGateRequest(lease_id=gate.lease_id, lease_s=90.0))
+        assert renewed.lease_until_unix_s > gate.lease_until_unix_s + 50.0
+        moved = house.control.MoveRequest(pb.MoveRequestRequest(request_id="r1", to_engine_id="e1"))
+        assert (await refused(moved))[0] is grpc.StatusCode.FAILED_PRECONDITION
+        resume = pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=0, without_engine_ids=["e1"])
+        opened = await house.control.ResumeGate(resume)
+        assert (opened.phase, opened.lease_id, opened.policy_version) == ("open", "", 0)
+        assert [(e.engine_id, e.done, e.HasField("policy_version")) for e in opened.engines] == [
+            ("e0", True, True),
+            ("e1", False, False),
+        ]
+        told = await house.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e1"], policy_version=0))
+        assert told.policy_version == 0
+        assert [e.done for e in (await house.control.GetGate(pb.GetGateRequest())).engines] == [True, True]
+        workers = (await house.control.ListWorkers(pb.ListWorkersRequest())).workers
+        assert [worker.policy_version for worker in workers] == [0, 0]
+        assert (await house.control.GetStatus(pb.GetStatusRequest())).gate.phase == "open"
+        assert opened.weights_source == ""
+    assert [type(order) for order in house.orders] == [CloseGate, CloseGate, OpenGate]
+
+
+async def test_what_is_to_be_done_before_it_opens_is_done_while_it_is_closed(house: House) -> None:
+    phases: list[str] = []
+
+    async def prepare(until_s: float) -> str:
+        assert until_s == gate.lease_until_unix_s
+        phases.append(house.plane.gate.state.phase)
+        return "circuits committed"
+
+    house.plane.before_resume = prepare
+    async with asyncio.timeout(DEADLINE_S):
+        gate = await house.control.PauseGate(pb.PauseGateRequest(holder="trainer"))
+        await refused(house.control.ResumeGate(pb.ResumeGateRequest(lease_id="another's")))
+        assert phases == []
+        for _ in range(2):  # its answer may have got lost
+            await house.control.ResumeGate(pb.ResumeGateRequest(lease_id=gate.lease_id))
+    assert phases == ["quiet"]
+
+
+async def test_where_the_weights_are_is_remembered_with_their_version(house: House) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        gate = await house.control.PauseGate(pb.PauseGateRequest(holder="trainer"))
+        resume = pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=4, weights_source="/shared/4")
+        for _ in range(2):  # its answer may have got lost
+            assert (await house.control.ResumeGate(resume)).weights_source == "/shared/4"
+        other = pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=4, weights_source="/shared/5")
+        assert (await refused(house.control.ResumeGate(other)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+        told = pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=6, weights_source="/shared/6")
+        await house.control.SetPolicyVersion(told)
+        assert (await house.control.GetGate(pb.GetGateRequest())).weights_source == "/shared/6"
+        await house.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=7))
+        assert (await house.control.GetGate(pb.GetGateRequest())).weights_source == ""
+
+
+async def test_every_fault_of_a_wish_is_told_at_once(house: House) -> None:
+    code, words = await refused(house.control.PauseGate(pb.PauseGateRequest(lease_s=-1.0, deadline_s=1e9)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert words.splitlines() == [
+        "lease_s: must be from 0 (the usual) to 86400, got -1.0",
+        "deadline_s: must be from 0 (the usual) to 86400, got 1000000000.0",
+    ]
+    code, words = await refused(house.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e7", "e8"])))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert words.splitlines() == [f"engine_ids: is not a known engine (known: e0, e1), got '{e}'" for e in ("e7", "e8")]
+    assert (await refused(house.control.CancelRequests(pb.CancelRequestsRequest())))[0] is (
+        grpc.StatusCode.INVALID_ARGUMENT
+    )
+
+
+async def test_an_engine_that_was_removed_does_not_count_and_one_that_is_added_has_no_version(house: House) -> None:
+    async def told(version: int, *engines: str) -> int:
+        order = pb.SetPolicyVersionRequest(engine_ids=engines, policy_version=version)
+        return (await house.control.SetPolicyVersion(order)).policy_version
+
+    async with asyncio.timeout(DEADLINE_S):
+        assert await told(4, "e0", "e1") == 4
+        await house.control.RemoveEngine(pb.RemoveEngineRequest(engine_id="e1"))
+        assert await told(5, "e0") == 5
+        await house.control.AddEngine(pb.AddEngineRequest(engine_id="e1", url="http://other"))
+        gate = await house.control.GetGate(pb.GetGateRequest())
+    assert [(e.engine_id, e.HasField("policy_version"), e.done) for e in gate.engines] == [
+        ("e0", True, True),
+        ("e1", False, False),
+    ]
+
+
+async def test_leases_that_are_not_there(house: House) -> None:
+    for call in (
+        house.control.RenewGate(pb.RenewGateRequest(lease_id="old")),
+        house.control.ResumeGate(pb.ResumeGateRequest(lease_id="old")),
+        house.control.ResumeGate(pb.ResumeGateRequest()),
+    ):
+        assert (await refused(call))[0] is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_trainer_that_breaks_off_while_it_waits_leaves_the_gate_open(house: House) -> None:
+    house.answering = False
+    asked = house.control.PauseGate(pb.PauseGateRequest())
+    async with asyncio.timeout(DEADLINE_S):
+        while not house.orders:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        while not isinstance(house.orders[-1], OpenGate):
+            await asyncio.sleep(0.01)
+    assert house.plane.gate.state.phase is GatePhase.OPEN
+
+
+async def test_cancelling_names_what_was_ended(house: House) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        answer = await house.control.CancelRequests(pb.CancelRequestsRequest(request_ids=["r1", "r2"], reason="over"))
+    assert (list(answer.cancelled_ids), list(answer.silent_node_ids)) == (["r1"], [])
+    assert house.orders == [CancelRequests(("r1", "r2"), (), "over")]  # type: ignore[arg-type]
+
+
+async def test_metrics_of_the_gate(house: House) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        gate = await house.control.PauseGate(pb.PauseGateRequest())
+        closed = metrics(house.plane)
+        await house.control.ResumeGate(pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=3))
+        await house.control.CancelRequests(pb.CancelRequestsRequest(request_ids=["r1"]))
+    opened = metrics(house.plane)
+    assert [closed["orchestrrl_gate", phase] for phase in GatePhase] == [0, 0, 1]
+    assert [opened["orchestrrl_gate", phase] for phase in GatePhase] == [1, 0, 0]
+    assert ("orchestrrl_policy_version",) not in closed
+    assert opened["orchestrrl_policy_version",] == 3
+    assert opened["orchestrrl_worker_policy_version", "e0"] == 3
+    assert opened["orchestrrl_gate_held_seconds_total",] > 0
+    assert opened["orchestrrl_gate_leases_expired_total",] == 0
+    assert opened["orchestrrl_requests_cancelled_total", "cancelled"] == 1
+    assert opened["orchestrrl_requests_cancelled_total", "redundant"] == 0
+
+
+def metrics(plane: ControlPlane) -> dict[tuple[str, ...], float]:
+    registry = CollectorRegistry()
+    registry.register(PlaneCollector(plane))
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    assert all(family.documentation for family in families)
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}

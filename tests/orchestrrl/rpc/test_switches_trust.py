@@ -1,0 +1,223 @@
+"""What a network engineer must be able to rely on where drivers and daemon meet: odd devices, faults of drivers."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from ocs_drivers.driver import Limits, SwitchDriver
+from ocs_drivers.errors import Retryable
+from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.model import (
+    Capabilities,
+    Change,
+    ChangeMode,
+    Circuit,
+    CircuitState,
+    CrossConnect,
+    Diff,
+)
+from ocs_drivers.virtual import VirtualSwitch, VirtualWire
+from orchestrrl.core.clock import VirtualClock, WallClock
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.fabric.circuit_executor import LATE_TIMES, RETRY_S, CircuitExecutor, CircuitOperation, operation_to_json
+from orchestrrl.rpc.ocs_client import GrpcSwitch
+from orchestrrl.rpc.ocs_server import serve_driver
+from orchestrrl.rpc.pb import control_pb2
+from orchestrrl.rpc.switches_service import SwitchesService
+
+ONE, TWO = CrossConnect(1, 17), CrossConnect(2, 18)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with Journal(tmp_path / "journal.sqlite", 1000.0) as journal:
+        yield journal
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock(1000.0)
+
+
+async def running(clock: VirtualClock, work: Any, step_s: float = 0.005) -> Any:
+    """The result of the work, with time going on."""
+
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        await clock.advance(step_s)
+    return task.result()
+
+
+class LateWire(VirtualWire):
+    """Of a device that lists a circuit once it is in place, and knows no other state."""
+
+    def __init__(self, switch: VirtualSwitch, clock: VirtualClock, *, bulk: bool = True) -> None:
+        super().__init__(switch.glass, clock, bulk=bulk)
+        self.capabilities = Capabilities(bulk=bulk)
+
+    async def read_circuits(self) -> Sequence[Circuit]:
+        shown = await super().read_circuits()
+        return [Circuit(each.cross_connect) for each in shown if each.state is CircuitState.TUNED]
+
+
+def late(clock: VirtualClock, *, bulk: bool = True, reconfiguration_s: float = 0.2) -> tuple[SwitchDriver, LateWire]:
+    device = VirtualSwitch("late", clock=clock, reconfiguration_s=reconfiguration_s)
+    wire = LateWire(device, clock, bulk=bulk)
+    return SwitchDriver("late", wire, clock=clock, limits=Limits(command_s=1.0, link_s=0.1)), wire
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+async def test_what_was_lost_on_the_way_and_is_listed_late_counts(
+    journal: Journal, clock: VirtualClock, bulk: bool
+) -> None:
+    """The connection breaks after the command was taken, while the mirrors still move."""
+    driver, wire = late(clock, bulk=bulk)
+    wire._glass.inject(Fault(FaultKind.DROP_CONNECTION))
+    executor = CircuitExecutor({"late": driver}, journal, clock)
+    outcome = await running(clock, executor.change("late", Change((ONE, TWO)), ChangeMode.SAFE))
+    assert outcome.done, outcome
+    assert sum("connect 1:17" in setter for setter in wire.setters) == 1, wire.setters
+
+
+async def test_what_an_earlier_daemon_commanded_last_may_come_yet(journal: Journal, clock: VirtualClock) -> None:
+    """It died with the command; the device shows nothing of it before the mirrors are in place."""
+    driver, wire = late(clock, reconfiguration_s=120.0)
+    diff = await running(clock, driver.plan(Change((ONE,))))
+    operation = CircuitOperation("circuits-0-1", "late", diff, clock.now_s() + 60.0)
+    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
+    wire._glass.add([ONE])
+    executor = CircuitExecutor({"late": driver}, journal, clock)
+    executor.recover()
+    await running(clock, executor.settle(), 1.0)
+    for _ in range(300):
+        await clock.advance(1.0)
+    await running(clock, executor.settle(), 1.0)
+    reading = await running(clock, driver.cross_connects())
+    results = [(entry.body["done"], entry.body["detail"]) for entry in journal.tail(9, (Kind.CIRCUITS_RESULT,))]
+    # Carried out, or undone; not: "was not begun", and then it is there.
+    assert (reading.cross_connects == {ONE}) is results[-1][0], results
+
+
+def interrupted(driver: SwitchDriver, journal: Journal, clock: VirtualClock) -> CircuitExecutor:
+    """A daemon after one that died with a change of its switch."""
+    diff = Diff(ChangeMode.SAFE, 0, frozenset(), (), (ONE,))
+    operation = CircuitOperation("circuits-0-1", driver.device, diff, clock.now_s() + 600.0)
+    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
+    executor = CircuitExecutor({driver.device: driver}, journal, clock)
+    executor.recover()
+    return executor
+
+
+@pytest.mark.parametrize("commanded", [True, False])
+@pytest.mark.parametrize("reconfiguration_s", [0.4, 2.0])
+async def test_what_may_come_soon_is_waited_for_and_looked_for_again(
+    journal: Journal, clock: VirtualClock, reconfiguration_s: float, commanded: bool
+) -> None:
+    driver, wire = late(clock, reconfiguration_s=reconfiguration_s)
+    executor = interrupted(driver, journal, clock)
+    wire._glass.add([ONE] if commanded else [])
+    await running(clock, executor.settle())
+    assert clock.now_s() - 1000.0 == pytest.approx(LATE_TIMES * reconfiguration_s, abs=0.05)
+    (result,) = journal.tail(9, (Kind.CIRCUITS_RESULT,))
+    assert result.body["done"] is commanded
+    assert result.body["detail"].startswith("found carried out" if commanded else "was not begun")
+
+
+async def test_what_may_come_late_keeps_the_change_open_for_so_long(journal: Journal, clock: VirtualClock) -> None:
+    driver, _ = late(clock, reconfiguration_s=120.0)
+    executor = interrupted(driver, journal, clock)
+    for left_s in (240.0, 140.0, 40.0):
+        words = f"nothing of circuits-0-1 is there, and for {left_s:.0f} s some of it may come yet"
+        with pytest.raises(Retryable, match=words) as caught:
+            await executor.change("late", Change((TWO,)), ChangeMode.SAFE)
+        assert caught.value.after_s == left_s
+        await clock.advance(100.0 if left_s > 40.0 else left_s - RETRY_S)
+    settling = asyncio.ensure_future(executor.settle())
+    await clock.advance(RETRY_S - 0.1)
+    assert executor.open
+    await clock.advance(0.1)
+    await settling
+    assert executor.open == ()
+
+
+async def test_a_device_that_tells_tuning_from_tuned_is_believed_at_once(journal: Journal, clock: VirtualClock) -> None:
+    switch = VirtualSwitch("s", clock=clock, reconfiguration_s=2.0)
+    executor = interrupted(switch, journal, clock)
+    reads, read = [], switch.wire.read_circuits
+
+    async def counted() -> Sequence[Circuit]:
+        reads.append(clock.now_s())
+        return await read()
+
+    switch.wire.read_circuits = counted  # type: ignore[method-assign]
+    await running(clock, executor.settle())
+    assert executor.open == ()
+    assert len(reads) == 1
+    assert clock.now_s() < 1000.1
+
+
+async def test_a_circuit_that_has_failed_is_not_so_already(journal: Journal, clock: VirtualClock) -> None:
+    switch = VirtualSwitch("s", clock=clock, link_timeout_s=0.1)
+    executor = CircuitExecutor({"s": switch}, journal, clock)
+    assert (await running(clock, executor.change("s", Change((ONE,)), ChangeMode.SAFE))).done
+    switch.glass.inject(Fault(FaultKind.FAIL_PORT, 17))
+    outcome = await running(clock, executor.change("s", Change((ONE,)), ChangeMode.SAFE))
+    assert not outcome.done
+    assert "1:17" in outcome.detail
+    assert "failed" in outcome.detail
+
+
+class Broken(VirtualSwitch):
+    """Of a driver with a defect."""
+
+    async def facts(self) -> NoReturn:
+        raise KeyError("serial-no")
+
+    async def close(self) -> None:
+        raise RuntimeError("loop is closed")
+
+
+async def test_a_defect_of_one_driver_is_shown_with_its_switch(journal: Journal, clock: VirtualClock) -> None:
+    closed = []
+
+    class Sound(VirtualSwitch):
+        async def close(self) -> None:
+            closed.append(self.device)
+
+    switches = {"broken": Broken("broken", clock=clock), "sound": Sound("sound", clock=clock)}
+    service = SwitchesService(switches, journal, clock)
+    answer = await running(clock, service.ListSwitches(control_pb2.ListSwitchesRequest(), _context()))
+    assert [(each.switch_id, each.reachable) for each in answer.switches] == [("broken", False), ("sound", True)]
+    assert "KeyError" in answer.switches[0].detail
+    await running(clock, service.close())
+    assert closed == ["sound"]
+
+
+def _context() -> Any:
+    return None
+
+
+class FailsAfterwards(VirtualSwitch):
+    """Sends, and then trips over its own feet."""
+
+    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> NoReturn:
+        await super().commit(diff, expect_revision, revert_in_s)
+        raise ValueError("invalid literal for int() with base 10: ''")
+
+
+async def test_a_defect_after_sending_is_not_taken_for_a_refusal() -> None:
+    """Over gRPC: what the driver process made of it is looked at."""
+    device = FailsAfterwards("s", reconfiguration_s=0.001, link_timeout_s=0.1)
+    server, port = await serve_driver(device, "127.0.0.1:0")
+    driver = GrpcSwitch("s", target=f"127.0.0.1:{port}", clock=WallClock())
+    try:
+        diff = await driver.plan(Change((ONE,)))
+        result = await driver.commit(diff, diff.revision)
+        assert result.done, result
+        assert (await driver.cross_connects()).foreign == frozenset()
+    finally:
+        await driver.close()
+        await server.stop(None)

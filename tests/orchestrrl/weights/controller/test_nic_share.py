@@ -1,0 +1,51 @@
+"""What a sync leaves of NICs to moves of KV: against a count of wishes, NIC by NIC."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.weights.controller.nic_share import LeftForMoves, left_for_moves
+from orchestrrl.weights.controller.planning import Station
+from orchestrrl.weights.model import PeerId
+from orchestrrl.weights.orders import Edge
+
+NAMES = [PeerId(name) for name in "abcd"]
+RATES = {"a": 100.0, "b": 100.0, "c": 50.0, "d": 400.0}
+STATIONS = {name: Station("p", "t", RATES[name]) for name in NAMES}
+
+
+def edge(number: int, src: str, dst: str, rate_gbps: float) -> Edge:
+    return Edge(f"e{number}", "all", 0, 1, PeerId(src), PeerId(dst), "tcp", "", rate_gbps=rate_gbps)
+
+
+def test_without_edges_moves_have_all() -> None:
+    assert left_for_moves([], STATIONS, NAMES) == LeftForMoves(1.0, ())
+
+
+def test_an_edge_that_is_not_held_back_leaves_half() -> None:
+    assert left_for_moves([edge(0, "a", "b", 0.0)], STATIONS, NAMES) == LeftForMoves(0.5, ("weight sync",))
+    # By the slower of both ends; and where nobody moves anything, nothing is taken.
+    assert left_for_moves([edge(0, "c", "d", 0.0)], STATIONS, [PeerId("d")]).share == 1 / (1 + 50 / 400)
+    assert left_for_moves([edge(0, "c", "d", 0.0)], STATIONS, [PeerId("b")]).share == 1.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"), st.sampled_from([0.0, 1.0, 60.0, 200.0])),
+        max_size=6,
+    ),
+    st.sets(st.sampled_from(NAMES)),
+)
+def test_the_fullest_nic_of_those_who_move_counts(edges: list[tuple[str, str, float]], among: set[PeerId]) -> None:
+    made = [edge(number, *each) for number, each in enumerate(edges)]
+    left = left_for_moves(made, STATIONS, among)
+    most = 0.0
+    for name in among:
+        for end in ("src", "dst"):
+            wishes = 0.0
+            for each in made:
+                if getattr(each, end) == name:
+                    wish = min(RATES[each.src], RATES[each.dst])
+                    wishes += min(wish, each.rate_gbps) if each.rate_gbps else wish
+            most = max(most, wishes / RATES[name])
+    assert abs(left.share - 1 / (1 + most)) < 1e-12
+    assert bool(left.taken_by) is (left.share < 1.0)

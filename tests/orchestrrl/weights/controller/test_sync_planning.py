@@ -1,0 +1,430 @@
+"""Plans for peers: what they open and send, carried out byte by byte in memory, brings everybody what engines load."""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.weights.controller.planning import (
+    Holding,
+    Network,
+    PairLink,
+    PlannedSync,
+    Station,
+    plan_repair,
+    plan_sync,
+)
+from orchestrrl.weights.model import (
+    EngineAt,
+    Held,
+    Part,
+    Peer,
+    PeerId,
+    PeerRole,
+    Place,
+    Range,
+    Share,
+    TensorMeta,
+    VersionMap,
+)
+from orchestrrl.weights.orders import Edge
+from orchestrrl.weights.publication import Publication
+from orchestrrl.weights.settings import WeightSettings
+from planner.model import EngineId
+from planner.sync_tree.model import Unreachable
+from planner.sync_tree.parameters import Box
+from planner.sync_tree.shares import needed_boxes
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+SETTINGS = WeightSettings(chunk_bytes=2048, hop_latency_s=1e-5)
+TENSORS = tuple(
+    TensorMeta(name, dtype, shape)
+    for name, dtype, shape in [
+        ("lm_head.weight", "BF16", (130, 8)),
+        ("model.embed_tokens.weight", "BF16", (130, 8)),
+        ("model.layers.0.mlp.down_proj.weight", "BF16", (8, 32)),
+        ("model.layers.0.mlp.up_proj.weight", "BF16", (32, 8)),
+        ("model.layers.0.self_attn.k_proj.weight", "F32", (16, 8)),
+        ("model.layers.0.self_attn.q_proj.weight", "F32", (16, 8)),
+        ("model.layers.1.mlp.experts.0.up_proj.weight", "BF16", (8, 8)),
+        ("model.layers.1.mlp.experts.1.up_proj.weight", "BF16", (8, 8)),
+        ("model.norm.weight", "F32", (8,)),
+        ("model.scale", "F32", ()),
+    ]
+)
+
+
+def trainer(number: int, **more: Any) -> Peer:
+    return peer(f"trainer{number}", PeerRole.TRAINER, **more)
+
+
+def peer(name: str, role: PeerRole = PeerRole.ENGINE, **more: Any) -> Peer:
+    engines = (EngineAt(EngineId(f"{name}-engine"), "http://x"),) if role is PeerRole.ENGINE else ()
+    transports = {each: f"{name}:{each}" for each in more.pop("transports", ("gloo", "tcp"))}
+    return Peer(PeerId(name), role, name, Place(), transports, more.pop("engines", engines), **more)
+
+
+def staged(rank: int, at: Peer, boxes: Mapping[str, tuple[Box, ...]] | None = None, world: int = 1) -> Publication:
+    own = {tensor.name: (tensor.whole,) for tensor in TENSORS} if boxes is None else boxes
+    return Publication(3, rank, world, at.id, tuple(each for each in TENSORS if each.name in own), own)
+
+
+def network(peers: Iterable[Peer], pods: int = 2, **more: Any) -> Network:
+    return Network(
+        10.0,
+        {each.id: Station(f"pod{place % pods}", f"tor{place % 3}", 10.0) for place, each in enumerate(peers)},
+        **more,
+    )
+
+
+# The executor, as far as bytes go: what each peer has of each tensor, as numbers of its bytes; 0 is a hole.
+
+
+def whole(tensor: TensorMeta) -> Bytes:
+    """Elements, and the bytes of each, none of which is 0."""
+    rng = np.random.default_rng(len(tensor.name))
+    return rng.integers(1, 256, (*tensor.shape, tensor.bytes // max(1, int(np.prod(tensor.shape)))), dtype=np.uint8)
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(first, last) for first, last in box)
+
+
+class Host:
+    def __init__(self) -> None:
+        self.file: dict[str, Bytes] = {each.name: np.zeros_like(whole(each)) for each in TENSORS}
+        self.staged: dict[str, Bytes] = {each.name: np.zeros_like(whole(each)) for each in TENSORS}
+
+    def stage(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            for name, boxes in part.boxes.items():
+                for box in boxes:
+                    self.staged[name][at(box)] = whole(next(each for each in TENSORS if each.name == name))[at(box)]
+
+    def of(self, version: VersionMap, shard: str) -> Bytes:
+        """Its bytes, wherever they lie."""
+        slices = next(each for each in version.shards if each.id == shard).slices
+        found = [np.maximum(self.file[each.parameter], self.staged[each.parameter])[at(each.box)] for each in slices]
+        return np.concatenate([each.ravel() for each in found])
+
+    def put(self, version: VersionMap, shard: str, offset: int, data: Bytes) -> None:
+        own = next(each for each in version.shards if each.id == shard)
+        for each in own.slices:
+            first, last = max(offset, each.offset), min(offset + len(data), each.offset + each.bytes)
+            if first < last:
+                box = self.file[each.parameter][at(each.box)]
+                flat = box.ravel()
+                flat[first - each.offset : last - each.offset] = data[first - offset : last - offset]
+                self.file[each.parameter][at(each.box)] = flat.reshape(box.shape)
+
+    def open(self, planned: PlannedSync, own: PeerId) -> None:
+        opened = planned.opens[own]
+        self.stage(opened.parts)
+        for shard in opened.at_home:
+            self.put(opened.map, shard, 0, self.of(opened.map, shard))
+
+
+def carry(planned: PlannedSync, hosts: Mapping[PeerId, Host], edges: Iterable[Edge] | None = None) -> None:
+    """Waves one after another; in each, edges as their bytes come."""
+    waves: dict[int, list[Edge]] = defaultdict(list)
+    for edge in planned.edges if edges is None else edges:
+        waves[edge.wave].append(edge)
+    for _, own in sorted(waves.items()):
+        while own:
+            ready = [edge for edge in own if sent(planned, hosts, edge).all()]
+            assert ready, "edges wait for each other"
+            for edge in ready:
+                data = sent(planned, hosts, edge)
+                version = planned.opens[edge.dst].map
+                assert not hosts[edge.dst].of(version, edge.shard)[edge.offset : edge.offset + edge.bytes].any(), (
+                    "it is there already"
+                )
+                hosts[edge.dst].put(version, edge.shard, edge.offset, data)
+                own.remove(edge)
+
+
+def sent(planned: PlannedSync, hosts: Mapping[PeerId, Host], edge: Edge) -> Bytes:
+    data = hosts[edge.src].of(planned.map, edge.shard)[edge.offset : edge.offset + edge.bytes]
+    assert len(data) == edge.bytes
+    return data
+
+
+def arrived(host: Host, peer: Peer) -> None:
+    """What its engines load is there, and it is right."""
+    for name, boxes in needs(peer).items():
+        tensor = next(each for each in TENSORS if each.name == name)
+        for box in boxes:
+            assert (host.file[name][at(box)] == whole(tensor)[at(box)]).all(), (peer.id, name, box)
+
+
+def needs(peer: Peer) -> dict[str, tuple[Box, ...]]:
+    share = peer.share
+    return needed_boxes(
+        {each.name: each.shape for each in TENSORS},
+        tp=share.tp,
+        tp_ranks=share.tp_ranks,
+        pp=share.pp,
+        pp_ranks=share.pp_ranks,
+        ep=share.ep,
+        ep_ranks=share.ep_ranks,
+    )
+
+
+def chance(rng: random.Random) -> tuple[list[Publication], list[Peer]]:
+    """Trainer ranks with whole tensors, rows or columns of them, some twice; engines with shares, some beside them."""
+    hosts = [trainer(number) for number in range(rng.randint(1, 3))]
+    if rng.random() < 0.4:
+        hosts[0] = replace(hosts[0], engines=(EngineAt(EngineId("beside"), "http://x"),))
+    world = rng.choice([1, 2, 4])
+    axis = rng.choice([0, 1])
+    publications = []
+    for replica in range(rng.randint(1, 2)):
+        for rank in range(world):
+            boxes = {each.name: box for each in TENSORS if (box := _part(each, axis, rank, world))}
+            publications.append(staged(replica * world + rank, rng.choice(hosts), boxes, 2 * world))
+    shares = [Share(), Share(tp=2, tp_ranks=(rng.randrange(2),)), Share(pp=2, pp_ranks=(rng.randrange(2),))]
+    shares += [Share(tp=4, tp_ranks=(0, 2)), Share(ep=2, ep_ranks=(1,), tp=2, tp_ranks=(1,))]
+    engines = [peer(f"engines{number}", share=rng.choice(shares)) for number in range(rng.randint(1, 5))]
+    return publications, [*hosts, *engines]
+
+
+def _part(tensor: TensorMeta, axis: int, rank: int, world: int) -> tuple[Box, ...]:
+    if not tensor.shape:
+        return (tensor.whole,) if rank == 0 else ()
+    axis = min(axis, len(tensor.shape) - 1)
+    each = -(-tensor.shape[axis] // world)
+    first, last = min(tensor.shape[axis], rank * each), min(tensor.shape[axis], (rank + 1) * each)
+    return ((*tensor.whole[:axis], (first, last), *tensor.whole[axis + 1 :]),) if first < last else ()
+
+
+seeds = st.integers(0, 2**32)
+
+
+@given(seeds)
+@settings(max_examples=15)
+def test_every_engine_has_what_it_loads(seed: int) -> None:
+    rng = random.Random(seed)
+    publications, peers = chance(rng)
+    planned = plan_sync(3, publications, peers, network(peers, rng.choice([1, 2, 4])), SETTINGS)
+    hosts = {each.id: Host() for each in peers}
+    for each in planned.opens:
+        hosts[each].open(planned, each)
+    carry(planned, hosts)
+    for each in peers:
+        if each.engines:
+            arrived(hosts[each.id], each)
+    assert len({edge.id for edge in planned.edges}) == len(planned.edges) == len(planned.planned_s)
+    for shard, holder in planned.summed_by.items():
+        assert shard in {each.id for each in planned.opens[holder].map.shards}
+    assert set(planned.summed_by) == {shard.id for shard in planned.map.shards}
+    assert planned.bytes == sum(each.bytes for each in TENSORS)
+    for edge in planned.edges:
+        assert edge.address == f"{edge.dst}:tcp"
+        assert edge.rate_gbps == 0
+
+
+@given(seeds)
+@settings(max_examples=15)
+def test_a_second_attempt_begins_with_what_is_there(seed: int) -> None:
+    """Some edges of the first came to nothing, or to half of it; an engine's peer is new, another has gone."""
+    rng = random.Random(seed)
+    publications, peers = chance(rng)
+    first = plan_sync(3, publications, peers, network(peers), SETTINGS)
+    hosts = {each.id: Host() for each in peers}
+    for each in first.opens:
+        hosts[each].open(first, each)
+    carry(first, hosts)
+    have: dict[PeerId, Holding] = {}
+    for each in peers:
+        if each.engines and each.id in first.opens and rng.random() < 0.7:
+            version = first.opens[each.id].map
+            missing: dict[str, tuple[Range, ...]] = {}
+            for shard in version.shards:
+                if shard.id not in first.opens[each.id].at_home and rng.random() < 0.7:
+                    start = rng.randrange(shard.bytes)
+                    missing[shard.id] = ((start, rng.randint(1, shard.bytes - start)),)
+            have[each.id] = Holding(version, missing)
+    again = [each for each in peers if each.role is PeerRole.TRAINER or rng.random() < 0.8] + [peer("engines9")]
+    hosts = {each.id: _with_rows_of(have.get(each.id)) for each in again}
+    second = plan_sync(3, publications, again, network(again), SETTINGS, have=have, attempt=1)
+    for each in second.opens:
+        hosts[each].open(second, each)
+    carry(second, hosts)
+    for each in again:
+        if each.engines:
+            arrived(hosts[each.id], each)
+    assert not {edge.id for edge in first.edges} & {edge.id for edge in second.edges}
+
+
+def _with_rows_of(holding: Holding | None) -> Host:
+    """What of it comes in whole rows: the rest is sent again."""
+    host = Host()
+    if holding is None:
+        return host
+    for shard in holding.map.shards:
+        for piece in shard.slices:
+            there = np.ones(piece.bytes, dtype=bool)
+            for first, size in holding.missing.get(shard.id, ()):
+                there[max(0, first - piece.offset) : max(0, first + size - piece.offset)] = False
+            tensor = next(each for each in TENSORS if each.name == piece.parameter)
+            right = whole(tensor)[at(piece.box)]
+            # What is one behind the other in memory and whole: along the first axis that is longer than one.
+            there = there.reshape(-1) if right.size == right.shape[-1] else there.reshape(right.shape)
+            if right.size != right.shape[-1]:
+                axis = next(number for number, length in enumerate(right.shape[:-1]) if length > 1)
+                others = tuple(number for number in range(right.ndim) if number != axis)
+                rows = there.all(axis=others)
+                shape = [1] * right.ndim
+                shape[axis] = -1
+                mask = np.broadcast_to(rows.reshape(shape), right.shape)
+            else:
+                mask = np.full(right.shape, bool(there.all()))
+            host.file[piece.parameter][at(piece.box)] = np.where(mask, right, host.file[piece.parameter][at(piece.box)])
+    return host
+
+
+@given(seeds)
+@settings(max_examples=15)
+def test_who_lacks_some_of_the_fleets_version_gets_just_that(seed: int) -> None:
+    rng = random.Random(seed)
+    peers = [peer(f"engines{number}", share=rng.choice([Share(), Share(tp=2)])) for number in range(4)]
+    peers[0] = replace(peers[0], share=Share())
+    source = trainer(0)
+    fleet = plan_sync(3, [staged(0, source)], [source, *peers], network([source, *peers]), SETTINGS)
+    hosts, held = {each.id: Host() for each in peers}, {}
+    for place, each in enumerate(peers):
+        shards = fleet.opens[each.id].map.shards
+        missing: dict[str, tuple[Range, ...]] = {}
+        for shard in shards:
+            hosts[each.id].put(fleet.map, shard.id, 0, _right(fleet.map, shard.id))
+            if place and rng.random() < 0.7:
+                start = rng.randrange(shard.bytes)
+                missing[shard.id] = ((start, rng.randint(1, shard.bytes - start)),)
+                hosts[each.id].put(fleet.map, shard.id, start, np.zeros(missing[shard.id][0][1], dtype=np.uint8))
+        held[each.id] = Held(3, tuple(shard.id for shard in shards), missing)
+    if rng.random() < 0.5:  # one has forgotten all
+        hosts[peers[3].id] = Host()
+        del held[peers[3].id]
+    lacking = sum(_lacked(hosts[each.id], each) for each in peers)
+    peers = [replace(each, held=(held[each.id],) if each.id in held else ()) for each in peers]
+    repair = plan_repair(fleet.map, [each.id for each in peers[1:]], peers, network(peers), SETTINGS, attempt=7)
+    assert set(repair.opens) == {each.id for each in peers[1:]}
+    carry(repair, hosts)
+    for each in peers:
+        arrived(hosts[each.id], each)
+    assert sum(edge.bytes for edge in repair.edges) == lacking
+
+
+def _right(version: VersionMap, shard: str) -> Bytes:
+    host = Host()
+    host.stage([Part(0, {each.name: (each.whole,) for each in TENSORS})])
+    return host.of(version, shard)
+
+
+def _lacked(host: Host, peer: Peer) -> int:
+    return sum(int((host.file[name][at(box)] == 0).sum()) for name, boxes in needs(peer).items() for box in boxes)
+
+
+def test_bytes_that_nobody_has_are_told() -> None:
+    source, one, other = trainer(0), peer("a"), peer("b")
+    fleet = plan_sync(3, [staged(0, source)], [source, one, other], network([source, one, other]), SETTINGS)
+    shard = fleet.map.shards[0]
+    held = {each.id: Held(3, (shard.id,), {shard.id: ((10, 5),)}) for each in (one, other)}
+    with pytest.raises(Unreachable, match=f"nobody has {shard.id} from byte 10 to 15"):
+        plan_repair(fleet.map, [one.id], [one, other], network([one, other]), SETTINGS, held=held)
+
+
+def test_what_does_not_fit_together_is_told_all_at_once() -> None:
+    source, one = trainer(0), peer("a")
+    wrong = replace(staged(1, trainer(9), world=3), version=4)
+    cut = replace(TENSORS[0], shape=(64, 8))
+    torn = Publication(3, 2, 3, source.id, (cut,), {cut.name: (cut.whole,)})
+    with pytest.raises(ProblemFaults) as caught:
+        plan_sync(3, [staged(0, source), wrong, torn], [source, one, peer("b")], network([source, one]), SETTINGS)
+    assert caught.value.faults == [
+        "publications[1].version: must be 3, got 4",
+        "publications[2].tensors.lm_head.weight: is BF16 (130, 8) elsewhere, got BF16 (64, 8)",
+        "publications[1].peer: is not attached, got 'trainer9'",
+        "peers.b: is nowhere in the network, got no station",
+    ]
+
+
+def test_what_no_trainer_has_is_told() -> None:
+    source, one = trainer(0), peer("a")
+    half = staged(0, source, {"model.norm.weight": (((0, 4),),)})
+    with pytest.raises(ProblemFaults, match=r"tensors.model.norm.weight: nobody has \(\(4, 8\),\)"):
+        plan_sync(3, [half], [source, one], network([source, one]), SETTINGS)
+
+
+def test_the_first_transport_that_both_have_is_taken_and_none_is_told() -> None:
+    source, one, other = trainer(0, transports=("tcp", "nccl")), peer("a", transports=("gloo", "tcp")), peer("b")
+    wide, narrow = peer("d", transports=("gloo", "tcp", "nccl")), peer("e", transports=("gloo",))
+    for peers, expected in (
+        ([source, one], "a:tcp"),
+        ([one, other], "b:tcp"),
+        ([source, wide], "d:nccl"),
+        ([one, narrow], "e:gloo"),
+    ):
+        planned = plan_sync(3, [staged(0, peers[0])], peers, network(peers), SETTINGS)
+        assert {edge.address for edge in planned.edges} == {expected}
+    with pytest.raises(ProblemFaults) as caught:
+        plan_sync(
+            3, [staged(0, source)], [source, peer("c", transports=("gloo",))], network([source, peer("c")]), SETTINGS
+        )
+    assert caught.value.faults == [
+        "peers.c.transports: has none of nccl, tcp, gloo in common with trainer0, got gloo and nccl, tcp"
+    ]
+
+
+def test_rates_are_given_where_a_sync_is_held_back() -> None:
+    source, one = trainer(0), peer("a")
+    peers = [source, one]
+    free = plan_sync(3, [staged(0, source)], peers, network(peers), SETTINGS)
+    half = plan_sync(3, [staged(0, source)], peers, network(peers), WeightSettings(chunk_bytes=2048, rate_share=0.5))
+    limited = plan_sync(3, [staged(0, source)], peers, network(peers, boundary_circuits={"pod0": 1}), SETTINGS)
+    assert {edge.rate_gbps for edge in free.edges} == {0.0}
+    assert 0 < max(edge.rate_gbps for edge in half.edges) <= 5.0 * (1 + 1e-9)
+    assert 0 < max(edge.rate_gbps for edge in limited.edges) <= 10.0 * (1 + 1e-9)
+    assert half.lower_bound_s == pytest.approx(2 * free.lower_bound_s)
+
+
+def test_pieces_next_to_each_other_are_one_edge() -> None:
+    peers = [trainer(0), *(peer(f"e{number}") for number in range(6))]
+    planned = plan_sync(3, [staged(0, peers[0])], peers, network(peers, 1), SETTINGS)
+    ends: dict[Any, int] = {}
+    for edge in sorted(planned.edges, key=lambda each: each.offset):
+        way = edge.wave, edge.shard, edge.src, edge.dst
+        assert ends.get(way) != edge.offset
+        ends[way] = edge.offset + edge.bytes
+
+
+def test_nobody_to_send_to_is_no_plan() -> None:
+    source = trainer(0)
+    planned = plan_sync(3, [staged(0, source)], [source], network([source]), SETTINGS)
+    assert (planned.edges, planned.waves, planned.estimate_s) == ((), 0, 0.0)
+    assert planned.opens[source.id].parts
+
+
+def test_pods_that_are_joined_as_they_are_have_no_other_ways() -> None:
+    peers = [trainer(0), *(peer(f"e{number}") for number in range(4))]
+    stations = {each.id: Station(f"pod{-(-place // 2)}", "tor", 10.0) for place, each in enumerate(peers)}
+    links = {
+        ("pod0", "pod1"): PairLink(1, 5.0),
+        ("pod1", "pod2"): PairLink(2, 10.0),
+        ("pod0", "elsewhere"): PairLink(9, 9.0),
+    }
+    planned = plan_sync(3, [staged(0, peers[0])], peers, Network(10.0, stations, pairs=links), SETTINGS)
+    crossing = [edge for edge in planned.edges if edge.phase == "A"]
+    ways = {(stations[edge.src].pod, stations[edge.dst].pod) for edge in crossing}
+    assert ways == {("pod0", "pod1"), ("pod1", "pod2")}
+    assert all(0 < edge.rate_gbps <= 5.0 * (1 + 1e-9) for edge in crossing if stations[edge.src].pod == "pod0")
+    cut = Network(10.0, stations, pairs={("pod0", "pod1"): PairLink(1, 5.0)})
+    with pytest.raises(Unreachable, match="PoD pod2"):
+        plan_sync(3, [staged(0, peers[0])], peers, cut, SETTINGS)

@@ -1,0 +1,83 @@
+"""A version's way over an optical fabric: the coordinator of syncs and that of circuits together, in virtual time."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import weights_house
+from fabric_house import GEN, house
+from weights_house import House
+
+from orchestrrl.core.pause_registry import Part
+from orchestrrl.fabric.weight_circuits import Peers, WeightCircuits
+from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
+from orchestrrl.weights.model import Peer, Place
+
+GPUS: Mapping[str, int] = {"t": 0, "p0": 16, "p1": 19, "p2": 24}  # one that trains; two PoDs that generate
+
+
+async def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: bool) -> tuple[SyncReport, bool, bool]:
+    """What became of it; whether engines had their circuits again; whether the core's were the sync's meanwhile."""
+    async with house(tmp_path) as fabric:
+        await fabric.at_boundary(GEN)
+        before = fabric.up()
+        tors = [tor.id for tor in fabric.site.tors]
+
+        def circuits(_: Any, peers: Peers) -> WeightCircuits:
+            return WeightCircuits(fabric.coordinator, peers, packet_tors=tors, packet_gbps=10.0)
+
+        monkeypatch.setattr(weights_house, "PacketNetwork", circuits)
+        (tmp_path / "weights").mkdir()
+        weights = House(tmp_path / "weights")
+        weights.clock = fabric.clock
+        for name, gpu in GPUS.items():
+            fake = weights.peer(name)
+
+            def introduced(gpu: int = gpu, told: Any = fake.peer) -> Peer:
+                made: Peer = told()
+                return replace(made, place=Place(gpu=gpu))
+
+            fake.peer = introduced  # type: ignore[method-assign]
+        if paused:
+            fabric.holds.pause(Part.FABRIC, "not today", 0.0)
+        weights.start()
+        try:
+            await weights.pass_time(0.5)
+            id = weights.publish(1)
+            had_circuits = False
+            while not (report := weights.sync.report(id)).over:
+                await fabric.pass_time(0.02)
+                joined = {fabric.coordinator.ends(each) for each in fabric.up(lit=True)}
+                had_circuits |= {("gen0", "train0"), ("gen1", "train0")} <= joined
+            weights.check_one_version(1)
+            return report, fabric.up() >= before, had_circuits
+        finally:
+            weights.kill()
+            for peer in weights.peers.values():
+                peer.die()
+
+
+async def test_circuits_come_up_for_a_version_and_engines_have_theirs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, restored, had_circuits = await brought(tmp_path, monkeypatch, paused=False)
+    assert (report.state, report.code) == (SyncState.DONE, "done")
+    phases = [each.phase for each in report.phases]
+    carried = (SyncPhase.WINDOW, SyncPhase.CIRCUITS, SyncPhase.PHASE_A, SyncPhase.PHASE_B)
+    ways = (*carried, SyncPhase.TEAR_DOWN, SyncPhase.INSTALL)
+    assert [phase for phase in phases if phase in ways] == list(ways)
+    assert had_circuits, (report.notes, report.slowest)
+    assert restored
+    assert "generation: committed (committed)" in report.notes
+
+
+async def test_where_circuits_may_not_change_a_version_comes_by_the_packet_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, restored, had_circuits = await brought(tmp_path, monkeypatch, paused=True)
+    assert (report.state, report.code) == (SyncState.DONE, "done")
+    assert restored
+    assert not had_circuits
+    assert any("joined by the packet side alone" in note for note in report.notes)

@@ -1,0 +1,93 @@
+"""What a weight sync wishes of the gate, as the gate hears it."""
+
+from typing import Any, cast
+
+import pytest
+
+from orchestrrl.core.nodes import NodeRegistry
+from orchestrrl.core.operations import FrozenRequests
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.fleet.pause_barrier import GateKeeper, GateWish
+from orchestrrl.fleet.pause_lease import GateState, Lease
+from orchestrrl.weights.controller.fence import GateFence
+from planner.model import EngineId
+
+E0, E1 = EngineId("e0"), EngineId("e1")
+LEASE = Lease("g1", "weight sync s1", PauseMode.KEEP, FrozenRequests.RECOMPUTE, 1.0, 31.0, 11.0, True)
+
+
+class Gate:
+    """It notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.state = GateState(LEASE, quiet=True)
+        self.restarted: Any = None
+        self.asked: list[tuple[object, ...]] = []
+
+    async def pause(self, wish: GateWish) -> GateState:
+        self.asked.append(("pause", wish))
+        return self.state
+
+    async def renew(self, *asked: object) -> None:
+        self.asked.append(("renew", *asked))
+
+    async def resume(self, *asked: object) -> None:
+        self.asked.append(("resume", *asked))
+
+    def set_version(self, *asked: object) -> None:
+        self.asked.append(("set_version", *asked))
+
+    def forget(self, *asked: object) -> None:
+        self.asked.append(("forget", *asked))
+
+
+class Nodes:
+    def __init__(self, *gateways: str) -> None:
+        self._gateways = gateways
+
+    def gateways(self) -> tuple[str, ...]:
+        return self._gateways
+
+
+def fence_over(gate: Gate, *gateways: str) -> GateFence:
+    return GateFence(
+        cast(GateKeeper, gate), cast(NodeRegistry, Nodes(*gateways)), lambda version: f"/weights/{version}"
+    )
+
+
+@pytest.mark.parametrize(("empty", "frozen"), [(True, FrozenRequests.TAKEN_BACK), (False, FrozenRequests.RECOMPUTE)])
+async def test_engines_keep_requests_unless_they_are_to_be_empty(empty: bool, frozen: FrozenRequests) -> None:
+    gate = Gate()
+    fence = fence_over(gate)
+    assert await fence.pause("weight sync s1", empty=empty, lease_s=30.0, deadline_s=10.0) == "g1"
+    wish = GateWish(PauseMode.KEEP, frozen, "weight sync s1", 30.0, 10.0, weights_change=True)
+    assert gate.asked == [("pause", wish)]
+    assert fence.state is gate.state
+
+
+async def test_where_a_versions_weights_are_is_told_with_it() -> None:
+    gate = Gate()
+    fence = fence_over(gate)
+    await fence.renew("g1", 30.0)
+    await fence.resume("g1", 7, [E1], "version 7")
+    await fence.resume("g1", None, [E1], "nothing was changed")
+    fence.set_version([E0], 0, "repaired")
+    fence.forget([E1], "was restarted")
+    assert gate.asked == [
+        ("renew", "g1", 30.0),
+        ("resume", "g1", 7, [E1], "version 7", "/weights/7"),
+        ("resume", "g1", None, [E1], "nothing was changed", ""),
+        ("set_version", [E0], 0, "repaired", "/weights/0"),
+        ("forget", [E1], "was restarted"),
+    ]
+
+
+def test_it_is_manned_by_gateways_and_tells_of_restarts() -> None:
+    gate = Gate()
+    assert not fence_over(gate).is_manned()
+    fence = fence_over(gate, "gw0")
+    assert fence.is_manned()
+    seen: list[EngineId] = []
+    fence.tell_restarts(seen.append)
+    gate.restarted(E0)
+    assert seen == [E0]

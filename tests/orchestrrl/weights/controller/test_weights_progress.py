@@ -1,0 +1,124 @@
+"""What is kept of thousands of edges is what looking through all of them would find, whatever becomes of them."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrrl.core.clock import VirtualClock
+from orchestrrl.weights.controller.peer_hub import PeerHub
+from orchestrrl.weights.controller.planning import PlannedSync
+from orchestrrl.weights.controller.progress import Progress, without
+from orchestrrl.weights.model import EngineAt, Held, Peer, PeerId, PeerRole, Place, ShardMap, VersionMap
+from orchestrrl.weights.orders import Edge, EdgeEvent, EdgeState, OpenVersion
+from planner.model import EngineId
+
+PEERS = [PeerId(f"p{n}") for n in range(4)]
+SHARDS = ("s0", "s1")
+BYTES = 100
+
+
+def _edge(id: str, shard: str, offset: int, size: int, src: int, dst: int) -> Edge:
+    phase = "A" if src == 0 else "B"
+    return Edge(id, shard, offset, size, PEERS[src], PEERS[dst], "tcp", "x:1", 0, phase)  # type: ignore[arg-type]
+
+
+def _planned() -> PlannedSync:
+    map = VersionMap(2, (), tuple(ShardMap(shard, BYTES, ()) for shard in SHARDS), 64)
+    edges = tuple(
+        _edge(f"{shard}.{half}.{dst}", shard, half * 50, 50, (dst - 1) // 2, dst)
+        for dst in (1, 2, 3)
+        for shard in SHARDS
+        for half in (0, 1)
+    )
+    return PlannedSync(
+        version=2,
+        map=map,
+        opens={peer: OpenVersion(map) for peer in PEERS},
+        edges=edges,
+        planned_s={},
+        summed_by={},
+        bytes=2 * BYTES,
+        estimate_s=1.0,
+        lower_bound_s=1.0,
+        naive_s=1.0,
+        waves=1,
+    )
+
+
+ids = st.integers(0, 14)
+ranges = st.tuples(st.sampled_from(SHARDS), st.integers(0, 99), st.integers(1, 60))
+happenings = st.one_of(
+    st.tuples(st.just("done"), ids),
+    st.tuples(st.just("broken"), ids, st.integers(0, 60)),
+    st.tuples(st.just("gone"), st.integers(1, 3)),
+    st.tuples(st.just("told"), st.integers(1, 3), ranges),
+    st.tuples(st.just("corrupt"), st.integers(1, 3), ranges),
+    st.tuples(st.just("added"), st.integers(1, 3), ranges),
+)
+
+
+@given(st.lists(happenings, max_size=30))
+def test_what_is_kept_is_what_would_be_found(news: list[tuple[object, ...]]) -> None:
+    progress = Progress(_planned())
+    added = 0
+    for what, *more in news:
+        names = list(progress.runs)
+        match what, more:
+            case "done", [int(n)]:
+                id = names[n % len(names)]
+                progress.done(EdgeEvent(2, id, EdgeState.DONE, True, progress.runs[id].edge.bytes, 1.0, 2.0))
+            case "broken", [int(n), int(size)]:
+                progress.broken(names[n % len(names)], size)
+            case "gone", [int(n)]:
+                progress.told(PEERS[n], None)
+            case "told", [int(n), (shard, offset, size)]:
+                progress.told(PEERS[n], Held(2, SHARDS, {shard: ((offset, size),)}))
+            case "corrupt", [int(n), (shard, offset, size)]:
+                progress.corrupt(PEERS[n], {shard: ((offset, size),)})
+            case "added", [int(n), (shard, offset, size)]:
+                added += 1
+                progress.add([_edge(f"m{added}", shard, offset, size, 0, n)], {})
+        live = [run.edge for run in progress.runs.values() if run.live]
+        assert sorted(edge.id for edge in progress.live) == sorted(edge.id for edge in live)
+        assert progress.is_in_phase_a() == any(edge.phase == "A" for edge in live)
+        assert progress.lacking_peers == {peer for peer in PEERS if progress.lacks(peer)}
+        for peer in PEERS:
+            found = {}
+            for shard, lacking in progress.missing.get(peer, {}).items():
+                left = list(lacking)
+                for edge in live:
+                    if (edge.dst, edge.shard) == (peer, shard):
+                        left = without(left, edge.offset, edge.bytes)
+                if left:
+                    found[shard] = tuple(left)
+            assert progress.uncovered(peer) == found
+            assert not found or peer in progress.doubtful  # nobody is forgotten
+
+
+def test_edges_that_replace_others_are_held_to_their_rate() -> None:
+    planned = _planned()
+    first = replace(planned.edges[0], rate_gbps=12.5)
+    progress = Progress(replace(planned, edges=(first, *planned.edges[1:])))
+    assert progress.rate_gbps(first.dst, first.shard) == 12.5
+    assert progress.rate_gbps(PEERS[3], first.shard) == 0.0
+
+
+def test_the_peer_of_an_engine_is_whoever_is_attached_with_it() -> None:
+    hub = PeerHub(VirtualClock(1000.0), 1)
+
+    def peer(id: str, *engines: str) -> Peer:
+        own = tuple(EngineAt(EngineId(e), f"http://{e}") for e in engines)
+        return Peer(PeerId(id), PeerRole.ENGINE, "h", Place(), {"tcp": "h:1"}, own)
+
+    assert hub.with_engine(EngineId("e0")) is None
+    first = hub.attach(peer("p0", "e0"))
+    assert hub.with_engine(EngineId("e0")) == peer("p0", "e0")
+    first.told(peer("p0", "e0", "e1"))
+    assert hub.with_engine(EngineId("e1")) == peer("p0", "e0", "e1")
+    first.end()
+    assert hub.with_engine(EngineId("e0")) is None
+    hub.attach(peer("p1", "e0"))
+    assert hub.with_engine(EngineId("e0")) == peer("p1", "e0")
+    assert list(hub.peers) == ["p0", "p1"]
+    assert (len(hub.peers), "p2" in hub.peers) == (2, False)

@@ -1,0 +1,62 @@
+"""The good way of a version, and who may say what of it."""
+
+from pathlib import Path
+
+import pytest
+from weights_house import House, played
+
+from orchestrrl.core.journal.store import Kind
+from orchestrrl.weights.controller.nic_share import LeftForMoves
+from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
+
+
+def test_a_version_reaches_every_engine_and_requests_go_on_by_it(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        await house.pass_time(0.5)
+        assert house.sync.status().sync is None
+        for version in (1, 2, 3):
+            report = await house.report(house.publish(version))
+            assert (report.state, report.code) == (SyncState.DONE, "done"), report
+            house.check_one_version(version)
+            assert {each.state for each in report.engines} == {EngineSync.SERVES}
+            assert [each.install_s for each in report.engines] == pytest.approx([0.2, 0.2, 0.2])
+            phases = [each.phase for each in report.phases]
+            for phase in (SyncPhase.PLAN, SyncPhase.PHASE_B, SyncPhase.FENCE, SyncPhase.INSTALL, SyncPhase.RESUME):
+                assert phase in phases
+            assert all(each.ended_s is not None for each in report.phases)
+            assert report.bytes == 192
+            assert report.carried_bytes == 3 * 192
+            assert report.slowest
+            status = house.sync.status()
+            assert (status.committed, status.sync, status.quarantined) == (version, report, ())
+        assert house.daemon is not None
+        steps = house.daemon.journal.since(0, (Kind.SYNC_STEP,), limit=99)
+        assert [(each.subject, each.body["step"], each.body["engines"]) for each in steps] == [
+            (report.id, step, ["e0", "e1", "e2"] if step == "install" else [])
+            for report in reversed(house.sync.history(0))
+            for step in ("prepared", "fence", "install")
+        ]
+        await house.pass_time(2.0)
+        for peer in house.peers.values():
+            assert sorted(peer.folders) == [3]
+        assert [(each.id, each.attached, each.engines, each.versions) for each in house.sync.status().peers] == [
+            *((f"p{n}", True, (f"e{n}",), (3,)) for n in range(3)),
+            ("t", True, (), (3,)),
+        ]
+
+    played(tmp_path, scene)
+
+
+def test_moves_of_kv_share_engine_nics_with_a_version_while_it_is_carried(tmp_path: Path) -> None:
+    async def scene(house: House) -> None:
+        assert house.sync.left_for_moves == LeftForMoves()
+        sync_id = house.publish(1)
+        while house.sync.left_for_moves == LeftForMoves():
+            assert not house.sync.report(sync_id).over
+            await house.clock.advance(0.05)
+        assert house.sync.report(sync_id).state is SyncState.CARRYING
+        assert house.sync.left_for_moves == LeftForMoves(1 / 3, ("weight sync",))
+        await house.report(sync_id)
+        assert house.sync.left_for_moves == LeftForMoves()
+
+    played(tmp_path, scene)

@@ -1,0 +1,741 @@
+"""A fleet whose weights are brought by peers, under a virtual clock: peers hold bytes as ranges and engines a version;
+both can die, stall, and come back, and so can the daemon, at every point of a sync."""
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fabric_house import Killed, RestingClock
+
+from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.operations import FrozenRequests
+from orchestrrl.core.pause_registry import HoldBook
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.fabric.weight_circuits import PacketNetwork
+from orchestrrl.fleet.pause_lease import GateState, Lease
+from orchestrrl.weights.controller import preparing
+from orchestrrl.weights.controller.controller import EngineNow, WeightSync
+from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
+from orchestrrl.weights.controller.progress import Ranges, without
+from orchestrrl.weights.controller.reports import SyncReport, SyncState
+from orchestrrl.weights.model import EngineAt, Held, Part, Peer, PeerId, PeerRole, Place, TensorMeta, VersionMap
+from orchestrrl.weights.orders import (
+    Arrived,
+    Carry,
+    Check,
+    Edge,
+    EdgeEvent,
+    EdgeState,
+    EndEdges,
+    Install,
+    Keep,
+    Look,
+    OpenVersion,
+    Order,
+    Outcome,
+    PeerOrder,
+    PeerResult,
+    Probe,
+    Rest,
+    Serve,
+    SumShards,
+)
+from orchestrrl.weights.publication import Publication
+from orchestrrl.weights.settings import WeightSettings
+from planner.model import EngineId
+
+START_S = 1_000_000.0
+TENSORS = (TensorMeta("a", "F32", (8, 4)), TensorMeta("b", "F32", (4, 4)))
+STEP_S = 0.1  # of whatever a peer does
+
+
+@dataclass
+class Engine:
+    """`weights` None: nobody knows, e.g. half of them. A version below zero: those that it was started with."""
+
+    id: EngineId
+    weights: int | None = -1
+    alive: bool = True
+    resting: bool = False
+    fails: int = 0  # installs that go wrong from now on
+    spoils: bool = False  # a failed install leaves half of the weights
+    odd: bool = False  # goes on otherwise than it should
+    host: str = ""  # empty: one of its own
+    unnamed: bool = False  # its weights came by another way: it says that it has what it had before
+    stray: int = 0  # how often it has to be let run until a request ends that came past the gateway
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host or self.id}:8000"
+
+    def restart(self) -> None:
+        self.weights, self.alive, self.resting, self.unnamed, self.stray = -1, True, False, False, 0
+
+
+@dataclass
+class Folder:
+    """What a peer's disk has of a version."""
+
+    map: VersionMap
+    missing: Ranges
+    parts: tuple[Part, ...] = ()
+    rotten: bool = False  # some of what was received is not what was sent
+
+
+@dataclass
+class FakePeer:
+    house: "House"
+    id: PeerId
+    role: PeerRole
+    engines: list[Engine] = field(default_factory=list)
+    pod: str = "pod0"
+    folders: dict[int, Folder] = field(default_factory=dict)
+    installed: dict[EngineId, int] = field(default_factory=dict)
+    alive: bool = True
+    stalls: bool = False  # sends and receives nothing
+    rots: int = 0  # of so many versions from now on some is wrong when it has arrived
+    edges: dict[str, Edge] = field(default_factory=dict)
+    stream: PeerStream | None = None
+    results: dict[str, PeerResult] = field(default_factory=dict)
+    orders: list[Order] = field(default_factory=list)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    serves: tuple[str, ...] = ()  # hosts of engines that it lets itself be told of
+    given: set[EngineId] = field(default_factory=set)  # those that it was told of
+    ranks_of: tuple[EngineId, ...] = ()
+    folder: str = ""
+
+    def peer(self) -> Peer:
+        engines = tuple(EngineAt(e.id, e.url, self.installed.get(e.id), e.id in self.given) for e in self.engines)
+        held = tuple(
+            Held(
+                version,
+                tuple(shard.id for shard in folder.map.shards),
+                {shard: tuple(ranges) for shard, ranges in folder.missing.items() if ranges},
+                tuple(part.rank for part in folder.parts),
+            )
+            for version, folder in sorted(self.folders.items())
+        )
+        place = Place(None, self.pod, f"{self.pod}-tor")
+        ways = {"tcp": f"{self.id}:1"}
+        host, more = f"host-{self.id}", {"serves": self.serves, "ranks_of": self.ranks_of, "folder": self.folder}
+        return Peer(self.id, self.role, host, place, ways, engines, held=held, **more)  # type: ignore[arg-type]
+
+    def attach(self) -> None:
+        if self.alive and self.house.daemon is not None:
+            self.stream = self.house.daemon.hub.attach(self.peer())
+            self._go(self._obey(self.stream))
+
+    def die(self) -> None:
+        """Its process; the disk stays."""
+        self.alive = False
+        for task in self.tasks:
+            task.cancel()
+        self.tasks.clear()
+        self.edges.clear()
+        self.results.clear()
+        if self.stream is not None:
+            self.stream.end()
+            self.stream = None
+
+    def come_back(self) -> None:
+        if not self.alive:
+            self.alive = True
+            self.attach()
+
+    def engine_restarted(self, engine: Engine) -> None:
+        engine.restart()
+        self.installed.pop(engine.id, None)
+        self.introduce()
+
+    def introduce(self) -> None:
+        self.tell(self.peer())
+
+    def tell(self, news: Any) -> None:
+        if self.alive and self.stream is not None:
+            self.stream.told(news)
+
+    def has(self, edge: Edge, version: int) -> bool:
+        folder = self.folders.get(version)
+        if folder is None:
+            return False
+        missing = folder.missing.get(edge.shard, [])
+        return without([(edge.offset, edge.bytes)], 0, 0) == _minus((edge.offset, edge.bytes), missing)
+
+    def _go(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _obey(self, stream: PeerStream) -> None:
+        async for order in stream.orders():
+            self._go(self._do(order, stream))
+
+    async def _do(self, order: PeerOrder, stream: PeerStream) -> None:
+        if order.id not in self.results:
+            self.orders.append(order.order)
+            self.house.point(f"{self.id} is ordered {order.order.kind}")
+            if not self.alive:
+                return
+            began_s = self.house.clock.now_s()
+            result = await self._result(order.order)
+            self.results[order.id] = replace(result, id=order.id, began_s=began_s, ended_s=self.house.clock.now_s())
+            self.house.point(f"{self.id} has done {order.order.kind}")
+        self.tell(self.results[order.id])
+
+    async def _result(self, order: Order) -> PeerResult:
+        if isinstance(order, Carry):
+            self._carry(order)
+            return PeerResult("", Outcome.DONE)
+        await self.house.clock.sleep(STEP_S)
+        match order:
+            case OpenVersion():
+                return self._open(order)
+            case SumShards():
+                folder = self.folders[order.version]
+                sizes = {shard.id: -(-shard.bytes // folder.map.block_bytes) for shard in folder.map.shards}
+                sums = {shard: tuple(f"{order.version}.{k}" for k in range(sizes[shard])) for shard in order.shards}
+                return PeerResult("", Outcome.DONE, sums=sums)
+            case EndEdges():
+                for edge in order.edges or tuple(self.edges):
+                    self.edges.pop(edge, None)
+                return PeerResult("", Outcome.DONE)
+            case Check():
+                return self._check(order)
+            case Keep():
+                for version in [each for each in self.folders if each not in order.versions]:
+                    del self.folders[version]
+                self.introduce()
+                return PeerResult("", Outcome.DONE)
+            case Rest():
+                return self._rest(order)
+            case Probe():
+                engine = self._engine(order.engine)
+                if not engine.alive:
+                    return PeerResult("", Outcome.FAILED, "does not answer")
+                if engine.stray:
+                    return PeerResult("", Outcome.FAILED, "has 1 requests, which would go on with it")
+                said = (engine.weights or 0) + (1000 if engine.odd else 0)
+                return PeerResult("", Outcome.DONE, tokens=(said,) * order.max_tokens)
+            case Install():
+                return await self._install(order)
+            case Look():
+                engine = self._engine(order.engine)
+                if not engine.alive:
+                    return PeerResult("", Outcome.FAILED, "does not answer")
+                self._ask(engine)
+                return PeerResult("", Outcome.DONE)
+            case Serve():
+                self._serve(order)
+                return PeerResult("", Outcome.DONE)
+            case _:
+                raise AssertionError(order)
+
+    def _ask(self, engine: Engine) -> None:
+        """It says so if it has lost what it was given."""
+        if engine.weights is None or engine.weights < 0:
+            self.installed.pop(engine.id, None)
+            self.introduce()
+
+    def _rest(self, order: Rest) -> PeerResult:
+        engine = self._engine(order.engine)
+        if order.at_rest and order.ends:
+            engine.stray = 0
+        elif order.at_rest and order.drain_s and not engine.resting and engine.stray:
+            engine.stray -= 1
+            if engine.stray:
+                return PeerResult("", Outcome.FAILED, "its requests did not end")
+        engine.resting = order.at_rest
+        return PeerResult("", Outcome.DONE)
+
+    def _serve(self, order: Serve) -> None:
+        before = {engine.id for engine in self.engines}
+        own = [engine for engine in self.engines if engine.id not in self.given]
+        told = [self.house.engines[id] for id in order.engines if id in self.house.engines]
+        self.engines, self.given = [*own, *told], {engine.id for engine in told}
+        for engine in told:
+            if engine.id not in before and engine.weights is not None and engine.weights >= 0:
+                self.installed[engine.id] = engine.weights  # it says so
+        self.introduce()
+
+    def _open(self, order: OpenVersion) -> PeerResult:
+        folder = self.folders.get(order.map.version)
+        there = {shard.id for shard in folder.map.shards} if folder is not None else set()
+        missing: Ranges = dict(folder.missing) if folder is not None else {}
+        for shard in order.map.shards:
+            if shard.id not in there and not order.parts:
+                missing[shard.id] = [(0, shard.bytes)]
+        self.folders[order.map.version] = Folder(order.map, missing, order.parts, bool(folder and folder.rotten))
+        return PeerResult("", Outcome.DONE, missing={k: tuple(v) for k, v in missing.items() if v})
+
+    def _check(self, order: Check) -> PeerResult:
+        folder = self.folders.get(order.version)
+        if folder is None:
+            return PeerResult("", Outcome.FAILED, "no such version")
+        if folder.rotten:
+            shard = folder.map.shards[0]
+            folder.missing[shard.id] = [(0, min(shard.bytes, folder.map.block_bytes))]
+            folder.rotten = False
+        return PeerResult("", Outcome.DONE, missing={k: tuple(v) for k, v in folder.missing.items() if v})
+
+    async def _install(self, order: Install) -> PeerResult:
+        engine = self._engine(order.engine)
+        folder = self.folders.get(order.version)
+        if folder is None or any(folder.missing.values()) or folder.rotten:
+            return PeerResult("", Outcome.FAILED, f"version {order.version} is not here whole")
+        if self.house.clock.now_s() > order.valid_until_s:
+            return PeerResult("", Outcome.FAILED, "too late")
+        if not engine.alive:
+            return PeerResult("", Outcome.FAILED, "does not answer")
+        says = self.installed.get(engine.id) if engine.unnamed else engine.weights
+        if says == order.version and not order.anew:
+            self.installed[engine.id] = order.version
+            self.introduce()
+            return PeerResult("", Outcome.DONE, loaded_sum=f"sum{order.version}")
+        before, engine.weights = engine.weights, None
+        self.house.check()
+        noted = self.installed.pop(engine.id, None)
+        await self.house.clock.sleep(STEP_S)
+        if not engine.alive:
+            return PeerResult("", Outcome.UNKNOWN, "died on the way")
+        if engine.fails > 0:
+            engine.fails -= 1
+            engine.weights = None if engine.spoils else before
+            if engine.weights is not None and engine.weights >= 0:
+                self.installed[engine.id] = noted if engine.unnamed and noted is not None else engine.weights
+            self.introduce()
+            return PeerResult("", Outcome.UNKNOWN if engine.spoils else Outcome.FAILED, "out of memory")
+        engine.weights = self.installed[engine.id] = order.version
+        engine.unnamed = False
+        self.introduce()
+        return PeerResult("", Outcome.DONE, loaded_sum=f"sum{order.version}")
+
+    def _engine(self, id: EngineId) -> Engine:
+        return next(engine for engine in self.engines if engine.id == id)
+
+    def _carry(self, order: Carry) -> None:
+        for edge in order.edges:
+            if edge.id not in self.edges:
+                self.edges[edge.id] = edge
+                self._go(self._end_of(edge, order))
+
+    async def _end_of(self, edge: Edge, order: Carry) -> None:
+        """One end's task: the receiver does the work, the sender watches."""
+        clock, began_s = self.house.clock, self.house.clock.now_s()
+        is_receiver = edge.dst == self.id
+        other = self.house.peers[edge.src if is_receiver else edge.dst]
+        met = False
+        while edge.id in self.edges:
+            await clock.sleep(STEP_S / 2)
+            meets = other.alive and edge.id in other.edges
+            done = is_receiver and self.has(edge, order.version)
+            if (met and not meets and not done) or clock.now_s() - began_s > order.stall_s:
+                if self.edges.pop(edge.id, None) is not None:
+                    self._event(order, edge, EdgeState.BROKEN, is_receiver, 0, began_s)
+                return
+            met = met or meets
+            if not meets or self.stalls or other.stalls or not is_receiver or not other.has(edge, order.version):
+                continue
+            self._event(order, edge, EdgeState.BEGAN, True, 0, began_s)
+            await clock.sleep(STEP_S)
+            if not other.alive or edge.id not in self.edges or order.version not in self.folders:
+                continue
+            folder = self.folders[order.version]
+            folder.missing[edge.shard] = without(folder.missing.get(edge.shard, []), edge.offset, edge.bytes)
+            if self.rots:
+                self.rots -= 1
+                folder.rotten = True
+            self.edges.pop(edge.id)
+            self.tell(Arrived(order.version, edge.bytes, edge.bytes))
+            self.house.point(f"edge {edge.src} to {edge.dst}")
+            self._event(order, edge, EdgeState.DONE, True, edge.bytes, began_s)
+            other.edges.pop(edge.id, None)
+            return
+
+    def _event(self, order: Carry, edge: Edge, state: EdgeState, receives: bool, size: int, began_s: float) -> None:
+        self.tell(EdgeEvent(order.version, edge.id, state, receives, size, began_s, self.house.clock.now_s()))
+
+
+def _minus(whole: tuple[int, int], missing: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
+    left = [whole]
+    for offset, size in missing:
+        left = without(left, offset, size)
+    return left
+
+
+class FakeFence:
+    """The gate, by its own transitions. It is not the daemon's: it stays when that dies, as gateways and the journal
+    do."""
+
+    def __init__(self, house: "House") -> None:
+        self.house = house
+        self.manned = True
+        self.refuses = 0  # pauses from now on that do not come to rest
+        self.leases = 0
+        self._state = GateState()
+        self._restarted: Callable[[EngineId], None] = lambda _: None
+
+    @property
+    def state(self) -> GateState:
+        self._state = self._state.at(self.house.clock.now_s())
+        return self._state
+
+    def is_manned(self) -> bool:
+        return self.manned
+
+    def recover(self) -> None:
+        if self.state.lease is not None and not self.state.quiet:
+            self._put(self.state.given_up(self.state.lease.id, self.house.clock.now_s(), "restarted"))
+
+    async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
+        self.house.point("pause")
+        self.leases += 1
+        id, now_s = f"g{self.leases}", self.house.clock.now_s()
+        frozen = FrozenRequests.TAKEN_BACK if empty else FrozenRequests.RECOMPUTE
+        lease = Lease(id, holder, PauseMode.KEEP, frozen, now_s, now_s + lease_s, now_s + deadline_s, True)
+        self._put(self.state.paused(lease))
+        try:
+            await self.house.clock.sleep(STEP_S)
+        except asyncio.CancelledError:
+            if self.house.daemon is not None:
+                self._put(self.state.given_up(id, self.house.clock.now_s(), "nobody waits"))
+            raise
+        if self.refuses > 0:
+            self.refuses -= 1
+            self._put(self.state.given_up(id, self.house.clock.now_s(), "not quiet"))
+            raise Retryable("e0 is not quiet", 1.0)
+        self._put(self.state.at_rest(id))
+        self.house.point("paused")
+        return id
+
+    async def renew(self, lease: str, lease_s: float) -> None:
+        self._put(self.state.renewed(lease, self.house.clock.now_s() + lease_s))
+
+    async def resume(self, lease: str, version: int | None, without: Collection[EngineId], reason: str) -> None:
+        self.house.point("resume")
+        engines = self.house.now()
+        self._put(self.state.resumed(lease, self.house.clock.now_s(), engines, version, without, reason))
+        self.house.point("resumed")
+        await self.house.clock.sleep(STEP_S)
+
+    def set_version(self, engines: Collection[EngineId], version: int, reason: str) -> None:
+        assert engines
+        self._put(self.state.told(engines, version))
+        self.house.point("set_version")
+
+    def forget(self, engines: Collection[EngineId], why: str) -> None:
+        self._put(self.state.forgotten(tuple(engines)))
+
+    def tell_restarts(self, restarted: Callable[[EngineId], None]) -> None:
+        self._restarted = restarted
+
+    def sampled_anew(self, engine: EngineId) -> None:
+        """Its agent sees that it was restarted. Daemons hear of it that are there."""
+        if self.house.daemon is not None:
+            self._restarted(engine)
+        self.forget([engine], "was restarted")
+
+    def close_by(self, holder: str, lease_s: float = 60.0) -> str:
+        """Somebody else."""
+        now_s = self.house.clock.now_s()
+        self.leases += 1
+        lease = Lease(
+            f"g{self.leases}", holder, PauseMode.KEEP, FrozenRequests.TAKEN_BACK, now_s, now_s + lease_s, now_s + 1
+        )
+        self._put(self.state.paused(lease).at_rest(lease.id))
+        return lease.id
+
+    def expire(self) -> None:
+        """The lease, where there is one."""
+        if self.state.lease is not None:
+            self._put(self.state.at(self.state.lease.until_s))
+
+    def _put(self, state: GateState) -> None:
+        self._state = state
+        self.house.check()
+
+
+class PointedJournal(Journal):
+    """Writing it is something that may be the last thing its daemon does."""
+
+    house: "House"
+
+    def append(self, at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+        self.house.point(f"before {kind} {body.get('step', '')}")
+        sequence = super().append(at_s, kind, subject, body)
+        self.house.point(f"after {kind} {body.get('step', '')}")
+        return sequence
+
+
+@dataclass
+class Daemon:
+    journal: PointedJournal
+    hub: PeerHub
+    sync: WeightSync
+    task: asyncio.Task[None]
+
+
+class House:
+    """Two engines' hosts with an engine each, a third with two, and a trainer's host."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.clock = RestingClock(START_S)
+        self.settings = WeightSettings(
+            **{"transports": ("tcp",), "chunk_bytes": 64, "stall_s": 2.0, "patience_s": 5.0, "attempts": 2, **settings}
+        )
+        self._folder = folder
+        self.fence = FakeFence(self)
+        self.engines = {EngineId(f"e{n}"): Engine(EngineId(f"e{n}")) for n in range(3)}
+        self.peers: dict[PeerId, FakePeer] = {}
+        self.trainer = self._peer("t", PeerRole.TRAINER, [])
+        for name, own in (("p0", "e0"), ("p1", "e1"), ("p2", "e2")):
+            self._peer(name, PeerRole.ENGINE, [own])
+        self.daemon: Daemon | None = None
+        self.points: list[str] = []
+        self.at_point: dict[int, Callable[[], None]] = {}
+        self.at_what: dict[str, Callable[[], None]] = {}
+        self.counting = False
+        self.unhealthy: set[EngineId] = set()
+        self.deploying = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _peer(self, id: str, role: PeerRole, engines: list[str]) -> FakePeer:
+        peer = FakePeer(self, PeerId(id), role, [self.engines[EngineId(e)] for e in engines])
+        self.peers[peer.id] = peer
+        return peer
+
+    def engine(self, id: str) -> Engine:
+        return self.engines[EngineId(id)]
+
+    def peer(self, id: str) -> FakePeer:
+        return self.peers[PeerId(id)]
+
+    def restart(self, id: str) -> None:
+        """An engine. Its peer says so; where that is away, only an agent sees it, and the gate forgets what it had."""
+        engine = self.engine(id)
+        peer = next(peer for peer in self.peers.values() if engine in peer.engines)
+        if peer.stream is None:
+            self.fence.forget([engine.id], "was restarted")
+        peer.engine_restarted(engine)
+
+    def restart_unseen(self, id: str) -> None:
+        """An engine, and nobody looks. The gate has to be closed."""
+        assert self.fence.state.lease is not None
+        self.engine(id).restart()
+
+    def restart_behind(self, id: str, lag_s: float) -> None:
+        """An engine, which its agent sees at once, and its peer when it asks it next."""
+        engine = self.engine(id)
+        peer = next(peer for peer in self.peers.values() if engine in peer.engines)
+        engine.restart()
+        self.fence.sampled_anew(engine.id)
+
+        def asks() -> None:
+            if engine.weights is None or engine.weights < 0:
+                peer.engine_restarted(engine)
+
+        self.later(lag_s, asks)
+
+    def task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(work)
+
+    def later(self, seconds: float, act: Callable[[], None]) -> None:
+        async def wait() -> None:
+            await self.clock.sleep(seconds)
+            act()
+
+        task = asyncio.ensure_future(wait())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def now(self) -> dict[EngineId, EngineNow]:
+        return {id: EngineNow("tp1", e.alive and id not in self.unhealthy, e.url) for id, e in self.engines.items()}
+
+    def come(self, id: str, host: str, weights: int = -1) -> Engine:
+        """An engine is started, by a switch where it has a version."""
+        engine = self.engines[EngineId(id)] = Engine(EngineId(id), weights, host=host)
+        if weights >= 0:
+            self.fence.set_version([engine.id], weights, "brought by a switch")
+        return engine
+
+    def leave(self, id: str) -> None:
+        """By order."""
+        engine = self.engines.pop(EngineId(id))
+        engine.alive = False
+        self.fence.forget([engine.id], "stopped")
+
+    # --- daemons
+
+    def start(self) -> None:
+        assert self.daemon is None
+        journal = PointedJournal(self._folder / "journal", self.clock.now_s())
+        journal.house = self
+        hub = PeerHub(self.clock, journal.generation, self.settings.patience_s)
+        circuits = PacketNetwork(self.settings.network, lambda: {id: s.peer for id, s in hub.peers.items()})
+        self.fence.recover()
+        self.holds = HoldBook(journal, self.clock)
+        sync = WeightSync(
+            hub,
+            self.fence,
+            circuits,
+            journal,
+            self.holds,
+            self.clock,
+            self.settings,
+            engines=self.now,
+            deploying=lambda: self.deploying,
+        )
+        sync.recover()
+        self.daemon = Daemon(journal, hub, sync, asyncio.ensure_future(sync.run()))
+        for peer in self.peers.values():
+            peer.attach()
+
+    def kill(self) -> None:
+        """As with SIGKILL: nothing that it was about to do is done."""
+        daemon, self.daemon = self.daemon, None
+        if daemon is not None:
+            for peer in self.peers.values():
+                peer.stream = None
+            daemon.task.cancel()
+            daemon.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            daemon.hub.close()
+            daemon.journal.close()
+
+    @property
+    def sync(self) -> WeightSync:
+        assert self.daemon is not None
+        return self.daemon.sync
+
+    def when(self, what: str, act: Callable[[], None]) -> None:
+        """At the next point of that name."""
+        self.at_what[what] = act
+
+    def point(self, what: str) -> None:
+        """Something may happen now."""
+        self.check()
+        if (happens := self.at_what.pop(what, None)) is not None:
+            happens()
+        if not self.counting:
+            return
+        self.points.append(what)
+        act = self.at_point.get(len(self.points) - 1)
+        if act is not None:
+            had = self.daemon
+            act()
+            if had is not None and self.daemon is None and what.split()[0] in DAEMONS:
+                raise Killed
+
+    # --- told and looked at
+
+    def publish(self, version: int, **more: Any) -> str:
+        boxes = {tensor.name: (tensor.whole,) for tensor in TENSORS}
+        word = Publication(version, 0, 1, self.trainer.id, TENSORS, boxes, **more)
+        return self.sync.publish(word)
+
+    async def report(self, sync_id: str, within_s: float = 120.0) -> SyncReport:
+        """When it is over."""
+        until_s = self.clock.now_s() + within_s
+        while not (report := self.sync.report(sync_id)).over:
+            assert self.clock.now_s() < until_s, report
+            await self.pass_time(0.25)
+        return report
+
+    async def until(self, sync_id: str, state: SyncState) -> None:
+        """Until the sync is in this state, before it is over."""
+        while self.sync.report(sync_id).state is not state:
+            assert not self.sync.report(sync_id).over
+            await self.clock.advance(0.05)
+
+    async def until_killed(self) -> None:
+        while self.daemon is not None:
+            await self.pass_time(0.25)
+
+    async def pass_time(self, seconds: float) -> None:
+        for _ in range(max(1, round(seconds / 0.25))):
+            await self.clock.advance(0.25)
+            self.check()
+            if self.daemon is not None and self.daemon.task.done():
+                with suppress(Killed, asyncio.CancelledError):
+                    self.daemon.task.result()
+
+    async def settled(self, within_s: float = 400.0) -> None:
+        """All is over and repaired; or the time is."""
+        until_s = self.clock.now_s() + within_s
+        while self.clock.now_s() < until_s:
+            await self.pass_time(5.0)
+            if self.daemon is None or self.fence.state.lease is not None or self.sync.book.fleet.quarantined:
+                continue
+            told = self.fence.state.versions
+            if all(report.over for report in self.sync.history(0)) and set(told.values()) == {
+                self.sync.book.fleet.version
+            }:
+                break
+        await self.pass_time(5.0)
+
+    def check(self) -> None:
+        """What the gate says of an engine that gets requests is so."""
+        state = self.fence.state
+        if state.lease is not None:
+            return
+        for id, engine in self.engines.items():
+            told = state.versions.get(id)
+            if engine.alive and state.serves(id) and told is not None:
+                assert engine.weights == told, f"{id} serves as version {told}, and has {engine.weights}"
+
+    def check_one_version(self, version: int | None) -> None:
+        """Everywhere, and told so."""
+        state = self.fence.state
+        assert state.lease is None
+        assert self.sync.book.fleet.version == version
+        assert self.sync.book.fleet.quarantined == {}
+        assert {id: e.weights for id, e in self.engines.items()} == dict.fromkeys(self.engines, version)
+        assert all(state.serves(id) and state.versions[id] == version for id in self.engines)
+        assert not any(engine.resting for engine in self.engines.values())
+        assert all(report.over for report in self.sync.history(0))
+
+
+DAEMONS = ("before", "after", "pause", "paused", "resume", "resumed", "set_version")
+
+
+_plans: dict[str, Any] = {}
+
+
+def _remembered(plan: Callable[..., Any]) -> Callable[..., Any]:
+    """Many runs ask for the same plans, which take a while each. Peers' own words about versions are not in them."""
+
+    def planned(*asked: Any, **more: Any) -> Any:
+        told = [
+            [replace(each, held=()) if isinstance(each, Peer) else each for each in a] if isinstance(a, list) else a
+            for a in asked
+        ]
+        key = f"{plan.__name__} {told} {sorted(more.items())}"
+        if key not in _plans:
+            _plans[key] = plan(*asked, **more)
+        return _plans[key]
+
+    return planned
+
+
+preparing.plan_sync = _remembered(preparing.plan_sync)
+
+
+def played(folder: Path, scene: Callable[[House], Any], **settings: Any) -> Any:
+    """A scene, in a house with a daemon that has brought version 1."""
+
+    async def play() -> Any:
+        house = House(folder, **settings)
+        house.start()
+        try:
+            return await scene(house)
+        finally:
+            house.kill()
+            for peer in house.peers.values():
+                peer.die()
+
+    return asyncio.run(play())
+
+
+__all__ = ["Engine", "FakePeer", "House", "Permanent", "played"]

@@ -1,0 +1,159 @@
+"""Deadlines hold on hosts whose clocks are minutes off, and whatever orders wait for on their way."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from fake_syncs import FakePeers, FakeSyncs
+
+from orchestrrl.core.clock import Clock, VirtualClock, WallClock
+from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
+from orchestrrl.rpc.channel import SERVER_OPTIONS
+from orchestrrl.rpc.pb import weights_pb2_grpc
+from orchestrrl.rpc.weights_service import WeightsService
+from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
+from orchestrrl.weights.model import Peer, PeerId, PeerRole, Place
+from orchestrrl.weights.orders import Check, Install, Order, Outcome, PeerOrder, PlaneAct, Probe, by_clock
+from orchestrrl.weights.peer.peer import LOOK_S, run_peer
+from orchestrrl.weights.peer.settings import PeerWords, settings_of
+from planner.model import EngineId
+
+ENGINE = EngineId("e0")
+GEN0 = Peer(PeerId("gen0"), PeerRole.ENGINE, "node1", Place(), {"tcp": "node1:1"})
+WITHIN_S = 90.0
+
+
+class OffClock(WallClock):
+    def __init__(self, ahead_s: float) -> None:
+        super().__init__()
+        self._ahead_s = ahead_s
+
+    def now_s(self) -> float:
+        return super().now_s() + self._ahead_s
+
+
+@asynccontextmanager
+async def served(hub: PeerHub | FakePeers) -> AsyncIterator[int]:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(FakeSyncs(), hub, WallClock()), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def peer_at(port: int, folder: Path, clock: Clock, engines: Sequence[str] = ()) -> AsyncIterator[None]:
+    words = PeerWords(
+        "gen0", f"127.0.0.1:{port}", engines=engines, product="simulated", folder=str(folder), host="127.0.0.1",
+        transports=["tcp"],
+    )  # fmt: skip
+    peer = asyncio.ensure_future(run_peer(settings_of(words), clock, random.Random(1)))
+    try:
+        yield
+    finally:
+        peer.cancel()
+        await asyncio.wait({peer})
+
+
+@pytest.mark.parametrize("ahead_s", [-600.0, 600.0])
+async def test_a_peer_keeps_deadlines_by_the_daemons_time_whatever_its_own_clock_says(
+    tmp_path: Path, ahead_s: float
+) -> None:
+    hub, came = PeerHub(WallClock(), generation=1), asyncio.Event()
+    hub.listen(lambda *_: came.set())
+    async with asyncio.timeout(WITHIN_S), SimulatedServer(SimulatedOptions()) as engine, served(hub) as port:
+        async with peer_at(port, tmp_path / "gen0", OffClock(ahead_s), [f"{ENGINE}={engine.url}"]):
+            await came.wait()
+            now_s = WallClock().now_s()
+            in_time = await hub.ask(GEN0.id, Probe(ENGINE, (1, 2), 3, now_s + WITHIN_S), WITHIN_S)
+            assert (in_time.outcome, len(in_time.tokens)) == (Outcome.DONE, 3), in_time.detail
+            late = await hub.ask(GEN0.id, Probe(ENGINE, (1, 2), 3, now_s - 1.0), WITHIN_S)
+            assert late.outcome is Outcome.FAILED
+            assert "at the latest" in late.detail
+            assert abs(hub.ours_s(GEN0.id, now_s + ahead_s) - now_s) < WITHIN_S
+
+
+async def test_a_peer_that_has_nothing_to_say_says_what_time_it_is(tmp_path: Path) -> None:
+    clock, peers = VirtualClock(1000.0), FakePeers()
+    async with asyncio.timeout(WITHIN_S), served(peers) as port, peer_at(port, tmp_path / "gen0", clock):
+        while not peers.lines or len(peers.lines[0].stamps_s) < 4:
+            await clock.advance(LOOK_S)
+            await asyncio.sleep(0.001)
+        line = peers.lines[0]
+        assert line.heard == []
+        assert line.stamps_s == sorted(set(line.stamps_s))
+
+
+async def given(stream: PeerStream) -> PeerOrder:
+    return await anext(aiter(stream.orders()))
+
+
+async def test_a_deadline_is_never_later_by_the_peers_clock_than_by_ours_however_late_its_word_comes() -> None:
+    """Whatever time passes between what the peer says and what it is given, and then until it reads that."""
+    rng = random.Random(3)
+    for _ in range(100):
+        clock, ahead_s = VirtualClock(1000.0), rng.uniform(-900.0, 900.0)
+        hub = PeerHub(clock, 1)
+        stream = hub.attach(GEN0)
+        until_s = clock.now_s() + 60.0
+        asked = asyncio.ensure_future(hub.ask(GEN0.id, Install(1, ENGINE, until_s), 100.0))
+        for _ in range(rng.randrange(1, 4)):
+            said_s = clock.now_s() + ahead_s
+            way_s = rng.uniform(0.0, 5.0)
+            await clock.advance(way_s)
+            stream.stamped(said_s)
+            stream.stamped(float("nan"))
+        order = (await given(stream)).order
+        assert isinstance(order, Install)
+        assert until_s + ahead_s - way_s == pytest.approx(order.valid_until_s)
+        asked.cancel()
+
+
+async def test_a_peer_that_comes_back_with_another_clock_is_given_the_same_deadline_by_that() -> None:
+    clock = VirtualClock(1000.0)
+    hub = PeerHub(clock, 1)
+    first = hub.attach(GEN0)
+    first.stamped(1300.0)
+    asked = asyncio.ensure_future(hub.ask(GEN0.id, Install(1, ENGINE, 1060.0), 100.0))
+    await clock.advance(0.0)
+    before = await given(first)
+    second = hub.attach(GEN0)
+    second.stamped(400.0)
+    again = await given(second)
+    assert before.id == again.id
+    assert [each.order for each in (before, again)] == [Install(1, ENGINE, 1360.0), Install(1, ENGINE, 460.0)]
+    asked.cancel()
+
+
+def test_who_says_nothing_of_the_time_is_taken_to_have_ours() -> None:
+    hub = PeerHub(VirtualClock(1000.0), 1)
+    assert hub.ours_s(GEN0.id, 900.0) == 900.0
+    stream = hub.attach(GEN0)
+    assert hub.ours_s(GEN0.id, 900.0) == 900.0
+    stream.stamped(700.0)
+    assert hub.ours_s(GEN0.id, 600.0) == 900.0
+
+
+@pytest.mark.parametrize(
+    ("order", "moved"),
+    [
+        (Install(1, ENGINE, 10.0, anew=True), Install(1, ENGINE, 15.0, anew=True)),
+        (Probe(ENGINE, (1,), 2, 10.0), Probe(ENGINE, (1,), 2, 15.0)),
+        (PlaneAct("p", ENGINE, "a", 1, "{}", True, 10.0), PlaneAct("p", ENGINE, "a", 1, "{}", True, 15.0)),
+        (Check(1), Check(1)),
+    ],
+)
+def test_every_order_with_a_deadline_has_it_moved(order: Order, moved: Order) -> None:
+    assert by_clock(PeerOrder("o", 1, order), 5.0) == PeerOrder("o", 1, moved)
+
+
+def test_no_kind_of_order_with_a_deadline_is_forgotten() -> None:
+    timed = {kind for kind in Order.__args__ if "valid_until_s" in kind.__dataclass_fields__}  # type: ignore[attr-defined]
+    assert timed == {Install, Probe, PlaneAct}

@@ -1,0 +1,83 @@
+"""What peers ask of engines that are busy, or that do not end."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import Retryable
+from orchestrrl.engines.base import PauseMode
+from orchestrrl.weights.peer import engines as peer_engines
+from orchestrrl.weights.peer.engines import CALL_S, PeerEngines
+from planner.model import EngineId
+
+E0 = EngineId("e0")
+
+
+class BusyEngine:
+    """Has a request that does not end by itself."""
+
+    url = "http://e0"
+
+    def __init__(self) -> None:
+        self.mode: PauseMode | None = None
+        self.has_request = True
+        self.calls: list[str] = []
+
+    async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
+        self.calls.append(mode)
+        self.mode = self.mode or mode
+        if mode is PauseMode.ABORT:
+            self.has_request = False
+        while mode is PauseMode.WAIT and self.has_request:
+            await asyncio.sleep(0)
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+        self.mode = None
+
+    async def is_paused(self) -> bool:
+        return self.mode is not None
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> BusyEngine:
+    engine = BusyEngine()
+
+    def connected(product: str, url: str, **options: Any) -> BusyEngine:
+        assert options == {"timeout_s": CALL_S}
+        return engine
+
+    monkeypatch.setattr(peer_engines, "connect", connected)
+    return engine
+
+
+def _engines() -> PeerEngines:
+    return PeerEngines({E0: "http://e0"}, "simulated", WallClock(), lambda: None)
+
+
+async def test_what_does_not_end_goes_on(engine: BusyEngine) -> None:
+    with pytest.raises(Retryable, match=r"did not end within 0.02 s: it goes on"):
+        await _engines().rest(E0, True, 0.02)
+    assert engine.calls == ["wait", "resume"]
+
+
+async def test_it_is_ended_where_that_is_asked(engine: BusyEngine) -> None:
+    assert await _engines().rest(E0, True, 30.0, ends=True) == "e0 is paused"
+    assert (engine.has_request, engine.calls) == (False, ["abort", "keep"])
+
+
+async def test_what_is_frozen_is_not_waited_for(engine: BusyEngine) -> None:
+    engine.mode = PauseMode.KEEP
+    assert await _engines().rest(E0, True, 30.0) == "e0 is paused"
+    assert engine.calls == ["keep"]
+
+
+async def test_what_ends_in_time_leaves_it_at_rest(engine: BusyEngine) -> None:
+    resting = asyncio.create_task(_engines().rest(E0, True, 30.0))
+    while not engine.calls:
+        await asyncio.sleep(0)
+    engine.has_request = False
+    assert await resting == "e0 is paused"
+    assert engine.calls == ["wait", "keep"]

@@ -1,0 +1,475 @@
+"""A peer's folder: what is received is found again by its sums alone, and what makes no sense is refused."""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from weight_versions import BLOCK, HALVES, SHARDS, Contents
+
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
+from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
+from orchestrrl.weights.base import Staged
+from orchestrrl.weights.model import MODEL_FILE, Part, ShardMap
+from orchestrrl.weights.orders import Carry, OpenVersion, Outcome, PeerOrder
+from orchestrrl.weights.peer import disk_space
+from orchestrrl.weights.peer.engines import PeerEngines
+from orchestrrl.weights.peer.orders import Orders
+from orchestrrl.weights.peer.staged import StagedVersion
+from orchestrrl.weights.peer.store import Store
+from orchestrrl.weights.staging_hold import StagingHold, nobody_stages
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "weights")
+    yield store
+    store.close()
+
+
+def bring(staged: StagedVersion, shard: ShardMap, data: bytes, offset: int = 0, size: int | None = None) -> None:
+    """As a receiver does: where it lies in one piece, straight into its place."""
+    size = len(data) - offset if size is None else size
+    piece = memoryview(data)[offset : offset + size]
+    view = staged.view(shard.id, offset, size)
+    if view is not None:
+        view[:] = piece
+    else:
+        staged.write(shard.id, offset, piece)
+    staged.arrived(shard.id, offset, size)
+
+
+def bring_all(staged: StagedVersion, contents: Contents) -> None:
+    for shard in staged.map.shards:
+        bring(staged, shard, contents.wire(shard))
+
+
+def test_what_is_received_is_the_checkpoint(store: Store) -> None:
+    contents = Contents(1)
+    staged = store.open(contents.map(7))
+    assert staged.missing() == {shard.id: ((0, shard.bytes),) for shard in staged.map.shards}
+    with pytest.raises(Retryable, match="is not here whole"):
+        staged.install_folder()
+    bring_all(staged, contents)
+    assert staged.missing() == {}
+    assert staged.check().bytes == 0  # each block was hashed as it came
+    assert (staged.install_folder() / MODEL_FILE).read_bytes() == contents.model_file()
+    assert [(held.version, held.complete, held.staged_by) for held in store.held] == [(7, True, ())]
+
+
+def test_the_sum_of_what_engines_load_is_known_until_other_bytes_come(store: Store) -> None:
+    contents, other = Contents(1), Contents(2)
+    staged = store.open(contents.map(7))
+    staged.take_content_sum()
+    assert staged.content_sum() == ""
+    bring_all(staged, contents)
+    staged.take_content_sum()
+    known = staged.content_sum()
+    assert known == folder_sum(staged.install_folder())
+    shard = staged.map.shards[0]
+    bring(staged, shard, contents.wire(shard))
+    assert staged.content_sum() == known
+    bring(staged, shard, other.wire(shard))
+    assert staged.content_sum() == ""
+    staged.take_content_sum()
+    assert staged.content_sum() == "", "a block is missing"
+    bring(staged, shard, contents.wire(shard))
+    staged.take_content_sum()
+    assert staged.content_sum() == known
+
+
+def test_no_sum_is_known_of_what_may_change_unseen(store: Store) -> None:
+    contents = Contents(1)
+    staged = store.open(contents.map(7, with_sums=False))
+    bring_all(staged, contents)
+    staged.take_content_sum()
+    assert staged.content_sum() == ""
+    staged.know(contents.map(7))
+    staged.take_content_sum()
+    assert staged.content_sum() == folder_sum(staged.install_folder())
+
+
+@given(st.data())
+def test_ranges_in_any_order_and_several_times_come_to_the_same(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Also where bytes on the way were turned over: their blocks are missing until they come again."""
+    contents = Contents(2)
+    store = Store(tmp_path_factory.mktemp("any") / "weights")
+    staged = store.open(contents.map(1))
+    shard = data.draw(st.sampled_from(staged.map.shards))
+    wire = contents.wire(shard)
+    there = np.zeros(len(wire), dtype=bool)
+    for _ in range(data.draw(st.integers(1, 8))):
+        offset = data.draw(st.integers(0, len(wire) - 1))
+        size = data.draw(st.integers(1, len(wire) - offset))
+        bring(staged, shard, wire, offset, size)
+        there[offset : offset + size] = True
+        assert staged.wait(shard.id, offset, size, 0)
+    told = np.ones(len(wire), dtype=bool)
+    for first, length in staged.missing().get(shard.id, ()):
+        told[first : first + length] = False
+    assert (told == there).all()
+    spoilt = data.draw(st.integers(0, len(wire) - 1))
+    block = spoilt // BLOCK * BLOCK
+    wrong = bytearray(wire)
+    wrong[spoilt] ^= 1
+    bring(staged, shard, bytes(wrong), block, min(BLOCK, len(wire) - block))
+    assert not staged.wait(shard.id, spoilt, 1, 0)
+    bring(staged, shard, wire, block, min(BLOCK, len(wire) - block))
+    assert staged.wait(shard.id, block, min(BLOCK, len(wire) - block), 0)
+    bring_all(staged, contents)
+    assert staged.missing() == {}
+    assert (staged.folder / MODEL_FILE).read_bytes() == contents.model_file()
+    store.close()
+
+
+def test_who_waits_goes_on_when_the_bytes_have_come(store: Store) -> None:
+    contents = Contents(3)
+    staged = store.open(contents.map(1))
+    shard = staged.map.shards[0]
+    seen: list[bool] = []
+    waiter = threading.Thread(target=lambda: seen.append(staged.wait(shard.id, 0, 100, 60.0)))
+    waiter.start()
+    bring(staged, shard, contents.wire(shard), 0, 99)
+    assert not seen
+    bring(staged, shard, contents.wire(shard), 99, 1)
+    waiter.join(60)
+    assert seen == [True]
+    assert not staged.wait(shard.id, 0, shard.bytes, 0.0)
+
+
+@pytest.mark.parametrize("interrupted_after", range(5))
+def test_a_restart_finds_what_agrees_and_nothing_else(tmp_path: Path, interrupted_after: int) -> None:
+    contents = Contents(4)
+    store = Store(tmp_path)
+    staged = store.open(contents.map(3))
+    for shard in staged.map.shards[:interrupted_after]:
+        bring(staged, shard, contents.wire(shard))
+    for shard in staged.map.shards[interrupted_after : interrupted_after + 1]:
+        bring(staged, shard, contents.wire(shard), 0, BLOCK + 10)  # the second block is not whole
+    store.close()
+
+    store = Store(tmp_path)
+    (held,) = store.held
+    expected = {shard.id: ((0, shard.bytes),) for shard in staged.map.shards[interrupted_after:]}
+    for shard in staged.map.shards[interrupted_after : interrupted_after + 1]:
+        expected[shard.id] = ((BLOCK, shard.bytes - BLOCK),)
+    assert held.missing == expected
+    bring_all(store.version(3), contents)
+    assert (store.version(3).install_folder() / MODEL_FILE).read_bytes() == contents.model_file()
+    store.close()
+
+
+def test_a_block_that_was_spoilt_on_disk_is_missing_after_a_restart(tmp_path: Path) -> None:
+    contents = Contents(5)
+    store = Store(tmp_path)
+    bring_all(store.open(contents.map(3)), contents)
+    store.close()
+    file = tmp_path / "v3" / MODEL_FILE
+    image = bytearray(file.read_bytes())
+    image[-1] ^= 0x40  # of `scale`, the last tensor
+    file.write_bytes(image)
+
+    store = Store(tmp_path)
+    (held,) = store.held
+    rest = next(shard for shard in store.version(3).map.shards if shard.id == "rest")
+    last = (rest.bytes - 1) // BLOCK * BLOCK
+    assert held.missing == {"rest": ((last, rest.bytes - last),)}
+    store.close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a folder in memory")
+def test_holes_are_not_filled_by_looking_for_what_is_there() -> None:
+    folder = Path("/dev/shm") / f"orchestrrl-test-{os.getpid()}"
+    try:
+        contents = Contents(6)
+        store = Store(folder)
+        staged = store.open(contents.map(3, shards=["columns"]))
+        bring(staged, staged.map.shards[0], contents.wire(staged.map.shards[0]))
+        before = disk_space.allocated_bytes(folder / "v3" / MODEL_FILE)
+        store.close()
+        store = Store(folder)
+        assert store.version(3).missing() == {}
+        found = store.version(3).found
+        assert found is not None
+        assert found.bytes == staged.map.shards[0].bytes
+        assert disk_space.allocated_bytes(folder / "v3" / MODEL_FILE) == before
+        store.keep([], None)
+        store.close()
+    finally:
+        for left in folder.iterdir():
+            left.unlink()
+        folder.rmdir()
+
+
+def test_parts_of_several_ranks_are_summed_sent_and_copied_for_engines(store: Store) -> None:
+    contents = Contents(7)
+    parts = [contents.stage(store.folder_of(9), rank, boxes) for rank, boxes in enumerate(HALVES)]
+    staged = store.open(contents.map(9, with_sums=False), parts, tuple(SHARDS))
+    assert staged.missing() == {}
+    sums, hashed = staged.sums_of(SHARDS)
+    assert sums == {shard.id: shard.sums for shard in contents.map(9).shards}
+    assert hashed.bytes == sum(shard.bytes for shard in staged.map.shards)
+    assert store.open(contents.map(9), parts, tuple(SHARDS)) is staged  # the sums are known now
+    assert staged.map == contents.map(9)
+    assert staged.check().bytes == 0  # these sums are its own
+    assert staged.missing() == {}
+    folder = staged.install_folder()
+    assert [file.name for file in folder.iterdir()] == [MODEL_FILE]  # engines load all that they see
+    assert (folder / MODEL_FILE).read_bytes() == contents.model_file()
+    assert store.held[0].staged_by == (0, 1)
+
+
+def test_a_part_that_does_not_agree_is_received_from_others(tmp_path: Path) -> None:
+    contents = Contents(8)
+    store = Store(tmp_path)
+    parts = [contents.stage(store.folder_of(9), rank, boxes) for rank, boxes in enumerate(HALVES)]
+    staged = store.open(contents.map(9), parts)
+    file = store.folder_of(9) / parts[0].file
+    image = bytearray(file.read_bytes())
+    image[-105] ^= 1  # of the matrix's last row the last byte that this rank has; `scale` is behind it
+    with file.open("r+b") as opened:
+        opened.write(image)
+    staged.check()
+    ((name, ((offset, size),)),) = staged.missing().items()
+    assert name == "rest"
+    shard = next(shard for shard in staged.map.shards if shard.id == name)
+    bring(staged, shard, contents.wire(shard), offset, size)
+    assert staged.missing() == {}
+    found = bytearray(shard.bytes)
+    staged.read(name, 0, memoryview(found))
+    assert bytes(found) == contents.wire(shard)
+    store.close()
+
+
+def test_what_trainers_have_half_of_is_received(store: Store) -> None:
+    contents = Contents(9)
+    parts = [contents.stage(store.folder_of(9), 0, HALVES[0]), Part(7, {})]
+    staged = store.open(contents.map(9), parts, ["columns"])
+    assert sorted(staged.missing()) == ["rest", "rows", "tail"]
+    for shard in staged.map.shards:
+        if shard.id != "columns":
+            bring(staged, shard, contents.wire(shard))
+    assert (staged.install_folder() / MODEL_FILE).read_bytes() == contents.model_file()
+    with pytest.raises(ProblemFaults):
+        store.open(contents.map(9), [parts[0], parts[0]])
+
+
+def test_a_part_that_was_staged_anew_is_read_anew(store: Store) -> None:
+    first, second = Contents(10), Contents(11)
+    parts = [first.stage(store.folder_of(2), rank, boxes) for rank, boxes in enumerate(HALVES)]
+    before = store.open(first.map(2, with_sums=False), parts)
+    parts = [second.stage(store.folder_of(2), rank, boxes) for rank, boxes in enumerate(HALVES)]
+    staged = store.open(second.map(2, with_sums=False), parts)
+    assert staged is not before
+    assert staged.sums_of(SHARDS)[0] == {shard.id: shard.sums for shard in second.map(2).shards}
+
+
+def test_other_sums_for_the_same_number_make_its_bytes_missing(store: Store) -> None:
+    first, second = Contents(12), Contents(13)
+    staged = store.open(first.map(2))
+    bring_all(staged, first)
+    assert store.open(second.map(2)) is staged
+    assert staged.missing() == {shard.id: ((0, shard.bytes),) for shard in staged.map.shards}
+    bring_all(staged, second)
+    assert (staged.install_folder() / MODEL_FILE).read_bytes() == second.model_file()
+
+
+def test_shards_that_are_cut_otherwise_find_the_same_bytes(store: Store) -> None:
+    contents = Contents(14)
+    staged = store.open(contents.map(2, shards=["rows", "tail"]))
+    bring_all(staged, contents)
+    again = store.open(contents.map(2, shards=["columns", "tail"]))
+    assert sorted(again.missing()) == ["columns"]
+
+
+def test_another_manifest_of_the_same_number_is_replaced_and_said(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    contents = Contents(15)
+    bring_all(store.open(contents.map(2)), contents)
+    fewer = Contents(15, contents.tensors[:1])
+    staged = store.open(fewer.map(2, shards=["tail"]))
+    assert "is of another manifest" in caplog.text
+    bring_all(staged, fewer)
+    assert (staged.folder / MODEL_FILE).stat().st_size < len(contents.model_file())
+
+
+def test_only_what_is_kept_stays_and_strangers_files(store: Store) -> None:
+    contents = Contents(16)
+    for version in (1, 2, 3):
+        store.open(contents.map(version))
+    (store.folder_of(1) / "notes.txt").write_text("mine")
+    contents.stage(store.folder_of(0), 0, HALVES[0])  # never came to be
+    contents.stage(store.folder_of(5), 0, HALVES[0])  # a trainer stages it now
+    (store.folder / "vacation").mkdir()
+    assert store.keep([3], 3) == [0, 1, 2]
+    assert store.keep([3], 3) == [1]  # the stranger's file keeps its folder
+    assert sorted(entry.name for entry in store.folder.iterdir()) == [
+        "LOCK", "committed.json", "v1", "v3", "v5", "vacation",
+    ]  # fmt: skip
+    assert [entry.name for entry in store.folder_of(1).iterdir()] == ["notes.txt"]
+    assert sorted(store.versions) == [3]
+    store.close()
+    again = Store(store.folder)
+    assert again.committed == 3
+    assert sorted(again.versions) == [3]
+    store._locked = again._locked  # closed by the fixture
+
+
+def test_what_trainers_stage_now_stays_though_its_number_is_lower_than_the_fleets(store: Store) -> None:
+    """Who goes back to an older version does."""
+    contents = Contents(16)
+    store.open(contents.map(7))
+    hold = StagingHold(store.folder_of(3))
+    part = contents.stage(store.folder_of(3), 0, HALVES[0])
+    assert store.keep([7], 7) == []
+    assert (store.folder_of(3) / part.file).exists()
+    hold.let_go()
+    hold.let_go()
+    assert store.keep([7], 7) == [3]
+    assert not store.folder_of(3).exists()
+
+
+def test_of_a_version_that_is_discarded_while_it_is_staged_again_the_parts_stay(store: Store) -> None:
+    contents = Contents(16)
+    part = contents.stage(store.folder_of(3), 0, HALVES[0])
+    bring_all(store.open(contents.map(3)), contents)
+    with nobody_stages(store.folder_of(3)) as is_left:
+        assert is_left
+    hold = StagingHold(store.folder_of(3))
+    assert store.keep([7], 7) == [3]
+    assert [entry.name for entry in store.folder_of(3).iterdir()] == [part.file]
+    assert sorted(store.versions) == []
+    hold.let_go()
+
+
+def test_a_folder_is_held_or_discarded_and_never_half_of_each(store: Store) -> None:
+    """Ranks begin and end while the peer discards all that it may."""
+    over = threading.Event()
+
+    def discard() -> None:
+        while not over.is_set():
+            store.keep([7], 7)
+
+    peer = threading.Thread(target=discard)
+    peer.start()
+    try:
+        for number in range(300):
+            hold = StagingHold(store.folder_of(3))
+            part = store.folder_of(3) / f"part-{number % 3}.safetensors"
+            part.write_bytes(b"x")
+            assert part.read_bytes() == b"x"
+            hold.let_go()
+    finally:
+        over.set()
+        peer.join()
+
+
+def test_two_peers_do_not_share_a_folder(store: Store) -> None:
+    with pytest.raises(Permanent, match=rf"is in use by the peer with process id {os.getpid()}: stop it, or"):
+        Store(store.folder)
+
+
+def test_a_link_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(Permanent, match="is a link or belongs to another user"):
+        Store(tmp_path / "link")
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = Contents(17)
+    bring_all(store.open(contents.map(1)), contents)
+    held = disk_space.allocated_bytes(store.folder_of(1) / MODEL_FILE)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 4096)
+    with pytest.raises(Retryable, match="it fits when they are discarded"):
+        store.open(contents.map(2))
+    assert held > 0
+    assert not list(store.folder_of(2).iterdir())
+    store.keep([], None)
+    with pytest.raises(Permanent, match=r"no room for version 2 .* other versions hold 0"):
+        store.open(contents.map(2))
+
+
+def test_a_map_that_makes_no_sense_is_refused_with_all_its_faults(store: Store) -> None:
+    good = Contents(18).map(1)
+    first, second, *rest = good.shards
+    shards = (replace(first, bytes=7), replace(second, sums=("0",)), *rest, rest[0])
+    with pytest.raises(ProblemFaults) as told:
+        store.open(replace(good, shards=shards, block_bytes=1 << 40))
+    assert len(told.value.faults) >= 4
+    assert not store.folder_of(1).exists()
+    staged = store.open(good)
+    for shard, offset, size in (("nobody", 0, 1), ("rows", -1, 2), ("rows", 0, 1 << 40)):
+        with pytest.raises(Permanent):
+            staged.view(shard, offset, size)
+    with pytest.raises(Permanent, match="there is no shard 'x'"):
+        staged.sums_of(["x"])
+    with pytest.raises(Permanent, match="is not here whole: rows"):
+        staged.sums_of(["rows"])
+
+
+def test_what_is_there_is_found_also_where_its_sums_are_told_later(store: Store) -> None:
+    """A peer is opened without sums where it is asked for those of what trainers have staged there."""
+    contents = Contents(19)
+    bring_all(store.open(contents.map(2, shards=["rows", "tail", "rest"])), contents)
+    staged = store.open(contents.map(2, with_sums=False, shards=["rows", "rest"]))
+    assert sorted(staged.missing()) == ["rest", "rows"]
+    assert store.open(contents.map(2, shards=["rows", "rest"])) is staged
+    assert staged.missing() == {}
+
+
+def test_a_version_that_is_discarded_gives_its_memory_back_at_once(store: Store) -> None:
+    """A file in memory that is removed takes its room for as long as anybody has it mapped."""
+    contents = Contents(20)
+    parts = [contents.stage(store.folder_of(1), rank, boxes) for rank, boxes in enumerate(HALVES)]
+    gc.collect()
+    gc.disable()
+    try:
+        staged = store.open(contents.map(1), parts, tuple(SHARDS))
+        staged.check()
+        staged.install_folder()
+        file = str(store.folder_of(1))
+        assert file in Path("/proc/self/maps").read_text()
+        del staged
+        store.keep([], None)
+        assert file not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
+
+
+class Ends:
+    """In place of a carrier: which shards were open when its edges were let go of."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.open: list[list[str]] = []
+
+    def carry(self, staged: Staged, order: Carry) -> None:
+        raise AssertionError("nothing is carried here")
+
+    def end(self, version: int, edges: Sequence[str] = ()) -> None:
+        self.open.append([shard.id for shard in self.store.version(version).map.shards])
+
+    def close(self) -> None:
+        pass
+
+
+async def test_edges_of_the_plan_before_are_over_before_its_file_is_looked_at(store: Store) -> None:
+    """They write to where the next plan finds bytes by their sums."""
+    contents, clock = Contents(21), WallClock()
+    ends = Ends(store)
+    orders = Orders(store, ends, PeerEngines({}, "simulated", clock, lambda: None), clock, lambda: None)
+    for number, shards in enumerate((["rows", "tail"], ["rows", "tail"], ["rest", "tail"])):
+        opened = await orders.perform(PeerOrder(f"{number}", 1, OpenVersion(contents.map(2, shards=shards))))
+        assert opened.outcome is Outcome.DONE
+    assert ends.open == [["rows", "tail"]]

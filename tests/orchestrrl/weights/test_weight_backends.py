@@ -1,0 +1,402 @@
+"""Data planes beside each other: the tree, vLLM's weight transfer and checkpoint-engine, with a trainer and servers
+that behave as real ones."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from weights_house import STEP_S, TENSORS, Engine, FakePeer, House
+
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults
+from orchestrrl.engines.base import TransferEnds
+from orchestrrl.weights.backends.base import (
+    PLANES,
+    Asked,
+    Capabilities,
+    DirectPlane,
+    SenderOptions,
+    asked_of,
+    make_direct,
+    make_plane,
+)
+from orchestrrl.weights.backends.checkpoint_engine import Shares
+from orchestrrl.weights.backends.conformance import PlaneConformance, Step
+from orchestrrl.weights.controller.reports import EngineSync, SyncReport, SyncState
+from orchestrrl.weights.model import PeerId, PeerRole
+from orchestrrl.weights.orders import Install, Order, Outcome, PeerResult, PlaneAct
+from orchestrrl.weights.publication import Publication
+from planner.model import EngineId
+
+WORKERS = {"e0": 1, "e1": 2, "e2": 4}
+
+
+class Transfers:
+    """A server's endpoints."""
+
+    def __init__(self, peer: "DirectPeer", engine: Engine) -> None:
+        self.peer, self.engine = peer, engine
+
+    async def ends(self) -> TransferEnds:
+        if "prepare" in self.house.failing.pop(self.engine.id, ""):
+            raise Permanent("has no such endpoint")
+        return TransferEnds("nccl", WORKERS[self.engine.id])
+
+    async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
+        await self._takes_time()
+        self.house.joined[self.engine.id] = dict(init_info)
+
+    async def start(self) -> None:
+        await self._changes(None)
+
+    async def update(self, update_info: Mapping[str, Any] | Sequence[Any], within_s: float) -> None:
+        await self._takes_time()
+        if self.engine.fails:
+            self.engine.fails -= 1
+            raise OutcomeUnknown("the connection broke")
+
+    async def finish(self, version: int, within_s: float) -> None:
+        await self._changes(version)
+
+    async def begin(self) -> None:
+        await self.start()
+
+    async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None:
+        assert method == "update_weights_from_ipc"
+        self.house.joined[self.engine.id] = arguments[0]
+        await self.update({}, within_s)
+
+    async def end(self, version: int) -> None:
+        await self._changes(version)
+
+    @property
+    def house(self) -> "DirectHouse":
+        house = self.peer.house
+        assert isinstance(house, DirectHouse)
+        return house
+
+    async def _changes(self, version: int | None) -> None:
+        await self._takes_time()
+        if self.house.fence.state.lease is None:
+            self.house.changed_while_open.append(self.engine.id)
+        self.engine.weights = version
+        self.peer.installed.pop(self.engine.id, None)
+        if version is not None:
+            self.peer.installed[self.engine.id] = version
+        self.peer.introduce()
+
+    async def _takes_time(self) -> None:
+        await self.house.clock.sleep(STEP_S)
+        if not self.engine.alive:
+            raise OutcomeUnknown("does not answer")
+
+
+class Server:
+    """The client of an engine that takes transfers, as a peer has it."""
+
+    url = "http://fake"
+
+    def __init__(self, transfers: Transfers) -> None:
+        self.transfers = transfers
+
+
+class DirectPeer(FakePeer):
+    async def _result(self, order: Order) -> PeerResult:
+        if isinstance(order, Install):
+            house = self.house
+            assert isinstance(house, DirectHouse)
+            if house.fence.state.lease is None and house.fence.state.serves(order.engine):
+                house.changed_while_open.append(order.engine)
+        if not isinstance(order, PlaneAct):
+            return await super()._result(order)
+        plane = make_direct(order.plane)
+        body = {"init_info": {}, "update_info": {}, "within_s": 10.0}
+        try:
+            server: Any = Server(Transfers(self, self._engine(order.engine)))
+            told = await plane.at_engine(server, order.act, order.version, {**body, **json.loads(order.body_json)})
+        except OutcomeUnknown as error:
+            return PeerResult("", Outcome.UNKNOWN, str(error))
+        except OrchestrRLError as error:
+            return PeerResult("", Outcome.FAILED, str(error))
+        return PeerResult("", Outcome.DONE, told_json=json.dumps(dict(told)))
+
+
+class DirectHouse(House):
+    """It is the conformance's world, for the tree."""
+
+    plane = "tree"
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.changed_while_open: list[str] = []
+        self.failing: dict[str, str] = {}
+        self.joined: dict[str, dict[str, Any]] = {}
+        self.trainer_fails: Step | None = None
+        super().__init__(folder, **settings)
+
+    def _peer(self, id: str, role: PeerRole, engines: list[str]) -> FakePeer:
+        peer = DirectPeer(self, PeerId(id), role, [self.engines[EngineId(e)] for e in engines])
+        self.peers[peer.id] = peer
+        return peer
+
+
+class TreeWorld:
+    """Over a house."""
+
+    plane = "tree"
+
+    def __init__(self, house: DirectHouse) -> None:
+        self.house = house
+        self.engines = tuple(house.engines)
+        self._odd: list[Engine] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return make_plane(self.plane).capabilities
+
+    @property
+    def changed_while_open(self) -> Sequence[str]:
+        return self.house.changed_while_open
+
+    def holds(self, engine: EngineId) -> int | None:
+        return self.house.engines[engine].weights
+
+    def gets_requests(self, engine: EngineId) -> bool:
+        state = self.house.fence.state
+        return state.lease is None and state.serves(engine) and not self.house.engines[engine].resting
+
+    def fleet(self) -> int | None:
+        return self.house.sync.book.fleet.version
+
+    def fail(self, step: Step, engines: Sequence[EngineId]) -> None:
+        for id in engines:
+            engine = self.house.engines[id]
+            match step:
+                case Step.PREPARE:
+                    self._fail_preparing(id)
+                case Step.INSTALL:
+                    engine.fails, engine.spoils = 1, True
+                case Step.VERIFY:
+                    engine.odd = True
+                    self._odd.append(engine)
+
+    def lose_trainer(self, step: Step) -> None:
+        if step is Step.PREPARE:
+            self.house.later(0.3, self.house.trainer.die)
+            self.house.later(30.0, self.house.trainer.come_back)
+
+    async def publish(self, version: int) -> SyncReport:
+        report = await self.house.report(self._publish(version), within_s=600.0)
+        for engine in self._odd:
+            engine.odd = False
+        self._odd.clear()
+        await self.house.settled(60.0)
+        return report
+
+    def _publish(self, version: int) -> str:
+        if self.house.trainer.stream is None:
+            self.house.trainer.come_back()
+        return self.house.publish(version, probe=(1, 2, 3))
+
+    def _fail_preparing(self, engine: EngineId) -> None:
+        next(peer for peer in self.house.peers.values() if self.house.engines[engine] in peer.engines).rots = 1
+
+
+class DirectWorld(TreeWorld):
+    plane = "vllm_transfer"
+    options: Mapping[str, str] = {"backend": "nccl"}
+    world = 1
+
+    def __init__(self, house: DirectHouse) -> None:
+        super().__init__(house)
+        self._loses: Step | None = None
+        self._trainer: asyncio.Task[None] | None = None
+        self.told: list[SyncReport] = []
+        self.probe: tuple[int, ...] = (1, 2, 3)
+
+    def lose_trainer(self, step: Step) -> None:
+        self._loses = step
+
+    def _fail_preparing(self, engine: EngineId) -> None:
+        self.house.failing[engine] = "prepare"
+
+    def _publish(self, version: int) -> str:
+        words = [
+            Publication(
+                *(version, rank, self.world, PeerId("t"), TENSORS, {}),
+                plane=self.plane,
+                probe=self.probe,
+                options=self.options,
+                run="r-1",
+            )
+            for rank in range(self.world)
+        ]
+        id = [self.house.sync.publish(word) for word in words][-1]
+        self._trainer = asyncio.ensure_future(self._stand_by(id))
+        return id
+
+    async def _stand_by(self, id: str) -> None:
+        """As vLLM's trainer-side engine, whose calls are passed on."""
+        sync, seen = self.house.sync, 0
+        async for report in sync.follow(id):
+            self.told.append(report)
+            asked = asked_of(report.asked_json)
+            if asked is None or asked.number <= seen:
+                continue
+            seen = asked.number
+            step = Step.PREPARE if asked.step in ("join", "register") else Step.INSTALL
+            calls = self._calls(asked)
+            try:
+                for number, (call, body) in enumerate(calls):
+                    if self._loses is step and number + 1 == max(1, len(calls) - 1):
+                        self._loses = None
+                        raise Permanent("no connection")
+                    await sync.relayed(id, 0, asked.number, call, body)
+                await sync.relayed(id, 0, asked.number, "done", {})
+            except OrchestrRLError as error:
+                with suppress(Permanent):  # nobody asks any more
+                    await sync.relayed(id, 0, asked.number, "failed", {"why": str(error)})
+
+    def _calls(self, asked: Asked) -> list[tuple[str, dict[str, Any]]]:
+        if asked.step == "join":
+            init_info = {"rank_offset": 1, "world_size": asked.body["workers"] + 1}
+            return [("init_weight_transfer_engine", {"init_info": init_info})]
+        return [
+            ("start_weight_update", {}),
+            ("update_weights", {"update_info": {"names": ["a", "b"]}}),
+            ("finish_weight_update", {}),
+        ]
+
+
+class RankServer:
+    """checkpoint-engine's ParameterServer, of all ranks at once, as far as it is asked."""
+
+    def __init__(self) -> None:
+        self.checkpoints: dict[str, Any] = {}
+
+    def register_checkpoint(self, name: str, *, files: Any = None, named_tensors: Any = None) -> None:
+        self.checkpoints[name] = named_tensors
+
+    def unregister_checkpoint(self, name: str) -> None:
+        del self.checkpoints[name]
+
+    def gather_metas(self, name: str) -> None:
+        assert name in self.checkpoints
+
+    def update(self, name: str, call_workers: Any, ranks: Any = None) -> None:
+        assert name in self.checkpoints
+        call_workers([(f"GPU-{rank}", f"ipc://{rank}") for rank in range(sum(WORKERS.values()))])
+
+
+class BesideWorld(DirectWorld):
+    plane = "checkpoint_engine"
+    options: Mapping[str, str] = {"engines": "e0,e1,e2"}
+    world = sum(WORKERS.values())
+
+    def __init__(self, house: DirectHouse) -> None:
+        super().__init__(house)
+        self.server = RankServer()
+        self.sender = Shares(self.server, {}, SenderOptions(0, self.world))
+
+    def _calls(self, asked: Asked) -> list[tuple[str, dict[str, Any]]]:
+        """What the first rank's sender tells."""
+        told: list[tuple[str, dict[str, Any]]] = []
+
+        def tell(call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+            told.append((call, dict(body)))
+            return {}
+
+        self.sender.act(asked, tell)
+        return told
+
+
+@pytest.fixture
+async def house(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[DirectHouse]:
+    house = DirectHouse(tmp_path, **getattr(request, "param", {}))
+    house.start()
+    await house.pass_time(1.0)
+    yield house
+    house.kill()
+    for peer in house.peers.values():
+        peer.die()
+
+
+class TestTree(PlaneConformance):
+    @pytest.fixture
+    def world(self, house: DirectHouse) -> TreeWorld:
+        return TreeWorld(house)
+
+
+class TestVllmTransfer(PlaneConformance):
+    @pytest.fixture
+    def world(self, house: DirectHouse) -> DirectWorld:
+        return DirectWorld(house)
+
+    async def test_workers_have_ranks_behind_those_of_servers_before(
+        self, house: DirectHouse, world: DirectWorld
+    ) -> None:
+        await world.publish(1)
+        assert {id: told["rank_offset"] for id, told in house.joined.items()} == {"e0": 1, "e1": 2, "e2": 4}
+        assert {told["world_size"] for told in house.joined.values()} == {8}
+
+    async def test_it_is_joined_once(self, house: DirectHouse, world: DirectWorld) -> None:
+        await world.publish(1)
+        house.joined.clear()
+        report = await world.publish(2)
+        assert report.state is SyncState.DONE
+        assert house.joined == {}
+        assert report.notes == ()
+        world.fail(Step.INSTALL, [EngineId("e1")])
+        await world.publish(3)
+        assert set(house.joined) == {"e0", "e1", "e2"}, "anew, as it was broken"
+
+    async def test_it_is_told_at_once_which_engine_has_not_taken_it(self, world: DirectWorld) -> None:
+        world.fail(Step.INSTALL, [EngineId("e1")])
+        await world.publish(1)
+        report = next(report for report in world.told if any(each.detail for each in report.engines))
+        stands = {each.engine: each for each in report.engines}[EngineId("e1")]
+        assert (stands.state, stands.detail) == (EngineSync.WAITING, "e1: update: the connection broke")
+
+    @pytest.mark.parametrize("house", [{"probe": None}], indirect=True)
+    async def test_it_is_told_that_engines_were_asked_nothing(self, world: DirectWorld) -> None:
+        world.probe = ()
+        report = await world.publish(1)
+        assert report.notes == ("engines were asked nothing: name a probe, there are no sums on this plane",)
+
+    async def test_nothing_is_passed_on_that_is_not_asked(self, house: DirectHouse, world: DirectWorld) -> None:
+        await world.publish(1)
+        with pytest.raises(Permanent):
+            await house.sync.relayed(house.sync.history(1)[0].id, 0, 1, "update_weights", {"update_info": {}})
+
+    async def test_options_that_make_no_sense_come_all_at_once(self, house: DirectHouse) -> None:
+        word = Publication(1, 0, 1, PeerId("t"), TENSORS, {}, plane="vllm_transfer", options={"backends": "nccl"})
+        with pytest.raises(ProblemFaults) as caught:
+            house.sync.publish(word)
+        assert len(caught.value.faults) == 2
+
+
+class TestCheckpointEngine(PlaneConformance):
+    @pytest.fixture
+    def world(self, house: DirectHouse) -> BesideWorld:
+        return BesideWorld(house)
+
+    async def test_workers_are_told_of_the_ranks_beside_them(self, house: DirectHouse, world: BesideWorld) -> None:
+        await world.publish(1)
+        await world.publish(2)
+        assert {id: list(sockets) for id, sockets in house.joined.items()} == {
+            "e0": ["GPU-0"],
+            "e1": ["GPU-1", "GPU-2"],
+            "e2": ["GPU-3", "GPU-4", "GPU-5", "GPU-6"],
+        }
+        assert list(world.server.checkpoints) == ["orchestrrl-2"]  # no more than one is in pinned memory
+
+
+def test_planes_are_had_by_name() -> None:
+    assert {"tree", "vllm_transfer"} <= set(PLANES.names())
+    assert isinstance(make_direct("vllm_transfer"), DirectPlane)
+    with pytest.raises(Permanent, match="tree"):
+        make_plane("carrier pigeons")
+    with pytest.raises(Permanent, match="tree"):
+        make_direct("tree")

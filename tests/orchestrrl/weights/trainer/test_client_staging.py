@@ -1,0 +1,190 @@
+"""A rank's file: whole or not there, with holes where others have the bytes, never larger than there is room for."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.weights.layout import Bytes
+from orchestrrl.weights.model import ShardMap, TensorMeta, VersionMap
+from orchestrrl.weights.peer.store import Store
+from orchestrrl.weights.staging_hold import nobody_stages
+from orchestrrl.weights.trainer.boxes import Piece
+from orchestrrl.weights.trainer.staging import ArrayCopies, stage
+from planner.sync_tree.parameters import Box
+from planner.sync_tree.reshard import Slice
+from tests.orchestrrl.weights.staged_parts import tensors_in
+
+
+def piece(name: str, whole: np.ndarray[Any, Any], *box: tuple[int, int], dtype: str = "") -> Piece:
+    meta = TensorMeta(name, dtype or f"F{whole.dtype.itemsize * 8}", tuple(whole.shape))
+    chosen: Box = box or meta.whole
+    return Piece(meta, chosen, whole[tuple(slice(*each) for each in chosen)])
+
+
+def test_whole_tensors_are_a_safetensors_file(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    tensors = {
+        "b.weight": rng.normal(size=(5, 7)).astype(np.float32),
+        "a.weight": rng.normal(size=(3,)).astype(np.float16),
+        "scalar": np.array(2.5, np.float64),
+        "transposed": rng.normal(size=(4, 6)).astype(np.float32).T,
+    }
+    staged = stage(tmp_path, 3, 0, 1, [piece(name, values) for name, values in tensors.items()], ArrayCopies())
+    read = safetensors.numpy.load_file(tmp_path / "v3" / staged.part.file)
+    assert sorted(read) == sorted(tensors)
+    assert all(np.array_equal(read[name], values) for name, values in tensors.items())
+    assert staged.bytes == sum(values.nbytes for values in tensors.values())
+    assert os.listdir(tmp_path / "v3") == ["part-0.safetensors"]
+
+
+def test_elements_that_numpy_has_no_name_for(tmp_path: Path) -> None:
+    halves, eighths = np.arange(6, dtype=np.uint16), np.arange(5, dtype=np.uint8)
+    stage(tmp_path, 1, 0, 1, [piece("b", halves, dtype="BF16"), piece("f", eighths, dtype="F8_E4M3")], ArrayCopies())
+    read = tensors_in(tmp_path / "v1" / "part-0.safetensors")
+    assert np.array_equal(read["b"], halves)
+    assert np.array_equal(read["f"], eighths)
+    with pytest.raises(Permanent, match="cannot be copied from float32"):
+        stage(tmp_path, 1, 0, 1, [piece("b", np.zeros(2, np.float32), dtype="BF16")], ArrayCopies())
+
+
+@pytest.mark.parametrize("box", [((0, 16), (0, 65536)), ((120, 128), (0, 65536)), ((0, 128), (65000, 65300))], ids=repr)
+def test_what_is_not_had_is_a_hole(box: Box, tmp_path: Path) -> None:
+    whole = np.random.default_rng(2).normal(size=(128, 65536)).astype(np.float32)
+    staged = stage(tmp_path, 1, 0, 2, [piece("w", whole, *box)], ArrayCopies())
+    file = tmp_path / "v1" / staged.part.file
+    assert file.stat().st_size > whole.nbytes
+    assert file.stat().st_blocks * 512 <= whole.nbytes // 4  # file systems differ in how finely they count
+    read = tensors_in(file)["w"]
+    there = tuple(slice(*each) for each in box)
+    assert np.array_equal(read[there], whole[there].view(np.uint32))
+    read = read.copy()
+    read[there] = 0
+    assert not read.any()
+
+
+class Dies(ArrayCopies):
+    def copy(self, piece: Piece, into: Bytes) -> None:
+        super().copy(piece, into)
+        raise KeyboardInterrupt
+
+
+def test_a_folder_is_held_until_it_is_let_go_of_and_not_where_nothing_came_of_it(tmp_path: Path) -> None:
+    class Fails(ArrayCopies):
+        def copy(self, piece: Piece, into: Bytes) -> None:
+            raise Permanent("no")
+
+    with pytest.raises(Permanent, match="no") as failed:
+        stage(tmp_path, 1, 0, 1, [piece("w", np.zeros(3))], Fails())
+    with nobody_stages(tmp_path / "v1") as is_left:
+        assert is_left, failed
+    staged = stage(tmp_path, 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
+    with nobody_stages(tmp_path / "v1") as is_left:
+        assert not is_left
+    staged.hold.let_go()
+    with nobody_stages(tmp_path / "v1") as is_left:
+        assert is_left
+
+
+def test_half_a_part_is_no_part_and_the_one_before_stays_until_there_is_another(tmp_path: Path) -> None:
+    first, second = np.zeros(5, np.float32), np.ones(7, np.float32)
+    with pytest.raises(KeyboardInterrupt):
+        stage(tmp_path, 1, 0, 1, [piece("w", first)], Dies())
+    assert os.listdir(tmp_path / "v1") == []
+    stage(tmp_path, 1, 0, 1, [piece("w", first)], ArrayCopies())
+    with (tmp_path / "v1" / "part-0.safetensors").open("rb") as peers:
+        with pytest.raises(KeyboardInterrupt):
+            stage(tmp_path, 1, 0, 1, [piece("w", second)], Dies())
+        assert tensors_in(tmp_path / "v1" / "part-0.safetensors")["w"].shape == (5,)
+        stage(tmp_path, 1, 0, 1, [piece("w", second)], ArrayCopies())
+        assert len(peers.read()) < (tmp_path / "v1" / "part-0.safetensors").stat().st_size  # its own one is untouched
+    assert tensors_in(tmp_path / "v1" / "part-0.safetensors")["w"].shape == (7,)
+
+
+def test_what_killed_trainers_left_is_cleared_away(tmp_path: Path) -> None:
+    home = tmp_path / "v4"
+    home.mkdir()
+    for name in ("part-0.safetensors.1-2", ".part-0.safetensors.77-abc", ".part-1.safetensors.78-abc"):
+        (home / name).write_bytes(b"half")
+    for rank in (0, 1, 2, 10):
+        (home / f"part-{rank}.safetensors").write_bytes(b"old")
+    stage(tmp_path, 4, 0, 2, [piece("w", np.zeros(3))], ArrayCopies())
+    # Another rank may be writing its own.
+    assert sorted(os.listdir(home)) == [
+        ".part-1.safetensors.78-abc",
+        "part-0.safetensors",
+        "part-0.safetensors.1-2",
+        "part-1.safetensors",
+    ]
+
+
+def test_room_is_looked_for_before_anything_is_written(tmp_path: Path) -> None:
+    huge = np.broadcast_to(np.float32(0), (1 << 20, 1 << 24))  # 70 TB, of one number
+    with pytest.raises(Permanent, match=r"no room to stage 70368\.744 GB .*/dev/shm"):
+        stage(tmp_path, 1, 0, 1, [piece("w", huge)], ArrayCopies())
+    assert os.listdir(tmp_path / "v1") == []
+
+
+def test_room_that_others_take_meanwhile_is_told_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(Permanent, match="no room to stage"):
+        stage(tmp_path, 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
+    assert os.listdir(tmp_path / "v1") == []
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Permanent, match="name a folder that the trainer and its peer share"):
+        stage(tmp_path / "file", 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
+
+
+def test_the_peer_of_the_host_reads_what_ranks_have_staged(tmp_path: Path) -> None:
+    """Rows of one matrix by two ranks, columns of another: the peer sends and installs them as one."""
+    rng = np.random.default_rng(3)
+    whole = {"rows": rng.normal(size=(9, 5)).astype(np.float32), "columns": rng.normal(size=(4, 6)).astype(np.float32)}
+    peer = Store(tmp_path)
+    boxes = (((0, 5), (0, 5)), ((0, 4), (0, 2))), (((5, 9), (0, 5)), ((0, 4), (2, 6)))
+    parts = [
+        stage(
+            tmp_path, 6, rank, 2, [piece("rows", whole["rows"], *rows), piece("columns", whole["columns"], *columns)],
+            ArrayCopies(),
+        ).part
+        for rank, (rows, columns) in enumerate(boxes)
+    ]  # fmt: skip
+    slices, at = [], 0
+    for name in sorted(whole):
+        box = tuple((0, length) for length in whole[name].shape)
+        slices.append(Slice(name, box, at, whole[name].nbytes))
+        at += whole[name].nbytes
+    tensors = tuple(TensorMeta(name, "F32", whole[name].shape) for name in sorted(whole))
+    staged = peer.open(VersionMap(6, tensors, (ShardMap("all", at, tuple(slices)),), 64), parts)
+    assert staged.missing() == {}
+    wire = bytearray(at)
+    staged.read("all", 0, memoryview(wire))
+    assert bytes(wire) == whole["columns"].tobytes() + whole["rows"].tobytes()
+    peer.close()
+
+
+def test_weights_are_not_put_where_another_user_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /dev/shm anybody may have made the folder before."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(Permanent, match="is a link or belongs to another user"):
+        stage(tmp_path / "link", 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
+    monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "mine").stat().st_uid + 1)
+    with pytest.raises(Permanent, match="is a link or belongs to another user"):
+        stage(tmp_path / "mine", 1, 0, 1, [piece("w", np.zeros(3))], ArrayCopies())
+    assert os.listdir(tmp_path / "mine") == []
+
+
+def test_a_tensor_cannot_have_the_name_of_the_files_metadata() -> None:
+    with pytest.raises(ValueError, match="must not be what safetensors calls its metadata"):
+        TensorMeta("__metadata__", "F32", (1,))

@@ -1,0 +1,66 @@
+"""The profile of the paper's engine reproduces its two phases, where narrow engines win first and wide ones last."""
+
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+import yaml
+
+from planner.cost.paper import EARLY_S, FITTED, PROFILES, TAIL_S, UnknownProfile, fit_host, named_profile, phase_seconds
+from planner.cost.profile import EngineProfile
+
+PAPER = Path(__file__).parents[4] / "shared" / "reference" / "paper.yaml"
+
+
+def tp2_to_tp8() -> tuple[EngineProfile, ...]:
+    return named_profile("paper-14b-h800").configurations[1:]
+
+
+def test_the_phases_are_reproduced() -> None:
+    early_s, tail_s = phase_seconds(tp2_to_tp8()).reshape(2, 3).tolist()
+    assert early_s == sorted(early_s)
+    assert tail_s == sorted(tail_s, reverse=True)
+    for seconds, measured_s in ((early_s, list(EARLY_S.values())), (tail_s, list(TAIL_S.values()))):
+        assert seconds == pytest.approx(measured_s, rel=0.05)
+        assert seconds[2] / seconds[0] == pytest.approx(measured_s[2] / measured_s[0], rel=0.05)
+
+
+@pytest.mark.shared
+def test_the_times_are_those_of_the_paper() -> None:
+    if not PAPER.exists():
+        pytest.skip(f"there is no {PAPER}")
+    phases = yaml.safe_load(PAPER.read_text())["phase_example"]
+    assert phases["early"] == {f"tp{tp}_s": seconds for tp, seconds in EARLY_S.items()}
+    assert phases["tail"] == {f"tp{tp}_s": seconds for tp, seconds in TAIL_S.items()}
+
+
+def test_fitting_again_gives_the_same_host_time() -> None:
+    assert astuple(fit_host()) == pytest.approx(astuple(FITTED), rel=1e-3)
+
+
+def test_a_sequence_costs_the_host_about_as_much_at_any_tp() -> None:
+    """About 70 us in many engines: it is what a model without it gets wrong."""
+    betas_s = [profile.configuration((1, 512)).beta_s for profile in tp2_to_tp8()]
+    assert betas_s == pytest.approx([70e-6] * 3, rel=0.15)
+
+
+def test_a_switch_to_tp8_takes_what_the_case_study_took() -> None:
+    assert tp2_to_tp8()[-1].switch_s == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_named_profile_says_where_it_is_from(name: str) -> None:
+    profile = named_profile(name)
+    assert profile.moves is not None
+    assert [configuration.id for configuration in profile.configurations] == ["tp1", "tp2", "tp4", "tp8"]
+    for configuration in profile.configurations:
+        assert "2601.01209" in configuration.provenance.detail
+        assert configuration.spill_capacity_tokens > 0
+    fitted = profile.configurations[0].provenance.fit_error_mean
+    assert (fitted is None) == (name != "paper-14b-h800")
+    assert fitted is None or 0 < fitted < 0.02
+
+
+def test_an_unknown_profile_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownProfile, match="paper-14b-h800, paper-32b-h800"):
+        named_profile("nonsense")

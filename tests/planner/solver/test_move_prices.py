@@ -1,0 +1,116 @@
+"""What a plan pays for moving a running request: the bend of long prefills, and transfers where there are links."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planner_builders import configuration, engine, request, snapshot
+
+from planner.cost.profile import Curve
+from planner.model import RequestState
+from planner.solver.candidates import Candidate, candidate, longest, moves_of, rebalanced
+from planner.solver.from_snapshot import NO_TRANSFER, live_fleet, problem_of
+from planner.solver.makespan import solve
+from planner.solver.problem import Problem, Transfer
+
+TP2 = configuration("tp2", capacity=400_000)
+BENT = Curve((0.0, 2048.0, 20_000.0), (0.0, 2048.0, 60_000.0))  # three times a usual prompt's rate, at 20,000 tokens
+CONTEXT_TOKENS = 20_000
+
+
+def crowded(transfer: Transfer, kv_bytes: float = 0.0) -> tuple[Problem, Candidate]:
+    """Six requests of one length on the first of two engines, and what rebalancing makes of it."""
+    requests = [request(f"r{n}", CONTEXT_TOKENS - 100, where="e0") for n in range(6)]
+    seen = snapshot([engine("e0"), engine("e1")], requests)
+    fleet = live_fleet(seen, (TP2,), 4, 8, 4)
+    left = np.full(6, 50_000)
+    problem = problem_of(fleet, left, per_node=8, kv_bytes_per_token=kv_bytes, transfer=transfer, work_budget=1000)
+    return problem, rebalanced(problem, fleet, longest(problem))
+
+
+@pytest.mark.parametrize(
+    ("transfer", "each_s", "method"),
+    [
+        (NO_TRANSFER, CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
+        (Transfer(0.0, 0.0, 0.0, BENT), 3 * CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
+        (Transfer(0.0, 400.0, 0.01, BENT), 0.01 + CONTEXT_TOKENS * 2e5 * 8 / (2 * 400e9), "transfer"),
+        (Transfer(1e3, 0.1, 0.01, BENT), 3 * CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
+    ],
+    ids=["by rate", "by curve", "by link", "by curve, the link being slow"],
+)
+def test_a_move_costs_what_its_way_takes(transfer: Transfer, each_s: float, method: str) -> None:
+    problem, spread = crowded(transfer, 2e5)
+    moved = moves_of(problem, spread)
+    assert [(move.method, move.cost_s) for move in moved] == [(method, pytest.approx(each_s))] * len(moved)
+    assert moved
+    assert spread.migration_s.max() == pytest.approx(each_s * len(moved))
+    assert _costs_s(problem) == pytest.approx([each_s] * len(_costs_s(problem)))
+
+
+@pytest.mark.parametrize(
+    ("transfer", "each_s", "method"),
+    [
+        (Transfer(0.0, 0.0, 0.0, None, 0.7), CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
+        # Without its fixed part, recomputing would take less than the link.
+        (
+            Transfer(0.0, 400.0, 0.5 + CONTEXT_TOKENS / TP2.prefill_tokens_per_s, None, 0.7),
+            0.5 + CONTEXT_TOKENS / TP2.prefill_tokens_per_s + CONTEXT_TOKENS * 2e5 * 8 / (2 * 400e9),
+            "transfer",
+        ),
+    ],
+)
+def test_requests_that_arrive_together_pay_the_fixed_part_of_recomputing_once(
+    transfer: Transfer, each_s: float, method: str
+) -> None:
+    problem, spread = crowded(transfer, 2e5)
+    moved = moves_of(problem, spread)
+    assert len(moved) > 1
+    once_s = 0.7 if method == "recompute" else 0.0
+    assert [(move.method, move.cost_s) for move in moved] == [(method, pytest.approx(each_s + once_s))] * len(moved)
+    assert spread.migration_s.tolist() == [0.0, pytest.approx(each_s * len(moved) + once_s)]
+    assert _costs_s(problem) == pytest.approx([each_s + once_s] * len(_costs_s(problem)))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20_000), st.sampled_from([0, 1, 2]), st.booleans()), min_size=1, max_size=12),
+    st.data(),
+    st.floats(0, 2.0),
+    st.sampled_from([0.0, 50.0]),
+)
+def test_what_an_instance_pays_for_those_that_come_is_the_sum_of_their_contexts_and_one_fixed_part(
+    held: list[tuple[int, int, bool]], data: st.DataObject, fixed_s: float, gbps: float
+) -> None:
+    """Against each instance's arrivals, one by one. What waits brings nothing."""
+    requests = [
+        replace(
+            request(f"r{n:02d}", tokens, where=f"e{at}"), state=RequestState.RUNNING if runs else RequestState.WAITING
+        )
+        for n, (tokens, at, runs) in enumerate(held)
+    ]
+    seen = snapshot([engine(f"e{n}") for n in range(3)], requests)
+    fleet = live_fleet(seen, (TP2,), 6, 8, 4)
+    left, transfer = np.full(len(held), 10), Transfer(gbps, gbps, 0.3, None, fixed_s)
+    problem = problem_of(fleet, left, per_node=8, kv_bytes_per_token=2e5, transfer=transfer, work_budget=1000)
+    at = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(held), max_size=len(held))), dtype=np.int64)
+    spread = candidate("dealt", problem, fleet, problem.current, np.arange(len(held)), at)
+    for place in range(3):
+        prefills_s, transfers_s = [], []
+        for view, to, (_, home, runs) in zip(requests, at.tolist(), held, strict=True):
+            if to != place or home == place or not runs:
+                continue
+            prefill_s = view.context_tokens / TP2.prefill_tokens_per_s
+            transfer_s = 0.3 + view.context_tokens * 2e5 * 8 / (2 * gbps * 1e9) if gbps else np.inf
+            if transfer_s < prefill_s + fixed_s:
+                transfers_s.append(transfer_s)
+            else:
+                prefills_s.append(prefill_s)
+        pays_s = sum(transfers_s) + sum(prefills_s) + (fixed_s if prefills_s else 0.0)
+        assert spread.migration_s[place] == pytest.approx(pays_s, abs=1e-9)
+
+
+def _costs_s(problem: Problem) -> Sequence[float]:
+    """The solver's word on the same."""
+    return [move.cost_s for move in solve(problem).migrations]

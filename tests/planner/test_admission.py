@@ -1,0 +1,217 @@
+"""The gate: acts exactly when the gain pays for the cost, on fresh inputs, as mode and operator allow."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.admission import FREE, Control, ControlState, Limits, Proposal, judge
+from planner.model import Act, ConfigurationId, Hold, Mode
+
+LIMITS = Limits(epsilon_s=1.0, cooldown_s=60.0, stale_after_s=5.0)
+GOOD = Proposal(
+    now_s=1000.0,
+    decision="reconfigure",
+    current="4 x tp2",
+    proposed="2 x tp4",
+    current_makespan_s=100.0,
+    makespan_s=60.0,
+    cost_s=20.0,
+    requests=8,
+    inputs_age_s=0.5,
+)
+MOVES = replace(GOOD, decision="rebalance", proposed="4 x tp2", moves=7, cost_s=2.0)
+PINNED = Control(ControlState.PINNED, reason="benchmark running")
+OVERRIDE = Control(ControlState.OVERRIDDEN, ConfigurationId("tp4"), "trial")
+NO_DEPLOYER = Hold("no_deployer", "nobody can start engines")
+OPEN = Hold("moves_open", "3 earlier operations have no result yet")
+
+SECONDS = st.sampled_from([0.0, 0.5, 1.0, 5.0, 20.0, 60.0, 61.0, 100.0])
+
+
+def test_a_good_proposal_is_acted_on_and_says_why() -> None:
+    assert judge(GOOD, LIMITS, Mode.ACT, FREE) == Act(
+        "gain", "2 x tp4 instead of 4 x tp2 ends the step 20.0 s sooner, 20 s of switching and moving paid for"
+    )
+    assert judge(MOVES, LIMITS, Mode.ACT, FREE) == Act(
+        "gain",
+        "moving 7 requests between the engines as they are ends the step 38.0 s sooner, "
+        "2 s of switching and moving paid for",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "detail"),
+    [
+        ({"requests": 0}, "nothing_to_do", "no requests are in flight"),
+        ({"inputs_age_s": None}, "stale_telemetry", "an engine or a gateway has not reported yet"),
+        ({"inputs_age_s": 9.24}, "stale_telemetry", "the oldest input is 9.2 s old, limit 5 s"),
+        ({"underway": OPEN}, OPEN.code, OPEN.detail),
+        ({"proposed": None}, "infeasible", "no configuration can serve the requests on these GPUs"),
+        ({"proposed": None, "unknown": "tp4 was never timed"}, "no_step_times", "tp4 was never timed"),
+        ({"decision": "keep"}, "already_deployed", "4 x tp2 is deployed and nothing considered is faster"),
+        ({"current_makespan_s": None}, "no_baseline", "the deployed configuration is unknown, so no gain can be shown"),
+        (
+            {"makespan_s": 79.5},
+            "gain_too_small",
+            "2 x tp4 instead of 4 x tp2 would end the step 0.5 s sooner, its cost paid for; epsilon is 1 s",
+        ),
+        (
+            {"makespan_s": 80.0},
+            "gain_too_small",
+            "2 x tp4 instead of 4 x tp2 would end the step 0.0 s sooner, its cost paid for; epsilon is 1 s",
+        ),
+        (
+            {"makespan_s": 95.0},
+            "gain_too_small",
+            "2 x tp4 instead of 4 x tp2 would end the step 15.0 s later, its cost paid for; epsilon is 1 s",
+        ),
+        (
+            {"sooner_in": (5, 8)},
+            "gain_unsure",
+            "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner in the mean, "
+            "and sooner in 5 of 8 samples of the lengths; 6 are wanted",
+        ),
+        ({"last_switch_s": 970.0}, "cooldown", "the last switch was 30.0 s ago, cooldown is 60 s"),
+        (
+            {"blocked": NO_DEPLOYER},
+            "no_deployer",
+            "nobody can start engines; 2 x tp4 instead of 4 x tp2 ends the step 20.0 s sooner, "
+            "20 s of switching and moving paid for",
+        ),
+    ],
+)
+def test_each_reason_to_hold(change: dict[str, object], code: str, detail: str) -> None:
+    assert judge(replace(GOOD, **change), LIMITS, Mode.ACT, FREE) == Hold(code, detail)  # type: ignore[arg-type]
+
+
+def test_ages_and_shares_at_their_limit_pass_and_a_gain_of_epsilon_does_not() -> None:
+    at_limits = replace(GOOD, inputs_age_s=5.0, last_switch_s=940.0, sooner_in=(6, 8))
+    assert judge(at_limits, LIMITS, Mode.ACT, FREE).code == "gain"
+    assert judge(replace(at_limits, makespan_s=79.0), LIMITS, Mode.ACT, FREE).code == "gain_too_small"
+
+
+def test_moving_requests_leaves_the_deployment_alone() -> None:
+    late = replace(MOVES, last_switch_s=999.0, blocked=NO_DEPLOYER)
+    assert judge(late, LIMITS, Mode.ACT, PINNED).code == "gain"
+    assert judge(replace(late, underway=OPEN), LIMITS, Mode.ACT, FREE) == OPEN
+
+
+def test_in_advise_mode_the_case_is_made_and_nothing_is_done() -> None:
+    held = judge(GOOD, LIMITS, Mode.ADVISE, FREE)
+    assert isinstance(held, Hold)
+    assert held.code == "advise_only"
+    assert "2 x tp4 instead of 4 x tp2 ends the step 20.0 s sooner" in held.detail
+
+
+def test_an_operators_pin_holds_until_it_expires() -> None:
+    assert judge(GOOD, LIMITS, Mode.ACT, PINNED) == Hold("pinned", "pinned by the operator: benchmark running")
+    assert judge(GOOD, LIMITS, Mode.ACT, replace(PINNED, expires_s=1000.1)).code == "pinned"
+    assert judge(GOOD, LIMITS, Mode.ACT, replace(PINNED, expires_s=1000.0)).code == "gain"
+
+
+def test_an_override_needs_no_gain_but_fresh_inputs_and_somebody_to_do_it() -> None:
+    slower = replace(GOOD, makespan_s=500.0, last_switch_s=999.0)
+    assert judge(slower, LIMITS, Mode.ACT, OVERRIDE) == Act(
+        "overridden", "2 x tp4 instead of 4 x tp2 by the operator's override: trial"
+    )
+    assert judge(replace(slower, current_makespan_s=None), LIMITS, Mode.ACT, OVERRIDE).code == "overridden"
+    assert judge(replace(slower, inputs_age_s=6.0), LIMITS, Mode.ACT, OVERRIDE).code == "stale_telemetry"
+    assert judge(replace(slower, blocked=NO_DEPLOYER), LIMITS, Mode.ACT, OVERRIDE).code == "no_deployer"
+    assert judge(replace(slower, underway=OPEN), LIMITS, Mode.ACT, OVERRIDE).code == "moves_open"
+    assert judge(slower, LIMITS, Mode.ADVISE, OVERRIDE).code == "advise_only"
+    assert judge(replace(slower, decision="keep"), LIMITS, Mode.ACT, OVERRIDE).code == "already_deployed"
+
+
+def test_a_configuration_belongs_to_an_override_only() -> None:
+    with pytest.raises(ValueError, match="a configuration belongs to an override"):
+        Control(ControlState.PINNED, ConfigurationId("tp2"))
+    with pytest.raises(ValueError, match="a configuration belongs to an override"):
+        Control(ControlState.OVERRIDDEN)
+
+
+PROPOSALS = st.builds(
+    Proposal,
+    now_s=st.just(1000.0),
+    decision=st.sampled_from(["reconfigure", "rebalance", "keep"]),
+    current=st.sampled_from(["", "4 x tp2"]),
+    proposed=st.sampled_from([None, "2 x tp4"]),
+    current_makespan_s=st.none() | SECONDS,
+    makespan_s=SECONDS,
+    cost_s=SECONDS,
+    requests=st.integers(0, 2),
+    inputs_age_s=st.none() | SECONDS,
+    last_switch_s=st.none() | SECONDS.map(lambda ago_s: 1000.0 - ago_s),
+    sooner_in=st.none() | st.sampled_from([(5, 8), (6, 8), (8, 8)]),
+    underway=st.none() | st.none() | st.just(OPEN),
+    blocked=st.none() | st.none() | st.just(NO_DEPLOYER),
+)
+CONTROLS = st.sampled_from([FREE, FREE, PINNED, OVERRIDE, replace(PINNED, expires_s=999.0)])
+
+
+@given(PROPOSALS, st.sampled_from(list(Mode)), CONTROLS)
+def test_it_acts_exactly_when_all_is_well(proposal: Proposal, mode: Mode, control: Control) -> None:
+    changes_engines = proposal.decision == "reconfigure"
+    safe = (
+        proposal.requests > 0
+        and proposal.inputs_age_s is not None
+        and proposal.inputs_age_s <= LIMITS.stale_after_s
+        and proposal.underway is None
+        and proposal.decision != "keep"
+        and proposal.proposed is not None
+        and not (changes_engines and (proposal.blocked is not None or control is PINNED))
+    )
+    pays = (
+        proposal.current_makespan_s is not None
+        and proposal.makespan_s is not None
+        and proposal.makespan_s + proposal.cost_s < proposal.current_makespan_s - LIMITS.epsilon_s
+        and (proposal.sooner_in is None or proposal.sooner_in[0] / proposal.sooner_in[1] >= 0.75)
+        and not (
+            changes_engines
+            and proposal.last_switch_s is not None
+            and proposal.now_s - proposal.last_switch_s < LIMITS.cooldown_s
+        )
+    )
+    wanted = changes_engines and control is OVERRIDE
+    assert isinstance(judge(proposal, LIMITS, mode, control), Act) == (mode is Mode.ACT and safe and (pays or wanted))
+
+
+@given(PROPOSALS, CONTROLS)
+def test_advice_differs_from_acting_only_in_being_held(proposal: Proposal, control: Control) -> None:
+    acting, advising = (judge(proposal, LIMITS, mode, control) for mode in (Mode.ACT, Mode.ADVISE))
+    assert isinstance(advising, Hold)
+    if isinstance(acting, Act):
+        assert advising == Hold("advise_only", f"mode is advise: {acting.detail}")
+    else:
+        assert advising == acting
+
+
+@given(PROPOSALS, CONTROLS, st.sampled_from([0.5, 5.0, 50.0]))
+def test_a_larger_gain_never_makes_it_hold(proposal: Proposal, control: Control, more_s: float) -> None:
+    if proposal.current_makespan_s is None or not isinstance(judge(proposal, LIMITS, Mode.ACT, control), Act):
+        return
+    better = replace(proposal, current_makespan_s=proposal.current_makespan_s + more_s)
+    assert isinstance(judge(better, LIMITS, Mode.ACT, control), Act)
+
+
+def test_moves_alone_must_gain_a_share_of_the_time_and_engines_the_way_back() -> None:
+    limits = replace(LIMITS, rebalance_share=0.4)
+    held = judge(MOVES, limits, Mode.ACT, FREE)  # gains 38 s of 100
+    assert held == Hold(
+        "gain_too_small",
+        "moving 7 requests between the engines as they are would end the step 38.0 s sooner, its cost paid for; "
+        "epsilon is 40 s",
+    )
+    assert judge(replace(GOOD, return_s=19.5), limits, Mode.ACT, FREE).code == "gain_too_small"  # gains 20 s
+    assert judge(replace(GOOD, return_s=18.5), limits, Mode.ACT, FREE).code == "gain"
+
+
+def test_what_is_better_done_the_next_time_round_waits_unless_the_operator_wants_it() -> None:
+    later = replace(GOOD, later_gain_s=0.5, wait_s=30.0)
+    held = Hold(
+        "better_later",
+        "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner, and another 0.5 s sooner if done in 30 s",
+    )
+    assert judge(later, LIMITS, Mode.ACT, FREE) == held
+    assert judge(later, LIMITS, Mode.ACT, OVERRIDE).code == "overridden"

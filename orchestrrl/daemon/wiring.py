@@ -19,10 +19,10 @@ from orchestrrl.daemon.metrics import serve_metrics
 from orchestrrl.daemon.weight_syncs import weights_of
 from orchestrrl.fabric.found_engines import FoundFleet
 from orchestrrl.fabric.routers import routing_of
-from orchestrrl.fabric.settings import fabric_of, gen_circuits_of, verifier_of
+from orchestrrl.fabric.config_checks import fabric_of, gen_circuits_of, verifier_of
 from orchestrrl.fabric.switch_events import SwitchEvents
 from orchestrrl.fabric.windows import QUANTILE, TraceHub
-from orchestrrl.fleet.deployer_settings import switching_of
+from orchestrrl.fleet.configured_deployer import switching_of
 from orchestrrl.fleet.engine_watcher import DeployedWatch
 from orchestrrl.rpc.server import Server
 from orchestrrl.rpc.switches_service import SwitchesService, drivers_of

@@ -28,7 +28,7 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.schema import load_config
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.journal.store import Entry, JournalReader, Kind
-from orchestrrl.fleet.deployer_settings import deployer_of
+from orchestrrl.fleet.configured_deployer import deployer_of
 from orchestrrl.fleet.deployers.base import Deployed
 from orchestrrl.fleet.deployers.conformance import RANGE, free_range
 from orchestrrl.fleet.deployers.local_processes import Found, find_processes

@@ -22,7 +22,7 @@ from orchestrrl.fabric.coordinator import Coordinator
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.fabric.routers import routing_of
-from orchestrrl.fabric.settings import fabric_of
+from orchestrrl.fabric.config_checks import fabric_of
 from orchestrrl.fabric.windows import TraceHub
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 

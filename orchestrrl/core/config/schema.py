@@ -25,8 +25,8 @@ from orchestrrl.core.documents import (
     require,
 )
 from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
-from orchestrrl.fabric.settings import FabricSettings, fabric_faults, read_fabric_site
-from orchestrrl.fleet.deployer_settings import DeployerSettings, deployer_faults, deployer_of, start_faults
+from orchestrrl.fabric.config_checks import FabricSettings, fabric_faults, read_fabric_site
+from orchestrrl.fleet.configured_deployer import DeployerSettings, deployer_faults, deployer_of, start_faults
 from orchestrrl.fleet.launch import LaunchSettings, ParallelismSection, launch_faults
 from orchestrrl.weights.settings import WeightSettings
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Knowledge, Mode, Parallelism

@@ -13,7 +13,7 @@ import yaml
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.schema import load_config
 from orchestrrl.core.errors import OutcomeUnknown, Permanent
-from orchestrrl.fleet.deployer_settings import deployer_of
+from orchestrrl.fleet.configured_deployer import deployer_of
 from orchestrrl.lab.demo.scenario import DeploymentSection, Scenario
 from orchestrrl.lab.demo.stack import EPSILON_S, READY_WITHIN_S, Process
 from orchestrrl.lab.demo.switch_fabric import site_of, write_fabric

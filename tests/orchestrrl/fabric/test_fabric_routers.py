@@ -13,7 +13,7 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.routers import domain_of, routing_of
-from orchestrrl.fabric.settings import fabric_of
+from orchestrrl.fabric.config_checks import fabric_of
 from orchestrrl.fabric.windows import TraceHub
 from orchestrrl.rpc.switches_service import drivers_of
 from planner.fabric.model import EndpointId, OcsId

@@ -7,7 +7,7 @@ import pytest
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.schema import EXAMPLE, Config, Reloadable, load_config, parse_config
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fleet.deployer_settings import deployer_of, start_faults
+from orchestrrl.fleet.configured_deployer import deployer_of, start_faults
 from planner.model import ConfigurationId, Mode
 
 

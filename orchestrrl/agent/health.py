@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, cut, shorten
-from orchestrrl.core.reports import EngineSample
 from orchestrrl.engines.base import Capabilities, EngineMetrics, Reading
+from orchestrrl.fleet.reports import EngineSample
 from planner.model import EngineHealth
 
 # The widest that the daemon takes.

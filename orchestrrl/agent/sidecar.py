@@ -12,8 +12,9 @@ from orchestrrl.agent.watch import Describe, EngineWatch, Observation
 from orchestrrl.core.addresses import host_id
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.reports import EngineReport, NodeHello, NodeKind
+from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.engines.base import Engine
+from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.rpc.channel import first_of
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec

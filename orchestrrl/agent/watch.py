@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from orchestrrl.agent.health import Limits, Track, capability_faults, fold, judge
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.core.reports import EngineSample
 from orchestrrl.engines.base import Capabilities, Engine, EngineMetrics, Reading
+from orchestrrl.fleet.reports import EngineSample
 from orchestrrl.rpc.channel import stop
 from planner.model import EngineHealth, EngineId
 

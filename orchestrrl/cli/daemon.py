@@ -28,7 +28,7 @@ def daemon(
     """
     # Imported here so that every other command starts without the planner's numerics.
     from orchestrrl.core.clock import WallClock
-    from orchestrrl.core.config.schema import Reloadable
+    from orchestrrl.daemon.configuration import Reloadable
     from orchestrrl.daemon.wiring import run_daemon
 
     with reporting_errors():
@@ -51,7 +51,8 @@ def check_config(
 
     Example: `orchestrrl check-config --print-example > orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
     """
-    from orchestrrl.core.config.schema import EXAMPLE, load_config
+    from orchestrrl.core.config.example import EXAMPLE
+    from orchestrrl.daemon.configuration import load_config
 
     if print_example:
         sys.stdout.write(EXAMPLE)

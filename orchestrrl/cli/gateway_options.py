@@ -11,7 +11,7 @@ from orchestrrl.gateway.ledger.file import check
 from orchestrrl.gateway.ledger.store import BATCH_S, Keep
 from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.policies import STRATEGIES, Routing, Slack
+from orchestrrl.gateway.routing.strategies import STRATEGIES, Routing, Slack
 from orchestrrl.gateway.service import GatewayOptions
 from planner.model import EngineId, NodeId
 

@@ -9,15 +9,44 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from hashlib import blake2b
 
 from orchestrrl.core.errors import LimitReached, Retryable, shorten
 from orchestrrl.core.operations import Operation, SetRoutes
-from orchestrrl.core.reports import NodeHello, NodeKind
-from planner.model import NodeId
+from planner.model import EngineId, NodeId
 
 # How soon a node that went away is expected back.
 REATTACH_S = 1.0
+
+
+class NodeKind(StrEnum):
+    AGENT = "agent"
+    GATEWAY = "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayEngine:
+    """An engine under the name that a gateway's own command line gives it."""
+
+    engine: EngineId
+    url: str
+    server: str = ""  # identifies the server process, as read from it; empty: unknown
+    known_as: EngineId | None = None  # the daemon's id of the same engine, once the gateway uses that
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHello:
+    """A node's first word when it attaches."""
+
+    node: NodeId
+    kind: NodeKind
+    engines: tuple[EngineId, ...]  # an agent's own, or those a gateway routes to
+    version: str
+    url: str = ""  # where the node itself listens
+    incarnation: str = ""  # one process of the node; empty: not given
+    addresses: tuple[GatewayEngine, ...] = ()  # a gateway's engines with their URLs
+    host: str = ""  # whose loopback addresses the node uses; empty: unknown
 
 
 class Attachment:

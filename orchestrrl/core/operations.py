@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NewType
 
-from orchestrrl.engines.base import PauseMode
 from planner.model import EngineHealth, EngineId, NodeId, RequestId
 
 OperationId = NewType("OperationId", str)
+
+
+class PauseMode(StrEnum):
+    """What becomes of running requests: frozen where they are, finished first, or ended with what they have."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
 
 
 class MoveMethod(StrEnum):

@@ -21,16 +21,15 @@ from orchestrrl.core.config.schema import Config
 from orchestrrl.core.defects import ACTING, MOVES, PLANS, REPEATED, Defect, Defects
 from orchestrrl.core.errors import OrchestrRLError, few
 from orchestrrl.core.journal.store import Journal, Kind
-from orchestrrl.core.nodes import Attachment, NodeRegistry
+from orchestrrl.core.nodes import Attachment, NodeHello, NodeKind, NodeRegistry
 from orchestrrl.core.operation_runner import Runner
 from orchestrrl.core.operations import MoveRequests, Operation, OperationResult, RequestMove
 from orchestrrl.core.pause_registry import HoldBook, Part
-from orchestrrl.core.reports import EngineReport, GatewayReport, NodeHello, NodeKind, ReportAck
 from orchestrrl.core.settle import Evidence
 from orchestrrl.daemon.balancing import BalanceDecision, Situation, balance_problem, decide_balance
 from orchestrrl.daemon.move_limits import LastMoves
 from orchestrrl.daemon.move_methods import MovedRequest, ended, with_methods
-from orchestrrl.daemon.plan_book import Deployment, DeploymentOutcome, PlanBook
+from orchestrrl.daemon.plan_book import Deployment, PlanBook
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.fleet.cancellation import Canceller
 from orchestrrl.fleet.deployers.command_line import EngineSpec
@@ -39,7 +38,9 @@ from orchestrrl.fleet.membership_changes import Enrolment
 from orchestrrl.fleet.moves import MovesOutcome, checked_move, run_moves
 from orchestrrl.fleet.pause_barrier import GateKeeper
 from orchestrrl.fleet.redeployment.controller import Switching
+from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
 from orchestrrl.fleet.redeployment.steps import Weights
+from orchestrrl.fleet.reports import EngineReport, GatewayReport, ReportAck
 from orchestrrl.fleet.routes import Routes
 from orchestrrl.fleet.state import Capacity, State, Step
 from planner.model import (

@@ -15,12 +15,10 @@ from typing import Any
 
 from orchestrrl.core.config.schema import Fleet, KvTransfer
 from orchestrrl.core.operations import ItemResult, MoveMethod, MoveRequests, OperationResult
-from orchestrrl.core.reports import EngineReport, EngineSample
 from orchestrrl.daemon.cost_estimates import Belief, Believed, Moving, said
 from orchestrrl.daemon.move_methods import FIXED_PRIOR_S, FixedPart, fixed_parts
-from orchestrrl.daemon.plan_book import EngineStart
 from orchestrrl.daemon.priors import Assumed
-from orchestrrl.engines.profiles.refit import (
+from orchestrrl.daemon.profile_refit import (
     LEAST_SAMPLES,
     Batch,
     Figure,
@@ -32,6 +30,8 @@ from orchestrrl.engines.profiles.refit import (
     steady_batch,
     steady_between,
 )
+from orchestrrl.fleet.redeployment.outcomes import EngineStart
+from orchestrrl.fleet.reports import EngineReport, EngineSample
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Profile, StepTime
 from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, RequestId
 from planner.solver.problem import Transfer

@@ -5,6 +5,7 @@ Values are read from the control plane when the page is asked for, in the daemon
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,14 +13,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from orchestrrl.core.addresses import parse_address
+from orchestrrl.core.defects import ACTING
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.reports import GatePhase
+from orchestrrl.core.pause_registry import Part
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.fabric.metrics import defect_metrics, fabric_metrics, pause_metrics
+from orchestrrl.fabric.metrics import fabric_metrics
 from orchestrrl.fleet.redeployment.metrics import SwitchMetrics
+from orchestrrl.fleet.reports import GatePhase
 from orchestrrl.gateway.failover_metrics import failover_metrics
 from orchestrrl.weights.controller.metrics import SyncMetrics, Syncs
 from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState, Snapshot
+
+if TYPE_CHECKING:
+    from orchestrrl.daemon.control_plane import ControlPlane
 
 _CONTENT_TYPE = "text/plain; version=0.0.4"
 
@@ -294,3 +300,33 @@ async def serve_metrics(plane: ControlPlane, address: str, syncs: Syncs | None =
         await runner.cleanup()
         raise Permanent(f"cannot serve metrics on {address}: {error.strerror}") from None
     return runner
+
+
+def pause_metrics(paused: Iterable[Part]) -> Metric:
+    there = set(paused)
+    family = GaugeMetricFamily("orchestrrl_paused", "1 while an operator has paused this part.", labels=["part"])
+    for part in Part:
+        family.add_metric([part], float(part in there))
+    return family
+
+
+def defect_metrics(plane: "ControlPlane") -> Metric:
+    parts = {
+        "circuits": plane.circuits,
+        "fabric": plane.fabric,
+        "generation": plane.gen_circuits,
+        "routes": plane.routing,
+        "weights": plane.weights,
+    }
+    family = CounterMetricFamily(
+        "orchestrrl_defects",
+        "Exceptions that ended one turn of a loop or task, or one call. Its work was set aside; the log has their "
+        "tracebacks.",
+        labels=["part"],
+    )
+    for name, part in parts.items():
+        if part is not None:
+            family.add_metric([name], part.defects)
+    for name in sorted({*ACTING, *plane.defects.counts}):
+        family.add_metric([name], plane.defects.counts[name])
+    return family

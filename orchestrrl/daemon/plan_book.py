@@ -15,6 +15,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.journal.store import Journal, Kind
 from orchestrrl.core.ttl import expiry_s, lifetime_faults
+from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
 from orchestrrl.fleet.state import Step
 from planner.admission import FREE, Control, ControlState
 from planner.calibration import Calibration
@@ -36,26 +37,6 @@ class PlanEvent:
 
     plan: Plan | None  # None: there was none yet when the operator spoke
     control: Control
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStart:
-    """An engine that was brought up: seconds from when the engines in its way began to stop until it answered, and what
-    its configuration had said."""
-
-    configuration: ConfigurationId
-    took_s: float
-    expected_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class DeploymentOutcome:
-    """What became of a change of the deployment."""
-
-    done: bool
-    detail: str
-    ended_s: float
-    starts: tuple[EngineStart, ...] = ()
 
 
 class Deployment(Protocol):

@@ -12,18 +12,18 @@ from typing import Any
 from orchestrrl.core.config.schema import Config, FastPolicy
 from orchestrrl.core.journal.store import Journal, Kind
 from orchestrrl.core.operations import MoveMethod
-from orchestrrl.core.reports import EngineReport
 from orchestrrl.daemon.cost_estimates import Belief, StepTimes, unknown_step_times
 from orchestrrl.daemon.kv_headroom import Futures
 from orchestrrl.daemon.length_distributions import KnownFutures
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile, Note
 from orchestrrl.daemon.move_methods import MoveCosting
-from orchestrrl.daemon.plan_book import EngineStart
 from orchestrrl.daemon.priors import Assumed, assumed_of
+from orchestrrl.daemon.profile_refit import LEAST_SAMPLES
 from orchestrrl.daemon.remaining_tokens import Outlook
 from orchestrrl.daemon.step_lengths import StepLengths
 from orchestrrl.engines.base import Capabilities
-from orchestrrl.engines.profiles.refit import LEAST_SAMPLES
+from orchestrrl.fleet.redeployment.outcomes import EngineStart
+from orchestrrl.fleet.reports import EngineReport
 from planner.admission import Control
 from planner.cost.profile import EngineProfile
 from planner.model import (

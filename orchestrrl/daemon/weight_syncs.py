@@ -1,16 +1,19 @@
 """The daemon's weight syncs, put together: who asks peers, who closes the gate, whose circuits serve."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
-from orchestrrl.fabric.weight_circuits import circuits_of
+from orchestrrl.core.nodes import NodeRegistry
+from orchestrrl.core.operations import FrozenRequests, PauseMode
+from orchestrrl.daemon.weight_circuits import circuits_of
+from orchestrrl.fleet.pause_barrier import GateKeeper, GateWish
+from orchestrrl.fleet.pause_lease import GateState
 from orchestrrl.weights.controller.carrying import Offload
 from orchestrrl.weights.controller.controller import EngineNow, WeightSync
-from orchestrrl.weights.controller.fence import GateFence
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from planner.model import EngineHealth, EngineId
 
@@ -64,3 +67,43 @@ def source_of(version: int, hub: PeerHub) -> str:
         return ""
     has = all(any(held.version == version and held.complete for held in peer.held) for peer in peers)
     return f"{folders.pop()}/v{version}" if has else ""
+
+
+class GateFence:
+    """Over the fleet's gate. `source` tells the folder that has a version wherever engines are started later; empty:
+    there is none that all of them could read."""
+
+    def __init__(self, gate: GateKeeper, nodes: NodeRegistry, source: Callable[[int], str]) -> None:
+        self._gate = gate
+        self._nodes = nodes
+        self._source = source
+
+    @property
+    def state(self) -> GateState:
+        return self._gate.state
+
+    def is_manned(self) -> bool:
+        return bool(self._nodes.gateways())
+
+    async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
+        frozen = FrozenRequests.TAKEN_BACK if empty else FrozenRequests.RECOMPUTE
+        wish = GateWish(PauseMode.KEEP, frozen, holder, lease_s, deadline_s, weights_change=True)
+        state = await self._gate.pause(wish)
+        assert state.lease is not None
+        return state.lease.id
+
+    async def renew(self, lease: str, lease_s: float) -> None:
+        await self._gate.renew(lease, lease_s)
+
+    async def resume(self, lease: str, version: int | None, without: Collection[EngineId], reason: str) -> None:
+        source = "" if version is None else self._source(version)
+        await self._gate.resume(lease, version, without, reason, source)
+
+    def set_version(self, engines: Collection[EngineId], version: int, reason: str) -> None:
+        self._gate.set_version(engines, version, reason, self._source(version))
+
+    def forget(self, engines: Collection[EngineId], why: str) -> None:
+        self._gate.forget(engines, why)
+
+    def tell_restarts(self, restarted: Callable[[EngineId], None]) -> None:
+        self._gate.restarted = restarted

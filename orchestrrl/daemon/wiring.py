@@ -9,21 +9,21 @@ from functools import partial
 from pathlib import Path
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.config.schema import Config, Reloadable
+from orchestrrl.core.config.schema import Config
 from orchestrrl.core.defects import keep_running
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.configuration import Reloadable
 from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.engine_watcher import DeployedWatch
+from orchestrrl.daemon.fabric_wiring import fabric_of, gen_circuits_of, routing_of, verifier_of
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.metrics import serve_metrics
+from orchestrrl.daemon.redeployment_wiring import switching_of
 from orchestrrl.daemon.weight_syncs import weights_of
-from orchestrrl.fabric.found_engines import FoundFleet
-from orchestrrl.fabric.routers import routing_of
-from orchestrrl.fabric.config_checks import fabric_of, gen_circuits_of, verifier_of
 from orchestrrl.fabric.switch_events import SwitchEvents
 from orchestrrl.fabric.windows import QUANTILE, TraceHub
-from orchestrrl.fleet.configured_deployer import switching_of
-from orchestrrl.fleet.engine_watcher import DeployedWatch
+from orchestrrl.fleet.found_engines import FoundFleet
 from orchestrrl.rpc.server import Server
 from orchestrrl.rpc.switches_service import SwitchesService, drivers_of
 from planner.model import Mode

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.operations import PauseMode
 from orchestrrl.core.plug_points import PlugPoint
 from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
 from planner.model import EngineHealth
@@ -22,14 +23,6 @@ class Endpoint(StrEnum):
 
     COMPLETIONS = "completions"
     CHAT = "chat"
-
-
-class PauseMode(StrEnum):
-    """What becomes of running requests: frozen where they are, finished first, or ended with what they have."""
-
-    KEEP = "keep"
-    WAIT = "wait"
-    ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True)

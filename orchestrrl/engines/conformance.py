@@ -23,6 +23,7 @@ from typing import Any
 import aiohttp
 
 from orchestrrl.core.errors import Retryable
+from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import (
     Capabilities,
     Chunk,
@@ -30,7 +31,6 @@ from orchestrrl.engines.base import (
     Engine,
     EngineMetrics,
     GenerationRequest,
-    PauseMode,
     Refused,
     TokenLogprob,
 )

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.engines.base import Endpoint, Engine, GenerationRequest, PauseMode
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Endpoint, Engine, GenerationRequest
 from orchestrrl.engines.managed import EngineLayout, Excerpt, ManagedEngine
 
 PROMPT = tuple(range(65, 81))

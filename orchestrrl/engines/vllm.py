@@ -18,16 +18,9 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorten
+from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines import sse
-from orchestrrl.engines.base import (
-    Capabilities,
-    Chunk,
-    Endpoint,
-    EngineMetrics,
-    GenerationRequest,
-    PauseMode,
-    Refused,
-)
+from orchestrrl.engines.base import Capabilities, Chunk, Endpoint, EngineMetrics, GenerationRequest, Refused
 from orchestrrl.engines.exchange import Connection, Exchange, Pool
 from orchestrrl.engines.handover import EXTERNAL_SOURCE
 from orchestrrl.engines.managed import EngineLayout, Excerpt

@@ -25,7 +25,8 @@ from random import Random
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.engines.base import Loaded, PauseMode, WeightsEngine, weights_engine
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Loaded, WeightsEngine, weights_engine
 from orchestrrl.engines.conformance import DEADLINE_S, LONG_TOKENS, POLL_S, Bench, at
 from orchestrrl.engines.managed_conformance import SAME_NATS, WholeEngine, mean_nats
 from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE

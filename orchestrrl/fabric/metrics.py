@@ -1,47 +1,13 @@
 """What Prometheus is told of the fabric: what became of periods, circuits that are up, and what changes take."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from orchestrrl.core.defects import ACTING
-from orchestrrl.core.pause_registry import Part
-
 if TYPE_CHECKING:
-    from orchestrrl.daemon.control_plane import ControlPlane
     from orchestrrl.fabric.coordinator import Coordinator
-
-
-def pause_metrics(paused: Iterable[Part]) -> Metric:
-    there = set(paused)
-    family = GaugeMetricFamily("orchestrrl_paused", "1 while an operator has paused this part.", labels=["part"])
-    for part in Part:
-        family.add_metric([part], float(part in there))
-    return family
-
-
-def defect_metrics(plane: "ControlPlane") -> Metric:
-    parts = {
-        "circuits": plane.circuits,
-        "fabric": plane.fabric,
-        "generation": plane.gen_circuits,
-        "routes": plane.routing,
-        "weights": plane.weights,
-    }
-    family = CounterMetricFamily(
-        "orchestrrl_defects",
-        "Exceptions that ended one turn of a loop or task, or one call. Its work was set aside; the log has their "
-        "tracebacks.",
-        labels=["part"],
-    )
-    for name, part in parts.items():
-        if part is not None:
-            family.add_metric([name], part.defects)
-    for name in sorted({*ACTING, *plane.defects.counts}):
-        family.add_metric([name], plane.defects.counts[name])
-    return family
 
 
 def fabric_metrics(fabric: "Coordinator") -> Iterator[Metric]:

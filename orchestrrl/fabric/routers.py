@@ -4,57 +4,15 @@ A ToR's fibres have no names in a site's file. `interfaces` names what the ToR c
 the switch they end at, then as listed there.
 """
 
-import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from ipaddress import IPv4Address, IPv4Network
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from ocs_drivers.base import OcsDriver
-from orchestrrl.core.clock import Clock, WallClock
-from orchestrrl.core.documents import Name, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:  # heavy, and most configurations have none of it
-    from orchestrrl.core.config.schema import Config
-    from orchestrrl.core.journal.store import Journal
-    from orchestrrl.fabric.packet_routing import FabricRouting
-    from orchestrrl.fabric.route_drivers.base import RouteDriver
-    from planner.fabric.model import EndpointId
-    from planner.fabric.steering import Domain
     from planner.fabric.topology import Site
-
-
-class PacketSideSettings(Section):
-    """A ToR's interface to the electrical network that is always there, and its own address on it."""
-
-    interface: Name
-    address: Name
-
-
-class RouterSettings(Section):
-    """One ToR as packets see it; `options` are its driver's."""
-
-    tor: Name
-    driver: Name
-    options: dict[str, Any] = Field(default_factory=dict)
-    address: Name  # its own, answered on every interface
-    prefixes: tuple[Name, ...] = Field(default=(), strict=False)  # of the hosts behind it
-    interfaces: tuple[Name, ...] = Field(strict=False)  # of its fibres, in the order of the site's file
-    packet_side: PacketSideSettings | None = None
-
-
-class SteeringSettings(Section):
-    """How routers are changed."""
-
-    link_up_s: NonNegativeFloat = 2.0  # how long light is waited for, once switches are done
-    neighbour_s: NonNegativeFloat = 1.0  # and then for the ToR at the far end to answer
-    settle_s: NonNegativeFloat = 0.002  # for packets that are under way on a circuit whose routes have gone
-    look_again_s: PositiveFloat = 5.0  # between two looks for links that went dark, and routers that failed
-    # As how many circuits in a row the packet side counts; null: packets take it only where no circuits lead.
-    packet_hops: PositiveInt | None = None
 
 
 def router_faults(listing: Any, site: "Site") -> list[str]:
@@ -170,56 +128,3 @@ def _driver_faults(path: str, entry: dict[Any, Any]) -> list[str]:
     except ProblemFaults as error:
         return [f"{path}.{fault}" for fault in error.faults]
     return []
-
-
-def domain_of(routers: Iterable[RouterSettings], packet_hops: int | None = None) -> "Domain":
-    from planner.fabric.model import EndpointId
-    from planner.fabric.steering import Domain, PacketSide, Router
-
-    return Domain(
-        {
-            EndpointId(each.tor): Router(
-                each.address,
-                each.prefixes,
-                None if each.packet_side is None else PacketSide(each.packet_side.interface, each.packet_side.address),
-            )
-            for each in routers
-        },
-        packet_hops,
-    )
-
-
-def routing_of(
-    config: "Config",
-    switches: Mapping[str, OcsDriver],
-    journal: "Journal",
-    clock: Clock,
-    routers: "Mapping[EndpointId, RouteDriver] | None" = None,
-) -> "FabricRouting | None":
-    """For the daemon: it keeps `tend` as a task. `routers` stand in for those of the configuration. None where nobody
-    here steers."""
-    site, section = config.site_value(), config.fabric
-    if site is None or section is None or not section.routers:
-        return None
-    from orchestrrl.fabric.packet_routing import FabricRouting
-    from orchestrrl.fabric.rerouting import Limits, Steering
-    from orchestrrl.fabric.route_drivers.registry import make_driver
-    from orchestrrl.fabric.switch_reader import Glass
-    from planner.fabric.light import interfaces_at
-    from planner.fabric.model import EndpointId
-
-    drivers = routers or {
-        EndpointId(each.tor): make_driver(each.driver, each.tor, each.options, clock) for each in section.routers
-    }
-    how = section.steering
-    limits = Limits(how.link_up_s, how.neighbour_s, how.settle_s)
-    return FabricRouting(
-        site,
-        interfaces_at(site, {EndpointId(each.tor): each.interfaces for each in section.routers}),
-        Steering(drivers, domain_of(section.routers, how.packet_hops), clock, limits, asyncio.to_thread),
-        Glass(site, {switch.id: switches[switch.id] for switch in site.switches}).look,
-        journal,
-        clock,
-        look_again_s=how.look_again_s,
-        offload=asyncio.to_thread,
-    )

@@ -6,78 +6,20 @@ The command lines themselves are made in `fleet/deployers/command_line.py`.
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
-
-from orchestrrl.core.documents import Name, NonNegativeInt, PositiveInt, Section
+from orchestrrl.core.config.launch import Device, Product
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch, Product
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
 from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU
 from orchestrrl.fleet.deployers.simulator_flags import simulated_costs
-from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
+from planner.model import ConfigurationId, EngineId, GpuId
 
 if TYPE_CHECKING:  # it imports this module
     from orchestrrl.core.config.schema import Fleet
 
 WHERE = "fleet.launch"
-
-Words = Annotated[tuple[str, ...], Field(strict=False)]
-
-
-class ParallelismSection(Section):
-    """A layout. Without `attention_gpus` and `ffn_gpus` it is not AFD."""
-
-    tp: PositiveInt = 1
-    dp: PositiveInt = 1
-    ep: PositiveInt = 1
-    attention_gpus: NonNegativeInt = 0
-    ffn_gpus: NonNegativeInt = 0
-    micro_batches: PositiveInt = 1
-    pp: PositiveInt = 1
-
-    @model_validator(mode="after")
-    def _checks_itself(self) -> Self:
-        self.value()
-        return self
-
-    def value(self) -> Parallelism:
-        return Parallelism(**dict(self))
-
-
-class OwnWords(Section):
-    """What is for the engines of one configuration alone."""
-
-    arguments: Words = ()
-    environment: dict[str, str] = Field(default_factory=dict)
-
-
-class LaunchSettings(Section):
-    """How engines are started. Paths are those on the engines' machines."""
-
-    engine: Annotated[Product, Field(strict=False)] = Product.VLLM
-    python: Name | None = None  # of the engines' own environment; by default python3, and ours for simulated ones
-    model: Name | None = None  # a name or a folder; simulated engines need none
-    served_model_name: Name | None = None  # by default the model's
-    device: Annotated[Device, Field(strict=False)] = Device.CUDA
-    cores_per_gpu: NonNegativeInt = 0  # CPU alone: what a GPU's id stands for; 0: not bound
-    host: Name = "127.0.0.1"
-    # First and last. Each GPU of a node has its own four of them; an engine uses those of its lowest GPU.
-    ports: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] = (8100, 8199)
-    nodes: Words = ()  # addresses, in the order of GPUs
-    arguments: Words = ()
-    environment: dict[str, str] = Field(default_factory=dict)
-    configurations: dict[Name, OwnWords] = Field(default_factory=dict)  # by id: more, or otherwise
-    kv_directory: Name | None = None  # for kv_transfer.connector: a folder in it for each configuration
-    weight_backend: bool = False  # vLLM: versions of the weights are checked as they are loaded, and read back
-
-    @field_validator("ports")
-    @classmethod
-    def _a_range(cls, ports: tuple[int, int]) -> tuple[int, int]:
-        if not ports[0] <= ports[1] <= 65535:
-            raise ValueError("must be the first and the last port of a range up to 65535")
-        return ports
 
 
 def launch_of(fleet: "Fleet") -> Launch:

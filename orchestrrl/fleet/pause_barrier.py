@@ -20,11 +20,11 @@ from orchestrrl.core.operations import (
     FrozenRequests,
     ItemResult,
     OperationResult,
+    PauseMode,
 )
-from orchestrrl.core.reports import EngineSample, GatePhase, GateReport
-from orchestrrl.engines.base import PauseMode
 from orchestrrl.fleet.pause_lease import Ending, GateState, Lease, Opened, time_of_day
 from orchestrrl.fleet.pause_orders import AGAIN_S, ANSWER_S, GateOrders, Order, Quieting, rested, why
+from orchestrrl.fleet.reports import EngineSample, GatePhase, GateReport
 from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)

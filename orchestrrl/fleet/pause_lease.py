@@ -13,9 +13,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import FrozenRequests
-from orchestrrl.core.reports import GatePhase
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import FrozenRequests, PauseMode
+from orchestrrl.fleet.reports import GatePhase
 from planner.model import EngineId, Hold
 
 

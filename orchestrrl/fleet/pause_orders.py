@@ -11,8 +11,8 @@ from orchestrrl.core.errors import Retryable
 from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.operation_runner import Runner, answers
 from orchestrrl.core.operations import Action, CloseGate, OpenGate, OperationResult, OperationStatus
-from orchestrrl.core.reports import GateReport
 from orchestrrl.fleet.pause_lease import Lease, Opened
+from orchestrrl.fleet.reports import GateReport
 from planner.model import NodeId
 
 # How long gateways have for an answer beyond the time that it takes by itself.

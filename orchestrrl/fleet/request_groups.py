@@ -7,7 +7,7 @@ over several.
 from collections.abc import Iterable
 from itertools import islice
 
-from orchestrrl.core.reports import FinishedRequest
+from orchestrrl.fleet.reports import FinishedRequest
 
 # Endings that make an answer one that a trainer can use.
 USABLE = frozenset({"stop", "length"})

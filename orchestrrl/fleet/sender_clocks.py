@@ -22,7 +22,7 @@ BUCKETS * BUCKET_S.
 import math
 from dataclasses import dataclass, field
 
-from orchestrrl.core.reports import SendTimes
+from orchestrrl.fleet.reports import SendTimes
 
 # Quartz drifts by less than 50, and NTP slews by up to 500.
 DRIFT_PPM = 500.0

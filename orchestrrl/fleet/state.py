@@ -13,22 +13,20 @@ from itertools import islice
 
 from orchestrrl.core.addresses import server_address
 from orchestrrl.core.errors import LimitReached, shorten
+from orchestrrl.core.nodes import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.core.operations import OperationResult
-from orchestrrl.core.reports import (
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.fleet.pause_lease import GateState
+from orchestrrl.fleet.reporters import Reporters
+from orchestrrl.fleet.reports import (
     EngineFailovers,
     EngineReport,
     EngineSample,
     FailoverCounts,
     FinishedRequest,
     GateReport,
-    GatewayEngine,
     GatewayReport,
-    NodeHello,
-    NodeKind,
 )
-from orchestrrl.engines.base import Capabilities
-from orchestrrl.fleet.pause_lease import GateState
-from orchestrrl.fleet.reporters import Reporters
 from orchestrrl.fleet.request_groups import Groups
 from orchestrrl.fleet.same_servers import CONFIGURATION, Claim, Names, find_names
 from orchestrrl.fleet.sender_clocks import SenderClock

@@ -10,8 +10,9 @@ from typing import Any
 from orchestrrl.core.addresses import same_address, without_login
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.core.operations import ItemResult, RequestMove, Route
-from orchestrrl.core.reports import GatewayEngine, GatewayReport
+from orchestrrl.fleet.reports import GatewayReport
 from orchestrrl.gateway.http.completion_requests import Ask
 from orchestrrl.gateway.ledger.groups import Groups
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Failure, Ledger, Record

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from orchestrrl.core.reports import FailoverCounts
+from orchestrrl.fleet.reports import FailoverCounts
 from planner.model import EngineId
 
 

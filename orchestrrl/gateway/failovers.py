@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from orchestrrl.core.reports import EngineFailovers, FailoverCounts
+from orchestrrl.fleet.reports import EngineFailovers, FailoverCounts
 from planner.model import EngineId
 
 UNREPORTED_KEPT = 2048

@@ -11,6 +11,7 @@ import grpc
 from orchestrrl import __version__
 from orchestrrl.core.addresses import host_id
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.nodes import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.core.operations import (
     CancelRequests,
     CloseGate,
@@ -23,7 +24,6 @@ from orchestrrl.core.operations import (
     SetRoutes,
     status_of,
 )
-from orchestrrl.core.reports import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.routing.expected_engines import Expected
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS

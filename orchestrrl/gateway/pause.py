@@ -16,9 +16,8 @@ from dataclasses import replace
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
-from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate
-from orchestrrl.core.reports import GatePhase, GateReport
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, PauseMode
+from orchestrrl.fleet.reports import GatePhase, GateReport
 from orchestrrl.gateway.ledger.versions import OnStale, lag
 from orchestrrl.gateway.relay import Relay
 from orchestrrl.gateway.routing.backend import Slot

@@ -20,7 +20,7 @@ from orchestrrl.gateway.link import GatewayLink
 from orchestrrl.gateway.pause_link import DaemonGate
 from orchestrrl.gateway.relay import Limits
 from orchestrrl.gateway.routing.backends import Fleet
-from orchestrrl.gateway.routing.policies import Routing
+from orchestrrl.gateway.routing.strategies import Routing
 from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from orchestrrl.core.config.schema import EXAMPLE, load_config
+from orchestrrl.core.config.example import EXAMPLE
+from orchestrrl.daemon.configuration import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -25,9 +25,9 @@ import yaml
 from front import WITHIN_S, Question, check, session, until
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import load_config
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.journal.store import Entry, JournalReader, Kind
+from orchestrrl.daemon.configuration import load_config
 from orchestrrl.fleet.configured_deployer import deployer_of
 from orchestrrl.fleet.deployers.base import Deployed
 from orchestrrl.fleet.deployers.conformance import RANGE, free_range

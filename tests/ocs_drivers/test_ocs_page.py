@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ocs_drivers.registry import ENTRY_POINT_GROUP, make_driver
-from orchestrrl.core.config.schema import load_config
+from orchestrrl.daemon.configuration import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "ocs.md").read_text()

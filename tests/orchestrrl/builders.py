@@ -1,14 +1,13 @@
 """Short ways to say what agents and gateways report."""
 
-from orchestrrl.core.reports import (
+from orchestrrl.core.nodes import NodeHello, NodeKind
+from orchestrrl.fleet.reports import (
     EngineFailovers,
     EngineReport,
     EngineSample,
     FinishedRequest,
     GateReport,
     GatewayReport,
-    NodeHello,
-    NodeKind,
 )
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestState, RequestView
 

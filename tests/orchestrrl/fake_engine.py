@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.engines.base import Capabilities, Chunk, EngineMetrics, GenerationRequest, PauseMode
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Capabilities, Chunk, EngineMetrics, GenerationRequest
 
 
 @dataclass

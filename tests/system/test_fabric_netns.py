@@ -14,15 +14,14 @@ from namespaces import Lab, Ocs, Stream, laboratory, sent_packets
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.virtual import VirtualSwitch, VirtualWire
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.fabric_wiring import fabric_of, routing_of
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import Coordinator
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
-from orchestrrl.fabric.routers import routing_of
-from orchestrrl.fabric.config_checks import fabric_of
 from orchestrrl.fabric.windows import TraceHub
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 

@@ -12,9 +12,10 @@ import pytest
 from kubernetes_harness import House, house
 
 from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.launch import Device
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.fleet.deployers.base import Deployer, FleetIdentity
-from orchestrrl.fleet.deployers.command_line import Device, Launch
+from orchestrrl.fleet.deployers.command_line import Launch
 from orchestrrl.fleet.deployers.conformance import STUB, DeployerConformance
 from orchestrrl.fleet.deployers.kubernetes import KubernetesDeployer
 from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, NotFound

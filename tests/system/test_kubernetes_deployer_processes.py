@@ -15,11 +15,12 @@ import pytest
 from kubernetes_harness import House, empty, pods
 from kubernetes_server import Trouble
 
+from orchestrrl.core.config.launch import Device, Product
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.managed import connect_managed
 from orchestrrl.fleet.deployers import kubernetes_api
 from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
-from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch, Product
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
 from orchestrrl.fleet.deployers.conformance import LAST_WORDS, Behaviour, until
 from orchestrrl.fleet.deployers.kubernetes_objects import GATE
 from planner.model import EngineId, Parallelism

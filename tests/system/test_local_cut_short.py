@@ -14,8 +14,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.launch import Device
 from orchestrrl.fleet.deployers.base import Life
-from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
 from orchestrrl.fleet.deployers.conformance import stub_launch, until
 from orchestrrl.fleet.deployers.local import LocalDeployer
 from orchestrrl.fleet.deployers.local_processes import MARK

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.launch import Product
 from orchestrrl.fleet.deployers.base import Deployer, FleetIdentity
-from orchestrrl.fleet.deployers.command_line import Product
 from orchestrrl.fleet.deployers.conformance import DeployerConformance, stub_launch
 from orchestrrl.fleet.deployers.local import LocalDeployer
 

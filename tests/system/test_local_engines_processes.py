@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.launch import Product
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.fleet.deployers.base import Deployed, FleetIdentity, Life
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch, Product
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
 from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, LAST_WORDS, Behaviour, free_range, refusal, until
 from orchestrrl.fleet.deployers.local import LocalDeployer
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine

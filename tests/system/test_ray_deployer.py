@@ -21,10 +21,11 @@ from ray.util import list_named_actors, placement_group, placement_group_table, 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.launch import Device
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.fleet.deployers import ray_client
 from orchestrrl.fleet.deployers.base import Deployed, Deployer, FleetIdentity, Life, make_deployer
-from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
 from orchestrrl.fleet.deployers.conformance import (
     DEADLINE_S,
     ONE,

@@ -5,13 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestrrl.lab.sim.report_page import page
+from orchestrrl.lab.sim.report_page.page import page
 from tests.orchestrrl.lab.sim.report.results_builder import several
 
 
 def test_same_results_same_bytes(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from orchestrrl.lab.sim.report_page import write;"
+        "import sys; from pathlib import Path; from orchestrrl.lab.sim.report_page.page import write;"
         "from tests.orchestrrl.lab.sim.report.results_builder import several; write(several(), Path(sys.argv[1]))"
     )
     pages = []

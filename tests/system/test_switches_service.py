@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import JournalReader
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
 from orchestrrl.rpc.switches_service import drivers_of
 

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.fleet.engine_watcher import DeployedWatch
+from orchestrrl.daemon.engine_watcher import DeployedWatch
 from planner.model import EngineHealth
-from tests.orchestrrl.fleet.test_engine_watcher import E0, Plane
+from tests.orchestrrl.daemon.test_engine_watcher import E0, Plane
 
 
 async def test_a_real_engine_is_reported(tmp_path: Path) -> None:

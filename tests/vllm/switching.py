@@ -15,8 +15,9 @@ import aiohttp
 import yaml
 
 from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.launch import Device
 from orchestrrl.fleet.deployers.base import FleetIdentity, make_deployer
-from orchestrrl.fleet.deployers.command_line import Device, Launch
+from orchestrrl.fleet.deployers.command_line import Launch
 from orchestrrl.fleet.deployers.conformance import RANGE, free_range
 from orchestrrl.lab.demo.stack import Process
 from orchestrrl.lab.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from orchestrrl.fleet.deployers.command_line import CommandLine, Device, EngineSpec, Launch, render
+from orchestrrl.core.config.launch import Device
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, render
 from orchestrrl.fleet.deployers.layout_flags import DECIDED
 from orchestrrl.fleet.deployers.user_arguments import SHORT
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism

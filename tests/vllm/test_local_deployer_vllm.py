@@ -7,9 +7,10 @@ from pathlib import Path
 import psutil
 
 from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.launch import Device
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.fleet.deployers.base import FleetIdentity, Life
-from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
 from orchestrrl.fleet.deployers.conformance import free_range, until
 from orchestrrl.fleet.deployers.local import LocalDeployer
 from orchestrrl.lab.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT

@@ -19,7 +19,7 @@ from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.server import Server
 from orchestrrl.gateway.relay import Limits
 from orchestrrl.gateway.routing.backends import Fleet
-from orchestrrl.gateway.routing.policies import Routing
+from orchestrrl.gateway.routing.strategies import Routing
 from orchestrrl.lab.deployers.attended import start_vllm
 from planner.model import EngineId, NodeId
 from tests.vllm.conftest import VLLM_PYTHON

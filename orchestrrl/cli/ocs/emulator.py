@@ -11,13 +11,12 @@ from rich.text import Text
 from ocs_drivers.base import Clock
 from ocs_drivers.driver import SwitchDriver, within
 from ocs_drivers.emulators.base import EmulatedDevice, Emulator, Panel
-from ocs_drivers.emulators.registry import DRIVER_OPTIONS, make_emulator
+from ocs_drivers.emulators.registry import DRIVER_OPTIONS, EMULATORS, make_emulator
 from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.faults import FaultSchedule, parse_schedule
 from ocs_drivers.model import BootBehaviour, Connectivity, Facts
 from ocs_drivers.virtual import VirtualWire
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.ocs.emulate import PROTOCOLS
 from orchestrrl.cli.output import reporting_errors, stdout
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.addresses import remote_fault
@@ -160,8 +159,9 @@ def _made(protocol: str, panel: Panel, quirks: dict[str, Any], wrong: list[str])
             return GrpcEmulator(panel)
         return make_emulator(protocol, panel, **quirks)
     except InvalidOptions as error:
-        if protocol not in PROTOCOLS:
-            wrong.append(f"--protocol: must be one of {', '.join(PROTOCOLS)}, got {protocol!r}")
+        known = (*sorted(EMULATORS), GRPC)
+        if protocol not in known:
+            wrong.append(f"--protocol: must be one of {', '.join(known)}, got {protocol!r}")
         else:
             wrong += [f"--{'' if fault.startswith('protocol: ') else 'quirk '}{fault}" for fault in error.faults]
         return None

@@ -44,7 +44,7 @@ def render_lines(
     gpus: Annotated[str, typer.Option("--gpus", help="The GPUs of one engine, e.g. 0,1 or 0-7.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    from orchestrrl.core.config.schema import load_config
+    from orchestrrl.daemon.configuration import load_config
     from orchestrrl.fleet.deployers.command_line import url_of
     from orchestrrl.fleet.launch import launch_of
 

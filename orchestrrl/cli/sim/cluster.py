@@ -121,7 +121,7 @@ def report(
 
     Example: `orchestrrl sim report out/sim -o page.html`
     """
-    from orchestrrl.lab.sim.report_page import write
+    from orchestrrl.lab.sim.report_page.page import write
     from orchestrrl.lab.sim.rl.results import read
 
     with reporting_errors():

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
+from orchestrrl.core.config.launch import ParallelismSection
 from orchestrrl.core.documents import (
     Name,
     NonNegativeFloat,
@@ -28,7 +29,6 @@ from orchestrrl.core.documents import (
     read_text,
 )
 from orchestrrl.core.errors import ProblemFaults, faults_of, path_of, shorten
-from orchestrrl.fleet.launch import ParallelismSection
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
 from planner.model import ConfigurationId
 

@@ -8,10 +8,10 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from urllib.parse import quote
 
+from orchestrrl.core.config.launch import Device, Product
 from orchestrrl.core.errors import ProblemFaults, shorten
 from orchestrrl.engines import handover, vllm_weight_flags
 from orchestrrl.fleet.deployers.layout_flags import (
@@ -31,16 +31,6 @@ from orchestrrl.fleet.deployers.user_arguments import SET, Argument, Owned, read
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class Product(StrEnum):
-    VLLM = "vllm"
-    SIMULATED = "simulated"
-
-
-class Device(StrEnum):
-    CUDA = "cuda"
-    CPU = "cpu"  # vLLM's CPU build; a GPU's id stands for some cores
 
 
 @dataclass(frozen=True, slots=True)

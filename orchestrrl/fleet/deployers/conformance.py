@@ -31,9 +31,10 @@ from unittest import SkipTest
 
 import aiohttp
 
+from orchestrrl.core.config.launch import Device
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
-from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 E = TypeVar("E", bound=OrchestrRLError)

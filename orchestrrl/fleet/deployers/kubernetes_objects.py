@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
+from orchestrrl.core.config.launch import Device, Product
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fleet.deployers.command_line import CommandLine, Device, EngineSpec, Launch, Product, render, url_of
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, render, url_of
 from orchestrrl.fleet.deployers.kubernetes_options import KubernetesOptions
 from orchestrrl.fleet.deployers.layout_flags import Role
 from planner.model import ConfigurationId, EngineId, GpuId

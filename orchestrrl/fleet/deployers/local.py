@@ -21,10 +21,11 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.launch import Product
 from orchestrrl.core.documents import NonNegativeInt, PositiveFloat, Section
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable, faults_of
 from orchestrrl.fleet.deployers.base import Deployed, FleetIdentity, Life
-from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, Product, render, url_of
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, render, url_of
 from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU
 from orchestrrl.fleet.deployers.local_processes import (
     Found,

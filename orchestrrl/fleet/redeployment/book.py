@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import Journal, Kind
-from orchestrrl.daemon.plan_book import EngineStart
+from orchestrrl.fleet.redeployment.outcomes import EngineStart
 from orchestrrl.fleet.redeployment.records import HISTORY, Fleet, read_history, write_end
 from orchestrrl.fleet.redeployment.run import SwitchRun
 from orchestrrl.fleet.redeployment.steps import StepKind, StepState, SwitchId, SwitchReport, SwitchState

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.daemon.plan_book import DeploymentOutcome
 from orchestrrl.engines.base import Capabilities
 from orchestrrl.engines.managed import ManagedEngine
 from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
@@ -23,6 +22,7 @@ from orchestrrl.fleet.redeployment import actions
 from orchestrrl.fleet.redeployment.actions import POLL_S, Hands, started_with
 from orchestrrl.fleet.redeployment.book import SwitchBook, in_words, starts_of
 from orchestrrl.fleet.redeployment.checks import Tolerance
+from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
 from orchestrrl.fleet.redeployment.records import Fleet, OpenSwitch, read_fleet, read_open
 from orchestrrl.fleet.redeployment.run import SwitchRun
 from orchestrrl.fleet.redeployment.steps import (

@@ -11,8 +11,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, faults_of
-from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, PauseMode
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.body import BadAsk, read_json
 from orchestrrl.gateway.http.faults import read_body

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrrl.core.reports import FinishedRequest
 from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
+from orchestrrl.fleet.reports import FinishedRequest
 from orchestrrl.gateway.ledger.versions import OnStale, Versions
 from planner.model import EngineId, RequestId, RequestState, RequestView
 

@@ -16,9 +16,9 @@ from orchestrrl.gateway.failovers import Failovers
 from orchestrrl.gateway.ledger.ledger import Record
 from orchestrrl.gateway.routing.backend import Slot
 from orchestrrl.gateway.routing.expected_engines import Expected
-from orchestrrl.gateway.routing.policies import Newcomer, Routing
 from orchestrrl.gateway.routing.policies.prefix_affinity import prefix_of
 from orchestrrl.gateway.routing.queue import Queue, Waiter, Waits
+from orchestrrl.gateway.routing.strategies import Newcomer, Routing
 from planner.model import EngineHealth, EngineId
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from typing import TypeVar
 
 from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.routing.policies import Newcomer
+from orchestrrl.gateway.routing.strategies import Newcomer
 from planner.model import EngineId
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from orchestrrl.core.operations import Route
 from orchestrrl.engines.base import Engine
 from orchestrrl.gateway.routing.backend import Slot
 from orchestrrl.gateway.routing.backends import Fleet, NoEngine
-from orchestrrl.gateway.routing.policies import STRATEGIES, Newcomer, Routing
+from orchestrrl.gateway.routing.strategies import STRATEGIES, Newcomer, Routing
 from orchestrrl.lab.bench.figure import Figure, side_by_side
 from orchestrrl.lab.bench.policies import ENGINES, SAMPLES, SEEDS, Setting
 from orchestrrl.lab.sim.gateway import CountedRecord, record_of

@@ -18,10 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import Permanent
+from orchestrrl.daemon.weight_circuits import intent_of, network_of, station_of
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
-from orchestrrl.fabric.weight_circuits import intent_of, network_of, station_of
 from orchestrrl.lab.box import intents
 from orchestrrl.lab.box.house import Box
 from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE
@@ -33,7 +34,6 @@ from orchestrrl.weights.controller.planning import Network, PlannedSync, plan_sy
 from orchestrrl.weights.model import Peer, PeerId, PeerRole, Place, TensorMeta
 from orchestrrl.weights.orders import NEWS, Carry, Edge, EdgeEvent, EdgeState
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.settings import WeightSettings
 from planner.fabric.intent import Intent
 from planner.fabric.topology import Role
 from planner.model import GpuId

@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
-from orchestrrl.engines.base import Engine, PauseMode
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Engine
 from orchestrrl.gateway.ledger.versions import Span
 from orchestrrl.lab.demo.scenario import Sample, Scenario
 from planner.model import RequestId

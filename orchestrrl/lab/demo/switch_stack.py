@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import load_config
 from orchestrrl.core.errors import OutcomeUnknown, Permanent
+from orchestrrl.daemon.configuration import load_config
 from orchestrrl.fleet.configured_deployer import deployer_of
 from orchestrrl.lab.demo.scenario import DeploymentSection, Scenario
 from orchestrrl.lab.demo.stack import EPSILON_S, READY_WITHIN_S, Process

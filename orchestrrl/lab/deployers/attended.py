@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestrrl.core.config.launch import Device
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.engines.base import Engine
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch, render
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch, render
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 

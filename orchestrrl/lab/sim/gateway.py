@@ -19,12 +19,12 @@ from orchestrrl.core.operations import (
     SetRoutes,
     status_of,
 )
-from orchestrrl.core.reports import FinishedRequest, GatewayReport
 from orchestrrl.engines.base import Endpoint, Engine
+from orchestrrl.fleet.reports import FinishedRequest, GatewayReport
 from orchestrrl.gateway.ledger.ledger import Ledger, Record
 from orchestrrl.gateway.routing.backend import Slot
 from orchestrrl.gateway.routing.backends import Fleet, NoEngine
-from orchestrrl.gateway.routing.policies import Routing
+from orchestrrl.gateway.routing.strategies import Routing
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.routing import ManyChoices
 from orchestrrl.lab.sim.workload import SimRequest

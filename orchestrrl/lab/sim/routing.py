@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from orchestrrl.gateway.routing.policies import Load
+from orchestrrl.gateway.routing.strategies import Load
 from planner.model import EngineId
 
 

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from orchestrrl.core.config.schema import Config, parse_config
+from orchestrrl.core.config.schema import Config
 from orchestrrl.core.documents import dump_yaml, parse_yaml
 from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.engines.profiles.store import read_profile
-from orchestrrl.gateway.routing.policies import DEFAULT_POLICY, STRATEGIES
+from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES
 from planner.cost.paper import PROFILES, named_profile
 from planner.cost.profile import Profile
 

@@ -14,14 +14,14 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.core.nodes import Attachment
-from orchestrrl.core.reports import EngineReport, NodeHello, NodeKind
+from orchestrrl.core.nodes import Attachment, NodeHello, NodeKind
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.fleet.deployers.base import Deployed
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.controller import Switching
-from orchestrrl.gateway.routing.policies import Routing
+from orchestrrl.fleet.reports import EngineReport
+from orchestrrl.gateway.routing.strategies import Routing
 from orchestrrl.lab.deployers.simulated import SimulatedDeployer, SimulatedMachines
 from orchestrrl.lab.sim.engines import EngineKind, Placement, VirtualEngine
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import PauseMode
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.requests import refusal
 from orchestrrl.lab.simulated_engine.runtime import Runtime

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import PauseMode
 from orchestrrl.integrations.instrument.kv_scheduler import Wish
 from orchestrrl.lab.simulated_engine.kv_handover import KvLink
 from orchestrrl.lab.simulated_engine.requests import Ask

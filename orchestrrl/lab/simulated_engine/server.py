@@ -16,7 +16,8 @@ from aiohttp import web
 from orchestrrl import __version__
 from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.engines.base import Endpoint, PauseMode, Refused
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Endpoint, Refused
 from orchestrrl.lab.simulated_engine.managed import ManagedFace
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.requests import Served, read_ask, read_detokenize, read_tokenize, refusal

@@ -8,12 +8,12 @@ from orchestrrl.core.defects import Defect
 from orchestrrl.core.journal.store import Entry
 from orchestrrl.core.nodes import NodeState
 from orchestrrl.core.pause_registry import Part, Pause
-from orchestrrl.core.reports import FailoverCounts
 from orchestrrl.daemon.balancing import BalanceDecision
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.cost_estimates import StepTimes
 from orchestrrl.daemon.move_methods import MovedRequest
 from orchestrrl.daemon.plan_book import PlanEvent
+from orchestrrl.fleet.reports import FailoverCounts
 from orchestrrl.rpc.codecs.fabric import control_of_fabric_to_pb, period_to_pb
 from orchestrrl.rpc.codecs.pause import gate_to_pb
 from orchestrrl.rpc.codecs.redeployment import notable_to_pb

@@ -1,5 +1,6 @@
 """Between protobuf and the model, both ways: nodes, what they are ordered to do, and what came of it."""
 
+from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.core.operations import (
     AbortRequests,
     Action,
@@ -15,14 +16,13 @@ from orchestrrl.core.operations import (
     OperationResult,
     OperationStatus,
     PauseEngine,
+    PauseMode,
     ProbeEngine,
     RequestMove,
     ResumeEngine,
     Route,
     SetRoutes,
 )
-from orchestrrl.core.reports import NodeHello, NodeKind
-from orchestrrl.engines.base import PauseMode
 from orchestrrl.rpc.codecs.telemetry import (
     gateway_engine_from_pb,
     gateway_engine_to_pb,

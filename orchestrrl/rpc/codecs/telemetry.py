@@ -5,7 +5,9 @@ only files that know both.
 """
 
 from orchestrrl.core.errors import cut
-from orchestrrl.core.reports import (
+from orchestrrl.core.nodes import GatewayEngine
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.fleet.reports import (
     EngineFailovers,
     EngineReport,
     EngineSample,
@@ -13,12 +15,10 @@ from orchestrrl.core.reports import (
     FinishedRequest,
     GatePhase,
     GateReport,
-    GatewayEngine,
     GatewayReport,
     ReportAck,
     SendTimes,
 )
-from orchestrrl.engines.base import Capabilities
 from orchestrrl.rpc.codecs.serving import serving_from_pb, serving_to_pb
 from orchestrrl.rpc.pb import telemetry_pb2
 from orchestrrl.rpc.ranges import MOST_NAME_CHARACTERS

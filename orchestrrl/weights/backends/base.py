@@ -22,6 +22,7 @@ from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
 TREE = "tree"
+JOIN, SEND = "join", "send"  # steps of `vllm_transfer` that its trainer takes
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,13 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.engines.base import Engine, transfer_engine
-from orchestrrl.weights.backends.base import Capabilities, DirectSync, EnginesFailed, Sender, SenderOptions
+from orchestrrl.weights.backends.base import JOIN, SEND, Capabilities, DirectSync, EnginesFailed, Sender, SenderOptions
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
 KNOWN_OPTIONS = ("backend", "address", "trainer_init")
 LISTENS_WITHIN_S = 60.0
 LOOK_S = 0.2
-JOIN, SEND = "join", "send"  # what is asked of the trainer
 # What vLLM's trainer-side engine calls, in which step of ours, and what it is called at engines.
 CALLS = {
     "init_weight_transfer_engine": (JOIN, "join"),

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.weights.backends.base import Asked, SenderOptions, Tell
-from orchestrrl.weights.backends.vllm_transfer import JOIN, SEND
+from orchestrrl.weights.backends.base import JOIN, SEND, Asked, SenderOptions, Tell
 from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.trainer.torch_tensors import named_tensors, published_dtype, torch_dtype
 

@@ -6,17 +6,17 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, few
 from orchestrrl.core.pause_registry import HoldBook
-from orchestrrl.fabric.weight_circuits import SyncCircuits
 from orchestrrl.weights.controller.carrying import ANSWER_S, Failed, Seams, each_done
+from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.fence import Fence
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.stale_versions import Doubts
 from orchestrrl.weights.controller.state import EngineNow, WeightBook
 from orchestrrl.weights.model import Peer, PeerId
 from orchestrrl.weights.orders import EndEdges, Install, Keep, Look, Order, Outcome, PeerResult, Probe, Rest
-from orchestrrl.weights.settings import WeightSettings
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, cut, few
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub
 from orchestrrl.weights.controller.planning import Network, PlannedSync
@@ -32,7 +33,6 @@ from orchestrrl.weights.orders import (
     PeerResult,
     SumShards,
 )
-from orchestrrl.weights.settings import WeightSettings
 from planner.model import EngineId
 from planner.sync_tree.mend import Feed, Mended, mend
 

@@ -12,14 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.pause_registry import HoldBook, Part
-from orchestrrl.fabric.weight_circuits import SyncCircuits
 from orchestrrl.weights.backends.base import PLANES, TREE, DirectPlane
 from orchestrrl.weights.controller.actions import Hands, told_of_each
 from orchestrrl.weights.controller.carrying import Failed, Offload, Seams, inline
+from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.closing import attached_again, go_back, own_lease, resume_new
 from orchestrrl.weights.controller.direct import Planes
 from orchestrrl.weights.controller.fence import Fence
@@ -51,7 +52,6 @@ from orchestrrl.weights.controller.state import (
 )
 from orchestrrl.weights.model import Peer, PeerId
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.settings import WeightSettings
 from planner.model import EngineId
 
 __all__ = ["EngineNow", "WeightSync"]

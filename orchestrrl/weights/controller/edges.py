@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.weights.controller.network import Network, Segment
 from orchestrrl.weights.model import Peer, PeerId
 from orchestrrl.weights.orders import Edge
-from orchestrrl.weights.settings import WeightSettings
 from planner.sync_tree.model import SyncPlan, SyncProblem, edge_seconds
 
 

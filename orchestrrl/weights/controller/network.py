@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.weights.model import PeerId
-from orchestrrl.weights.settings import WeightSettings
 from planner.sync_tree.model import Pairs, Shard, SyncProblem, pairs_of
 
 _NO_LIMIT = 2**16  # circuits

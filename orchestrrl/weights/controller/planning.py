@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.weights.controller.edges import edges_of
 from orchestrrl.weights.controller.network import Network, PairLink, Segment, Station, sync_problem
@@ -24,7 +25,6 @@ from orchestrrl.weights.model import (
 )
 from orchestrrl.weights.orders import Edge, OpenVersion
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.settings import WeightSettings
 from planner.sync_tree.model import Unreachable
 from planner.sync_tree.parameters import Box
 from planner.sync_tree.plan import make_plan

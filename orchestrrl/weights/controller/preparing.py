@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.fabric.weight_circuits import Brought
 from orchestrrl.weights.controller.actions import Hands
 from orchestrrl.weights.controller.carrying import Failed, each_done, sums
+from orchestrrl.weights.controller.circuits import Brought
 from orchestrrl.weights.controller.planning import Holding, Network, PlannedSync, plan_sync
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord

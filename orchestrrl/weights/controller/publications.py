@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable, few
 from orchestrrl.weights.backends.base import DirectPlane
 from orchestrrl.weights.controller.peer_hub import REATTACH_S, PeerHub
@@ -12,7 +13,6 @@ from orchestrrl.weights.controller.publishing import Collection, same_word
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
 from orchestrrl.weights.controller.state import REMEMBERED, SyncRecord, WeightBook
 from orchestrrl.weights.publication import NOT_ATTACHED, Publication
-from orchestrrl.weights.settings import WeightSettings
 
 logger = logging.getLogger(__name__)
 

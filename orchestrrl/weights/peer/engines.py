@@ -11,7 +11,8 @@ from types import MappingProxyType
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import Engine, Loaded, PauseMode, connect, weights_engine
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Engine, Loaded, connect, weights_engine
 from orchestrrl.weights.backends.base import DirectPlane, make_direct
 from orchestrrl.weights.model import EngineAt
 from orchestrrl.weights.orders import PlaneAct

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from orchestrrl.agent.health import Limits, Track, capability_faults, fold, judge, metric_faults
 from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.core.reports import EngineReport
 from orchestrrl.engines.base import Capabilities, EngineMetrics, Reading
 from orchestrrl.engines.vllm import GENERATED, KV_USAGE, PREEMPTIONS, PROMPT, RUNNING, WAITING, parse_metrics
 from orchestrrl.engines.vllm_calls import NOT_OF_VLLM
+from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.codecs.telemetry import engine_report_to_pb
 from orchestrrl.rpc.ranges import checking

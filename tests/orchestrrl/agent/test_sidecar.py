@@ -23,11 +23,12 @@ from orchestrrl.core.operations import (
     OperationId,
     OperationStatus,
     PauseEngine,
+    PauseMode,
     ProbeEngine,
     ResumeEngine,
     SetRoutes,
 )
-from orchestrrl.engines.base import Capabilities, PauseMode
+from orchestrrl.engines.base import Capabilities
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc

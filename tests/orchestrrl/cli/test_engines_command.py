@@ -16,10 +16,11 @@ from typer.testing import CliRunner, Result
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen, parse_config
+from orchestrrl.core.config.schema import Listen
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.core.operations import ItemResult, MoveRequests, OperationResult, status_of
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import PlaneCollector
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc

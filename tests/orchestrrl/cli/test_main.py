@@ -19,10 +19,9 @@ from orchestrrl.cli.groups import GROUPS
 from orchestrrl.cli.main import application, load
 from orchestrrl.cli.ocs.emulate import PROTOCOLS
 from orchestrrl.cli.ocs.emulator import GRPC
-from orchestrrl.core.operations import FrozenRequests
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.gateway.ledger.versions import OnStale
-from orchestrrl.gateway.routing.policies import DEFAULT_POLICY, STRATEGIES
+from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from planner.model import Mode
 

@@ -12,11 +12,11 @@ from prometheus_client.core import Metric
 
 from orchestrrl.cli.fleet.status import summary
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.defects import REPEATED, Defects
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.journal.store import Journal, Kind
 from orchestrrl.daemon import control_plane as control_plane_module
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.metrics import PlaneCollector

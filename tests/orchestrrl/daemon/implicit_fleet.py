@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrrl.core.config.schema import FastPolicy, parse_config
+from orchestrrl.core.config.schema import FastPolicy
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.fleet.state import EngineFacts

@@ -10,15 +10,16 @@ import pytest
 from builders import GATEWAY, engine_report, finished, gateway_hello, gateway_report, request, sample
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import Config, parse_config
+from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.journal.store import Entry, Journal, Kind
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.core.operations import ItemResult, MoveRequests, OperationResult, SetRoutes, status_of
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.move_methods import FIXED_PRIOR_S
-from orchestrrl.daemon.plan_book import DeploymentOutcome
+from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
 from planner.admission import ControlState
 from planner.model import ConfigurationId, EngineHealth, EngineId, Mode, Plan, RequestId, Snapshot
 

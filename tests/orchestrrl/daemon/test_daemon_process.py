@@ -7,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
-from orchestrrl.core.config.schema import EXAMPLE
+from orchestrrl.core.config.example import EXAMPLE
 
 
 def run(*arguments: str) -> Any:

@@ -17,12 +17,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen, parse_config
+from orchestrrl.core.config.schema import Listen
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import Journal, Kind
-from orchestrrl.core.reports import EngineFailovers, FailoverCounts
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.fleet.reports import EngineFailovers, FailoverCounts
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2, control_pb2_grpc, telemetry_pb2_grpc

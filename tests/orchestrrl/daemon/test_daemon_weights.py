@@ -15,14 +15,14 @@ from fabric_house import Killed, RestingClock
 from gate_house import E0, E1, Gateway
 from weights_house import TENSORS, Engine, FakePeer
 
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.core.journal.store import Journal, Kind
 from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate
-from orchestrrl.core.reports import GatePhase
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.weight_syncs import Weights, weights_of
 from orchestrrl.fleet.pause_barrier import GateWish
+from orchestrrl.fleet.reports import GatePhase
 from orchestrrl.rpc.pause_service import GateService
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.weights.controller.carrying import inline

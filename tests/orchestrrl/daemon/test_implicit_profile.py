@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from implicit_fleet import ON_A100, ON_H200, UNKNOWN, step_of
 
-from orchestrrl.core.config.schema import FastPolicy, parse_config
-from orchestrrl.core.reports import EngineSample
+from orchestrrl.core.config.schema import FastPolicy
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.cost_estimates import Belief
 from orchestrrl.daemon.live_profile import LiveProfile
 from orchestrrl.daemon.priors import Assumed, assumed_of
+from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, STEADY, Batch, steady_between
 from orchestrrl.engines.base import Capabilities
-from orchestrrl.engines.profiles.refit import LEAST_SAMPLES, STEADY, Batch, steady_between
 from orchestrrl.engines.serving import ServingFacts
+from orchestrrl.fleet.reports import EngineSample
 from planner.cost.profile import EngineProfile
 from planner.model import EngineHealth, EngineId
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.journal.store import Journal, JournalReader, Kind
 from orchestrrl.core.operations import (
     ItemResult,
@@ -27,13 +26,14 @@ from orchestrrl.core.operations import (
     RequestMove,
 )
 from orchestrrl.daemon import planning
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile
 from orchestrrl.daemon.metrics import PlaneCollector
 from orchestrrl.daemon.move_methods import FIXED_PRIOR_S, PRIOR_COUNTS_FOR
-from orchestrrl.daemon.plan_book import EngineStart
 from orchestrrl.engines.profiles.store import write_profile
 from orchestrrl.fleet.engine_facts import engine_facts
+from orchestrrl.fleet.redeployment.outcomes import EngineStart
 from orchestrrl.fleet.state import State
 from orchestrrl.lab.sim.engines import EngineKind, fleet_section, homogeneous, kinds_of
 from orchestrrl.lab.sim.run import steps_of

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from balancer.load_index import Problem, Request, Worker
 from balancer.moves import decide
-from orchestrrl.core.config.schema import FastPolicy, FastSettings, parse_config
+from orchestrrl.core.config.schema import FastPolicy, FastSettings
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.operations import ItemResult
 from orchestrrl.daemon.balancing import BalanceDecision, Situation, decide_balance
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.move_limits import LastMoves, Restraint
 from planner.model import EngineId, Mode, RequestId, RequestState, Snapshot
 

@@ -21,7 +21,7 @@ from orchestrrl.daemon.move_methods import (
     fixed_parts,
     with_methods,
 )
-from orchestrrl.engines.profiles.refit import given_profile
+from orchestrrl.daemon.profile_refit import given_profile
 from planner.cost.profile import Curve
 from planner.model import (
     Configuration,

@@ -10,7 +10,8 @@ import pytest
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import Journal, Kind
-from orchestrrl.daemon.plan_book import DeploymentOutcome, PlanBook
+from orchestrrl.daemon.plan_book import PlanBook
+from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
 from orchestrrl.fleet.state import Step
 from planner.calibration import STEPS_NEEDED, Calibration
 from planner.model import Act, ConfigurationId, EngineId, GpuId, Histogram, Hold, Plan, PlanId, PlannedInstance

@@ -9,14 +9,14 @@ from builders import engine_report, gateway_hello, gateway_report, request, samp
 from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.core.reports import EngineReport, EngineSample
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import PlaneCollector
 from orchestrrl.engines.base import Capabilities
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.fleet.reports import EngineReport, EngineSample
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 from orchestrrl.rpc.codecs.control import balance_to_pb, status_to_pb
 from orchestrrl.rpc.pb import control_pb2

@@ -12,7 +12,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, PauseMode, Refused
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, Refused
 from orchestrrl.engines.vllm import VllmEngine, parse_metrics
 from orchestrrl.engines.vllm_info import server_identity
 

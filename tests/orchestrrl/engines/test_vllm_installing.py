@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import Engine, Loaded, PauseMode, weights_engine
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Engine, Loaded, weights_engine
 from orchestrrl.engines.weights_conformance import write_version
 from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from orchestrrl.core.pause_registry import Part
-from orchestrrl.fabric.metrics import defect_metrics, fabric_metrics, pause_metrics
+from orchestrrl.daemon.metrics import defect_metrics, pause_metrics
+from orchestrrl.fabric.metrics import fabric_metrics
 from orchestrrl.fabric.site import read_site
 from orchestrrl.fabric.switch_reader import Glance
 from planner.fabric.model import OcsId, port_pair

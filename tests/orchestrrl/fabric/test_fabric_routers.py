@@ -7,13 +7,12 @@ import pytest
 import yaml
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.fabric_wiring import domain_of, fabric_of, routing_of
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
-from orchestrrl.fabric.routers import domain_of, routing_of
-from orchestrrl.fabric.config_checks import fabric_of
 from orchestrrl.fabric.windows import TraceHub
 from orchestrrl.rpc.switches_service import drivers_of
 from planner.fabric.model import EndpointId, OcsId

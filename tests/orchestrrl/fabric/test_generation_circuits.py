@@ -12,14 +12,14 @@ from fabric_gen_house import FIRST_GPU, MESH, PAIRS, FabricHouse
 from switch_house import CONFIG, House
 
 from ocs_drivers.faults import Fault, FaultKind
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.pause_registry import Part
-from orchestrrl.fabric.found_engines import FoundFleet
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.fabric.generation_circuits import HEARD_WITHIN_S, PERIOD
 from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.fabric.site import site_text
 from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.found_engines import FoundFleet
 from orchestrrl.fleet.redeployment.steps import SwitchState, SwitchWish
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 from planner.model import Mode

@@ -8,7 +8,6 @@ from pathlib import Path
 from builders import engine_report, gateway_hello, gateway_report, sample
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import Entry, Journal, Kind
 from orchestrrl.core.nodes import Attachment
@@ -23,10 +22,11 @@ from orchestrrl.core.operations import (
     Route,
     SetRoutes,
 )
-from orchestrrl.core.reports import FinishedRequest, GatePhase, GateReport
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.fleet.pause_barrier import GateWish
+from orchestrrl.fleet.reports import FinishedRequest, GatePhase, GateReport
 from planner.model import EngineId, NodeId, RequestView
 
 CONFIG = """

@@ -10,15 +10,15 @@ import pytest
 from builders import engine_report, gateway_hello, gateway_report, request, sample
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import LimitReached, Permanent, ProblemFaults
 from orchestrrl.core.journal.store import Journal, Kind
-from orchestrrl.core.nodes import Attachment, NodeRegistry
+from orchestrrl.core.nodes import Attachment, GatewayEngine, NodeHello, NodeKind, NodeRegistry
 from orchestrrl.core.operations import ItemResult, MoveRequests, OperationResult, SetRoutes, status_of
-from orchestrrl.core.reports import EngineReport, GatewayEngine, GatewayReport, NodeHello, NodeKind, SendTimes
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.engines.base import Capabilities
 from orchestrrl.fleet.membership_changes import NewEngine
+from orchestrrl.fleet.reports import EngineReport, GatewayReport, SendTimes
 from orchestrrl.fleet.state import NAMES_LAST_S, Capacity, EngineFacts, State
 from orchestrrl.rpc.codecs.control import status_to_pb, worker_to_pb
 from planner.model import EngineId, EngineView, NodeId, RequestId

@@ -11,7 +11,6 @@ import pytest
 from builders import GATEWAY, engine_report, gateway_hello, gateway_report, request, sample
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.journal.store import Journal, Kind
 from orchestrrl.core.nodes import Attachment
@@ -27,12 +26,13 @@ from orchestrrl.core.operations import (
     SetRoutes,
     status_of,
 )
-from orchestrrl.core.reports import GatePhase, GateReport
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.engines.base import Capabilities
 from orchestrrl.fleet.membership_changes import RETRY_CAP_S, NewEngine, Removal
 from orchestrrl.fleet.pause_barrier import GateWish
+from orchestrrl.fleet.reports import GatePhase, GateReport
 from planner.model import EngineHealth, EngineId, RequestId
 from planner.solver.from_snapshot import live_fleet
 

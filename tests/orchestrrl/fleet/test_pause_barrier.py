@@ -16,12 +16,12 @@ from orchestrrl.core.operations import (
     FrozenRequests,
     MoveRequests,
     OpenGate,
+    PauseMode,
 )
-from orchestrrl.core.reports import FinishedRequest, GatePhase
-from orchestrrl.daemon.plan_book import DeploymentOutcome
-from orchestrrl.engines.base import PauseMode
 from orchestrrl.fleet.pause_barrier import GateWish
 from orchestrrl.fleet.pause_lease import Ending
+from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
+from orchestrrl.fleet.reports import FinishedRequest, GatePhase
 from planner.model import Act, Mode, Plan, RequestId, RequestView, Snapshot
 
 

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.core.reports import GatePhase
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import PauseMode
 from orchestrrl.fleet.pause_barrier import GateWish
 from orchestrrl.fleet.pause_lease import Ending
+from orchestrrl.fleet.reports import GatePhase
 
 LONGEST_S = 60.0
 GATEWAYS = st.sampled_from(["gw0", "gw1"])

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import FrozenRequests
-from orchestrrl.core.reports import GatePhase
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.fleet.pause_lease import Ending, GateState, Lease
+from orchestrrl.fleet.reports import GatePhase
 from planner.model import EngineId
 
 ENGINES = [EngineId(f"e{n}") for n in range(3)]

@@ -7,8 +7,8 @@ from builders import finished
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.core.reports import FinishedRequest
 from orchestrrl.fleet import request_groups
+from orchestrrl.fleet.reports import FinishedRequest
 from orchestrrl.fleet.request_groups import Groups
 
 ANSWERS = st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.sampled_from(["stop", "length", "abort", "error"]))

@@ -8,9 +8,9 @@ import pytest
 from builders import engine_report, gateway_hello, sample
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.journal.store import Journal, Kind
 from orchestrrl.core.operations import Operation, SetRoutes
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fleet.routes import SPACING_LAST_S
 from orchestrrl.rpc.codecs.node import operation_to_pb

@@ -6,10 +6,10 @@ from pathlib import Path
 from builders import engine_report, gateway_hello, sample
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.journal.store import Journal, Kind
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.core.operations import SetRoutes
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from planner.model import EngineId
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.core.reports import SendTimes
+from orchestrrl.fleet.reports import SendTimes
 from orchestrrl.fleet.sender_clocks import BUCKET_S, BUCKETS, UNDATED_S, SenderClock
 
 DAY_S = 86400.0

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import LimitReached
 from orchestrrl.core.operations import ItemResult, OperationId, OperationResult, OperationStatus
-from orchestrrl.core.reports import GatewayReport
 from orchestrrl.engines.base import Capabilities
+from orchestrrl.fleet.reports import GatewayReport
 from orchestrrl.fleet.state import FINISHED_REMEMBERED, LENGTHS_REMEMBERED, Capacity, EngineFacts, State, Step, Totals
 from planner.model import (
     ConfigurationId,

@@ -8,14 +8,13 @@ from typing import Any
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.core.operations import Route
+from orchestrrl.core.operations import PauseMode, Route
 from orchestrrl.engines.base import (
     Capabilities,
     Chunk,
     Endpoint,
     EngineMetrics,
     GenerationRequest,
-    PauseMode,
     Refused,
     TokenLogprob,
 )

@@ -3,8 +3,7 @@
 import asyncio
 from typing import Any
 
-from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, PauseMode
 from orchestrrl.gateway.core import Job
 from planner.model import EngineId
 from tests.orchestrrl.gateway.fakes import World

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, RequestMove, Route
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, PauseMode, RequestMove, Route
 from orchestrrl.gateway.ledger.ledger import Record
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.routing.expected_engines import Expected

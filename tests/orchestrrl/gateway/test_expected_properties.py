@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, RequestMove, Route
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, PauseMode, RequestMove, Route
 from orchestrrl.gateway.core import Job
 from orchestrrl.gateway.ledger.ledger import Record
 from orchestrrl.gateway.routing.expected_engines import Expected

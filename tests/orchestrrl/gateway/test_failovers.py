@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from orchestrrl.core.reports import EngineFailovers, FailoverCounts
+from orchestrrl.fleet.reports import EngineFailovers, FailoverCounts
 from orchestrrl.fleet.state import State
 from orchestrrl.gateway.core import Job
 from orchestrrl.gateway.failovers import Failovers

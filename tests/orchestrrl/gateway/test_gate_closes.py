@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import FrozenRequests, OpenGate, RequestMove, Route
-from orchestrrl.core.reports import GatePhase
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import FrozenRequests, OpenGate, PauseMode, RequestMove, Route
+from orchestrrl.fleet.reports import GatePhase
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import beside, undisturbed, world
 from tests.orchestrrl.gateway.gates import LEASE_S, close, open_gate, order, tokens_of

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, RequestMove
-from orchestrrl.core.reports import GatePhase
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, PauseMode, RequestMove
+from orchestrrl.fleet.reports import GatePhase
 from orchestrrl.gateway.core import Job
 from planner.model import EngineId
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world

@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, RequestMove, Route
-from orchestrrl.core.reports import GatePhase
-from orchestrrl.engines.base import Endpoint, PauseMode, Refused
+from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, PauseMode, RequestMove, Route
+from orchestrrl.engines.base import Endpoint, Refused
+from orchestrrl.fleet.reports import GatePhase
 from orchestrrl.gateway.core import Gateway, Job
 from orchestrrl.gateway.http.completion_requests import read_ask
 from orchestrrl.gateway.ledger import store as store_module
@@ -32,7 +32,7 @@ from orchestrrl.gateway.relay import Limits
 from orchestrrl.gateway.routing.backend import Slot
 from orchestrrl.gateway.routing.backends import Fleet
 from orchestrrl.gateway.routing.expected_engines import Expected
-from orchestrrl.gateway.routing.policies import STRATEGIES, Routing
+from orchestrrl.gateway.routing.strategies import STRATEGIES, Routing
 from planner.model import EngineId, NodeId, RequestId, RequestState
 from tests.orchestrrl.gateway.fakes import FakeEngine, logprob_of, undisturbed
 

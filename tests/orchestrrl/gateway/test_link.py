@@ -20,8 +20,8 @@ from orchestrrl.core.operations import (
     Route,
     SetRoutes,
 )
-from orchestrrl.core.reports import GatewayReport, ReportAck
 from orchestrrl.engines.base import Endpoint
+from orchestrrl.fleet.reports import GatewayReport, ReportAck
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.completion_requests import Ask, read_ask
 from orchestrrl.gateway.link import GatewayLink

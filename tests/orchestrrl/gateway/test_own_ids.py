@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.core.operations import RequestMove, Route
-from orchestrrl.core.reports import GatewayEngine
 from orchestrrl.engines.base import Endpoint, EngineMetrics
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.ledger.ledger import Record

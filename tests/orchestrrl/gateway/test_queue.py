@@ -18,8 +18,8 @@ from orchestrrl.engines.base import Chunk, Endpoint
 from orchestrrl.gateway.ledger.ledger import Record
 from orchestrrl.gateway.routing.backend import Slot
 from orchestrrl.gateway.routing.backends import Fleet, NoEngine
-from orchestrrl.gateway.routing.policies import STRATEGIES, Newcomer, Routing
 from orchestrrl.gateway.routing.queue import WAIT_BOUNDS_S, Queue, Waiter, Waits
+from orchestrrl.gateway.routing.strategies import STRATEGIES, Newcomer, Routing
 from planner.model import EngineId, RequestId
 
 ENGINES = ("e0", "e1", "e2")

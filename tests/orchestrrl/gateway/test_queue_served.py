@@ -15,7 +15,7 @@ from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.relay import Limits
 from orchestrrl.gateway.routing.backends import Fleet
-from orchestrrl.gateway.routing.policies import Routing, Slack
+from orchestrrl.gateway.routing.strategies import Routing, Slack
 from planner.model import EngineId, NodeId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed
 

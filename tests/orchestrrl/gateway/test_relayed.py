@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, RequestMove
-from orchestrrl.engines.base import Endpoint, EngineMetrics, PauseMode
+from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, PauseMode, RequestMove
+from orchestrrl.engines.base import Endpoint, EngineMetrics
 from orchestrrl.gateway.http.openai import response
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import Keep, Store

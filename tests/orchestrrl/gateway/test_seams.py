@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.core.operations import FrozenRequests, OpenGate, RequestMove, Route
-from orchestrrl.core.reports import GatePhase
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import FrozenRequests, OpenGate, PauseMode, RequestMove, Route
+from orchestrrl.fleet.reports import GatePhase
 from orchestrrl.gateway.core import Job
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import Keep, Store

@@ -12,8 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.core.operations import CloseGate, FrozenRequests, Route
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import CloseGate, FrozenRequests, PauseMode, Route
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.server import Server

@@ -14,9 +14,10 @@ from grpc_fuzz import Method, reflected_methods
 from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen, parse_config
+from orchestrrl.core.config.schema import Listen
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import PlaneCollector
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2, control_pb2_grpc, telemetry_pb2

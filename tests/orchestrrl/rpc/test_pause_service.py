@@ -13,12 +13,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen, parse_config
+from orchestrrl.core.config.schema import Listen
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import CancelRequests, CloseGate, ItemResult, OpenGate, OperationResult, OperationStatus
-from orchestrrl.core.reports import GatePhase, GateReport
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.fleet.reports import GatePhase, GateReport
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2_grpc
 from orchestrrl.rpc.pb import control_pb2 as pb

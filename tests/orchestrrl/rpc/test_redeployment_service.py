@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen, parse_config
+from orchestrrl.core.config.schema import Listen
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import PlaneCollector
 from orchestrrl.fleet.redeployment.records import Fleet, write_end

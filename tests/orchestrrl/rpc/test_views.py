@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import LimitSettings, parse_config
+from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import OperationResult
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import PlaneCollector
 from orchestrrl.rpc.codecs import control as control_codec

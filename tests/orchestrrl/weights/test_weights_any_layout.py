@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.weights.controller.planning import Holding, Network, PlannedSync, Station, plan_sync
 from orchestrrl.weights.layout import read_layout
 from orchestrrl.weights.model import (
@@ -35,7 +36,6 @@ from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.staged import StagedVersion
 from orchestrrl.weights.peer.store import Store
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.settings import WeightSettings
 from orchestrrl.weights.trainer.boxes import Piece, slices
 from orchestrrl.weights.trainer.staging import ArrayCopies, stage
 from orchestrrl.weights.transports.base import TransportOptions

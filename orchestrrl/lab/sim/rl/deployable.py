@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.documents import dump_yaml
 from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.engines.profiles.store import as_text
 from orchestrrl.lab.sim.net.fabrics.base import Failures
 from orchestrrl.lab.sim.rl.scenario import ClusterScenario

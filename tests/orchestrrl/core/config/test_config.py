@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import EXAMPLE, Config, Reloadable, load_config, parse_config
+from orchestrrl.core.config.example import EXAMPLE
+from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.daemon.configuration import Reloadable, load_config, parse_config
 from orchestrrl.fleet.configured_deployer import deployer_of, start_faults
 from planner.model import ConfigurationId, Mode
 

@@ -13,8 +13,9 @@ from spoiling import ODD, places, spoil, spoilt
 
 from ocs_drivers import registry as ocs_registry
 from orchestrrl.core.config import schema as config
-from orchestrrl.core.config.schema import EXAMPLE, parse_config
+from orchestrrl.core.config.example import EXAMPLE
 from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.fabric.route_drivers import registry as route_registry
 from orchestrrl.fabric.site import read_site, site_from
 from orchestrrl.fleet.deployers import base as deployers

@@ -14,11 +14,11 @@ import pytest
 
 from orchestrrl.cli.fleet.status import summary
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal import guard as journal_guard
 from orchestrrl.core.journal import store as journal_module
 from orchestrrl.core.journal.store import Entry, Journal, JournalReader, Kind
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import PlaneCollector
 from orchestrrl.rpc.codecs.control import status_to_pb

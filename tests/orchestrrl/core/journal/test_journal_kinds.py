@@ -21,18 +21,18 @@ from ocs_drivers.model import ChangeMode, CrossConnect, Diff
 from orchestrrl.cli.fleet.status import summary
 from orchestrrl.cli.journal import entry_of, words
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal import store as journal_module
 from orchestrrl.core.journal.store import Journal, Kind
 from orchestrrl.core.journal.values import FAULTS_NAMED, body_faults
+from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.core.operation_runner import Runner
 from orchestrrl.core.operations import Action, Operation, OperationResult
 from orchestrrl.core.pause_registry import HoldBook, Part
-from orchestrrl.core.reports import EngineFailovers, EngineReport, NodeHello, NodeKind
 from orchestrrl.daemon.balancing import BalanceDecision
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.plan_book import DeploymentOutcome, PlanBook
+from orchestrrl.daemon.plan_book import PlanBook
 from orchestrrl.daemon.step_lengths import StepLengths
 from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOperation, CircuitOutcome
 from orchestrrl.fabric.circuit_owners import CircuitOwners
@@ -43,9 +43,11 @@ from orchestrrl.fabric.periods import FabricControl, PeriodReport
 from orchestrrl.fleet.membership import Roster, recovered_roster
 from orchestrrl.fleet.pause_lease import GateState, Lease
 from orchestrrl.fleet.redeployment.book import SwitchBook
+from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
 from orchestrrl.fleet.redeployment.records import SWITCH, Fleet, read_fleet, read_history, read_open, write_end
 from orchestrrl.fleet.redeployment.run import SwitchRun
 from orchestrrl.fleet.redeployment.steps import Direction, StepReport, Switch, SwitchReport
+from orchestrrl.fleet.reports import EngineFailovers, EngineReport
 from orchestrrl.fleet.state import EngineFacts
 from orchestrrl.rpc.codecs.control import entry_to_pb, plan_to_pb, status_to_pb
 from orchestrrl.rpc.codecs.fabric import control_of_fabric_to_pb, period_to_pb

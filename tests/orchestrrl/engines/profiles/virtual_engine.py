@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.engines.base import Capabilities, Chunk, Endpoint, EngineMetrics, GenerationRequest, PauseMode
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Capabilities, Chunk, Endpoint, EngineMetrics, GenerationRequest
 from orchestrrl.lab.simulated_engine.requests import Served, read_ask
 from orchestrrl.lab.simulated_engine.runtime import Runtime
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions

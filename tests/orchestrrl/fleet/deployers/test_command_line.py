@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.core.config.launch import Device
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.engines import handover, vllm_weight_flags
-from orchestrrl.fleet.deployers.command_line import CommandLine, Device, EngineSpec, Launch, render, url_of
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, render, url_of
 from orchestrrl.fleet.deployers.layout_flags import Role
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 

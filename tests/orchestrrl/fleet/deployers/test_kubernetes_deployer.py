@@ -10,9 +10,10 @@ from kubernetes_harness import OPTIONS, House, empty, house
 from kubernetes_server import Trouble
 
 from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.launch import Device
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.fleet.deployers.base import FleetIdentity, Life, make_deployer
-from orchestrrl.fleet.deployers.command_line import Device, EngineSpec
+from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, Behaviour
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 

@@ -14,8 +14,9 @@ from kubernetes_cluster import NAMESPACE, expanded
 from kubernetes_server import MANIFEST
 from kubernetes_store import check, check_shape
 
+from orchestrrl.core.config.launch import Device
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch, render
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch, render
 from orchestrrl.fleet.deployers.kubernetes_objects import (
     LEADER,
     identity_of,

@@ -11,9 +11,10 @@ import psutil
 import pytest
 
 from orchestrrl.core.clock import WallClock
+from orchestrrl.core.config.launch import Device
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.fleet.deployers.base import FleetIdentity, make_deployer
-from orchestrrl.fleet.deployers.command_line import Device, EngineSpec, Launch
+from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
 from orchestrrl.fleet.deployers.conformance import stub_launch
 from orchestrrl.fleet.deployers.local import LocalDeployer
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism

@@ -9,8 +9,9 @@ from typing import Any, cast
 from fake_redeployments import FakeSwitching
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen, parse_config
+from orchestrrl.core.config.schema import Listen
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fleet.redeployment.steps import SwitchReport
 from orchestrrl.rpc.server import Server

@@ -12,10 +12,10 @@ from typing import Any
 from builders import gateway_hello, gateway_report, request
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.core.journal.store import Entry, Journal, Kind
 from orchestrrl.core.operations import ItemResult, MoveRequests, Operation, OperationResult, OperationStatus, SetRoutes
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.engines.base import Capabilities, EngineMetrics

@@ -11,10 +11,10 @@ import pytest
 from builders import engine_report, sample
 from switch_house import CONFIG, Client, FakeEngine, House
 
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Kind
 from orchestrrl.core.operations import ItemResult, MoveRequests, Operation, OperationResult
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fleet.deployers.base import Life
 from orchestrrl.fleet.deployers.command_line import EngineSpec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrrl.gateway.routing.policies import STRATEGIES
+from orchestrrl.gateway.routing.strategies import STRATEGIES
 from orchestrrl.lab.bench.policies import Setting
 from orchestrrl.lab.bench.routing import Arm, Load, outcome, queue
 

@@ -5,7 +5,7 @@ import pytest
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.operations import Operation, OperationId, Route, SetRoutes
-from orchestrrl.gateway.routing.policies import STRATEGIES, Routing
+from orchestrrl.gateway.routing.strategies import STRATEGIES, Routing
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway

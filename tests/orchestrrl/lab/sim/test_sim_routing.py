@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.gateway.routing.policies import EngineLoad, Newcomer, Routing
+from orchestrrl.gateway.routing.strategies import EngineLoad, Newcomer, Routing
 from orchestrrl.lab.sim.routing import ManyChoices
 from planner.model import EngineId
 

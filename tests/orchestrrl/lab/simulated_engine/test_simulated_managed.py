@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import Endpoint, GenerationRequest, PauseMode
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Endpoint, GenerationRequest
 from orchestrrl.engines.managed import EngineLayout
 from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, ManagedConformance, mean_nats
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine

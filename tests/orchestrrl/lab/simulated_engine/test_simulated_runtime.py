@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.engines.base import Endpoint, PauseMode
+from orchestrrl.core.operations import PauseMode
+from orchestrrl.engines.base import Endpoint
 from orchestrrl.lab.simulated_engine.requests import Ask, Served, read_ask
 from orchestrrl.lab.simulated_engine.runtime import Answer, Part, Runtime
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape

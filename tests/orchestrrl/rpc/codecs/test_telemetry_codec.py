@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.core.nodes import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.core.operations import (
     AbortRequests,
     CancelRequests,
@@ -24,13 +25,16 @@ from orchestrrl.core.operations import (
     OperationResult,
     OperationStatus,
     PauseEngine,
+    PauseMode,
     ProbeEngine,
     RequestMove,
     ResumeEngine,
     Route,
     SetRoutes,
 )
-from orchestrrl.core.reports import (
+from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.serving import MOST_RANKS, MOST_SIZE, ServingFacts
+from orchestrrl.fleet.reports import (
     EngineFailovers,
     EngineReport,
     EngineSample,
@@ -38,15 +42,10 @@ from orchestrrl.core.reports import (
     FinishedRequest,
     GatePhase,
     GateReport,
-    GatewayEngine,
     GatewayReport,
-    NodeHello,
-    NodeKind,
     ReportAck,
     SendTimes,
 )
-from orchestrrl.engines.base import Capabilities, PauseMode
-from orchestrrl.engines.serving import MOST_RANKS, MOST_SIZE, ServingFacts
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as codec
 from orchestrrl.rpc.pb import agent_pb2, telemetry_pb2

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import PlaneCollector
 from orchestrrl.weights.controller.metrics import SyncMetrics

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.weights.controller.planning import (
     Holding,
@@ -36,7 +37,6 @@ from orchestrrl.weights.model import (
 )
 from orchestrrl.weights.orders import Edge
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.settings import WeightSettings
 from planner.model import EngineId
 from planner.sync_tree.model import Unreachable
 from planner.sync_tree.parameters import Box

@@ -11,7 +11,8 @@ from fabric_house import GEN, house
 from weights_house import House
 
 from orchestrrl.core.pause_registry import Part
-from orchestrrl.fabric.weight_circuits import Peers, WeightCircuits
+from orchestrrl.daemon.weight_circuits import WeightCircuits
+from orchestrrl.weights.controller.circuits import Peers
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
 from orchestrrl.weights.model import Peer, Place
 

@@ -5,11 +5,10 @@ from typing import Any, cast
 import pytest
 
 from orchestrrl.core.nodes import NodeRegistry
-from orchestrrl.core.operations import FrozenRequests
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import FrozenRequests, PauseMode
+from orchestrrl.daemon.weight_syncs import GateFence
 from orchestrrl.fleet.pause_barrier import GateKeeper, GateWish
 from orchestrrl.fleet.pause_lease import GateState, Lease
-from orchestrrl.weights.controller.fence import GateFence
 from planner.model import EngineId
 
 E0, E1 = EngineId("e0"), EngineId("e1")

@@ -10,14 +10,14 @@ from typing import Any
 
 from fabric_house import Killed, RestingClock
 
+from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import Journal, Kind
-from orchestrrl.core.operations import FrozenRequests
+from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.core.pause_registry import HoldBook
-from orchestrrl.engines.base import PauseMode
-from orchestrrl.fabric.weight_circuits import PacketNetwork
 from orchestrrl.fleet.pause_lease import GateState, Lease
 from orchestrrl.weights.controller import preparing
+from orchestrrl.weights.controller.circuits import PacketNetwork
 from orchestrrl.weights.controller.controller import EngineNow, WeightSync
 from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
 from orchestrrl.weights.controller.progress import Ranges, without
@@ -45,7 +45,6 @@ from orchestrrl.weights.orders import (
     SumShards,
 )
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.settings import WeightSettings
 from planner.model import EngineId
 
 START_S = 1_000_000.0

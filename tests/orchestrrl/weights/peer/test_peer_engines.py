@@ -7,7 +7,7 @@ import pytest
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Retryable
-from orchestrrl.engines.base import PauseMode
+from orchestrrl.core.operations import PauseMode
 from orchestrrl.weights.peer import engines as peer_engines
 from orchestrrl.weights.peer.engines import CALL_S, PeerEngines
 from planner.model import EngineId

@@ -11,9 +11,9 @@ import pytest
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.net.fabrics.base import Stage
-from orchestrrl.lab.sim.report_page import page, words, write
+from orchestrrl.lab.sim.report_page import words
 from orchestrrl.lab.sim.report_page.groups import frontier, groups_of
-from orchestrrl.lab.sim.report_page.page import SECTIONS
+from orchestrrl.lab.sim.report_page.page import SECTIONS, page, write
 from orchestrrl.lab.sim.rl.model import Span
 from orchestrrl.lab.sim.rl.results import Result
 from orchestrrl.lab.sim.scenario import ARMS

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.core.config.schema import load_config
 from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.daemon.configuration import load_config
 from orchestrrl.lab.sim.net.fabrics.base import Stage
 from orchestrrl.lab.sim.rl.deployable import write_daemon
 from orchestrrl.lab.sim.rl.results import Bill, Result, as_text, parse

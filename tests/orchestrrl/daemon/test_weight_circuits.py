@@ -12,14 +12,15 @@ import pytest
 from fabric_house import ACROSS_RAILS, GEN, House, house
 
 from ocs_drivers.faults import Fault, FaultKind
+from orchestrrl.core.config.weights import NetworkSettings
 from orchestrrl.core.pause_registry import Part
+from orchestrrl.daemon.weight_circuits import JOB, PERIOD, WeightCircuits, intent_of
 from orchestrrl.fabric.periods import PeriodState
-from orchestrrl.fabric.weight_circuits import JOB, PERIOD, Brought, PacketNetwork, WeightCircuits, intent_of
+from orchestrrl.weights.controller.circuits import Brought, PacketNetwork
 from orchestrrl.weights.controller.planning import PairLink, PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import Peer, PeerId, PeerRole, Place
 from orchestrrl.weights.orders import Edge
-from orchestrrl.weights.settings import NetworkSettings
 from planner.fabric.intent import Stage
 from planner.model import Mode
 

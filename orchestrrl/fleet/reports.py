@@ -4,23 +4,9 @@ them."""
 from dataclasses import dataclass
 from enum import StrEnum
 
+from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.engines.base import Capabilities
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestView
-
-
-class NodeKind(StrEnum):
-    AGENT = "agent"
-    GATEWAY = "gateway"
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayEngine:
-    """An engine under the name that a gateway's own command line gives it."""
-
-    engine: EngineId
-    url: str
-    server: str = ""  # identifies the server process, as read from it; empty: unknown
-    known_as: EngineId | None = None  # the daemon's id of the same engine, once the gateway uses that
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +16,6 @@ class SendTimes:
     sent_s: float = 0.0  # by the sender's clock
     ack_sent_s: float = 0.0  # of the latest acknowledgement that the sender had, by the daemon's clock
     ack_received_s: float = 0.0  # when that arrived, by the sender's clock
-
-
-@dataclass(frozen=True, slots=True)
-class NodeHello:
-    """A node's first word when it attaches."""
-
-    node: NodeId
-    kind: NodeKind
-    engines: tuple[EngineId, ...]  # an agent's own, or those a gateway routes to
-    version: str
-    url: str = ""  # where the node itself listens
-    incarnation: str = ""  # one process of the node; empty: not given
-    addresses: tuple[GatewayEngine, ...] = ()  # a gateway's engines with their URLs
-    host: str = ""  # whose loopback addresses the node uses; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)

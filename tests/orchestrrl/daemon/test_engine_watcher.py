@@ -9,13 +9,14 @@ from builders import engine_report, gateway_hello, sample
 from fake_engine import FakeEngine
 
 from orchestrrl.core.clock import Clock, VirtualClock
-from orchestrrl.core.config.schema import parse_config
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.core.reports import EngineReport, NodeHello, NodeKind, ReportAck
+from orchestrrl.core.nodes import NodeHello, NodeKind
+from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.engine_watcher import LOOK_S, SILENT_AFTER_S, WATCHER, DeployedWatch
 from orchestrrl.engines.base import Capabilities, Engine
-from orchestrrl.fleet.engine_watcher import LOOK_S, SILENT_AFTER_S, WATCHER, DeployedWatch
+from orchestrrl.fleet.reports import EngineReport, ReportAck
 from planner.model import EngineHealth, EngineId, EngineView, NodeId
 
 CONFIG = """

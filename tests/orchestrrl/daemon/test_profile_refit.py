@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchestrrl.core.reports import EngineSample
-from orchestrrl.engines.profiles.refit import HALF_LIFE, MOST_CELLS, PER_CELL, Refitter, batch_between
+from orchestrrl.daemon.profile_refit import HALF_LIFE, MOST_CELLS, PER_CELL, Refitter, batch_between
+from orchestrrl.fleet.reports import EngineSample
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
 from planner.model import ConfigurationId
 

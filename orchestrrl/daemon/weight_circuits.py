@@ -9,20 +9,19 @@ paper: circuits of both phases come up before the broadcast, and are torn down a
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from itertools import combinations
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.fabric.coordinator import Coordinator
 from orchestrrl.fabric.period_queue import Announced
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
+from orchestrrl.weights.controller.circuits import Brought, OnPhase, PacketNetwork, Peers, SyncCircuits, named_station
 from orchestrrl.weights.controller.planning import Network, PairLink, PlannedSync, Station
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import Peer, PeerId, PeerRole
 from orchestrrl.weights.orders import Edge
-from orchestrrl.weights.settings import NetworkSettings
 from planner.fabric.ground import Ground
 from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
 from planner.fabric.light import Interface, fibres_of, interfaces_at, links_up
@@ -45,57 +44,6 @@ LOOKED_BACK = 64  # periods
 # For a pause of training: nobody is held up by it, and a trainer that announces supersedes it.
 TRAINING_WITHIN_S = 600.0
 ROUNDING = 1 + 1e-6
-
-OnPhase = Callable[[SyncPhase], None]
-Peers = Callable[[], Mapping[PeerId, Peer]]
-
-
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """The network as it really is, and what of the circuits is not as the plan had it, and why; nothing: all is, and
-    the plan holds as it was made."""
-
-    network: Network
-    notes: tuple[str, ...] = ()
-
-
-class SyncCircuits(Protocol):
-    """What the coordinator of syncs asks for."""
-
-    def network(self) -> Network:
-        """What a sync could have."""
-        ...
-
-    async def bring_up(self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False) -> Brought:
-        """`still`: the trainer sends nothing until this is over."""
-        ...
-
-    async def tear_down(self, sync_id: str) -> tuple[str, ...]:
-        """What became of it, in words."""
-        ...
-
-
-class PacketNetwork:
-    """Without an optical fabric: `weights.network` of the configuration, and where peers say they are."""
-
-    def __init__(self, settings: NetworkSettings, peers: Peers) -> None:
-        self._settings = settings
-        self._peers = peers
-
-    def network(self) -> Network:
-        settings = self._settings
-        return Network(
-            settings.link_gbps,
-            {id: named_station(peer, settings.nic_gbps) for id, peer in self._peers().items()},
-            {pod.id: pod.boundary_circuits for pod in settings.pods},
-            {tor.id: tor.circuits for tor in settings.tors},
-        )
-
-    async def bring_up(self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False) -> Brought:
-        return Brought(self.network())
-
-    async def tear_down(self, sync_id: str) -> tuple[str, ...]:
-        return ()
 
 
 class WeightCircuits:
@@ -275,10 +223,6 @@ def _packet_pairs(
 def _by_packets(site: Site, pod: EndpointId, packet_tors: Collection[EndpointId]) -> int:
     """Ways out of a PoD beside circuits: one to each other PoD, so that by their number none is in another's way."""
     return max(1, len(site.pods) - 1) if any(tor.id in packet_tors for tor in site.tors_of[pod]) else 0
-
-
-def named_station(peer: Peer, nic_gbps: float) -> Station:
-    return Station(peer.place.pod, peer.place.tor, peer.place.nic_gbps or nic_gbps)
 
 
 def station_of(peer: Peer, site: Site) -> Station:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchestrrl.core.reports import EngineSample
+from orchestrrl.fleet.reports import EngineSample
 from planner.cost.fit import Belief, CurveFit, FitError, Seen, StepSample, refit_curve, refit_step
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
 from planner.model import Configuration, ConfigurationId

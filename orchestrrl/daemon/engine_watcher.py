@@ -13,9 +13,9 @@ from typing import Protocol
 from orchestrrl.agent.health import Limits
 from orchestrrl.agent.watch import EngineWatch, Observation
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.nodes import NodeRegistry
-from orchestrrl.core.reports import EngineReport, NodeKind, ReportAck
+from orchestrrl.core.nodes import NodeKind, NodeRegistry
 from orchestrrl.engines.base import Engine, connect
+from orchestrrl.fleet.reports import EngineReport, ReportAck
 from orchestrrl.fleet.state import STAND_IN
 from orchestrrl.rpc.channel import stop
 from planner.model import EngineId, NodeId

@@ -1,0 +1,102 @@
+"""How engines are started and stopped, as people write it: `fleet.launch`, `fleet.deployer` and layouts."""
+
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from orchestrrl.core.documents import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from planner.model import Parallelism
+
+
+class Product(StrEnum):
+    VLLM = "vllm"
+    SIMULATED = "simulated"
+
+
+class Device(StrEnum):
+    CUDA = "cuda"
+    CPU = "cpu"  # vLLM's CPU build; a GPU's id stands for some cores
+
+
+Words = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class ParallelismSection(Section):
+    """A layout. Without `attention_gpus` and `ffn_gpus` it is not AFD."""
+
+    tp: PositiveInt = 1
+    dp: PositiveInt = 1
+    ep: PositiveInt = 1
+    attention_gpus: NonNegativeInt = 0
+    ffn_gpus: NonNegativeInt = 0
+    micro_batches: PositiveInt = 1
+    pp: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _checks_itself(self) -> Self:
+        self.value()
+        return self
+
+    def value(self) -> Parallelism:
+        return Parallelism(**dict(self))
+
+
+class OwnWords(Section):
+    """What is for the engines of one configuration alone."""
+
+    arguments: Words = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+
+
+class LaunchSettings(Section):
+    """How engines are started. Paths are those on the engines' machines."""
+
+    engine: Annotated[Product, Field(strict=False)] = Product.VLLM
+    python: Name | None = None  # of the engines' own environment; by default python3, and ours for simulated ones
+    model: Name | None = None  # a name or a folder; simulated engines need none
+    served_model_name: Name | None = None  # by default the model's
+    device: Annotated[Device, Field(strict=False)] = Device.CUDA
+    cores_per_gpu: NonNegativeInt = 0  # CPU alone: what a GPU's id stands for; 0: not bound
+    host: Name = "127.0.0.1"
+    # First and last. Each GPU of a node has its own four of them; an engine uses those of its lowest GPU.
+    ports: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] = (8100, 8199)
+    nodes: Words = ()  # addresses, in the order of GPUs
+    arguments: Words = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+    configurations: dict[Name, OwnWords] = Field(default_factory=dict)  # by id: more, or otherwise
+    kv_directory: Name | None = None  # for kv_transfer.connector: a folder in it for each configuration
+    weight_backend: bool = False  # vLLM: versions of the weights are checked as they are loaded, and read back
+
+    @field_validator("ports")
+    @classmethod
+    def _a_range(cls, ports: tuple[int, int]) -> tuple[int, int]:
+        if not ports[0] <= ports[1] <= 65535:
+            raise ValueError("must be the first and the last port of a range up to 65535")
+        return ports
+
+
+class Standby(StrEnum):
+    """What becomes of engines that a switch replaces and that can sleep."""
+
+    STOP = "stop"
+    KEEP = "keep"  # asleep, for a later switch to wake
+
+
+class DeployerSettings(Section):
+    """Who starts and stops engines, and how long each step of a switch may take."""
+
+    product: Name = "local"
+    options: dict[str, Any] = Field(default_factory=dict)  # the product's own
+    name: Name = "orchestrrl"  # of the fleet: whose engines are whose, on machines that fleets share
+    folder: Name = "orchestrrl-engines"  # for records and logs
+    standby: Annotated[Standby, Field(strict=False)] = Standby.STOP
+    drain_within_s: NonNegativeFloat = 30.0  # for requests that cannot move to finish
+    stop_within_s: PositiveFloat = 60.0
+    start_within_s: PositiveFloat = 60.0
+    ready_within_s: PositiveFloat = 600.0  # from its start until an engine answers
+    load_within_s: PositiveFloat = 300.0  # weights
+    check_within_s: PositiveFloat = 120.0  # warm-up, verification
+    # A new engine must find likely what the old ones answer: mean difference of log-probabilities over so many tokens
+    compare_tokens: PositiveInt = 16
+    compare_nats: PositiveFloat = 0.1

@@ -12,9 +12,10 @@ import yaml
 from spoiling import ODD, places, spoil, spoilt
 
 from ocs_drivers import registry as ocs_registry
-from orchestrrl.core.config import schema as config
+from orchestrrl.core.config import loader
 from orchestrrl.core.config.example import EXAMPLE
 from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.daemon import configuration
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.fabric.route_drivers import registry as route_registry
 from orchestrrl.fabric.site import read_site, site_from
@@ -76,13 +77,13 @@ def installed(group: str) -> Any:
 def document(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Documents are handed over as they are, and the site is read once: its text is a matter of other tests."""
     document = whole_document()
-    monkeypatch.setattr(config, "parse_yaml", lambda spoilt_document: spoilt_document)
+    monkeypatch.setattr(loader, "parse_yaml", lambda spoilt_document: spoilt_document)
 
     def read(section: Any, folder: Path) -> tuple[Site | None, list[str]]:
         is_named = isinstance(section, dict) and section.get("site") == SITE.name
         return (site(), []) if is_named else (None, [])
 
-    monkeypatch.setattr(config, "read_fabric_site", read)
+    monkeypatch.setattr(configuration, "read_fabric_site", read)
     for module in (ocs_registry, route_registry, deployers):  # it looks through every installed distribution
         monkeypatch.setattr(module, "entry_points", installed)
     return document

@@ -22,7 +22,7 @@ ARRIVES_LATE = 64
 MOST_LOOKED_AT = 48
 
 
-class Room(Protocol):
+class KvHeadroom(Protocol):
     """What the choice of moves asks, and tells."""
 
     def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool: ...
@@ -52,7 +52,7 @@ class Tenancy:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
 
-class FutureRoom:
+class ForecastKvHeadroom:
     """Room in all futures but a share `risk` (0 to 1) of them, as moves are being chosen. `look_up` is asked for each
     engine once at most."""
 

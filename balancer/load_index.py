@@ -13,7 +13,7 @@ UNKNOWN_FLEET_TOKENS_PER_S = 1.0  # stands in where no worker has a known positi
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LoadRequest:
     """One request on a worker, with the tokens that are resident or have to be rebuilt."""
 
     id: RequestId
@@ -29,8 +29,8 @@ class Worker:
     """One engine that requests may move from or to. A rate of None is unknown; 0 with running requests is a stall."""
 
     id: EngineId
-    running: tuple[Request, ...]
-    waiting: tuple[Request, ...]
+    running: tuple[LoadRequest, ...]
+    waiting: tuple[LoadRequest, ...]
     kv_capacity_tokens: int
     kv_free_tokens: int
     max_sequences: int
@@ -50,7 +50,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class BalanceProblem:
     """What the balancer decides on: the fleet now, and the spread of load indices that it tolerates."""
 
     theta: float
@@ -93,16 +93,16 @@ def load_index(requests: int, cap: int, tokens_per_s: float) -> float:
     return index if index < HIGHEST else HIGHEST
 
 
-def problem_of(snapshot: Snapshot, theta: float, stall_grace_s: float = 0.0) -> Problem:
+def problem_of(snapshot: Snapshot, theta: float, stall_grace_s: float = 0.0) -> BalanceProblem:
     """The live fleet as a balancing problem: the engines that answer, and the requests that gateways hold on them.
 
     A rate of 0 during the first `stall_grace_s` of a step is unknown: the engine is still prefilling.
     """
     in_grace = snapshot.step_started_s is None or snapshot.now_s - snapshot.step_started_s < stall_grace_s
-    queues: dict[RequestState, dict[EngineId, list[Request]]] = {state: defaultdict(list) for state in RequestState}
+    queues: dict[RequestState, dict[EngineId, list[LoadRequest]]] = {state: defaultdict(list) for state in RequestState}
     for view in snapshot.requests:
         if view.engine is not None:
-            queues[view.state][view.engine].append(Request(view.id, view.context_tokens))
+            queues[view.state][view.engine].append(LoadRequest(view.id, view.context_tokens))
     running, waiting = queues[RequestState.RUNNING], queues[RequestState.WAITING]
     workers = []
     for engine in snapshot.engines:
@@ -120,4 +120,4 @@ def problem_of(snapshot: Snapshot, theta: float, stall_grace_s: float = 0.0) -> 
                 decode_tokens_per_s=None if rate == 0 and in_grace else rate,
             )
         )
-    return Problem(theta, tuple(workers))
+    return BalanceProblem(theta, tuple(workers))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, isinf
 
-from balancer.kv_headroom import Room
-from balancer.load_index import Problem, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
+from balancer.kv_headroom import KvHeadroom
+from balancer.load_index import BalanceProblem, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
 from planner.model import EngineId, RequestId, RequestState
 
 WITHIN_THETA = "within_theta"
@@ -45,12 +45,12 @@ class Balance:
 
 
 def decide(
-    problem: Problem,
+    problem: BalanceProblem,
     *,
     max_moves: int | None = None,
     excluded: AbstractSet[RequestId] = frozenset(),
     forget_stuck: bool = False,
-    room: Room | None = None,
+    room: KvHeadroom | None = None,
 ) -> Balance:
     """The moves of one tick.
 
@@ -192,7 +192,7 @@ _Found = tuple[int, _Load, _Holding, _Holding]
 class _Fleet:
     """All workers while moves are being chosen, kept in order of congestion."""
 
-    def __init__(self, problem: Problem, excluded: AbstractSet[RequestId], room: Room | None) -> None:
+    def __init__(self, problem: BalanceProblem, excluded: AbstractSet[RequestId], room: KvHeadroom | None) -> None:
         workers = sorted(problem.workers, key=lambda worker: worker.id)
         tokens_per_s = stand_in_tokens_per_s(workers)
         contexts = [[request.context_tokens for request in worker.running + worker.waiting] for worker in workers]

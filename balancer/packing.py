@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import fsum, inf
 from typing import NamedTuple
 
-from balancer.kv_headroom import Room
+from balancer.kv_headroom import KvHeadroom
 from balancer.moves import MAX_MOVES, Move
 from planner.model import Configuration, EngineId, RequestId, RequestState
 
@@ -31,7 +31,7 @@ TOGETHER_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class PackingRequest:
     """One request, and how many tokens it is expected to generate yet."""
 
     id: RequestId
@@ -50,12 +50,12 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class PackingEngine:
     """One engine that requests may move from or to."""
 
     id: EngineId
     configuration: Configuration  # with the engine's own KV capacity and slots
-    requests: tuple[Outlook, ...]
+    requests: tuple[PackingRequest, ...]
     kv_free_tokens: int
     slowdown: float = 1.0  # how many times longer its iterations take than its configuration says
 
@@ -85,14 +85,14 @@ class Packing:
 
 
 def pack(
-    engines: Sequence[Engine],
+    engines: Sequence[PackingEngine],
     *,
     max_moves: int,
     tolerance: float,
     min_gain_share: float = MIN_GAIN_SHARE,
     together: bool = False,
     move_fixed_s: float = 0.0,
-    room: Room | None = None,
+    room: KvHeadroom | None = None,
 ) -> Packing:
     """The moves of one tick.
 
@@ -127,7 +127,7 @@ def pack(
     return Packing(before, after, tuple(moves), MAX_MOVES if len(moves) >= max_moves else NO_GAIN)
 
 
-def _by_id(request: Outlook) -> RequestId:
+def _by_id(request: PackingRequest) -> RequestId:
     return request.id
 
 
@@ -136,10 +136,10 @@ def _by_end(load: "_Load") -> tuple[float, EngineId]:
 
 
 def _best_move(
-    source: "_Load", ascending: Sequence["_Load"], tolerance: float, min_gain_share: float, room: Room | None
-) -> "tuple[Outlook, _Load] | None":
+    source: "_Load", ascending: Sequence["_Load"], tolerance: float, min_gain_share: float, room: KvHeadroom | None
+) -> "tuple[PackingRequest, _Load] | None":
     """The request and the destination after which the later of the two engines ends soonest."""
-    best: tuple[float, Outlook, _Load] | None = None
+    best: tuple[float, PackingRequest, _Load] | None = None
     early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - min_gain_share)
     destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < early_s]
     for request in source.may_leave:
@@ -165,7 +165,7 @@ def _best_move(
 class _Load:
     """What one engine holds while moves are being chosen, and when it will end."""
 
-    def __init__(self, engine: Engine, together: bool, move_fixed_s: float = 0.0) -> None:
+    def __init__(self, engine: PackingEngine, together: bool, move_fixed_s: float = 0.0) -> None:
         self.engine = engine
         # Requests by group; None: it does not matter.
         self._groups = Counter(request.group for request in engine.requests if request.group) if together else None
@@ -176,7 +176,7 @@ class _Load:
         self._prefill_s = engine.slowdown / configuration.prefill_tokens_per_s
         # Iterations that a running request misses when it comes here.
         self._missed = move_fixed_s / self._alpha_s if self._alpha_s > 0 else 0.0
-        self._may_leave: list[Outlook] | None = None  # by id; None: not asked for yet, as of most engines
+        self._may_leave: list[PackingRequest] | None = None  # by id; None: not asked for yet, as of most engines
         self._remaining = [request.remaining_tokens for request in engine.requests]
         self._remaining.sort()
         # Sums that are the same in any order of the requests: a decision must not hang on the last bit.
@@ -207,17 +207,17 @@ class _Load:
         self.end_s = self._end_s(self._held, self._remaining[-1] if self._remaining else 0.0)
 
     @property
-    def may_leave(self) -> list[Outlook]:
+    def may_leave(self) -> list[PackingRequest]:
         """Its own requests that can be moved, by id."""
         if self._may_leave is None:
             self._may_leave = sorted((request for request in self.engine.requests if request.movable), key=_by_id)
         return self._may_leave
 
-    def has_others(self, request: Outlook, *, itself: bool = False) -> bool:
+    def has_others(self, request: PackingRequest, *, itself: bool = False) -> bool:
         """Whether others of its group are here. `itself`: it is as well."""
         return self._groups is not None and bool(request.group) and self._groups[request.group] > itself
 
-    def _work_s(self, request: Outlook) -> float:
+    def _work_s(self, request: PackingRequest) -> float:
         """Seconds that a request adds to the iterations of those that run beside it."""
         return self._beta_s * request.remaining_tokens + self._gamma_s * _kv_area(request)
 
@@ -234,19 +234,19 @@ class _Load:
             iterations = max(iterations, held.kv_wanted / held.kv_freed + held.longest_waiting)
         return self._alpha_s * iterations + held.work_s
 
-    def end_without_s(self, request: Outlook) -> float:
+    def end_without_s(self, request: PackingRequest) -> float:
         return self._end_s(self._without(request), self._longest_without(request))
 
-    def end_with_s(self, request: Outlook) -> float:
+    def end_with_s(self, request: PackingRequest) -> float:
         longest = self._remaining[-1] if self._remaining else 0.0
         return self._end_s(self._with(request), max(self._iterations_here(request), longest))
 
-    def _iterations_here(self, request: Outlook) -> float:
+    def _iterations_here(self, request: PackingRequest) -> float:
         """Of this engine, until a request that comes here has ended."""
         missed = self._missed if request.state is RequestState.RUNNING else 0.0
         return request.remaining_tokens + missed
 
-    def lose(self, request: Outlook) -> None:
+    def lose(self, request: PackingRequest) -> None:
         self.end_s = self.end_without_s(request)
         self._held = self._without(request)
         self._remaining.remove(request.remaining_tokens)
@@ -254,7 +254,7 @@ class _Load:
         if self._groups is not None:
             self._groups[request.group] -= 1
 
-    def gain(self, request: Outlook) -> None:
+    def gain(self, request: PackingRequest) -> None:
         """It is not put among those that may leave: no request moves twice."""
         self.end_s = self.end_with_s(request)
         self._held = self._with(request)
@@ -262,12 +262,12 @@ class _Load:
         if self._groups is not None:
             self._groups[request.group] += 1
 
-    def _longest_without(self, request: Outlook) -> float:
+    def _longest_without(self, request: PackingRequest) -> float:
         if request.remaining_tokens < self._remaining[-1]:
             return self._remaining[-1]
         return self._remaining[-2] if len(self._remaining) > 1 else 0.0
 
-    def _without(self, request: Outlook) -> "_Held":
+    def _without(self, request: PackingRequest) -> "_Held":
         """`longest_waiting` stays, as if another were as long: it errs on the side of staying."""
         held, runs = self._held, request.state is RequestState.RUNNING
         return _Held(
@@ -280,7 +280,7 @@ class _Load:
             longest_waiting=held.longest_waiting,
         )
 
-    def _with(self, request: Outlook) -> "_Held":
+    def _with(self, request: PackingRequest) -> "_Held":
         held = self._held
         kv_wanted = held.kv_wanted + request.context_tokens
         prefill_tokens = request.context_tokens - (request.prompt_tokens if self.has_others(request) else 0)
@@ -309,9 +309,9 @@ class _Held(NamedTuple):
     longest_waiting: float  # tokens
 
 
-def _kv_area(request: Outlook) -> float:
+def _kv_area(request: PackingRequest) -> float:
     return request.context_tokens * request.remaining_tokens + request.remaining_tokens**2 / 2
 
 
-def _kv_freed(request: Outlook) -> float:
+def _kv_freed(request: PackingRequest) -> float:
     return request.context_tokens / request.remaining_tokens

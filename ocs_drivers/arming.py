@@ -6,7 +6,7 @@ driver has nothing to gain from it, its `commit` is called at the word instead.
 
 from typing import Protocol, runtime_checkable
 
-from ocs_drivers.model import CommitResult, Diff
+from ocs_drivers.model import CircuitDiff, CommitResult
 
 
 class Armed(Protocol):
@@ -23,6 +23,6 @@ class Armed(Protocol):
 
 @runtime_checkable
 class Arming(Protocol):
-    async def arm(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
+    async def arm(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
         """All of `OcsDriver.commit` that does not touch the device. Raises DriverError as that does."""
         ...

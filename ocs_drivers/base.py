@@ -1,8 +1,9 @@
 """The driver contract: what the control plane asks of any optical circuit switch.
 
 A plug point: one module per device family, registered in the entry-point group `orchestrrl.ocs_drivers`, looked up by
-`registry.py`. Every driver passes `conformance.py`. A family need not implement all of `OcsDriver`: it writes a `Wire`,
-the few verbs that its protocol has, and `driver.py` makes the contract of it. Errors are those of `errors.py`.
+`registry.py`. Every driver passes `conformance.py`. A family need not implement all of `OcsDriver`: it writes a
+`SwitchWire`, the few verbs that its protocol has, and `driver.py` makes the contract of it. Errors are those of
+`errors.py`.
 """
 
 import asyncio
@@ -11,22 +12,22 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from ocs_drivers.model import (
-    Capabilities,
-    Change,
     ChangeMode,
-    Circuit,
+    CircuitChange,
+    CircuitDiff,
     CommitResult,
     CrossConnect,
-    Diff,
-    Event,
-    Facts,
+    CrossConnectReading,
+    DeviceCircuit,
     PortState,
-    Reading,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
     Verification,
 )
 
 
-class Clock(Protocol):
+class DeviceClock(Protocol):
     """Seconds since the Unix epoch, and sleeping in the same seconds."""
 
     def now_s(self) -> float: ...
@@ -53,20 +54,20 @@ class OcsDriver(Protocol):
 
     device: str  # the name it goes by in errors and journals
 
-    async def facts(self) -> Facts: ...
+    async def facts(self) -> SwitchFacts: ...
 
-    async def capabilities(self) -> Capabilities: ...
+    async def capabilities(self) -> SwitchCapabilities: ...
 
     async def ports(self) -> tuple[PortState, ...]:
         """Every port, by number."""
         ...
 
-    async def cross_connects(self) -> Reading:
+    async def cross_connects(self) -> CrossConnectReading:
         """Every cross-connect, and whether it is ours: made by this driver, or taken over, until it was taken down or
         others used its ports. What somebody else made never becomes ours by being named in a change."""
         ...
 
-    async def plan(self, change: Change, mode: ChangeMode = ChangeMode.SAFE) -> Diff:
+    async def plan(self, change: CircuitChange, mode: ChangeMode = ChangeMode.SAFE) -> CircuitDiff:
         """What the change would do, evictions included. Reads the device and sends nothing.
 
         Raises InvalidChange for what can never work on this device, Conflict for what cannot work on it now: a port in
@@ -74,7 +75,7 @@ class OcsDriver(Protocol):
         """
         ...
 
-    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
+    async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         """Carry out what of the diff is not yet so, then read back what took.
 
         Refuses with Conflict, before anything is sent, when the device is not at `expect_revision`, or a circuit that
@@ -95,21 +96,21 @@ class OcsDriver(Protocol):
         it has been reverted, or the revision is another."""
         ...
 
-    async def take_over(self, pairs: Sequence[CrossConnect]) -> Reading:
+    async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
         """From now on these are ours, whoever made them; the device is only read. All must be on it, else Conflict,
         with all that are not, and none is taken over."""
         ...
 
-    async def verify(self, diff: Diff) -> Verification:
+    async def verify(self, diff: CircuitDiff) -> Verification:
         """Compare the device with what the diff wants of it; other circuits are not looked at."""
         ...
 
-    async def rollback(self, diff: Diff) -> CommitResult:
+    async def rollback(self, diff: CircuitDiff) -> CommitResult:
         """From any point of the diff, bring back what it removed and take down what it added. Raises Conflict where
         somebody else has meanwhile taken the ports, or another change is on trial. Ends the trial of this diff."""
         ...
 
-    def watch(self) -> AsyncGenerator[Event, None]:
+    def watch(self) -> AsyncGenerator[SwitchEvent, None]:
         """Events from now on, until closed; raises Permanent when iterated if the capability is not declared."""
         ...
 
@@ -118,7 +119,7 @@ class OcsDriver(Protocol):
         ...
 
 
-class Wire(Protocol):
+class SwitchWire(Protocol):
     """The verbs of one device protocol, without policy. `driver.SwitchDriver` calls one at a time, inside a time limit,
     and opens again after an error. A verb raises
 
@@ -129,7 +130,7 @@ class Wire(Protocol):
 
     # What this protocol can do with any of its kind, before the device is known; what only the device can tell is added
     # by `open`, and its driver's `capabilities` asks for it first.
-    capabilities: Capabilities
+    capabilities: SwitchCapabilities
 
     async def open(self) -> None: ...
 
@@ -137,11 +138,11 @@ class Wire(Protocol):
         """Drop the session; also called on a session that is broken already."""
         ...
 
-    async def read_facts(self) -> Facts: ...
+    async def read_facts(self) -> SwitchFacts: ...
 
     async def read_ports(self) -> Sequence[PortState]: ...
 
-    async def read_circuits(self) -> Sequence[Circuit]: ...
+    async def read_circuits(self) -> Sequence[DeviceCircuit]: ...
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         """Command these up. Never called with an empty list, nor with more than one where `bulk` is not declared."""
@@ -151,6 +152,6 @@ class Wire(Protocol):
         """Command these down, and nothing else. Called as `add` is, or with one where it `removes_one_by_one`."""
         ...
 
-    def events(self) -> AsyncGenerator[Event, None]:
+    def events(self) -> AsyncGenerator[SwitchEvent, None]:
         """Asked for only where `events` is declared."""
         ...

@@ -20,7 +20,7 @@ _BROKEN = ("FAIL", "FLT", "FAULT")
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class CalientHalf:
     """Light in one direction."""
 
     source: str  # names of ports
@@ -29,10 +29,10 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class CalientConnection:
     """One row of `crossconnects/?id=list`: one direction, or both."""
 
-    halves: tuple[Half, ...]
+    halves: tuple[CalientHalf, ...]
     group: str = ""
 
     @property
@@ -42,14 +42,14 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class CalientPort:
     name: str
     status: PortStatus = PortStatus.ENABLED
     power_dbm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CalientItemResult:
     """What became of one item."""
 
     is_done: bool
@@ -74,32 +74,32 @@ class PortNames:
         return self._numbers[name]
 
 
-def ports(body: object) -> list[Port]:
+def ports(body: object) -> list[CalientPort]:
     """Rows of `ports/?id=summary` or `?id=detail`. States only come with the latter: `as` the administrator's (IS, or
     OOS-MA, OOS-MT and the like; OOS-NP: not provisioned, so free), `os` and `oc` the hardware's."""
-    found: dict[str, Port] = {}
+    found: dict[str, CalientPort] = {}
     for row in _rows(body, "port"):
         name = _name(row.get("port"))
         if name in found:
             raise ValueError(f"port {name} is listed twice")
-        found[name] = Port(name, _status(row), _power(row.get("inpower")))
+        found[name] = CalientPort(name, _status(row), _power(row.get("inpower")))
     if not 2 <= len(found) <= MAX_PORTS:
         raise ValueError(f"must list 2..{MAX_PORTS} ports, got {len(found)}")
     return list(found.values())
 
 
-def connections(body: object) -> list[Connection]:
+def connections(body: object) -> list[CalientConnection]:
     found = []
     for row in _rows(body, "half1"):
         halves = [_half(row[name]) for name in ("half1", "half2") if row.get(name)]
         if len(halves) == 2 and (halves[1].source, halves[1].target) != (halves[0].target, halves[0].source):
             raise ValueError(f"half2 is not half1 the other way round: {_shown(row)}")
         group = row.get("group")
-        found.append(Connection(tuple(halves), group if isinstance(group, str) else ""))
+        found.append(CalientConnection(tuple(halves), group if isinstance(group, str) else ""))
     return found
 
 
-def results(body: object, count: int) -> list[Result]:
+def results(body: object, count: int) -> list[CalientItemResult]:
     """What became of each of `count` items, in order. A single answer may stand for a single item, or for all."""
     items = body if isinstance(body, list) else [body]
     found = [_result(item) for item in items]
@@ -128,7 +128,7 @@ def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
         yield row
 
 
-def _result(item: object) -> Result:
+def _result(item: object) -> CalientItemResult:
     inner = item.get("response", item) if isinstance(item, Mapping) else None
     if not isinstance(inner, Mapping) or isinstance(inner.get("status"), bool):
         raise ValueError(f"must have a status, got {_shown(item)}")
@@ -137,15 +137,15 @@ def _result(item: object) -> Result:
         raise ValueError(f"must have a status, got {_shown(item)}")
     told = (inner.get("msg"), inner.get("description"))
     words = ": ".join(word[:SHOWN_CHARACTERS] for word in told if isinstance(word, str) and word)
-    return Result(str(status) == SUCCESS, words or f"status {str(status)[:SHOWN_CHARACTERS]}")
+    return CalientItemResult(str(status) == SUCCESS, words or f"status {str(status)[:SHOWN_CHARACTERS]}")
 
 
-def _half(value: object) -> Half:
+def _half(value: object) -> CalientHalf:
     conn = value.get("conn") if isinstance(value, Mapping) else None
     source, arrow, target = conn.partition(">") if isinstance(conn, str) else ("", "", "")
     if not isinstance(value, Mapping) or not arrow:
         raise ValueError(f"must have conn as 1.1.1>1.2.1, got {_shown(value)}")
-    return Half(
+    return CalientHalf(
         _name(source.strip()), _name(target.strip()), _is_broken(value.get(key) for key in ("os", "oc", "state"))
     )
 

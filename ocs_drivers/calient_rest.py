@@ -23,21 +23,21 @@ from enum import StrEnum
 from typing import TypeVar
 
 from ocs_drivers import calient_json as parse
-from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.base import DeviceClock, SystemClock
 from ocs_drivers.driver import SwitchDriver
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.http_session import HttpSession, Scheme, check_status, nonsense, parse_json, read_endpoint
 from ocs_drivers.model import (
-    Capabilities,
-    Circuit,
     CircuitState,
     Connectivity,
     CrossConnect,
-    Event,
-    Facts,
+    DeviceCircuit,
     PortState,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
 )
-from ocs_drivers.options import Options
+from ocs_drivers.options import DriverOptions
 from ocs_drivers.settling import Settling
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ MEDIA_TYPE = "application/json"
 REQUESTS = 4  # at most, in one verb of the wire, each with its own limit
 
 
-class Direction(StrEnum):
+class CrossConnectDirection(StrEnum):
     UNI = "uni"
     BI = "bi"
 
@@ -65,15 +65,15 @@ class CalientRestWire:
     def __init__(
         self,
         session: HttpSession,
-        clock: Clock,
+        clock: DeviceClock,
         *,
-        direction: Direction,
+        direction: CrossConnectDirection,
         group: str,
         port_source: PortSource,
         ports: int | None,
         reconfiguration_s: float,
     ) -> None:
-        self.capabilities = Capabilities(bulk=True, port_power=port_source is PortSource.DETAIL)
+        self.capabilities = SwitchCapabilities(bulk=True, port_power=port_source is PortSource.DETAIL)
         self._session = session
         self._direction = direction
         self._group = group
@@ -82,7 +82,7 @@ class CalientRestWire:
         self._reconfiguration_s = reconfiguration_s
         self._settling = Settling(clock, reconfiguration_s)
         self._names: parse.PortNames | None = None
-        self._listed: dict[CrossConnect, parse.Connection] = {}  # as last read
+        self._listed: dict[CrossConnect, parse.CalientConnection] = {}  # as last read
 
     async def open(self) -> None:
         await self._session.open()
@@ -91,11 +91,11 @@ class CalientRestWire:
     async def close(self) -> None:
         await self._session.close()
 
-    async def read_facts(self) -> Facts:
+    async def read_facts(self) -> SwitchFacts:
         config = {"id": "summary", "detail": "SYSCFG"}
         numbers = range(1, len(self._known.names) + 1)
-        is_bi = self._direction is Direction.BI
-        return Facts(
+        is_bi = self._direction is CrossConnectDirection.BI
+        return SwitchFacts(
             vendor="Calient",
             model=await self._get("node/", config, lambda body: parse.text(body, "partnumber")) or "unknown",
             serial=await self._get("node/", config, lambda body: parse.text(body, "serialnumber")),
@@ -112,7 +112,7 @@ class CalientRestWire:
         has_power = self.capabilities.port_power
         return [PortState(known.number(row.name), row.status, row.power_dbm if has_power else None) for row in rows]
 
-    async def read_circuits(self) -> Sequence[Circuit]:
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
         moving = self._settling.moving()
         rows = await self._get("crossconnects/", {"id": "list"}, parse.connections)
         known, broken = self._known, set()
@@ -122,19 +122,19 @@ class CalientRestWire:
                 try:
                     pair = CrossConnect(known.number(half.source), known.number(half.target))
                 except ValueError as error:
-                    raise Permanent(f"connection {row.conn}: {error}") from None
+                    raise DriverPermanent(f"connection {row.conn}: {error}") from None
                 self._listed[pair] = row
                 if half.is_broken:
                     broken.add(pair)
-        if self._direction is Direction.BI:
+        if self._direction is CrossConnectDirection.BI:
             for pair in list(self._listed):
                 if _turned(pair) not in self._listed:
                     broken.add(pair)
         normal = {self._normal(pair): pair in broken or _turned(pair) in broken for pair in self._listed}
-        if self._direction is Direction.UNI:
+        if self._direction is CrossConnectDirection.UNI:
             normal = {pair: pair in broken for pair in self._listed}
         shown = self._settling.circuits(normal, moving)
-        return [Circuit(c.cross_connect, CircuitState.FAILED) if normal[c.cross_connect] else c for c in shown]
+        return [DeviceCircuit(c.cross_connect, CircuitState.FAILED) if normal[c.cross_connect] else c for c in shown]
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         if not pairs:
@@ -154,7 +154,9 @@ class CalientRestWire:
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
         if not pairs:
             raise ValueError("an empty list of cross-connects must not reach the device")
-        going = frozenset(pairs) | (frozenset(map(_turned, pairs)) if self._direction is Direction.BI else frozenset())
+        going = frozenset(pairs) | (
+            frozenset(map(_turned, pairs)) if self._direction is CrossConnectDirection.BI else frozenset()
+        )
         items: dict[str, dict[str, str]] = {}
         for pair in going:
             row = self._listed.get(pair)
@@ -163,7 +165,7 @@ class CalientRestWire:
             for half in row.halves:
                 other = CrossConnect(self._known.number(half.source), self._known.number(half.target))
                 if other not in going:
-                    raise Permanent(
+                    raise DriverPermanent(
                         f"{pair} is one direction of {row.conn}, which only goes as a whole: name {other} too"
                     )
             items[row.conn] = {"conn": row.conn} | ({"group": row.group} if row.group else {})
@@ -171,24 +173,24 @@ class CalientRestWire:
             return
         await self._set("bdel", [items[conn] for conn in sorted(items)], sorted(items))
 
-    def events(self) -> AsyncGenerator[Event, None]:
-        raise Permanent("this driver reports no events")
+    def events(self) -> AsyncGenerator[SwitchEvent, None]:
+        raise DriverPermanent("this driver reports no events")
 
     @property
     def _known(self) -> parse.PortNames:
         if self._names is None:
-            raise Permanent("the ports have not been read")
+            raise DriverPermanent("the ports have not been read")
         return self._names
 
     def _know(self, names: Sequence[str]) -> parse.PortNames:
         """What is listed now, which must be what was listed first."""
         listed = parse.PortNames(names)
         if self._ports not in (None, len(listed.names)):
-            raise Permanent(f"the switch lists {len(listed.names)} ports, option ports says {self._ports}")
+            raise DriverPermanent(f"the switch lists {len(listed.names)} ports, option ports says {self._ports}")
         if self._names is None:
             self._names = listed
         if changed := sorted({*listed.names} ^ {*self._names.names}):
-            raise Permanent(
+            raise DriverPermanent(
                 f"the switch lists other ports than before ({len(changed)} differ, {changed[0]} first), so numbers "
                 "would mean other fibres: look at it, then restart what drives it"
             )
@@ -224,7 +226,9 @@ class CalientRestWire:
             raise nonsense(error, answer, command, is_setter=True) from None
         failed = [f"{name}: {told.words}" for name, told in zip(shown, results, strict=True) if not told.is_done]
         if failed:
-            raise Permanent(f"{len(failed)} of {len(items)} failed", command=command, answer="; ".join(failed[:20]))
+            raise DriverPermanent(
+                f"{len(failed)} of {len(items)} failed", command=command, answer="; ".join(failed[:20])
+            )
 
 
 def _turned(pair: CrossConnect) -> CrossConnect:
@@ -243,14 +247,14 @@ class CalientRestSwitch(SwitchDriver):
         self,
         device: str,
         *,
-        clock: Clock | None = None,
+        clock: DeviceClock | None = None,
         address: str,
         scheme: str = Scheme.HTTP,
         tls_verify: bool = True,
         tls_ca_file: str | None = None,
         user: str = "",
         password: str = "",
-        dir: str = Direction.UNI,
+        dir: str = CrossConnectDirection.UNI,
         group: str = "SYSTEM",
         port_source: str = PortSource.DETAIL,
         ports: int | None = None,
@@ -260,7 +264,7 @@ class CalientRestSwitch(SwitchDriver):
         tune_timeout_s: float | None = None,
         link_timeout_s: float = 2.0,
     ) -> None:
-        options = Options(device)
+        options = DriverOptions(device)
         endpoint = read_endpoint(
             options,
             address=address,
@@ -271,7 +275,7 @@ class CalientRestSwitch(SwitchDriver):
             user=user,
             password=password,
         )
-        options.choice("dir", dir, Direction)
+        options.choice("dir", dir, CrossConnectDirection)
         options.text("group", group, may_be_empty=True)
         options.choice("port_source", port_source, PortSource)
         if ports is not None:
@@ -283,7 +287,7 @@ class CalientRestSwitch(SwitchDriver):
         wire = CalientRestWire(
             HttpSession(endpoint, clock, limits.command_s, cookies=True),
             clock,
-            direction=Direction(dir),
+            direction=CrossConnectDirection(dir),
             group=group,
             port_source=PortSource(port_source),
             ports=ports,

@@ -21,21 +21,21 @@ from typing import TypeVar
 from unittest import SkipTest
 
 from ocs_drivers.base import OcsDriver
-from ocs_drivers.errors import Conflict, DriverError, InvalidChange, Permanent
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.errors import CircuitConflict, DriverError, DriverPermanent, InvalidChange
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import (
     Action,
-    Change,
     ChangeMode,
+    CircuitChange,
+    CircuitDiff,
     CircuitState,
     CommitResult,
     Connectivity,
     CrossConnect,
-    Diff,
-    Event,
+    CrossConnectReading,
     EventKind,
     PortStatus,
-    Reading,
+    SwitchEvent,
 )
 
 E = TypeVar("E", bound=DriverError)
@@ -58,7 +58,7 @@ async def carry_out(
     disconnect: tuple[CrossConnect, ...] = (),
     mode: ChangeMode = ChangeMode.SAFE,
 ) -> CommitResult:
-    diff = await driver.plan(Change(connect, disconnect), mode)
+    diff = await driver.plan(CircuitChange(connect, disconnect), mode)
     return await driver.commit(diff, diff.revision)
 
 
@@ -82,7 +82,7 @@ async def refusal(kind: type[E], *words: str) -> AsyncIterator[list[E]]:
     assert not unnamed, f"{unnamed} not named in: {caught[0]}"
 
 
-async def until(driver: OcsDriver, is_so: Callable[[Reading], bool], what: str) -> Reading:
+async def until(driver: OcsDriver, is_so: Callable[[CrossConnectReading], bool], what: str) -> CrossConnectReading:
     """The first reading that is so; AssertionError where none comes."""
     pause_s, left_s = FIRST_PAUSE_S, PATIENCE_S
     while True:
@@ -97,7 +97,7 @@ async def until(driver: OcsDriver, is_so: Callable[[Reading], bool], what: str) 
     raise AssertionError(f"the device never {what}: {reading}")
 
 
-async def heard(events: AsyncGenerator[Event, None], kind: EventKind) -> Event:
+async def heard(events: AsyncGenerator[SwitchEvent, None], kind: EventKind) -> SwitchEvent:
     """The next event of this kind."""
     async for event in events:
         if event.kind is kind:
@@ -108,7 +108,7 @@ async def heard(events: AsyncGenerator[Event, None], kind: EventKind) -> Event:
 class DriverConformance:
     """See the module."""
 
-    cannot_inject: Mapping[FaultKind, str] = MappingProxyType({})
+    cannot_inject: Mapping[DeviceFaultKind, str] = MappingProxyType({})
     cannot: Mapping[str, str] = MappingProxyType({})  # by the name of the hook: make_foreign, setters, make_big
 
     splits_bulk: str = ""  # why a bulk command is several for this device, e.g. its lines are short
@@ -117,7 +117,7 @@ class DriverConformance:
         """A driver for a device with nothing connected. Override it."""
         raise AssertionError("this harness does not say how to make a driver")
 
-    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+    async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
         """Make the device behind the driver misbehave. Override it, or fill `cannot_inject`."""
         raise AssertionError(f"this harness neither injects {fault.kind} nor says why it cannot")
 
@@ -176,7 +176,7 @@ class DriverConformance:
         if hook in self.cannot:
             raise SkipTest(f"{hook}: {self.cannot[hook]}")
 
-    async def break_it(self, driver: OcsDriver, fault: Fault) -> None:
+    async def break_it(self, driver: OcsDriver, fault: DeviceFault) -> None:
         if fault.kind in self.cannot_inject:
             raise SkipTest(f"{fault.kind}: {self.cannot_inject[fault.kind]}")
         await self.inject(driver, fault)
@@ -212,7 +212,7 @@ class DriverConformance:
             if not await self._hears(driver, events):
                 return
             (pair,) = (await self.pairs(driver, 21))[-1:]
-            await self.break_it(driver, Fault(FaultKind.FAIL_PORT, pair.ingress_port))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.FAIL_PORT, pair.ingress_port))
             event = await asyncio.wait_for(heard(events, EventKind.PORT), PATIENCE_S)
             assert event.port == pair.ingress_port
 
@@ -221,17 +221,17 @@ class DriverConformance:
             if not await self._hears(driver, events):
                 return
             pairs = await self.pairs(driver, 21)
-            diff = await driver.plan(Change(disconnect=tuple(await connected(driver)) or pairs[-1:]))
+            diff = await driver.plan(CircuitChange(disconnect=tuple(await connected(driver)) or pairs[-1:]))
             await driver.commit(diff, diff.revision, SHORT_S)
             event = await asyncio.wait_for(heard(events, EventKind.ALARM), PATIENCE_S)
             assert "revert" in event.text
 
-    async def _hears(self, driver: OcsDriver, events: AsyncGenerator[Event, None]) -> bool:
+    async def _hears(self, driver: OcsDriver, events: AsyncGenerator[SwitchEvent, None]) -> bool:
         """True once the stream is known to work; False where events are not declared, and refused as they must be."""
         first = asyncio.ensure_future(anext(events))
         try:
             if not (await driver.capabilities()).events:
-                async with refusal(Permanent, "events"):
+                async with refusal(DriverPermanent, "events"):
                     await first
                 return False
             # Listening begins at some moment: give it something to hear until it does.
@@ -249,7 +249,7 @@ class DriverConformance:
     async def test_plan_sends_nothing(self) -> None:
         async with self.device() as driver:
             before = await driver.cross_connects()
-            diff = await driver.plan(Change(await self.pairs(driver, 2)))
+            diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
             assert diff.add == tuple(sorted(await self.pairs(driver, 2)))
             assert diff.remove == ()
             assert diff.revision == before.revision
@@ -259,8 +259,8 @@ class DriverConformance:
         async with self.device() as driver:
             now, wanted = await self.crossed(driver)
             await carry_out(driver, now)
-            async with refusal(Conflict, str(now[0]), str(now[1]), "connect[0]", "connect[1]"):
-                await driver.plan(Change(wanted))
+            async with refusal(CircuitConflict, str(now[0]), str(now[1]), "connect[0]", "connect[1]"):
+                await driver.plan(CircuitChange(wanted))
             assert await connected(driver) == frozenset(now)
 
     async def test_update_evicts_exactly_who_is_in_the_way(self) -> None:
@@ -268,7 +268,7 @@ class DriverConformance:
             now, wanted = await self.crossed(driver)
             bystander = (await self.pairs(driver, 3))[2]
             await carry_out(driver, (*now, bystander))
-            diff = await driver.plan(Change(wanted[:1]), ChangeMode.UPDATE)
+            diff = await driver.plan(CircuitChange(wanted[:1]), ChangeMode.UPDATE)
             assert diff.evicted == tuple(sorted(now))
             assert await connected(driver) == {*now, bystander}
             result = await driver.commit(diff, diff.revision)
@@ -279,7 +279,7 @@ class DriverConformance:
         async with self.device() as driver:
             one, two, three = await self.pairs(driver, 3)
             await carry_out(driver, (one, two))
-            diff = await driver.plan(Change((two, three)), ChangeMode.OVERWRITE)
+            diff = await driver.plan(CircuitChange((two, three)), ChangeMode.OVERWRITE)
             assert diff.evicted == (one,)
             assert (await driver.commit(diff, diff.revision)).done
             assert await connected(driver) == {two, three}
@@ -289,7 +289,7 @@ class DriverConformance:
             pairs = await self.pairs(driver, 2)
             await carry_out(driver, pairs)
             async with refusal(InvalidChange, "connect"):
-                await driver.plan(Change(), ChangeMode.OVERWRITE)
+                await driver.plan(CircuitChange(), ChangeMode.OVERWRITE)
             for mode in (ChangeMode.SAFE, ChangeMode.UPDATE):
                 result = await carry_out(driver, mode=mode)
                 assert (result.items, result.commands_sent) == ((), 0)
@@ -302,8 +302,8 @@ class DriverConformance:
             await carry_out(driver, pairs)
             before = await self.received(driver)
             now = await driver.cross_connects()
-            empty = Diff(ChangeMode.SAFE, now.revision, now.cross_connects, (), ())
-            so_already = Diff(ChangeMode.SAFE, now.revision, frozenset(), (), tuple(sorted(pairs)))
+            empty = CircuitDiff(ChangeMode.SAFE, now.revision, now.cross_connects, (), ())
+            so_already = CircuitDiff(ChangeMode.SAFE, now.revision, frozenset(), (), tuple(sorted(pairs)))
             for diff in (empty, so_already):
                 assert (await driver.commit(diff, now.revision)).done
                 assert (await driver.commit(diff, now.revision, LONG_S)).revert_at_s is None
@@ -317,7 +317,7 @@ class DriverConformance:
             (one,) = await self.pairs(driver, 1)
             for wrong in (0, max(facts.ingress_ports[-1], facts.egress_ports[-1]) + 1, 2**40, -1):
                 for pair in (CrossConnect(wrong, one.egress_port), CrossConnect(one.ingress_port, wrong)):
-                    for change in (Change((pair,)), Change(disconnect=(pair,))):
+                    for change in (CircuitChange((pair,)), CircuitChange(disconnect=(pair,))):
                         async with refusal(InvalidChange, f"got {wrong}"):
                             await driver.plan(change)
             assert await connected(driver) == frozenset()
@@ -331,11 +331,11 @@ class DriverConformance:
                 CrossConnect(two.ingress_port, one.egress_port),
             ):
                 async with refusal(InvalidChange, "[1].", "already"):
-                    await driver.plan(Change((one, other)))
+                    await driver.plan(CircuitChange((one, other)))
                 async with refusal(InvalidChange, "[1].", "already"):
-                    await driver.plan(Change(disconnect=(one, other)))
+                    await driver.plan(CircuitChange(disconnect=(one, other)))
             async with refusal(InvalidChange, str(one)):
-                await driver.plan(Change((one,), (one,)))
+                await driver.plan(CircuitChange((one,), (one,)))
             assert await connected(driver) == frozenset()
 
     async def test_every_fault_of_a_change_is_named_at_once(self) -> None:
@@ -345,7 +345,7 @@ class DriverConformance:
             beyond = max(facts.ingress_ports[-1], facts.egress_ports[-1]) + 1
             wrong = (one, CrossConnect(one.ingress_port, two.egress_port), CrossConnect(0, beyond))
             async with refusal(InvalidChange, "connect[1].", f"got {beyond}", "got 0") as refused:
-                await driver.plan(Change(wrong))
+                await driver.plan(CircuitChange(wrong))
             assert len(refused[0].faults) == 3, refused[0].faults
             assert refused[0].device == driver.device
             assert await connected(driver) == frozenset()
@@ -354,15 +354,15 @@ class DriverConformance:
         async with self.device() as driver:
             now, other = await self.crossed(driver)
             await carry_out(driver, now)
-            async with refusal(Conflict, "disconnect[0]", str(now[0])):
-                await driver.plan(Change(disconnect=other[:1]))
+            async with refusal(CircuitConflict, "disconnect[0]", str(now[0])):
+                await driver.plan(CircuitChange(disconnect=other[:1]))
             assert await connected(driver) == frozenset(now)
 
     # Committing.
 
     async def test_diff_is_empty_after_commit(self) -> None:
         async with self.device() as driver:
-            change = Change(await self.pairs(driver, 3))
+            change = CircuitChange(await self.pairs(driver, 3))
             diff = await driver.plan(change)
             result = await driver.commit(diff, diff.revision)
             assert result.done, undone(result)
@@ -381,7 +381,7 @@ class DriverConformance:
 
     async def test_committing_again_does_nothing(self) -> None:
         async with self.device() as driver:
-            diff = await driver.plan(Change(await self.pairs(driver, 2)))
+            diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
             first = await driver.commit(diff, diff.revision)
             again = await driver.commit(diff, first.revision)
             assert again.done
@@ -403,29 +403,29 @@ class DriverConformance:
     async def test_a_stale_revision_is_refused(self) -> None:
         async with self.device() as driver:
             one, two = await self.pairs(driver, 2)
-            stale = await driver.plan(Change((one,)))
+            stale = await driver.plan(CircuitChange((one,)))
             await carry_out(driver, (two,))
-            async with refusal(Conflict, "revision"):
+            async with refusal(CircuitConflict, "revision"):
                 await driver.commit(stale, stale.revision)
             assert await connected(driver) == {two}
 
     async def test_of_two_writers_one_wins(self) -> None:
         async with self.device() as driver:
             one, two = await self.pairs(driver, 2)
-            diffs = [await driver.plan(Change((pair,))) for pair in (one, two)]
+            diffs = [await driver.plan(CircuitChange((pair,))) for pair in (one, two)]
             results = await asyncio.gather(
                 *(driver.commit(diff, diff.revision) for diff in diffs), return_exceptions=True
             )
             winners = [result for result in results if isinstance(result, CommitResult)]
             assert len(winners) == 1
-            assert sum(isinstance(result, Conflict) for result in results) == 1
+            assert sum(isinstance(result, CircuitConflict) for result in results) == 1
             assert await connected(driver) == {winners[0].items[0].cross_connect}
 
     async def test_many_writers_get_through_one_at_a_time(self) -> None:
         async def insist(driver: OcsDriver, pair: CrossConnect, writers: int) -> None:
             attempts = 2 * writers  # each conflict is the commit of another writer, or of somebody else
             for _ in range(attempts):
-                with suppress(Conflict):
+                with suppress(CircuitConflict):
                     result = await carry_out(driver, (pair,))
                     assert result.done, undone(result)
                     return
@@ -457,7 +457,7 @@ class DriverConformance:
     async def _whole_device(self, driver: OcsDriver) -> None:
         pairs = await self.pairs(driver, (await driver.facts()).ports)
         can = await driver.capabilities()
-        for change in (Change(pairs), Change(disconnect=pairs)):
+        for change in (CircuitChange(pairs), CircuitChange(disconnect=pairs)):
             before = 0 if "setters" in self.cannot else await self.received(driver)
             diff = await driver.plan(change)
             result = await driver.commit(diff, diff.revision)
@@ -478,7 +478,7 @@ class DriverConformance:
             async with self.device() as driver:
                 now, wanted = await self.crossed(driver)
                 await carry_out(driver, now)
-                diff = await driver.plan(Change(wanted), ChangeMode.UPDATE)
+                diff = await driver.plan(CircuitChange(wanted), ChangeMode.UPDATE)
                 for pair in now[:done]:
                     await carry_out(driver, disconnect=(pair,))
                 for pair in wanted[: max(0, done - 2)]:
@@ -493,10 +493,10 @@ class DriverConformance:
         async with self.device() as driver:
             now, other = await self.crossed(driver)
             await carry_out(driver, now)
-            diff = await driver.plan(Change(disconnect=now))
+            diff = await driver.plan(CircuitChange(disconnect=now))
             await driver.commit(diff, diff.revision)
             await carry_out(driver, other[:1])
-            async with refusal(Conflict, str(other[0])):
+            async with refusal(CircuitConflict, str(other[0])):
                 await driver.rollback(diff)
             assert await connected(driver) == {other[0]}
 
@@ -504,7 +504,7 @@ class DriverConformance:
         async with self.device() as driver:
             now, wanted = await self.crossed(driver)
             await carry_out(driver, now)
-            diff = await driver.plan(Change(wanted, now))
+            diff = await driver.plan(CircuitChange(wanted, now))
             seen = await driver.verify(diff)
             assert not seen.ok
             assert (seen.missing, seen.lingering) == (diff.add, diff.remove)
@@ -514,7 +514,7 @@ class DriverConformance:
     async def test_a_change_on_trial_stays_once_it_is_confirmed(self) -> None:
         async with self.device() as driver:
             one, two = await self.pairs(driver, 2)
-            diff = await driver.plan(Change((one,)))
+            diff = await driver.plan(CircuitChange((one,)))
             result = await driver.commit(diff, diff.revision, LONG_S)
             assert result.done, undone(result)
             assert result.revert_at_s is not None
@@ -533,45 +533,45 @@ class DriverConformance:
         async with self.device() as driver:
             now, wanted = await self.crossed(driver)
             await carry_out(driver, now)
-            diff = await driver.plan(Change(wanted), ChangeMode.UPDATE)
+            diff = await driver.plan(CircuitChange(wanted), ChangeMode.UPDATE)
             result = await driver.commit(diff, diff.revision, SHORT_S)
             reading = await until(driver, lambda reading: reading.unconfirmed is None, "reverted")
             assert reading.cross_connects == frozenset(now)
-            async with refusal(Conflict, "revert"):
+            async with refusal(CircuitConflict, "revert"):
                 await driver.confirm(result.revision)
             assert (await carry_out(driver, disconnect=now)).done
 
     async def test_other_changes_wait_for_the_one_on_trial(self) -> None:
         async with self.device() as driver:
             one, two = await self.pairs(driver, 2)
-            other = await driver.plan(Change((two,)))
-            diff = await driver.plan(Change((one,)))
+            other = await driver.plan(CircuitChange((two,)))
+            diff = await driver.plan(CircuitChange((one,)))
             result = await driver.commit(diff, diff.revision, LONG_S)
             assert result.done, undone(result)
-            async with refusal(Conflict, "confirm"):
+            async with refusal(CircuitConflict, "confirm"):
                 await driver.commit(other, result.revision)
-            async with refusal(Conflict, "confirm"):
+            async with refusal(CircuitConflict, "confirm"):
                 await driver.commit(other, result.revision, LONG_S)
-            async with refusal(Conflict, "confirm"):
+            async with refusal(CircuitConflict, "confirm"):
                 await driver.commit(diff, result.revision)
-            async with refusal(Conflict, "confirm"):
+            async with refusal(CircuitConflict, "confirm"):
                 await driver.rollback(other)
-            async with refusal(Conflict, "revision"):
+            async with refusal(CircuitConflict, "revision"):
                 await driver.confirm(result.revision + 1)
             assert await connected(driver) == {one}
             assert (await driver.rollback(diff)).done
             assert (await driver.cross_connects()).unconfirmed is None
-            async with refusal(Conflict, "rolled back"):
+            async with refusal(CircuitConflict, "rolled back"):
                 await driver.confirm(result.revision)
             assert (await carry_out(driver, (two,))).done
 
     async def test_nothing_waits_to_be_confirmed_where_nothing_was_changed(self) -> None:
         async with self.device() as driver:
             pairs = await self.pairs(driver, 1)
-            async with refusal(Conflict):
+            async with refusal(CircuitConflict):
                 await driver.confirm((await driver.cross_connects()).revision)
             await carry_out(driver, pairs)
-            diff = await driver.plan(Change(pairs))
+            diff = await driver.plan(CircuitChange(pairs))
             assert (await driver.commit(diff, diff.revision, LONG_S)).revert_at_s is None
             assert (await driver.cross_connects()).unconfirmed is None
             for wrong in (0.0, -1.0, float("nan"), float("inf")):
@@ -580,8 +580,8 @@ class DriverConformance:
 
     async def test_a_change_on_trial_can_be_completed_and_reverts_as_a_whole(self) -> None:
         async with self.device() as driver:
-            diff = await driver.plan(Change(await self.pairs(driver, 3)))
-            await self.break_it(driver, Fault(FaultKind.PARTIAL_COMMIT, items=1))
+            diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
             first = await driver.commit(diff, diff.revision, LONG_S)
             assert first.revert_at_s is not None
             second = await driver.commit(diff, first.revision, SHORT_S)
@@ -607,16 +607,16 @@ class DriverConformance:
             await self.foreign(driver, theirs)
             await carry_out(driver, (third,))
             for mode in ChangeMode:
-                async with refusal(Conflict, str(theirs[0]), str(theirs[1]), "is not ours", "take-over"):
-                    await driver.plan(Change(wanted), mode)
-            async with refusal(Conflict, str(theirs[0]), "is not ours", "take-over"):
-                await driver.plan(Change(disconnect=theirs[:1]))
-            diff = await driver.plan(Change((fourth,)), ChangeMode.OVERWRITE)
+                async with refusal(CircuitConflict, str(theirs[0]), str(theirs[1]), "is not ours", "take-over"):
+                    await driver.plan(CircuitChange(wanted), mode)
+            async with refusal(CircuitConflict, str(theirs[0]), "is not ours", "take-over"):
+                await driver.plan(CircuitChange(disconnect=theirs[:1]))
+            diff = await driver.plan(CircuitChange((fourth,)), ChangeMode.OVERWRITE)
             assert (diff.remove, diff.add) == ((third,), (fourth,))
             assert (await driver.commit(diff, diff.revision)).done
             assert await connected(driver) == {*theirs, fourth}
-            forced = Diff(ChangeMode.UPDATE, 0, frozenset(theirs), tuple(sorted(theirs)), ())
-            async with refusal(Conflict, str(theirs[0]), "is not ours"):
+            forced = CircuitDiff(ChangeMode.UPDATE, 0, frozenset(theirs), tuple(sorted(theirs)), ())
+            async with refusal(CircuitConflict, str(theirs[0]), "is not ours"):
                 await driver.commit(forced, (await driver.cross_connects()).revision)
             assert await connected(driver) == {*theirs, fourth}
 
@@ -624,7 +624,7 @@ class DriverConformance:
         async with self.device() as driver:
             theirs, wanted = await self.crossed(driver)
             await self.foreign(driver, theirs)
-            async with refusal(Conflict, str(wanted[0])):
+            async with refusal(CircuitConflict, str(wanted[0])):
                 await driver.take_over((theirs[0], wanted[0]))
             assert (await driver.cross_connects()).foreign == frozenset(theirs)
             assert (await driver.take_over(theirs)).foreign == frozenset()
@@ -637,10 +637,10 @@ class DriverConformance:
         async with self.device() as driver:
             now, other = await self.crossed(driver)
             await carry_out(driver, now)
-            diff = await driver.plan(Change(disconnect=now))
+            diff = await driver.plan(CircuitChange(disconnect=now))
             assert (await driver.commit(diff, diff.revision)).done
             await self.foreign(driver, other[:1])
-            async with refusal(Conflict, str(other[0])):
+            async with refusal(CircuitConflict, str(other[0])):
                 await driver.rollback(diff)
             assert await connected(driver) == {other[0]}
 
@@ -649,17 +649,17 @@ class DriverConformance:
     async def test_a_failed_port_is_refused_before_anything_is_sent(self) -> None:
         async with self.device() as driver:
             one, two = await self.pairs(driver, 2)
-            await self.break_it(driver, Fault(FaultKind.FAIL_PORT, two.egress_port))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.FAIL_PORT, two.egress_port))
             states = {port.port: port.status for port in await driver.ports()}
             assert states[two.egress_port] is PortStatus.FAILED
-            async with refusal(Conflict, "connect[1].egress_port", "failed"):
-                await driver.plan(Change((one, two)))
+            async with refusal(CircuitConflict, "connect[1].egress_port", "failed"):
+                await driver.plan(CircuitChange((one, two)))
             assert await connected(driver) == frozenset()
 
     async def test_a_port_that_fails_after_planning_is_reported(self) -> None:
         async with self.device() as driver:
-            diff = await driver.plan(Change(await self.pairs(driver, 3)))
-            await self.break_it(driver, Fault(FaultKind.FAIL_PORT, diff.add[1].ingress_port))
+            diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.FAIL_PORT, diff.add[1].ingress_port))
             result = await driver.commit(diff, diff.revision)
             assert not result.items[1].done
             assert result.items[1].detail
@@ -669,8 +669,8 @@ class DriverConformance:
 
     async def test_a_stuck_mirror_is_never_reported_as_tuned(self) -> None:
         async with self.device() as driver:
-            diff = await driver.plan(Change(await self.pairs(driver, 2)))
-            await self.break_it(driver, Fault(FaultKind.STICK_MIRROR, diff.add[0].ingress_port))
+            diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.STICK_MIRROR, diff.add[0].ingress_port))
             result = await driver.commit(diff, diff.revision)
             assert [item.done for item in result.items] == [False, True]
             assert result.items[0].tuned_s is None
@@ -683,7 +683,7 @@ class DriverConformance:
         async with self.device() as driver:
             pairs = await self.pairs(driver, 1)
             await carry_out(driver, pairs)
-            await self.break_it(driver, Fault(FaultKind.STICK_MIRROR, pairs[0].ingress_port))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.STICK_MIRROR, pairs[0].ingress_port))
             result = await carry_out(driver, disconnect=pairs)
             assert not result.done
             assert await connected(driver) == frozenset(pairs)
@@ -693,8 +693,8 @@ class DriverConformance:
             async with self.device() as driver:
                 now, wanted = await self.crossed(driver)
                 await carry_out(driver, now)
-                diff = await driver.plan(Change(wanted), ChangeMode.UPDATE)
-                await self.break_it(driver, Fault(FaultKind.PARTIAL_COMMIT, items=1, silent=silent))
+                diff = await driver.plan(CircuitChange(wanted), ChangeMode.UPDATE)
+                await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1, silent=silent))
                 if not (await driver.capabilities()).bulk:
                     assert (await driver.commit(diff, diff.revision)).done  # nothing to take in part
                     continue
@@ -706,8 +706,8 @@ class DriverConformance:
 
     async def test_a_partial_commit_can_be_completed(self) -> None:
         async with self.device() as driver:
-            diff = await driver.plan(Change(await self.pairs(driver, 3)))
-            await self.break_it(driver, Fault(FaultKind.PARTIAL_COMMIT, items=1))
+            diff = await driver.plan(CircuitChange(await self.pairs(driver, 3)))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
             first = await driver.commit(diff, diff.revision)
             second = await driver.commit(diff, first.revision)
             assert second.done
@@ -715,16 +715,16 @@ class DriverConformance:
 
     async def test_a_connection_lost_after_the_command_is_read_back_as_done(self) -> None:
         async with self.device() as driver:
-            diff = await driver.plan(Change(await self.pairs(driver, 2)))
-            await self.break_it(driver, Fault(FaultKind.DROP_CONNECTION))
+            diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.DROP_CONNECTION))
             result = await driver.commit(diff, diff.revision)
             assert result.done or not (await driver.capabilities()).bulk
             assert frozenset(i.cross_connect for i in result.items if i.done) == await connected(driver)
 
     async def test_a_connection_lost_before_the_command_is_read_back_as_not_done(self) -> None:
         async with self.device() as driver:
-            diff = await driver.plan(Change(await self.pairs(driver, 2)))
-            await self.break_it(driver, Fault(FaultKind.DROP_COMMAND))
+            diff = await driver.plan(CircuitChange(await self.pairs(driver, 2)))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.DROP_COMMAND))
             result = await driver.commit(diff, diff.revision)
             assert not result.done
             assert result.items[0].detail
@@ -733,8 +733,8 @@ class DriverConformance:
 
     async def test_an_answer_that_comes_too_late_is_read_back(self) -> None:
         async with self.device() as driver:
-            diff = await driver.plan(Change(await self.pairs(driver, 1)))
-            await self.break_it(driver, Fault(FaultKind.SLOW_ANSWER, delay_s=86400.0))
+            diff = await driver.plan(CircuitChange(await self.pairs(driver, 1)))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=86400.0))
             result = await driver.commit(diff, diff.revision)
             assert result.done
             assert await connected(driver) == frozenset(diff.add)
@@ -743,7 +743,7 @@ class DriverConformance:
         async with self.device() as driver:
             one, two = await self.pairs(driver, 2)
             await carry_out(driver, (one,))
-            await self.break_it(driver, Fault(FaultKind.RESTART))
+            await self.break_it(driver, DeviceFault(DeviceFaultKind.RESTART))
             survived = await connected(driver)
             assert survived in (frozenset(), frozenset((one,)))
             assert (await carry_out(driver, (two,))).done

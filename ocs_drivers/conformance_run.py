@@ -19,21 +19,21 @@ from unittest import SkipTest
 from ocs_drivers import conformance
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import DriverConformance
-from ocs_drivers.errors import Conflict, InvalidOptions, Permanent, Retryable
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.errors import CircuitConflict, DriverPermanent, DriverRetryable, InvalidOptions
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import (
     MOST_PORTS,
-    Capabilities,
-    Change,
     ChangeMode,
+    CircuitChange,
+    CircuitDiff,
     CommitResult,
     CrossConnect,
-    Diff,
-    Event,
-    Facts,
+    CrossConnectReading,
     PortState,
     PortStatus,
-    Reading,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
     Verification,
 )
 from ocs_drivers.virtual import VirtualSwitch
@@ -53,18 +53,18 @@ LONGEST_PAUSE_S = 8.0
 LATE_S = 0.2  # a command whose outcome is open may take effect so much later, or twice the vendor's stated time
 
 
-class State(StrEnum):
+class LabTestState(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LabTestOutcome:
     """Of one test. `detail`: what failed, or why it was skipped."""
 
     name: str
-    state: State
+    state: LabTestState
     detail: str
     took_s: float
 
@@ -146,10 +146,10 @@ def _listed(pairs: Collection[CrossConnect]) -> str:
     return " ".join(str(pair) for pair in sorted(pairs))
 
 
-class Fence:
+class PortFence:
     """The ports that may be touched."""
 
-    def __init__(self, facts: Facts, pairs: Sequence[CrossConnect]) -> None:
+    def __init__(self, facts: SwitchFacts, pairs: Sequence[CrossConnect]) -> None:
         self._facts = facts
         self._ends = {end for pair in pairs for end in facts.ends(pair)}
 
@@ -159,7 +159,7 @@ class Fence:
     def meets(self, pair: CrossConnect) -> bool:
         return not self._ends.isdisjoint(self._facts.ends(pair))
 
-    def beyond(self, diff: Diff) -> list[CrossConnect]:
+    def beyond(self, diff: CircuitDiff) -> list[CrossConnect]:
         return [pair for pair in (*diff.remove, *diff.add) if not self.has(pair)]
 
 
@@ -171,23 +171,23 @@ class FencedDriver:
         self._driver = driver
         self._pairs = pairs
         self._sent = sent
-        self._fence: Fence | None = None
+        self._fence: PortFence | None = None
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> SwitchFacts:
         return await self._driver.facts()
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> SwitchCapabilities:
         return await self._driver.capabilities()
 
     async def ports(self) -> tuple[PortState, ...]:
         self._sent.count_call()
         return await self._driver.ports()
 
-    async def cross_connects(self) -> Reading:
+    async def cross_connects(self) -> CrossConnectReading:
         self._sent.count_call()
         return await self._within(await self._driver.cross_connects())
 
-    async def plan(self, change: Change, mode: ChangeMode = ChangeMode.SAFE) -> Diff:
+    async def plan(self, change: CircuitChange, mode: ChangeMode = ChangeMode.SAFE) -> CircuitDiff:
         self._sent.count_call()
         diff = await self._driver.plan(change, mode)
         fence = await self.fence()
@@ -195,7 +195,7 @@ class FencedDriver:
             raise SkipTest("the device has other circuits that its driver owns: mode overwrite would take them down")
         return replace(diff, before=frozenset(filter(fence.has, diff.before)))
 
-    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
+    async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         await self._check(diff)
         return await self._sending(self._driver.commit(diff, expect_revision, revert_in_s), diff)
 
@@ -203,20 +203,20 @@ class FencedDriver:
         self._sent.count_call()
         await self._driver.confirm(revision)
 
-    async def take_over(self, pairs: Sequence[CrossConnect]) -> Reading:
+    async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
         fence = await self.fence()
         assert all(map(fence.has, pairs)), f"the suite wants to take over {pairs}, beyond the ports that were named"
         return await self._within(await self._driver.take_over(pairs))
 
-    async def verify(self, diff: Diff) -> Verification:
+    async def verify(self, diff: CircuitDiff) -> Verification:
         self._sent.count_call()
         return await self._driver.verify(diff)
 
-    async def rollback(self, diff: Diff) -> CommitResult:
+    async def rollback(self, diff: CircuitDiff) -> CommitResult:
         await self._check(diff)
         return await self._sending(self._driver.rollback(diff), diff)
 
-    async def watch(self) -> AsyncGenerator[Event, None]:
+    async def watch(self) -> AsyncGenerator[SwitchEvent, None]:
         async for event in self._driver.watch():
             if event.cross_connect is None or (await self.fence()).has(event.cross_connect):
                 yield event
@@ -224,27 +224,27 @@ class FencedDriver:
     async def close(self) -> None:
         await self._driver.close()
 
-    async def fence(self) -> Fence:
+    async def fence(self) -> PortFence:
         if self._fence is None:
-            self._fence = Fence(await self._driver.facts(), self._pairs)
+            self._fence = PortFence(await self._driver.facts(), self._pairs)
         return self._fence
 
-    async def _sending(self, work: Awaitable[CommitResult], diff: Diff) -> CommitResult:
+    async def _sending(self, work: Awaitable[CommitResult], diff: CircuitDiff) -> CommitResult:
         self._sent.may_be_up.update((*diff.add, *diff.remove))
         was_open, self._sent.outcome_is_open = self._sent.outcome_is_open, True
         try:
             result = await work
-        except (Permanent, Retryable):  # nothing was sent
+        except (DriverPermanent, DriverRetryable):  # nothing was sent
             self._sent.outcome_is_open = was_open
             raise
         self._sent.outcome_is_open = was_open
         return result
 
-    async def _within(self, reading: Reading) -> Reading:
+    async def _within(self, reading: CrossConnectReading) -> CrossConnectReading:
         fence = await self.fence()
         return replace(reading, circuits=tuple(each for each in reading.circuits if fence.has(each.cross_connect)))
 
-    async def _check(self, diff: Diff) -> None:
+    async def _check(self, diff: CircuitDiff) -> None:
         self._sent.count_call()
         beyond = (await self.fence()).beyond(diff)
         assert not beyond, f"the suite wants to change {beyond}, beyond the ports that were named; nothing was sent"
@@ -254,7 +254,7 @@ class LabConformance(DriverConformance):
     """The suite on one device that is there already. `make` gives another driver of it each time; `cannot` says what
     else is not to be had."""
 
-    cannot_inject = MappingProxyType(dict.fromkeys(FaultKind, "nobody breaks a switch in a lab"))
+    cannot_inject = MappingProxyType(dict.fromkeys(DeviceFaultKind, "nobody breaks a switch in a lab"))
 
     def __init__(
         self, make: Callable[[], OcsDriver], pairs: Sequence[CrossConnect], cannot: dict[str, str] | None = None
@@ -310,7 +310,7 @@ class LabConformance(DriverConformance):
             ]
             if wrong:
                 raise InvalidOptions(wrong, device=driver.device)
-            fence, reading = Fence(facts, self._pairs), await driver.cross_connects()
+            fence, reading = PortFence(facts, self._pairs), await driver.cross_connects()
             busy = [
                 f"{each.cross_connect}: is up on ports that were named; free them first"
                 for each in reading.circuits
@@ -325,7 +325,7 @@ class LabConformance(DriverConformance):
             if reading.unconfirmed is not None:
                 busy.append(f"{reading.unconfirmed}: confirm it first")
             if busy:
-                raise Conflict(busy, device=driver.device)
+                raise CircuitConflict(busy, device=driver.device)
             self._before = reading.cross_connects
             self.test_s = min(LONGEST_TEST_S, TEST_S + TEST_CIRCUITS * facts.reconfiguration_s)
         finally:
@@ -367,7 +367,7 @@ class LabConformance(DriverConformance):
             facts, reading = await driver.facts(), await driver.cross_connects()
             if reading.unconfirmed is not None:
                 await driver.confirm(reading.revision)
-            fence = Fence(facts, self._pairs)
+            fence = PortFence(facts, self._pairs)
             up = tuple(filter(fence.has, reading.cross_connects))
             self._sent.may_be_up.update(up)
             why = ""
@@ -418,7 +418,7 @@ class VirtualConformance(LabConformance):
         assert isinstance(driver, VirtualSwitch)
         return driver.wire.setters
 
-    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+    async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
         assert isinstance(driver, VirtualSwitch)
         driver.glass.inject(fault)
 
@@ -432,7 +432,7 @@ def tests_of(suite: DriverConformance) -> list[str]:
     return sorted(found, key=lambda name: found[name].__code__.co_firstlineno)
 
 
-async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncGenerator[Outcome]:
+async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncGenerator[LabTestOutcome]:
     """One outcome after the other. Ends early, with that as its last outcome, where the ports cannot be freed again.
     However it is left, also by an exception or a cancellation, the ports are freed first; `suite.leftover` names what
     could not be brought back."""
@@ -444,7 +444,7 @@ async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncG
     except asyncio.CancelledError as error:
         if _cancelled() > cancelled:
             raise
-        raise Permanent(_words(error)) from error
+        raise DriverPermanent(_words(error)) from error
     is_restored = True
     try:
         for name in tests_of(suite):
@@ -453,34 +453,36 @@ async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncG
             began_s = time.monotonic()
             is_restored = False
             state, detail = await _tried(suite, name)
-            yield Outcome(name, state, detail, time.monotonic() - began_s)
+            yield LabTestOutcome(name, state, detail, time.monotonic() - began_s)
             left = await suite.restore()
             is_restored = True
             if left.up or not left.is_read:
-                yield Outcome(f"clean up after {name}", State.FAILED, str(left), time.monotonic() - began_s)
+                yield LabTestOutcome(
+                    f"clean up after {name}", LabTestState.FAILED, str(left), time.monotonic() - began_s
+                )
                 return
     finally:
         if not is_restored:
             await suite.restore()
 
 
-async def _tried(suite: LabConformance, name: str) -> tuple[State, str]:
+async def _tried(suite: LabConformance, name: str) -> tuple[LabTestState, str]:
     cancelled = _cancelled()
     try:
         suite.begin()
         async with asyncio.timeout(suite.test_s) as limit:
             await getattr(suite, name)()
     except SkipTest as skip:
-        return State.SKIPPED, str(skip)
+        return LabTestState.SKIPPED, str(skip)
     except asyncio.CancelledError as error:
         if _cancelled() > cancelled:
             raise
-        return State.FAILED, _words(error)
+        return LabTestState.FAILED, _words(error)
     except Exception as error:  # noqa: BLE001  # a driver may raise anything: that is what is tested
         if limit.expired():
-            return State.FAILED, f"was stopped after {suite.test_s:g} s, its budget"
-        return State.FAILED, _words(error)
-    return State.PASSED, ""
+            return LabTestState.FAILED, f"was stopped after {suite.test_s:g} s, its budget"
+        return LabTestState.FAILED, _words(error)
+    return LabTestState.PASSED, ""
 
 
 def _cancelled() -> int:

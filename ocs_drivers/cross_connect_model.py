@@ -9,33 +9,33 @@ import math
 import random
 from collections.abc import Sequence
 
-from ocs_drivers.base import Clock
+from ocs_drivers.base import DeviceClock
 from ocs_drivers.diff import occupants
-from ocs_drivers.errors import Permanent
-from ocs_drivers.faults import Fault, FaultKind, FaultSchedule
+from ocs_drivers.errors import DriverPermanent
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind, FaultSchedule
 from ocs_drivers.model import (
     BootBehaviour,
-    Circuit,
     CircuitState,
     CrossConnect,
-    Event,
+    DeviceCircuit,
     EventKind,
-    Facts,
     PortState,
     PortStatus,
+    SwitchEvent,
+    SwitchFacts,
 )
 
 LIT_DBM = -2.0
 DARK_DBM = -40.0
 
 
-class Glass:
+class CrossConnectModel:
     """Ports, mirrors and fibres. Like many real devices it re-routes a port in use without a word."""
 
     def __init__(
         self,
-        facts: Facts,
-        clock: Clock,
+        facts: SwitchFacts,
+        clock: DeviceClock,
         rng: random.Random,
         *,
         jitter_s: float = 0.0,
@@ -51,8 +51,8 @@ class Glass:
         self._status = dict.fromkeys(sorted({*facts.ingress_ports, *facts.egress_ports}), PortStatus.ENABLED)
         self._stuck: set[int] = set()
         self._unplugged: set[int] = set()
-        self._next_setter: list[Fault] = []
-        self._listeners: list[asyncio.Queue[Event]] = []
+        self._next_setter: list[DeviceFault] = []
+        self._listeners: list[asyncio.Queue[SwitchEvent]] = []
         self.session = 0  # counts up; a session with an older number is dead
 
     def where_does(self, port: int) -> int | None:
@@ -66,8 +66,8 @@ class Glass:
         """Whether this circuit is there, in place or moving."""
         return pair in self._tuned_at_s
 
-    def circuits(self) -> list[Circuit]:
-        return [Circuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
+    def circuits(self) -> list[DeviceCircuit]:
+        return [DeviceCircuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
 
     def ports(self) -> list[PortState]:
         lit = {port for pair in self._tuned_at_s if self._lit(pair) for port in (pair.ingress_port, pair.egress_port)}
@@ -78,7 +78,7 @@ class Glass:
         for pair in self._taken_part(pairs):
             for port in (pair.ingress_port, pair.egress_port):
                 if self._status.get(port) is not PortStatus.ENABLED:
-                    raise Permanent("refused", answer=f"PORT {port} {self._status.get(port, 'UNKNOWN')}".upper())
+                    raise DriverPermanent("refused", answer=f"PORT {port} {self._status.get(port, 'UNKNOWN')}".upper())
             if pair not in self._tuned_at_s:
                 self._point(pair)
         self._complain_about_rest(pairs)
@@ -90,19 +90,19 @@ class Glass:
                 self._forget(pair)
         self._complain_about_rest(pairs)
 
-    def inject(self, fault: Fault) -> None:
+    def inject(self, fault: DeviceFault) -> None:
         """Let this go wrong now, or with the next setter."""
         port = fault.port
         if port is not None and port not in self._status:
             raise ValueError(f"port must be one of the device's, got {port}")
         if port is None:
-            if fault.kind is FaultKind.RESTART:
+            if fault.kind is DeviceFaultKind.RESTART:
                 self._restart()
             else:
                 self._next_setter.append(fault)
-        elif fault.kind is FaultKind.STICK_MIRROR:
+        elif fault.kind is DeviceFaultKind.STICK_MIRROR:
             self._stuck.add(port)
-        elif fault.kind is FaultKind.UNPLUG:
+        elif fault.kind is DeviceFaultKind.UNPLUG:
             self._unplugged.add(port)
         else:
             self._set_status(port, fault.kind)
@@ -119,7 +119,7 @@ class Glass:
         now_s = self._clock.now_s()
         return min((at_s - now_s for at_s in self._tuned_at_s.values() if at_s > now_s), default=math.inf)
 
-    def taken(self, *kinds: FaultKind) -> Fault | None:
+    def taken(self, *kinds: DeviceFaultKind) -> DeviceFault | None:
         """The first pending fault of these kinds, which is then spent."""
         for fault in self._next_setter:
             if fault.kind in kinds:
@@ -127,12 +127,12 @@ class Glass:
                 return fault
         return None
 
-    def listen(self) -> asyncio.Queue[Event]:
-        queue: asyncio.Queue[Event] = asyncio.Queue()
+    def listen(self) -> asyncio.Queue[SwitchEvent]:
+        queue: asyncio.Queue[SwitchEvent] = asyncio.Queue()
         self._listeners.append(queue)
         return queue
 
-    def unlisten(self, queue: asyncio.Queue[Event]) -> None:
+    def unlisten(self, queue: asyncio.Queue[SwitchEvent]) -> None:
         self._listeners.remove(queue)
 
     def _point(self, pair: CrossConnect) -> None:
@@ -150,13 +150,13 @@ class Glass:
         self._tell(EventKind.CIRCUIT, f"{pair} disconnected", cross_connect=pair)
 
     def _taken_part(self, pairs: Sequence[CrossConnect]) -> Sequence[CrossConnect]:
-        partial = next((fault for fault in self._next_setter if fault.kind is FaultKind.PARTIAL_COMMIT), None)
+        partial = next((fault for fault in self._next_setter if fault.kind is DeviceFaultKind.PARTIAL_COMMIT), None)
         return pairs if partial is None else pairs[: partial.items]
 
     def _complain_about_rest(self, pairs: Sequence[CrossConnect]) -> None:
-        partial = self.taken(FaultKind.PARTIAL_COMMIT)
+        partial = self.taken(DeviceFaultKind.PARTIAL_COMMIT)
         if partial is not None and not partial.silent and partial.items < len(pairs):
-            raise Permanent("refused", answer=f"MIRROR DRIVER ERROR AFTER {partial.items} OF {len(pairs)}")
+            raise DriverPermanent("refused", answer=f"MIRROR DRIVER ERROR AFTER {partial.items} OF {len(pairs)}")
 
     def _state(self, pair: CrossConnect) -> CircuitState:
         if PortStatus.FAILED in (self._status[pair.ingress_port], self._status[pair.egress_port]):
@@ -168,10 +168,10 @@ class Glass:
         is_passing = all(self._status[port] is PortStatus.ENABLED for port in ports) and not self._unplugged & ports
         return is_passing and self._state(pair) is CircuitState.TUNED
 
-    def _set_status(self, port: int, kind: FaultKind) -> None:
-        status = {FaultKind.FAIL_PORT: PortStatus.FAILED, FaultKind.DISABLE_PORT: PortStatus.DISABLED}
+    def _set_status(self, port: int, kind: DeviceFaultKind) -> None:
+        status = {DeviceFaultKind.FAIL_PORT: PortStatus.FAILED, DeviceFaultKind.DISABLE_PORT: PortStatus.DISABLED}
         self._status[port] = status.get(kind, PortStatus.ENABLED)
-        if kind is FaultKind.MEND_PORT:
+        if kind is DeviceFaultKind.MEND_PORT:
             self._stuck.discard(port)
             self._unplugged.discard(port)
         self._tell(EventKind.PORT, f"port {port} {self._status[port]}", port=port)
@@ -187,4 +187,4 @@ class Glass:
         self, kind: EventKind, text: str, port: int | None = None, cross_connect: CrossConnect | None = None
     ) -> None:
         for queue in self._listeners:
-            queue.put_nowait(Event(self._clock.now_s(), kind, text, port, cross_connect))
+            queue.put_nowait(SwitchEvent(self._clock.now_s(), kind, text, port, cross_connect))

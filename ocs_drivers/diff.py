@@ -3,23 +3,23 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ocs_drivers.errors import Conflict, InvalidChange
+from ocs_drivers.errors import CircuitConflict, InvalidChange
 from ocs_drivers.model import (
-    Change,
     ChangeMode,
+    CircuitChange,
+    CircuitDiff,
     CircuitState,
     CrossConnect,
-    Diff,
-    Facts,
+    CrossConnectReading,
     PortState,
     PortStatus,
-    Reading,
+    SwitchFacts,
     Verification,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class CommandSteps:
     """Commands in order: all of `remove`, then all of `add`."""
 
     remove: tuple[CrossConnect, ...] = ()
@@ -31,13 +31,13 @@ class Steps:
 
 
 def plan(
-    facts: Facts,
+    facts: SwitchFacts,
     ports: Iterable[PortState],
-    reading: Reading,
-    change: Change,
+    reading: CrossConnectReading,
+    change: CircuitChange,
     mode: ChangeMode = ChangeMode.SAFE,
     device: str = "SWITCH",
-) -> Diff:
+) -> CircuitDiff:
     """The diff that makes `change` true on a device that shows `reading`.
 
     `safe` refuses where a port is in use by a circuit that the change does not itself take down; `update` evicts that
@@ -61,8 +61,10 @@ def plan(
     remove = (frozenset(disconnect) & present) | evicted
     faults += not_ours(remove & reading.foreign, device)
     if faults:
-        raise Conflict(faults)
-    return Diff(mode, reading.revision, present, tuple(sorted(remove)), tuple(sorted(add)), tuple(sorted(evicted)))
+        raise CircuitConflict(faults)
+    return CircuitDiff(
+        mode, reading.revision, present, tuple(sorted(remove)), tuple(sorted(add)), tuple(sorted(evicted))
+    )
 
 
 def not_ours(foreign: Iterable[CrossConnect], device: str) -> list[str]:
@@ -73,12 +75,12 @@ def not_ours(foreign: Iterable[CrossConnect], device: str) -> list[str]:
     ]
 
 
-def occupants(facts: Facts, present: Iterable[CrossConnect]) -> dict[tuple[str, int], CrossConnect]:
+def occupants(facts: SwitchFacts, present: Iterable[CrossConnect]) -> dict[tuple[str, int], CrossConnect]:
     """Which cross-connect holds each port: answers "where does port 3 go?"."""
     return {end: pair for pair in present for end in facts.ends(pair)}
 
 
-def absent_ports(facts: Facts, diff: Diff) -> list[str]:
+def absent_ports(facts: SwitchFacts, diff: CircuitDiff) -> list[str]:
     """Return the faults of a diff that was not planned on this device: ports that it does not have."""
     return [
         fault
@@ -88,9 +90,9 @@ def absent_ports(facts: Facts, diff: Diff) -> list[str]:
     ]
 
 
-def remaining(facts: Facts, diff: Diff, present: frozenset[CrossConnect]) -> Steps:
+def remaining(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossConnect]) -> CommandSteps:
     """What of the diff is not yet so on a device that shows `present`; empty when it is all done."""
-    steps = Steps(
+    steps = CommandSteps(
         remove=tuple(pair for pair in diff.remove if pair in present),
         add=tuple(pair for pair in diff.add if pair not in present),
     )
@@ -98,9 +100,9 @@ def remaining(facts: Facts, diff: Diff, present: frozenset[CrossConnect]) -> Ste
     return steps
 
 
-def way_back(facts: Facts, diff: Diff, present: frozenset[CrossConnect]) -> Steps:
+def way_back(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossConnect]) -> CommandSteps:
     """The steps that undo the diff, from any point of it; what was there before and was not removed is not touched."""
-    steps = Steps(
+    steps = CommandSteps(
         remove=tuple(pair for pair in diff.add if pair in present),
         add=tuple(pair for pair in diff.remove if pair not in present),
     )
@@ -108,7 +110,7 @@ def way_back(facts: Facts, diff: Diff, present: frozenset[CrossConnect]) -> Step
     return steps
 
 
-def compare(diff: Diff, reading: Reading) -> Verification:
+def compare(diff: CircuitDiff, reading: CrossConnectReading) -> Verification:
     """A device's reading against what the diff wants of it."""
     seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
     wanted = [pair for pair in diff.add if pair in seen]
@@ -123,7 +125,7 @@ def compare(diff: Diff, reading: Reading) -> Verification:
 
 
 def _malformed(
-    facts: Facts, connect: Sequence[CrossConnect], disconnect: Sequence[CrossConnect], mode: ChangeMode
+    facts: SwitchFacts, connect: Sequence[CrossConnect], disconnect: Sequence[CrossConnect], mode: ChangeMode
 ) -> list[str]:
     faults = []
     if mode is ChangeMode.OVERWRITE and not connect:
@@ -145,7 +147,7 @@ def _malformed(
     return faults
 
 
-def _bad_ports(facts: Facts, path: str, pair: CrossConnect) -> list[str]:
+def _bad_ports(facts: SwitchFacts, path: str, pair: CrossConnect) -> list[str]:
     faults = []
     for name, port, valid in (
         ("ingress_port", pair.ingress_port, facts.ingress_ports),
@@ -160,7 +162,7 @@ def _bad_ports(facts: Facts, path: str, pair: CrossConnect) -> list[str]:
 
 
 def _unusable_ports(
-    facts: Facts, ports: Iterable[PortState], connect: Sequence[CrossConnect], add: frozenset[CrossConnect]
+    facts: SwitchFacts, ports: Iterable[PortState], connect: Sequence[CrossConnect], add: frozenset[CrossConnect]
 ) -> list[str]:
     status: Mapping[int, PortStatus] = {port.port: port.status for port in ports}
     return [
@@ -173,7 +175,7 @@ def _unusable_ports(
 
 
 def _not_as_named(
-    facts: Facts,
+    facts: SwitchFacts,
     holders: Mapping[tuple[str, int], CrossConnect],
     disconnect: Sequence[CrossConnect],
     connect: Sequence[CrossConnect],
@@ -189,7 +191,7 @@ def _not_as_named(
 
 
 def _in_use(
-    facts: Facts,
+    facts: SwitchFacts,
     holders: Mapping[tuple[str, int], CrossConnect],
     connect: Sequence[CrossConnect],
     evicted: Iterable[CrossConnect],
@@ -203,7 +205,7 @@ def _in_use(
     ]
 
 
-def _refuse_collisions(facts: Facts, present: frozenset[CrossConnect], steps: Steps) -> None:
+def _refuse_collisions(facts: SwitchFacts, present: frozenset[CrossConnect], steps: CommandSteps) -> None:
     holders = occupants(facts, present - frozenset(steps.remove))
     faults = [
         f"{pair}: {end[0].replace('_', ' ')} {end[1]} is now held by {holders[end]}, which is not part of this change"
@@ -212,7 +214,7 @@ def _refuse_collisions(facts: Facts, present: frozenset[CrossConnect], steps: St
         if end in holders
     ]
     if faults:
-        raise Conflict(faults)
+        raise CircuitConflict(faults)
 
 
 def _listed(pairs: Iterable[CrossConnect]) -> str:

@@ -17,27 +17,35 @@ from math import inf
 from typing import TypeVar
 
 from ocs_drivers import diff as diffs
-from ocs_drivers.base import Clock, SystemClock, Wire
-from ocs_drivers.errors import Conflict, DriverError, Faults, InvalidChange, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.base import DeviceClock, SwitchWire, SystemClock
+from ocs_drivers.errors import (
+    CircuitConflict,
+    DriverError,
+    DriverFaults,
+    DriverOutcomeUnknown,
+    DriverPermanent,
+    DriverRetryable,
+    InvalidChange,
+)
 from ocs_drivers.model import (
     Action,
-    Capabilities,
-    Change,
     ChangeMode,
+    CircuitChange,
+    CircuitDiff,
     CommitResult,
     CrossConnect,
-    Diff,
-    Event,
+    CrossConnectReading,
     EventKind,
-    Facts,
     PortState,
-    Reading,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
     Verification,
     fingerprint,
 )
 from ocs_drivers.ownership import Ownership
-from ocs_drivers.progress import Progress
-from ocs_drivers.trial import FIRST_PAUSE_S, LONGEST_PAUSE_S, Trial, revert_steps
+from ocs_drivers.progress import CommitProgress
+from ocs_drivers.trial import FIRST_PAUSE_S, LONGEST_PAUSE_S, CircuitTrial, revert_steps
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +53,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DriverTimeouts:
     """How long to wait. `tune_s` None: ten times what the device states for one circuit, at least a second."""
 
     command_s: float = 5.0
@@ -60,7 +68,7 @@ class Limits:
                 raise ValueError(f"{name} must be > 0, got {value}")
 
 
-async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
+async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
     """The result of `work`, or TimeoutError after `limit_s` by the clock; `work` is then cancelled."""
     task = asyncio.ensure_future(work)
     alarm = asyncio.ensure_future(clock.sleep(limit_s))
@@ -81,7 +89,9 @@ def poll_pause_s(reconfiguration_s: float, waited_s: float) -> float:
     return max(min(1.0, max(0.001, reconfiguration_s / 4)), waited_s / 16)
 
 
-async def _both(events: AsyncGenerator[Event, None], queue: asyncio.Queue[Event]) -> AsyncGenerator[Event, None]:
+async def _both(
+    events: AsyncGenerator[SwitchEvent, None], queue: asyncio.Queue[SwitchEvent]
+) -> AsyncGenerator[SwitchEvent, None]:
     """What the device tells and what the driver tells, as it comes; ends with the device's."""
     theirs, ours = asyncio.ensure_future(anext(events)), asyncio.ensure_future(queue.get())
     try:
@@ -106,53 +116,55 @@ async def _both(events: AsyncGenerator[Event, None], queue: asyncio.Queue[Event]
 class SwitchDriver:
     """An OcsDriver over one wire. See `base.OcsDriver` for what each call promises."""
 
-    def __init__(self, device: str, wire: Wire, *, clock: Clock | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self, device: str, wire: SwitchWire, *, clock: DeviceClock | None = None, limits: DriverTimeouts | None = None
+    ) -> None:
         self.device = device
         self._wire = wire
         self._clock = clock or SystemClock()
-        self._limits = limits or Limits()
+        self._limits = limits or DriverTimeouts()
         self._writer = asyncio.Lock()  # held through a whole commit
         self._session = asyncio.Lock()  # held through one command: sessions are not shared
         self._is_open = False
-        self._facts: Facts | None = None
+        self._facts: SwitchFacts | None = None
         self._ownership = Ownership()
-        self._trial: Trial | None = None
+        self._trial: CircuitTrial | None = None
         self._timer: asyncio.Task[None] | None = None  # takes back what is on trial
         self._last_trial = ""  # what became of it, for who confirms it too late
         self._confirmed: int | None = None  # the revision of the last trial, where it was confirmed
-        self._listeners: list[asyncio.Queue[Event]] = []
+        self._listeners: list[asyncio.Queue[SwitchEvent]] = []
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> SwitchFacts:
         if self._facts is None:
             self._facts = await self._read("read facts", self._wire.read_facts)
         return self._facts
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> SwitchCapabilities:
         return self._wire.capabilities
 
     async def ports(self) -> tuple[PortState, ...]:
         states = await self._read("read ports", self._wire.read_ports)
         return tuple(sorted(states, key=lambda state: state.port))
 
-    async def cross_connects(self) -> Reading:
+    async def cross_connects(self) -> CrossConnectReading:
         facts = await self.facts()
         circuits = await self._read("read cross-connects", self._wire.read_circuits)
         normal = (replace(circuit, cross_connect=facts.normal(circuit.cross_connect)) for circuit in circuits)
         marked = self._ownership.marked(facts, normal)
         unconfirmed = self._trial.shown() if self._trial else None
-        return Reading(marked, fingerprint(circuit.cross_connect for circuit in marked), unconfirmed)
+        return CrossConnectReading(marked, fingerprint(circuit.cross_connect for circuit in marked), unconfirmed)
 
-    async def plan(self, change: Change, mode: ChangeMode = ChangeMode.SAFE) -> Diff:
+    async def plan(self, change: CircuitChange, mode: ChangeMode = ChangeMode.SAFE) -> CircuitDiff:
         facts = await self.facts()
         ports = await self.ports()
         reading = await self.cross_connects()
         try:
             return diffs.plan(facts, ports, reading, change, mode, self.device)
-        except Faults as error:
+        except DriverFaults as error:
             error.device = self.device
             raise
 
-    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
+    async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         if revert_in_s is not None and not 0 < revert_in_s < inf:
             raise InvalidChange([f"revert_in_s: must be > 0, got {revert_in_s}"], device=self.device)
         async with self._writing():
@@ -160,13 +172,13 @@ class SwitchDriver:
                 self._refuse_on_trial()
             now = await self.cross_connects()
             if now.revision != expect_revision:
-                raise Conflict(
+                raise CircuitConflict(
                     [f"device is at revision {now.revision}, expected {expect_revision}: look at it and plan again"],
                     device=self.device,
                 )
             steps = await self._steps(diffs.remaining, diff, now)
             if revert_in_s is None or (steps.empty and self._trial is None):
-                return await self._carry_out(diffs.Steps(diff.remove, diff.add), steps)
+                return await self._carry_out(diffs.CommandSteps(diff.remove, diff.add), steps)
             return await self._carry_out_on_trial(diff, steps, revert_in_s)
 
     async def confirm(self, revision: int) -> None:
@@ -175,47 +187,47 @@ class SwitchDriver:
             if trial is None:
                 if revision == self._confirmed:
                     return
-                raise Conflict([self._last_trial or "nothing waits to be confirmed"], device=self.device)
+                raise CircuitConflict([self._last_trial or "nothing waits to be confirmed"], device=self.device)
             if not trial.failure and trial.until_s is not None and self._clock.now_s() >= trial.until_s:
-                raise Conflict([f"too late, it is being reverted: {trial.shown()}"], device=self.device)
+                raise CircuitConflict([f"too late, it is being reverted: {trial.shown()}"], device=self.device)
             if trial.failure or revision != trial.revision:
                 now = await self.cross_connects()
                 if revision != now.revision:
-                    raise Conflict(
+                    raise CircuitConflict(
                         [f"device is at revision {now.revision}, got {revision}: look at it and confirm what is there"],
                         device=self.device,
                     )
             self._end_trial("confirmed")
             self._confirmed = revision
 
-    async def take_over(self, pairs: Sequence[CrossConnect]) -> Reading:
+    async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
         async with self._writing():
             facts, now = await self.facts(), await self.cross_connects()
             wanted = [facts.normal(pair) for pair in pairs]
             if absent := [pair for pair in wanted if pair not in now.cross_connects]:
                 faults = [f"{pair}: is not on the device, so it cannot be taken over" for pair in absent]
-                raise Conflict(faults, device=self.device)
+                raise CircuitConflict(faults, device=self.device)
             self._ownership.take(wanted)
             return replace(now, circuits=self._ownership.marked(facts, now.circuits))
 
-    async def rollback(self, diff: Diff) -> CommitResult:
+    async def rollback(self, diff: CircuitDiff) -> CommitResult:
         async with self._writing():
             if self._trial and self._trial.diff != diff:
                 self._refuse_on_trial()
             steps = await self._steps(diffs.way_back, diff, await self.cross_connects())
-            result = await self._carry_out(diffs.Steps(diff.add, diff.remove), steps)
+            result = await self._carry_out(diffs.CommandSteps(diff.add, diff.remove), steps)
             if self._trial and result.done:
                 self._end_trial("rolled back")
             return result
 
-    async def verify(self, diff: Diff) -> Verification:
+    async def verify(self, diff: CircuitDiff) -> Verification:
         return diffs.compare(diff, await self.cross_connects())
 
-    async def watch(self) -> AsyncGenerator[Event, None]:
+    async def watch(self) -> AsyncGenerator[SwitchEvent, None]:
         if not self._wire.capabilities.events:
-            raise Permanent("this device reports no events", device=self.device, command="watch")
+            raise DriverPermanent("this device reports no events", device=self.device, command="watch")
         await self.facts()  # connects
-        queue: asyncio.Queue[Event] = asyncio.Queue()
+        queue: asyncio.Queue[SwitchEvent] = asyncio.Queue()
         self._listeners.append(queue)
         try:
             async with aclosing(self._wire.events()) as theirs, aclosing(_both(theirs, queue)) as events:
@@ -236,24 +248,27 @@ class SwitchDriver:
                 await self._drop_session()
 
     async def _steps(
-        self, choose: Callable[[Facts, Diff, frozenset[CrossConnect]], diffs.Steps], diff: Diff, now: Reading
-    ) -> diffs.Steps:
+        self,
+        choose: Callable[[SwitchFacts, CircuitDiff, frozenset[CrossConnect]], diffs.CommandSteps],
+        diff: CircuitDiff,
+        now: CrossConnectReading,
+    ) -> diffs.CommandSteps:
         facts = await self.facts()
         if faults := diffs.absent_ports(facts, diff):
             raise InvalidChange(faults, device=self.device)
         try:
             steps = choose(facts, diff, now.cross_connects)
-        except Conflict as error:
+        except CircuitConflict as error:
             error.device = self.device
             raise
         if faults := diffs.not_ours(now.foreign.intersection(steps.remove), self.device):
-            raise Conflict(faults, device=self.device)
+            raise CircuitConflict(faults, device=self.device)
         return steps
 
-    async def _carry_out(self, wanted: diffs.Steps, steps: diffs.Steps) -> CommitResult:
+    async def _carry_out(self, wanted: diffs.CommandSteps, steps: diffs.CommandSteps) -> CommitResult:
         """Send the steps, those of what is wanted that are not yet so; wait for the mirrors and, where the device can
         tell, for the light; report what the device shows of everything wanted."""
-        progress = Progress(steps, self._clock.now_s())
+        progress = CommitProgress(steps, self._clock.now_s())
         progress.also_watch(wanted.add)
         is_clear = True
         if steps.remove:
@@ -272,7 +287,7 @@ class SwitchDriver:
         )
         return CommitResult(results, reading.revision, progress.commands_sent)
 
-    async def _send(self, action: Action, pairs: Sequence[CrossConnect], progress: Progress) -> None:
+    async def _send(self, action: Action, pairs: Sequence[CrossConnect], progress: CommitProgress) -> None:
         """Command these, in bulk where the device can, up to the first command that goes wrong."""
         setter = self._wire.add if action is Action.ADD else self._wire.remove
         can = self._wire.capabilities
@@ -287,20 +302,22 @@ class SwitchDriver:
                 await self._command(command, partial(setter, batch), is_setter=True)
             except DriverError as error:
                 progress.went_wrong(batch, str(error))
-                if isinstance(error, Retryable):  # nothing of it took
+                if isinstance(error, DriverRetryable):  # nothing of it took
                     return
-                if not await self._took(action, batch) or not isinstance(error, OutcomeUnknown):
+                if not await self._took(action, batch) or not isinstance(error, DriverOutcomeUnknown):
                     return
             progress.commanded(batch, self._clock.now_s())
 
-    async def _carry_out_on_trial(self, diff: Diff, steps: diffs.Steps, revert_in_s: float) -> CommitResult:
+    async def _carry_out_on_trial(
+        self, diff: CircuitDiff, steps: diffs.CommandSteps, revert_in_s: float
+    ) -> CommitResult:
         """The trial stands before the first command, and its time begins when the commit is over, however it ends."""
         self._stop_timer()
-        trial = self._trial.more(steps, revert_in_s) if self._trial else Trial(diff, steps, revert_in_s)
+        trial = self._trial.more(steps, revert_in_s) if self._trial else CircuitTrial(diff, steps, revert_in_s)
         self._trial, self._confirmed = trial, None
         until_s = inf
         try:
-            result = await self._carry_out(diffs.Steps(diff.remove, diff.add), steps)
+            result = await self._carry_out(diffs.CommandSteps(diff.remove, diff.add), steps)
             trial = replace(trial, revision=result.revision)
         finally:
             until_s = self._clock.now_s() + revert_in_s
@@ -324,9 +341,9 @@ class SwitchDriver:
         self._stop_timer()
         async with self._writing():
             if self._trial is not None and not await self._revert(self._trial):
-                raise Retryable(str(self._trial.shown()), device=self.device, command="revert")
+                raise DriverRetryable(str(self._trial.shown()), device=self.device, command="revert")
 
-    async def _revert(self, trial: Trial) -> bool:
+    async def _revert(self, trial: CircuitTrial) -> bool:
         """Whether the trial is over. What fails is told once for each new reason."""
         try:
             steps, lost = revert_steps(await self.facts(), trial.sent, await self.cross_connects())
@@ -348,7 +365,7 @@ class SwitchDriver:
 
     def _refuse_on_trial(self) -> None:
         if self._trial is not None:
-            raise Conflict(
+            raise CircuitConflict(
                 [f"{self._trial.shown()}: confirm it or roll it back before anything else is changed"],
                 device=self.device,
             )
@@ -367,7 +384,7 @@ class SwitchDriver:
     def _alarm(self, text: str) -> None:
         logger.warning("%s: %s", self.device, text)
         for queue in self._listeners:
-            queue.put_nowait(Event(self._clock.now_s(), EventKind.ALARM, text))
+            queue.put_nowait(SwitchEvent(self._clock.now_s(), EventKind.ALARM, text))
 
     async def _took(self, action: Action, pairs: Sequence[CrossConnect]) -> bool:
         """After an unknown outcome, or a refusal that a part may have escaped: read the device, over a new session,
@@ -386,7 +403,7 @@ class SwitchDriver:
             pause_s = poll_pause_s((await self.facts()).reconfiguration_s, now_s - began_s)
             await self._clock.sleep(min(pause_s, until_s - now_s))
 
-    async def _settle(self, progress: Progress) -> Reading:
+    async def _settle(self, progress: CommitProgress) -> CrossConnectReading:
         """Read until every commanded circuit is in place, or its time is up."""
         facts = await self.facts()
         tune_s = self._limits.tune_s or max(1.0, 10 * facts.reconfiguration_s)
@@ -405,11 +422,11 @@ class SwitchDriver:
             pause_s = poll_pause_s(facts.reconfiguration_s, now_s - began_s)
             await self._clock.sleep(min(pause_s, deadline_s - now_s))
 
-    async def _read_after_setting(self) -> Reading:
+    async def _read_after_setting(self) -> CrossConnectReading:
         try:
             return await self.cross_connects()
-        except (Permanent, Retryable) as error:
-            raise OutcomeUnknown(
+        except (DriverPermanent, DriverRetryable) as error:
+            raise DriverOutcomeUnknown(
                 "the device could not be read after a command was sent to it",
                 device=self.device,
                 command=error.command,
@@ -422,7 +439,7 @@ class SwitchDriver:
         try:
             await within(self._clock, self._limits.lock_s, turn)
         except TimeoutError:
-            raise Retryable(
+            raise DriverRetryable(
                 f"another change is under way, waited {self._limits.lock_s:g} s", device=self.device
             ) from None
         except asyncio.CancelledError:
@@ -437,7 +454,7 @@ class SwitchDriver:
     async def _read(self, command: str, verb: Callable[[], Awaitable[T]]) -> T:
         try:
             return await self._command(command, verb)
-        except Retryable:
+        except DriverRetryable:
             # The session may have died since its last use: once more over a new one.
             return await self._command(command, verb)
 
@@ -454,17 +471,19 @@ class SwitchDriver:
                 is_sound = True
                 return answer
             except TimeoutError as error:
-                kind = OutcomeUnknown if is_setter and is_sent else Retryable
+                kind = DriverOutcomeUnknown if is_setter and is_sent else DriverRetryable
                 raise kind(str(error), device=self.device, command=command) from None
             except DriverError as error:
-                is_sound = self._is_open and isinstance(error, Permanent)  # not of a login that was refused
+                is_sound = self._is_open and isinstance(error, DriverPermanent)  # not of a login that was refused
                 error.device, error.command = error.device or self.device, error.command or command
                 raise
             except AssertionError:
                 raise  # a test's own
             except Exception as error:  # a defect of the wire, mostly in how it reads an answer that it did not expect
                 logger.exception("%s: the driver failed at %s", self.device, command)
-                failed = OutcomeUnknown if is_setter and is_sent else Retryable  # the next answer may make sense
+                failed = (
+                    DriverOutcomeUnknown if is_setter and is_sent else DriverRetryable
+                )  # the next answer may make sense
                 wrong = f"the driver failed, maybe at an answer that makes no sense: {type(error).__name__}: {error}"
                 raise failed(wrong, device=self.device, command=command) from error
             finally:

@@ -29,7 +29,7 @@ class DriverError(Exception):
         return text
 
 
-class Retryable(DriverError):
+class DriverRetryable(DriverError):
     """Nothing happened; the same call may succeed after `after_s` seconds."""
 
     def __init__(
@@ -39,15 +39,15 @@ class Retryable(DriverError):
         self.after_s = after_s
 
 
-class Permanent(DriverError):
+class DriverPermanent(DriverError):
     """Nothing happened, and repeating the call will not help."""
 
 
-class OutcomeUnknown(DriverError):
+class DriverOutcomeUnknown(DriverError):
     """The command may or may not have taken: read the device before sending anything again."""
 
 
-class Faults(Permanent):
+class DriverFaults(DriverPermanent):
     """Several things wrong with one call, all named at once: `path: what is wrong, got VALUE`."""
 
     def __init__(self, faults: list[str], *, device: str = "") -> None:
@@ -58,14 +58,14 @@ class Faults(Permanent):
         return "\n".join(f"{self.device}: {fault}" if self.device else fault for fault in self.faults)
 
 
-class InvalidChange(Faults):
+class InvalidChange(DriverFaults):
     """The change is malformed for this device: a port that does not exist, a port named twice."""
 
 
-class InvalidOptions(Faults):
+class InvalidOptions(DriverFaults):
     """A driver cannot be made from these options."""
 
 
-class Conflict(Faults):
+class CircuitConflict(DriverFaults):
     """The change is well formed, but the device is not as it assumes: a port in use or failed, a revision that moved.
     Nothing was sent. Look at the device and plan again."""

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class FaultKind(StrEnum):
+class DeviceFaultKind(StrEnum):
     FAIL_PORT = "fail_port"  # the port reports failed; circuits through it fail; new ones are refused
     DISABLE_PORT = "disable_port"
     MEND_PORT = "mend_port"  # enabled again, its mirror free, its fibre plugged in
@@ -20,13 +20,19 @@ class FaultKind(StrEnum):
 
 
 OF_A_PORT = frozenset(
-    {FaultKind.FAIL_PORT, FaultKind.DISABLE_PORT, FaultKind.MEND_PORT, FaultKind.STICK_MIRROR, FaultKind.UNPLUG}
+    {
+        DeviceFaultKind.FAIL_PORT,
+        DeviceFaultKind.DISABLE_PORT,
+        DeviceFaultKind.MEND_PORT,
+        DeviceFaultKind.STICK_MIRROR,
+        DeviceFaultKind.UNPLUG,
+    }
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    kind: FaultKind
+class DeviceFault:
+    kind: DeviceFaultKind
     port: int | None = None
     items: int = 0  # partial_commit: how many are taken
     silent: bool = False  # partial_commit: the device answers as if all were well
@@ -46,43 +52,43 @@ class Fault:
 class FaultSchedule:
     """Faults with their times, seconds since the device was switched on. Each call returns a longer schedule."""
 
-    due: tuple[tuple[float, Fault], ...] = ()
+    due: tuple[tuple[float, DeviceFault], ...] = ()
     now_s: float = 0.0
 
     def at(self, at_s: float) -> "FaultSchedule":
         return FaultSchedule(self.due, at_s)
 
     def fail_port(self, port: int) -> "FaultSchedule":
-        return self.also(Fault(FaultKind.FAIL_PORT, port))
+        return self.also(DeviceFault(DeviceFaultKind.FAIL_PORT, port))
 
     def disable_port(self, port: int) -> "FaultSchedule":
-        return self.also(Fault(FaultKind.DISABLE_PORT, port))
+        return self.also(DeviceFault(DeviceFaultKind.DISABLE_PORT, port))
 
     def mend_port(self, port: int) -> "FaultSchedule":
-        return self.also(Fault(FaultKind.MEND_PORT, port))
+        return self.also(DeviceFault(DeviceFaultKind.MEND_PORT, port))
 
     def stick_mirror(self, port: int) -> "FaultSchedule":
-        return self.also(Fault(FaultKind.STICK_MIRROR, port))
+        return self.also(DeviceFault(DeviceFaultKind.STICK_MIRROR, port))
 
     def unplug(self, port: int) -> "FaultSchedule":
-        return self.also(Fault(FaultKind.UNPLUG, port))
+        return self.also(DeviceFault(DeviceFaultKind.UNPLUG, port))
 
     def partial_commit(self, items: int, silent: bool = False) -> "FaultSchedule":
-        return self.also(Fault(FaultKind.PARTIAL_COMMIT, items=items, silent=silent))
+        return self.also(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=items, silent=silent))
 
     def drop_connection(self) -> "FaultSchedule":
-        return self.also(Fault(FaultKind.DROP_CONNECTION))
+        return self.also(DeviceFault(DeviceFaultKind.DROP_CONNECTION))
 
     def drop_command(self) -> "FaultSchedule":
-        return self.also(Fault(FaultKind.DROP_COMMAND))
+        return self.also(DeviceFault(DeviceFaultKind.DROP_COMMAND))
 
     def slow_answer(self, delay_s: float) -> "FaultSchedule":
-        return self.also(Fault(FaultKind.SLOW_ANSWER, delay_s=delay_s))
+        return self.also(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=delay_s))
 
     def restart(self) -> "FaultSchedule":
-        return self.also(Fault(FaultKind.RESTART))
+        return self.also(DeviceFault(DeviceFaultKind.RESTART))
 
-    def also(self, fault: Fault) -> "FaultSchedule":
+    def also(self, fault: DeviceFault) -> "FaultSchedule":
         return FaultSchedule(tuple(sorted((*self.due, (self.now_s, fault)), key=lambda item: item[0])), self.now_s)
 
 
@@ -100,11 +106,11 @@ def parse_schedule(items: object) -> tuple[FaultSchedule, list[str]]:
     return schedule, faults
 
 
-def _parse(item: Any, wrong: list[str]) -> tuple[float, Fault] | None:
+def _parse(item: Any, wrong: list[str]) -> tuple[float, DeviceFault] | None:
     if not isinstance(item, Mapping):
         wrong.append(f"must be a mapping with at_s and kind, got {item!r}")
         return None
-    known = {"at_s", *(field.name for field in fields(Fault))}
+    known = {"at_s", *(field.name for field in fields(DeviceFault))}
     if unknown := sorted(str(name) for name in item if name not in known):
         wrong.append(f"unknown {', '.join(unknown)} (known: {', '.join(sorted(known))}), got {dict(item)!r}")
     values = dict(item)
@@ -112,15 +118,15 @@ def _parse(item: Any, wrong: list[str]) -> tuple[float, Fault] | None:
     if isinstance(at_s, bool) or not isinstance(at_s, int | float) or not at_s >= 0:
         wrong.append(f"at_s must be a number >= 0, got {at_s!r}")
     kind = values.pop("kind", None)
-    if kind not in list(FaultKind):
-        wrong.append(f"kind must be one of {', '.join(FaultKind)}, got {kind!r}")
+    if kind not in list(DeviceFaultKind):
+        wrong.append(f"kind must be one of {', '.join(DeviceFaultKind)}, got {kind!r}")
     for name, wanted in (("port", int), ("items", int), ("silent", bool), ("delay_s", int | float)):
         if name in values and (not isinstance(values[name], wanted) or (wanted is int and values[name] is True)):
             wrong.append(f"{name} has the wrong type, got {values[name]!r}")
     if wrong:
         return None
     try:
-        return float(at_s), Fault(FaultKind(kind), **values)
+        return float(at_s), DeviceFault(DeviceFaultKind(kind), **values)
     except ValueError as error:
         wrong.append(str(error))
         return None

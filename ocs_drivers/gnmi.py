@@ -10,21 +10,29 @@ from contextlib import aclosing
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.base import DeviceClock, SystemClock
 from ocs_drivers.driver import SwitchDriver
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.gnmi_openconfig import OpenConfig
-from ocs_drivers.gnmi_session import Endpoint, GnmiSession, News, Tls
+from ocs_drivers.gnmi_session import GnmiEndpoint, GnmiNews, GnmiSession, Tls
 from ocs_drivers.gnmi_sonic import Sonic
-from ocs_drivers.model import Action, Capabilities, Circuit, CrossConnect, Event, Facts, PortState
-from ocs_drivers.options import Options
+from ocs_drivers.model import (
+    Action,
+    CrossConnect,
+    DeviceCircuit,
+    PortState,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
+)
+from ocs_drivers.options import DriverOptions
 
 T = TypeVar("T")
 
 DEFAULT_PORT = 9339
 
 
-class Model(StrEnum):
+class GnmiModel(StrEnum):
     SONIC = "sonic"
     OPENCONFIG = "openconfig"
 
@@ -32,25 +40,25 @@ class Model(StrEnum):
 class DataModel(Protocol):
     """What a device keeps where. ValueError: what it answered makes no sense."""
 
-    capabilities: Capabilities
+    capabilities: SwitchCapabilities
 
     async def open(self, session: GnmiSession, models: Mapping[str, str]) -> None: ...
 
-    async def read_facts(self, session: GnmiSession) -> Facts: ...
+    async def read_facts(self, session: GnmiSession) -> SwitchFacts: ...
 
     async def read_ports(self, session: GnmiSession) -> Sequence[PortState]: ...
 
-    async def read_circuits(self, session: GnmiSession) -> Sequence[Circuit]: ...
+    async def read_circuits(self, session: GnmiSession) -> Sequence[DeviceCircuit]: ...
 
     async def set(self, session: GnmiSession, action: Action, pairs: Sequence[CrossConnect]) -> None: ...
 
-    def watch(self, session: GnmiSession) -> AsyncGenerator[News, None]: ...
+    def watch(self, session: GnmiSession) -> AsyncGenerator[GnmiNews, None]: ...
 
 
 class GnmiWire:
     """The `base.Wire` of one switch."""
 
-    def __init__(self, endpoint: Endpoint, model: DataModel, clock: Clock) -> None:
+    def __init__(self, endpoint: GnmiEndpoint, model: DataModel, clock: DeviceClock) -> None:
         self.capabilities = model.capabilities
         self._endpoint = endpoint
         self._model = model
@@ -61,20 +69,20 @@ class GnmiWire:
         self._session = GnmiSession(self._endpoint)
         try:
             await self._model.open(self._session, await self._session.open())
-        except Permanent:
+        except DriverPermanent:
             await self._session.close()
             raise
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def read_facts(self) -> Facts:
+    async def read_facts(self) -> SwitchFacts:
         return await _sense(self._model.read_facts(self._session))
 
     async def read_ports(self) -> Sequence[PortState]:
         return await _sense(self._model.read_ports(self._session))
 
-    async def read_circuits(self) -> Sequence[Circuit]:
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
         return await _sense(self._model.read_circuits(self._session))
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
@@ -83,16 +91,16 @@ class GnmiWire:
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
         await self._set(Action.REMOVE, pairs)
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def events(self) -> AsyncGenerator[SwitchEvent, None]:
         # A connection of its own: that of commands may be dropped at any time.
         session = GnmiSession(self._endpoint)
         try:
             await session.open()
             async with aclosing(self._model.watch(session)) as watched:
                 async for news in watched:
-                    yield Event(self._clock.now_s(), news.kind, news.text, news.port, news.cross_connect)
+                    yield SwitchEvent(self._clock.now_s(), news.kind, news.text, news.port, news.cross_connect)
         except ValueError as error:
-            raise Permanent(f"a notification makes no sense: {error}") from None
+            raise DriverPermanent(f"a notification makes no sense: {error}") from None
         finally:
             await session.close()
 
@@ -106,7 +114,7 @@ async def _sense(work: Awaitable[T]) -> T:
     try:
         return await work
     except ValueError as error:
-        raise Permanent(f"the answer makes no sense: {error}") from None
+        raise DriverPermanent(f"the answer makes no sense: {error}") from None
 
 
 class GnmiSwitch(SwitchDriver):
@@ -123,8 +131,8 @@ class GnmiSwitch(SwitchDriver):
         device: str,
         *,
         address: str,
-        clock: Clock | None = None,
-        model: str = Model.SONIC,
+        clock: DeviceClock | None = None,
+        model: str = GnmiModel.SONIC,
         tls: bool = True,
         tls_ca_file: str = "",
         tls_cert_file: str = "",
@@ -140,9 +148,9 @@ class GnmiSwitch(SwitchDriver):
         tune_timeout_s: float | None = None,
         link_timeout_s: float = 2.0,
     ) -> None:
-        options = Options(device)
+        options = DriverOptions(device)
         host, port = options.address(address, DEFAULT_PORT)
-        options.choice("model", model, Model)
+        options.choice("model", model, GnmiModel)
         options.text("slot", slot)
         for name, text in (("user", user), ("password", password), ("origin", origin)):
             options.text(name, text, may_be_empty=True)
@@ -161,7 +169,9 @@ class GnmiSwitch(SwitchDriver):
         options.check()
         clock = clock or SystemClock()
         data_model: DataModel = (
-            Sonic(origin, reconfiguration_s) if model == Model.SONIC else OpenConfig(origin, slot, reconfiguration_s)
+            Sonic(origin, reconfiguration_s)
+            if model == GnmiModel.SONIC
+            else OpenConfig(origin, slot, reconfiguration_s)
         )
-        endpoint = Endpoint(host, port, user, password, Tls(**files) if is_tls else None)
+        endpoint = GnmiEndpoint(host, port, user, password, Tls(**files) if is_tls else None)
         super().__init__(device, GnmiWire(endpoint, data_model, clock), clock=clock, limits=limits)

@@ -16,20 +16,20 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.gnmi_data import Elem, Path, entries, mapping, member, path, tree
-from ocs_drivers.gnmi_session import GnmiSession, News, Notice, NotThere
+from ocs_drivers.gnmi_session import GnmiNews, GnmiNotice, GnmiSession, NotThere
 from ocs_drivers.model import (
     Action,
-    Capabilities,
-    Circuit,
     CircuitState,
     Connectivity,
     CrossConnect,
+    DeviceCircuit,
     EventKind,
-    Facts,
     PortState,
     PortStatus,
+    SwitchCapabilities,
+    SwitchFacts,
 )
 
 ROOT = "optical-switch"
@@ -44,7 +44,7 @@ STATUS = {"DISABLED": PortStatus.DISABLED, "FAILED": PortStatus.FAILED}
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
+class OpenConfigTopology:
     """The ports of one slot."""
 
     slot: str
@@ -58,7 +58,7 @@ class Topology:
         return CrossConnect(peer, port) if is_turned else CrossConnect(port, peer)
 
 
-def topology(data: Any, slot: str) -> Topology:
+def topology(data: Any, slot: str) -> OpenConfigTopology:
     """Of the container `state`; ValueError with what is wrong."""
     state = mapping(data)
     kind = str(state.get("port-connectivity", "")).rpartition(":")[2]
@@ -70,22 +70,22 @@ def topology(data: Any, slot: str) -> Topology:
     if CONNECTIVITY[kind] is Connectivity.ANY_TO_ANY:
         first = _number(state.get("ingress-start-index", 1), "ingress-start-index")
         ports = range(first, first + _number(state.get("total-port-count"), "total-port-count"))
-        return Topology(slot, Connectivity.ANY_TO_ANY, ports, ports)
+        return OpenConfigTopology(slot, Connectivity.ANY_TO_ANY, ports, ports)
     ranges = []
     for side in ("ingress", "egress"):
         first, count = (_number(state.get(name), name) for name in (f"{side}-start-index", f"{side}-port-count"))
         ranges.append(range(first, first + count))
-    return Topology(slot, Connectivity.INGRESS_EGRESS, *ranges)
+    return OpenConfigTopology(slot, Connectivity.INGRESS_EGRESS, *ranges)
 
 
-def connection_path(topology: Topology, port: int) -> Path:
+def connection_path(topology: OpenConfigTopology, port: int) -> Path:
     """Of one entry: never of the list."""
     if port not in topology.ingress_ports and port not in topology.egress_ports:
         raise ValueError(f"there is no port {port} in slot {topology.slot}")
     return (*CONNECTIONS, Elem("port-connection", (("port", str(port)), ("slot", topology.slot))))
 
 
-def circuits(topology: Topology, data: Any) -> dict[Circuit, set[int]]:
+def circuits(topology: OpenConfigTopology, data: Any) -> dict[DeviceCircuit, set[int]]:
     """Those of this slot, and the ports under which they are listed. What is ordered and not applied is tuning."""
     ordered: dict[CrossConnect, set[int]] = {}
     applied: dict[CrossConnect, set[int]] = {}
@@ -96,14 +96,14 @@ def circuits(topology: Topology, data: Any) -> dict[Circuit, set[int]]:
                 port = _port(topology, told["port"])
                 found.setdefault(topology.normal(port, peer), set()).add(port)
     return {
-        Circuit(pair, CircuitState.TUNED if pair in applied else CircuitState.TUNING): (
+        DeviceCircuit(pair, CircuitState.TUNED if pair in applied else CircuitState.TUNING): (
             ordered.get(pair, set()) | applied.get(pair, set())
         )
         for pair in sorted({*ordered, *applied})
     }
 
 
-def port_states(topology: Topology, data: Any) -> list[PortState]:
+def port_states(topology: OpenConfigTopology, data: Any) -> list[PortState]:
     """Every port of the slot; a port of which nothing is told is enabled."""
     told = {}
     for entry in entries(member(data, "port-status")):
@@ -115,7 +115,7 @@ def port_states(topology: Topology, data: Any) -> list[PortState]:
     return [PortState(port, told.get(port, PortStatus.ENABLED)) for port in ports]
 
 
-def told(topology: Topology, notice: Notice) -> list[News]:
+def told(topology: OpenConfigTopology, notice: GnmiNotice) -> list[GnmiNews]:
     """What a notification means: servers send an entry, a leaf of one, or the list."""
     keyed = next((elem for elem in notice.path if elem.keys), None)
     if keyed is None:
@@ -124,20 +124,20 @@ def told(topology: Topology, notice: Notice) -> list[News]:
     return _told_entry(topology, keyed.name, dict(keyed.keys), notice.value)
 
 
-def _told_entry(topology: Topology, name: str, entry: Mapping[str, Any], value: Any) -> list[News]:
+def _told_entry(topology: OpenConfigTopology, name: str, entry: Mapping[str, Any], value: Any) -> list[GnmiNews]:
     if str(entry.get("slot")) != topology.slot:
         return []
     port = _port(topology, entry.get("port"))
     if name != "port-connection":
-        return [News(EventKind.PORT, f"port {port} {_words(value, 'port-status')}", port=port)]
+        return [GnmiNews(EventKind.PORT, f"port {port} {_words(value, 'port-status')}", port=port)]
     told = mapping(value) if isinstance(value, Mapping) else {}
     told = {**entry, **told, **mapping(told.get("state"))}
     peer = _peer(topology, told)
     pair = None if peer is None else topology.normal(port, peer)
-    return [News(EventKind.CIRCUIT, f"port {port} {_words(value, 'peer-port')}", cross_connect=pair)]
+    return [GnmiNews(EventKind.CIRCUIT, f"port {port} {_words(value, 'peer-port')}", cross_connect=pair)]
 
 
-def _list_of(notice: Notice) -> tuple[str, list[Mapping[str, Any]]]:
+def _list_of(notice: GnmiNotice) -> tuple[str, list[Mapping[str, Any]]]:
     for name in ("port-connection", "port-status"):
         if isinstance(notice.value, Mapping) and name in notice.value:
             return name, entries(notice.value[name])
@@ -151,7 +151,7 @@ def _words(value: Any, leaf: str) -> str:
     return f"{leaf} {state[leaf]}" if state.get(leaf) else "has changed"
 
 
-def _peer(topology: Topology, told: Mapping[str, Any]) -> int | None:
+def _peer(topology: OpenConfigTopology, told: Mapping[str, Any]) -> int | None:
     if not told.get("peer-port"):
         return None
     if str(told.get("peer-slot") or topology.slot) != topology.slot:
@@ -159,7 +159,7 @@ def _peer(topology: Topology, told: Mapping[str, Any]) -> int | None:
     return _port(topology, told["peer-port"])
 
 
-def _port(topology: Topology, value: Any) -> int:
+def _port(topology: OpenConfigTopology, value: Any) -> int:
     port = _number(value, "port")
     if port not in topology.ingress_ports and port not in topology.egress_ports:
         raise ValueError(f"there is no port {port} in slot {topology.slot}")
@@ -176,24 +176,24 @@ def _number(value: Any, name: str) -> int:
 class OpenConfig:
     """The model `openconfig`."""
 
-    capabilities = Capabilities(bulk=True, tuned_state=True, events=True)
+    capabilities = SwitchCapabilities(bulk=True, tuned_state=True, events=True)
 
     def __init__(self, origin: str, slot: str, reconfiguration_s: float) -> None:
         self._origin = origin
         self._slot = slot
         self._reconfiguration_s = reconfiguration_s
         self._software = ""
-        self._known_topology: Topology | None = None
+        self._known_topology: OpenConfigTopology | None = None
         self._listed_under: dict[CrossConnect, set[int]] = {}  # as last read
 
     async def open(self, session: GnmiSession, models: Mapping[str, str]) -> None:
         self._software = models.get(MODEL, "")
         self._known_topology = None
 
-    async def read_facts(self, session: GnmiSession) -> Facts:
+    async def read_facts(self, session: GnmiSession) -> SwitchFacts:
         known = await self._topology(session)
         chassis = await self._chassis(session)
-        return Facts(
+        return SwitchFacts(
             vendor=str(chassis.get("mfg-name") or "OpenConfig"),
             model=str(chassis.get("part-no") or chassis.get("description") or MODEL),
             serial=str(chassis.get("serial-no") or ""),
@@ -207,7 +207,7 @@ class OpenConfig:
     async def read_ports(self, session: GnmiSession) -> Sequence[PortState]:
         return port_states(await self._topology(session), await self._tree(session, STATUSES))
 
-    async def read_circuits(self, session: GnmiSession) -> Sequence[Circuit]:
+    async def read_circuits(self, session: GnmiSession) -> Sequence[DeviceCircuit]:
         found = circuits(await self._topology(session), await self._tree(session, CONNECTIONS))
         self._listed_under = {circuit.cross_connect: ports for circuit, ports in found.items()}
         return list(found)
@@ -225,17 +225,17 @@ class OpenConfig:
             update.append((where, {"slot": self._slot, **ends}))
         await session.set(self._origin, update=update)
 
-    async def watch(self, session: GnmiSession) -> AsyncGenerator[News, None]:
+    async def watch(self, session: GnmiSession) -> AsyncGenerator[GnmiNews, None]:
         known = await self._topology(session)
         async for notice in session.subscribe([CONNECTIONS, STATUSES], self._origin):
             for news in told(known, notice) if notice.is_change else ():
                 yield news
 
-    async def _topology(self, session: GnmiSession) -> Topology:
+    async def _topology(self, session: GnmiSession) -> OpenConfigTopology:
         if self._known_topology is None:
             data = await self._tree(session, TOPOLOGY)
             if not data:
-                raise Permanent("the device has no optical-switch-topology: does it have this model?")
+                raise DriverPermanent("the device has no optical-switch-topology: does it have this model?")
             self._known_topology = topology(data, self._slot)
         return self._known_topology
 
@@ -243,7 +243,7 @@ class OpenConfig:
         """What openconfig-platform says of the chassis; nothing if the device does not tell."""
         try:
             components = entries(member(await self._tree(session, COMPONENTS), "component"))
-        except Permanent:
+        except DriverPermanent:
             return {}
         states = [mapping(component.get("state")) for component in components]
         return next((state for state in states if str(state.get("type", "")).endswith("CHASSIS")), {})

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 from pygnmi.spec.v080 import gnmi_pb2, gnmi_pb2_grpc
 
-from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.gnmi_data import Path, path_from_pb, path_to_pb, shown, value_from_pb, value_to_pb
 from ocs_drivers.model import CrossConnect, EventKind
 
@@ -59,7 +59,7 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class GnmiEndpoint:
     host: str
     port: int
     user: str = ""
@@ -72,7 +72,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class GnmiNotice:
     """One thing that a subscription tells: an update, or where `value` is None a deletion. First comes how things are,
     then what changes."""
 
@@ -82,7 +82,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class GnmiNews:
     """What such a thing means: an event, but for its time."""
 
     kind: EventKind
@@ -91,14 +91,14 @@ class News:
     cross_connect: CrossConnect | None = None
 
 
-class NotThere(Permanent):
+class NotThere(DriverPermanent):
     """The server knows no data at this path."""
 
 
 class GnmiSession:
     """Opened once, closed once."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: GnmiEndpoint) -> None:
         self._endpoint = endpoint
         self._metadata = (("username", endpoint.user), ("password", endpoint.password)) if endpoint.user else ()
         self._channel: grpc.aio.Channel | None = None
@@ -124,7 +124,7 @@ class GnmiSession:
                 for update in notification.update
             ]
         except ValueError as error:
-            raise Permanent(f"the answer makes no sense: {error}", command=command) from None
+            raise DriverPermanent(f"the answer makes no sense: {error}", command=command) from None
 
     async def set(
         self, origin: str = "", *, delete: Sequence[Path] = (), update: Sequence[tuple[Path, object]] = ()
@@ -138,7 +138,7 @@ class GnmiSession:
         call = self._live().Set(request, metadata=self._metadata)
         await _translated(f"Set {' '.join(told)}", call, is_setter=True)
 
-    async def subscribe(self, paths: Sequence[Path], origin: str = "") -> AsyncGenerator[Notice, None]:
+    async def subscribe(self, paths: Sequence[Path], origin: str = "") -> AsyncGenerator[GnmiNotice, None]:
         """How things are at and below the paths, and from then on what changes."""
         command = f"Subscribe {' '.join(shown(elems) for elems in paths)}"
         call = self._live().Subscribe(metadata=self._metadata)
@@ -150,7 +150,7 @@ class GnmiSession:
                 if response.HasField("update"):
                     for notice in _notices(response.update, is_synced):
                         yield notice
-            raise Retryable("the server ended the subscription", command=command)
+            raise DriverRetryable("the server ended the subscription", command=command)
         finally:
             call.cancel()
 
@@ -161,7 +161,7 @@ class GnmiSession:
 
     def _live(self) -> Any:
         if self._stub is None:
-            raise Retryable("there is no session", after_s=0.0)
+            raise DriverRetryable("there is no session", after_s=0.0)
         return self._stub
 
     async def _new_channel(self) -> grpc.aio.Channel:
@@ -180,7 +180,7 @@ async def _content(file: str) -> bytes | None:
     try:
         return await asyncio.to_thread(File(file).read_bytes) if file else None
     except OSError as error:
-        raise Permanent(f"{file} cannot be read: {error.strerror}") from None
+        raise DriverPermanent(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _subscription(paths: Sequence[Path], origin: str) -> Any:
@@ -191,16 +191,16 @@ def _subscription(paths: Sequence[Path], origin: str) -> Any:
     return gnmi_pb2.SubscribeRequest(subscribe=listed)
 
 
-def _notices(notification: Any, is_change: bool) -> list[Notice]:
+def _notices(notification: Any, is_change: bool) -> list[GnmiNotice]:
     prefix = notification.prefix
     try:
-        gone = [Notice(path_from_pb(elems, prefix), None, is_change) for elems in notification.delete]
+        gone = [GnmiNotice(path_from_pb(elems, prefix), None, is_change) for elems in notification.delete]
         new = [
-            Notice(path_from_pb(update.path, prefix), value_from_pb(update.val), is_change)
+            GnmiNotice(path_from_pb(update.path, prefix), value_from_pb(update.val), is_change)
             for update in notification.update
         ]
     except ValueError as error:
-        raise Permanent(f"the notification makes no sense: {error}") from None
+        raise DriverPermanent(f"the notification makes no sense: {error}") from None
     return gone + new
 
 
@@ -215,7 +215,7 @@ async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = Fal
     if code is grpc.StatusCode.NOT_FOUND:
         raise NotThere("nothing is there", command=command, answer=answer)
     if code in REFUSALS:
-        raise Permanent("refused", command=command, answer=answer)
+        raise DriverPermanent("refused", command=command, answer=answer)
     if is_setter:
-        raise OutcomeUnknown("nobody knows whether it was done", command=command, answer=answer)
-    raise Retryable("no answer", command=command, answer=answer)
+        raise DriverOutcomeUnknown("nobody knows whether it was done", command=command, answer=answer)
+    raise DriverRetryable("no answer", command=command, answer=answer)

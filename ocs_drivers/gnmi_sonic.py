@@ -18,20 +18,20 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.gnmi_data import Path, mapping, member, path, tree
-from ocs_drivers.gnmi_session import GnmiSession, News, Notice, NotThere
+from ocs_drivers.gnmi_session import GnmiNews, GnmiNotice, GnmiSession, NotThere
 from ocs_drivers.model import (
     Action,
-    Capabilities,
-    Circuit,
     CircuitState,
     Connectivity,
     CrossConnect,
+    DeviceCircuit,
     EventKind,
-    Facts,
     PortState,
     PortStatus,
+    SwitchCapabilities,
+    SwitchFacts,
 )
 
 CONFIG, STATE, HOST = "CONFIG_DB", "STATE_DB", "localhost"
@@ -54,7 +54,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class SonicPorts:
     """How many simplex ports there are, `1A`..`NA` and `1B`..`MB`."""
 
     a_ports: int
@@ -85,11 +85,11 @@ class Sides:
         return CrossConnect(self.port(found[1]), self.port(found[2]))
 
 
-def sides_of(names: Iterable[str]) -> Sides:
+def sides_of(names: Iterable[str]) -> SonicPorts:
     """Of the ports that the device lists; ValueError unless they are numbered without gaps on both sides."""
     listed = set(names)
     strange = sorted(name for name in listed if not _PORT.fullmatch(name))
-    sides = Sides(sum(name.endswith("A") for name in listed), sum(name.endswith("B") for name in listed))
+    sides = SonicPorts(sum(name.endswith("A") for name in listed), sum(name.endswith("B") for name in listed))
     if strange or not sides.a_ports or not sides.b_ports:
         raise ValueError(f"ports must be named 1A, 2A.. and 1B, 2B.., got {', '.join(strange[:5]) or 'one side only'}")
     for name in sorted(listed):
@@ -97,7 +97,7 @@ def sides_of(names: Iterable[str]) -> Sides:
     return sides
 
 
-def circuits(sides: Sides, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> list[Circuit]:
+def circuits(sides: SonicPorts, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> list[DeviceCircuit]:
     """Of the two tables of cross-connects: what is ordered, what has come of it, or both."""
     found = []
     for key in sorted({*ordered, *shown}):
@@ -105,11 +105,11 @@ def circuits(sides: Sides, ordered: Mapping[str, Any], shown: Mapping[str, Any])
         said = {side: entry.get(side) or state.get(side) for side in ("a_side", "b_side")}
         if any(name and name not in key.split("-") for name in said.values()):
             raise ValueError(f"cross-connect {key} says that its sides are {said}")
-        found.append(Circuit(sides.cross_connect(key), _state(state)))
+        found.append(DeviceCircuit(sides.cross_connect(key), _state(state)))
     return found
 
 
-def port_states(sides: Sides, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> list[PortState]:
+def port_states(sides: SonicPorts, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> list[PortState]:
     return [
         PortState(sides.port(name), _port_status(mapping(ordered[name]), mapping(shown.get(name)))) for name in ordered
     ]
@@ -130,16 +130,16 @@ def _port_status(ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> PortSt
     return PortStatus.ENABLED if override == "normal" else PortStatus.DISABLED
 
 
-class Watch:
+class SonicPortWatch:
     """What notifications mean, given how ports were when it began. A port whose mirror moves has not changed its
     status: that is told of its circuit."""
 
-    def __init__(self, sides: Sides, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> None:
+    def __init__(self, sides: SonicPorts, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> None:
         self._sides = sides
         self._rows = {CONFIG: dict(ordered), STATE: dict(shown)}
         self._known = {state.port: state.status for state in port_states(sides, ordered, shown)}
 
-    def told(self, notice: Notice) -> list[News]:
+    def told(self, notice: GnmiNotice) -> list[GnmiNews]:
         """Servers send a row, a table of rows, or a field of one."""
         if len(notice.path) < 3:
             return []
@@ -150,14 +150,14 @@ class Watch:
         told = [tell(database, name, value) for name, value in sorted(rows.items())]
         return [news for news in told if news is not None and notice.is_change]
 
-    def _circuit(self, database: str, name: str, value: Any) -> News | None:
+    def _circuit(self, database: str, name: str, value: Any) -> GnmiNews | None:
         if database != STATE:
             return None
         words = " ".join(str(each) for field, each in sorted(mapping(value).items()) if field.endswith("status"))
         text = "is gone" if value is None else words or "has changed"
-        return News(EventKind.CIRCUIT, f"{name} {text}", cross_connect=self._sides.cross_connect(name))
+        return GnmiNews(EventKind.CIRCUIT, f"{name} {text}", cross_connect=self._sides.cross_connect(name))
 
-    def _port(self, database: str, name: str, value: Any) -> News | None:
+    def _port(self, database: str, name: str, value: Any) -> GnmiNews | None:
         rows = self._rows.setdefault(database, {})
         rows[name] = {**mapping(rows.get(name)), **mapping(value)} if value is not None else {}
         port = self._sides.port(name)
@@ -165,13 +165,13 @@ class Watch:
         if self._known.get(port) is status:
             return None
         self._known[port] = status
-        return News(EventKind.PORT, f"port {name} {status}", port=port)
+        return GnmiNews(EventKind.PORT, f"port {name} {status}", port=port)
 
 
 class Sonic:
     """The model `sonic`."""
 
-    capabilities = Capabilities(bulk=True, tuned_state=True, events=True)
+    capabilities = SwitchCapabilities(bulk=True, tuned_state=True, events=True)
 
     def __init__(self, origin: str, reconfiguration_s: float) -> None:
         self._origin = origin
@@ -179,7 +179,7 @@ class Sonic:
         self._reconfiguration_s = reconfiguration_s
         self._suffix: str | None = None  # of the tables in STATE_DB, once known
         self._software = ""
-        self._known_sides: Sides | None = None
+        self._known_sides: SonicPorts | None = None
 
     async def open(self, session: GnmiSession, models: Mapping[str, str]) -> None:
         if not self._is_origin_given:
@@ -188,10 +188,10 @@ class Sonic:
         self._suffix = None
         self._known_sides = None
 
-    async def read_facts(self, session: GnmiSession) -> Facts:
+    async def read_facts(self, session: GnmiSession) -> SwitchFacts:
         sides = await self._sides(session)
         device = mapping(member(await self._table(session, CONFIG, METADATA), HOST))
-        return Facts(
+        return SwitchFacts(
             vendor="SONiC",
             model=str(device.get("hwsku") or device.get("platform") or "unknown"),
             serial=str(device.get("chassis_serial_number") or ""),
@@ -207,7 +207,7 @@ class Sonic:
         ordered = await self._table(session, CONFIG, PORTS)
         return port_states(sides, ordered, await self._shown(session, PORTS))
 
-    async def read_circuits(self, session: GnmiSession) -> Sequence[Circuit]:
+    async def read_circuits(self, session: GnmiSession) -> Sequence[DeviceCircuit]:
         sides = await self._sides(session)
         # In this order: what leaves the first table in between is still in the second.
         ordered = await self._table(session, CONFIG, CROSS_CONNECTS)
@@ -224,21 +224,23 @@ class Sonic:
             update.append((cross_connect_path(sides.key(pair)), entry))
         await session.set(self._origin, update=update)
 
-    async def watch(self, session: GnmiSession) -> AsyncGenerator[News, None]:
+    async def watch(self, session: GnmiSession) -> AsyncGenerator[GnmiNews, None]:
         sides = await self._sides(session)
         ordered = await self._table(session, CONFIG, PORTS)
-        watch = Watch(sides, ordered, await self._shown(session, PORTS))
+        watch = SonicPortWatch(sides, ordered, await self._shown(session, PORTS))
         suffix = self._suffix or ""  # known by now, if the tables are there
         tables = [path(STATE, HOST, table + suffix) for table in (CROSS_CONNECTS, PORTS)]
         async for notice in session.subscribe([*tables, path(CONFIG, HOST, PORTS)], self._origin):
             for news in watch.told(notice):
                 yield news
 
-    async def _sides(self, session: GnmiSession) -> Sides:
+    async def _sides(self, session: GnmiSession) -> SonicPorts:
         if self._known_sides is None:
             listed = await self._table(session, CONFIG, PORTS)
             if not listed:
-                raise Permanent(f"{CONFIG} has no ports in {PORTS}: is it an OCS, and {self._origin!r} its origin?")
+                raise DriverPermanent(
+                    f"{CONFIG} has no ports in {PORTS}: is it an OCS, and {self._origin!r} its origin?"
+                )
             self._known_sides = sides_of(listed)
         return self._known_sides
 

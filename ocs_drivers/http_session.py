@@ -18,10 +18,10 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
-from ocs_drivers.base import Clock
+from ocs_drivers.base import DeviceClock
 from ocs_drivers.driver import within
-from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.options import Options
+from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
+from ocs_drivers.options import DriverOptions
 
 MAX_BODY_BYTES = 4 * 1024 * 1024  # a list of 65,535 cross-connects is half of it
 MAX_HEADER_BYTES = 8 * 1024
@@ -35,7 +35,7 @@ class Scheme(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class HttpEndpoint:
     """Where a device answers, and as whom we ask."""
 
     url: str  # without a path
@@ -45,7 +45,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DeviceResponse:
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -59,7 +59,7 @@ class Answer:
 
 
 def read_endpoint(
-    options: Options,
+    options: DriverOptions,
     *,
     address: object,
     default_ports: Mapping[str, int],
@@ -68,7 +68,7 @@ def read_endpoint(
     tls_ca_file: object,
     user: object,
     password: object,
-) -> Endpoint:
+) -> HttpEndpoint:
     """The endpoint that the options of a driver name; faults go to `options`."""
     is_scheme = options.choice("scheme", scheme, Scheme)
     host, port = options.address(address, default_ports[str(scheme)] if is_scheme else 0)
@@ -89,14 +89,14 @@ def read_endpoint(
             options.add("tls_ca_file", f"cannot be used ({error})", tls_ca_file)
     elif not verify:
         tls = False
-    return Endpoint(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", str(user), str(password), tls)
+    return HttpEndpoint(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", str(user), str(password), tls)
 
 
 class HttpSession:
     """Requests to one endpoint. With `cookies` a session cookie takes the place of the password once it is given, and
     when the device does not know it any more, the password is sent again."""
 
-    def __init__(self, endpoint: Endpoint, clock: Clock, limit_s: float, *, cookies: bool = False) -> None:
+    def __init__(self, endpoint: HttpEndpoint, clock: DeviceClock, limit_s: float, *, cookies: bool = False) -> None:
         self._endpoint = endpoint
         self._clock = clock
         self._limit_s = limit_s
@@ -134,7 +134,7 @@ class HttpSession:
         content: object = None,
         headers: Mapping[str, str] | None = None,
         is_setter: bool = False,
-    ) -> Answer:
+    ) -> DeviceResponse:
         """The answer, whatever its status. `content` goes out as JSON.
 
         Raises Retryable if nothing can have happened, OutcomeUnknown if a setter went out and no answer came back,
@@ -153,16 +153,16 @@ class HttpSession:
 
     async def _bounded(
         self, method: str, target: str, body: bytes | None, headers: Mapping[str, str], is_setter: bool
-    ) -> Answer:
+    ) -> DeviceResponse:
         command = f"{method} {target}"
         noted = SimpleNamespace(is_sent=False)
         try:
             return await within(self._clock, self._limit_s, self._exchange(method, target, body, headers, noted))
         except aiohttp.ClientConnectorCertificateError as error:
             wrong = f"its certificate is not trusted ({error.certificate_error}): set tls_ca_file"
-            raise Permanent(wrong, command=command) from None
+            raise DriverPermanent(wrong, command=command) from None
         except aiohttp.ClientConnectorSSLError as error:
-            raise Permanent(f"no TLS session comes about ({error})", command=command) from None
+            raise DriverPermanent(f"no TLS session comes about ({error})", command=command) from None
         except _TooLong:
             wrong = f"its answer is longer than {MAX_BODY_BYTES} bytes"
         except TimeoutError as error:
@@ -171,16 +171,16 @@ class HttpSession:
             is_http = not isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError | ValueError)
             wrong = f"{'the connection failed' if is_http else 'its answer is not HTTP'} ({_said(error)})"
             if not is_http and not is_setter:
-                raise Permanent(wrong, command=command) from None
+                raise DriverPermanent(wrong, command=command) from None
         if is_setter and noted.is_sent:
-            raise OutcomeUnknown(wrong, command=command)
-        raise Retryable(wrong, command=command)
+            raise DriverOutcomeUnknown(wrong, command=command)
+        raise DriverRetryable(wrong, command=command)
 
     async def _exchange(
         self, method: str, target: str, body: bytes | None, headers: Mapping[str, str], noted: SimpleNamespace
-    ) -> Answer:
+    ) -> DeviceResponse:
         if self._client is None:
-            raise Retryable("the session is closed")
+            raise DriverRetryable("the session is closed")
         sent = {**headers, **({"Cookie": self._cookie} if self._cookie else self._authorization())}
         url = URL(self._endpoint.url + target, encoded=True)
         async with self._client.request(
@@ -191,7 +191,7 @@ class HttpSession:
                 received += chunk
                 if len(received) > MAX_BODY_BYTES:
                     raise _TooLong
-            return Answer(response.status, dict(response.headers), bytes(received))
+            return DeviceResponse(response.status, dict(response.headers), bytes(received))
 
     def _authorization(self) -> dict[str, str]:
         if not self._endpoint.user:
@@ -212,31 +212,31 @@ def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def check_status(answer: Answer, command: str, is_setter: bool, words: str = "") -> None:
+def check_status(answer: DeviceResponse, command: str, is_setter: bool, words: str = "") -> None:
     """Raises what a status other than 2xx means; `words` are the device's own, found in the body."""
     words = words or answer.words
     match answer.status:
         case status if 200 <= status < 300:
             return
         case 401:
-            raise Permanent("not let in: check user and password", command=command, answer=words)
+            raise DriverPermanent("not let in: check user and password", command=command, answer=words)
         case 403:
-            raise Permanent("the user may not do that", command=command, answer=words)
+            raise DriverPermanent("the user may not do that", command=command, answer=words)
         case status if 300 <= status < 400:
             to = answer.headers.get("Location", "nowhere")[:SHOWN_CHARACTERS]
             wrong = f"it redirects to {to!r}, which is not followed: set address and scheme to what answers itself"
-            raise Permanent(wrong, command=command, answer=words)
+            raise DriverPermanent(wrong, command=command, answer=words)
         case 429:
-            raise Retryable("too many requests", after_s=_after_s(answer), command=command, answer=words)
+            raise DriverRetryable("too many requests", after_s=_after_s(answer), command=command, answer=words)
         case status if (status < 500 and status != 408) or status == 501:
-            raise Permanent("refused", command=command, answer=words)
+            raise DriverPermanent("refused", command=command, answer=words)
         case _ if is_setter:
-            raise OutcomeUnknown("it failed while it carried this out", command=command, answer=words)
+            raise DriverOutcomeUnknown("it failed while it carried this out", command=command, answer=words)
         case _:
-            raise Retryable("it cannot answer now", after_s=_after_s(answer), command=command, answer=words)
+            raise DriverRetryable("it cannot answer now", after_s=_after_s(answer), command=command, answer=words)
 
 
-def _after_s(answer: Answer) -> float:
+def _after_s(answer: DeviceResponse) -> float:
     text = answer.headers.get("Retry-After", "")
     return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdecimal() and len(text) < 6 else 1.0
 
@@ -254,7 +254,7 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON value")
 
 
-def nonsense(error: ValueError, answer: Answer, command: str, is_setter: bool) -> DriverError:
+def nonsense(error: ValueError, answer: DeviceResponse, command: str, is_setter: bool) -> DriverError:
     """What to raise where an answer makes no sense: after a setter nobody knows."""
-    kind = OutcomeUnknown if is_setter else Permanent
+    kind = DriverOutcomeUnknown if is_setter else DriverPermanent
     return kind(f"it answered nonsense: {error}", command=command, answer=answer.words)

@@ -1,7 +1,7 @@
 """The vocabulary of optical circuit switches: ports, cross-connects, changes and their results. Frozen values.
 
 Ports are numbered as the device numbers them. An `ingress_egress` device may use one number on both sides (Calient) or
-number the egress side after the ingress side (Polatis); both are the two ranges of `Facts`.
+number the egress side after the ingress side (Polatis); both are the two ranges of `SwitchFacts`.
 """
 
 import hashlib
@@ -85,7 +85,7 @@ MOST_PORTS = 99_999  # of one side: what states more is no switch
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SwitchFacts:
     """What a device is. `reconfiguration_s` is what the vendor states for moving one circuit."""
 
     vendor: str
@@ -128,7 +128,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
+class SwitchCapabilities:
     """What a driver and its device can do. What is not declared is not promised; what is declared is tested."""
 
     bulk: bool = False  # one command carries many cross-connects
@@ -147,7 +147,7 @@ class PortState:
 
 
 @dataclass(frozen=True, slots=True)
-class Circuit:
+class DeviceCircuit:
     """A cross-connect as the device reports it."""
 
     cross_connect: CrossConnect
@@ -180,11 +180,11 @@ def utc(at_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class CrossConnectReading:
     """All cross-connects of a device at one instant, sorted. The revision moves whenever the set of them does, whoever
     moved it; a device without revisions of its own is given the fingerprint of the set."""
 
-    circuits: tuple[Circuit, ...]
+    circuits: tuple[DeviceCircuit, ...]
     revision: int
     unconfirmed: Unconfirmed | None = None
 
@@ -205,7 +205,7 @@ def fingerprint(cross_connects: Iterable[CrossConnect]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class CircuitChange:
     """What somebody wants: these circuits up, those down. The rest of the device is none of its business."""
 
     connect: tuple[CrossConnect, ...] = ()
@@ -213,7 +213,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Diff:
+class CircuitDiff:
     """What a change comes to on a device in the state `before`. Removals come down before additions go up."""
 
     mode: ChangeMode
@@ -233,7 +233,7 @@ class Diff:
 
 
 @dataclass(frozen=True, slots=True)
-class ItemResult:
+class CrossConnectResult:
     """What became of one addition or removal. Times are seconds since the commit began; None: not reached, or unknown.
 
     "Accepted" is not "light passes": commanded (the device took the command), tuned (the device shows it in place),
@@ -253,7 +253,7 @@ class ItemResult:
 class CommitResult:
     """Read back from the device, never inferred from an acknowledgement."""
 
-    items: tuple[ItemResult, ...]
+    items: tuple[CrossConnectResult, ...]
     revision: int  # of the device afterwards
     commands_sent: int
     revert_at_s: float | None = None  # by the driver's clock, unless confirmed before; None: nothing to be confirmed
@@ -281,7 +281,7 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SwitchEvent:
     at_s: float  # by the driver's clock, seconds since the Unix epoch
     kind: EventKind
     text: str

@@ -23,12 +23,21 @@ from ncclient.transport.errors import AuthenticationError, SSHUnknownHostError
 
 from ocs_drivers import netconf_xml as xml
 from ocs_drivers import polatis_yang as yang
-from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.base import DeviceClock, SystemClock
 from ocs_drivers.driver import SwitchDriver
-from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.model import Action, BootBehaviour, Capabilities, Circuit, CrossConnect, Event, Facts, PortState
-from ocs_drivers.netconf_session import Login, NetconfSession
-from ocs_drivers.options import Options
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
+from ocs_drivers.model import (
+    Action,
+    BootBehaviour,
+    CrossConnect,
+    DeviceCircuit,
+    PortState,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
+)
+from ocs_drivers.netconf_session import NetconfLogin, NetconfSession
+from ocs_drivers.options import DriverOptions
 from ocs_drivers.settling import Settling
 
 T = TypeVar("T")
@@ -38,7 +47,7 @@ DEFAULT_PORT = 830
 BUSY_TAGS = frozenset({"lock-denied", "in-use", "resource-denied"})
 
 
-class Refused(Exception):
+class RpcRefused(Exception):
     """The device answered with <rpc-error>."""
 
     def __init__(self, errors: Sequence[Any]) -> None:
@@ -47,7 +56,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class NetconfSettings:
     """What the device does not tell."""
 
     revision: str = ""  # of optical-switch; "": as announced
@@ -59,8 +68,10 @@ class Settings:
 class NetconfWire:
     """The `base.Wire` of one switch."""
 
-    def __init__(self, new_session: Callable[[], NetconfSession], settings: Settings, clock: Clock) -> None:
-        self.capabilities = Capabilities(bulk=True, port_power=settings.power)
+    def __init__(
+        self, new_session: Callable[[], NetconfSession], settings: NetconfSettings, clock: DeviceClock
+    ) -> None:
+        self.capabilities = SwitchCapabilities(bulk=True, port_power=settings.power)
         self._new_session = new_session
         self._settings = settings
         self._settling = Settling(clock, settings.reconfiguration_s)
@@ -77,11 +88,11 @@ class NetconfWire:
             self._revision = self._settings.revision or told or ""
             if not self._revision:
                 what = "the revision of module" if told == "" else "module"
-                raise Permanent(
+                raise DriverPermanent(
                     f"the device does not announce {what} {yang.MODULE}: set option revision, as 2018-03-22",
                     answer=" ".join(sorted(self._announced)),
                 )
-        except Permanent:
+        except DriverPermanent:
             await self.close()
             raise
 
@@ -90,7 +101,7 @@ class NetconfWire:
         if session is not None:
             await session.close()
 
-    async def read_facts(self) -> Facts:
+    async def read_facts(self) -> SwitchFacts:
         filters = [xml.PRODUCT_FILTER, xml.ports_filter(self._revision, "port-id")]
         if xml.module_revision(self._announced, yang.POLATIS_NAMESPACE, yang.POLATIS_MODULE) is not None:
             filters.append(xml.STARTUP_FILTER)
@@ -98,7 +109,7 @@ class NetconfWire:
         told = _sense(lambda: xml.product(data))
         ports = _sense(lambda: xml.port_numbers(data, self._revision))
         sides = yang.sides(told["model-name"], ports, self._settings.size or None)
-        return Facts(
+        return SwitchFacts(
             vendor=told["manufacturer"] or "Polatis",
             model=told["model-name"] or "unknown",
             serial=told["serial-number"],
@@ -119,7 +130,7 @@ class NetconfWire:
         data = await self._get(filters)
         return _sense(lambda: xml.port_states(data, self._revision, with_power=with_power))
 
-    async def read_circuits(self) -> Sequence[Circuit]:
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
         moving = self._settling.moving()
         data = await self._read(lambda manager: manager.get_config("running", filter=[xml.CROSS_CONNECTS_FILTER]))
         listed = _sense(lambda: xml.cross_connects(data, self._revision))
@@ -137,14 +148,14 @@ class NetconfWire:
         listed = (self._as_listed.get(frozenset((pair.ingress_port, pair.egress_port)), pair) for pair in pairs)
         await self._set(Action.REMOVE, tuple(listed))
 
-    def events(self) -> AsyncGenerator[Event, None]:
-        raise Permanent("the notifications of this device do not tell of cross-connects")
+    def events(self) -> AsyncGenerator[SwitchEvent, None]:
+        raise DriverPermanent("the notifications of this device do not tell of cross-connects")
 
     async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         config = xml.edit(self._revision, action, pairs)
         is_direct = self._can("writable-running:1.0")
         if not is_direct and not self._can("candidate:1.0"):
-            raise Permanent("the device announces neither :writable-running nor :candidate: it cannot be changed")
+            raise DriverPermanent("the device announces neither :writable-running nor :candidate: it cannot be changed")
         how = {"default_operation": "none"}
         if self._can("rollback-on-error:1.0"):
             how["error_option"] = "rollback-on-error"
@@ -167,19 +178,19 @@ class NetconfWire:
         """The <data> of the reply."""
         data = await _translated("read", self._live().ask(lambda manager: _checked(request(manager)).data_ele))
         if data is None:
-            raise Permanent("the answer has no <data>")
+            raise DriverPermanent("the answer has no <data>")
         return data
 
     def _live(self) -> NetconfSession:
         if self._session is None:
-            raise Retryable("there is no session", after_s=0.0)
+            raise DriverRetryable("there is no session", after_s=0.0)
         return self._session
 
 
 def _checked(reply: Any) -> Any:
     """The reply, unless it has an <rpc-error> that is more than a warning."""
     if errors := [error for error in reply.errors if error.severity != "warning"]:
-        raise Refused(errors)
+        raise RpcRefused(errors)
     return reply
 
 
@@ -191,7 +202,7 @@ def _edit_candidate(manager: Any, config: str, how: dict[str, str]) -> None:
         _checked(manager.discard_changes())
         _checked(manager.edit_config(config, target="candidate", **how))
         _checked(manager.commit())
-    except Refused:
+    except RpcRefused:
         _checked(manager.discard_changes())
         raise
     finally:
@@ -202,19 +213,25 @@ async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = Fal
     """The work's result, or its error as one of ours."""
     try:
         return await work
-    except Refused as error:
-        kind: type[Retryable] | type[Permanent] = Retryable if error.is_busy else Permanent
+    except RpcRefused as error:
+        kind: type[DriverRetryable] | type[DriverPermanent] = DriverRetryable if error.is_busy else DriverPermanent
         raise kind("refused", command=command, answer=str(error)) from None
     except AuthenticationError as error:
-        raise Permanent("not let in: check user, password and key_file", command=command, answer=str(error)) from None
+        raise DriverPermanent(
+            "not let in: check user, password and key_file", command=command, answer=str(error)
+        ) from None
     except SSHUnknownHostError as error:
         wrong = f"its host key is not the one that is known: give host_key, or put it into known_hosts ({error})"
-        raise Permanent(wrong, command=command) from None
+        raise DriverPermanent(wrong, command=command) from None
     except (SyntaxError, ValueError) as error:  # the former: of XML
-        nonsense: type[Permanent] | type[OutcomeUnknown] = OutcomeUnknown if is_setter else Permanent
+        nonsense: type[DriverPermanent] | type[DriverOutcomeUnknown] = (
+            DriverOutcomeUnknown if is_setter else DriverPermanent
+        )
         raise nonsense(f"the answer makes no sense: {error}", command=command) from None
     except (NCClientError, paramiko.SSHException, OSError, EOFError) as error:
-        broken: type[Retryable] | type[OutcomeUnknown] = OutcomeUnknown if is_setter else Retryable
+        broken: type[DriverRetryable] | type[DriverOutcomeUnknown] = (
+            DriverOutcomeUnknown if is_setter else DriverRetryable
+        )
         raise broken(f"the session broke: {error or type(error).__name__}", command=command) from None
 
 
@@ -222,7 +239,7 @@ def _sense(read: Callable[[], T]) -> T:
     try:
         return read()
     except ValueError as error:
-        raise Permanent(f"the answer makes no sense: {error}") from None
+        raise DriverPermanent(f"the answer makes no sense: {error}") from None
 
 
 def _words(error: Any) -> str:
@@ -245,7 +262,7 @@ class NetconfSwitch(SwitchDriver):
         device: str,
         *,
         address: str,
-        clock: Clock | None = None,
+        clock: DeviceClock | None = None,
         user: str = "admin",
         password: str = "",
         key_file: str = "",
@@ -261,7 +278,7 @@ class NetconfSwitch(SwitchDriver):
         tune_timeout_s: float | None = None,
         link_timeout_s: float = 2.0,
     ) -> None:
-        options = Options(device)
+        options = DriverOptions(device)
         host, port = options.address(address, DEFAULT_PORT)
         options.text("user", user)
         for name, text in (("password", password), ("key_file", key_file), ("known_hosts", known_hosts)):
@@ -280,8 +297,8 @@ class NetconfSwitch(SwitchDriver):
         options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
         limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
         options.check()
-        login = Login(host, port, user, password, key_file, known_hosts, host_key, verify_host_key)
-        settings = Settings(revision, size, reconfiguration_s, power)
+        login = NetconfLogin(host, port, user, password, key_file, known_hosts, host_key, verify_host_key)
+        settings = NetconfSettings(revision, size, reconfiguration_s, power)
         clock = clock or SystemClock()
         # The driver's own limit comes first; that of the thread is for what nobody is left to cut.
         wire = NetconfWire(lambda: NetconfSession(login, 2 * limits.command_s), settings, clock)

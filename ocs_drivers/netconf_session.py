@@ -25,7 +25,7 @@ POLITE_S = 1.0  # how long a device may take to answer <close-session>
 
 
 @dataclass(frozen=True, slots=True)
-class Login:
+class NetconfLogin:
     """Where a device is, who we are, and how it proves who it is: `host_key` (base64) or else `known_hosts` (a file, by
     default the user's own)."""
 
@@ -65,7 +65,7 @@ class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed
 class NetconfSession:
     """`limit_s` bounds each wait of the thread, should nobody cut its connection before."""
 
-    def __init__(self, login: Login, limit_s: float) -> None:
+    def __init__(self, login: NetconfLogin, limit_s: float) -> None:
         self._login = login
         self._limit_s = limit_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"netconf-{login.host}")

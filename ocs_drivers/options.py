@@ -3,11 +3,11 @@
 import math
 from enum import StrEnum
 
-from ocs_drivers.driver import Limits
+from ocs_drivers.driver import DriverTimeouts
 from ocs_drivers.errors import InvalidOptions
 
 
-class Options:
+class DriverOptions:
     """Collects faults while a driver's constructor looks at its arguments; `check` raises them. Values may be of any
     type: they come from a configuration file."""
 
@@ -70,7 +70,7 @@ class Options:
 
     def limits(
         self, command_timeout_s: float, lock_timeout_s: float, tune_timeout_s: float | None, link_timeout_s: float
-    ) -> Limits:
+    ) -> DriverTimeouts:
         """What every driver lets its users set; the defaults where it is wrong."""
         times = {
             "command_timeout_s": command_timeout_s,
@@ -83,8 +83,8 @@ class Options:
         for name, value in times.items():
             self.seconds(name, value)
         if len(self.faults) > before:
-            return Limits()
-        return Limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
+            return DriverTimeouts()
+        return DriverTimeouts(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
 
     def check(self) -> None:
         """Raises InvalidOptions if anything was wrong."""

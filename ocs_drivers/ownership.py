@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ocs_drivers.diff import occupants
-from ocs_drivers.model import Circuit, CrossConnect, Facts
+from ocs_drivers.model import CrossConnect, DeviceCircuit, SwitchFacts
 
 
 class Ownership:
@@ -22,7 +22,7 @@ class Ownership:
         """Taken down, or never came about."""
         self._ours.difference_update(pairs)
 
-    def marked(self, facts: Facts, circuits: Iterable[Circuit]) -> tuple[Circuit, ...]:
+    def marked(self, facts: SwitchFacts, circuits: Iterable[DeviceCircuit]) -> tuple[DeviceCircuit, ...]:
         """The circuits of a reading, sorted and each with whose it is."""
         shown = sorted(circuits, key=lambda circuit: circuit.cross_connect)
         holders = occupants(facts, (circuit.cross_connect for circuit in shown))

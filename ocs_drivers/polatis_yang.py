@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import BootBehaviour, Connectivity, PortStatus
 
 MODULE = "optical-switch"
@@ -46,7 +46,7 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class PolatisPorts:
     """The ports of a switch: two sides, or one range whose ports may all meet (given twice)."""
 
     connectivity: Connectivity
@@ -68,21 +68,21 @@ def is_revision(text: str) -> bool:
     return _DATE.fullmatch(text) is not None
 
 
-def parse_size(text: str) -> Sides | None:
+def parse_size(text: str) -> PolatisPorts | None:
     """Sides of a size as in model names, `24x24` or `576xCC`, wherever in the text it stands; None: there is none."""
     found = _SIZE.search(text)
     if found is None:
         return None
     first = int(found[1])
     if found[2].upper() == "CC":
-        return Sides(Connectivity.ANY_TO_ANY, range(1, first + 1), range(1, first + 1)) if first > 1 else None
+        return PolatisPorts(Connectivity.ANY_TO_ANY, range(1, first + 1), range(1, first + 1)) if first > 1 else None
     second = int(found[2])
     if not first or not second:
         return None
-    return Sides(Connectivity.INGRESS_EGRESS, range(1, first + 1), range(first + 1, first + second + 1))
+    return PolatisPorts(Connectivity.INGRESS_EGRESS, range(1, first + 1), range(first + 1, first + second + 1))
 
 
-def sides(model_name: str, ports: Collection[int], size: str | None = None) -> Sides:
+def sides(model_name: str, ports: Collection[int], size: str | None = None) -> PolatisPorts:
     """Which of the ports are ingress and which egress: by the user's `size` if given, or by the model name.
 
     Raises Permanent where that does not fit the ports that the switch lists.
@@ -90,12 +90,12 @@ def sides(model_name: str, ports: Collection[int], size: str | None = None) -> S
     found = parse_size(model_name if size is None else size)
     source = f"the model name {model_name!r}" if size is None else f"option size, {size!r}"
     if found is None:
-        raise Permanent(
+        raise DriverPermanent(
             f"{source} does not tell ingress from egress ports: set option size, as 16x16, or 32xCC for any-to-any"
         )
     expected = {*found.ingress_ports, *found.egress_ports}
     if expected != set(ports):
-        raise Permanent(
+        raise DriverPermanent(
             f"{source} means ports {min(expected)}..{max(expected)}, but the switch lists {_shown(ports)}: "
             "set option size, as 16x16, or 32xCC for any-to-any"
         )

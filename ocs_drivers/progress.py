@@ -3,15 +3,15 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ocs_drivers.diff import Steps
-from ocs_drivers.model import Action, Circuit, CircuitState, CrossConnect, ItemResult, Reading
+from ocs_drivers.diff import CommandSteps
+from ocs_drivers.model import Action, CircuitState, CrossConnect, CrossConnectReading, CrossConnectResult, DeviceCircuit
 
 
 @dataclass
-class Progress:
+class CommitProgress:
     """Times are seconds since the commit began."""
 
-    steps: Steps  # what has to be sent
+    steps: CommandSteps  # what has to be sent
     started_s: float
     watched: list[CrossConnect] = field(default_factory=list)  # sent, or on their way already
     commands_sent: int = 0
@@ -44,7 +44,7 @@ class Progress:
     def went_wrong(self, pairs: Iterable[CrossConnect], words: str) -> None:
         self._words.update(dict.fromkeys(pairs, words))
 
-    def note(self, reading: Reading, now_s: float) -> tuple[bool, bool]:
+    def note(self, reading: CrossConnectReading, now_s: float) -> tuple[bool, bool]:
         """Write down what has come into place. Whether something is still waited for, and whether something is in
         place without light."""
         seen = {circuit.cross_connect: circuit for circuit in reading.circuits}
@@ -69,7 +69,7 @@ class Progress:
         refused = (pair for pair in self.steps.add if pair not in self._commanded_s)
         return frozenset((*self.steps.remove, *refused)).difference(seen)
 
-    def result(self, action: Action, pair: CrossConnect, circuit: Circuit | None) -> ItemResult:
+    def result(self, action: Action, pair: CrossConnect, circuit: DeviceCircuit | None) -> CrossConnectResult:
         """What became of one item that the device now shows as `circuit`; None: not at all."""
         if action is Action.REMOVE:
             done, shown = circuit is None, "the device still shows it"
@@ -77,8 +77,8 @@ class Progress:
             done = circuit is not None and circuit.state is CircuitState.TUNED
             shown = "the device does not show it" if circuit is None else f"the device shows it as {circuit.state}"
         if pair not in self._all:
-            return ItemResult(pair, action, done, "was so already" if done else shown)
-        return ItemResult(
+            return CrossConnectResult(pair, action, done, "was so already" if done else shown)
+        return CrossConnectResult(
             pair,
             action,
             done,
@@ -88,7 +88,7 @@ class Progress:
             self._link_up_s.get(pair),
         )
 
-    def _note_circuit(self, circuit: Circuit, at_s: float) -> bool:
+    def _note_circuit(self, circuit: DeviceCircuit, at_s: float) -> bool:
         """Whether the circuit is in place without light."""
         if circuit.state is not CircuitState.TUNED:
             return False
@@ -97,7 +97,7 @@ class Progress:
             self._link_up_s.setdefault(circuit.cross_connect, at_s)
         return circuit.link_up is False
 
-    def _detail(self, pair: CrossConnect, circuit: Circuit | None) -> str:
+    def _detail(self, pair: CrossConnect, circuit: DeviceCircuit | None) -> str:
         is_dark = circuit is not None and circuit.link_up is False
         parts = (self._words.get(pair), "in place, but no light arrives" if is_dark else None)
         return "; ".join(part for part in parts if part)

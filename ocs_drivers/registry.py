@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from ocs_drivers.base import Clock, OcsDriver, SystemClock
+from ocs_drivers.base import DeviceClock, OcsDriver, SystemClock
 from ocs_drivers.errors import InvalidOptions
 
 ENTRY_POINT_GROUP = "orchestrrl.ocs_drivers"
 
 
 def make_driver(
-    name: str, device: str, options: Mapping[str, Any] | None = None, clock: Clock | None = None
+    name: str, device: str, options: Mapping[str, Any] | None = None, clock: DeviceClock | None = None
 ) -> OcsDriver:
     """A driver `name` for the device that will go by the name `device`; opens nothing.
 

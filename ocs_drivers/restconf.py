@@ -30,11 +30,11 @@ from typing import TypeVar
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers import restconf_json as parse
-from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.base import DeviceClock, SystemClock
 from ocs_drivers.driver import SwitchDriver
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.http_session import (
-    Answer,
+    DeviceResponse,
     HttpSession,
     Scheme,
     check_status,
@@ -42,8 +42,17 @@ from ocs_drivers.http_session import (
     parse_json,
     read_endpoint,
 )
-from ocs_drivers.model import Action, BootBehaviour, Capabilities, Circuit, CrossConnect, Event, Facts, PortState
-from ocs_drivers.options import Options
+from ocs_drivers.model import (
+    Action,
+    BootBehaviour,
+    CrossConnect,
+    DeviceCircuit,
+    PortState,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
+)
+from ocs_drivers.options import DriverOptions
 from ocs_drivers.settling import Settling
 
 T = TypeVar("T")
@@ -72,7 +81,7 @@ class RestconfWire:
     def __init__(
         self,
         session: HttpSession,
-        clock: Clock,
+        clock: DeviceClock,
         *,
         root: str,
         size: str | None,
@@ -104,14 +113,16 @@ class RestconfWire:
     async def close(self) -> None:
         await self._session.close()
 
-    async def read_facts(self) -> Facts:
+    async def read_facts(self) -> SwitchFacts:
         path = f"/data/{yang.MODULE}:product-information"
         information = await self._read(path, parse.information)
         if information is None:
-            raise Permanent(f"there is no {yang.MODULE} model at {self._root}: set option root", command=f"GET {path}")
+            raise DriverPermanent(
+                f"there is no {yang.MODULE} model at {self._root}: set option root", command=f"GET {path}"
+            )
         ports = await self._read_statuses()
         sides = yang.sides(information.model_name, [port.port for port in ports], self._size)
-        return Facts(
+        return SwitchFacts(
             vendor=information.manufacturer or "Polatis",
             model=information.model_name or "unknown",
             serial=information.serial_number,
@@ -133,7 +144,7 @@ class RestconfWire:
             measured |= await self._read(f"/data/{yang.MODULE}:opm-power", parse.powers) or {}
         return [replace(port, power_dbm=measured.get(port.port)) for port in ports]
 
-    async def read_circuits(self) -> Sequence[Circuit]:
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
         moving = self._settling.moving()
         listed = await self._read(COLLECTION, parse.cross_connects) or []
         self._keys = {}
@@ -166,12 +177,12 @@ class RestconfWire:
         for pair in pairs:
             await self._set("DELETE", f"{COLLECTION}/{self._list_name}={self._key(pair)}")
 
-    def events(self) -> AsyncGenerator[Event, None]:
-        raise Permanent("this driver reports no events")
+    def events(self) -> AsyncGenerator[SwitchEvent, None]:
+        raise DriverPermanent("this driver reports no events")
 
     def _go(self, way: ChangeWith) -> None:
         self._way = way
-        self.capabilities = Capabilities(
+        self.capabilities = SwitchCapabilities(
             bulk=way is not ChangeWith.SINGLE,
             port_power=self._power,
             removes_one_by_one=way is ChangeWith.PATCH,
@@ -229,7 +240,7 @@ def _entry(pair: CrossConnect) -> dict[str, int]:
     return {"ingress": pair.ingress_port, "egress": pair.egress_port}
 
 
-def _errors(answer: Answer) -> str:
+def _errors(answer: DeviceResponse) -> str:
     """The device's words in an `ietf-restconf:errors` body; "" where there is none."""
     try:
         return parse.errors(parse_json(answer.body))
@@ -250,7 +261,7 @@ class RestconfSwitch(SwitchDriver):
         self,
         device: str,
         *,
-        clock: Clock | None = None,
+        clock: DeviceClock | None = None,
         address: str,
         scheme: str = Scheme.HTTP,
         tls_verify: bool = True,
@@ -268,7 +279,7 @@ class RestconfSwitch(SwitchDriver):
         tune_timeout_s: float | None = None,
         link_timeout_s: float = 2.0,
     ) -> None:
-        options = Options(device)
+        options = DriverOptions(device)
         endpoint = read_endpoint(
             options,
             address=address,
@@ -305,7 +316,7 @@ class RestconfSwitch(SwitchDriver):
         )
         super().__init__(device, wire, clock=clock, limits=replace(limits, command_s=REQUESTS * limits.command_s))
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> SwitchCapabilities:
         """Whether there is a bulk command is known once the switch has been asked."""
         await self.facts()
         return await super().capabilities()

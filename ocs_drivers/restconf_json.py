@@ -14,7 +14,7 @@ YANG_PATCH = "urn:ietf:params:restconf:capability:yang-patch:1.0"
 
 
 @dataclass(frozen=True, slots=True)
-class Information:
+class PolatisInformation:
     """Container `product-information`; "" for what is not told."""
 
     manufacturer: str
@@ -23,10 +23,10 @@ class Information:
     software_version: str
 
 
-def information(body: object) -> Information:
+def information(body: object) -> PolatisInformation:
     container = _member(body, "product-information")
     leaves = ("manufacturer", "serial-number", "model-name", "software-version")
-    return Information(*(_text(container.get(leaf, ""), leaf) for leaf in leaves))
+    return PolatisInformation(*(_text(container.get(leaf, ""), leaf) for leaf in leaves))
 
 
 def cross_connects(body: object) -> list[CrossConnect]:

@@ -33,23 +33,23 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from ocs_drivers import scpi_text as text
-from ocs_drivers.base import Clock, SystemClock
+from ocs_drivers.base import DeviceClock, SystemClock
 from ocs_drivers.driver import SwitchDriver, within
-from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable, reason_of
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable, reason_of
 from ocs_drivers.model import (
     Action,
     BootBehaviour,
-    Capabilities,
-    Circuit,
     CircuitState,
     Connectivity,
     CrossConnect,
-    Event,
-    Facts,
+    DeviceCircuit,
     PortState,
     PortStatus,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
 )
-from ocs_drivers.options import Options
+from ocs_drivers.options import DriverOptions
 from ocs_drivers.settling import Settling
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ LONGEST_ANSWER_BYTES = 1 << 20
 SHOWN_CHARS = 200  # of a line, in an error
 
 
-class Profile(StrEnum):
+class ScpiProfile(StrEnum):
     POLATIS = "polatis"
     DICON = "dicon"
 
@@ -71,7 +71,7 @@ class LineEnd(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ScpiDialect:
     """What the makers do differently."""
 
     error_query: str
@@ -80,18 +80,18 @@ class Dialect:
 
 DIALECTS = {
     # Nobody states how many errors a Polatis keeps: so many that an end is certain.
-    Profile.POLATIS: Dialect(":syst:err?", 1024),
-    Profile.DICON: Dialect(":SYSTem:ERRor?", 8),
+    ScpiProfile.POLATIS: ScpiDialect(":syst:err?", 1024),
+    ScpiProfile.DICON: ScpiDialect(":SYSTem:ERRor?", 8),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ScpiSetup:
     """What the user says of a device; ports None: ask it."""
 
     host: str
     port: int
-    dialect: Dialect
+    dialect: ScpiDialect
     reconfiguration_s: float
     boot: BootBehaviour
     ports: tuple[range, range] | None
@@ -105,9 +105,9 @@ class Setup:
 class ScpiWire:
     """One session: the `base.Wire` of SCPI."""
 
-    capabilities = Capabilities(bulk=True)
+    capabilities = SwitchCapabilities(bulk=True)
 
-    def __init__(self, setup: Setup, clock: Clock) -> None:
+    def __init__(self, setup: ScpiSetup, clock: DeviceClock) -> None:
         self._setup = setup
         self._clock = clock
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -119,7 +119,7 @@ class ScpiWire:
         try:
             self._streams = await asyncio.open_connection(host, port, limit=LONGEST_ANSWER_BYTES)
         except OSError as error:
-            raise Retryable(f"cannot connect to {host}:{port}: {reason_of(error)}") from error
+            raise DriverRetryable(f"cannot connect to {host}:{port}: {reason_of(error)}") from error
 
     async def close(self) -> None:
         if self._streams is None:
@@ -129,17 +129,17 @@ class ScpiWire:
         with suppress(OSError):
             await writer.wait_closed()
 
-    async def read_facts(self) -> Facts:
+    async def read_facts(self) -> SwitchFacts:
         vendor, model, serial, software = await self._ask(text.IDENTITY, text.read_identity)
         ingress, egress = await self._sides()
         connectivity, reconfiguration_s = Connectivity.INGRESS_EGRESS, self._setup.reconfiguration_s
         boot = self._setup.boot
-        return Facts(vendor, model, serial, software, connectivity, ingress, egress, reconfiguration_s, boot)
+        return SwitchFacts(vendor, model, serial, software, connectivity, ingress, egress, reconfiguration_s, boot)
 
     async def read_ports(self) -> Sequence[PortState]:
         return await self._states(sorted({port for side in await self._sides() for port in side}))
 
-    async def read_circuits(self) -> Sequence[Circuit]:
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
         if self._unclear_since_s is not None:
             pause_s = self._unclear_since_s + self._setup.unclear_s - self._clock.now_s()
             await self._clock.sleep(max(0.0, pause_s))
@@ -159,8 +159,8 @@ class ScpiWire:
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
         await self._set(Action.REMOVE, pairs)
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        raise Permanent("this device reports no events", command="watch")
+    async def events(self) -> AsyncGenerator[SwitchEvent, None]:
+        raise DriverPermanent("this device reports no events", command="watch")
         yield  # an async generator, as the contract has it
 
     async def _sides(self) -> tuple[range, range]:
@@ -192,10 +192,10 @@ class ScpiWire:
             # What is in the queue already is another's, or an alarm's: it would be taken for this setter's.
             await self._send(text.CLEAR_ERRORS, line, self._setup.dialect.error_query)
             complaints = await self._complaints()
-        except Retryable as error:
-            raise OutcomeUnknown(error.message, command=_short(line), answer=error.answer) from error
+        except DriverRetryable as error:
+            raise DriverOutcomeUnknown(error.message, command=_short(line), answer=error.answer) from error
         if complaints:
-            raise Permanent("refused", command=_short(line), answer=_told(complaints))
+            raise DriverPermanent("refused", command=_short(line), answer=_told(complaints))
 
     async def _ask(self, query: str, understand: Callable[[str], T]) -> T:
         """What the device says to a query. SCPI leaves a query that it does not know without an answer, and the reason
@@ -208,8 +208,8 @@ class ScpiWire:
             if complaints := await self._complaints():
                 await self.close()  # an answer that comes yet must not be taken for that to the next question
                 answer = _told(complaints)
-                raise Permanent("the query was refused", command=_short(query), answer=answer) from None
-            raise Retryable(str(error), command=_short(query)) from None
+                raise DriverPermanent("the query was refused", command=_short(query), answer=answer) from None
+            raise DriverRetryable(str(error), command=_short(query)) from None
         try:
             return understand(line)
         except ValueError as error:
@@ -218,26 +218,26 @@ class ScpiWire:
     async def _misunderstood(self, query: str, line: str, error: ValueError) -> NoReturn:
         await self.close()  # who knows which question this was an answer to
         wrong = f"an answer that makes no sense: {error}"
-        raise Permanent(wrong, command=_short(query), answer=_short(line)) from error
+        raise DriverPermanent(wrong, command=_short(query), answer=_short(line)) from error
 
-    async def _complaints(self) -> list[text.Complaint]:
+    async def _complaints(self) -> list[text.ErrorQueueEntry]:
         """The error queue, its query having been sent, read to its end."""
-        complaints: list[text.Complaint] = []
+        complaints: list[text.ErrorQueueEntry] = []
         for _ in range(self._setup.dialect.error_queue + 1):
             line = await self._line()
             try:
                 complaint = text.read_complaint(line)
             except ValueError as error:
-                raise Retryable(f"an answer that makes no sense: {error}", answer=_short(line)) from error
+                raise DriverRetryable(f"an answer that makes no sense: {error}", answer=_short(line)) from error
             if complaint.code == 0:
                 return complaints
             complaints.append(complaint)
             await self._send(self._setup.dialect.error_query)
-        raise Retryable("the error queue has no end", answer=_told(complaints[-1:]))
+        raise DriverRetryable("the error queue has no end", answer=_told(complaints[-1:]))
 
     def _session(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._streams is None or self._streams[0].at_eof():
-            raise Retryable("the device has closed the session", after_s=0.0)
+            raise DriverRetryable("the device has closed the session", after_s=0.0)
         return self._streams
 
     async def _send(self, *lines: str) -> None:
@@ -246,7 +246,7 @@ class ScpiWire:
             writer.write(b"".join(line.encode("ascii") + self._setup.line_end for line in lines))
             await writer.drain()
         except OSError as error:
-            raise Retryable(f"the connection broke: {reason_of(error)}") from error
+            raise DriverRetryable(f"the connection broke: {reason_of(error)}") from error
 
     async def _line(self) -> str:
         """The next line, without its end. What is no line is not skipped: the session is out of step then."""
@@ -254,17 +254,17 @@ class ScpiWire:
         try:
             line = await reader.readuntil(b"\n")
         except asyncio.IncompleteReadError as error:
-            raise Retryable("the device closed the connection", answer=_shown(error.partial)) from None
+            raise DriverRetryable("the device closed the connection", answer=_shown(error.partial)) from None
         except asyncio.LimitOverrunError as error:
             begin = await reader.read(SHOWN_CHARS)
             wrong = f"an answer longer than {LONGEST_ANSWER_BYTES} bytes"
-            raise Retryable(wrong, answer=_shown(begin)) from error
+            raise DriverRetryable(wrong, answer=_shown(begin)) from error
         except OSError as error:
-            raise Retryable(f"the connection broke: {reason_of(error)}") from error
+            raise DriverRetryable(f"the connection broke: {reason_of(error)}") from error
         try:
             return line.decode("ascii").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise Retryable("an answer that is not text", answer=_shown(line)) from error
+            raise DriverRetryable("an answer that is not text", answer=_shown(line)) from error
 
 
 class ScpiSwitch(SwitchDriver):
@@ -275,9 +275,9 @@ class ScpiSwitch(SwitchDriver):
         self,
         device: str,
         *,
-        clock: Clock | None = None,
+        clock: DeviceClock | None = None,
         address: str,
-        profile: str = Profile.POLATIS,
+        profile: str = ScpiProfile.POLATIS,
         reconfiguration_s: float = POLATIS_RECONFIGURATION_S,
         boot: str = BootBehaviour.UNKNOWN,
         ingress_ports: str | None = None,
@@ -290,9 +290,9 @@ class ScpiSwitch(SwitchDriver):
         tune_timeout_s: float | None = None,
         link_timeout_s: float = 2.0,
     ) -> None:
-        options = Options(device)
+        options = DriverOptions(device)
         host, port = options.address(address, DEFAULT_PORT)
-        options.choice("profile", profile, Profile)
+        options.choice("profile", profile, ScpiProfile)
         options.choice("boot", boot, BootBehaviour)
         options.choice("line_end", line_end, LineEnd)
         options.flag("port_states", port_states)
@@ -302,10 +302,10 @@ class ScpiSwitch(SwitchDriver):
         ports = _ports(options, ingress_ports, egress_ports)
         limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
         options.check()
-        setup = Setup(
+        setup = ScpiSetup(
             host=host,
             port=port,
-            dialect=DIALECTS[Profile(profile)],
+            dialect=DIALECTS[ScpiProfile(profile)],
             reconfiguration_s=reconfiguration_s,
             boot=BootBehaviour(boot),
             ports=ports,
@@ -319,7 +319,7 @@ class ScpiSwitch(SwitchDriver):
         super().__init__(device, ScpiWire(setup, clock), clock=clock, limits=limits)
 
 
-def _ports(options: Options, ingress: object, egress: object) -> tuple[range, range] | None:
+def _ports(options: DriverOptions, ingress: object, egress: object) -> tuple[range, range] | None:
     if ingress is None and egress is None:
         return None
     sides = []
@@ -336,7 +336,7 @@ def _ports_of(pair: CrossConnect) -> frozenset[int]:
     return frozenset((pair.ingress_port, pair.egress_port))
 
 
-def _told(complaints: Sequence[text.Complaint]) -> str:
+def _told(complaints: Sequence[text.ErrorQueueEntry]) -> str:
     return _short("; ".join(map(str, complaints)))
 
 

@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"\d{1,5}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Complaint:
+class ErrorQueueEntry:
     """One entry of the error queue; code 0 is its end."""
 
     code: int
@@ -130,12 +130,12 @@ def read_port_states(line: str, count: int) -> list[PortStatus]:
     return [_STATES[letter] for letter in letters]
 
 
-def read_complaint(line: str) -> Complaint:
+def read_complaint(line: str) -> ErrorQueueEntry:
     """`-113,"Undefined header"`; at the end of the queue `0,"No error"`."""
     parts = _ERROR.fullmatch(line)
     if not parts:
         raise ValueError('must be an entry of the error queue, 0,"No error"')
-    return Complaint(int(parts[1]), parts[2] or (parts[3] or "").strip())
+    return ErrorQueueEntry(int(parts[1]), parts[2] or (parts[3] or "").strip())
 
 
 def _number(text: str) -> int:

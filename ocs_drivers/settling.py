@@ -5,14 +5,14 @@ Until the vendor's stated time has passed since the command, mirrors are taken t
 
 from collections.abc import Iterable
 
-from ocs_drivers.base import Clock
-from ocs_drivers.model import Circuit, CircuitState, CrossConnect
+from ocs_drivers.base import DeviceClock
+from ocs_drivers.model import CircuitState, CrossConnect, DeviceCircuit
 
 
 class Settling:
     """What was commanded, and when. Directions are not told apart: a device may list a pair the other way round."""
 
-    def __init__(self, clock: Clock, reconfiguration_s: float) -> None:
+    def __init__(self, clock: DeviceClock, reconfiguration_s: float) -> None:
         self._clock = clock
         self._reconfiguration_s = reconfiguration_s
         self._due_s: dict[frozenset[int], float] = {}
@@ -30,10 +30,12 @@ class Settling:
 
     def circuits(
         self, listed: Iterable[CrossConnect], moving: frozenset[frozenset[int]] | None = None
-    ) -> list[Circuit]:
+    ) -> list[DeviceCircuit]:
         """The circuits of a reading before which `moving` was asked; None: now, for a reading that took no time."""
         keys = self.moving() if moving is None else moving
-        return [Circuit(pair, CircuitState.TUNING if _key(pair) in keys else CircuitState.TUNED) for pair in listed]
+        return [
+            DeviceCircuit(pair, CircuitState.TUNING if _key(pair) in keys else CircuitState.TUNED) for pair in listed
+        ]
 
 
 def _key(pair: CrossConnect) -> frozenset[int]:

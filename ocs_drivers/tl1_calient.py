@@ -20,21 +20,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.model import (
     BootBehaviour,
-    Capabilities,
-    Circuit,
     CircuitState,
     Connectivity,
     CrossConnect,
+    DeviceCircuit,
     EventKind,
-    Facts,
     PortState,
     PortStatus,
+    SwitchCapabilities,
+    SwitchFacts,
 )
 from ocs_drivers.tl1_framing import fields, measured, quote, whole_number
-from ocs_drivers.tl1_session import Denied, Session
+from ocs_drivers.tl1_session import Tl1Denied, Tl1Session
 
 # What Calient's own REST interface files connections under.
 SHARED_GROUP = "SYSTEM"
@@ -71,7 +71,7 @@ class _Connection:
 class Calient:
     """See `tl1.Dialect`."""
 
-    capabilities = Capabilities(tuned_state=True, port_power=True)
+    capabilities = SwitchCapabilities(tuned_state=True, port_power=True)
 
     def __init__(
         self, boot: BootBehaviour, reconfiguration_s: float, group: str, port_names: Sequence[str] = ()
@@ -87,28 +87,28 @@ class Calient:
         self._numbers: dict[str, int] = {name: number for number, name in self._names.items()}
         self._shown: dict[CrossConnect, _Connection] = {}  # as last read
 
-    async def attach(self, session: Session) -> None:
+    async def attach(self, session: Tl1Session) -> None:
         """Which ports there are, and by which numbers we know them."""
         there = [fields(line).get("", "") for line in (await session.ask("RTRV-PORT-SUM::0:<ctag>;")).lines]
         names = dict(enumerate(self._pinned or sorted(there, key=_natural), 1))
         if all(whole_number(name) for name in names.values()) and not self._pinned:
             names = {whole_number(name): name for name in names.values()}
         if not names or min(names) != 1 or max(names) != len(names):
-            raise Permanent("its ports cannot be numbered: say port_names", answer=" ".join(there[:8]))
+            raise DriverPermanent("its ports cannot be numbered: say port_names", answer=" ".join(there[:8]))
         if absent := sorted({*names.values()} - {*there}, key=_natural):
-            raise Permanent(f"the device has no ports {', '.join(absent)}: look at port_names")
+            raise DriverPermanent(f"the device has no ports {', '.join(absent)}: look at port_names")
         if self._names and names != self._names:
-            raise Permanent("the device has other ports than before: pin them by port_names, and start anew")
+            raise DriverPermanent("the device has other ports than before: pin them by port_names, and start anew")
         self._names, self._numbers = names, {name: number for number, name in names.items()}
 
-    async def let_report(self, session: Session, is_wanted: bool) -> None:
+    async def let_report(self, session: Tl1Session, is_wanted: bool) -> None:
         await session.ask("ALW-MSG:::<ctag>;" if is_wanted else "INH-MSG:::<ctag>;")
 
-    async def read_facts(self, session: Session) -> Facts:
+    async def read_facts(self, session: Tl1Session) -> SwitchFacts:
         lines = (await session.ask("RTRV-NE:::<ctag>;")).lines
         found = fields(lines[0]) if lines else {}
         ports = range(1, len(self._names) + 1)
-        return Facts(
+        return SwitchFacts(
             vendor="Calient",
             model=found.get("CHASSISTYPE") or "S-series",
             serial=found.get("SERIALNUMBER", ""),
@@ -120,7 +120,7 @@ class Calient:
             boot=self._boot,
         )
 
-    async def read_ports(self, session: Session) -> Sequence[PortState]:
+    async def read_ports(self, session: Tl1Session) -> Sequence[PortState]:
         states = _by_name((await session.ask("RTRV-PORT::0:<ctag>;")).lines)
         sums = _by_name((await session.ask("RTRV-PORT-SUM::0:<ctag>;")).lines)
         return [
@@ -128,45 +128,45 @@ class Calient:
             for number, name in self._names.items()
         ]
 
-    async def read_circuits(self, session: Session) -> Sequence[Circuit]:
+    async def read_circuits(self, session: Tl1Session) -> Sequence[DeviceCircuit]:
         connections = [each for each in await self._connections(session) if each.is_lit]
         self._shown = {pair: connection for connection in connections for pair in self._pairs(connection)}
-        return [Circuit(pair, connection.state) for pair, connection in self._shown.items()]
+        return [DeviceCircuit(pair, connection.state) for pair, connection in self._shown.items()]
 
-    async def add(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
+    async def add(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
         (pair,) = pairs
         source, destination = self._names[pair.ingress_port], self._names[pair.egress_port]
         ports, name = f"{quote(source)},{quote(destination)}", _name(source, destination)
         provision = f"ENT-CRS::{ports}:<ctag>::{quote(self._group)},1WAY;"
         try:
             await self._provision(session, provision, f"{source}>{destination}")
-        except Denied:
+        except Tl1Denied:
             if not await self._make_way(session, source, destination):
                 raise
             await self._provision(session, provision, f"{source}>{destination}")
         try:
             await session.ask(f"ACT-CRS::{ports}:<ctag>::{name},{quote(self._group)};", is_setter=True)
-        except Denied:
+        except Tl1Denied:
             with suppress(DriverError):  # the refusal itself is what counts
                 await session.ask(f"DLT-CRS:::<ctag>::{name};", is_setter=True)
             raise
-        except Retryable as error:
+        except DriverRetryable as error:
             raise _half_done(error) from error
 
-    async def remove(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
+    async def remove(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
         (pair,) = pairs
         if pair not in self._shown:
             await self.read_circuits(session)
         connection = self._shown.get(pair)
         if connection is None:
-            raise Permanent(f"there is no connection {pair}")
+            raise DriverPermanent(f"there is no connection {pair}")
         if connection.is_two_way:
-            raise Permanent(f"{pair} is half of the two-way connection {connection.name}")
+            raise DriverPermanent(f"{pair} is half of the two-way connection {connection.name}")
         for verb in ("CANC-CRS", "DLT-CRS"):
             try:
                 # Never without a name, which would not say what to delete.
                 await session.ask(f"{verb}:::<ctag>::{quote_name(connection.name)};", is_setter=True)
-            except Retryable as error:
+            except DriverRetryable as error:
                 if verb == "CANC-CRS":
                     raise
                 raise _half_done(error) from error
@@ -181,18 +181,18 @@ class Calient:
             return EventKind.PORT, self._numbers[address[0]], None
         return EventKind.ALARM, None, None
 
-    async def _provision(self, session: Session, command: str, name: str) -> None:
+    async def _provision(self, session: Tl1Session, command: str, name: str) -> None:
         may_have_taken = True
         try:
             await session.ask(command, is_setter=True)
-        except (Denied, Retryable):
+        except (Tl1Denied, DriverRetryable):
             may_have_taken = False
             raise
         finally:
             if may_have_taken:
                 self._provisioned.add(name)
 
-    async def _connections(self, session: Session) -> list[_Connection]:
+    async def _connections(self, session: Tl1Session) -> list[_Connection]:
         lines = (await session.ask("RTRV-CRS:::<ctag>::ALL;")).lines
         return [_Connection.parse(line) for line in lines if "SRCPORT=" in line.upper()]
 
@@ -203,7 +203,7 @@ class Calient:
         there = CrossConnect(source, destination)
         return [there, CrossConnect(destination, source)] if connection.is_two_way else [there]
 
-    async def _make_way(self, session: Session, source: str, destination: str) -> bool:
+    async def _make_way(self, session: Tl1Session, source: str, destination: str) -> bool:
         """Delete what of ours is provisioned and dark on these ports: left over from a change that was cut off. Whether
         there was any."""
         stale = [
@@ -250,7 +250,7 @@ def _status(found: dict[str, str]) -> PortStatus:
     return PortStatus.ENABLED
 
 
-def _half_done(error: Retryable) -> OutcomeUnknown:
-    return OutcomeUnknown(
+def _half_done(error: DriverRetryable) -> DriverOutcomeUnknown:
+    return DriverOutcomeUnknown(
         f"one of two commands was carried out before: {error.message}", command=error.command, answer=error.answer
     )

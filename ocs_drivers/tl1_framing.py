@@ -26,7 +26,7 @@ _LINE_END = re.compile(r"[\r\n]")
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Tl1Reply:
     """The whole reply to one command, its parts joined."""
 
     ctag: str
@@ -47,7 +47,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Tl1Report:
     """An autonomous message: nobody asked."""
 
     severity: str  # A, or an alarm: *C critical, ** major, *^ minor
@@ -66,7 +66,7 @@ class Acknowledgement:
     ctag: str
 
 
-Message = Reply | Report | Acknowledgement
+Message = Tl1Reply | Tl1Report | Acknowledgement
 
 
 @dataclass(slots=True)
@@ -100,11 +100,11 @@ class _Open:
     def message(self) -> Message:
         text = " ".join(filter(None, self.comments))
         if self.kind == "M":
-            return Reply(self.tag, self.head, tuple(self.lines), self.code, text)
-        return Report(self.kind, self.tag, self.head, tuple(self.lines), text)
+            return Tl1Reply(self.tag, self.head, tuple(self.lines), self.code, text)
+        return Tl1Report(self.kind, self.tag, self.head, tuple(self.lines), text)
 
 
-class Framer:
+class Tl1Framer:
     """Feed it what arrives, in whatever pieces; it gives the messages that are complete."""
 
     def __init__(self) -> None:

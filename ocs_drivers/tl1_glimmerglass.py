@@ -13,22 +13,22 @@ connections at a restart; whether the list of dlt-crs-fiber has a limit.
 import re
 from collections.abc import Sequence
 
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import (
     BootBehaviour,
-    Capabilities,
-    Circuit,
     CircuitState,
     Connectivity,
     CrossConnect,
+    DeviceCircuit,
     EventKind,
-    Facts,
     PortState,
     PortStatus,
+    SwitchCapabilities,
+    SwitchFacts,
 )
 from ocs_drivers.tl1_framing import fields, measured, port_count, whole_number
 from ocs_drivers.tl1_lists import lines_of, set_in_lines
-from ocs_drivers.tl1_session import Session
+from ocs_drivers.tl1_session import Tl1Session
 
 INPUT, OUTPUT = 10000, 20000
 
@@ -38,7 +38,7 @@ _STATES = {"steady": CircuitState.TUNED, "fault": CircuitState.FAILED}
 class Glimmerglass:
     """See `tl1.Dialect`."""
 
-    capabilities = Capabilities(bulk=True, tuned_state=True, port_power=True)
+    capabilities = SwitchCapabilities(bulk=True, tuned_state=True, port_power=True)
 
     def __init__(self, boot: BootBehaviour, reconfiguration_s: float, line_limit: int = 0) -> None:
         self._boot = boot
@@ -47,20 +47,22 @@ class Glimmerglass:
         self._system: dict[str, str] = {}
         self._inputs = self._outputs = range(0)
 
-    async def attach(self, session: Session) -> None:
+    async def attach(self, session: Tl1Session) -> None:
         for line in (await session.ask("rtrv-system-info:::<ctag>;")).lines:
             self._system |= fields(line)
         size = re.match(r"(\d+)x(\d+)", self._system.get("LICENSEDPORTMATRIX", ""))
         inputs, outputs = (port_count(size[1]), port_count(size[2])) if size else (0, 0)
         if not inputs or not outputs:
-            raise Permanent("the device does not tell its size", command="rtrv-system-info", answer=str(self._system))
+            raise DriverPermanent(
+                "the device does not tell its size", command="rtrv-system-info", answer=str(self._system)
+            )
         self._inputs, self._outputs = range(1, inputs + 1), range(1, outputs + 1)
 
-    async def let_report(self, session: Session, is_wanted: bool) -> None:
+    async def let_report(self, session: Tl1Session, is_wanted: bool) -> None:
         """No command for this is known."""
 
-    async def read_facts(self, session: Session) -> Facts:
-        return Facts(
+    async def read_facts(self, session: Tl1Session) -> SwitchFacts:
+        return SwitchFacts(
             vendor="Glimmerglass",
             model=self._system.get("CHASSISTYPE") or f"{len(self._inputs)}x{len(self._outputs)}",
             serial=self._system.get("SERIALNUMBER", ""),
@@ -72,7 +74,7 @@ class Glimmerglass:
             boot=self._boot,
         )
 
-    async def read_ports(self, session: Session) -> Sequence[PortState]:
+    async def read_ports(self, session: Tl1Session) -> Sequence[PortState]:
         """An input and an output of one number are one port: as bad as the worse side, with the power of the input."""
         sides = [fields(line) for line in (await session.ask("RTRV-CFG-FIBER::all:<ctag>;")).lines]
         powers = [fields(line) for line in (await session.ask("rtrv-port-power::all:<ctag>;")).lines]
@@ -88,23 +90,23 @@ class Glimmerglass:
             for port in range(1, last + 1)
         ]
 
-    async def read_circuits(self, session: Session) -> Sequence[Circuit]:
+    async def read_circuits(self, session: Tl1Session) -> Sequence[DeviceCircuit]:
         circuits = []
         for line in (await session.ask("rtrv-crs-fiber::all:<ctag>;")).lines:
             found = fields(line)
             if pair := _pair(found):
                 state = _STATES.get(found.get("CONNSTATE", "").lower(), CircuitState.TUNING)
-                circuits.append(Circuit(pair, state))
+                circuits.append(DeviceCircuit(pair, state))
         return circuits
 
-    async def add(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
+    async def add(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
         await self._set(session, pairs, "ent-crs-fiber::{0},{1}:<ctag>;")
 
-    async def remove(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
+    async def remove(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
         # `all` means every connection: numbers never spell it, and `lines_of` refuses a list of none.
         await self._set(session, pairs, "dlt-crs-fiber::{0}:<ctag>;")
 
-    async def _set(self, session: Session, pairs: Sequence[CrossConnect], form: str) -> None:
+    async def _set(self, session: Tl1Session, pairs: Sequence[CrossConnect], form: str) -> None:
         await set_in_lines(session, list(lines_of(pairs, form, INPUT, OUTPUT, self._line_limit)))
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:

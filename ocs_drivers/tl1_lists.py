@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ocs_drivers.errors import OutcomeUnknown, Retryable
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverRetryable
 from ocs_drivers.model import CrossConnect
-from ocs_drivers.tl1_session import Session
+from ocs_drivers.tl1_session import Tl1Session
 
 
 def list_of(ports: Iterable[int]) -> str:
@@ -32,15 +32,15 @@ def lines_of(
     yield from lines_of(pairs[half:], form, ingress_offset, egress_offset, limit)
 
 
-async def set_in_lines(session: Session, lines: Sequence[str]) -> None:
+async def set_in_lines(session: Tl1Session, lines: Sequence[str]) -> None:
     """Send setters that are parts of one: after the first, nothing that fails can be called untouched."""
     for index, line in enumerate(lines):
         try:
             await session.ask(line, is_setter=True)
-        except Retryable as error:
+        except DriverRetryable as error:
             if not index:
                 raise
-            raise OutcomeUnknown(
+            raise DriverOutcomeUnknown(
                 f"{index} of {len(lines)} parts were sent before: {error.message}",
                 command=error.command,
                 answer=error.answer,

@@ -13,21 +13,21 @@ for one); how long a line may be; whether RTRV-PATCH lists a patch while it move
 import re
 from collections.abc import Sequence
 
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import (
     BootBehaviour,
-    Capabilities,
-    Circuit,
     Connectivity,
     CrossConnect,
+    DeviceCircuit,
     EventKind,
-    Facts,
     PortState,
     PortStatus,
+    SwitchCapabilities,
+    SwitchFacts,
 )
 from ocs_drivers.tl1_framing import measured, port_count
 from ocs_drivers.tl1_lists import lines_of, set_in_lines
-from ocs_drivers.tl1_session import Denied, Session
+from ocs_drivers.tl1_session import Tl1Denied, Tl1Session
 
 _STATUS = {"OPEN": PortStatus.ENABLED, "CLOSED": PortStatus.DISABLED}
 
@@ -38,14 +38,14 @@ class Polatis:
     def __init__(
         self, boot: BootBehaviour, reconfiguration_s: float, port_power: bool = False, line_limit: int = 0
     ) -> None:
-        self.capabilities = Capabilities(bulk=True, port_power=port_power)
+        self.capabilities = SwitchCapabilities(bulk=True, port_power=port_power)
         self._boot = boot
         self._reconfiguration_s = reconfiguration_s
         self._line_limit = line_limit
         self._ingress = self._egress = range(0)
         self._is_any_to_any = False
 
-    async def attach(self, session: Session) -> None:
+    async def attach(self, session: Tl1Session) -> None:
         """Its size, and whether patches survive a restart."""
         told = " ".join((await session.ask("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;")).lines)
         size = re.search(r"SIZE=(\d+)x(\d+|CC)", told, re.IGNORECASE)
@@ -53,21 +53,21 @@ class Polatis:
         ingress = port_count(size[1]) if size else 0
         egress = port_count(size[2]) if size and not self._is_any_to_any else ingress
         if not ingress or not egress:
-            raise Permanent("the device does not tell its size", command="RTRV-EQPT::SYSTEM", answer=told)
+            raise DriverPermanent("the device does not tell its size", command="RTRV-EQPT::SYSTEM", answer=told)
         self._ingress = range(1, ingress + 1)
         self._egress = self._ingress if self._is_any_to_any else range(ingress + 1, ingress + egress + 1)
         mode = await _if_known(session, "RTRV-EQPT::BOOT:<ctag>:::PARAMETER=MODE;")
         if said := re.search(r"MODE=(DARK|RESTORE)", mode, re.IGNORECASE):
             self._boot = BootBehaviour(said[1].lower())
 
-    async def let_report(self, session: Session, is_wanted: bool) -> None:
+    async def let_report(self, session: Tl1Session, is_wanted: bool) -> None:
         await session.ask("RLS-ARC-EQPT::REPMGR:<ctag>:;" if is_wanted else "OPR-ARC-EQPT::REPMGR:<ctag>::IND;")
 
-    async def read_facts(self, session: Session) -> Facts:
+    async def read_facts(self, session: Tl1Session) -> SwitchFacts:
         lines = (await session.ask("RTRV-NETYPE:::<ctag>:;")).lines
         vendor, model, _, software = [*(part.strip('"') for part in _parts(lines[0] if lines else "")), *4 * [""]][:4]
         inventory = await _if_known(session, "RTRV-INV::OCS:<ctag>:;")
-        return Facts(
+        return SwitchFacts(
             vendor=vendor or "Polatis",
             model=model or f"{len(self._ingress)}x{len(self._egress)}",
             serial=re.split(r"[=,:]", inventory)[-1].strip('"'),
@@ -79,7 +79,7 @@ class Polatis:
             boot=self._boot,
         )
 
-    async def read_ports(self, session: Session) -> Sequence[PortState]:
+    async def read_ports(self, session: Tl1Session) -> Sequence[PortState]:
         last = max(self._ingress[-1], self._egress[-1])
         states = _by_port((await session.ask(f"RTRV-PORT-SHUTTER::1&&{last}:<ctag>:;")).lines)
         power: dict[int, str] = {}
@@ -90,19 +90,19 @@ class Polatis:
             for port, state in states.items()
         ]
 
-    async def read_circuits(self, session: Session) -> Sequence[Circuit]:
+    async def read_circuits(self, session: Tl1Session) -> Sequence[DeviceCircuit]:
         lines = (await session.ask("RTRV-PATCH:::<ctag>:;")).lines
         pairs = {self._in_order(int(found[1]), int(found[2])) for line in lines if (found := _pair(line))}
-        return [Circuit(pair) for pair in sorted(pairs)]
+        return [DeviceCircuit(pair) for pair in sorted(pairs)]
 
-    async def add(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
+    async def add(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
         await self._set(session, pairs, "ENT-PATCH::{0},{1}:<ctag>:;")
 
-    async def remove(self, session: Session, pairs: Sequence[CrossConnect]) -> None:
+    async def remove(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
         # No list at all, and ALL, mean every patch: `list_of` refuses the one, numbers never spell the other.
         await self._set(session, pairs, "DLT-PATCH::{0}:<ctag>:;")
 
-    async def _set(self, session: Session, pairs: Sequence[CrossConnect], form: str) -> None:
+    async def _set(self, session: Tl1Session, pairs: Sequence[CrossConnect], form: str) -> None:
         await set_in_lines(session, list(lines_of(pairs, form, 0, 0, self._line_limit)))
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
@@ -119,11 +119,11 @@ class Polatis:
         return CrossConnect(one, other)
 
 
-async def _if_known(session: Session, command: str) -> str:
+async def _if_known(session: Tl1Session, command: str) -> str:
     """The first line of the answer; empty where the device does not know the command."""
     try:
         lines = (await session.ask(command)).lines
-    except Denied:
+    except Tl1Denied:
         return ""
     return lines[0] if lines else ""
 

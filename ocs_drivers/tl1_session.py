@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable, reason_of
-from ocs_drivers.tl1_framing import Acknowledgement, Framer, Message, Reply, Report
+from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable, reason_of
+from ocs_drivers.tl1_framing import Acknowledgement, Message, Tl1Framer, Tl1Reply, Tl1Report
 
 logger = logging.getLogger(__name__)
 
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 LAST_CTAG = 999_999
 
 
-class Denied(Permanent):
+class Tl1Denied(DriverPermanent):
     """The device refused. The reply is kept: dialects look at its words."""
 
-    def __init__(self, reply: Reply, command: str) -> None:
+    def __init__(self, reply: Tl1Reply, command: str) -> None:
         super().__init__("the device refused", command=command, answer=reply.words)
         self.reply = reply
 
@@ -28,7 +28,7 @@ def ctags() -> Iterator[str]:
         yield from (str(number) for number in range(1, LAST_CTAG + 1))
 
 
-class Session:
+class Tl1Session:
     """Made by `connect`. Several commands may be under way, though the driver sends one at a time."""
 
     def __init__(
@@ -36,16 +36,16 @@ class Session:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         ctag: Iterator[str],
-        on_report: Callable[[Report], None],
+        on_report: Callable[[Tl1Report], None],
         on_loss: Callable[[], None],
     ) -> None:
         self._writer = writer
         self._ctag = ctag
         self._on_report = on_report
         self._on_loss = on_loss
-        self._waiting: dict[str, asyncio.Future[Reply]] = {}
+        self._waiting: dict[str, asyncio.Future[Tl1Reply]] = {}
         self._prompts: list[tuple[str, asyncio.Future[None]]] = []
-        self._framer = Framer()
+        self._framer = Tl1Framer()
         self._lost = ""  # why there is no connection any more
         self._reading = asyncio.create_task(self._read(reader))
 
@@ -55,13 +55,13 @@ class Session:
         host: str,
         port: int,
         ctag: Iterator[str],
-        on_report: Callable[[Report], None],
+        on_report: Callable[[Tl1Report], None],
         on_loss: Callable[[], None],
-    ) -> "Session":
+    ) -> "Tl1Session":
         try:
             reader, writer = await asyncio.open_connection(host, port)
         except OSError as error:
-            raise Retryable(f"cannot connect to {host}:{port}: {reason_of(error)}") from error
+            raise DriverRetryable(f"cannot connect to {host}:{port}: {reason_of(error)}") from error
         return cls(reader, writer, ctag, on_report, on_loss)
 
     @property
@@ -72,28 +72,28 @@ class Session:
     async def prompt(self, text: str) -> None:
         """Wait until the device shows this prompt."""
         if self._lost:
-            raise Retryable(f"the connection broke: {self._lost}", after_s=0.0)
+            raise DriverRetryable(f"the connection broke: {self._lost}", after_s=0.0)
         if not self._framer.line_so_far.rstrip().endswith(text):
             shown = asyncio.get_running_loop().create_future()
             self._prompts.append((text, shown))
             await shown
 
-    async def ask(self, command: str, *, is_setter: bool = False, shown: str = "") -> Reply:
+    async def ask(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Reply:
         """Send a command, `<ctag>` in it replaced, and await its reply. Raises Denied, Retryable where it was certainly
         not carried out or only asked a question, and OutcomeUnknown. `shown` replaces it in errors."""
         ctag = next(self._ctag)
         line = command.replace("<ctag>", ctag, 1)
         shown = shown or line
         if self._lost:
-            raise Retryable(f"the connection broke: {self._lost}", after_s=0.0, command=shown)
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+            raise DriverRetryable(f"the connection broke: {self._lost}", after_s=0.0, command=shown)
+        reply: asyncio.Future[Tl1Reply] = asyncio.get_running_loop().create_future()
         self._waiting[ctag] = reply
         try:
             self._writer.write(line.encode("latin-1", "replace") + b"\r\n")
             await self._writer.drain()
             answer = await reply
         except (_Unanswered, OSError) as error:
-            kind = OutcomeUnknown if is_setter else Retryable
+            kind = DriverOutcomeUnknown if is_setter else DriverRetryable
             raise kind(f"the connection broke: {error}", command=shown) from error
         except _Acknowledged as error:
             raise error.meaning(shown, is_setter) from error
@@ -102,7 +102,7 @@ class Session:
             if reply.done() and not reply.cancelled():
                 reply.exception()  # seen, even where drain failed first
         if not answer.done:
-            raise Denied(answer, shown)
+            raise Tl1Denied(answer, shown)
         return answer
 
     async def close(self, goodbye: str) -> None:
@@ -136,13 +136,13 @@ class Session:
         self._on_loss()
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, Report):
+        if isinstance(message, Tl1Report):
             self._on_report(message)
             return
         waiting = self._waiting.get(message.ctag)
         if waiting is None or waiting.done():
             return  # to a command that nobody waits for any more
-        if isinstance(message, Reply):
+        if isinstance(message, Tl1Reply):
             waiting.set_result(message)
         elif message.code in _Acknowledged.FINAL:
             waiting.set_exception(_Acknowledged(message))
@@ -160,7 +160,7 @@ class Session:
                 waiting.set_exception(_Unanswered(reason))
         for _, shown in self._prompts:
             if not shown.done():
-                shown.set_exception(Retryable(f"the connection broke before the prompt: {reason}"))
+                shown.set_exception(DriverRetryable(f"the connection broke before the prompt: {reason}"))
 
 
 class _Unanswered(Exception):
@@ -178,8 +178,8 @@ class _Acknowledged(Exception):
 
     def meaning(self, command: str, is_setter: bool) -> DriverError:
         if self.code == "RL":
-            return Retryable("the device is busy: repeat later", command=command, answer=self.code)
+            return DriverRetryable("the device is busy: repeat later", command=command, answer=self.code)
         if self.code == "NG":
-            return Permanent("the device cannot carry this out in its state", command=command, answer=self.code)
-        kind = OutcomeUnknown if is_setter else Retryable
+            return DriverPermanent("the device cannot carry this out in its state", command=command, answer=self.code)
+        kind = DriverOutcomeUnknown if is_setter else DriverRetryable
         return kind("the device does not know what became of it", command=command, answer=self.code)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ocs_drivers.diff import Steps, occupants
-from ocs_drivers.model import CrossConnect, Diff, Facts, Reading, Unconfirmed, utc
+from ocs_drivers.diff import CommandSteps, occupants
+from ocs_drivers.model import CircuitDiff, CrossConnect, CrossConnectReading, SwitchFacts, Unconfirmed, utc
 
 # Pauses between attempts to revert, longer each time.
 FIRST_PAUSE_S = 1.0
@@ -12,19 +12,19 @@ LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CircuitTrial:
     """Of one diff. It reverts `revert_in_s` after its commit is over."""
 
-    diff: Diff
-    sent: Steps  # what its commits had to do: only that is taken back
+    diff: CircuitDiff
+    sent: CommandSteps  # what its commits had to do: only that is taken back
     revert_in_s: float
     until_s: float | None = None  # None: its commit goes on
     revision: int | None = None  # of the commit's result; None: there was none
     failure: str = ""
 
-    def more(self, steps: Steps, revert_in_s: float) -> "Trial":
+    def more(self, steps: CommandSteps, revert_in_s: float) -> "CircuitTrial":
         """The same, once the diff is committed again to complete it."""
-        sent = Steps(_union(self.sent.remove, steps.remove), _union(self.sent.add, steps.add))
+        sent = CommandSteps(_union(self.sent.remove, steps.remove), _union(self.sent.add, steps.add))
         return replace(self, sent=sent, revert_in_s=revert_in_s, until_s=None, revision=None, failure="")
 
     def shown(self) -> Unconfirmed:
@@ -36,7 +36,9 @@ class Trial:
         return f"the change was {how} at {utc(at_s)} ({change})"
 
 
-def revert_steps(facts: Facts, sent: Steps, reading: Reading) -> tuple[Steps, tuple[str, ...]]:
+def revert_steps(
+    facts: SwitchFacts, sent: CommandSteps, reading: CrossConnectReading
+) -> tuple[CommandSteps, tuple[str, ...]]:
     """What takes it back as far as others let us, and what cannot come back, each with who is in the way."""
     mine = reading.cross_connects - reading.foreign
     remove = tuple(pair for pair in sent.add if pair in mine)
@@ -51,7 +53,7 @@ def revert_steps(facts: Facts, sent: Steps, reading: Reading) -> tuple[Steps, tu
             lost.append(f"{pair} is not back: its ports carry {' '.join(str(other) for other in sorted(others))}")
         else:
             add.append(pair)
-    return Steps(remove, tuple(add)), tuple(lost)
+    return CommandSteps(remove, tuple(add)), tuple(lost)
 
 
 def _union(one: Iterable[CrossConnect], other: Iterable[CrossConnect]) -> tuple[CrossConnect, ...]:

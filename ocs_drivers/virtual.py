@@ -1,34 +1,36 @@
 """The driver `virtual`: a switch in this very process that behaves like one, see cross_connect_model.py.
 
-`VirtualWire` is a session with a `Glass`, which outlives every session and every driver.
+`VirtualSwitchWire` is a session with a `CrossConnectModel`, which outlives every session and every driver.
 """
 
 import random
 from collections.abc import AsyncGenerator, Sequence
 
-from ocs_drivers.base import Clock, SystemClock
-from ocs_drivers.cross_connect_model import Glass
+from ocs_drivers.base import DeviceClock, SystemClock
+from ocs_drivers.cross_connect_model import CrossConnectModel
 from ocs_drivers.driver import SwitchDriver, within
-from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.faults import FaultKind, parse_schedule
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
+from ocs_drivers.faults import DeviceFaultKind, parse_schedule
 from ocs_drivers.model import (
     BootBehaviour,
-    Capabilities,
-    Circuit,
     Connectivity,
     CrossConnect,
-    Event,
-    Facts,
+    DeviceCircuit,
     PortState,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
 )
-from ocs_drivers.options import Options
+from ocs_drivers.options import DriverOptions
 
 
-class VirtualWire:
-    """A session with a `Glass`: the `base.Wire` of it."""
+class VirtualSwitchWire:
+    """A session with a `CrossConnectModel`: the `base.Wire` of it."""
 
-    def __init__(self, glass: Glass, clock: Clock, *, bulk: bool = True) -> None:
-        self.capabilities = Capabilities(bulk=bulk, tuned_state=True, link_state=True, port_power=True, events=True)
+    def __init__(self, glass: CrossConnectModel, clock: DeviceClock, *, bulk: bool = True) -> None:
+        self.capabilities = SwitchCapabilities(
+            bulk=bulk, tuned_state=True, link_state=True, port_power=True, events=True
+        )
         self._glass = glass
         self._clock = clock
         self._session: int | None = None
@@ -41,7 +43,7 @@ class VirtualWire:
     async def close(self) -> None:
         self._session = None
 
-    async def read_facts(self) -> Facts:
+    async def read_facts(self) -> SwitchFacts:
         self._check_session()
         return self._glass.facts
 
@@ -49,7 +51,7 @@ class VirtualWire:
         self._check_session()
         return self._glass.ports()
 
-    async def read_circuits(self) -> Sequence[Circuit]:
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
         self._check_session()
         return self._glass.circuits()
 
@@ -59,7 +61,7 @@ class VirtualWire:
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
         await self._set(pairs, is_add=False)
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def events(self) -> AsyncGenerator[SwitchEvent, None]:
         queue = self._glass.listen()
         try:
             while True:
@@ -77,24 +79,24 @@ class VirtualWire:
             raise ValueError("a setter with an empty list: on some devices that means every circuit")
         command = f"{'connect' if is_add else 'disconnect'} {' '.join(str(pair) for pair in pairs)}"
         self.setters.append(command)
-        if self._glass.taken(FaultKind.DROP_COMMAND):
-            raise OutcomeUnknown("the connection broke", command=command)
-        is_dropped = self._glass.taken(FaultKind.DROP_CONNECTION)
-        slow = self._glass.taken(FaultKind.SLOW_ANSWER)
+        if self._glass.taken(DeviceFaultKind.DROP_COMMAND):
+            raise DriverOutcomeUnknown("the connection broke", command=command)
+        is_dropped = self._glass.taken(DeviceFaultKind.DROP_CONNECTION)
+        slow = self._glass.taken(DeviceFaultKind.SLOW_ANSWER)
         try:
             (self._glass.add if is_add else self._glass.remove)(pairs)
-        except Permanent as error:
+        except DriverPermanent as error:
             error.command = command
             raise
         if slow:
             await self._clock.sleep(slow.delay_s)
         if is_dropped:
-            raise OutcomeUnknown("the connection broke", command=command)
+            raise DriverOutcomeUnknown("the connection broke", command=command)
 
     def _check_session(self) -> None:
         self._glass.advance()
         if self._session != self._glass.session:
-            raise Retryable("the session is dead", after_s=0.0)
+            raise DriverRetryable("the session is dead", after_s=0.0)
 
 
 class VirtualSwitch(SwitchDriver):
@@ -105,7 +107,7 @@ class VirtualSwitch(SwitchDriver):
         self,
         device: str,
         *,
-        clock: Clock | None = None,
+        clock: DeviceClock | None = None,
         ports: int = 32,
         connectivity: str = Connectivity.INGRESS_EGRESS,
         boot: str = BootBehaviour.DARK,
@@ -119,7 +121,7 @@ class VirtualSwitch(SwitchDriver):
         tune_timeout_s: float | None = None,
         link_timeout_s: float = 2.0,
     ) -> None:
-        options = Options(device)
+        options = DriverOptions(device)
         schedule, wrong = parse_schedule(faults)
         options.faults += wrong
         if isinstance(ports, bool) or not isinstance(ports, int) or ports < 2 or ports % 2:
@@ -136,7 +138,7 @@ class VirtualSwitch(SwitchDriver):
                 options.add("faults", f"port must be within 1..{ports}", fault.port)
         options.check()
         half = range(1, ports + 1) if connectivity == Connectivity.ANY_TO_ANY else range(1, ports // 2 + 1)
-        facts = Facts(
+        facts = SwitchFacts(
             vendor="OrchestrRL",
             model=f"virtual-{ports}",
             serial=f"virtual-{device}",
@@ -148,6 +150,6 @@ class VirtualSwitch(SwitchDriver):
             boot=BootBehaviour(boot),
         )
         clock = clock or SystemClock()
-        self.glass = Glass(facts, clock, random.Random(seed), jitter_s=jitter_s, schedule=schedule)
-        self.wire = VirtualWire(self.glass, clock, bulk=bulk)
+        self.glass = CrossConnectModel(facts, clock, random.Random(seed), jitter_s=jitter_s, schedule=schedule)
+        self.wire = VirtualSwitchWire(self.glass, clock, bulk=bulk)
         super().__init__(device, self.wire, clock=clock, limits=limits)

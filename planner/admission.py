@@ -14,11 +14,11 @@ class ControlState(StrEnum):
 
     FREE = "free"
     PINNED = "pinned"  # keep the deployment as it is
-    OVERRIDDEN = "overridden"  # deploy `Control.configuration`, whatever the planner finds
+    OVERRIDDEN = "overridden"  # deploy `OperatorControl.configuration`, whatever the planner finds
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class OperatorControl:
     """The operator's word, in force until released or until `expires_s` (None: no end)."""
 
     state: ControlState = ControlState.FREE
@@ -30,16 +30,16 @@ class Control:
         if (self.state is ControlState.OVERRIDDEN) != (self.configuration is not None):
             raise ValueError(f"a configuration belongs to an override and to nothing else, got {self.configuration}")
 
-    def at(self, now_s: float) -> "Control":
+    def at(self, now_s: float) -> "OperatorControl":
         """What is in force at `now_s`: an expired word is none."""
         return self if self.expires_s is None or now_s < self.expires_s else FREE
 
 
-FREE = Control()
+FREE = OperatorControl()
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class PlanProposal:
     """What the gate looks at."""
 
     now_s: float
@@ -76,7 +76,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AdmissionLimits:
     """When a proposal is too weak, too old or too soon."""
 
     epsilon_s: float
@@ -89,7 +89,7 @@ class Limits:
         return max(self.epsilon_s, self.rebalance_share * current_s) if decision == "rebalance" else self.epsilon_s
 
 
-def judge(proposal: Proposal, limits: Limits, mode: Mode, control: Control) -> Verdict:
+def judge(proposal: PlanProposal, limits: AdmissionLimits, mode: Mode, control: OperatorControl) -> Verdict:
     """Act only when new + cost < current - epsilon, on fresh inputs, outside cooldown, as mode and operator allow.
 
     Codes, in the order in which they are looked for: nothing_to_do, stale_telemetry, what is underway, pinned,
@@ -112,7 +112,7 @@ def judge(proposal: Proposal, limits: Limits, mode: Mode, control: Control) -> V
     return Act("overridden" if overridden else "gain", _case(proposal, overridden, control))
 
 
-def _ruled_out(proposal: Proposal, limits: Limits, control: Control) -> Hold | None:
+def _ruled_out(proposal: PlanProposal, limits: AdmissionLimits, control: OperatorControl) -> Hold | None:
     if not proposal.requests:
         return Hold("nothing_to_do", "no requests are in flight")
     if proposal.inputs_age_s is None:
@@ -135,7 +135,7 @@ def _ruled_out(proposal: Proposal, limits: Limits, control: Control) -> Hold | N
     return None
 
 
-def too_weak(proposal: Proposal, limits: Limits) -> Hold | None:
+def too_weak(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
     """Why it is not worth it, whoever may do it and whenever."""
     gain_s = proposal.gain_s
     if gain_s is None:
@@ -165,21 +165,21 @@ def too_weak(proposal: Proposal, limits: Limits) -> Hold | None:
     return None
 
 
-def _too_soon(proposal: Proposal, limits: Limits) -> Hold | None:
+def _too_soon(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
     since_s = None if proposal.last_switch_s is None else proposal.now_s - proposal.last_switch_s
     if proposal.reconfigures and since_s is not None and since_s < limits.cooldown_s:
         return Hold("cooldown", f"the last switch was {since_s:.1f} s ago, cooldown is {limits.cooldown_s:g} s")
     return None
 
 
-def _case(proposal: Proposal, overridden: bool, control: Control) -> str:
+def _case(proposal: PlanProposal, overridden: bool, control: OperatorControl) -> str:
     if overridden:
         return f"{_change(proposal)} by the operator's override{_because(control)}"
     gain = "sooner" if proposal.gain_s is None else _sooner(proposal.gain_s)
     return f"{_change(proposal)} ends the step {gain}, {proposal.cost_s:.3g} s of switching and moving paid for"
 
 
-def _change(proposal: Proposal) -> str:
+def _change(proposal: PlanProposal) -> str:
     if proposal.reconfigures:
         return f"{proposal.proposed} instead of {proposal.current or 'what runs'}"
     return f"moving {proposal.moves} requests between the engines as they are"
@@ -189,5 +189,5 @@ def _sooner(gain_s: float) -> str:
     return f"{gain_s:.1f} s sooner" if gain_s >= 0 else f"{-gain_s:.1f} s later"
 
 
-def _because(control: Control) -> str:
+def _because(control: OperatorControl) -> str:
     return f": {control.reason}" if control.reason else ""

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.admission import FREE, Control, ControlState, Limits, Proposal, judge, too_weak
+from planner.admission import FREE, AdmissionLimits, ControlState, OperatorControl, PlanProposal, judge, too_weak
 from planner.model import (
     Act,
     Configuration,
@@ -26,12 +26,12 @@ from planner.model import (
     Snapshot,
     Verdict,
 )
-from planner.solver.candidates import Candidate, moves_of, with_fresh_names
+from planner.solver.candidates import CandidateFleet, moves_of, with_fresh_names
 from planner.solver.from_snapshot import NO_TRANSFER, LiveFleet, live_fleet, problem_of, words
-from planner.solver.options import Option, Options, consider
-from planner.solver.problem import Problem, Transfer
+from planner.solver.options import FleetOption, FleetOptions, consider
+from planner.solver.problem import KvTransferCost, MakespanProblem
 from planner.workload.forecast import Forecast, forecast
-from planner.workload.sampled_lengths import Lengths, averaged, sampled, told
+from planner.workload.sampled_lengths import SampledLengths, averaged, sampled, told
 from planner.workload.series import StepForecast
 
 
@@ -55,7 +55,7 @@ class PlannerConfig:
     knowledge: Knowledge = Knowledge.FORECAST
     seed: int = 0
     kv_bytes_per_token: float = 0.0
-    transfer: Transfer = NO_TRANSFER  # of KV between engines
+    transfer: KvTransferCost = NO_TRANSFER  # of KV between engines
     can_deploy: bool = True  # somebody can stop and start engines
     only_as_deployed: bool = False  # `configurations` describe what runs, and none can be started
     unknown: str = ""  # engines whose step times are not known, and why
@@ -72,9 +72,11 @@ class PlannerConfig:
             raise ValueError(f"configurations must have different ids, got {ids}")
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> AdmissionLimits:
         sure = self.knowledge is Knowledge.ORACLE
-        return Limits(self.epsilon_s, self.cooldown_s, self.stale_after_s, 0.0 if sure else self.rebalance_share)
+        return AdmissionLimits(
+            self.epsilon_s, self.cooldown_s, self.stale_after_s, 0.0 if sure else self.rebalance_share
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def make_plan(
     config: PlannerConfig,
     *,
     mode: Mode,
-    control: Control = FREE,
+    control: OperatorControl = FREE,
     history: History = NO_HISTORY,
 ) -> Plan:
     """What to deploy, and who decodes what, for the rest of this step, against leaving all as it is."""
@@ -173,7 +175,7 @@ def remaining_of(snapshot: Snapshot, config: PlannerConfig, history: History) ->
     ]
 
 
-NOTHING = Options(None, (), (), 0.0)
+NOTHING = FleetOptions(None, (), (), 0.0)
 
 
 def _expected(snapshot: Snapshot, config: PlannerConfig, history: History) -> Forecast:
@@ -191,7 +193,7 @@ def _expected(snapshot: Snapshot, config: PlannerConfig, history: History) -> Fo
 
 def _lengths(
     snapshot: Snapshot, fleet: LiveFleet, config: PlannerConfig, history: History, expected: Forecast
-) -> Lengths:
+) -> SampledLengths:
     """[request] of the fleet's requests."""
     seen = (*history.earlier_output_tokens, *snapshot.finished_output_tokens)
     if config.knowledge is Knowledge.MEAN:
@@ -202,7 +204,7 @@ def _lengths(
     return lengths
 
 
-def _problem(fleet: LiveFleet, config: PlannerConfig, remaining_tokens: NDArray[np.int64]) -> Problem:
+def _problem(fleet: LiveFleet, config: PlannerConfig, remaining_tokens: NDArray[np.int64]) -> MakespanProblem:
     return problem_of(
         fleet,
         remaining_tokens,
@@ -217,17 +219,17 @@ def _problem(fleet: LiveFleet, config: PlannerConfig, remaining_tokens: NDArray[
 class _Choice:
     decision: str
     verdict: Verdict
-    wanted: Option | None
+    wanted: FleetOption | None
     forgone: Hold | None = None
 
 
 def _choose(
-    options: Options,
+    options: FleetOptions,
     fleet: LiveFleet,
     snapshot: Snapshot,
     config: PlannerConfig,
     mode: Mode,
-    control: Control,
+    control: OperatorControl,
     history: History,
 ) -> _Choice:
     """The soonest end, with as little change as comes within epsilon of it. Where engines must not change and moving
@@ -243,13 +245,13 @@ def _choose(
     in_place = min((o for o in (options.current, moving) if o), key=_total_s, default=None)
     blocked = fleet.blocked if config.can_deploy else NO_DEPLOYER
 
-    def proposal(option: Option | None) -> Proposal:
+    def proposal(option: FleetOption | None) -> PlanProposal:
         return _proposal(option, options, fleet, snapshot, config, history, blocked)
 
-    def verdict(option: Option | None, mode: Mode) -> Verdict:
+    def verdict(option: FleetOption | None, mode: Mode) -> Verdict:
         return judge(proposal(option), config.limits, mode, control)
 
-    def decision(option: Option) -> str:
+    def decision(option: FleetOption) -> str:
         """What the plan is to do; whether that is done is the gate's word."""
         changes = overridden and option.fleet.decision == "reconfigure"
         return "keep" if not changes and too_weak(proposal(option), config.limits) else option.fleet.decision
@@ -271,16 +273,16 @@ def _choose(
 
 
 def _proposal(
-    option: Option | None,
-    options: Options,
+    option: FleetOption | None,
+    options: FleetOptions,
     fleet: LiveFleet,
     snapshot: Snapshot,
     config: PlannerConfig,
     history: History,
     blocked: Hold | None,
-) -> Proposal:
+) -> PlanProposal:
     later_s = option.later_s if option else None
-    return Proposal(
+    return PlanProposal(
         now_s=snapshot.now_s,
         decision=option.fleet.decision if option else "keep",
         current=words([instance.configuration for instance in fleet.instances]),
@@ -304,7 +306,7 @@ def _proposal(
     )
 
 
-def _return_s(option: Option, fleet: LiveFleet, snapshot: Snapshot) -> float:
+def _return_s(option: FleetOption, fleet: LiveFleet, snapshot: Snapshot) -> float:
     """The next step begins as this one did, and then wants the fleet that this one began with: what it takes to start
     its engines again, by the share of the step's requests that have come and gone since."""
     stays = {instance.id for instance, kept in zip(option.fleet.instances, option.fleet.kept, strict=True) if kept}
@@ -316,7 +318,7 @@ def _return_s(option: Option, fleet: LiveFleet, snapshot: Snapshot) -> float:
     return restart_s * ended / max(1, ended + len(snapshot.requests))
 
 
-def _why_nothing(fleet: LiveFleet, options: Options) -> str:
+def _why_nothing(fleet: LiveFleet, options: FleetOptions) -> str:
     if not fleet.configurations:
         return "no configurations are given to choose from (fleet.configurations, fleet.profile)"
     if not fleet.requests:
@@ -325,16 +327,16 @@ def _why_nothing(fleet: LiveFleet, options: Options) -> str:
     return "no configuration can serve the requests on these GPUs" + (f": {'; '.join(reasons)}" if reasons else "")
 
 
-def _sooner_in(option: Option, current: Option) -> tuple[int, int]:
+def _sooner_in(option: FleetOption, current: FleetOption) -> tuple[int, int]:
     """In how many samples it ends sooner than the fleet as it stands, and of how many."""
     return int((option.ends_s < current.ends_s).sum()), len(option.ends_s)
 
 
-def _total_s(option: Option) -> float:
+def _total_s(option: FleetOption) -> float:
     return option.total_s
 
 
-def _planned(wanted: Option, target: Candidate, fleet: LiveFleet, named: bool) -> tuple[PlannedInstance, ...]:
+def _planned(wanted: FleetOption, target: CandidateFleet, fleet: LiveFleet, named: bool) -> tuple[PlannedInstance, ...]:
     mean_s = wanted.decode_s.mean(axis=0)
     ids = fleet.columns.ids
     return tuple(

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from ocs_drivers.base import Clock, SystemClock
-from ocs_drivers.cross_connect_model import Glass
-from ocs_drivers.errors import Permanent
-from ocs_drivers.faults import Fault, FaultKind, FaultSchedule
-from ocs_drivers.model import Action, BootBehaviour, CrossConnect, Facts, PortStatus
+from ocs_drivers.base import DeviceClock, SystemClock
+from ocs_drivers.cross_connect_model import CrossConnectModel
+from ocs_drivers.errors import DriverPermanent
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind, FaultSchedule
+from ocs_drivers.model import Action, BootBehaviour, CrossConnect, PortStatus, SwitchFacts
 
 
 class ConnectionBroken(Exception):
@@ -24,7 +24,7 @@ class ConnectionBroken(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class DevicePanel:
     """The device to emulate. Each family numbers its ports as it does, see `Emulator.facts`."""
 
     ingress_ports: int = 32
@@ -47,17 +47,17 @@ class Panel:
 class EmulatedDevice:
     """The glass, and a record of the setters that reached it."""
 
-    def __init__(self, facts: Facts, panel: Panel, clock: Clock | None = None) -> None:
+    def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
         self.clock = clock or SystemClock()
         self.switched_on_s = self.clock.now_s()
         rng = random.Random(panel.seed)
-        self.glass = Glass(facts, self.clock, rng, jitter_s=panel.jitter_s, schedule=panel.schedule)
+        self.glass = CrossConnectModel(facts, self.clock, rng, jitter_s=panel.jitter_s, schedule=panel.schedule)
         self.setters: list[str] = []  # as received: what a driver sends is counted here
         self.on_setter: Callable[[str], None] | None = None  # is told of each, as it is received
         self.holding_back = asyncio.Event()  # set once an answer is being held back
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> SwitchFacts:
         return self.glass.facts
 
     def session(self) -> int:
@@ -91,15 +91,15 @@ class EmulatedDevice:
         self.setters.append(command)
         if self.on_setter is not None:
             self.on_setter(command)
-        if self.glass.taken(FaultKind.DROP_COMMAND):
+        if self.glass.taken(DeviceFaultKind.DROP_COMMAND):
             raise ConnectionBroken
-        is_dropped = self.glass.taken(FaultKind.DROP_CONNECTION)
-        slow = self.glass.taken(FaultKind.SLOW_ANSWER)
-        refusal: Permanent | None = None
+        is_dropped = self.glass.taken(DeviceFaultKind.DROP_CONNECTION)
+        slow = self.glass.taken(DeviceFaultKind.SLOW_ANSWER)
+        refusal: DriverPermanent | None = None
         try:
             for step in steps:
                 step()
-        except Permanent as error:
+        except DriverPermanent as error:
             refusal = error
         if slow:
             self.holding_back.set()
@@ -114,9 +114,11 @@ class EmulatedDevice:
         before = PortStatus.DISABLED if is_enabled else PortStatus.ENABLED
         for port in ports:
             if states[port] is before:
-                self.inject(Fault(FaultKind.MEND_PORT if is_enabled else FaultKind.DISABLE_PORT, port))
+                self.inject(
+                    DeviceFault(DeviceFaultKind.MEND_PORT if is_enabled else DeviceFaultKind.DISABLE_PORT, port)
+                )
 
-    def inject(self, fault: Fault) -> None:
+    def inject(self, fault: DeviceFault) -> None:
         self.glass.inject(fault)
 
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from ocs_drivers.base import Clock
+from ocs_drivers.base import DeviceClock
 from ocs_drivers.calient_json import PortNames
 from ocs_drivers.diff import occupants
-from ocs_drivers.emulators.base import EmulatedDevice, Panel
-from ocs_drivers.emulators.http import HttpServer, Listing, Reply, is_let_in
-from ocs_drivers.errors import Permanent
-from ocs_drivers.faults import FaultKind
-from ocs_drivers.model import Action, Connectivity, CrossConnect, Facts, PortState, PortStatus
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, HttpListing, is_let_in
+from ocs_drivers.errors import DriverPermanent
+from ocs_drivers.faults import DeviceFaultKind
+from ocs_drivers.model import Action, Connectivity, CrossConnect, PortState, PortStatus, SwitchFacts
 
 ROOT = "/rest/"
 PORTS_IN_A_MODULE = 8
@@ -27,7 +27,7 @@ COOKIE = "JSESSIONID"
 Item = Mapping[str, object]
 
 
-class Failed(Exception):
+class ItemFailed(Exception):
     """One item failed; the answer is HTTP 200 all the same."""
 
 
@@ -38,8 +38,8 @@ class CalientRestEmulator:
 
     def __init__(
         self,
-        panel: Panel,
-        clock: Clock | None = None,
+        panel: DevicePanel,
+        clock: DeviceClock | None = None,
         *,
         bulk_s: float = 0.2,
         conflict_s: float = 0.5,
@@ -50,8 +50,8 @@ class CalientRestEmulator:
         password: str = "",
     ) -> None:
         self.device = EmulatedDevice(_facts(panel), panel, clock)
-        self._listing = Listing(self.device, panel.reconfiguration_s + panel.jitter_s)
-        self._server = HttpServer(self._answer, "application/json", chunked=chunked)
+        self._listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s)
+        self._server = EmulatedHttpServer(self._answer, "application/json", chunked=chunked)
         self._names = PortNames(_name(number) for number in self.device.facts.ingress_ports)
         self._set_s, self._conflict_s = bulk_s, conflict_s
         self._user = (user, password)
@@ -67,17 +67,17 @@ class CalientRestEmulator:
     async def stop(self) -> None:
         await self._server.stop()
 
-    async def _answer(self, request: web.Request, body: bytes) -> Reply:
+    async def _answer(self, request: web.Request, body: bytes) -> EmulatedReply:
         headers = {}
         if self._user[0] and not self._is_known(request.cookies.get(COOKIE, "")):
             if not is_let_in(request, *self._user):
-                return Reply(401, None, {"WWW-Authenticate": 'Basic realm="Calient"'})
+                return EmulatedReply(401, None, {"WWW-Authenticate": 'Basic realm="Calient"'})
             headers["Set-Cookie"] = f"{COOKIE}={self._new_cookie()}; Path={ROOT}; HttpOnly"
         try:
             reply = await self._dispatch(request, body)
-        except Failed as failure:
-            reply = Reply(200, [_result(False, str(failure))])
-        return Reply(reply.status, reply.content, reply.headers | headers)
+        except ItemFailed as failure:
+            reply = EmulatedReply(200, [_result(False, str(failure))])
+        return EmulatedReply(reply.status, reply.content, reply.headers | headers)
 
     def _is_known(self, cookie: str) -> bool:
         session, uses = self._cookies.pop(cookie, (0, 0))
@@ -94,7 +94,7 @@ class CalientRestEmulator:
         self._cookies[cookie] = (self.device.session(), 1)
         return cookie
 
-    async def _dispatch(self, request: web.Request, body: bytes) -> Reply:
+    async def _dispatch(self, request: web.Request, body: bytes) -> EmulatedReply:
         asked: dict[str, object] = dict(request.query)
         content: object = None
         if body:
@@ -106,27 +106,29 @@ class CalientRestEmulator:
         match request.method, request.path.removeprefix(ROOT).rstrip("/"), verb:
             case "GET", "crossconnects", "list" | "detail":
                 wanted = asked.get("conn")
-                return Reply(200, [row for row in self._rows() if verb == "list" or row["conn"] == wanted])
+                return EmulatedReply(200, [row for row in self._rows() if verb == "list" or row["conn"] == wanted])
             case "GET", "ports", "summary" | "detail":
                 wanted = asked.get("port")
                 rows = self._ports(is_detail=verb == "detail")
-                return Reply(200, [row for row in rows if wanted in (None, row["port"])])
+                return EmulatedReply(200, [row for row in rows if wanted in (None, row["port"])])
             case "GET", "node", "summary":
-                return Reply(200, {"serialnumber": self.device.facts.serial, "partnumber": self.device.facts.model})
+                return EmulatedReply(
+                    200, {"serialnumber": self.device.facts.serial, "partnumber": self.device.facts.model}
+                )
             case "GET", "info", "softwareversion":
-                return Reply(200, {"version": self.device.facts.software})
+                return EmulatedReply(200, {"version": self.device.facts.software})
             case "POST", "crossconnects", "add":
-                return Reply(200, [(await self._add([asked], "add"))[0]["response"]])
+                return EmulatedReply(200, [(await self._add([asked], "add"))[0]["response"]])
             case "POST", "crossconnects", "badd":
-                return Reply(200, await self._add(_items(content), "badd"))
+                return EmulatedReply(200, await self._add(_items(content), "badd"))
             case "POST", "crossconnects", "bdel":
-                return Reply(200, await self._delete(_items(content), "bdel"))
+                return EmulatedReply(200, await self._delete(_items(content), "bdel"))
             case "DELETE", "crossconnects", "delete":
-                return Reply(200, [(await self._delete([asked], "delete"))[0]["response"]])
+                return EmulatedReply(200, [(await self._delete([asked], "delete"))[0]["response"]])
             case "POST", "crossconnects", "deleteall":
                 await self._carry_out(self.device.replace((), "deleteall"))
-                return Reply(200, [_result(True, "done")])
-        return Reply(404)
+                return EmulatedReply(200, [_result(True, "done")])
+        return EmulatedReply(404)
 
     async def _add(self, items: Sequence[Item], verb: str) -> list[dict[str, object]]:
         wanted = [self._pairs(item) for item in items]
@@ -163,14 +165,14 @@ class CalientRestEmulator:
 
     def _count_whole(self, connections: Sequence[Sequence[CrossConnect]]) -> None:
         """A set that is taken in part takes whole connections: a fault counts these, the glass counts directions."""
-        if partial := self.device.glass.taken(FaultKind.PARTIAL_COMMIT):
+        if partial := self.device.glass.taken(DeviceFaultKind.PARTIAL_COMMIT):
             self.device.inject(replace(partial, items=sum(map(len, connections[: partial.items]))))
 
     async def _carry_out(self, setter: Awaitable[None]) -> str:
         """What the switch says against it; "" if nothing."""
         try:
             await setter
-        except Permanent as refusal:
+        except DriverPermanent as refusal:
             return refusal.answer
         return ""
 
@@ -229,20 +231,20 @@ class CalientRestEmulator:
         """None for ports that are not there."""
         direction = str(item.get("dir", "bi")).lower()
         if direction not in ("uni", "bi"):
-            raise Failed("dir must be uni or bi")
+            raise ItemFailed("dir must be uni or bi")
         try:
             return self._halves(f"{item.get('in')}{'-' if direction == 'bi' else '>'}{item.get('out')}")
         except ValueError:
             return []
 
 
-def _facts(panel: Panel) -> Facts:
+def _facts(panel: DevicePanel) -> SwitchFacts:
     if panel.ingress_ports != panel.egress_ports:
         raise ValueError(
             f"a Calient switch has as many ports out as in, got {panel.ingress_ports}x{panel.egress_ports}"
         )
     numbers = range(1, panel.ingress_ports + 1)
-    return Facts(
+    return SwitchFacts(
         vendor="Calient",
         model=f"S{panel.ingress_ports}",
         serial="S-0042",
@@ -290,7 +292,7 @@ def _echo(item: Item) -> dict[str, object]:
 
 def _items(content: object) -> list[Item]:
     if not isinstance(content, list) or not content or not all(isinstance(item, dict) for item in content):
-        raise Failed("must be a list of connections")
+        raise ItemFailed("must be a list of connections")
     return content
 
 
@@ -298,7 +300,7 @@ def _json(body: bytes) -> object:
     try:
         value: object = json.loads(body)
     except (ValueError, RecursionError):
-        raise Failed("the body is not JSON") from None
+        raise ItemFailed("the body is not JSON") from None
     return value
 
 

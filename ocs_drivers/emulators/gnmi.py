@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 import grpc
 from pygnmi.spec.v080 import gnmi_pb2, gnmi_pb2_grpc
 
-from ocs_drivers.base import Clock
+from ocs_drivers.base import DeviceClock
 from ocs_drivers.driver import within
-from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
 from ocs_drivers.emulators.gnmi_openconfig import OpenConfigTarget
-from ocs_drivers.emulators.gnmi_relay import Connection, Relay
+from ocs_drivers.emulators.gnmi_relay import RelayedConnection, TcpRelay
 from ocs_drivers.emulators.gnmi_sonic import SonicTarget
-from ocs_drivers.emulators.gnmi_target import Change, Op, Refusal, Row, Target
+from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, GnmiTarget, Row
 from ocs_drivers.gnmi_data import Path, mapping, path_from_pb, path_to_pb, shown, value_from_pb, value_to_pb
 
 LONGEST_WAIT_S = 3600.0
@@ -30,8 +30,8 @@ MAX_MESSAGE = (
 
 
 def sonic(
-    panel: Panel,
-    clock: Clock | None = None,
+    panel: DevicePanel,
+    clock: DeviceClock | None = None,
     *,
     tables: str = "design",
     origin: str = "sonic-db",
@@ -49,8 +49,8 @@ def sonic(
 
 
 def openconfig(
-    panel: Panel,
-    clock: Clock | None = None,
+    panel: DevicePanel,
+    clock: DeviceClock | None = None,
     *,
     any_to_any: bool = False,
     mirrored: bool = False,
@@ -68,17 +68,17 @@ def openconfig(
 
 
 class GnmiEmulator:
-    def __init__(self, target: Target, login: tuple[str, str], tls_files: tuple[str, str, str]) -> None:
+    def __init__(self, target: GnmiTarget, login: tuple[str, str], tls_files: tuple[str, str, str]) -> None:
         self.device: EmulatedDevice = target.device
         self._target = target
         self._login = login
         self._tls_files = tls_files
-        self._relay = Relay(self.device.session)
+        self._relay = TcpRelay(self.device.session)
         self._server: grpc.aio.Server | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         self._server = grpc.aio.server(options=MAX_MESSAGE)
-        gnmi_pb2_grpc.add_gNMIServicer_to_server(Service(self._target, self._login, self._relay), self._server)
+        gnmi_pb2_grpc.add_gNMIServicer_to_server(GnmiService(self._target, self._login, self._relay), self._server)
         certificate, key, client_ca = await asyncio.to_thread(_contents, self._tls_files)
         if certificate is None or key is None:
             bound = self._server.add_insecure_port("127.0.0.1:0")
@@ -95,10 +95,10 @@ class GnmiEmulator:
             await self._server.stop(None)
 
 
-class Service(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is not typed
+class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is not typed
     """The service gnmi.gNMI."""
 
-    def __init__(self, target: Target, login: tuple[str, str], relay: Relay) -> None:
+    def __init__(self, target: GnmiTarget, login: tuple[str, str], relay: TcpRelay) -> None:
         self._target = target
         self._login = login
         self._relay = relay
@@ -113,7 +113,7 @@ class Service(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is no
         await self._admit(context)
         try:
             return gnmi_pb2.GetResponse(notification=[self._found(request, message) for message in request.path])
-        except Refusal as refusal:
+        except GnmiRefusal as refusal:
             await _refuse(context, refusal)
 
     async def Set(self, request: Any, context: Any) -> Any:
@@ -121,11 +121,11 @@ class Service(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is no
         try:
             changes = self._changes(request)
             await self._target.transact(changes)
-        except Refusal as refusal:
+        except GnmiRefusal as refusal:
             await _refuse(context, refusal)
         except ConnectionBroken:
             await _break(connection, context)
-        ops = {Op.DELETE: gnmi_pb2.UpdateResult.DELETE, Op.REPLACE: gnmi_pb2.UpdateResult.REPLACE}
+        ops = {GnmiOp.DELETE: gnmi_pb2.UpdateResult.DELETE, GnmiOp.REPLACE: gnmi_pb2.UpdateResult.REPLACE}
         results = [
             gnmi_pb2.UpdateResult(path=path_to_pb(change.path), op=ops.get(change.op, gnmi_pb2.UpdateResult.UPDATE))
             for change in changes
@@ -139,7 +139,7 @@ class Service(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is no
             listed = (await anext(requests)).subscribe
             wanted = [self._known(listed, subscription.path) for subscription in listed.subscription]
             if listed.mode == gnmi_pb2.SubscriptionList.POLL:
-                raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "mode POLL is not supported")
+                raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "mode POLL is not supported")
             before: dict[Path, Row] = {}
             async for response in self._news(wanted, before):
                 yield response
@@ -152,7 +152,7 @@ class Service(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is no
                     yield response
         except StopAsyncIteration:
             return
-        except Refusal as refusal:
+        except GnmiRefusal as refusal:
             await _refuse(context, refusal)
         finally:
             self._target.device.glass.unlisten(queue)
@@ -185,9 +185,9 @@ class Service(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is no
 
     def _found(self, request: Any, message: Any) -> Any:
         if request.encoding not in (gnmi_pb2.JSON, gnmi_pb2.JSON_IETF):
-            raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported encoding")
+            raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported encoding")
         if request.type != gnmi_pb2.GetRequest.ALL:
-            raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported request type")
+            raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported request type")
         elems = self._known(request, message)
         data: Any = self._target.tree()
         for elem in elems:
@@ -195,31 +195,31 @@ class Service(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is no
             if elem.keys and isinstance(data, list):
                 data = next((each for each in data if all(each[key] == value for key, value in elem.keys)), None)
         if data is None or data == {}:
-            raise Refusal(grpc.StatusCode.NOT_FOUND, f"No valid entry found on {shown(elems)}")
+            raise GnmiRefusal(grpc.StatusCode.NOT_FOUND, f"No valid entry found on {shown(elems)}")
         value = value_to_pb(data)
         if request.encoding == gnmi_pb2.JSON:
             value = gnmi_pb2.TypedValue(json_val=value.json_ietf_val)
         return gnmi_pb2.Notification(timestamp=self._timestamp(), update=[gnmi_pb2.Update(path=message, val=value)])
 
-    def _changes(self, request: Any) -> list[Change]:
-        changes = [Change(Op.DELETE, self._known(request, message)) for message in request.delete]
-        for op, updates in ((Op.REPLACE, request.replace), (Op.UPDATE, request.update)):
+    def _changes(self, request: Any) -> list[GnmiChange]:
+        changes = [GnmiChange(GnmiOp.DELETE, self._known(request, message)) for message in request.delete]
+        for op, updates in ((GnmiOp.REPLACE, request.replace), (GnmiOp.UPDATE, request.update)):
             for update in updates:
                 try:
                     value = value_from_pb(update.val)
                 except ValueError as error:
-                    raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"not JSON: {error}") from None
-                changes.append(Change(op, self._known(request, update.path), value))
+                    raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"not JSON: {error}") from None
+                changes.append(GnmiChange(op, self._known(request, update.path), value))
         return changes
 
     def _known(self, request: Any, message: Any) -> Path:
         """The path, if its origin is one of ours."""
         origin = message.origin or request.prefix.origin
         if origin not in self._target.origins:
-            raise Refusal(grpc.StatusCode.UNIMPLEMENTED, f"origin {origin!r} is not supported")
+            raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, f"origin {origin!r} is not supported")
         return path_from_pb(message, request.prefix)
 
-    async def _admit(self, context: Any) -> Connection:
+    async def _admit(self, context: Any) -> RelayedConnection:
         """The connection that the call came by, if it is alive and who calls may."""
         connection = self._relay.connection(context.peer())
         if connection is None or not self._target.device.is_alive(connection.session):
@@ -233,14 +233,14 @@ class Service(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is no
         return int(self._target.device.clock.now_s() * 1e9)
 
 
-async def _break(connection: Connection | None, context: Any) -> NoReturn:
+async def _break(connection: RelayedConnection | None, context: Any) -> NoReturn:
     if connection is not None:
         connection.abort()
     await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection is gone")
     raise AssertionError("abort raises")
 
 
-async def _refuse(context: Any, refusal: Refusal) -> NoReturn:
+async def _refuse(context: Any, refusal: GnmiRefusal) -> NoReturn:
     await context.abort(refusal.code, refusal.words)
     raise AssertionError("abort raises")
 

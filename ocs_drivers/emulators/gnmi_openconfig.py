@@ -8,26 +8,26 @@ from typing import Any
 
 import grpc
 
-from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
-from ocs_drivers.emulators.gnmi_target import Change, Op, Refusal, Row
-from ocs_drivers.errors import Permanent
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, Row
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.gnmi_data import Elem, Path, path, shown
-from ocs_drivers.gnmi_openconfig import CONNECTIONS, MODEL, ROOT, Topology
-from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, Facts, PortStatus
+from ocs_drivers.gnmi_openconfig import CONNECTIONS, MODEL, ROOT, OpenConfigTopology
+from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, PortStatus, SwitchFacts
 
 SLOT = "1"
 STATUS = {PortStatus.ENABLED: "ENABLED", PortStatus.DISABLED: "DISABLED", PortStatus.FAILED: "FAILED"}
 
 
 class OpenConfigTarget:
-    def __init__(self, panel: Panel, clock: Any, any_to_any: bool, mirrored: bool, first_index: int) -> None:
+    def __init__(self, panel: DevicePanel, clock: Any, any_to_any: bool, mirrored: bool, first_index: int) -> None:
         if first_index < 0:
             raise ValueError(f"first_index must be >= 0, got {first_index}")
         self.device = EmulatedDevice(facts(panel, any_to_any, first_index), panel, clock)
         self.models = {MODEL: "0.1.0"}
         self.origins = frozenset({"", "openconfig"})
         known = self.device.facts
-        self._topology = Topology(SLOT, known.connectivity, known.ingress_ports, known.egress_ports)
+        self._topology = OpenConfigTopology(SLOT, known.connectivity, known.ingress_ports, known.egress_ports)
         self._mirrored = mirrored
         self._ordered: set[CrossConnect] = set()
         self._session = self.device.session()
@@ -71,17 +71,17 @@ class OpenConfigTarget:
                     found[elems] = entry
         return found
 
-    async def transact(self, changes: Sequence[Change]) -> None:
+    async def transact(self, changes: Sequence[GnmiChange]) -> None:
         self._notice_restart()
         listed = {port: pair for pair in self._ordered | self._present() for port in self._ports_of(pair)}
         gone, new = set[CrossConnect](), dict[int, int]()
         for change in changes:
             port = self._port_of(change)
-            if change.op is Op.DELETE:
+            if change.op is GnmiOp.DELETE:
                 gone |= set(listed.values()) if port is None else {listed[port]} if port in listed else set()
                 continue
             if port is None:
-                raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "connections are set one by one")
+                raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "connections are set one by one")
             new[port] = self._peer_of(change)
         added = sorted(self._topology.normal(*pair) for pair in new.items())
         command = " ".join(f"{change.op} {shown(change.path)}" for change in changes)
@@ -95,8 +95,8 @@ class OpenConfigTarget:
         except ConnectionBroken:
             is_broken = True
             raise
-        except Permanent as error:
-            raise Refusal(grpc.StatusCode.ABORTED, error.answer) from None
+        except DriverPermanent as error:
+            raise GnmiRefusal(grpc.StatusCode.ABORTED, error.answer) from None
         finally:
             self._ordered = (ordered | (self._ordered if is_broken else set())) & self._present()
 
@@ -118,18 +118,18 @@ class OpenConfigTarget:
     def _ports_of(self, pair: CrossConnect) -> tuple[int, ...]:
         return (pair.ingress_port, pair.egress_port) if self._mirrored else (pair.ingress_port,)
 
-    def _port_of(self, change: Change) -> int | None:
+    def _port_of(self, change: GnmiChange) -> int | None:
         """The port whose connection is meant; None for the whole list."""
-        if change.path == CONNECTIONS and change.op is Op.DELETE:
+        if change.path == CONNECTIONS and change.op is GnmiOp.DELETE:
             return None
         if change.path[: len(CONNECTIONS)] != CONNECTIONS or len(change.path) == len(CONNECTIONS):
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
+            raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
         keys = dict(change.path[len(CONNECTIONS)].keys)
         if keys.get("slot") != SLOT:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no slot {keys.get('slot')}")
+            raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no slot {keys.get('slot')}")
         return self._known_port(keys.get("port", ""))
 
-    def _peer_of(self, change: Change) -> int:
+    def _peer_of(self, change: GnmiChange) -> int:
         """Of the update of an entry, its `config`, or its leaf `peer-port`."""
         below = [elem.name for elem in change.path[len(CONNECTIONS) + 1 :]]
         value = change.value
@@ -138,15 +138,17 @@ class OpenConfigTarget:
         elif not below and isinstance(value, dict):
             value = value.get("config")
         elif below != ["config"]:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
+            raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
         if not isinstance(value, dict) or "peer-port" not in value:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "peer-port is missing")
+            raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, "peer-port is missing")
         return self._known_port(str(value["peer-port"]))
 
     def _known_port(self, text: str) -> int:
         known = {*self._topology.ingress_ports, *self._topology.egress_ports}
         if not text.isdecimal() or int(text) not in known:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"Requested port-number {text} is not in a valid range.")
+            raise GnmiRefusal(
+                grpc.StatusCode.INVALID_ARGUMENT, f"Requested port-number {text} is not in a valid range."
+            )
         return int(text)
 
     def _present(self) -> set[CrossConnect]:
@@ -158,10 +160,10 @@ class OpenConfigTarget:
             self._ordered = self._present()
 
 
-def facts(panel: Panel, any_to_any: bool, first_index: int) -> Facts:
+def facts(panel: DevicePanel, any_to_any: bool, first_index: int) -> SwitchFacts:
     ingress = range(first_index, first_index + panel.ingress_ports)
     egress = ingress if any_to_any else range(ingress[-1] + 1, ingress[-1] + 1 + panel.egress_ports)
-    return Facts(
+    return SwitchFacts(
         vendor="OrchestrRL",
         model="openconfig-ocs",
         serial="oc-1",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class RelayedConnection:
     session: int  # of the device: dead once that has restarted
     writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
 
@@ -20,12 +20,12 @@ class Connection:
             writer.transport.abort()
 
 
-class Relay:
+class TcpRelay:
     """`new_session` is asked for the number of the session that begins with a connection."""
 
     def __init__(self, new_session: Callable[[], int]) -> None:
         self._new_session = new_session
-        self._connections: dict[int, Connection] = {}  # by our port towards the server
+        self._connections: dict[int, RelayedConnection] = {}  # by our port towards the server
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Server | None = None
         self._server_port = 0
@@ -43,7 +43,7 @@ class Relay:
             connection.abort()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def connection(self, peer: str) -> Connection | None:
+    def connection(self, peer: str) -> RelayedConnection | None:
         """By the peer of a call, `ipv4:127.0.0.1:PORT`; None if it is gone already."""
         port = peer.rpartition(":")[2]
         return self._connections.get(int(port)) if port.isdecimal() else None
@@ -55,7 +55,7 @@ class Relay:
         self._tasks.add(task)
         upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self._server_port)
         port = upstream.get_extra_info("sockname")[1]
-        connection = Connection(session, (writer, upstream))
+        connection = RelayedConnection(session, (writer, upstream))
         self._connections[port] = connection
         ways = [asyncio.ensure_future(_pump(reader, upstream)), asyncio.ensure_future(_pump(upstream_reader, writer))]
         try:

@@ -9,18 +9,18 @@ from typing import Any
 
 import grpc
 
-from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
-from ocs_drivers.emulators.gnmi_target import Change, Op, Refusal, Row
-from ocs_drivers.errors import Permanent
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, Row
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.gnmi_data import Path, path, shown
-from ocs_drivers.gnmi_sonic import CONFIG, CROSS_CONNECTS, HOST, METADATA, PORTS, STATE, Sides
-from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, Facts, PortStatus
+from ocs_drivers.gnmi_sonic import CONFIG, CROSS_CONNECTS, HOST, METADATA, PORTS, STATE, SonicPorts
+from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, PortStatus, SwitchFacts
 
 NAMES = {"design": ("", "state", "status"), "image": ("_TABLE", "config_status", "oper_status")}
 
 
 class SonicTarget:
-    def __init__(self, panel: Panel, clock: Any, tables: str, origin: str, leftovers: bool) -> None:
+    def __init__(self, panel: DevicePanel, clock: Any, tables: str, origin: str, leftovers: bool) -> None:
         if tables not in NAMES:
             raise ValueError(f"tables must be one of {', '.join(NAMES)}, got {tables!r}")
         self.device = EmulatedDevice(facts(panel), panel, clock)
@@ -29,7 +29,7 @@ class SonicTarget:
         self._is_image = tables == "image"
         self._suffix, self._override, self._status = NAMES[tables]
         self._leftovers = leftovers
-        self._sides = Sides(panel.ingress_ports, panel.egress_ports)
+        self._sides = SonicPorts(panel.ingress_ports, panel.egress_ports)
         self._ordered: set[CrossConnect] = set()
         self._session = self.device.session()
 
@@ -59,7 +59,7 @@ class SonicTarget:
                         found[elems] = row
         return found
 
-    async def transact(self, changes: Sequence[Change]) -> None:
+    async def transact(self, changes: Sequence[GnmiChange]) -> None:
         self._notice_restart()
         wanted, named = set(self._ordered), set[CrossConnect]()
         for change in changes:
@@ -67,7 +67,7 @@ class SonicTarget:
         present = {circuit.cross_connect for circuit in self.device.glass.circuits()}
         gone = {pair for pair in self._ordered - wanted if pair in present}
         gone |= {
-            pair for change in changes if change.op is Op.DELETE for pair in self._named(change) if pair in present
+            pair for change in changes if change.op is GnmiOp.DELETE for pair in self._named(change) if pair in present
         }
         command = " ".join(f"{change.op} {shown(change.path)}" for change in changes)
         is_broken = False
@@ -79,33 +79,33 @@ class SonicTarget:
         except ConnectionBroken:
             is_broken = True
             raise
-        except Permanent as error:
-            raise Refusal(grpc.StatusCode.UNKNOWN, f"Failed to apply patch: {error.answer}") from None
+        except DriverPermanent as error:
+            raise GnmiRefusal(grpc.StatusCode.UNKNOWN, f"Failed to apply patch: {error.answer}") from None
         finally:
             present = {circuit.cross_connect for circuit in self.device.glass.circuits()}
             kept = named if self._leftovers and not is_broken else set()
             self._ordered = (wanted | (self._ordered if is_broken else set())) & present | kept
 
-    def _apply(self, change: Change, wanted: set[CrossConnect], named: set[CrossConnect]) -> None:
+    def _apply(self, change: GnmiChange, wanted: set[CrossConnect], named: set[CrossConnect]) -> None:
         names = [elem.name for elem in change.path]
         if names[:3] != [CONFIG, HOST, CROSS_CONNECTS] or len(names) > 4:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
-        if change.op is Op.DELETE:
+            raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
+        if change.op is GnmiOp.DELETE:
             wanted -= self._named(change)
             return
         rows = change.value if len(names) == 3 else {names[3]: change.value}
         if not isinstance(rows, Mapping):
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} must be a table")
-        if change.op is Op.REPLACE and len(names) == 3:
+            raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} must be a table")
+        if change.op is GnmiOp.REPLACE and len(names) == 3:
             wanted.clear()
         for key, row in rows.items():
             pair = self._pair(str(key))
             if not isinstance(row, Mapping) or dict(row) != self._ends(pair):
-                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"{key} must have its sides as a_side and b_side")
+                raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{key} must have its sides as a_side and b_side")
             wanted.add(pair)
             named.add(pair)
 
-    def _named(self, change: Change) -> set[CrossConnect]:
+    def _named(self, change: GnmiChange) -> set[CrossConnect]:
         """What a deletion names: one circuit, or the whole table."""
         if len(change.path) == 3:
             return self._ordered | {circuit.cross_connect for circuit in self.device.glass.circuits()}
@@ -115,7 +115,7 @@ class SonicTarget:
         try:
             return self._sides.cross_connect(key)
         except ValueError as error:
-            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+            raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
 
     def _ends(self, pair: CrossConnect) -> dict[str, str]:
         return {"a_side": self._sides.name(pair.ingress_port), "b_side": self._sides.name(pair.egress_port)}
@@ -154,9 +154,9 @@ class SonicTarget:
             self._ordered = {circuit.cross_connect for circuit in self.device.glass.circuits()}
 
 
-def facts(panel: Panel) -> Facts:
+def facts(panel: DevicePanel) -> SwitchFacts:
     ingress = range(1, panel.ingress_ports + 1)
-    return Facts(
+    return SwitchFacts(
         vendor="SONiC",
         model="OCS-V",
         serial="",

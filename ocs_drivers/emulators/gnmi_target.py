@@ -13,20 +13,20 @@ from ocs_drivers.gnmi_data import Path
 Row = dict[str, Any]
 
 
-class Op(StrEnum):
+class GnmiOp(StrEnum):
     DELETE = "delete"
     REPLACE = "replace"
     UPDATE = "update"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    op: Op
+class GnmiChange:
+    op: GnmiOp
     path: Path
     value: Any = None
 
 
-class Refusal(Exception):
+class GnmiRefusal(Exception):
     """A call to end with this status."""
 
     def __init__(self, code: grpc.StatusCode, words: str) -> None:
@@ -35,7 +35,7 @@ class Refusal(Exception):
         self.words = words
 
 
-class Target(Protocol):
+class GnmiTarget(Protocol):
     device: EmulatedDevice
     models: dict[str, str]  # with their versions
     origins: frozenset[str]  # of paths
@@ -46,6 +46,6 @@ class Target(Protocol):
         """What a subscription to a path is told of."""
         ...
 
-    async def transact(self, changes: Sequence[Change]) -> None:
+    async def transact(self, changes: Sequence[GnmiChange]) -> None:
         """One SetRequest, in the order in which it is to be carried out. All of it is looked at before any is done."""
         ...

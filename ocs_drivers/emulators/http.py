@@ -9,22 +9,26 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice
-from ocs_drivers.model import Circuit, CircuitState, CrossConnect
+from ocs_drivers.model import CircuitState, CrossConnect, DeviceCircuit
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class EmulatedReply:
     status: int = 200
     content: object = None  # goes out as JSON
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class HttpServer:
+class EmulatedHttpServer:
     """Hands each request with its body to `answer`. Where `answer` raises ConnectionBroken, the TCP connection is cut
     without a byte. With `chunked`, answers come without a length, in pieces."""
 
     def __init__(
-        self, answer: Callable[[web.Request, bytes], Awaitable[Reply]], media_type: str, *, chunked: bool = False
+        self,
+        answer: Callable[[web.Request, bytes], Awaitable[EmulatedReply]],
+        media_type: str,
+        *,
+        chunked: bool = False,
     ) -> None:
         self._answer = answer
         self._media_type = media_type
@@ -68,7 +72,7 @@ class HttpServer:
         return response
 
 
-class Listing:
+class HttpListing:
     """Cross-connects as a switch lists them that knows no state between: at once when commanded, and no more when the
     mirrors are not in place after the stated time, until they are. With `late`, only once they are in place."""
 
@@ -84,11 +88,11 @@ class Listing:
         now_s = self._device.clock.now_s()
         self._commanded_s.update({pair: now_s for pair in pairs if pair not in present})
 
-    def circuits(self) -> list[Circuit]:
+    def circuits(self) -> list[DeviceCircuit]:
         self._device.glass.advance()
         return [circuit for circuit in self._device.glass.circuits() if self._is_listed(circuit)]
 
-    def _is_listed(self, circuit: Circuit) -> bool:
+    def _is_listed(self, circuit: DeviceCircuit) -> bool:
         if circuit.state is not CircuitState.TUNING:
             return True
         age_s = self._device.clock.now_s() - self._commanded_s.get(circuit.cross_connect, 0.0)

@@ -18,11 +18,11 @@ from xml.etree.ElementTree import Element
 import paramiko
 
 from ocs_drivers import polatis_yang as yang
-from ocs_drivers.base import Clock
+from ocs_drivers.base import DeviceClock
 from ocs_drivers.emulators import netconf_text as text
-from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
-from ocs_drivers.emulators.http import Listing
-from ocs_drivers.emulators.netconf_store import Store
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.http import HttpListing
+from ocs_drivers.emulators.netconf_store import NetconfDatastores
 from ocs_drivers.emulators.netconf_text import NC, Framing, FramingError, RpcError, child, local
 from ocs_drivers.emulators.polatis import polatis_facts
 
@@ -33,7 +33,7 @@ ESTABLISHED = 1  # a TCP state of Linux
 
 
 @dataclass
-class Session:
+class NetconfServerSession:
     """One SSH connection, and what the loop knows of its NETCONF session."""
 
     id: int
@@ -66,8 +66,8 @@ class NetconfEmulator:
 
     def __init__(
         self,
-        panel: Panel,
-        clock: Clock | None = None,
+        panel: DevicePanel,
+        clock: DeviceClock | None = None,
         *,
         revision: str = "2018-03-22",
         base: str = "1.1",
@@ -91,11 +91,11 @@ class NetconfEmulator:
         self._candidate = candidate
         self._one_session = one_session
         self._revision = revision
-        listing = Listing(self.device, panel.reconfiguration_s + panel.jitter_s, late=lists_late)
-        self._store = Store(
+        listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s, late=lists_late)
+        self._store = NetconfDatastores(
             self.device, listing, revision or yang.PAIR_REVISION, has_candidate=candidate, has_monitors=power
         )
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, NetconfServerSession] = {}
         self._last_id = 0
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -153,14 +153,14 @@ class NetconfEmulator:
         self._last_id += 1
         connection.setblocking(True)
         transport = paramiko.Transport(connection)
-        session = Session(self._last_id, self.device.session(), connection, transport)
+        session = NetconfServerSession(self._last_id, self.device.session(), connection, transport)
         self._sessions[session.id] = session
         transport.set_log_channel("ocs_drivers.emulators.netconf.ssh")
         transport.add_server_key(self._key)
-        transport.set_subsystem_handler("netconf", Subsystem, self, session)
-        transport.start_server(event=threading.Event(), server=Door(self))
+        transport.set_subsystem_handler("netconf", NetconfSubsystem, self, session)
+        transport.start_server(event=threading.Event(), server=SshAccess(self))
 
-    def serve(self, session: Session, channel: Any) -> None:
+    def serve(self, session: NetconfServerSession, channel: Any) -> None:
         """A NETCONF session, in a thread of paramiko's."""
         framing = Framing()
         channel.sendall(framing.frame(text.write(text.hello(self.capabilities(), session.id))))
@@ -174,7 +174,7 @@ class NetconfEmulator:
             if is_last:
                 return
 
-    async def answer(self, session: Session, message: bytes) -> tuple[bytes, bool]:
+    async def answer(self, session: NetconfServerSession, message: bytes) -> tuple[bytes, bool]:
         """The reply, and whether it is the last of this session."""
         if not self.device.is_alive(session.number):
             raise ConnectionBroken
@@ -195,7 +195,7 @@ class NetconfEmulator:
             child(reply, "ok")
         return text.write(reply), is_last
 
-    async def _operate(self, session: Session, operation: Element, command: str) -> list[Element]:
+    async def _operate(self, session: NetconfServerSession, operation: Element, command: str) -> list[Element]:
         name = local(operation)
         if operation.tag == f"{{{yang.NAMESPACE}}}port-set-state":
             await self._store.set_ports(operation, command)
@@ -229,17 +229,17 @@ class NetconfEmulator:
             data.extend(part for tree in trees for criterion in wanted for part in text.selected(tree, criterion))
         return data
 
-    def _kill(self, session: Session, session_id: str) -> None:
+    def _kill(self, session: NetconfServerSession, session_id: str) -> None:
         if not session_id.isdecimal() or int(session_id) == session.id or int(session_id) not in self._sessions:
             raise RpcError("invalid-value", f"there is no other session {session_id!r}", kind="protocol")
         self._end(self._sessions[int(session_id)])
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: NetconfServerSession) -> None:
         if self._sessions.pop(session.id, None) is not None:
             self._store.leave(session.id)
         session.abort()
 
-    def _on_loop(self, session: Session, work: Coroutine[Any, Any, T]) -> T:
+    def _on_loop(self, session: NetconfServerSession, work: Coroutine[Any, Any, T]) -> T:
         assert self._loop is not None
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         session.answers.add(future)
@@ -248,17 +248,19 @@ class NetconfEmulator:
         finally:
             session.answers.discard(future)
 
-    def finish(self, session: Session) -> None:
+    def finish(self, session: NetconfServerSession) -> None:
         """From a thread: its session is over."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: so is everything
             self._loop.call_soon_threadsafe(self._end, session)
 
 
-class Subsystem(paramiko.SubsystemHandler):  # type: ignore[misc]  # paramiko is not typed
+class NetconfSubsystem(paramiko.SubsystemHandler):  # type: ignore[misc]  # paramiko is not typed
     """The thread of one NETCONF session."""
 
-    def __init__(self, channel: Any, name: str, server: Any, emulator: NetconfEmulator, session: Session) -> None:
+    def __init__(
+        self, channel: Any, name: str, server: Any, emulator: NetconfEmulator, session: NetconfServerSession
+    ) -> None:
         super().__init__(channel, name, server)
         self._emulator = emulator
         self._session = session
@@ -270,7 +272,7 @@ class Subsystem(paramiko.SubsystemHandler):  # type: ignore[misc]  # paramiko is
         self._emulator.finish(self._session)
 
 
-class Door(paramiko.ServerInterface):  # type: ignore[misc]  # paramiko is not typed
+class SshAccess(paramiko.ServerInterface):  # type: ignore[misc]  # paramiko is not typed
     """Who may come in, and to what."""
 
     def __init__(self, emulator: NetconfEmulator) -> None:

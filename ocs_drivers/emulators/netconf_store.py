@@ -9,9 +9,9 @@ from xml.etree.ElementTree import Element
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.emulators.base import EmulatedDevice
-from ocs_drivers.emulators.http import Listing
+from ocs_drivers.emulators.http import HttpListing
 from ocs_drivers.emulators.netconf_text import NC, RpcError, child, local
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import Action, BootBehaviour, CrossConnect, PortStatus
 
 NS = f"{{{yang.NAMESPACE}}}"
@@ -23,18 +23,18 @@ STARTUP = {BootBehaviour.DARK: "MODE_VOLATILE", BootBehaviour.RESTORE: "MODE_PRE
 
 
 @dataclass
-class Edit:
+class NetconfEdit:
     """What an <edit-config> comes to, in the order in which it is carried out."""
 
     remove: list[CrossConnect] = field(default_factory=list)
     add: list[CrossConnect] = field(default_factory=list)
 
 
-class Store:
+class NetconfDatastores:
     """`candidate` is None where there is none, and follows `running` until somebody edits it."""
 
     def __init__(
-        self, device: EmulatedDevice, listing: Listing, revision: str, *, has_candidate: bool, has_monitors: bool
+        self, device: EmulatedDevice, listing: HttpListing, revision: str, *, has_candidate: bool, has_monitors: bool
     ) -> None:
         self._device = device
         self._listing = listing
@@ -169,7 +169,7 @@ class Store:
         return port
 
     async def _carry_out(self, before: Mapping[int, int], wanted: Mapping[int, int], command: str) -> None:
-        edit = Edit()
+        edit = NetconfEdit()
         edit.add = [CrossConnect(*pair) for pair in wanted.items() if before.get(pair[0]) != pair[1]]
         taken = {end for pair in edit.add for end in self._device.facts.ends(pair)}
         # What is re-routed goes by itself: to remove it as well would be a second command to the glass.
@@ -181,7 +181,7 @@ class Store:
             if edit.add:
                 self._listing.commanded(edit.add)
                 await self._device.set(Action.ADD, edit.add, command)
-        except Permanent as error:
+        except DriverPermanent as error:
             raise RpcError("operation-failed", error.answer) from None
 
     def _cross_connects(self, pairs: Mapping[int, int]) -> Element:

@@ -1,14 +1,14 @@
 """What an emulated Polatis says of itself in YANG, whatever carries it. Pure."""
 
-from ocs_drivers.emulators.base import Panel
-from ocs_drivers.model import Connectivity, Facts
+from ocs_drivers.emulators.base import DevicePanel
+from ocs_drivers.model import Connectivity, SwitchFacts
 
 
-def polatis_facts(panel: Panel, any_to_any: bool) -> Facts:
+def polatis_facts(panel: DevicePanel, any_to_any: bool) -> SwitchFacts:
     ingress = range(1, panel.ingress_ports + 1)
     egress = ingress if any_to_any else range(ingress[-1] + 1, ingress[-1] + 1 + panel.egress_ports)
     size = f"{panel.ingress_ports}xCC" if any_to_any else f"{panel.ingress_ports}x{panel.egress_ports}"
-    return Facts(
+    return SwitchFacts(
         vendor="Polatis",
         model=f"I-OST-{size}-LU1-DMHNS",
         serial="002414",

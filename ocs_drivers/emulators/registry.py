@@ -5,8 +5,8 @@ from datetime import date
 from importlib import import_module
 from typing import Any
 
-from ocs_drivers.base import Clock
-from ocs_drivers.emulators.base import Emulator, Panel
+from ocs_drivers.base import DeviceClock
+from ocs_drivers.emulators.base import DevicePanel, Emulator
 from ocs_drivers.errors import InvalidOptions
 
 # Each a class or function `(panel, clock=None, **quirks) -> Emulator`; its libraries are loaded with it.
@@ -34,7 +34,7 @@ DRIVER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_emulator(protocol: str, panel: Panel, clock: Clock | None = None, **quirks: Any) -> Emulator:
+def make_emulator(protocol: str, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Emulator:
     """Raises InvalidOptions with every fault: a protocol that is not known (listing the known ones) or whose library is
     not installed, quirks that it does not have (listing those that it has), values that it refuses."""
     factory = _factory(protocol)

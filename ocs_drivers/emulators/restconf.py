@@ -13,13 +13,13 @@ from typing import NoReturn
 from aiohttp import web
 
 from ocs_drivers import polatis_yang as yang
-from ocs_drivers.base import Clock
-from ocs_drivers.emulators.base import EmulatedDevice, Panel
-from ocs_drivers.emulators.http import HttpServer, Listing, Reply, is_let_in
+from ocs_drivers.base import DeviceClock
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, HttpListing, is_let_in
 from ocs_drivers.emulators.polatis import polatis_facts
-from ocs_drivers.errors import Permanent
-from ocs_drivers.faults import FaultKind
-from ocs_drivers.model import Action, BootBehaviour, Circuit, CrossConnect, PortStatus
+from ocs_drivers.errors import DriverPermanent
+from ocs_drivers.faults import DeviceFaultKind
+from ocs_drivers.model import Action, BootBehaviour, CrossConnect, DeviceCircuit, PortStatus
 
 MEDIA_TYPE = "application/yang-data+json"
 YANG_PATCH_TYPE = "application/yang-patch+json"
@@ -28,13 +28,13 @@ COLLECTION = f"{ROOT}/data/{yang.MODULE}:cross-connects"
 STARTUP_MODES = {BootBehaviour.DARK: "MODE_VOLATILE", BootBehaviour.RESTORE: "MODE_PRESERVE"}
 
 
-class Refused(Exception):
+class RestconfRefusal(Exception):
     """An answer with `ietf-restconf:errors`."""
 
     def __init__(self, status: int, tag: str, message: str) -> None:
         super().__init__(message)
         error = {"error-type": "application", "error-tag": tag, "error-message": message}
-        self.reply = Reply(status, {"ietf-restconf:errors": {"error": [error]}})
+        self.reply = EmulatedReply(status, {"ietf-restconf:errors": {"error": [error]}})
 
 
 class RestconfEmulator:
@@ -45,8 +45,8 @@ class RestconfEmulator:
 
     def __init__(
         self,
-        panel: Panel,
-        clock: Clock | None = None,
+        panel: DevicePanel,
+        clock: DeviceClock | None = None,
         *,
         revision: str = "2018-03-22",
         yang_library: bool = True,
@@ -60,8 +60,8 @@ class RestconfEmulator:
         password: str = "",
     ) -> None:
         self.device = EmulatedDevice(polatis_facts(panel, any_to_any), panel, clock)
-        self._listing = Listing(self.device, panel.reconfiguration_s + panel.jitter_s, late=lists_late)
-        self._server = HttpServer(self._answer, MEDIA_TYPE, chunked=chunked)
+        self._listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s, late=lists_late)
+        self._server = EmulatedHttpServer(self._answer, MEDIA_TYPE, chunked=chunked)
         self._revision = revision
         self._yang_library = yang_library
         self._yang_patch = yang_patch
@@ -77,24 +77,24 @@ class RestconfEmulator:
     async def stop(self) -> None:
         await self._server.stop()
 
-    async def _answer(self, request: web.Request, body: bytes) -> Reply:
+    async def _answer(self, request: web.Request, body: bytes) -> EmulatedReply:
         self._under_way += 1
         try:
             if not is_let_in(request, *self._user):
-                return Reply(401, None, {"WWW-Authenticate": 'Basic realm="Polatis"'})
+                return EmulatedReply(401, None, {"WWW-Authenticate": 'Basic realm="Polatis"'})
             if self._one_request and self._under_way > 1:
-                raise Refused(503, "in-use", "another request is under way")
+                raise RestconfRefusal(503, "in-use", "another request is under way")
             if request.content_type == YANG_PATCH_TYPE and self._yang_patch:
                 return await self._patched(request.method, request.path, body)
             return await self._dispatch(request.method, request.path, body)
-        except Refused as refused:
+        except RestconfRefusal as refused:
             return refused.reply
         finally:
             self._under_way -= 1
 
-    async def _dispatch(self, method: str, path: str, body: bytes) -> Reply:
+    async def _dispatch(self, method: str, path: str, body: bytes) -> EmulatedReply:
         if path == ROOT:
-            return Reply(200, {"ietf-restconf:restconf": {"data": {}, "operations": {}}})
+            return EmulatedReply(200, {"ietf-restconf:restconf": {"data": {}, "operations": {}}})
         if path == f"{ROOT}/operations/{yang.MODULE}:port-set-state" and method == "POST":
             return await self._set_ports(body)
         collection = COLLECTION
@@ -103,94 +103,100 @@ class RestconfEmulator:
         if found := re.fullmatch(re.escape(f"{collection}/{self._pairs}=") + "([0-9]{1,5})", path):
             return await self._of_pair(method, int(found[1]), body)
         if method != "GET":
-            raise Refused(405, "operation-not-supported", f"{method} is not for this resource")
+            raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
         return self._read(path.removeprefix(f"{ROOT}/data/"))
 
-    async def _of_collection(self, method: str, body: bytes) -> Reply:
+    async def _of_collection(self, method: str, body: bytes) -> EmulatedReply:
         match method:
             case "GET":
                 entries = [_entry(circuit.cross_connect) for circuit in self._listing.circuits()]
-                return Reply(200, self._named("cross-connects", {self._pairs: entries})) if entries else Reply(204)
+                return (
+                    EmulatedReply(200, self._named("cross-connects", {self._pairs: entries}))
+                    if entries
+                    else EmulatedReply(204)
+                )
             case "POST":
                 pairs = self._parsed(body, self._pairs)
                 if len(pairs) != 1:
-                    raise Refused(400, "invalid-value", "a POST creates exactly one resource")
+                    raise RestconfRefusal(400, "invalid-value", "a POST creates exactly one resource")
                 if any(circuit.cross_connect.ingress_port == pairs[0].ingress_port for circuit in self._circuits()):
-                    raise Refused(409, "data-exists", f"port {pairs[0].ingress_port} is connected")
+                    raise RestconfRefusal(409, "data-exists", f"port {pairs[0].ingress_port} is connected")
                 await self._set(Action.ADD, pairs, f"POST {_shown(pairs)}")
-                return Reply(201, None, {"Location": f"{COLLECTION}/{self._pairs}={pairs[0].ingress_port}"})
+                return EmulatedReply(201, None, {"Location": f"{COLLECTION}/{self._pairs}={pairs[0].ingress_port}"})
             case "PATCH":
                 pairs = self._parsed(body, "cross-connects")
                 await self._set(Action.ADD, pairs, f"PATCH {_shown(pairs)}")
-                return Reply(204)
+                return EmulatedReply(204)
             case "PUT":
                 pairs = self._parsed(body, "cross-connects")
                 self._listing.commanded(pairs)
                 await self._carry_out(self.device.replace(pairs, f"PUT {_shown(pairs)}"))
-                return Reply(204)
+                return EmulatedReply(204)
             case "DELETE":
                 await self._carry_out(self.device.replace((), "DELETE all"))
-                return Reply(204)
-        raise Refused(405, "operation-not-supported", f"{method} is not for this resource")
+                return EmulatedReply(204)
+        raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
 
-    async def _patched(self, method: str, path: str, body: bytes) -> Reply:
+    async def _patched(self, method: str, path: str, body: bytes) -> EmulatedReply:
         """RFC 8072: all edits or none, as far as the mirrors go along."""
         if (method, path) != ("PATCH", COLLECTION):
-            raise Refused(405, "operation-not-supported", "a YANG Patch is for the collection here")
+            raise RestconfRefusal(405, "operation-not-supported", "a YANG Patch is for the collection here")
         value = _json(body)
         patch = value.get("ietf-yang-patch:yang-patch") if isinstance(value, dict) else None
         edits = patch.get("edit") if isinstance(patch, dict) else None
         if not isinstance(edits, list) or not edits or not all(isinstance(edit, dict) for edit in edits):
-            raise Refused(400, "malformed-message", "must hold a list of edits")
+            raise RestconfRefusal(400, "malformed-message", "must hold a list of edits")
         added, removed = [], []
         present = {circuit.cross_connect.ingress_port: circuit.cross_connect for circuit in self._circuits()}
         for edit in edits:
             found = re.fullmatch(rf"/(?:{yang.MODULE}:)?{self._pairs}=([0-9]{{1,5}})", str(edit.get("target")))
             if found is None:
-                raise Refused(400, "invalid-value", f"no such target: {edit.get('target')}")
+                raise RestconfRefusal(400, "invalid-value", f"no such target: {edit.get('target')}")
             ingress = int(found[1])
             match edit.get("operation"):
                 case "create" if ingress in present:
-                    raise Refused(409, "data-exists", f"port {ingress} is connected")
+                    raise RestconfRefusal(409, "data-exists", f"port {ingress} is connected")
                 case "create":
                     added += self._parsed(json.dumps(edit.get("value")).encode(), self._pairs)
                 case "delete" if ingress not in present:
-                    raise Refused(409, "data-missing", f"port {ingress} is not connected")
+                    raise RestconfRefusal(409, "data-missing", f"port {ingress} is not connected")
                 case "remove" | "delete":
                     removed += [present[ingress]] if ingress in present else []
                 case other:
-                    raise Refused(400, "operation-not-supported", f"{other} is not done here")
+                    raise RestconfRefusal(400, "operation-not-supported", f"{other} is not done here")
         if added and removed:
-            raise Refused(400, "operation-not-supported", "edits that add and edits that remove are two patches here")
+            raise RestconfRefusal(
+                400, "operation-not-supported", "edits that add and edits that remove are two patches here"
+            )
         action, pairs = (Action.ADD, added) if added else (Action.REMOVE, removed)
         await self._set(action, pairs, f"YANG-PATCH {action} {_shown(pairs)}")
         status = {"patch-id": patch.get("patch-id") if isinstance(patch, dict) else "", "ok": [None]}
-        return Reply(200, {"ietf-yang-patch:yang-patch-status": status})
+        return EmulatedReply(200, {"ietf-yang-patch:yang-patch-status": status})
 
-    async def _of_pair(self, method: str, ingress: int, body: bytes) -> Reply:
+    async def _of_pair(self, method: str, ingress: int, body: bytes) -> EmulatedReply:
         present = [c.cross_connect for c in self._circuits() if c.cross_connect.ingress_port == ingress]
         if method == "PUT":
             pairs = self._parsed(body, self._pairs)
             if [pair.ingress_port for pair in pairs] != [ingress]:
-                raise Refused(400, "invalid-value", "the body is not the resource that the path names")
+                raise RestconfRefusal(400, "invalid-value", "the body is not the resource that the path names")
             await self._set(Action.ADD, pairs, f"PUT {_shown(pairs)}")
-            return Reply(204 if present else 201)
+            return EmulatedReply(204 if present else 201)
         if not present:
-            raise Refused(404, "invalid-value", f"port {ingress} is not connected")
+            raise RestconfRefusal(404, "invalid-value", f"port {ingress} is not connected")
         if method == "DELETE":
             # One circuit cannot be taken in part: that fault waits for a command of several.
-            partial = self.device.glass.taken(FaultKind.PARTIAL_COMMIT)
+            partial = self.device.glass.taken(DeviceFaultKind.PARTIAL_COMMIT)
             try:
                 await self._set(Action.REMOVE, present, f"DELETE {_shown(present)}")
             finally:
                 if partial is not None:
                     self.device.inject(partial)
-            return Reply(204)
+            return EmulatedReply(204)
         if method == "GET":
-            return Reply(200, self._named(self._pairs, _entry(present[0])))
-        raise Refused(405, "operation-not-supported", f"{method} is not for this resource")
+            return EmulatedReply(200, self._named(self._pairs, _entry(present[0])))
+        raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
 
-    def _read(self, name: str) -> Reply:
+    def _read(self, name: str) -> EmulatedReply:
         facts, is_new = self.device.facts, yang.has_port_config(self._revision)
         readers: dict[str, Callable[[], object]] = {
             f"{yang.MODULE}:product-information": lambda: self._named(
@@ -226,9 +232,9 @@ class RestconfEmulator:
                 {"port": [{"port-id": p.port, "power": f"{p.power_dbm:.2f}"} for p in self.device.glass.ports()]},
             )
         if name not in readers:
-            raise Refused(404, "invalid-value", f"no such resource: {name[:80]}")
+            raise RestconfRefusal(404, "invalid-value", f"no such resource: {name[:80]}")
         self.device.glass.advance()
-        return Reply(200, readers[name]())
+        return EmulatedReply(200, readers[name]())
 
     def _ports(self) -> object:
         if yang.has_port_config(self._revision):
@@ -250,18 +256,18 @@ class RestconfEmulator:
             },
         )
 
-    async def _set_ports(self, body: bytes) -> Reply:
+    async def _set_ports(self, body: bytes) -> EmulatedReply:
         rpc = _json(body)
         asked = rpc.get(f"{yang.MODULE}:input") if isinstance(rpc, dict) else None
         if not isinstance(asked, dict):
-            raise Refused(400, "malformed-message", f"must hold {yang.MODULE}:input")
+            raise RestconfRefusal(400, "malformed-message", f"must hold {yang.MODULE}:input")
         for name, is_enabled in (("port-disab", False), ("port-enab", True)):
             ports = asked.get(name, [])
             if not isinstance(ports, list) or any(port not in self._numbers for port in ports):
-                raise Refused(400, "invalid-value", f"{name}: no such port")
+                raise RestconfRefusal(400, "invalid-value", f"{name}: no such port")
             if ports:
                 await self._carry_out(self.device.enable(ports, is_enabled, f"{name} {ports}"))
-        return Reply(204)
+        return EmulatedReply(204)
 
     @property
     def _numbers(self) -> set[int]:
@@ -274,12 +280,12 @@ class RestconfEmulator:
     async def _carry_out(self, setter: Awaitable[None]) -> None:
         try:
             await setter
-        except Permanent as refusal:
+        except DriverPermanent as refusal:
             is_partial = " OF " in refusal.answer
             tag = "partial-operation" if is_partial else "resource-denied"
-            raise Refused(500 if is_partial else 409, tag, refusal.answer) from None
+            raise RestconfRefusal(500 if is_partial else 409, tag, refusal.answer) from None
 
-    def _circuits(self) -> Sequence[Circuit]:
+    def _circuits(self) -> Sequence[DeviceCircuit]:
         self.device.glass.advance()
         return self.device.glass.circuits()
 
@@ -301,10 +307,10 @@ class RestconfEmulator:
                 raise ValueError("a pair has ingress and egress")
             pair = CrossConnect(yang.parse_port(entry["ingress"]), yang.parse_port(entry["egress"]))
         except ValueError as error:
-            raise Refused(400, "malformed-message", str(error)) from None
+            raise RestconfRefusal(400, "malformed-message", str(error)) from None
         facts = self.device.facts
         if pair.ingress_port not in facts.ingress_ports or pair.egress_port not in facts.egress_ports:
-            raise Refused(400, "invalid-value", f"no such cross-connect on this switch: {pair}")
+            raise RestconfRefusal(400, "invalid-value", f"no such cross-connect on this switch: {pair}")
         return pair
 
 
@@ -325,4 +331,4 @@ def _json(body: bytes) -> object:
 
 
 def _malformed() -> NoReturn:
-    raise Refused(400, "malformed-message", "the body is not JSON")
+    raise RestconfRefusal(400, "malformed-message", "the body is not JSON")

@@ -12,10 +12,10 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from ocs_drivers.base import Clock
-from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
-from ocs_drivers.errors import Permanent
-from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, Facts, PortStatus
+from ocs_drivers.base import DeviceClock
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.errors import DriverPermanent
+from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, PortStatus, SwitchFacts
 
 LONGEST_INPUT_BYTES = 1 << 20
 
@@ -49,14 +49,14 @@ HEADERS = {
 }
 
 
-class Complaint(Exception):
+class ScpiError(Exception):
     """What goes into the error queue instead of an answer."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f'{code},"{text}"')
 
 
-class UnknownHeader(Complaint):
+class UnknownScpiHeader(ScpiError):
     """The rest of the line is not looked at."""
 
     def __init__(self, header: str) -> None:
@@ -64,7 +64,7 @@ class UnknownHeader(Complaint):
 
 
 @dataclass(frozen=True, slots=True)
-class Quirks:
+class ScpiQuirks:
     """Who is emulated, and what is peculiar about it."""
 
     identity: str
@@ -92,10 +92,10 @@ class Quirks:
 class ScpiEmulator:
     """See the module; made by `polatis` and `dicon`."""
 
-    def __init__(self, panel: Panel, clock: Clock | None, quirks: Quirks) -> None:
+    def __init__(self, panel: DevicePanel, clock: DeviceClock | None, quirks: ScpiQuirks) -> None:
         ingress = range(1, panel.ingress_ports + 1)
         vendor, model, serial, software = quirks.identity.split(",")
-        facts = Facts(
+        facts = SwitchFacts(
             vendor=vendor,
             model=model,
             serial=serial,
@@ -130,7 +130,7 @@ class ScpiEmulator:
     async def line(self, line: str) -> list[str]:
         """The answers to one line of commands."""
         if self.quirks.longest_line_chars is not None and len(line) > self.quirks.longest_line_chars:
-            self._complain(Complaint(-363, "Input buffer overrun"))
+            self._complain(ScpiError(-363, "Input buffer overrun"))
             return []
         answers: list[str] = []
         path = ""
@@ -141,13 +141,13 @@ class ScpiEmulator:
                 path = header[: header.rfind(":") + 1]
             try:
                 answer = await self._verb(header)(parameters, unit)
-            except UnknownHeader as error:
+            except UnknownScpiHeader as error:
                 self._complain(error)
                 break
-            except Complaint as error:
+            except ScpiError as error:
                 self._complain(error)
-            except Permanent as error:
-                self._complain(Complaint(-200, f"Execution error;{error.answer}"))
+            except DriverPermanent as error:
+                self._complain(ScpiError(-200, f"Execution error;{error.answer}"))
             else:
                 answers += [] if answer is None else [answer]
         return answers if self.quirks.answers_apart or not answers else [";".join(answers)]
@@ -156,9 +156,9 @@ class ScpiEmulator:
         for form, verb in self._verbs:
             if form.fullmatch(header):
                 return verb
-        raise UnknownHeader(header)
+        raise UnknownScpiHeader(header)
 
-    def _complain(self, complaint: Complaint) -> None:
+    def _complain(self, complaint: ScpiError) -> None:
         if len(self.errors) < self.quirks.error_queue:
             self.errors.append(str(complaint))
         else:
@@ -236,18 +236,18 @@ class ScpiEmulator:
     def _sides(self, parameters: str) -> tuple[list[int], list[int]]:
         lists = re.fullmatch(r"(\(@[^()]*\))\s*,\s*(\(@[^()]*\))", parameters)
         if not lists:
-            raise Complaint(-109, "Missing parameter")
+            raise ScpiError(-109, "Missing parameter")
         ingress, egress = _ports(lists[1]), _ports(lists[2])
         facts = self.device.facts
         for ports, valid in ((ingress, facts.ingress_ports), (egress, facts.egress_ports)):
             if wrong := [port for port in ports if port not in valid]:
-                raise Complaint(-222, f"Data out of range;{wrong[0]}")
+                raise ScpiError(-222, f"Data out of range;{wrong[0]}")
         return ingress, egress
 
     def _known(self, ports: Sequence[int]) -> Sequence[int]:
         facts = self.device.facts
         if wrong := [port for port in ports if port not in facts.ingress_ports and port not in facts.egress_ports]:
-            raise Complaint(-222, f"Data out of range;{wrong[0]}")
+            raise ScpiError(-222, f"Data out of range;{wrong[0]}")
         return ports
 
 
@@ -317,8 +317,8 @@ class _Session(asyncio.Protocol):
 
 
 def polatis(
-    panel: Panel,
-    clock: Clock | None = None,
+    panel: DevicePanel,
+    clock: DeviceClock | None = None,
     *,
     one_session: bool = False,
     crlf: bool = False,
@@ -334,7 +334,7 @@ def polatis(
     return ScpiEmulator(
         panel,
         clock,
-        Quirks(
+        ScpiQuirks(
             identity=f"Polatis,I-OST-{panel.ingress_ports}x{panel.egress_ports}-LU1-DMHNS,002414,6.5.2.18",
             error_queue=error_queue,
             one_session=one_session,
@@ -348,8 +348,8 @@ def polatis(
 
 
 def dicon(
-    panel: Panel,
-    clock: Clock | None = None,
+    panel: DevicePanel,
+    clock: DeviceClock | None = None,
     *,
     one_session: bool = False,
     crlf: bool = True,
@@ -362,7 +362,7 @@ def dicon(
     return ScpiEmulator(
         panel,
         clock,
-        Quirks(
+        ScpiQuirks(
             identity="DiCon,GP750,000001,1.0",
             error_queue=8,
             one_session=one_session,
@@ -388,7 +388,7 @@ def _ports(text: str) -> list[int]:
     """`(@1, 2, 3)`, `(@1:3)` and `(@)`."""
     listed = re.fullmatch(r"\(@([^()]*)\)", text)
     if not listed:
-        raise Complaint(-102, "Syntax error;a list of ports is (@1,2,3)")
+        raise ScpiError(-102, "Syntax error;a list of ports is (@1,2,3)")
     ports: list[int] = []
     for item in listed[1].split(",") if listed[1].strip() else ():
         first, colon, last = item.partition(":")
@@ -398,7 +398,7 @@ def _ports(text: str) -> list[int]:
 
 def _number(text: str) -> int:
     if not re.fullmatch(r"\s*[0-9]{1,5}\s*", text):
-        raise Complaint(-104, "Data type error")
+        raise ScpiError(-104, "Data type error")
     return int(text)
 
 
@@ -408,5 +408,5 @@ def _listed(ports: Sequence[int]) -> str:
 
 def _paired(ingress: Sequence[int], egress: Sequence[int]) -> list[CrossConnect]:
     if len(ingress) != len(egress) or len(set(ingress)) < len(ingress) or len(set(egress)) < len(egress):
-        raise Complaint(-220, "Parameter error;lists of different ports, equally long")
+        raise ScpiError(-220, "Parameter error;lists of different ports, equally long")
     return [CrossConnect(a, b) for a, b in zip(ingress, egress, strict=True)]

@@ -12,16 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ocs_drivers.base import Clock
-from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
-from ocs_drivers.emulators.tl1_calient import CalientBox
-from ocs_drivers.emulators.tl1_commands import Command, Refusal
-from ocs_drivers.emulators.tl1_glimmerglass import GlimmerglassBox
-from ocs_drivers.emulators.tl1_polatis import PolatisBox
+from ocs_drivers.base import DeviceClock
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.tl1_calient import CalientTl1Device
+from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal
+from ocs_drivers.emulators.tl1_glimmerglass import GlimmerglassTl1Device
+from ocs_drivers.emulators.tl1_polatis import PolatisTl1Device
 from ocs_drivers.errors import InvalidOptions
-from ocs_drivers.model import Event
+from ocs_drivers.model import SwitchEvent
 
-Box = PolatisBox | CalientBox | GlimmerglassBox
+Box = PolatisTl1Device | CalientTl1Device | GlimmerglassTl1Device
 
 _GARBAGE = (
     b'\xff\xfb\x01\xff\xfd\x03\x1b[62;1"p\x1b>\x1b[?4l\x1b[?5l\x1b[?7h\x1b[?8h\x1b[1;50r\x1b[50;1H\x1b[50;0H\x1b[4l'
@@ -34,7 +34,7 @@ _NOISE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Quirks:
+class Tl1Quirks:
     """How the device differs from a plain one."""
 
     user: str = "root"
@@ -54,7 +54,7 @@ class Quirks:
     line_limit: int = 0  # refuses longer commands; 0: takes any
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> "Quirks":
+    def of(cls, given: dict[str, Any]) -> "Tl1Quirks":
         known = {field.name: type(field.default) for field in fields(cls)}
         faults = [
             f"{name}: is not a quirk of tl1 (known: {', '.join(sorted(known))}), got {value!r}"
@@ -76,7 +76,7 @@ class Quirks:
 class Tl1Emulator:
     """See `base.Emulator`."""
 
-    def __init__(self, device: EmulatedDevice, box: Box, quirks: Quirks) -> None:
+    def __init__(self, device: EmulatedDevice, box: Box, quirks: Tl1Quirks) -> None:
         self.device = device
         self.box = box
         self.quirks = quirks
@@ -168,7 +168,7 @@ class _Connection:
 
     async def _answer(self, text: str) -> None:
         self._emulator.commands.append(text)
-        command = Command.parse(text)
+        command = Tl1Command.parse(text)
         if self._quirks.acknowledge:
             self._say(f"IP {command.ctag}", "<", header=False)
         for _ in range(self._quirks.reports_before):
@@ -178,20 +178,20 @@ class _Connection:
             if self._quirks.semicolons:
                 comment = "done; nothing else\r\n;to say"
             await self._reply(command.ctag, "COMPLD", lines, comment)
-        except Refusal as refusal:
+        except Tl1Refusal as refusal:
             await self._reply(command.ctag, "DENY", [refusal.code], refusal.text)
         if command.verb == "CANC-USER":
             self.is_logged_in = False
         self._show_prompt()
 
-    async def _carry_out(self, command: Command) -> Sequence[str]:
+    async def _carry_out(self, command: Tl1Command) -> Sequence[str]:
         limit = self._quirks.line_limit
         if limit and len(command.text) + 1 > limit:
-            raise Refusal("IISP", f"Input, Invalid Syntax or Punctuation: line longer than {limit}")
+            raise Tl1Refusal("IISP", f"Input, Invalid Syntax or Punctuation: line longer than {limit}")
         if command.verb == "ACT-USER":
             return self._log_in(command)
         if not self.is_logged_in and not self._quirks.logged_in_already:
-            raise Refusal("PLNA", "Privilege, Login Not Active")
+            raise Tl1Refusal("PLNA", "Privilege, Login Not Active")
         if command.verb == "CANC-USER":
             return []
         if command.verb in self._emulator.box.report_verbs:
@@ -199,15 +199,15 @@ class _Connection:
             return []
         return await self._emulator.box.answer(command)
 
-    def _log_in(self, command: Command) -> Sequence[str]:
+    def _log_in(self, command: Tl1Command) -> Sequence[str]:
         quirks = self._quirks
         if (command.aid, command.block(0)) != (quirks.user, quirks.password):
-            raise Refusal("PICC", "Privilege, Illegal Command Code: wrong user or password")
+            raise Tl1Refusal("PICC", "Privilege, Illegal Command Code: wrong user or password")
         others = [each for each in self._emulator.connections if each.is_logged_in and each is not self]
         if quirks.single_session and others:
-            raise Refusal("PLNA", "Maximum number of sessions reached")
+            raise Tl1Refusal("PLNA", "Maximum number of sessions reached")
         if quirks.logged_in_already or self.is_logged_in:
-            raise Refusal("SAIS", "Already logged in")
+            raise Tl1Refusal("SAIS", "Already logged in")
         self.is_logged_in = True
         return [f'"{quirks.user}:{quirks.user},2"']
 
@@ -226,7 +226,7 @@ class _Connection:
                     self._make_noise()
                 await asyncio.sleep(0)
 
-    async def _report(self, events: asyncio.Queue[Event]) -> None:
+    async def _report(self, events: asyncio.Queue[SwitchEvent]) -> None:
         while True:
             event = await events.get()
             if not self._emulator.device.is_alive(self._session):
@@ -254,27 +254,27 @@ class _Connection:
             self._writer.write(f"{self._quirks.newline}{self._quirks.prompt} ".encode("latin-1"))
 
 
-def polatis(panel: Panel, clock: Clock | None = None, **quirks: Any) -> Tl1Emulator:
+def polatis(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Tl1Emulator:
     """Patches from ingress 1..N to egress N+1..N+M; takes lists, and re-routes a port in use without a word."""
-    return _make(PolatisBox, panel, clock, quirks)
+    return _make(PolatisTl1Device, panel, clock, quirks)
 
 
-def calient(panel: Panel, clock: Clock | None = None, **quirks: Any) -> Tl1Emulator:
+def calient(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Tl1Emulator:
     """Ports `1.1.1` ... with an input and an output each, as many as the panel's longer side."""
-    return _make(CalientBox, panel, clock, quirks)
+    return _make(CalientTl1Device, panel, clock, quirks)
 
 
-def glimmerglass(panel: Panel, clock: Clock | None = None, **quirks: Any) -> Tl1Emulator:
+def glimmerglass(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Tl1Emulator:
     """Inputs 10001 ... and outputs 20001 ..., the same number of both: the panel's longer side."""
-    return _make(GlimmerglassBox, panel, clock, quirks)
+    return _make(GlimmerglassTl1Device, panel, clock, quirks)
 
 
 def _make(
-    kind: type[PolatisBox] | type[CalientBox] | type[GlimmerglassBox],
-    panel: Panel,
-    clock: Clock | None,
+    kind: type[PolatisTl1Device] | type[CalientTl1Device] | type[GlimmerglassTl1Device],
+    panel: DevicePanel,
+    clock: DeviceClock | None,
     given: dict[str, Any],
 ) -> Tl1Emulator:
-    quirks = Quirks.of(given)
+    quirks = Tl1Quirks.of(given)
     device = EmulatedDevice(kind.facts(panel), panel, clock)
     return Tl1Emulator(device, kind(device, panel, semicolons=quirks.semicolons), quirks)

@@ -3,30 +3,30 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ocs_drivers.emulators.base import EmulatedDevice, Panel
-from ocs_drivers.emulators.tl1_commands import Command, Refusal, Setter
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal, Tl1Setter
 from ocs_drivers.model import (
     Action,
     CircuitState,
     Connectivity,
     CrossConnect,
-    Event,
     EventKind,
-    Facts,
     PortStatus,
+    SwitchEvent,
+    SwitchFacts,
 )
 
 
-class CalientBox:
+class CalientTl1Device:
     """A Calient: connections are provisioned by name, then lit."""
 
     name = "CALIENT01TS"
     reports_at_first = True
     report_verbs: ClassVar = {"ALW-MSG": True, "INH-MSG": False}
 
-    def __init__(self, device: EmulatedDevice, panel: Panel, *, semicolons: bool) -> None:
+    def __init__(self, device: EmulatedDevice, panel: DevicePanel, *, semicolons: bool) -> None:
         self._device = device
-        self._setter = Setter(device)
+        self._setter = Tl1Setter(device)
         self._groups: dict[CrossConnect, str] = {}  # provisioned, lit or not
         self._held: dict[tuple[str, int], CrossConnect] = {}  # by either end
         self._ports = {_slot(port): port for port in device.facts.ingress_ports}
@@ -35,9 +35,9 @@ class CalientBox:
         self._alias = '\\"row B; rack 3, unit 5\\"' if semicolons else "NONE"
 
     @classmethod
-    def facts(cls, panel: Panel) -> Facts:
+    def facts(cls, panel: DevicePanel) -> SwitchFacts:
         ports = range(1, max(panel.ingress_ports, panel.egress_ports) + 1)
-        return Facts(
+        return SwitchFacts(
             vendor="Calient",
             model="S320",
             serial="C00002227",
@@ -49,7 +49,7 @@ class CalientBox:
             boot=panel.boot,
         )
 
-    async def answer(self, command: Command) -> Sequence[str]:
+    async def answer(self, command: Tl1Command) -> Sequence[str]:
         self._forget_after_restart()
         self._take_over()
         facts, verb = self._device.facts, command.verb
@@ -66,9 +66,9 @@ class CalientBox:
             return self._provision(command)
         if verb in ("ACT-CRS", "CANC-CRS", "DLT-CRS"):
             return await self._change(verb, self._named(command), command)
-        raise Refusal("ICNV", "Input, Command Not Valid")
+        raise Tl1Refusal("ICNV", "Input, Command Not Valid")
 
-    def report(self, event: Event) -> tuple[str, str, str]:
+    def report(self, event: SwitchEvent) -> tuple[str, str, str]:
         if event.kind is EventKind.PORT and event.port is not None:
             return "*C", "REPT ALM PORT", f'"{_slot(event.port)}:CR,{event.text.upper()},NSA"'
         if event.cross_connect is not None:
@@ -106,21 +106,21 @@ class CalientBox:
 
     def _port(self, name: str) -> int:
         if name not in self._ports:
-            raise Refusal("IIAC", f"Input, Invalid Access Identifier: no port {name}")
+            raise Tl1Refusal("IIAC", f"Input, Invalid Access Identifier: no port {name}")
         return self._ports[name]
 
-    def _provision(self, command: Command) -> Sequence[str]:
+    def _provision(self, command: Tl1Command) -> Sequence[str]:
         source, _, destination = command.aid.partition(",")
         pair = CrossConnect(self._port(source), self._port(destination))
         if command.block(1).upper() != "1WAY":
-            raise Refusal("IDNV", "Input, Data Not Valid: this emulator knows 1WAY only")
+            raise Tl1Refusal("IDNV", "Input, Data Not Valid: this emulator knows 1WAY only")
         for end in self._device.facts.ends(pair):
             if end in self._held:
-                raise Refusal("SROF", f"Invalid Connection: port already in connection {_name(self._held[end])}")
+                raise Tl1Refusal("SROF", f"Invalid Connection: port already in connection {_name(self._held[end])}")
         self._provide(pair, command.block(0))
         return []
 
-    def _named(self, command: Command) -> CrossConnect:
+    def _named(self, command: Tl1Command) -> CrossConnect:
         """By name: first in ACT-CRS, and first or third in the others, as clients put it."""
         for index in (0, 2):
             source, arrow, destination = command.block(index).partition(">")
@@ -128,15 +128,15 @@ class CalientBox:
                 pair = CrossConnect(self._ports[source], self._ports[destination])
                 if pair in self._groups:
                     return pair
-        raise Refusal("IIAC", "Invalid Connection: no connection of that name")
+        raise Tl1Refusal("IIAC", "Invalid Connection: no connection of that name")
 
-    async def _change(self, verb: str, pair: CrossConnect, command: Command) -> Sequence[str]:
+    async def _change(self, verb: str, pair: CrossConnect, command: Tl1Command) -> Sequence[str]:
         if verb == "ACT-CRS":
             await self._setter.set(Action.ADD, [pair], command)
         elif verb == "CANC-CRS":
             await self._setter.set(Action.REMOVE, [pair], command)
         elif self._device.glass.holds(pair):
-            raise Refusal("SROF", f"Invalid Connection: {_name(pair)} is active")
+            raise Tl1Refusal("SROF", f"Invalid Connection: {_name(pair)} is active")
         else:
             self._forget(pair)
         return []

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ocs_drivers.emulators.base import EmulatedDevice
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import (
     Action,
     CrossConnect,
 )
 
 
-class Refusal(Exception):
+class Tl1Refusal(Exception):
     """DENY, with a code of four letters and words."""
 
     def __init__(self, code: str, text: str) -> None:
@@ -22,14 +22,14 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class Tl1Command:
     """`VERB:TID:AID:CTAG:GENERAL:BLOCK,BLOCK:...`, without its end."""
 
     text: str
     parts: tuple[str, ...]
 
     @classmethod
-    def parse(cls, text: str) -> "Command":
+    def parse(cls, text: str) -> "Tl1Command":
         return cls(text, tuple(_split(text, ":")))
 
     @property
@@ -76,30 +76,30 @@ def ports_of(text: str) -> list[int]:
     for run in re.split(r"(?<!&)&(?!&)", text):
         first, _, last = run.partition("&&")
         if not first.isdecimal() or not (last or first).isdecimal():
-            raise Refusal("IIAC", f"Input, Invalid Access Identifier: {text[:40]}")
+            raise Tl1Refusal("IIAC", f"Input, Invalid Access Identifier: {text[:40]}")
         ports += range(int(first), int(last or first) + 1)
     return ports
 
 
-class Setter:
+class Tl1Setter:
     """Hands changes to the device, and turns what it says of them into a refusal."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
 
-    async def set(self, action: Action, pairs: Sequence[CrossConnect], command: Command) -> None:
+    async def set(self, action: Action, pairs: Sequence[CrossConnect], command: Tl1Command) -> None:
         try:
             await self.device.set(action, pairs, command.text)
-        except Permanent as refusal:
-            raise Refusal("SROF", f"Status, Requested Operation Failed: {refusal.answer}") from refusal
+        except DriverPermanent as refusal:
+            raise Tl1Refusal("SROF", f"Status, Requested Operation Failed: {refusal.answer}") from refusal
 
     def pairs(self, ingress: Sequence[int], egress: Sequence[int]) -> list[CrossConnect]:
         facts = self.device.facts
         if len(ingress) != len(egress):
-            raise Refusal("IDNV", "Input, Data Not Valid: lists of different lengths")
+            raise Tl1Refusal("IDNV", "Input, Data Not Valid: lists of different lengths")
         for port, ports in [*((p, facts.ingress_ports) for p in ingress), *((p, facts.egress_ports) for p in egress)]:
             if port not in ports:
-                raise Refusal("IIAC", f"Input, Invalid Access Identifier: no port {port} on that side")
+                raise Tl1Refusal("IIAC", f"Input, Invalid Access Identifier: no port {port} on that side")
         return [CrossConnect(one, other) for one, other in zip(ingress, egress, strict=True)]
 
     def held_by(self, ingress: Sequence[int]) -> list[CrossConnect]:

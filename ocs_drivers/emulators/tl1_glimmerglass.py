@@ -3,36 +3,36 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ocs_drivers.emulators.base import EmulatedDevice, Panel
-from ocs_drivers.emulators.tl1_commands import Command, Refusal, Setter, ports_of
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal, Tl1Setter, ports_of
 from ocs_drivers.model import (
     Action,
     CircuitState,
     Connectivity,
-    Event,
     EventKind,
-    Facts,
     PortState,
     PortStatus,
+    SwitchEvent,
+    SwitchFacts,
 )
 
 
-class GlimmerglassBox:
+class GlimmerglassTl1Device:
     """A Glimmerglass: numbers of five figures, the first of which tells the side."""
 
     name = "GGN"
     reports_at_first = True
     report_verbs: ClassVar[dict[str, bool]] = {}
 
-    def __init__(self, device: EmulatedDevice, panel: Panel, *, semicolons: bool) -> None:
+    def __init__(self, device: EmulatedDevice, panel: DevicePanel, *, semicolons: bool) -> None:
         self._device = device
-        self._setter = Setter(device)
+        self._setter = Tl1Setter(device)
         self._label = '\\"to rack 3; unit 5, left\\"' if semicolons else ""
 
     @classmethod
-    def facts(cls, panel: Panel) -> Facts:
+    def facts(cls, panel: DevicePanel) -> SwitchFacts:
         ports = range(1, max(panel.ingress_ports, panel.egress_ports) + 1)
-        return Facts(
+        return SwitchFacts(
             vendor="Glimmerglass",
             model="System-300",
             serial="G300-117",
@@ -44,7 +44,7 @@ class GlimmerglassBox:
             boot=panel.boot,
         )
 
-    async def answer(self, command: Command) -> Sequence[str]:
+    async def answer(self, command: Tl1Command) -> Sequence[str]:
         facts, verb, aid = self._device.facts, command.verb, command.aid.lower()
         if verb == "RTRV-SYSTEM-INFO":
             count = len(facts.ingress_ports)
@@ -78,9 +78,9 @@ class GlimmerglassBox:
             ports = list(facts.ingress_ports) if inputs == "all" else _side(inputs, 10000)
             await self._setter.set(Action.REMOVE, self._setter.held_by(ports), command)
             return []
-        raise Refusal("ICNV", "Input, Command Not Valid")
+        raise Tl1Refusal("ICNV", "Input, Command Not Valid")
 
-    def report(self, event: Event) -> tuple[str, str, str]:
+    def report(self, event: SwitchEvent) -> tuple[str, str, str]:
         if event.kind is EventKind.PORT and event.port is not None:
             return "**", "REPT ALM PORT", f'"GGN:PORTID={10000 + event.port},PORTHEALTH={event.text.split()[-1]}"'
         if event.cross_connect is not None:
@@ -123,5 +123,5 @@ class GlimmerglassBox:
 def _side(text: str, offset: int) -> list[int]:
     ports = [port - offset for port in ports_of(text)]
     if not all(0 < port < 10000 for port in ports):
-        raise Refusal("IIAC", f"Input, Invalid Access Identifier: {text[:40]} is on the other side")
+        raise Tl1Refusal("IIAC", f"Input, Invalid Access Identifier: {text[:40]} is on the other side")
     return ports

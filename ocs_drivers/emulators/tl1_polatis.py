@@ -4,37 +4,37 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ocs_drivers.emulators.base import EmulatedDevice, Panel
-from ocs_drivers.emulators.tl1_commands import Command, Refusal, Setter, ports_of
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal, Tl1Setter, ports_of
 from ocs_drivers.model import (
     Action,
     BootBehaviour,
     CircuitState,
     Connectivity,
-    Event,
     EventKind,
-    Facts,
     PortStatus,
+    SwitchEvent,
+    SwitchFacts,
 )
 
 
-class PolatisBox:
+class PolatisTl1Device:
     """A Polatis. While its mirrors move, other commands wait: RTRV-PATCH lists what is in place."""
 
     name = "Polatis"
     reports_at_first = False
     report_verbs: ClassVar = {"RLS-ARC-EQPT": True, "OPR-ARC-EQPT": False}
 
-    def __init__(self, device: EmulatedDevice, panel: Panel, *, semicolons: bool) -> None:
+    def __init__(self, device: EmulatedDevice, panel: DevicePanel, *, semicolons: bool) -> None:
         self._device = device
-        self._setter = Setter(device)
+        self._setter = Tl1Setter(device)
         self._boot = panel.boot if panel.boot is not BootBehaviour.UNKNOWN else BootBehaviour.DARK
         self._model = '\\"OST; second of 2\\"' if semicolons else "OST"
 
     @classmethod
-    def facts(cls, panel: Panel) -> Facts:
+    def facts(cls, panel: DevicePanel) -> SwitchFacts:
         inputs = range(1, panel.ingress_ports + 1)
-        return Facts(
+        return SwitchFacts(
             vendor="Polatis",
             model="OST",
             serial="002414",
@@ -46,7 +46,7 @@ class PolatisBox:
             boot=panel.boot,
         )
 
-    async def answer(self, command: Command) -> Sequence[str]:
+    async def answer(self, command: Tl1Command) -> Sequence[str]:
         facts, verb, aid = self._device.facts, command.verb, command.aid.upper()
         if verb == "RTRV-EQPT" and aid == "SYSTEM":
             return [f'"SYSTEM:SIZE={len(facts.ingress_ports)}x{len(facts.egress_ports)}"']
@@ -70,9 +70,9 @@ class PolatisBox:
             ports = list(facts.ingress_ports) if aid in ("", "ALL") else ports_of(aid)
             await self._setter.set(Action.REMOVE, self._setter.held_by(ports), command)
             return []
-        raise Refusal("ICNV", "Input, Command Not Valid")
+        raise Tl1Refusal("ICNV", "Input, Command Not Valid")
 
-    def report(self, event: Event) -> tuple[str, str, str]:
+    def report(self, event: SwitchEvent) -> tuple[str, str, str]:
         if event.kind is EventKind.PORT:
             return "A", "REPT EVT EQPT", f'"{event.text.replace("port", "Port")}"'
         if event.cross_connect is not None:
@@ -96,14 +96,14 @@ class PolatisBox:
         states = {state.port: state for state in self._device.glass.ports()}
         ports = ports_of(aid) if aid else list(states)
         if unknown := [port for port in ports if port not in states]:
-            raise Refusal("IIAC", f"Input, Invalid Access Identifier: no port {unknown[0]}")
+            raise Tl1Refusal("IIAC", f"Input, Invalid Access Identifier: no port {unknown[0]}")
         if verb == "RTRV-PORT-POWER":
             return [f'"{port}:{states[port].power_dbm:.1f}"' for port in ports]
         shutter = {PortStatus.ENABLED: "OPEN", PortStatus.DISABLED: "CLOSED", PortStatus.FAILED: "FAILED"}
         return [f'"{port}:{shutter[states[port].status]}"' for port in ports]
 
-    async def _shut(self, is_open: bool, ports: Sequence[int], command: Command) -> Sequence[str]:
+    async def _shut(self, is_open: bool, ports: Sequence[int], command: Tl1Command) -> Sequence[str]:
         if not {state.port for state in self._device.glass.ports()}.issuperset(ports):
-            raise Refusal("IIAC", "Input, Invalid Access Identifier: no such port")
+            raise Tl1Refusal("IIAC", "Input, Invalid Access Identifier: no such port")
         await self._device.enable(ports, is_open, command.text)
         return []

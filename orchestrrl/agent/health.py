@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, cut, shorten
-from orchestrrl.engines.base import Capabilities, EngineMetrics, Reading
+from orchestrrl.engines.base import EngineCapabilities, EngineMetrics, EngineReading
 from orchestrrl.fleet.reports import EngineSample
 from planner.model import EngineHealth
 
@@ -15,7 +15,7 @@ _MAX_TOKENS_PER_S = 1e9  # that the daemon takes; a counter that has jumped look
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HealthLimits:
     """An answer later than `slow_after_s` is slow; none within `gone_after_s`, and the engine counts as gone.
 
     The decode rate is taken over the scrapes of the last `rate_window_s`.
@@ -34,24 +34,24 @@ class Limits:
             raise ValueError(f"rate_window_s must be > 0, got {self.rate_window_s}")
 
 
-def judge(answer: EngineMetrics | BaseException | None, waited_s: float, limits: Limits) -> Reading:
+def judge(answer: EngineMetrics | BaseException | None, waited_s: float, limits: HealthLimits) -> EngineReading:
     """The engine's health after `waited_s`. `answer` None: nothing yet; an exception: what the scrape raised."""
     if answer is None:
         gone = waited_s >= limits.gone_after_s
         limit_s = limits.gone_after_s if gone else limits.slow_after_s
         detail = f"no answer for {waited_s:.3g} s, limit {limit_s:.3g} s"
-        return Reading(EngineHealth.GONE if gone else EngineHealth.SLOW, detail, None, waited_s)
+        return EngineReading(EngineHealth.GONE if gone else EngineHealth.SLOW, detail, None, waited_s)
     if isinstance(answer, BaseException):
         gone = isinstance(answer, OrchestrRLError) and not isinstance(answer, Permanent)
         words = str(answer) if isinstance(answer, OrchestrRLError) else f"unreadable answer: {answer!r}"
-        return Reading(EngineHealth.GONE if gone else EngineHealth.NONSENSE, cut(words), None, waited_s)
+        return EngineReading(EngineHealth.GONE if gone else EngineHealth.NONSENSE, cut(words), None, waited_s)
     faults = metric_faults(answer)
     if faults:
-        return Reading(EngineHealth.NONSENSE, "; ".join(faults), None, waited_s)
+        return EngineReading(EngineHealth.NONSENSE, "; ".join(faults), None, waited_s)
     if waited_s > limits.slow_after_s:
         detail = f"answered after {waited_s:.3g} s, limit {limits.slow_after_s:.3g} s"
-        return Reading(EngineHealth.SLOW, detail, answer, waited_s)
-    return Reading(EngineHealth.OK, "", answer, waited_s)
+        return EngineReading(EngineHealth.SLOW, detail, answer, waited_s)
+    return EngineReading(EngineHealth.OK, "", answer, waited_s)
 
 
 def metric_faults(metrics: EngineMetrics) -> list[str]:
@@ -69,7 +69,7 @@ def metric_faults(metrics: EngineMetrics) -> list[str]:
     return faults
 
 
-def capability_faults(capabilities: Capabilities) -> list[str]:
+def capability_faults(capabilities: EngineCapabilities) -> list[str]:
     """What cannot be true of any engine, one sentence each: it is the engine's own JSON."""
     faults = []
     for name in ("max_model_len_tokens", "max_sequences"):
@@ -82,7 +82,7 @@ def capability_faults(capabilities: Capabilities) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Track:
+class EngineTrack:
     """What earlier scrapes left behind for the decode rate: (sampled_s, generation_tokens_total), oldest first.
 
     It reaches back without a break in which the engine could not be read, had nothing to decode, or started anew.
@@ -96,7 +96,9 @@ class Track:
         return metrics.generation_tokens_total < self.last_total
 
 
-def fold(track: Track, reading: Reading, sampled_s: float, limits: Limits) -> tuple[Track, EngineSample | None]:
+def fold(
+    track: EngineTrack, reading: EngineReading, sampled_s: float, limits: HealthLimits
+) -> tuple[EngineTrack, EngineSample | None]:
     """The sample that a reading taken at `sampled_s` amounts to, and the track for the next one.
 
     The decode rate is the mean over the last `rate_window_s` of scrapes in which the engine was decoding (over the
@@ -105,14 +107,14 @@ def fold(track: Track, reading: Reading, sampled_s: float, limits: Limits) -> tu
     """
     metrics = reading.metrics
     if metrics is None:
-        return Track(), None
+        return EngineTrack(), None
     points = () if track.restarted(metrics) else track.points
     if metrics.running == 0:
         points = ()
     else:
         points = _within_window((*points, (sampled_s, metrics.generation_tokens_total)), limits.rate_window_s)
     rate = _rate(points, limits.rate_window_s)
-    return Track(points, metrics.generation_tokens_total), _sample(metrics, sampled_s, rate, reading.scrape_s)
+    return EngineTrack(points, metrics.generation_tokens_total), _sample(metrics, sampled_s, rate, reading.scrape_s)
 
 
 def _within_window(points: tuple[tuple[float, int], ...], window_s: float) -> tuple[tuple[float, int], ...]:

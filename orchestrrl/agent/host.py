@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import ServingFacts, gpu_of, kv_bits, model_from_config, named, ranks, weight_bits
 from planner.cost.models import Model
 
@@ -28,7 +28,7 @@ SHORT_FLAGS = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostReader:
     """Where the host's facts are read; tests bring folders and a command of their own."""
 
     proc: Path = Path("/proc")
@@ -36,13 +36,15 @@ class Host:
     hub_cache: Path | None = None  # None: where Hugging Face's environment variables put it
 
 
-async def with_host_facts(capabilities: Capabilities, url: str, host: Host | None = None) -> Capabilities:
+async def with_host_facts(
+    capabilities: EngineCapabilities, url: str, host: HostReader | None = None
+) -> EngineCapabilities:
     """Return the capabilities with unknown serving facts filled in from this host, where the engine is on it."""
-    serving = await asyncio.to_thread(host_facts, capabilities.serving, url, host or Host())
+    serving = await asyncio.to_thread(host_facts, capabilities.serving, url, host or HostReader())
     return replace(capabilities, serving=serving)
 
 
-def host_facts(facts: ServingFacts, url: str, host: Host) -> ServingFacts:
+def host_facts(facts: ServingFacts, url: str, host: HostReader) -> ServingFacts:
     """As `with_host_facts`; blocks on files and on nvidia-smi."""
     if not is_local(url):
         missing = not facts.gpu and not facts.gpu_detail

@@ -8,11 +8,11 @@ from orchestrrl.core.operations import (
     AbortRequests,
     Action,
     CancelRequests,
-    CloseGate,
-    ItemResult,
+    CloseBarrier,
     MoveRequests,
-    OpenGate,
+    OpenBarrier,
     Operation,
+    OperationItemResult,
     OperationResult,
     OperationStatus,
     PauseEngine,
@@ -35,7 +35,7 @@ class EngineOperations:
         detail, items = await self._act(operation.action)
         return OperationResult(operation.id, self._node_id, OperationStatus.DONE, detail, items=items)
 
-    async def _act(self, action: Action) -> tuple[str, tuple[ItemResult, ...]]:
+    async def _act(self, action: Action) -> tuple[str, tuple[OperationItemResult, ...]]:
         match action:
             case PauseEngine(engine, mode):
                 await self._engine(engine).pause(mode)
@@ -46,12 +46,12 @@ class EngineOperations:
             case AbortRequests(engine, requests):
                 await self._engine(engine).abort(requests)
                 return f"asked {engine} to stop {len(requests)}", tuple(
-                    ItemResult(name, done=True) for name in requests
+                    OperationItemResult(name, done=True) for name in requests
                 )
             case ProbeEngine(engine):
                 probe_s = await self._engine(engine).probe()
                 return f"{engine} generated a token in {probe_s:.3g} s", ()
-            case SetRoutes() | MoveRequests() | CloseGate() | OpenGate() | CancelRequests():
+            case SetRoutes() | MoveRequests() | CloseBarrier() | OpenBarrier() | CancelRequests():
                 raise Permanent(f"{self._node_id} is an agent: {action.kind} is for gateways")
             case _:
                 assert_never(action)

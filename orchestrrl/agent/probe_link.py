@@ -17,10 +17,10 @@ from pathlib import Path
 import grpc
 
 from orchestrrl.agent.probes import HostTraces
-from orchestrrl.agent.window_reports import Words
+from orchestrrl.agent.window_reports import WindowReports
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.integrations.instrument.rings import Doorbell
+from orchestrrl.integrations.instrument.rings import RingDoorbell
 from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
 from orchestrrl.rpc.pb import fabric_pb2, fabric_pb2_grpc
 
@@ -32,7 +32,7 @@ SUMMARY_QUANTILE = 0.05
 LOCK = "agent.lock"
 
 
-class Probe:
+class WindowReporter:
     """Runs until cancelled, through losses of the daemon."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Probe:
         backoff: Backoff | None = None,
     ) -> None:
         self._traces = HostTraces(directory)
-        self._words = Words(self._traces, self._put)
+        self._words = WindowReports(self._traces, self._put)
         self._directory = directory
         self._host = host
         self._daemon = daemon
@@ -66,7 +66,7 @@ class Probe:
 
     async def _run(self) -> None:
         try:
-            doorbell = Doorbell(self._directory)
+            doorbell = RingDoorbell(self._directory)
         except OSError as error:  # e.g. a path too long for a socket
             raise Permanent(f"{self._directory}: no doorbell can be put there: {error}") from error
         loop = asyncio.get_running_loop()
@@ -93,7 +93,7 @@ class Probe:
             doorbell.close()
             self._traces.close()
 
-    def _rung(self, doorbell: Doorbell) -> None:
+    def _rung(self, doorbell: RingDoorbell) -> None:
         while doorbell.rung() is not None:
             pass
         if not self._words.rung():

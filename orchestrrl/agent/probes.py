@@ -13,8 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrrl.integrations.instrument.rings import PAYLOAD, UNKNOWN, Event, Header, Reader, list_rings, remove_dead
-from planner.fabric.slack import Remaining, Signature, SlackLearner
+from orchestrrl.integrations.instrument.rings import (
+    PAYLOAD,
+    UNKNOWN,
+    RingEvent,
+    RingHeader,
+    RingReader,
+    list_rings,
+    remove_dead,
+)
+from planner.fabric.slack import RemainingQuiet, Signature, SlackLearner
 from planner.fabric.slack_summary import summarize
 from planner.model import Hold
 
@@ -26,7 +34,7 @@ ITERATION = "iteration"  # the recorder's name for the mark that numbers iterati
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
+class HostQuiet:
     """By the host's monotonic clock. `rank` is expected to be the first to communicate again, at that place."""
 
     since_s: float
@@ -38,7 +46,7 @@ class Quiet:
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class RecordedAnnouncement:
     """What a process announced through its recorder."""
 
     job: str
@@ -48,12 +56,12 @@ class Announced:
 
 
 @dataclass(eq=False)
-class Traced:
+class TracedProcess:
     """One process. `header` is as of the last look for new processes."""
 
     path: Path
-    reader: Reader
-    header: Header
+    reader: RingReader
+    header: RingHeader
     learner: SlackLearner
     handles: dict[int, int] = field(default_factory=dict)  # the learner's, by the ring's sequence
     newest: int = -1  # sequence that was read
@@ -72,7 +80,7 @@ class Traced:
         """Now, or as soon as its device gets to it. A look at a few words of memory."""
         return self.reader.communicates
 
-    def read(self) -> Iterator[Event]:
+    def read(self) -> Iterator[RingEvent]:
         """Feed the learner; marks that announce something are passed on."""
         if self.reader.changes == self.seen:
             return
@@ -81,7 +89,7 @@ class Traced:
         if lost:
             self.learner.lost(f"{lost} events were overwritten before they were read")
             self.handles.clear()
-        points: list[tuple[int, int, Event]] = []
+        points: list[tuple[int, int, RingEvent]] = []
         for event in events:
             if event.sequence > self.newest:  # one that runs is given out again when it has ended
                 self.newest = event.sequence
@@ -93,7 +101,7 @@ class Traced:
             if which == 1 and event.payload is not None:
                 yield event
 
-    def _feed(self, at_s: float, which: int, event: Event) -> None:
+    def _feed(self, at_s: float, which: int, event: RingEvent) -> None:
         if not event.is_collective:
             if event.op == ITERATION:
                 self.learner.iteration(event.value, at_s)
@@ -111,14 +119,14 @@ class HostTraces:
     def __init__(self, directory: Path, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock_s = clock_s
-        self._traced: dict[Path, Traced] = {}
-        self._by_job: dict[str, list[Traced]] = {}  # by rank; those without one first
+        self._traced: dict[Path, TracedProcess] = {}
+        self._by_job: dict[str, list[TracedProcess]] = {}  # by rank; those without one first
         self._unreadable: set[Path] = set()
         self._intents: dict[tuple[str, str], str] = {}  # by job and period, as announced last
         self._armed: Mapping[str, frozenset[float]] = {}
 
     @property
-    def traced(self) -> list[Traced]:
+    def traced(self) -> list[TracedProcess]:
         """Those that have a rank, by job and rank."""
         return [each for _, ranks in sorted(self._by_job.items()) for each in ranks if each.rank != UNKNOWN]
 
@@ -164,9 +172,9 @@ class HostTraces:
                 for q in quantiles:
                     each.learner.prepare(q)
 
-    def read(self, quiet_only: bool = False) -> list[Announced]:
+    def read(self, quiet_only: bool = False) -> list[RecordedAnnouncement]:
         """Let all learners know what has happened, or those of ranks that are quiet; what was announced meanwhile."""
-        announced: list[Announced] = []
+        announced: list[RecordedAnnouncement] = []
         for each in list(self._traced.values()):
             if quiet_only and each.communicates:
                 continue
@@ -180,10 +188,10 @@ class HostTraces:
         """Whether some rank of the job has a collective in flight. A look at a few words of memory."""
         return any(each.communicates for each in self._by_job.get(job, ()))
 
-    def assess(self, job: str, q: float) -> Quiet | Hold:
+    def assess(self, job: str, q: float) -> HostQuiet | Hold:
         """Of what has been read: how long it stays quiet, but for a probability of `q`."""
         now_s = self._clock_s()
-        first: tuple[Remaining, int] | None = None
+        first: tuple[RemainingQuiet, int] | None = None
         since_s = risk = 0.0
         ranks = self._by_job.get(job, ())
         for each in ranks:
@@ -200,7 +208,7 @@ class HostTraces:
                 first = remaining, each.rank
         if first is None:
             return Hold("untraced", f"no rank of job {job!r} is traced here")
-        return Quiet(since_s, first[0].until_s, first[1], first[0].position, min(1.0, risk), first[0].samples)
+        return HostQuiet(since_s, first[0].until_s, first[1], first[0].position, min(1.0, risk), first[0].samples)
 
     def summaries(self, q: float) -> Iterable[dict[str, Any]]:
         """What is known of each rank's iterations, as `SlackSummary.to_json` has it, with its job. Much work for long
@@ -215,7 +223,7 @@ class HostTraces:
         self._traced.clear()
         self._by_job.clear()
 
-    def _whole(self, announced: Announced) -> Announced:
+    def _whole(self, announced: RecordedAnnouncement) -> RecordedAnnouncement:
         """With its intent, where that was announced before: the daemon may not have been there then."""
         key = announced.job, announced.period
         if announced.intent_json:
@@ -228,7 +236,7 @@ class HostTraces:
 
     def _take_up(self, path: Path) -> None:
         try:
-            reader = Reader(path)
+            reader = RingReader(path)
         except (OSError, ValueError) as error:
             self._unreadable.add(path)
             logger.warning("%s cannot be read: %s", path, error)
@@ -237,10 +245,10 @@ class HostTraces:
             reader.close()
             return
         header = reader.header()
-        self._traced[path] = Traced(path, reader, header, SlackLearner(header.rank))
+        self._traced[path] = TracedProcess(path, reader, header, SlackLearner(header.rank))
 
 
-def _announced(each: Traced, event: Event) -> Announced | None:
+def _announced(each: TracedProcess, event: RingEvent) -> RecordedAnnouncement | None:
     """`{"period": NAME, "body": INTENT}`, as recorder.announce writes it; an empty body: as announced last."""
     try:
         told = json.loads(event.payload or b"")
@@ -250,4 +258,4 @@ def _announced(each: Traced, event: Event) -> Announced | None:
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("rank %d announced what cannot be read: %s", each.rank, error)
         return None
-    return Announced(each.job, each.rank, period, json.dumps(intent) if intent else "")
+    return RecordedAnnouncement(each.job, each.rank, period, json.dumps(intent) if intent else "")

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping
 
 from orchestrrl import __version__
-from orchestrrl.agent.health import Limits
+from orchestrrl.agent.health import HealthLimits
 from orchestrrl.agent.operations import EngineOperations
 from orchestrrl.agent.watch import Describe, EngineWatch, Observation
 from orchestrrl.core.addresses import host_id
@@ -23,7 +23,7 @@ from orchestrrl.rpc.pb import agent_pb2, telemetry_pb2
 from planner.model import EngineId, NodeId
 
 
-class Outgoing:
+class UnsentObservations:
     """The newest observation of each engine that is still to be sent. An unsent older one is dropped: late, it lies."""
 
     def __init__(self, agent_id: NodeId, incarnation: str = "") -> None:
@@ -78,13 +78,13 @@ class Agent:
         clock: Clock,
         rng: random.Random,
         interval_s: float = 0.25,
-        limits: Limits | None = None,
+        limits: HealthLimits | None = None,
         describe: Describe | None = None,
     ) -> None:
         if not engines:
             raise ValueError("an agent needs at least one engine")
         incarnation = uuid.uuid4().hex
-        self._outgoing = Outgoing(agent_id, incarnation)
+        self._outgoing = UnsentObservations(agent_id, incarnation)
         self._operations = EngineOperations(agent_id, engines)
         self._watches = [
             EngineWatch(

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from orchestrrl.agent.health import Limits, Track, capability_faults, fold, judge
+from orchestrrl.agent.health import EngineTrack, HealthLimits, capability_faults, fold, judge
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.engines.base import Capabilities, Engine, EngineMetrics, Reading
+from orchestrrl.engines.base import Engine, EngineCapabilities, EngineMetrics, EngineReading
 from orchestrrl.fleet.reports import EngineSample
 from orchestrrl.rpc.channel import stop
 from planner.model import EngineHealth, EngineId
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 # What an engine offers is asked again this long after it did not say.
 ASK_AGAIN_S = 2.0
 
-Describe = Callable[[Capabilities, str], Awaitable[Capabilities]]
+Describe = Callable[[EngineCapabilities, str], Awaitable[EngineCapabilities]]
 
 _Answer = TypeVar("_Answer")
 
@@ -33,7 +33,7 @@ class Observation:
     health: EngineHealth
     health_detail: str
     sample: EngineSample | None
-    capabilities: Capabilities | None  # None: not found out yet, or the engine has been away since
+    capabilities: EngineCapabilities | None  # None: not found out yet, or the engine has been away since
     server: str = ""  # identifies the process that answers; empty: it could not be read, or has nothing that does
 
 
@@ -48,7 +48,7 @@ class EngineWatch:
         *,
         clock: Clock,
         interval_s: float = 0.25,
-        limits: Limits | None = None,
+        limits: HealthLimits | None = None,
         describe: Describe | None = None,
     ) -> None:
         """`describe` adds what the engine's host tells of it, from its capabilities and URL."""
@@ -59,10 +59,10 @@ class EngineWatch:
         self._publish = publish
         self._clock = clock
         self._interval_s = interval_s
-        self._limits = limits or Limits()
+        self._limits = limits or HealthLimits()
         self._describe = describe
-        self._track = Track()
-        self._capabilities: Capabilities | None = None
+        self._track = EngineTrack()
+        self._capabilities: EngineCapabilities | None = None
         self._asking: asyncio.Task[None] | None = None
         self._server = ""
         self._health: EngineHealth | None = None
@@ -124,7 +124,7 @@ class EngineWatch:
             logger.error("%s: defect in reading an answer", self._engine_id, exc_info=error)
         return error
 
-    async def _conclude(self, reading: Reading, started_s: float) -> None:
+    async def _conclude(self, reading: EngineReading, started_s: float) -> None:
         # The time of a sample is when it was asked for: it is never older than it says.
         if reading.metrics is None or self._track.restarted(reading.metrics):
             await self._forget_capabilities()
@@ -134,7 +134,7 @@ class EngineWatch:
         self._server = "" if reading.metrics is None else reading.metrics.server
         self._tell(reading, sample)
 
-    def _tell(self, reading: Reading, sample: EngineSample | None) -> None:
+    def _tell(self, reading: EngineReading, sample: EngineSample | None) -> None:
         if reading.health is not self._health:
             level = logging.INFO if reading.health is EngineHealth.OK else logging.WARNING
             logger.log(level, "%s at %s is %s. %s", self._engine_id, self._engine.url, reading.health, reading.detail)
@@ -160,8 +160,8 @@ class EngineWatch:
             finally:
                 await stop(task)
             answer = self._answer(task)
-            faults = capability_faults(answer) if isinstance(answer, Capabilities) else []
-            if isinstance(answer, Capabilities) and not faults:
+            faults = capability_faults(answer) if isinstance(answer, EngineCapabilities) else []
+            if isinstance(answer, EngineCapabilities) and not faults:
                 self._capabilities = answer
                 await self._add_description(answer)
                 return
@@ -169,7 +169,7 @@ class EngineWatch:
             logger.warning("%s: does not say what it offers: %s", self._engine_id, words)
             await self._clock.sleep(ASK_AGAIN_S)
 
-    async def _add_description(self, offered: Capabilities) -> None:
+    async def _add_description(self, offered: EngineCapabilities) -> None:
         """Takes as long as it takes: what the engine offers is reported meanwhile."""
         if self._describe is None:
             return
@@ -179,7 +179,7 @@ class EngineWatch:
         finally:
             await stop(task)
         answer = self._answer(task)
-        if isinstance(answer, Capabilities):
+        if isinstance(answer, EngineCapabilities):
             self._capabilities = answer
 
     async def _forget_capabilities(self) -> None:

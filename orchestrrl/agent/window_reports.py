@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from orchestrrl.agent.probes import Announced, HostTraces, Quiet
+from orchestrrl.agent.probes import HostQuiet, HostTraces, RecordedAnnouncement
 from orchestrrl.rpc.pb import fabric_pb2
 from planner.fabric.windows import SHORT
 from planner.model import Hold
@@ -20,11 +20,11 @@ class _Watched:
     job: str
     need_s: float
     quantile: float
-    told: Quiet | str | None = None  # a hold by its code; None: nothing yet
+    told: HostQuiet | str | None = None  # a hold by its code; None: nothing yet
     told_s: float = 0.0
 
 
-class Words:
+class WindowReports:
     """`put` takes what is to be told; `clock_s` is the monotonic clock of this host."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Words:
         self._pass_on(self._traces.read())
         self._assess(())
 
-    def _pass_on(self, announced: Iterable[Announced]) -> None:
+    def _pass_on(self, announced: Iterable[RecordedAnnouncement]) -> None:
         for each in announced:
             self._put(fabric_pb2.TraceMessage(announcement=_announcement_to_pb(each)))
 
@@ -89,25 +89,25 @@ class Words:
             else:
                 self._tell(watched, self._traces.assess(watched.job, watched.quantile))
 
-    def _tell(self, watched: _Watched, found: Quiet | Hold) -> None:
+    def _tell(self, watched: _Watched, found: HostQuiet | Hold) -> None:
         """Only what is news: a window that is long enough, its end, or another reason why there is none."""
         now_s, told = self._clock_s(), watched.told
         # It may have become shorter by the time that has passed, which whoever was told knows; but no promise may end
         # earlier than was told.
         same = (
-            isinstance(found, Quiet)
-            and isinstance(told, Quiet)
+            isinstance(found, HostQuiet)
+            and isinstance(told, HostQuiet)
             and (told.since_s == found.since_s and told.until_s <= found.until_s)
         )
         if same and now_s < watched.told_s + AGAIN_AFTER_S:
             return
-        if isinstance(found, Quiet) and not same and found.until_s - now_s < watched.need_s:
+        if isinstance(found, HostQuiet) and not same and found.until_s - now_s < watched.need_s:
             left_ms = (found.until_s - now_s) * 1e3
             found = Hold(
                 SHORT,
                 f"quiet at position {found.position} for {left_ms:.1f} ms more, by what rank {found.rank} did before",
             )
-        if isinstance(found, Quiet):
+        if isinstance(found, HostQuiet):
             watched.told, watched.told_s = found, now_s
             quiet = fabric_pb2.Quiet(
                 since_s=found.since_s,
@@ -135,5 +135,5 @@ class Words:
         self._traces.arm(quantiles)
 
 
-def _announcement_to_pb(each: Announced) -> fabric_pb2.Announcement:
+def _announcement_to_pb(each: RecordedAnnouncement) -> fabric_pb2.Announcement:
     return fabric_pb2.Announcement(rank=each.rank, period=each.period, intent_json=each.intent_json, job=each.job)

@@ -17,7 +17,7 @@ from orchestrrl.core.addresses import DEFAULT_TARGET, check_url, same_address
 from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
-    from orchestrrl.agent.health import Limits
+    from orchestrrl.agent.health import HealthLimits
     from orchestrrl.engines.base import Engine
     from planner.model import EngineId, NodeId
 
@@ -56,7 +56,7 @@ def agent(
     Example: `orchestrrl agent --rings /dev/shm/orchestrrl-rings`
     """
     # Imported here so that help and completion need none of it.
-    from orchestrrl.agent.probe_link import Probe
+    from orchestrrl.agent.probe_link import WindowReporter
     from orchestrrl.core.clock import WallClock
     from orchestrrl.rpc.channel import first_of
     from planner.model import EngineId, NodeId
@@ -78,13 +78,15 @@ def agent(
         if engines:
             sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits))
         if rings is not None:
-            sides.append(Probe(rings, host or gethostname(), daemon, clock=WallClock(), rng=random.Random()).run())
+            sides.append(
+                WindowReporter(rings, host or gethostname(), daemon, clock=WallClock(), rng=random.Random()).run()
+            )
         keep_loaded()
         serve(first_of(*sides), verbose=verbose)
 
 
 async def _run(
-    node_id: "NodeId", engines: "dict[EngineId, Engine]", daemon: str, interval_s: float, limits: "Limits"
+    node_id: "NodeId", engines: "dict[EngineId, Engine]", daemon: str, interval_s: float, limits: "HealthLimits"
 ) -> None:
     from orchestrrl.agent.host import with_host_facts
     from orchestrrl.agent.sidecar import Agent
@@ -141,11 +143,11 @@ def _connect(product: str, url: str) -> "Engine":
         raise ProblemFaults([f"--engine: {error}"]) from error
 
 
-def _limits(slow_after_s: float, gone_after_s: float, rate_window_s: float) -> "Limits":
-    from orchestrrl.agent.health import Limits
+def _limits(slow_after_s: float, gone_after_s: float, rate_window_s: float) -> "HealthLimits":
+    from orchestrrl.agent.health import HealthLimits
 
     try:
-        return Limits(slow_after_s, gone_after_s, rate_window_s)
+        return HealthLimits(slow_after_s, gone_after_s, rate_window_s)
     except ValueError as error:
         raise ProblemFaults([str(error)]) from error
 

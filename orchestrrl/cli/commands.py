@@ -5,358 +5,360 @@ from typing import NamedTuple
 from orchestrrl.cli.groups import RUNNING_DAEMON, SERVICES
 
 
-class Listed(NamedTuple):
+class ListedCommand(NamedTuple):
     module: str  # of orchestrrl.cli, with a function register(app) that adds the command
     summary: str  # the first paragraph of its help
     panel: str | None = None
 
 
 COMMANDS = {
-    "demo": Listed(
+    "demo": ListedCommand(
         "demo.demo",
         "Run one generation step without and with OrchestrRL, over several seeds, and compare; then bring new weights.",
     ),
-    "bench": Listed(
+    "bench": ListedCommand(
         "bench",
         "Measure what OrchestrRL costs, each figure beside a baseline in the same run; less is better.",
     ),
-    "daemon": Listed(
+    "daemon": ListedCommand(
         "daemon",
         "Watch the fleet, decide, and in mode act move requests. Runs until stopped; SIGHUP reloads the file.",
         SERVICES,
     ),
-    "check-config": Listed("daemon", "Say what a configuration file means, or every fault in it (exit status 2)."),
-    "gateway": Listed(
+    "check-config": ListedCommand(
+        "daemon", "Say what a configuration file means, or every fault in it (exit status 2)."
+    ),
+    "gateway": ListedCommand(
         "gateway",
         "Serve `/v1/completions` and `/v1/chat/completions` in front of engines.",
         SERVICES,
     ),
-    "agent": Listed(
+    "agent": ListedCommand(
         "agent",
         "Watch engines, report their load to the daemon, carry out its operations on them. Runs until stopped.",
         SERVICES,
     ),
-    "status": Listed(
+    "status": ListedCommand(
         "fleet.status",
         "Say how the fleet is: mode, workers, nodes, requests, moves, the plan.",
         RUNNING_DAEMON,
     ),
-    "workers": Listed(
+    "workers": ListedCommand(
         "fleet.status",
         "List the engines with their load, room, health and what they offer.",
         RUNNING_DAEMON,
     ),
-    "requests": Listed(
+    "requests": ListedCommand(
         "fleet.status",
         "List the requests in flight: where each is, how far, whether it may move.",
         RUNNING_DAEMON,
     ),
-    "mode": Listed(
+    "mode": ListedCommand(
         "fleet.status",
         "Say or set whether the daemon acts, or only decides and explains.",
         RUNNING_DAEMON,
     ),
-    "move": Listed(
+    "move": ListedCommand(
         "fleet.status",
         "Move one request to another engine, as the balancer would, whatever the mode.",
         RUNNING_DAEMON,
     ),
-    "top": Listed(
+    "top": ListedCommand(
         "fleet.top",
         "Watch workers, moves and the plan until Ctrl-C; with --json, one object a line.",
         RUNNING_DAEMON,
     ),
-    "cancel": Listed(
+    "cancel": ListedCommand(
         "fleet.pause",
         "End answers where they are: their clients get what there is, with finish_reason `abort`.",
         RUNNING_DAEMON,
     ),
-    "moves": Listed(
+    "moves": ListedCommand(
         "fleet.moves",
         "Show the fast loop's last decision: load indices before and after, the moves, why no more. And how "
         "moves went.",
         RUNNING_DAEMON,
     ),
-    "switch": Listed(
+    "switch": ListedCommand(
         "fleet.redeploy",
         "Bring the fleet to other engines, in steps that can be taken back; without a target, say how the "
         "last one stands.",
         RUNNING_DAEMON,
     ),
-    "journal": Listed(
+    "journal": ListedCommand(
         "journal",
         "Print the newest entries of the journal, one a line. Long ones are cut; with --json each is a whole "
         "JSON object.",
         RUNNING_DAEMON,
     ),
-    "balance": Listed(
+    "balance": ListedCommand(
         "fleet.balance",
         "Say which requests to move so that no worker straggles, by the load index of equation 5.",
     ),
-    "sim gen": Listed(
+    "sim gen": ListedCommand(
         "sim.generation",
         "Run generation steps of a scenario in virtual time: static baselines, and what OrchestrRL makes of them.",
     ),
-    "sim run": Listed(
+    "sim run": ListedCommand(
         "sim.cluster",
         "Run a whole cluster in virtual time: training, generation and weight sync on a fabric, as the loop "
         "joins them.",
     ),
-    "sim compare": Listed(
+    "sim compare": ListedCommand(
         "sim.cluster",
         "Fabrics and arms side by side: ratios to the first, and which of them are on the Pareto frontier.",
     ),
-    "sim report": Listed(
+    "sim report": ListedCommand(
         "sim.cluster",
         "One self-contained HTML page of results of `sim run`, `sim compare` and `sim sweep`, with its "
         "pictures inside.",
     ),
-    "sim daemon-config": Listed(
+    "sim daemon-config": ListedCommand(
         "sim.cluster",
         "Write what was simulated as a daemon's configuration, and beside it the profile of its engines.",
     ),
-    "sim split": Listed(
+    "sim split": ListedCommand(
         "sim.split",
         "Try how a cluster's GPUs are best divided between training and generation: the most samples per second.",
     ),
-    "sim sweep": Listed(
+    "sim sweep": ListedCommand(
         "sim.sweep",
         "Run every combination of values over a base scenario: `base: cluster64`, `grid: {cluster.nic_gbps: "
         "[100, 400]}`.",
     ),
-    "sim paper": Listed(
+    "sim paper": ListedCommand(
         "sim.paper",
         "The paper's figures made again from first principles, beside what it reports; and what is beyond them.",
     ),
-    "engine simulated": Listed(
+    "engine simulated": ListedCommand(
         "fleet.engine",
         "Serve a simulated engine with vLLM's HTTP surface until SIGTERM. Its URL is the first line of output.",
     ),
-    "engines list": Listed(
+    "engines list": ListedCommand(
         "fleet.engines",
         "List the engines: which take requests, which are drained, who judges their health.",
     ),
-    "engines add": Listed(
+    "engines add": ListedCommand(
         "fleet.engines",
         "Have every gateway send requests to one more engine, until it is removed.",
     ),
-    "engines drain": Listed(
+    "engines drain": ListedCommand(
         "fleet.engines",
         "Send an engine nothing new. What is there finishes or, with --move, goes on elsewhere as far as it can.",
     ),
-    "engines remove": Listed(
+    "engines remove": ListedCommand(
         "fleet.engines",
         "Forget an engine, whoever goes on to report it, until it is added again.",
     ),
-    "gate pause": Listed(
+    "gate pause": ListedCommand(
         "fleet.pause",
         "Bring every engine to rest, and say when all is quiet. Renew the lease, or all goes on when it ends.",
     ),
-    "gate renew": Listed(
+    "gate renew": ListedCommand(
         "fleet.pause",
         "Keep the fleet at rest for longer. Refused when the lease has ended: requests have gone on since.",
     ),
-    "gate resume": Listed("fleet.pause", "Let requests go on, under the weights that engines have now."),
-    "gate status": Listed(
+    "gate resume": ListedCommand("fleet.pause", "Let requests go on, under the weights that engines have now."),
+    "gate status": ListedCommand(
         "fleet.pause",
         "Say whether requests stand still, for whom and how long, and which weights engines have.",
     ),
-    "gate set-version": Listed(
+    "gate set-version": ListedCommand(
         "fleet.pause",
         "Tell which weights engines have that got them without the gate, e.g. one that was left out or restarted.",
     ),
-    "plan show": Listed(
+    "plan show": ListedCommand(
         "plan.live",
         "Show the plan in force, or the one named, and whether an operator has bound the planner.",
     ),
-    "plan explain": Listed(
+    "plan explain": ListedCommand(
         "plan.live",
         "Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the gate's "
         "reason, predicted against actual.",
     ),
-    "plan list": Listed("plan.live", "List the newest plans, the latest first."),
-    "plan watch": Listed(
+    "plan list": ListedCommand("plan.live", "List the newest plans, the latest first."),
+    "plan watch": ListedCommand(
         "plan.live",
         "Print each plan as it is made, the latest first, until Ctrl-C; with --json, one object a line.",
     ),
-    "plan override": Listed(
+    "plan override": ListedCommand(
         "plan.live",
         "Replace the planner's choice by a configuration of yours, until released or expired.",
     ),
-    "plan pin": Listed("plan.live", "Keep the deployment as it is, until released or expired."),
-    "plan release": Listed("plan.live", "Give the planner its freedom back."),
-    "plan solve": Listed(
+    "plan pin": ListedCommand("plan.live", "Keep the deployment as it is, until released or expired."),
+    "plan release": ListedCommand("plan.live", "Give the planner its freedom back."),
+    "plan solve": ListedCommand(
         "plan.solve",
         "Say which engines to run on which GPUs, and which request each decodes, so that the last one ends soonest.",
     ),
-    "plan render": Listed(
+    "plan render": ListedCommand(
         "plan.render",
         "Print the environment and the command line of each engine, to be pasted into a shell. Nothing is run.",
     ),
-    "plan history": Listed(
+    "plan history": ListedCommand(
         "plan.history",
         "List the switches of the deployment that were carried out, newest first; with --id, what took how "
         "long in one.",
     ),
-    "profile score": Listed(
+    "profile score": ListedCommand(
         "profile.score",
         "Compare predicted with measured time per output token, row by row and as ratios between TPs.",
     ),
-    "profile fit": Listed(
+    "profile fit": ListedCommand(
         "profile.score",
         "Fit the engine constants of the roofline, once on all models and once without each, and write them.",
     ),
-    "profile predict": Listed(
+    "profile predict": ListedCommand(
         "profile.predict",
         "Predict step times, room and costs of every layout worth a look, from data sheets and fitted engine "
         "constants.",
     ),
-    "profile measure": Listed(
+    "profile measure": ListedCommand(
         "profile.measure",
         "Measure an engine and put its configuration into a profile file, in the place of its namesake.",
     ),
-    "profile import": Listed(
+    "profile import": ListedCommand(
         "profile.measure",
         "Make a profile from NVIDIA's measured kernel data, with the optional package aiconfigurator-core.",
     ),
-    "profile show": Listed(
+    "profile show": ListedCommand(
         "profile.measure",
         "Show a profile: step times, room and costs of each configuration, and where each figure comes from.",
     ),
-    "fabric status": Listed(
+    "fabric status": ListedCommand(
         "fabric.live",
         "Show which circuits are up, for which period, what is masked or pinned, and whose traffic is traced.",
     ),
-    "fabric periods": Listed(
+    "fabric periods": ListedCommand(
         "fabric.live",
         "List what became of the latest periods, and count all of them by state and reason.",
     ),
-    "fabric announce": Listed(
+    "fabric announce": ListedCommand(
         "fabric.live",
         "Announce a communication period, as a trainer does, and follow what becomes of its circuits.",
     ),
-    "fabric pin": Listed("fabric.live", "Keep circuits as they are, until released or expired."),
-    "fabric override": Listed(
+    "fabric pin": ListedCommand("fabric.live", "Keep circuits as they are, until released or expired."),
+    "fabric override": ListedCommand(
         "fabric.live",
         "Have the circuits of one period, whatever else its job announces, until released or expired.",
     ),
-    "fabric release": Listed("fabric.live", "Let circuits follow what is announced again."),
-    "fabric mask": Listed(
+    "fabric release": ListedCommand("fabric.live", "Let circuits follow what is announced again."),
+    "fabric mask": ListedCommand(
         "fabric.live",
         "Say what must not be used, beside what switches report of themselves. The whole list each time.",
     ),
-    "fabric pause": Listed(
+    "fabric pause": ListedCommand(
         "fleet.pause_loops",
         "Hold every change of circuits that periods ask for, until resumed or expired.",
     ),
-    "fabric resume": Listed("fleet.pause_loops", "Let it go on."),
-    "fabric slack": Listed(
+    "fabric resume": ListedCommand("fleet.pause_loops", "Let it go on."),
+    "fabric slack": ListedCommand(
         "fabric.slack",
         "Show how long it is quiet between the collectives of a job, and which optical switches fit in.",
     ),
-    "fabric trace": Listed(
+    "fabric trace": ListedCommand(
         "fabric.trace",
         "Write the collectives and marks that this host's recorders still remember into a trace.",
     ),
-    "fabric check": Listed(
+    "fabric check": ListedCommand(
         "fabric.check",
         "Find what is impossible in the cabling of a site, all of it at once, and say what capacity there is.",
     ),
-    "fabric generate": Listed(
+    "fabric generate": ListedCommand(
         "fabric.generate",
         "Write the file of a regular site: rail-aligned PoDs, each ToR and uplink fibred to every switch of "
         "its PoD, each uplink to every switch of the core, and lanes kept for responses.",
     ),
-    "fabric show": Listed(
+    "fabric show": ListedCommand(
         "fabric.show",
         "Draw a site: servers on ToRs, ToRs and uplinks on the switches of their PoD, uplinks on the core.",
     ),
-    "fabric box": Listed("fabric.box", "Build a site in a box, and show on real TCP what its circuits do."),
-    "fabric allocate": Listed(
+    "fabric box": ListedCommand("fabric.box", "Build a site in a box, and show on real TCP what its circuits do."),
+    "fabric allocate": ListedCommand(
         "fabric.allocate",
         "Say how many circuits each pair of endpoints gets, so that the slowest pair ends soonest.",
     ),
-    "fabric place": Listed("fabric.place", "Say which switch and which ports carry each circuit."),
-    "fabric transition": Listed(
+    "fabric place": ListedCommand("fabric.place", "Say which switch and which ports carry each circuit."),
+    "fabric transition": ListedCommand(
         "fabric.transition",
         "Say in which stages cross-connects are changed, so that no pair goes dark and every endpoint keeps bandwidth.",
     ),
-    "balancer pause": Listed(
+    "balancer pause": ListedCommand(
         "fleet.pause_loops",
         "Hold the fast loop's moves; an operator's own go on, until resumed or expired.",
     ),
-    "balancer resume": Listed("fleet.pause_loops", "Let it go on."),
-    "sync pause": Listed(
+    "balancer resume": ListedCommand("fleet.pause_loops", "Let it go on."),
+    "sync pause": ListedCommand(
         "fleet.pause_loops",
         "Hold weight syncs: none begins, and no circuits are changed for one; what is under way goes on, "
         "until resumed or expired.",
     ),
-    "sync resume": Listed("fleet.pause_loops", "Let it go on."),
-    "sync plan": Listed(
+    "sync resume": ListedCommand("fleet.pause_loops", "Let it go on."),
+    "sync plan": ListedCommand(
         "sync.plan",
         "Plan a tree broadcast of new weights: who sends which bytes to whom, in waves.",
     ),
-    "sync peer": Listed(
+    "sync peer": ListedCommand(
         "sync.peer",
         "Hold weights on one host: receive versions, pass them on, and install them into the engines here.",
     ),
-    "sync box": Listed(
+    "sync box": ListedCommand(
         "sync.box",
         "Bring weights to engines in a box, by a planned tree and by what it is compared with, on real TCP.",
     ),
-    "sync status": Listed(
+    "sync status": ListedCommand(
         "sync.live",
         "Show the fleet's version, the sync under way and who is late in it, engines without it, and all peers.",
     ),
-    "sync history": Listed(
+    "sync history": ListedCommand(
         "sync.live",
         "List what became of the latest versions: seconds in all, of the transfer and of installing, and "
         "against its plan.",
     ),
-    "sync profile": Listed(
+    "sync profile": ListedCommand(
         "sync.live",
         "Show where the time of a version went, phase by phase, and what to do about it.",
     ),
-    "sync watch": Listed("sync.live", "Follow a sync until it is over. Ctrl-C leaves it running."),
-    "sync abort": Listed(
+    "sync watch": ListedCommand("sync.live", "Follow a sync until it is over. Ctrl-C leaves it running."),
+    "sync abort": ListedCommand(
         "sync.live",
         "End a sync that is not committed: every engine keeps the version that it has, or gets it back.",
     ),
-    "sync install": Listed(
+    "sync install": ListedCommand(
         "sync.live",
         "Install now what is on every host and waits for the gate to be closed (`install: next_gate`).",
     ),
-    "sync publish": Listed(
+    "sync publish": ListedCommand(
         "sync.publish",
         "Publish a checkpoint: a folder of safetensors files, one or sharded, as Hugging Face's libraries write them.",
     ),
-    "ocs list": Listed("ocs.live", "List the switches: what they are, and whether they answer."),
-    "ocs show": Listed(
+    "ocs list": ListedCommand("ocs.live", "List the switches: what they are, and whether they answer."),
+    "ocs show": ListedCommand(
         "ocs.live",
         "Show one switch: its circuits with their state, and the ports that are not as they should be.",
     ),
-    "ocs connect": Listed("ocs.live", "Connect ports, all of them or none."),
-    "ocs disconnect": Listed(
+    "ocs connect": ListedCommand("ocs.live", "Connect ports, all of them or none."),
+    "ocs disconnect": ListedCommand(
         "ocs.live",
         "Disconnect ports. Each pair must name the circuit as it is; one that is gone already is no fault.",
     ),
-    "ocs confirm": Listed(
+    "ocs confirm": ListedCommand(
         "ocs.live",
         "Keep what was changed with --revert-in-s. Exit status 1 where nothing is on trial, or it was undone already.",
     ),
-    "ocs take-over": Listed(
+    "ocs take-over": ListedCommand(
         "ocs.live",
         "Make circuits ours that somebody else made. From then on they may be evicted and taken down.",
     ),
-    "ocs verify": Listed(
+    "ocs verify": ListedCommand(
         "ocs.verify",
         "Compare what the switches and ToRs see with the site: which circuit or cable is not where it should be?",
     ),
-    "ocs emulate": Listed(
+    "ocs emulate": ListedCommand(
         "ocs.emulate",
         "Serve an emulated switch until SIGTERM. Its address is the first line of output, then how to configure it.",
     ),
-    "ocs conformance": Listed(
+    "ocs conformance": ListedCommand(
         "ocs.conformance",
         "Check that a driver does with your switch what every driver must do.",
     ),

@@ -28,11 +28,11 @@ def daemon(
     """
     # Imported here so that every other command starts without the planner's numerics.
     from orchestrrl.core.clock import WallClock
-    from orchestrrl.daemon.configuration import Reloadable
+    from orchestrrl.daemon.configuration import ReloadableConfig
     from orchestrrl.daemon.wiring import run_daemon
 
     with reporting_errors():
-        file = Reloadable.load(config)
+        file = ReloadableConfig.load(config)
         serve(run_daemon(file, WallClock(), _announce, mode), verbose=verbose)
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from orchestrrl.core.addresses import check_url, parse_address, remote_fault, same_address
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.operations import Route
+from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import connect
 from orchestrrl.gateway.ledger.file import check
-from orchestrrl.gateway.ledger.store import BATCH_S, Keep
+from orchestrrl.gateway.ledger.store import BATCH_S, RetentionPolicy
 from orchestrrl.gateway.ledger.versions import OnStale
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.strategies import STRATEGIES, Routing, Slack
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.strategies import STRATEGIES, AffinitySlack, RoutingPolicy
 from orchestrrl.gateway.service import GatewayOptions
 from planner.model import EngineId, NodeId
 
@@ -35,7 +35,7 @@ def read_options(
     log_level: str,
     affinity: Sequence[str] = (),
     pools: Sequence[str] = (),
-    affinity_slack: int = Slack().requests,
+    affinity_slack: int = AffinitySlack().requests,
     queue_depth: int = 0,
     plain_http: bool = False,
     max_version_lag: int = -1,
@@ -94,10 +94,10 @@ def read_options(
         engines=tuple(routes),
         engine_kind=engine_kind,
         daemon=daemon,
-        routing=Routing(policy, tags, Slack(affinity_slack)),
+        routing=RoutingPolicy(policy, tags, AffinitySlack(affinity_slack)),
         queue_depth=queue_depth,
         pools={EngineId(name): value for name, value in pool_of.items()},
-        limits=Limits(
+        limits=RelayLimits(
             engine_wait_s=engine_wait_s,
             stall_s=stall_s,
             coalesce_tokens=coalesce_tokens,
@@ -115,7 +115,7 @@ def read_options(
 
 def _keep(
     ledger: Path | None, keep_from_s: float, keep_answers_s: float, keep_answers_mb: float, faults: list[str]
-) -> Keep | None:
+) -> RetentionPolicy | None:
     before = len(faults)
     if not keep_from_s >= 0:
         faults.append(f"--keep-from-s: must be >= 0, got {keep_from_s:g}")
@@ -130,7 +130,7 @@ def _keep(
     except Permanent as error:
         faults.append(f"--ledger: {error}")
         return None
-    return Keep(ledger, keep_from_s, keep_answers_s, int(keep_answers_mb * (1 << 20)))
+    return RetentionPolicy(ledger, keep_from_s, keep_answers_s, int(keep_answers_mb * (1 << 20)))
 
 
 def _address(flag: str, address: str, allow_remote: bool, faults: list[str]) -> tuple[str, int]:
@@ -157,8 +157,8 @@ def _pairs(flag: str, form: str, items: Sequence[str], faults: list[str]) -> dic
     return pairs
 
 
-def _routes(engines: list[str], faults: list[str]) -> list[Route]:
-    routes: list[Route] = []
+def _routes(engines: list[str], faults: list[str]) -> list[EngineRoute]:
+    routes: list[EngineRoute] = []
     for item in engines:
         name, separator, url = item.partition("=")
         wrong = "" if name and separator else "must be ID=URL with an http URL"
@@ -173,5 +173,5 @@ def _routes(engines: list[str], faults: list[str]) -> list[Route]:
         elif twin := next((route.engine for route in routes if same_address(route.url, url)), None):
             faults.append(f"--engine: must have another URL than {twin!r}, got {item!r}")
         else:
-            routes.append(Route(EngineId(name), url.rstrip("/")))
+            routes.append(EngineRoute(EngineId(name), url.rstrip("/")))
     return routes

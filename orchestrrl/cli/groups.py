@@ -8,22 +8,24 @@ SERVICES = "Services"
 RUNNING_DAEMON = "Ask and steer a running daemon"
 
 
-class Group(NamedTuple):
+class CommandGroup(NamedTuple):
     help: str
     panel: str | None = None
 
 
 GROUPS = {
-    "sim": Group("Try policies on a simulated fleet, or a whole cluster; the control plane is the real one."),
-    "engine": Group("Engines that come with OrchestrRL."),
-    "engines": Group("Engines that come and go while the daemon runs.", RUNNING_DAEMON),
-    "gate": Group("Have requests stand still while weights change.", RUNNING_DAEMON),
-    "plan": Group("What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON),
-    "profile": Group("What engines cost: measured, imported and predicted step times."),
-    "fabric": Group("The optical fabric: its site, circuits for a demand, and when they are changed.", RUNNING_DAEMON),
-    "balancer": Group("Pause and resume moves of the fast loop.", RUNNING_DAEMON),
-    "sync": Group("How new weights reach every engine.", RUNNING_DAEMON),
-    "ocs": Group("Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON),
+    "sim": CommandGroup("Try policies on a simulated fleet, or a whole cluster; the control plane is the real one."),
+    "engine": CommandGroup("Engines that come with OrchestrRL."),
+    "engines": CommandGroup("Engines that come and go while the daemon runs.", RUNNING_DAEMON),
+    "gate": CommandGroup("Have requests stand still while weights change.", RUNNING_DAEMON),
+    "plan": CommandGroup("What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON),
+    "profile": CommandGroup("What engines cost: measured, imported and predicted step times."),
+    "fabric": CommandGroup(
+        "The optical fabric: its site, circuits for a demand, and when they are changed.", RUNNING_DAEMON
+    ),
+    "balancer": CommandGroup("Pause and resume moves of the fast loop.", RUNNING_DAEMON),
+    "sync": CommandGroup("How new weights reach every engine.", RUNNING_DAEMON),
+    "ocs": CommandGroup("Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON),
 }
 
 

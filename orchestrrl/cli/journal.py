@@ -11,7 +11,7 @@ from orchestrrl.cli.formats import time_of_day
 from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag
 from orchestrrl.core.addresses import DEFAULT_TARGET
-from orchestrrl.core.journal.kinds import Kind
+from orchestrrl.core.journal.kinds import EntryKind
 from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def journal(
     follow_on: Annotated[bool, typer.Option("--follow", "-f", help="Go on with each new entry until Ctrl-C.")] = False,
     tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="How many of the newest entries first.")] = 20,
     kinds: Annotated[
-        list[Kind] | None, typer.Option("--kind", metavar="KIND", help="Only entries of this kind; repeat it.")
+        list[EntryKind] | None, typer.Option("--kind", metavar="KIND", help="Only entries of this kind; repeat it.")
     ] = None,
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,

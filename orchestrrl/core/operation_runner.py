@@ -16,9 +16,9 @@ from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Retryable
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import Action, Operation, OperationId, OperationResult, OperationStatus
-from orchestrrl.core.settle import Evidence, settle
+from orchestrrl.core.settle import OperationEvidence, settle
 from planner.model import NodeId
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _RESULT = TypeAdapter(OperationResult)
 GIVE_UP_AFTER_S = 60.0
 
 
-class Nodes(Protocol):
+class NodeOrders(Protocol):
     """Where operations go."""
 
     def send(self, node: NodeId, operation: Operation) -> None:
@@ -52,10 +52,10 @@ class OpenOperation:
     result: asyncio.Future[OperationResult] | None = field(default=None)
 
 
-class Runner:
+class OperationRunner:
     """Sends operations to nodes and sees every one of them closed, once."""
 
-    def __init__(self, journal: Journal, nodes: Nodes, clock: Clock, on_closed: Closed) -> None:
+    def __init__(self, journal: Journal, nodes: NodeOrders, clock: Clock, on_closed: Closed) -> None:
         self._journal = journal
         self._nodes = nodes
         self._clock = clock
@@ -92,7 +92,7 @@ class Runner:
         future: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
         opened = OpenOperation(operation, node, operation.valid_until_s, result=future)
         body = {"node": node, "operation": _OPERATION.dump_python(operation, mode="json")}
-        self._journal.append(self._clock.now_s(), Kind.OPERATION_INTENT, operation.id, body)
+        self._journal.append(self._clock.now_s(), EntryKind.OPERATION_INTENT, operation.id, body)
         self._open[operation.id] = opened
         try:
             self._send(opened)
@@ -124,7 +124,7 @@ class Runner:
         if opened is not None:
             self._close(opened, OperationResult(id, opened.node, OperationStatus.UNKNOWN, f"withdrawn: {why}"))
 
-    def settle(self, evidence_of: Callable[[NodeId], Evidence]) -> None:
+    def settle(self, evidence_of: Callable[[NodeId], OperationEvidence]) -> None:
         """Close what telemetry shows, and give up on what nothing will show any more."""
         now_s = self._clock.now_s()
         for opened in self.open:
@@ -148,7 +148,7 @@ class Runner:
         self._nodes.send(opened.node, opened.operation)
         opened.sends += 1
         body = {"node": opened.node, "sends": opened.sends}
-        self._journal.append(self._clock.now_s(), Kind.OPERATION_SENT, opened.operation.id, body)
+        self._journal.append(self._clock.now_s(), EntryKind.OPERATION_SENT, opened.operation.id, body)
 
     def _failed(self, opened: OpenOperation, detail: str) -> OperationResult:
         return OperationResult(opened.operation.id, opened.node, OperationStatus.FAILED, detail)
@@ -156,7 +156,7 @@ class Runner:
     def _close(self, opened: OpenOperation, result: OperationResult) -> None:
         now_s = self._clock.now_s()
         body = _RESULT.dump_python(result, mode="json")
-        self._journal.append(now_s, Kind.OPERATION_RESULT, opened.operation.id, body)
+        self._journal.append(now_s, EntryKind.OPERATION_RESULT, opened.operation.id, body)
         del self._open[opened.operation.id]
         why = result.detail or "; ".join(f"{item.id}: {item.detail}" for item in result.items if not item.done)
         logger.info("operation %s on %s: %s %s", opened.operation.id, opened.node, result.status, why)

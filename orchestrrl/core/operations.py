@@ -29,7 +29,7 @@ class MoveMethod(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class EngineRoute:
     """One engine that a gateway may route to.
 
     `health` None: no agent has reported the engine yet, so the gateway goes by what it sees itself. An empty `url`:
@@ -82,7 +82,7 @@ class SetRoutes:
     for want of an engine, until it is among the routes, is no longer expected, or `expected_until_s` has passed.
     """
 
-    routes: tuple[Route, ...]
+    routes: tuple[EngineRoute, ...]
     expected: tuple[EngineId, ...] = ()
     expected_until_s: float = 0.0
     kind: Literal["set_routes"] = "set_routes"
@@ -132,7 +132,7 @@ class FrozenRequests(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CloseGate:
+class CloseBarrier:
     """Take nothing new to the engines and bring them to rest: one item of the result for each. Where that is not done
     by `quiet_by_s`, the gate opens again and the operation has failed. The same lease again renews it.
 
@@ -152,7 +152,7 @@ class CloseGate:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenGate:
+class OpenBarrier:
     """Engines run again, but for those `without` the new weights, and requests go to them. `policy_version` None: the
     weights are those from before."""
 
@@ -179,8 +179,8 @@ Action = (
     | ResumeEngine
     | AbortRequests
     | ProbeEngine
-    | CloseGate
-    | OpenGate
+    | CloseBarrier
+    | OpenBarrier
     | CancelRequests
 )
 
@@ -202,7 +202,7 @@ class OperationStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ItemResult:
+class OperationItemResult:
     """Of a move: `duration_s` until its next token, less a decode step; 0 where that was not seen. `method` is the one
     that it went by in the end, None where that is not known, or nothing was to be brought."""
 
@@ -223,10 +223,10 @@ class OperationResult:
     status: OperationStatus
     detail: str = ""
     duration_s: float = 0.0
-    items: tuple[ItemResult, ...] = ()
+    items: tuple[OperationItemResult, ...] = ()
 
 
-def status_of(items: tuple[ItemResult, ...]) -> OperationStatus:
+def status_of(items: tuple[OperationItemResult, ...]) -> OperationStatus:
     """DONE, PARTIAL or FAILED, as the items say."""
     done = sum(item.done for item in items)
     if done == len(items):

@@ -11,21 +11,21 @@ from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.ttl import expiry_s, lifetime_faults
 from planner.model import Hold
 
 logger = logging.getLogger(__name__)
 
 
-class Part(StrEnum):
+class PauseScope(StrEnum):
     BALANCER = "balancer"  # moves of the fast loop; an operator's own go on
     FABRIC = "fabric"  # all changes of circuits that periods ask for
     SYNC = "sync"  # weight syncs: none begins, and no circuits are changed for one
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class OperatorPause:
     """`expires_s` None: until it is taken back."""
 
     since_s: float
@@ -33,19 +33,19 @@ class Pause:
     expires_s: float | None = None
 
 
-_PAUSES = TypeAdapter(dict[Part, Pause])
+_PAUSES = TypeAdapter(dict[PauseScope, OperatorPause])
 
 
-class HoldBook:
+class PauseRegistry:
     """Construction recovers what the journal holds."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
         self._clock = clock
-        self._pauses = journal.newest(Kind.HOLDS, lambda body: _PAUSES.validate_python(body["pauses"])) or {}
+        self._pauses = journal.newest(EntryKind.HOLDS, lambda body: _PAUSES.validate_python(body["pauses"])) or {}
 
     @property
-    def pauses(self) -> dict[Part, Pause]:
+    def pauses(self) -> dict[PauseScope, OperatorPause]:
         """Those in force."""
         now_s = self._clock.now_s()
         return {
@@ -54,7 +54,7 @@ class HoldBook:
             if pause.expires_s is None or pause.expires_s > now_s
         }
 
-    def hold(self, part: Part) -> Hold | None:
+    def hold(self, part: PauseScope) -> Hold | None:
         """Why nothing of this part is to change now."""
         pause = self.pauses.get(part)
         if pause is None:
@@ -62,17 +62,17 @@ class HoldBook:
         until = "" if pause.expires_s is None else f", for {pause.expires_s - self._clock.now_s():.0f} s more"
         return Hold("operator_paused", f"an operator paused the {part}{until}: {pause.reason or 'no reason given'}")
 
-    def pause(self, part: Part, reason: str, ttl_s: float = 0.0) -> Pause:
+    def pause(self, part: PauseScope, reason: str, ttl_s: float = 0.0) -> OperatorPause:
         """`ttl_s` 0: until it is taken back. Raises ProblemFaults."""
         if faults := lifetime_faults(ttl_s, until="resumed"):
             raise ProblemFaults(faults)
         now_s = self._clock.now_s()
-        pause = Pause(now_s, reason, expiry_s(now_s, ttl_s))
+        pause = OperatorPause(now_s, reason, expiry_s(now_s, ttl_s))
         self._set({**self.pauses, part: pause})
         logger.warning("%s is paused: %s", part, reason)
         return pause
 
-    def resume(self, part: Part, reason: str) -> bool:
+    def resume(self, part: PauseScope, reason: str) -> bool:
         """Whether it was paused."""
         before = self.pauses
         if part not in before:
@@ -81,6 +81,8 @@ class HoldBook:
         logger.warning("%s is resumed: %s", part, reason)
         return True
 
-    def _set(self, pauses: dict[Part, Pause]) -> None:
-        self._journal.append(self._clock.now_s(), Kind.HOLDS, "", {"pauses": _PAUSES.dump_python(pauses, mode="json")})
+    def _set(self, pauses: dict[PauseScope, OperatorPause]) -> None:
+        self._journal.append(
+            self._clock.now_s(), EntryKind.HOLDS, "", {"pauses": _PAUSES.dump_python(pauses, mode="json")}
+        )
         self._pauses = pauses

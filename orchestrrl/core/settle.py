@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from orchestrrl.core.operations import (
-    ItemResult,
     MoveRequests,
     Operation,
+    OperationItemResult,
     OperationResult,
     OperationStatus,
     RequestMove,
@@ -15,14 +15,14 @@ from planner.model import EngineId, NodeId, RequestId, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class OperationEvidence:
     """The fleet as last reported, and when the operation's node was last heard (None: not since we know of it)."""
 
     snapshot: Snapshot
     heard_s: float | None
 
 
-def settle(operation: Operation, node: NodeId, over_s: float, evidence: Evidence) -> OperationResult | None:
+def settle(operation: Operation, node: NodeId, over_s: float, evidence: OperationEvidence) -> OperationResult | None:
     """The outcome as far as the node's reports show it; None while they cannot show it yet.
 
     After `over_s` the node does nothing more about the operation, so only what it reported later counts as "it did not
@@ -45,10 +45,12 @@ def settle(operation: Operation, node: NodeId, over_s: float, evidence: Evidence
             return OperationResult(operation.id, node, OperationStatus.UNKNOWN, detail)
 
 
-def _settled_move(move: RequestMove, where: dict[RequestId, EngineId | None]) -> ItemResult:
+def _settled_move(move: RequestMove, where: dict[RequestId, EngineId | None]) -> OperationItemResult:
     if move.request not in where:
-        return ItemResult(move.request, done=False, detail="no longer in flight")
+        return OperationItemResult(move.request, done=False, detail="no longer in flight")
     engine = where[move.request]
     if engine == move.to_engine:
-        return ItemResult(move.request, done=True)
-    return ItemResult(move.request, done=False, detail=f"is on {engine}" if engine else "is held by its gateway")
+        return OperationItemResult(move.request, done=True)
+    return OperationItemResult(
+        move.request, done=False, detail=f"is on {engine}" if engine else "is held by its gateway"
+    )

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from balancer.load_index import Problem, Worker, problem_of
+from balancer.load_index import BalanceProblem, Worker, problem_of
 from balancer.moves import Balance, decide
 from balancer.packing import Packing, pack
 from orchestrrl.core.config.schema import FastPolicy, FastSettings
 from orchestrrl.core.operations import RequestMove
-from orchestrrl.daemon.cost_estimates import StepTimes
-from orchestrrl.daemon.kv_headroom import UNKNOWN_MAX_SEQUENCES, Futures, future_room
-from orchestrrl.daemon.move_limits import Restraint, resting
+from orchestrrl.daemon.cost_estimates import StepTimeEstimates
+from orchestrrl.daemon.kv_headroom import UNKNOWN_MAX_SEQUENCES, LengthDistributions, future_room
+from orchestrrl.daemon.move_limits import MoveLimits, resting
 from orchestrrl.daemon.packing import packed, packing_engines
 from planner.model import (
     Act,
@@ -38,7 +38,7 @@ MOST_SOURCES = 3  # of step times, that a reason names
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class BalanceSituation:
     """What the fast loop knows beside the snapshot."""
 
     mode: Mode
@@ -48,10 +48,10 @@ class Situation:
     configurations: tuple[Configuration, ...] = ()
     # By request; whoever is missing, and everybody where there are none, leaves packing to the paper's rule.
     remaining_tokens: Mapping[RequestId, float] = field(default_factory=dict)
-    futures: Futures | None = None  # how long requests may go on; None: room is judged by headroom
+    futures: LengthDistributions | None = None  # how long requests may go on; None: room is judged by headroom
     moved_s: Mapping[RequestId, float] = field(default_factory=dict)  # when requests moved last, as far as it matters
     settling: bool = False  # the last tick found something to move
-    step_times: Mapping[EngineId, StepTimes] = field(default_factory=dict)  # where those of engines come from
+    step_times: Mapping[EngineId, StepTimeEstimates] = field(default_factory=dict)  # where those of engines come from
     move_fixed_s: float = 0.0  # what a running request stands still for when it moves, beside its prefill
 
 
@@ -87,7 +87,7 @@ class BalanceDecision:
         return self.balance.load_before
 
 
-def balance_problem(snapshot: Snapshot, settings: FastSettings, headroom: bool = True) -> Problem:
+def balance_problem(snapshot: Snapshot, settings: FastSettings, headroom: bool = True) -> BalanceProblem:
     """What the balancer decides on: engines that are well and not drained, by fresh news, and the requests on them.
 
     An engine whose agent has fallen silent is left out, so that one dead node does not stop the others. Free KV is what
@@ -113,7 +113,7 @@ def _with_headroom(worker: Worker, headroom_tokens: int) -> Worker:
     return replace(worker, kv_free_tokens=max(0, worker.kv_free_tokens - headroom_tokens * len(worker.running)))
 
 
-def staying(problem: Problem, crowded_ratio: float = CROWDED_RATIO) -> frozenset[RequestId]:
+def staying(problem: BalanceProblem, crowded_ratio: float = CROWDED_RATIO) -> frozenset[RequestId]:
     """Running requests without a reason to leave. A waiting request moves for nothing, a running one costs a prefill.
 
     So a running request leaves only an engine that is out of room (requests wait there), stalled, or left with
@@ -129,7 +129,7 @@ def staying(problem: Problem, crowded_ratio: float = CROWDED_RATIO) -> frozenset
     )
 
 
-def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Situation) -> BalanceDecision:
+def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: BalanceSituation) -> BalanceDecision:
     """The decision of one tick. The moves are worked out even where the verdict is to hold, for people to see."""
     if situation.settling:
         settings = _settling(settings)
@@ -165,7 +165,11 @@ def _settling(settings: FastSettings) -> FastSettings:
 
 
 def _packing(
-    used: Snapshot, problem: Problem, settings: FastSettings, situation: Situation, stuck: frozenset[RequestId]
+    used: Snapshot,
+    problem: BalanceProblem,
+    settings: FastSettings,
+    situation: BalanceSituation,
+    stuck: frozenset[RequestId],
 ) -> Packing | Hold:
     """Why the paper's rule decides, where it does."""
     if settings.policy is not FastPolicy.PACKING:
@@ -186,7 +190,7 @@ def _packing(
     )
 
 
-def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimes]) -> str:
+def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -> str:
     """Where the step times come from that packing goes by, the most frequent first."""
     details = Counter(step_times[engine.id].detail for engine in used.engines if engine.id in step_times)
     shown = [f"{count} x {detail}" for detail, count in details.most_common(MOST_SOURCES)]
@@ -195,15 +199,15 @@ def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimes]) -> str:
 
 
 def _restraint(
-    used: Snapshot, problem: Problem, settings: FastSettings, situation: Situation, *, keep_last: bool
-) -> Restraint:
+    used: Snapshot, problem: BalanceProblem, settings: FastSettings, situation: BalanceSituation, *, keep_last: bool
+) -> MoveLimits:
     """By the paper's rule an idle engine looks better than the one that is left idle; packing knows when both end."""
     room = None if situation.futures is None else future_room(used, situation.futures, settings.preemption_risk)
-    return Restraint(problem, room, max_to_engine=settings.max_moves_to_engine, keep_last=keep_last)
+    return MoveLimits(problem, room, max_to_engine=settings.max_moves_to_engine, keep_last=keep_last)
 
 
 def _judge(
-    snapshot: Snapshot, settings: FastSettings, situation: Situation, balance: Balance, packing: Packing | None
+    snapshot: Snapshot, settings: FastSettings, situation: BalanceSituation, balance: Balance, packing: Packing | None
 ) -> Verdict:
     """Of a snapshot of the usable engines. Codes, in the order in which they are looked for: nothing_to_do,
     stale_telemetry, moves_open, awaiting_telemetry, planning, no_policy, no_gain | within_theta | no_feasible_move,
@@ -254,7 +258,7 @@ def _stale(snapshot: Snapshot, settings: FastSettings) -> Hold | None:
     return None
 
 
-def _unsettled(snapshot: Snapshot, situation: Situation) -> Hold | None:
+def _unsettled(snapshot: Snapshot, situation: BalanceSituation) -> Hold | None:
     """Moves change what the next decision rests on: first let them end, then look again."""
     if situation.moves_open:
         return Hold("moves_open", f"{situation.moves_open} earlier operations have no result yet")

@@ -1,12 +1,12 @@
 """The daemon's configuration: one YAML file, or every fault in it at once.
 
-`Reloadable` keeps the last good one when the file has become faulty.
+`ReloadableConfig` keeps the last good one when the file has become faulty.
 """
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ocs_drivers.errors import Faults as DriverFaults
+from ocs_drivers.errors import DriverFaults
 from ocs_drivers.registry import make_driver
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.loader import cross_faults, document_of, entries, known_configurations, validated
@@ -98,7 +98,7 @@ def _start_faults(document: dict[Any, Any], profile: "Profile | None") -> list[s
     return start_faults(only)
 
 
-class Reloadable:
+class ReloadableConfig:
     """The configuration in force. `reload` takes the file's, or keeps the old one and raises with the reason."""
 
     def __init__(self, path: Path, config: Config) -> None:

@@ -20,29 +20,29 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.defects import ACTING, MOVES, PLANS, REPEATED, Defect, Defects
 from orchestrrl.core.errors import OrchestrRLError, few
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import Attachment, NodeHello, NodeKind, NodeRegistry
-from orchestrrl.core.operation_runner import Runner
+from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import MoveRequests, Operation, OperationResult, RequestMove
-from orchestrrl.core.pause_registry import HoldBook, Part
-from orchestrrl.core.settle import Evidence
-from orchestrrl.daemon.balancing import BalanceDecision, Situation, balance_problem, decide_balance
+from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
+from orchestrrl.core.settle import OperationEvidence
+from orchestrrl.daemon.balancing import BalanceDecision, BalanceSituation, balance_problem, decide_balance
 from orchestrrl.daemon.move_limits import LastMoves
 from orchestrrl.daemon.move_methods import MovedRequest, ended, with_methods
-from orchestrrl.daemon.plan_book import Deployment, PlanBook
+from orchestrrl.daemon.plan_book import PlanBook, Redeployer
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.fleet.cancellation import Canceller
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.engine_facts import engine_facts
-from orchestrrl.fleet.membership_changes import Enrolment
+from orchestrrl.fleet.membership_changes import MembershipChanges
 from orchestrrl.fleet.moves import MovesOutcome, checked_move, run_moves
-from orchestrrl.fleet.pause_barrier import GateKeeper
-from orchestrrl.fleet.redeployment.controller import Switching
-from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
-from orchestrrl.fleet.redeployment.steps import Weights
+from orchestrrl.fleet.pause_barrier import PauseBarrier
+from orchestrrl.fleet.redeployment.controller import RedeploymentController
+from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
+from orchestrrl.fleet.redeployment.steps import ServedWeights
 from orchestrrl.fleet.reports import EngineReport, GatewayReport, ReportAck
-from orchestrrl.fleet.routes import Routes
-from orchestrrl.fleet.state import Capacity, State, Step
+from orchestrrl.fleet.routes import RoutingTable
+from orchestrrl.fleet.state import FleetState, GenerationStep, StateCapacity
 from planner.model import (
     Act,
     ConfigurationId,
@@ -60,8 +60,8 @@ from planner.plan import History
 
 if TYPE_CHECKING:  # its solvers are heavy, and most daemons have no fabric
     from orchestrrl.fabric.circuit_executor import CircuitExecutor
-    from orchestrrl.fabric.coordinator import Coordinator
-    from orchestrrl.fabric.generation_circuits import GenCircuits
+    from orchestrrl.fabric.coordinator import CircuitCoordinator
+    from orchestrrl.fabric.generation_circuits import GenerationCircuits
     from orchestrrl.fabric.packet_routing import FabricRouting
     from orchestrrl.fabric.verification import FabricVerifier
     from orchestrrl.weights.controller.controller import WeightSync
@@ -97,15 +97,15 @@ class ControlPlane:
         self.clock = clock
         self.defects = Defects(clock, self._stop_acting)
         limits = config.limits
-        capacity = Capacity(limits.engines, limits.gateways, limits.requests)
-        self.state = State(engine_facts(config), capacity=capacity, host=host_id())
+        capacity = StateCapacity(limits.engines, limits.gateways, limits.requests)
+        self.state = FleetState(engine_facts(config), capacity=capacity, host=host_id())
         self.nodes = NodeRegistry(limits.nodes)
-        self.runner = Runner(journal, self.nodes, clock, self._closed)
-        self.routes = Routes(config, self.state, self.nodes, self.runner, journal, clock)
-        self.enrolment = Enrolment(
+        self.runner = OperationRunner(journal, self.nodes, clock, self._closed)
+        self.routes = RoutingTable(config, self.state, self.nodes, self.runner, journal, clock)
+        self.enrolment = MembershipChanges(
             config, self.state, self.routes, journal, clock, self._start_moves, lambda: self.gate.check_open()
         )
-        self.gate = GateKeeper(
+        self.gate = PauseBarrier(
             self.runner,
             self.nodes,
             journal,
@@ -117,18 +117,18 @@ class ControlPlane:
         )
         self.canceller = Canceller(self.runner, self.nodes, clock)
         self.plans = PlanBook(journal, clock)
-        self.holds = HoldBook(journal, clock)
+        self.holds = PauseRegistry(journal, clock)
         self.planning = Planning(config, self._note_costs, self._today)
         self.started_s = clock.now_s()
         self.balance: BalanceDecision | None = None
         self.latest_moves: deque[MovedRequest] = deque(maxlen=MOVES_SHOWN)
-        self.deployment: Deployment | None = None  # who can change engines; None: plans that want to are held
-        self.switching: Switching | None = None  # the same, for operators
+        self.deployment: Redeployer | None = None  # who can change engines; None: plans that want to are held
+        self.switching: RedeploymentController | None = None  # the same, for operators
         self.circuits: CircuitExecutor | None = None  # who sends to switches
-        self.fabric: Coordinator | None = None  # who changes circuits; None: there is no optical fabric
+        self.fabric: CircuitCoordinator | None = None  # who changes circuits; None: there is no optical fabric
         self.routing: FabricRouting | None = None  # who has packets follow them
         self.verifier: FabricVerifier | None = None  # who holds both against the site
-        self.gen_circuits: GenCircuits | None = None  # whose circuits follow the deployment
+        self.gen_circuits: GenerationCircuits | None = None  # whose circuits follow the deployment
         self.weights: WeightSync | None = None  # who brings new weights to engines by way of peers
         # To be done before the gate opens; given when it opens by itself.
         self.before_resume: Callable[[float], Awaitable[str]] | None = None
@@ -137,8 +137,8 @@ class ControlPlane:
         self.step_began = asyncio.Event()  # set with each new step, for who waits for one
         self._offload = offload
         self._stopwatch = stopwatch
-        self._began_step: Step | None = None
-        self._ended_step: Step | None = None  # the last one whose end is written down
+        self._began_step: GenerationStep | None = None
+        self._ended_step: GenerationStep | None = None  # the last one whose end is written down
         self._moves_ended_s: float | None = None
         self._last_moves = LastMoves()
         self._health: dict[EngineId, EngineHealth] = {}
@@ -155,7 +155,7 @@ class ControlPlane:
         self.gate.recover()
         self.state.weights = self.gate.state
         operations = self.runner.recover()
-        self._note(Kind.DAEMON_STARTED, "", {"mode": self.mode, "open_operations": operations})
+        self._note(EntryKind.DAEMON_STARTED, "", {"mode": self.mode, "open_operations": operations})
 
     # --- observe
 
@@ -181,7 +181,7 @@ class ControlPlane:
             if len(self._health) > 2 * self.config.limits.engines:  # most are of engines that are forgotten
                 self._health = {e: health for e, health in self._health.items() if self.state.reported(e)}
             detail = {"health": report.health, "before": before, "detail": report.health_detail, "url": report.url}
-            self._note(Kind.ENGINE_HEALTH, report.engine, detail)
+            self._note(EntryKind.ENGINE_HEALTH, report.engine, detail)
             logger.info("engine %s is %s %s", report.engine, report.health, report.health_detail)
             self.routes.changed(lost=report.health is not EngineHealth.OK)
         self._note_step_end()
@@ -197,7 +197,9 @@ class ControlPlane:
         if enough := self.state.groups.take():
             self.canceller.redundant(self.state.gateways_of_groups(enough))
         for failovers in self.state.take_failovers():
-            self._note(Kind.ENGINE_FAILOVERS, failovers.engine, {"gateway": report.gateway, **asdict(failovers.counts)})
+            self._note(
+                EntryKind.ENGINE_FAILOVERS, failovers.engine, {"gateway": report.gateway, **asdict(failovers.counts)}
+            )
         self.gate.reported(report.gateway, report.gate)
         self._note_step_end()
         self.nodes.heard(report.gateway, now_s)
@@ -224,7 +226,9 @@ class ControlPlane:
     def _attach(self, hello: NodeHello, now_s: float) -> None:
         """Take in a node that is attached, and send it what it needs first."""
         self.state.fold_hello(hello, now_s)
-        self._note(Kind.NODE_ATTACHED, hello.node, {"kind": hello.kind, "version": hello.version, "url": hello.url})
+        self._note(
+            EntryKind.NODE_ATTACHED, hello.node, {"kind": hello.kind, "version": hello.version, "url": hello.url}
+        )
         logger.info("%s %s attached", hello.kind, hello.node)
         if hello.kind is NodeKind.GATEWAY:
             self.routes.attached(hello.node)
@@ -236,7 +240,7 @@ class ControlPlane:
 
     def detach(self, attachment: Attachment) -> None:
         if self.nodes.detach(attachment, self.clock.now_s()):
-            self._note(Kind.NODE_DETACHED, attachment.hello.node, {"kind": attachment.hello.kind})
+            self._note(EntryKind.NODE_DETACHED, attachment.hello.node, {"kind": attachment.hello.kind})
             logger.info("%s %s detached", attachment.hello.kind, attachment.hello.node)
             if attachment.hello.kind is NodeKind.GATEWAY:
                 self.gate.detached(attachment.hello.node)
@@ -255,8 +259,8 @@ class ControlPlane:
         self._share_nics()
         snapshot = self.state.snapshot(self.clock.now_s())
         seen = self.planning.identified(snapshot)
-        self.runner.settle(lambda node: Evidence(snapshot, self.state.heard_s(node)))
-        situation = Situation(
+        self.runner.settle(lambda node: OperationEvidence(snapshot, self.state.heard_s(node)))
+        situation = BalanceSituation(
             self.mode,
             self.changes_open + self._deploying,
             self._moves_ended_s,
@@ -271,7 +275,7 @@ class ControlPlane:
         )
         decision = decide_balance(seen, self.config.fast, situation)
         still = self._standing_still(snapshot)
-        if hold := still or self.holds.hold(Part.BALANCER):
+        if hold := still or self.holds.hold(PauseScope.BALANCER):
             decision = replace(decision, verdict=hold)
         before, self.balance = self.balance, decision
         self.routes.load_index = decision.load_index
@@ -351,10 +355,12 @@ class ControlPlane:
     def plan_named(self, plan: str) -> Plan:
         return self.plans.get(PlanId(plan))
 
-    def current_weights(self) -> Weights:
+    def current_weights(self) -> ServedWeights:
         newest, source = self.gate.state.newest, self.gate.state.newest_source
         ours = self.weights is not None and newest is not None and self.weights.book.fleet.version == newest
-        return Weights(newest, source, tensors_only=ours and bool(source))  # a peer's folder has a version's tensors
+        return ServedWeights(
+            newest, source, tensors_only=ours and bool(source)
+        )  # a peer's folder has a version's tensors
 
     def switch_hold(self) -> str:
         """Why engines must not be changed now; empty: they may be."""
@@ -364,7 +370,7 @@ class ControlPlane:
     async def move_for_switch(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
         return await self._move(moves, snapshot)
 
-    def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
+    def weights_told(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
         known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some
         if weights.version is not None and (there := [engine for engine in engines if engine in known]):
             with self._although_unwritten():
@@ -397,7 +403,7 @@ class ControlPlane:
             return ""
         return await self.gen_circuits.follow(engines)
 
-    def switch_ended(self, plan: PlanId, outcome: DeploymentOutcome) -> None:
+    def switch_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None:
         self.planning.costs.started(outcome.starts)
         self.plans.deployment_ended(plan, outcome)
         if plan:
@@ -409,7 +415,7 @@ class ControlPlane:
         body = {"mode": mode, "previous": previous, "reason": reason, "configured": self.config.mode}
         if mode is Mode.ACT:
             self.journal.confirm_damage(self.clock.now_s(), reason)
-        self._note(Kind.MODE, mode, body)
+        self._note(EntryKind.MODE, mode, body)
         self.mode, self.mode_reason = mode, reason
         if mode is Mode.ACT:
             self.defects.start_anew()
@@ -440,7 +446,7 @@ class ControlPlane:
             self.switching.configurations = {each.id: each for each in config.fleet.configuration_values()}
             self.planning.unstartable = self.switching.unstartable()
         self.planning.reconfigure(config, self.state.snapshot(self.clock.now_s()), self.journal)
-        self._note(Kind.CONFIG_RELOADED, "", {"mode": config.mode})
+        self._note(EntryKind.CONFIG_RELOADED, "", {"mode": config.mode})
         self.routes.send(self.state.engines(self.clock.now_s()))
         if config.mode is Mode.ACT and self.journal.damage:
             logger.warning("mode stays advise: %s", self.mode_reason)
@@ -457,7 +463,7 @@ class ControlPlane:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.nodes.end_all()
         self.plans.close()
-        self._note(Kind.DAEMON_STOPPED, "", {"open_operations": left})
+        self._note(EntryKind.DAEMON_STOPPED, "", {"open_operations": left})
 
     @property
     def moves_open(self) -> int:
@@ -520,7 +526,7 @@ class ControlPlane:
         try:
             outcome = await self.deployment.carry_out(plan, snapshot)
         except OrchestrRLError as error:  # nothing was begun
-            outcome = DeploymentOutcome(False, str(error), self.clock.now_s())
+            outcome = RedeploymentOutcome(False, str(error), self.clock.now_s())
         self.switch_ended(plan.id, outcome)
 
     def _acted(self, task: asyncio.Task[None]) -> None:
@@ -567,8 +573,8 @@ class ControlPlane:
         if self.journal.damage:
             self.mode_reason = _damage_of(self.journal)
             return Mode.ADVISE
-        written = self.journal.newest(Kind.MODE, _mode_in)
-        latest = self.journal.latest(Kind.MODE)
+        written = self.journal.newest(EntryKind.MODE, _mode_in)
+        latest = self.journal.latest(EntryKind.MODE)
         if latest is not None and latest.sequence in self.journal.set_aside:
             self.mode_reason = f"the last mode that was set cannot be read (journal entry {latest.sequence})"
             return Mode.ADVISE
@@ -593,14 +599,14 @@ class ControlPlane:
             return
         self._ended_step = step
         lengths = self.planning.lengths.step_ended(self.state.finished)
-        self._note(Kind.STEP_ENDED, "", {"started_s": step.started_s, "ended_s": step.ended_s, "lengths": lengths})
+        self._note(EntryKind.STEP_ENDED, "", {"started_s": step.started_s, "ended_s": step.ended_s, "lengths": lengths})
         self.plans.step_ended(step, self.gate.still_s)
 
-    def _note(self, kind: Kind, subject: str, body: dict[str, Any]) -> None:
+    def _note(self, kind: EntryKind, subject: str, body: dict[str, Any]) -> None:
         self.journal.append(self.clock.now_s(), kind, subject, body)
 
     def _note_costs(self, configuration: ConfigurationId, body: dict[str, Any]) -> None:
-        self._note(Kind.PROFILE_REFITTED, configuration, body)
+        self._note(EntryKind.PROFILE_REFITTED, configuration, body)
 
     def _today(self) -> str:
         return datetime.fromtimestamp(self.clock.now_s(), UTC).date().isoformat()
@@ -631,7 +637,7 @@ class ControlPlane:
         for engine in sorted(remarks.keys() | self._remarks.keys()):
             now, before = remarks.get(engine, ()), self._remarks.get(engine, ())
             if now != before:
-                self._note(Kind.ENGINE_REMARKS, engine, {"remarks": list(now)})
+                self._note(EntryKind.ENGINE_REMARKS, engine, {"remarks": list(now)})
             for remark in now:
                 if remark not in before:
                     logger.warning("%s", remark)
@@ -642,7 +648,7 @@ class ControlPlane:
         doubles = self.nodes.doubles()
         for listed, node in doubles.items():
             if listed not in self._doubles:
-                self._note(Kind.NODE_DOUBLE, node, {"listed": listed})
+                self._note(EntryKind.NODE_DOUBLE, node, {"listed": listed})
                 logger.warning("two nodes have the id %s: the second is listed as %s", node, listed)
         self._doubles = doubles
 
@@ -659,7 +665,7 @@ class ControlPlane:
             "inputs_age_s": decision.inputs_age_s,
             "inputs_digest": _digest(balance_problem(snapshot, self.config.fast)),
         }
-        self._note(Kind.BALANCE, verdict.code, body)
+        self._note(EntryKind.BALANCE, verdict.code, body)
 
 
 def _mode_in(body: Mapping[str, Any]) -> tuple[Mode, str, str]:

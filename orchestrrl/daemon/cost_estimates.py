@@ -4,18 +4,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrrl.daemon.priors import Assumed
-from planner.cost.profile import EngineProfile, Provenance, Source
+from orchestrrl.daemon.priors import AssumedProfile
+from planner.cost.profile import EngineProfile, ProfileSource, Provenance
 from planner.model import Configuration, ConfigurationId, EngineId, Snapshot
 from planner.solver.phases import line_ahead, worth_a_look
-from planner.solver.problem import Transfer
+from planner.solver.problem import KvTransferCost
 
 MOST_NAMES = 4  # of engines with one reason
 MOST_REASONS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Belief:
+class ConfigurationEstimate:
     """One configuration, for people and metrics."""
 
     profile: EngineProfile
@@ -25,7 +25,7 @@ class Belief:
     predicted_ratio: float | None  # predicted over measured step time, running; None: nothing was measured
     taken: int  # samples
     refused: int  # of steps that no engine of this configuration can take
-    assumed: Assumed | None = None  # None: it is configured
+    assumed: AssumedProfile | None = None  # None: it is configured
 
     @property
     def source(self) -> str:
@@ -48,7 +48,7 @@ class Belief:
         return f"{detail}; refined by {self.profile.provenance.samples} observed batches" if self.refitted else detail
 
 
-class StepTimes(NamedTuple):
+class StepTimeEstimates(NamedTuple):
     """Where an engine's step times come from."""
 
     source: str  # configured | prior | observed; empty: they are not known
@@ -70,7 +70,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Believed:
+class CostEstimates:
     """Every configuration, with what is believed of it."""
 
     profiles: tuple[EngineProfile, ...]
@@ -105,14 +105,14 @@ class Believed:
         return worth_a_look(self.profiles, snapshot, gpus_count, always)
 
 
-class Moving(NamedTuple):
+class MoveEstimate(NamedTuple):
     """What moving a running request is believed to cost, as plans take it."""
 
-    transfer: Transfer
+    transfer: KvTransferCost
     kv_bytes_per_token: float
 
 
-def said(belief: Belief) -> tuple[str, ...]:
+def said(belief: ConfigurationEstimate) -> tuple[str, ...]:
     """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
     learnt."""
     steps = (_steps_said(belief),) if _worth_saying(belief) else ()
@@ -120,11 +120,11 @@ def said(belief: Belief) -> tuple[str, ...]:
     return (*steps, *_figures_said(belief.profile, belief.given, began))
 
 
-def _worth_saying(belief: Belief) -> bool:
-    return belief.refitted or belief.profile.provenance.source is not Source.GIVEN
+def _worth_saying(belief: ConfigurationEstimate) -> bool:
+    return belief.refitted or belief.profile.provenance.source is not ProfileSource.GIVEN
 
 
-def _steps_said(belief: Belief) -> str:
+def _steps_said(belief: ConfigurationEstimate) -> str:
     provenance = belief.profile.provenance
     error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
     if belief.assumed is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from orchestrrl.agent.health import Limits
+from orchestrrl.agent.health import HealthLimits
 from orchestrrl.agent.watch import EngineWatch, Observation
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.nodes import NodeKind, NodeRegistry
@@ -28,7 +28,7 @@ SILENT_AFTER_S = 3.0  # an agent that has said nothing for so long is stood in f
 LOOK_S = 1.0  # whether that is so is asked this often
 
 
-class Plane(Protocol):
+class EngineReportSink(Protocol):
     """What is told of engines."""
 
     clock: Clock
@@ -45,22 +45,22 @@ class _Watched:
     task: asyncio.Task[None]
 
 
-class DeployedWatch:
+class DeployedEngineWatcher:
     """Watches the engines that it was last told to follow. `close` ends it."""
 
     def __init__(
         self,
-        plane: Plane,
+        plane: EngineReportSink,
         *,
         make_engine: Callable[[str, str], Engine] = connect,
         interval_s: float = INTERVAL_S,
-        limits: Limits | None = None,
+        limits: HealthLimits | None = None,
     ) -> None:
         """`make_engine`: a client, from product and URL."""
         self._plane = plane
         self._make_engine = make_engine
         self._interval_s = interval_s
-        self._limits = limits or Limits()
+        self._limits = limits or HealthLimits()
         self._watched: dict[EngineId, _Watched] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sequence = 0

@@ -13,42 +13,42 @@ if TYPE_CHECKING:  # heavy, and most configurations have none of it
     from orchestrrl.core.journal.store import Journal
     from orchestrrl.daemon.control_plane import ControlPlane
     from orchestrrl.fabric.circuit_executor import CircuitExecutor
-    from orchestrrl.fabric.coordinator import Coordinator, Routing
-    from orchestrrl.fabric.generation_circuits import GenCircuits
+    from orchestrrl.fabric.coordinator import CircuitCoordinator, PacketRouting
+    from orchestrrl.fabric.generation_circuits import GenerationCircuits
     from orchestrrl.fabric.packet_routing import FabricRouting
     from orchestrrl.fabric.route_drivers.base import RouteDriver
     from orchestrrl.fabric.verification import FabricVerifier
     from orchestrrl.fabric.windows import TraceHub
     from planner.fabric.model import EndpointId
-    from planner.fabric.steering import Domain
+    from planner.fabric.steering import RoutingDomain
 
 FIRST_ROUTE_S = 1.0  # that routers are taken to need, before one change of theirs was measured
 
 
-def gen_circuits_of(config: "Config", fabric: "Coordinator | None", clock: Clock) -> "GenCircuits | None":
+def gen_circuits_of(config: "Config", fabric: "CircuitCoordinator | None", clock: Clock) -> "GenerationCircuits | None":
     """For the daemon. None where circuits do not follow the deployment."""
     settings = config.fabric
     if fabric is None or settings is None or settings.model is None:
         return None
-    from orchestrrl.fabric.generation_circuits import GenCircuits, Volumes
+    from orchestrrl.fabric.generation_circuits import GenerationCircuits, TrafficVolumes
     from planner.cost.models import model_named
 
-    volumes = Volumes(model_named(settings.model), settings.tokens_per_period, settings.first_fleet_gpu)
+    volumes = TrafficVolumes(model_named(settings.model), settings.tokens_per_period, settings.first_fleet_gpu)
     deployer = config.fleet.deployer
     # A switch that is past its point of no return must not fail over its circuits.
     within_s = settings.boundary_within_s if deployer is None else deployer.check_within_s / 2
-    return GenCircuits(fabric, volumes, clock, min(within_s, settings.boundary_within_s))
+    return GenerationCircuits(fabric, volumes, clock, min(within_s, settings.boundary_within_s))
 
 
 def verifier_of(plane: "ControlPlane", drivers: Mapping[str, OcsDriver]) -> "FabricVerifier | None":
     """For the daemon, once the plane has its fabric. None where there is none."""
     if plane.fabric is None or plane.circuits is None:
         return None
-    from orchestrrl.fabric.switch_reader import Glass
+    from orchestrrl.fabric.switch_reader import SwitchReader
     from orchestrrl.fabric.verification import FabricVerifier
 
     site = plane.fabric.site
-    glass = Glass(site, {switch.id: drivers[switch.id] for switch in site.switches}, plane.clock)
+    glass = SwitchReader(site, {switch.id: drivers[switch.id] for switch in site.switches}, plane.clock)
     return FabricVerifier(plane.fabric, plane.routing, plane.circuits, glass, plane.holds, plane.clock)
 
 
@@ -59,26 +59,26 @@ def fabric_of(
     hub: "TraceHub",
     plane: "ControlPlane",
     clock: Clock,
-    routing: "Routing | None" = None,
-) -> "Coordinator | None":
+    routing: "PacketRouting | None" = None,
+) -> "CircuitCoordinator | None":
     """For the daemon: it keeps `run` as a task. None where the configuration has no fabric."""
     site, settings = config.site_value(), config.fabric
     if site is None or settings is None:
         return None
-    from orchestrrl.fabric.coordinator import Coordinator, Rules
-    from orchestrrl.fabric.operator_overrides import OperatorsWord
-    from orchestrrl.fabric.switch_reader import Glass
+    from orchestrrl.fabric.coordinator import CircuitCoordinator, CommitRules
+    from orchestrrl.fabric.operator_overrides import OperatorOverrides
+    from orchestrrl.fabric.switch_reader import SwitchReader
     from planner.fabric.commit_times import Allowance, CommitTimes
     from planner.fabric.materialize import materialize
     from planner.fabric.templates import TemplateBook
 
     templates = TemplateBook()
-    return Coordinator(
+    return CircuitCoordinator(
         site,
-        Glass(site, {switch.id: drivers[switch.id] for switch in site.switches}, owners=circuits.owners),
+        SwitchReader(site, {switch.id: drivers[switch.id] for switch in site.switches}, owners=circuits.owners),
         circuits,
         hub,
-        OperatorsWord(site, plane.journal, clock),
+        OperatorOverrides(site, plane.journal, clock),
         plane.holds,
         plane.journal,
         clock,
@@ -88,7 +88,7 @@ def fabric_of(
             {switch.id: switch.device.reconfiguration_s for switch in site.switches},
             allowance=Allowance(route_s=settings.route_s or (FIRST_ROUTE_S if settings.routers else 0.0)),
         ),
-        rules=Rules(
+        rules=CommitRules(
             settings.margin_s,
             settings.within_s,
             settings.boundary_within_s,
@@ -102,13 +102,13 @@ def fabric_of(
     )
 
 
-def domain_of(routers: Iterable[RouterSettings], packet_hops: int | None = None) -> "Domain":
+def domain_of(routers: Iterable[RouterSettings], packet_hops: int | None = None) -> "RoutingDomain":
     from planner.fabric.model import EndpointId
-    from planner.fabric.steering import Domain, PacketSide, Router
+    from planner.fabric.steering import PacketSide, RoutingDomain, TorRouter
 
-    return Domain(
+    return RoutingDomain(
         {
-            EndpointId(each.tor): Router(
+            EndpointId(each.tor): TorRouter(
                 each.address,
                 each.prefixes,
                 None if each.packet_side is None else PacketSide(each.packet_side.interface, each.packet_side.address),
@@ -132,9 +132,9 @@ def routing_of(
     if site is None or section is None or not section.routers:
         return None
     from orchestrrl.fabric.packet_routing import FabricRouting
-    from orchestrrl.fabric.rerouting import Limits, Steering
+    from orchestrrl.fabric.rerouting import Rerouting, ReroutingTimeouts
     from orchestrrl.fabric.route_drivers.registry import make_driver
-    from orchestrrl.fabric.switch_reader import Glass
+    from orchestrrl.fabric.switch_reader import SwitchReader
     from planner.fabric.light import interfaces_at
     from planner.fabric.model import EndpointId
 
@@ -142,12 +142,12 @@ def routing_of(
         EndpointId(each.tor): make_driver(each.driver, each.tor, each.options, clock) for each in section.routers
     }
     how = section.steering
-    limits = Limits(how.link_up_s, how.neighbour_s, how.settle_s)
+    limits = ReroutingTimeouts(how.link_up_s, how.neighbour_s, how.settle_s)
     return FabricRouting(
         site,
         interfaces_at(site, {EndpointId(each.tor): each.interfaces for each in section.routers}),
-        Steering(drivers, domain_of(section.routers, how.packet_hops), clock, limits, asyncio.to_thread),
-        Glass(site, {switch.id: switches[switch.id] for switch in site.switches}).look,
+        Rerouting(drivers, domain_of(section.routers, how.packet_hops), clock, limits, asyncio.to_thread),
+        SwitchReader(site, {switch.id: switches[switch.id] for switch in site.switches}).look,
         journal,
         clock,
         look_again_s=how.look_again_s,

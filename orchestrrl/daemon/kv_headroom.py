@@ -4,14 +4,14 @@ where that is not known. Pure."""
 from collections.abc import Sequence
 from typing import Protocol
 
-from balancer.kv_headroom import FutureRoom, Stay, Tenancy
+from balancer.kv_headroom import ForecastKvHeadroom, Stay, Tenancy
 from planner.model import EngineId, EngineView, RequestState, RequestView, Snapshot
 
 # Of an engine that does not tell: its KV limits it then.
 UNKNOWN_MAX_SEQUENCES = 1 << 20
 
 
-class Futures(Protocol):
+class LengthDistributions(Protocol):
     """How long requests may go on (orchestrrl/daemon/length_distributions.py)."""
 
     def of(self, requests: Sequence[RequestView]) -> Sequence[Sequence[int]]:
@@ -19,17 +19,17 @@ class Futures(Protocol):
         ...
 
 
-def future_room(snapshot: Snapshot, futures: Futures, risk: float) -> FutureRoom:
+def future_room(snapshot: Snapshot, futures: LengthDistributions, risk: float) -> ForecastKvHeadroom:
     """Room as forecast. What others than the requests of the snapshot hold on an engine, they keep."""
     engines = {engine.id: engine for engine in snapshot.engines}
     held: dict[EngineId, list[RequestView]] = {engine: [] for engine in engines}
     for request in snapshot.requests:
         if request.engine in held:
             held[request.engine].append(request)
-    return FutureRoom(lambda engine: _tenancy(engines[engine], held[engine], futures), risk)
+    return ForecastKvHeadroom(lambda engine: _tenancy(engines[engine], held[engine], futures), risk)
 
 
-def _tenancy(engine: EngineView, requests: Sequence[RequestView], futures: Futures) -> Tenancy:
+def _tenancy(engine: EngineView, requests: Sequence[RequestView], futures: LengthDistributions) -> Tenancy:
     resident = sum(request.context_tokens for request in requests if request.state is RequestState.RUNNING)
     stays = {
         request.id: Stay(request.context_tokens, remaining, request.state is RequestState.RUNNING)

@@ -15,7 +15,7 @@ from planner.workload.forecast import ConditionalLengths
 FUTURES = 16
 
 
-class ForecastFutures:
+class ForecastLengths:
     """By the distribution of lengths."""
 
     def __init__(self, lengths: ConditionalLengths) -> None:
@@ -37,7 +37,7 @@ class ForecastFutures:
         return found
 
 
-class KnownFutures:
+class KnownLengths:
     """Lengths that are known: one future."""
 
     def __init__(self, output_tokens: Mapping[RequestId, int]) -> None:

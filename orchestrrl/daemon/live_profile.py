@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from orchestrrl.core.config.schema import Fleet, KvTransfer
-from orchestrrl.core.operations import ItemResult, MoveMethod, MoveRequests, OperationResult
-from orchestrrl.daemon.cost_estimates import Belief, Believed, Moving, said
-from orchestrrl.daemon.move_methods import FIXED_PRIOR_S, FixedPart, fixed_parts
-from orchestrrl.daemon.priors import Assumed
+from orchestrrl.core.config.schema import FleetSettings, KvTransfer
+from orchestrrl.core.operations import MoveMethod, MoveRequests, OperationItemResult, OperationResult
+from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, CostEstimates, MoveEstimate, said
+from orchestrrl.daemon.move_methods import FIXED_PRIOR_S, FixedMoveCost, fixed_parts
+from orchestrrl.daemon.priors import AssumedProfile
 from orchestrrl.daemon.profile_refit import (
     LEAST_SAMPLES,
-    Batch,
-    Figure,
-    Refitter,
+    ObservedBatch,
+    ProfileRefitter,
+    RefittedFigure,
     batch_between,
     given_profile,
     prefilled_between,
@@ -34,7 +34,7 @@ from orchestrrl.fleet.redeployment.outcomes import EngineStart
 from orchestrrl.fleet.reports import EngineReport, EngineSample
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Profile, StepTime
 from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, RequestId
-from planner.solver.problem import Transfer
+from planner.solver.problem import KvTransferCost
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ class _Known:
     given: EngineProfile
     written: Configuration | None  # as the configuration file has it, to the last digit
     held: EngineProfile
-    refitter: Refitter
-    assumed: Assumed | None = None  # what it began with where no configuration describes the engines
+    refitter: ProfileRefitter
+    assumed: AssumedProfile | None = None  # what it began with where no configuration describes the engines
     scaled: bool = True  # False: only the shape of its step times means anything yet
-    loads: deque[Batch] = field(default_factory=lambda: deque(maxlen=LOADS_REMEMBERED))
+    loads: deque[ObservedBatch] = field(default_factory=lambda: deque(maxlen=LOADS_REMEMBERED))
     ratio: float | None = None
     taken: int = 0
     refused: int = 0
@@ -92,16 +92,16 @@ class _Watched:
 class LiveProfile:
     """`note` is told of each belief that changes, with figures; `today` gives the date of a re-fit, ISO 8601."""
 
-    def __init__(self, fleet: Fleet, note: Note, today: Callable[[], str]) -> None:
+    def __init__(self, fleet: FleetSettings, note: Note, today: Callable[[], str]) -> None:
         self._note = note
         self._today = today
         self._watched: dict[EngineId, _Watched] = {}
         self._known: dict[ConfigurationId, _Known] = {}
-        self._fixed = {method: FixedPart() for method in MoveMethod}
+        self._fixed = {method: FixedMoveCost() for method in MoveMethod}
         self._fixed_noted_s = {method: part.seconds for method, part in self._fixed.items()}
         self._begin(fleet)
 
-    def assume(self, assumed: Assumed) -> None:
+    def assume(self, assumed: AssumedProfile) -> None:
         """Take in an implicit configuration, unless it is known. Without a prior it is believed from LEAST_SAMPLES
         observed batches on."""
         if assumed.configuration not in self._known:
@@ -118,7 +118,7 @@ class LiveProfile:
         known = self._known.get(configuration)
         return 0 if known is None else known.taken
 
-    def configured(self, fleet: Fleet) -> None:
+    def configured(self, fleet: FleetSettings) -> None:
         """Take over a reloaded configuration. What was learnt stays, unless what it rests on has changed."""
         if _costs_of(fleet) != self._costs:
             self._begin(fleet)
@@ -197,10 +197,10 @@ class LiveProfile:
 
     def recover_fixed(self, method: MoveMethod, seconds: float) -> None:
         """Begin with the fixed part that an earlier daemon had learnt for moves by `method`."""
-        self._fixed[method] = FixedPart(seconds)
+        self._fixed[method] = FixedMoveCost(seconds)
         self._fixed_noted_s[method] = seconds
 
-    def _loaded(self, configuration: ConfigurationId | None, item: ItemResult) -> None:
+    def _loaded(self, configuration: ConfigurationId | None, item: OperationItemResult) -> None:
         """Each GPU of an engine has its part of the KV, and they send at once."""
         known = self._known.get(configuration) if configuration is not None else None
         if known is not None and self._transfers is not None:
@@ -231,18 +231,18 @@ class LiveProfile:
 
     # --- answer
 
-    def believed(self) -> Believed:
+    def believed(self) -> CostEstimates:
         """All of it as of now, to decide with elsewhere while reports come in."""
         believed = {id: known for id, known in self._known.items() if known.scaled}
         written = {id: known.as_written for id, known in believed.items()}
-        return Believed(
+        return CostEstimates(
             tuple(known.held for known in believed.values()),
             {id: line for id, line in written.items() if line is not None},
         )
 
-    def beliefs(self) -> tuple[Belief, ...]:
+    def beliefs(self) -> tuple[ConfigurationEstimate, ...]:
         return tuple(
-            Belief(
+            ConfigurationEstimate(
                 known.held,
                 known.given,
                 known.held.step is not known.given.step,
@@ -260,14 +260,14 @@ class LiveProfile:
         """What moving is now believed to cost; None where no profile says anything of it."""
         return self._refitter.moves()
 
-    def moving(self, nic_share: float = 1.0) -> Moving:
+    def moving(self, nic_share: float = 1.0) -> MoveEstimate:
         """The same for a plan. KV is handed over only where the configuration says that engines can; between nodes with
         that share of the NICs."""
         moves, links, learnt = self._refitter.moves(), self._links, self._learnt_transfer()
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
         recompute_s = self.recompute_fixed_s
         if links is None:
-            return Moving(Transfer(0.0, 0.0, 0.0, rebuilt_tokens, recompute_s), 0.0)
+            return MoveEstimate(KvTransferCost(0.0, 0.0, 0.0, rebuilt_tokens, recompute_s), 0.0)
         across_gbps = links.inter_node_gbps_per_gpu or (moves.transfer_gbps if moves is not None else 0.0)
         latency_s = self._fixed[MoveMethod.TRANSFER].seconds
         inside_gbps = links.intra_node_gbps_per_gpu or across_gbps
@@ -275,8 +275,8 @@ class LiveProfile:
         if learnt is not None:  # moves by KV were measured, whatever way they went
             latency_s, across_gbps = max(0.0, learnt.transfer_s.at(0.0)), learnt.transfer_gbps or across_gbps
             inside_gbps = learnt.transfer_gbps or inside_gbps
-        transfer = Transfer(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens, recompute_s)
-        return Moving(transfer, kv_bytes)
+        transfer = KvTransferCost(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens, recompute_s)
+        return MoveEstimate(transfer, kv_bytes)
 
     @property
     def recompute_fixed_s(self) -> float:
@@ -300,11 +300,11 @@ class LiveProfile:
 
     # --- inside
 
-    def _begin(self, fleet: Fleet) -> None:
+    def _begin(self, fleet: FleetSettings) -> None:
         self._costs = _costs_of(fleet)
         given = _given(fleet, self._today())
         written = {settings.id: settings.value() for settings in fleet.configurations}
-        self._refitter = Refitter(given, self._today)
+        self._refitter = ProfileRefitter(given, self._today)
         self._begin_transfers(fleet.kv_transfer)
         # What engines report of themselves does not rest on the configuration.
         implicit = {id: known for id, known in self._known.items() if known.assumed is not None}
@@ -316,18 +316,18 @@ class LiveProfile:
     def _begin_transfers(self, links: KvTransfer | None) -> None:
         """Believe what is configured of handing KV over, until moves were measured."""
         self._links = links
-        self._transfers: Refitter | None = None
+        self._transfers: ProfileRefitter | None = None
         if links is not None:
             moves, latency_s = self._refitter.moves(), links.latency_s
             if latency_s is None:
                 latency_s = moves.transfer_s.at(0.0) if moves is not None else 0.0
-            self._fixed[MoveMethod.TRANSFER] = FixedPart(latency_s + FIXED_PRIOR_S)
+            self._fixed[MoveMethod.TRANSFER] = FixedMoveCost(latency_s + FIXED_PRIOR_S)
             self._fixed_noted_s[MoveMethod.TRANSFER] = latency_s + FIXED_PRIOR_S
             told = self.moving()
             priced = MoveCosts(told.kv_bytes_per_token, _line(told.transfer), Curve.line(0.0, 0.0))
-            self._transfers = Refitter(Profile("", "", "", (), priced), self._today)
+            self._transfers = ProfileRefitter(Profile("", "", "", (), priced), self._today)
 
-    def _learn(self, known: _Known, batch: Batch) -> None:
+    def _learn(self, known: _Known, batch: ObservedBatch) -> None:
         given_s = known.given.step.at(batch.sequences, batch.kv_tokens)
         if not known.refitter.observe(known.given.id, batch.sequences, batch.kv_tokens, batch.step_s):
             known.refused += 1
@@ -359,8 +359,8 @@ class LiveProfile:
             known.refitter.observe(profile.id, load.sequences, load.kv_tokens, load.step_s)
         logger.info("%s: step times are known from %d observed batches", profile.id, len(known.loads))
 
-    def _guess_refitter(self, profile: EngineProfile) -> Refitter:
-        return Refitter(Profile("", "", "", (profile,)), self._today, plausible=math.inf)
+    def _guess_refitter(self, profile: EngineProfile) -> ProfileRefitter:
+        return ProfileRefitter(Profile("", "", "", (profile,)), self._today, plausible=math.inf)
 
     def _take_up(self, known: _Known, found: EngineProfile) -> None:
         changes = [abs(new_s / old_s - 1) for new_s, old_s in _step_times(known, found, known.held) if old_s > 0]
@@ -394,7 +394,7 @@ class LiveProfile:
             ),
         )
 
-    def _take_up_figure(self, known: _Known, name: str, found: Figure | None) -> None:
+    def _take_up_figure(self, known: _Known, name: str, found: RefittedFigure | None) -> None:
         before: float = getattr(known.held, name)
         if found is None or not abs(found.value - before) > NOTABLE_FIGURE * before:
             return
@@ -415,7 +415,7 @@ class LiveProfile:
         logger.info("%s: %s is %.3g, was %.3g (%s)", known.given.id, name, found.value, before, found.provenance.detail)
 
 
-def _line(transfer: Transfer) -> Curve:
+def _line(transfer: KvTransferCost) -> Curve:
     """Seconds over bytes, between one GPU and another on another node."""
     gbps = transfer.inter_node_gbps_per_gpu
     return Curve.line(transfer.latency_s, 8 / (gbps * 1e9) if gbps > 0 else 0.0)
@@ -425,11 +425,11 @@ def _rates_of(links: KvTransfer | None) -> object:
     return None if links is None else links.model_copy(update={"weights": ""})
 
 
-def _costs_of(fleet: Fleet) -> object:
+def _costs_of(fleet: FleetSettings) -> object:
     return fleet.configurations, fleet.profile_value()
 
 
-def _given(fleet: Fleet, date: str) -> Profile:
+def _given(fleet: FleetSettings, date: str) -> Profile:
     """Everything that the configuration says of costs, in the order of `fleet.configuration_values()`."""
     written = given_profile((settings.value() for settings in fleet.configurations), date)
     profile = fleet.profile_value()

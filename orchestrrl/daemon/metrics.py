@@ -15,13 +15,13 @@ from prometheus_client.registry import Collector
 from orchestrrl.core.addresses import parse_address
 from orchestrrl.core.defects import ACTING
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.pause_registry import Part
+from orchestrrl.core.pause_registry import PauseScope
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fabric.metrics import fabric_metrics
-from orchestrrl.fleet.redeployment.metrics import SwitchMetrics
+from orchestrrl.fleet.redeployment.metrics import RedeploymentMetrics
 from orchestrrl.fleet.reports import GatePhase
 from orchestrrl.gateway.failover_metrics import failover_metrics
-from orchestrrl.weights.controller.metrics import SyncMetrics, Syncs
+from orchestrrl.weights.controller.metrics import SyncHistory, SyncMetrics
 from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState, Snapshot
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 _CONTENT_TYPE = "text/plain; version=0.0.4"
 
 
-class PlaneCollector(Collector):
+class DaemonCollector(Collector):
     """The control plane as Prometheus sees it."""
 
-    def __init__(self, plane: ControlPlane, syncs: Syncs | None = None) -> None:
+    def __init__(self, plane: ControlPlane, syncs: SyncHistory | None = None) -> None:
         self._plane = plane
-        self._switches = SwitchMetrics()
+        self._switches = RedeploymentMetrics()
         self._syncs = syncs
         self._weights = SyncMetrics(plane.started_s)
 
@@ -281,10 +281,10 @@ def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, f
     return family
 
 
-async def serve_metrics(plane: ControlPlane, address: str, syncs: Syncs | None = None) -> web.AppRunner:
+async def serve_metrics(plane: ControlPlane, address: str, syncs: SyncHistory | None = None) -> web.AppRunner:
     """Serve /metrics until the runner is cleaned up. Raises Permanent when the address is taken."""
     registry = CollectorRegistry()
-    registry.register(PlaneCollector(plane, syncs))
+    registry.register(DaemonCollector(plane, syncs))
 
     async def page(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": _CONTENT_TYPE})
@@ -302,10 +302,10 @@ async def serve_metrics(plane: ControlPlane, address: str, syncs: Syncs | None =
     return runner
 
 
-def pause_metrics(paused: Iterable[Part]) -> Metric:
+def pause_metrics(paused: Iterable[PauseScope]) -> Metric:
     there = set(paused)
     family = GaugeMetricFamily("orchestrrl_paused", "1 while an operator has paused this part.", labels=["part"])
-    for part in Part:
+    for part in PauseScope:
         family.add_metric([part], float(part in there))
     return family
 

@@ -6,9 +6,9 @@ Pure but for LastMoves, which remembers.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from balancer.kv_headroom import Room
-from balancer.load_index import Problem
-from orchestrrl.core.operations import ItemResult
+from balancer.kv_headroom import KvHeadroom
+from balancer.load_index import BalanceProblem
+from orchestrrl.core.operations import OperationItemResult
 from planner.model import EngineId, RequestId, Snapshot
 
 
@@ -18,7 +18,7 @@ class LastMoves:
     def __init__(self) -> None:
         self._moved_s: dict[RequestId, float] = {}
 
-    def ended(self, at_s: float, items: Iterable[ItemResult]) -> None:
+    def ended(self, at_s: float, items: Iterable[OperationItemResult]) -> None:
         """Results of moves, as they come in."""
         self._moved_s.update({RequestId(item.id): at_s for item in items if item.done})
 
@@ -29,7 +29,7 @@ class LastMoves:
 
 
 def resting(
-    snapshot: Snapshot, problem: Problem, moved_s: Mapping[RequestId, float], rest_s: float
+    snapshot: Snapshot, problem: BalanceProblem, moved_s: Mapping[RequestId, float], rest_s: float
 ) -> frozenset[RequestId]:
     """Requests that have moved too lately to move again. None rests on an engine that is stalled."""
     if not moved_s:
@@ -42,11 +42,13 @@ def resting(
     )
 
 
-class Restraint:
+class MoveLimits:
     """Room, as far as there is any, for so many running requests to come to one engine at a time. With `keep_last`, the
     only request of an engine that is well does not run to an empty one: that changes which of the two is idle."""
 
-    def __init__(self, problem: Problem, room: Room | None, *, max_to_engine: int, keep_last: bool) -> None:
+    def __init__(
+        self, problem: BalanceProblem, room: KvHeadroom | None, *, max_to_engine: int, keep_last: bool
+    ) -> None:
         self._room = room
         self._max_to_engine = max_to_engine
         self._keep_last = keep_last

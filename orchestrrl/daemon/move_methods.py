@@ -2,7 +2,7 @@
 
 A move takes a part that grows with the context (prefill, or the links' time) and a fixed part: the order's way to the
 gateway's engines, the step that the destination is in, the first token's way back. Profiles and links give the first;
-the second is learnt from the moves that ended (`FixedPart`).
+the second is learnt from the moves that ended (`FixedMoveCost`).
 """
 
 import math
@@ -12,8 +12,8 @@ from statistics import median
 
 import numpy as np
 
-from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove
-from orchestrrl.daemon.cost_estimates import Moving
+from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
+from orchestrrl.daemon.cost_estimates import MoveEstimate
 from planner.cost.profile import EngineProfile
 from planner.model import ConfigurationId, EngineId, EngineView, RequestState, Snapshot
 
@@ -25,7 +25,7 @@ MOST_FIXED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class FixedPart:
+class FixedMoveCost:
     """The median of what the newest orders to move by one method took beside the part that grows with the context.
 
     The prior counts as a few orders, so that the first one that stalls is not taken for the rule.
@@ -34,7 +34,7 @@ class FixedPart:
     prior_s: float = FIXED_PRIOR_S
     measured_s: tuple[float, ...] = ()
 
-    def after(self, seconds: float) -> "FixedPart":
+    def after(self, seconds: float) -> "FixedMoveCost":
         """With one more order. Seconds below 0 (the growing part was overestimated) count as 0; NaN tells nothing."""
         if math.isnan(seconds):
             return self
@@ -47,12 +47,12 @@ class FixedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveCosting:
+class MovePricing:
     """What moves are priced by. `kv_versions`: of the engines that can hand KV over; those of the same one to each
     other."""
 
     profiles: Mapping[ConfigurationId, EngineProfile]
-    moving: Moving
+    moving: MoveEstimate
     per_node: int
     kv_versions: Mapping[EngineId, str]
 
@@ -63,10 +63,10 @@ class MovedRequest:
 
     ended_s: float
     move: RequestMove
-    item: ItemResult
+    item: OperationItemResult
 
 
-def with_methods(moves: Sequence[RequestMove], snapshot: Snapshot, costing: MoveCosting) -> tuple[RequestMove, ...]:
+def with_methods(moves: Sequence[RequestMove], snapshot: Snapshot, costing: MovePricing) -> tuple[RequestMove, ...]:
     """The moves, each by the cheaper method (appendix A), with what it is predicted to take.
 
     Contexts that an engine computes are computed one after the other, in this order; KV comes at once, and so does the
@@ -103,7 +103,7 @@ def with_methods(moves: Sequence[RequestMove], snapshot: Snapshot, costing: Move
     return tuple(priced)
 
 
-def fixed_parts(moves: Iterable[RequestMove], items: Iterable[ItemResult]) -> list[tuple[MoveMethod, float]]:
+def fixed_parts(moves: Iterable[RequestMove], items: Iterable[OperationItemResult]) -> list[tuple[MoveMethod, float]]:
     """What moves took beside the part that grows with the context: of those that were predicted, went by the method
     ordered, and were seen to their end."""
     by_id = {item.id: item for item in items}
@@ -118,7 +118,7 @@ def fixed_parts(moves: Iterable[RequestMove], items: Iterable[ItemResult]) -> li
     ]
 
 
-def ended(at_s: float, moves: Iterable[RequestMove], items: Iterable[ItemResult]) -> list[MovedRequest]:
+def ended(at_s: float, moves: Iterable[RequestMove], items: Iterable[OperationItemResult]) -> list[MovedRequest]:
     """Those moves that were carried out."""
     by_id = {item.id: item for item in items}
     return [
@@ -128,7 +128,7 @@ def ended(at_s: float, moves: Iterable[RequestMove], items: Iterable[ItemResult]
     ]
 
 
-def _prefill_s(tokens: int, target: EngineView, costing: MoveCosting) -> float | None:
+def _prefill_s(tokens: int, target: EngineView, costing: MovePricing) -> float | None:
     profile = None if target.configuration is None else costing.profiles.get(target.configuration)
     if profile is None or not profile.prefill_tokens_per_s > 0:
         return None
@@ -136,7 +136,7 @@ def _prefill_s(tokens: int, target: EngineView, costing: MoveCosting) -> float |
     return float(costing.moving.transfer.prefill_s(context, rate)[0])
 
 
-def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, costing: MoveCosting) -> float | None:
+def _transfer_s(tokens: int, source: EngineView | None, target: EngineView, costing: MovePricing) -> float | None:
     """None where the two hand nothing over to each other."""
     version = costing.kv_versions.get(target.id, "")
     if source is None or not version or costing.kv_versions.get(source.id) != version:

@@ -5,10 +5,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from statistics import median
 
-from balancer.load_index import Problem, Request, Worker
+from balancer.load_index import BalanceProblem, LoadRequest, Worker
 from balancer.moves import Balance, Move, decide
-from balancer.packing import Engine, Outlook, Packing
-from orchestrrl.daemon.cost_estimates import StepTimes, unknown_step_times
+from balancer.packing import Packing, PackingEngine, PackingRequest
+from orchestrrl.daemon.cost_estimates import StepTimeEstimates, unknown_step_times
 from planner.model import Configuration, ConfigurationId, EngineId, EngineView, Hold, RequestId, RequestState, Snapshot
 
 # An engine counts as slower than its configuration says if it takes this many times longer, against the median engine:
@@ -18,12 +18,12 @@ FAR_SLOWER = 2.0
 
 def packing_engines(
     snapshot: Snapshot,
-    problem: Problem,
+    problem: BalanceProblem,
     configurations: Sequence[Configuration],
     remaining_tokens: Mapping[RequestId, float],
     stuck: AbstractSet[RequestId],
-    step_times: Mapping[EngineId, StepTimes],
-) -> tuple[Engine, ...] | Hold:
+    step_times: Mapping[EngineId, StepTimeEstimates],
+) -> tuple[PackingEngine, ...] | Hold:
     """The usable engines as packing sees them; why there are none where a step time or a request's outlook is unknown,
     or an engine is stalled, so that its end cannot be predicted. `step_times`: where those of engines come from."""
     if not snapshot.engines:
@@ -40,7 +40,7 @@ def packing_engines(
     stalled = [worker.id for worker in problem.workers if worker.stalled]
     if stalled:
         return Hold("stalled", f"{', '.join(stalled)} stands still, so that its end cannot be predicted")
-    outlooks: dict[EngineId, list[Outlook]] = {engine.id: [] for engine in snapshot.engines}
+    outlooks: dict[EngineId, list[PackingRequest]] = {engine.id: [] for engine in snapshot.engines}
     for request in snapshot.requests:
         held = None if request.engine is None else outlooks.get(request.engine)
         if held is not None:
@@ -50,7 +50,7 @@ def packing_engines(
                 return Hold("no_lengths", f"the remaining length of request {name} is not known")
             tokens = request.prompt_tokens + request.generated_tokens
             held.append(
-                Outlook(
+                PackingRequest(
                     name,
                     request.state,
                     tokens,
@@ -71,7 +71,7 @@ def packing_engines(
     }
     slowdowns = _slowdowns(problem.workers, own)
     return tuple(
-        Engine(
+        PackingEngine(
             id=engine.id,
             configuration=own[engine.id],
             requests=tuple(outlooks[engine.id]),
@@ -102,7 +102,7 @@ def _slowdowns(workers: Sequence[Worker], configurations: Mapping[EngineId, Conf
     return {engine: ratio / typical for engine, ratio in ratios.items() if ratio > FAR_SLOWER * typical}
 
 
-def packed(problem: Problem, packing: Packing) -> Balance:
+def packed(problem: BalanceProblem, packing: Packing) -> Balance:
     """The moves, with the load indices around them."""
     before = decide(problem, max_moves=0)
     after = decide(_carried_out(problem, packing.moves), max_moves=0) if packing.moves else before
@@ -116,7 +116,7 @@ def packed(problem: Problem, packing: Packing) -> Balance:
     )
 
 
-def _carried_out(problem: Problem, moves: Sequence[Move]) -> Problem:
+def _carried_out(problem: BalanceProblem, moves: Sequence[Move]) -> BalanceProblem:
     """The fleet after the moves: who arrives runs where a seat and KV are free, and waits where not."""
     workers = {worker.id: worker for worker in problem.workers}
     for move in moves:
@@ -127,7 +127,7 @@ def _carried_out(problem: Problem, moves: Sequence[Move]) -> Problem:
     return replace(problem, workers=tuple(workers[worker.id] for worker in problem.workers))
 
 
-def _without(worker: Worker, request: Request, state: RequestState) -> Worker:
+def _without(worker: Worker, request: LoadRequest, state: RequestState) -> Worker:
     if state is RequestState.WAITING:
         return replace(worker, waiting=tuple(other for other in worker.waiting if other is not request))
     return replace(
@@ -137,7 +137,7 @@ def _without(worker: Worker, request: Request, state: RequestState) -> Worker:
     )
 
 
-def _with(worker: Worker, request: Request) -> Worker:
+def _with(worker: Worker, request: LoadRequest) -> Worker:
     if len(worker.running) >= worker.max_sequences or worker.kv_free_tokens < request.context_tokens:
         return replace(worker, waiting=(*worker.waiting, request))
     return replace(

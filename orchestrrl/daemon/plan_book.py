@@ -13,18 +13,18 @@ from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.ttl import expiry_s, lifetime_faults
-from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
-from orchestrrl.fleet.state import Step
-from planner.admission import FREE, Control, ControlState
+from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
+from orchestrrl.fleet.state import GenerationStep
+from planner.admission import FREE, ControlState, OperatorControl
 from planner.calibration import Calibration
 from planner.model import Act, ConfigurationId, Hold, Plan, PlanId, Snapshot
 
 logger = logging.getLogger(__name__)
 
 _PLAN = TypeAdapter(Plan)
-_CONTROL = TypeAdapter(Control)
+_CONTROL = TypeAdapter(OperatorControl)
 _CALIBRATION = TypeAdapter(Calibration)
 
 # Plans kept in memory; the journal has the older ones.
@@ -36,17 +36,17 @@ class PlanEvent:
     """A plan, and the operator's word when it was made or changed."""
 
     plan: Plan | None  # None: there was none yet when the operator spoke
-    control: Control
+    control: OperatorControl
 
 
-class Deployment(Protocol):
+class Redeployer(Protocol):
     """Whoever can stop and start engines."""
 
     @property
     def busy(self) -> bool:
         """A change is under way."""
 
-    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
+    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
         """Bring the fleet to `plan.instances`, requests included. Raises OrchestrRLError where nothing was begun."""
 
 
@@ -69,27 +69,27 @@ class PlanBook:
 
     def recover(self) -> None:
         """What earlier generations left: the latest plans with their outcomes, and the operator's word."""
-        for entry in self._journal.tail(REMEMBERED, (Kind.PLAN,)):
+        for entry in self._journal.tail(REMEMBERED, (EntryKind.PLAN,)):
             plan = self._journal.interpret(entry, _plan_from)
             if plan is not None:
                 self._plans[plan.id] = plan
-        for entry in self._journal.tail(REMEMBERED, (Kind.PLAN_ACTED,)):
+        for entry in self._journal.tail(REMEMBERED, (EntryKind.PLAN_ACTED,)):
             held = self._plans.get(PlanId(entry.subject))
             if held is not None:
                 done, detail = bool(entry.body.get("done")), str(entry.body.get("detail", ""))
                 self._plans[held.id] = replace(held, acted=done, acted_detail=detail)
-        for entry in self._journal.tail(REMEMBERED, (Kind.PLAN_ACTUAL,)):
+        for entry in self._journal.tail(REMEMBERED, (EntryKind.PLAN_ACTUAL,)):
             held = self._plans.get(PlanId(entry.subject))
             if held is not None:
                 actual_s = self._journal.interpret(entry, lambda body: float(body["actual_makespan_s"]))
                 self._plans[held.id] = replace(held, actual_makespan_s=actual_s)
-        self._control = self._journal.newest(Kind.PLAN_CONTROL, _CONTROL.validate_python) or FREE
-        calibration = self._journal.newest(Kind.PLAN_CALIBRATION, _CALIBRATION.validate_python)
+        self._control = self._journal.newest(EntryKind.PLAN_CONTROL, _CONTROL.validate_python) or FREE
+        calibration = self._journal.newest(EntryKind.PLAN_CALIBRATION, _CALIBRATION.validate_python)
         self.calibration = calibration or Calibration()
-        self.last_switch_s = self._journal.newest(Kind.DEPLOYMENT_ENDED, lambda body: float(body["ended_s"]))
+        self.last_switch_s = self._journal.newest(EntryKind.DEPLOYMENT_ENDED, lambda body: float(body["ended_s"]))
 
     @property
-    def control(self) -> Control:
+    def control(self) -> OperatorControl:
         return self._control.at(self._clock.now_s())
 
     @property
@@ -108,7 +108,9 @@ class PlanBook:
         return plans[:limit] if limit else plans
 
     def add(self, plan: Plan, inputs_digest: str) -> None:
-        self._journal.append(plan.created_s, Kind.PLAN, plan.id, {**_body_of(plan), "inputs_digest": inputs_digest})
+        self._journal.append(
+            plan.created_s, EntryKind.PLAN, plan.id, {**_body_of(plan), "inputs_digest": inputs_digest}
+        )
         self._plans[plan.id] = plan
         for old in list(self._plans)[:-REMEMBERED]:
             del self._plans[old]
@@ -116,18 +118,18 @@ class PlanBook:
 
     def acted(self, plan: PlanId, done: bool, detail: str) -> None:
         """The plan was carried out, as far as `detail` says; `done` False: nothing came of it."""
-        self._journal.append(self._clock.now_s(), Kind.PLAN_ACTED, plan, {"done": done, "detail": detail})
+        self._journal.append(self._clock.now_s(), EntryKind.PLAN_ACTED, plan, {"done": done, "detail": detail})
         if plan in self._plans:
             self._plans[plan] = replace(self._plans[plan], acted=done, acted_detail=detail)
             self._tell(self._plans[plan])
 
-    def deployment_ended(self, plan: PlanId, outcome: DeploymentOutcome) -> None:
+    def deployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None:
         """Engines were changed, or it was tried: both begin the cooldown."""
         body = {"done": outcome.done, "detail": outcome.detail, "ended_s": outcome.ended_s}
-        self._journal.append(self._clock.now_s(), Kind.DEPLOYMENT_ENDED, plan, body)
+        self._journal.append(self._clock.now_s(), EntryKind.DEPLOYMENT_ENDED, plan, body)
         self.last_switch_s = outcome.ended_s
 
-    def step_ended(self, step: Step, still_s: Callable[[float, float], float] = never_still) -> None:
+    def step_ended(self, step: GenerationStep, still_s: Callable[[float, float], float] = never_still) -> None:
         """Fill in what really happened: seconds from each of the step's plans to the step's end, less those in which
         the fleet was held at rest, which no plan foresees. `still_s`: of the time from, to."""
         assert step.ended_s is not None
@@ -141,7 +143,7 @@ class PlanBook:
         for plan in of_step:
             actual_s = took_s[plan.id]
             body = {"actual_makespan_s": actual_s, "predicted_makespan_s": plan.predicted_s}
-            self._journal.append(ended_s, Kind.PLAN_ACTUAL, plan.id, body)
+            self._journal.append(ended_s, EntryKind.PLAN_ACTUAL, plan.id, body)
             self._plans[plan.id] = replace(plan, actual_makespan_s=actual_s)
             self._tell(self._plans[plan.id])
         self._calibrate(ended_s, [(plan, took_s[plan.id]) for plan in of_step])
@@ -157,11 +159,11 @@ class PlanBook:
         after = self.calibration.after(outcomes)
         if after != self.calibration:
             self.calibration = after
-            self._journal.append(ended_s, Kind.PLAN_CALIBRATION, "", _CALIBRATION.dump_python(after, mode="json"))
+            self._journal.append(ended_s, EntryKind.PLAN_CALIBRATION, "", _CALIBRATION.dump_python(after, mode="json"))
 
     def override(
         self, configuration: ConfigurationId, known: Collection[ConfigurationId], reason: str, ttl_s: float
-    ) -> Control:
+    ) -> OperatorControl:
         """Bind the planner to a configuration. Raises ProblemFaults for one that is not known."""
         faults = lifetime_faults(ttl_s)
         if configuration not in known:
@@ -169,16 +171,18 @@ class PlanBook:
             faults.append(f"configuration: is not a known one (known: {listing}), got {configuration!r}")
         if faults:
             raise ProblemFaults(faults)
-        return self._set(Control(ControlState.OVERRIDDEN, configuration, reason, expiry_s(self._clock.now_s(), ttl_s)))
+        return self._set(
+            OperatorControl(ControlState.OVERRIDDEN, configuration, reason, expiry_s(self._clock.now_s(), ttl_s))
+        )
 
-    def pin(self, reason: str, ttl_s: float) -> Control:
+    def pin(self, reason: str, ttl_s: float) -> OperatorControl:
         """Keep the deployment as it is."""
         if faults := lifetime_faults(ttl_s):
             raise ProblemFaults(faults)
-        return self._set(Control(ControlState.PINNED, None, reason, expiry_s(self._clock.now_s(), ttl_s)))
+        return self._set(OperatorControl(ControlState.PINNED, None, reason, expiry_s(self._clock.now_s(), ttl_s)))
 
-    def release(self, reason: str) -> Control:
-        return self._set(Control(reason=reason))
+    def release(self, reason: str) -> OperatorControl:
+        return self._set(OperatorControl(reason=reason))
 
     async def watch(self) -> AsyncIterator[PlanEvent]:
         """The latest plan, if there is one, then each as it is made or changed, until the book is closed."""
@@ -197,9 +201,9 @@ class PlanBook:
         for queue in self._watchers:
             queue.put_nowait(None)
 
-    def _set(self, control: Control) -> Control:
+    def _set(self, control: OperatorControl) -> OperatorControl:
         body = _CONTROL.dump_python(control, mode="json")
-        self._journal.append(self._clock.now_s(), Kind.PLAN_CONTROL, control.state, body)
+        self._journal.append(self._clock.now_s(), EntryKind.PLAN_CONTROL, control.state, body)
         self._control = control
         self._tell(self.latest)
         return control

@@ -10,21 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrrl.core.config.schema import Config, FastPolicy
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import MoveMethod
-from orchestrrl.daemon.cost_estimates import Belief, StepTimes, unknown_step_times
-from orchestrrl.daemon.kv_headroom import Futures
-from orchestrrl.daemon.length_distributions import KnownFutures
+from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, StepTimeEstimates, unknown_step_times
+from orchestrrl.daemon.kv_headroom import LengthDistributions
+from orchestrrl.daemon.length_distributions import KnownLengths
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile, Note
-from orchestrrl.daemon.move_methods import MoveCosting
-from orchestrrl.daemon.priors import Assumed, assumed_of
+from orchestrrl.daemon.move_methods import MovePricing
+from orchestrrl.daemon.priors import AssumedProfile, assumed_of
 from orchestrrl.daemon.profile_refit import LEAST_SAMPLES
-from orchestrrl.daemon.remaining_tokens import Outlook
+from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator
 from orchestrrl.daemon.step_lengths import StepLengths
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
 from orchestrrl.fleet.reports import EngineReport
-from planner.admission import Control
+from planner.admission import OperatorControl
 from planner.cost.profile import EngineProfile
 from planner.model import (
     Configuration,
@@ -65,8 +65,10 @@ class Planning:
         self.nic_taken_by: Sequence[str] = ()
         self.unstartable: Mapping[ConfigurationId, str] = {}  # why no engine of these can be started
         self._config = config
-        self._assumed: dict[EngineId, tuple[Capabilities, Assumed]] = {}  # with the capabilities that it rests on
-        self._outlook = Outlook()
+        self._assumed: dict[
+            EngineId, tuple[EngineCapabilities, AssumedProfile]
+        ] = {}  # with the capabilities that it rests on
+        self._outlook = RemainingTokensEstimator()
         self._expected: StepForecast | None = None  # of this step, as the slow loop last forecast it
 
     # --- learn
@@ -75,11 +77,11 @@ class Planning:
         """Take up what earlier generations wrote down."""
         self.lengths.recover(journal)
         # Engines are started seldom: what starts take is not learnt anew by every daemon.
-        for entry in journal.tail(STARTS_REMEMBERED, (Kind.ENGINE_STARTED,)):
+        for entry in journal.tail(STARTS_REMEMBERED, (EntryKind.ENGINE_STARTED,)):
             starts = journal.interpret(entry, _starts)
             if starts is not None:
                 self.costs.started(starts)
-        for entry in journal.tail(REFITS_REMEMBERED, (Kind.PROFILE_REFITTED,)):
+        for entry in journal.tail(REFITS_REMEMBERED, (EntryKind.PROFILE_REFITTED,)):
             fixed = journal.interpret(entry, _move_fixed)
             if fixed is not None:
                 self.costs.recover_fixed(*fixed)
@@ -99,7 +101,7 @@ class Planning:
         self.costs.observe(report, configuration, crowded_links=self.nic_share < NICS_CROWDED)
 
     def offered(
-        self, engine: EngineId, configuration: ConfigurationId | None, capabilities: Capabilities | None
+        self, engine: EngineId, configuration: ConfigurationId | None, capabilities: EngineCapabilities | None
     ) -> None:
         """Take in what an engine reports of itself: its implicit configuration, where none is configured."""
         if configuration is not None or capabilities is None:
@@ -144,26 +146,28 @@ class Planning:
     def _model_of(self, engine: EngineId) -> str:
         return self._assumed[engine][0].serving.model
 
-    def step_times(self, snapshot: Snapshot) -> Mapping[EngineId, StepTimes]:
+    def step_times(self, snapshot: Snapshot) -> Mapping[EngineId, StepTimeEstimates]:
         """Where the step times of each engine come from, or why there are none."""
         beliefs = {belief.profile.id: belief for belief in self.costs.beliefs()}
         identified = self.identified(snapshot)
         return {engine.id: self._step_times(engine, beliefs) for engine in identified.engines}
 
-    def _step_times(self, engine: EngineView, beliefs: Mapping[ConfigurationId, Belief]) -> StepTimes:
+    def _step_times(
+        self, engine: EngineView, beliefs: Mapping[ConfigurationId, ConfigurationEstimate]
+    ) -> StepTimeEstimates:
         """Of an engine of an identified snapshot."""
         own = self.implicit_configuration(engine.id)
         belief = beliefs.get(engine.configuration) if engine.configuration is not None else None
         if belief is not None:
             like = "" if belief.assumed is None or own == belief.profile.id else LIKE_OTHERS
-            return StepTimes(belief.source, f"{belief.source_detail}{like}")
+            return StepTimeEstimates(belief.source, f"{belief.source_detail}{like}")
         if engine.configuration is not None:
-            return StepTimes("", f"{engine.configuration} is not among the configured configurations")
+            return StepTimeEstimates("", f"{engine.configuration} is not among the configured configurations")
         if own is None:
-            return StepTimes("", "no agent has reported what the engine serves")
+            return StepTimeEstimates("", "no agent has reported what the engine serves")
         taken = self.costs.batches_taken(own)
         learnt = f"learnt from {LEAST_SAMPLES} observed batches, {taken} so far"
-        return StepTimes("", f"{self._assumed[engine.id][1].unknown}; {learnt}")
+        return StepTimeEstimates("", f"{self._assumed[engine.id][1].unknown}; {learnt}")
 
     def configurations(self) -> tuple[Configuration, ...]:
         """What the fast loop goes by: as of the latest plan, and implicit ones that have come since."""
@@ -186,13 +190,13 @@ class Planning:
             }
         return self._outlook.remaining_tokens(snapshot, slow.bin_tokens, slow.max_output_tokens, self._expected)
 
-    def futures(self, snapshot: Snapshot) -> Futures | None:
+    def futures(self, snapshot: Snapshot) -> LengthDistributions | None:
         """How long the requests in flight may go on, as of the latest `remaining_tokens`; None: nobody knows."""
         known = self.known_output_tokens
         if self._config.fast.policy is FastPolicy.NONE:
             return None
         if known is not None and self._config.slow.knowledge is Knowledge.ORACLE:
-            return KnownFutures(known) if all(request.id in known for request in snapshot.requests) else None
+            return KnownLengths(known) if all(request.id in known for request in snapshot.requests) else None
         return self._outlook.futures
 
     def question(
@@ -202,7 +206,7 @@ class Planning:
         history: History,
         *,
         mode: Mode,
-        control: Control,
+        control: OperatorControl,
         can_deploy: bool,
     ) -> Callable[[], Plan]:
         """What is to be asked now; calling it makes the plan, notes on what it rests on included."""
@@ -242,11 +246,11 @@ class Planning:
 
         return decide
 
-    def move_costing(self, kv_versions: Mapping[EngineId, str]) -> MoveCosting:
+    def move_costing(self, kv_versions: Mapping[EngineId, str]) -> MovePricing:
         """What single moves are priced by, now."""
         gpus = self._config.fleet.gpus
         profiles = {profile.id: profile for profile in self.costs.believed().profiles}
-        return MoveCosting(profiles, self.costs.moving(self.nic_share), gpus.per_node if gpus else 8, kv_versions)
+        return MovePricing(profiles, self.costs.moving(self.nic_share), gpus.per_node if gpus else 8, kv_versions)
 
     def _unknown(self, snapshot: Snapshot) -> str:
         """Why step times of engines are not known; empty where all are."""

@@ -14,10 +14,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import QUANTIZED_BITS, ServingFacts
-from planner.cost.engines import ENGINES, Engine
-from planner.cost.hardware import Gpu, UnknownGpu, gpu_of_product
+from planner.cost.engines import ENGINES, EngineModel
+from planner.cost.hardware import GpuModel, UnknownGpu, gpu_of_product
 from planner.cost.models import MODELS, Model, UnknownModel, model_named
 from planner.cost.predict import DoesNotFit, identifier, predict
 from planner.cost.profile import EngineProfile
@@ -34,7 +34,7 @@ SAME_SIZE = 1.25  # a dense model stands for another one whose parameters differ
 
 
 @dataclass(frozen=True, slots=True)
-class Assumed:
+class AssumedProfile:
     """An implicit configuration. Engines that report the same facts share one."""
 
     profile: EngineProfile
@@ -50,13 +50,13 @@ class NoPrior(ValueError):
     """The facts do not suffice for a prediction; the message says which is missing."""
 
 
-def assumed_of(engine: EngineId, capabilities: Capabilities) -> Assumed:
+def assumed_of(engine: EngineId, capabilities: EngineCapabilities) -> AssumedProfile:
     """Return the prior for what the engine reports, or a typical shape with the reason."""
     facts = capabilities.serving
     try:
         return _prior(facts, capabilities.engine, capabilities.max_model_len_tokens or USUAL_CONTEXT_TOKENS)
     except NoPrior as why:
-        return Assumed(replace(_typical(), id=_shape_id(engine, facts)), unknown=str(why))
+        return AssumedProfile(replace(_typical(), id=_shape_id(engine, facts)), unknown=str(why))
 
 
 def model_of(facts: ServingFacts) -> tuple[Model, str]:
@@ -105,7 +105,7 @@ def similar_model(name: str) -> Model | None:
 
 
 @lru_cache(maxsize=256)
-def _prior(facts: ServingFacts, product: str, longest_tokens: int) -> Assumed:
+def _prior(facts: ServingFacts, product: str, longest_tokens: int) -> AssumedProfile:
     gpu = _gpu(facts)
     model, words = model_of(facts)
     engine = ENGINES.get(product, ENGINES[USUAL_ENGINE])
@@ -114,10 +114,10 @@ def _prior(facts: ServingFacts, product: str, longest_tokens: int) -> Assumed:
     layout = profile.parallelism
     said = f"{words} on {gpu.name.upper()}, {_layout(layout)}{'' if facts.tp else ' assumed'}"
     name = _implicit_id(model, gpu, profile, precision)
-    return Assumed(replace(profile, id=name), prior=said)
+    return AssumedProfile(replace(profile, id=name), prior=said)
 
 
-def _gpu(facts: ServingFacts) -> Gpu:
+def _gpu(facts: ServingFacts) -> GpuModel:
     if not facts.gpu:
         raise NoPrior(facts.gpu_detail or "the engine does not report its GPU")
     try:
@@ -127,7 +127,7 @@ def _gpu(facts: ServingFacts) -> Gpu:
 
 
 def _predicted(
-    facts: ServingFacts, model: Model, gpu: Gpu, engine: Engine, precision: Precision, longest_tokens: int
+    facts: ServingFacts, model: Model, gpu: GpuModel, engine: EngineModel, precision: Precision, longest_tokens: int
 ) -> EngineProfile:
     """Of the reported layout; else of the first with room for a request of `longest_tokens`: an engine without does not
     start."""
@@ -175,7 +175,7 @@ def _typical() -> EngineProfile:
     return predict(model_named(model), gpu_of_product(gpu), Parallelism(), ENGINES[USUAL_ENGINE])
 
 
-def _implicit_id(model: Model, gpu: Gpu, profile: EngineProfile, precision: Precision) -> ConfigurationId:
+def _implicit_id(model: Model, gpu: GpuModel, profile: EngineProfile, precision: Precision) -> ConfigurationId:
     """Unique to what was predicted: sizes that are not of the table, and unusual precisions, are part of it."""
     parts = [_slug(model.name), gpu.name, identifier(profile.parallelism)]
     if precision != Precision(model.weight_bits, model.expert_bits):

@@ -1,7 +1,7 @@
 """Follow what engines really take: step times and prefill from telemetry, what moves and starts take from their ends.
 
-No input or output; one `Refitter` for the fleet, bounded in memory. Samples are kept by the load at which they were
-seen, the newest few of each, so that an hour at one load does not wash out what is known of the others; older ones
+No input or output; one `ProfileRefitter` for the fleet, bounded in memory. Samples are kept by the load at which they
+were seen, the newest few of each, so that an hour at one load does not wash out what is known of the others; older ones
 fade. The profile that it began with pulls a little everywhere, and stays what it was wherever nothing has been seen.
 """
 
@@ -16,8 +16,17 @@ from typing import NamedTuple
 import numpy as np
 
 from orchestrrl.fleet.reports import EngineSample
-from planner.cost.fit import Belief, CurveFit, FitError, Seen, StepSample, refit_curve, refit_step
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
+from planner.cost.fit import CurveFit, FitError, StepSample, StepTimePrior, TimedSample, refit_curve, refit_step
+from planner.cost.profile import (
+    Curve,
+    EngineProfile,
+    MoveCosts,
+    Parallelism,
+    Profile,
+    ProfileSource,
+    Provenance,
+    StepTime,
+)
 from planner.model import Configuration, ConfigurationId
 
 PER_CELL = 8  # newest samples of one load
@@ -41,7 +50,7 @@ LEAST_STARTS = 3
 MOST_STARTS = 16
 
 
-class Batch(NamedTuple):
+class ObservedBatch(NamedTuple):
     """What an engine did between two scrapes, where that tells its step time."""
 
     sequences: float
@@ -49,7 +58,7 @@ class Batch(NamedTuple):
     step_s: float
 
 
-class Prefilled(NamedTuple):
+class ObservedPrefill(NamedTuple):
     """What an engine did between two scrapes in which it prefilled beside decoding, and never stood idle."""
 
     tokens: int  # prefilled
@@ -69,7 +78,7 @@ class Prefilled(NamedTuple):
         return None if vague or left_s <= 0 else left_s
 
 
-class Figure(NamedTuple):
+class RefittedFigure(NamedTuple):
     """A figure of a configuration, as it is now believed to be."""
 
     value: float
@@ -88,7 +97,7 @@ def same_batch(earlier: EngineSample, later: EngineSample) -> bool:
     )
 
 
-def batch_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
+def batch_between(earlier: EngineSample, later: EngineSample) -> ObservedBatch | None:
     """The mean decode step between two scrapes of an engine; None where they do not tell it."""
     elapsed_s = later.sampled_s - earlier.sampled_s
     made = later.generation_tokens_total - earlier.generation_tokens_total
@@ -96,7 +105,7 @@ def batch_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
     if not same or later.running < 1 or elapsed_s <= 0 or made < later.running or later.kv_capacity_tokens < 1:
         return None
     usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
-    return Batch(later.running, usage * later.kv_capacity_tokens, later.running * elapsed_s / made)
+    return ObservedBatch(later.running, usage * later.kv_capacity_tokens, later.running * elapsed_s / made)
 
 
 def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
@@ -113,7 +122,7 @@ def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
     )
 
 
-def steady_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
+def steady_between(earlier: EngineSample, later: EngineSample) -> ObservedBatch | None:
     """The mean decode step of a steady batch, right to about a tenth; None where there is no step time to tell."""
     elapsed_s = later.sampled_s - earlier.sampled_s
     made = later.generation_tokens_total - earlier.generation_tokens_total
@@ -121,10 +130,10 @@ def steady_between(earlier: EngineSample, later: EngineSample) -> Batch | None:
     if not steady_batch(earlier, later) or elapsed_s <= 0 or made < sequences or later.kv_capacity_tokens < 1:
         return None
     usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
-    return Batch(sequences, usage * later.kv_capacity_tokens, sequences * elapsed_s / made)
+    return ObservedBatch(sequences, usage * later.kv_capacity_tokens, sequences * elapsed_s / made)
 
 
-def prefilled_between(earlier: EngineSample, later: EngineSample) -> Prefilled | None:
+def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPrefill | None:
     """What was prefilled between two scrapes of an engine; None where its time cannot be told from other time.
 
     While requests wait, engines differ in when they count a prompt.
@@ -138,7 +147,7 @@ def prefilled_between(earlier: EngineSample, later: EngineSample) -> Prefilled |
     if idle_or_queued or not same_process or tokens < 1 or elapsed_s <= 0:
         return None
     usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
-    return Prefilled(tokens, elapsed_s, decoded, fewest, most, usage * later.kv_capacity_tokens)
+    return ObservedPrefill(tokens, elapsed_s, decoded, fewest, most, usage * later.kv_capacity_tokens)
 
 
 def given_profile(configurations: Iterable[Configuration], date: str) -> Profile:
@@ -157,11 +166,11 @@ def _given(configuration: Configuration, date: str) -> EngineProfile:
         kv_capacity_tokens=configuration.kv_capacity_tokens,
         max_sequences=most,
         switch_s=configuration.switch_s,
-        provenance=Provenance(Source.GIVEN, date, "configuration"),
+        provenance=Provenance(ProfileSource.GIVEN, date, "configuration"),
     )
 
 
-class Refitter:
+class ProfileRefitter:
     """Believes `profile` until samples say otherwise. `date` gives the day of a re-fit, ISO 8601."""
 
     def __init__(
@@ -212,7 +221,7 @@ class Refitter:
         window.add((_cell(tokens),), (tokens, seconds))
         return True
 
-    def observe_prefill(self, configuration: ConfigurationId, seen: Prefilled) -> bool:
+    def observe_prefill(self, configuration: ConfigurationId, seen: ObservedPrefill) -> bool:
         """Prefill beside decoding. False: too little of it to tell, or an unknown configuration."""
         window = self._prefilled.get(configuration)
         if window is None or not all(map(math.isfinite, seen)):
@@ -238,11 +247,11 @@ class Refitter:
         if len(window) < LEAST_SAMPLES:
             return prior
         samples = [StepSample(*values) for values, _ in window.items()]
-        belief = Belief(prior.step, prior.max_sequences, prior.kv_capacity_tokens)
+        belief = StepTimePrior(prior.step, prior.max_sequences, prior.kv_capacity_tokens)
         fitted = refit_step(belief, samples, window.weights(), TRUST)
         return replace(prior, step=fitted.step, provenance=self._telemetry(fitted.error, prior.provenance))
 
-    def prefill_tokens_per_s(self, configuration: ConfigurationId, step: StepTime) -> Figure | None:
+    def prefill_tokens_per_s(self, configuration: ConfigurationId, step: StepTime) -> RefittedFigure | None:
         """The prefill rate as it is now believed to be, where decode steps take `step`; None while little was seen.
 
         Moves say more than prompts do, part of which a prefix cache may have had: once there are enough, they alone
@@ -250,12 +259,12 @@ class Refitter:
         """
         prior, moved = self._prior(configuration), self._recomputed_on[configuration]
         if len(moved) >= LEAST_SAMPLES:
-            seen, weights, by = [Seen(*values) for values, _ in moved.items()], moved.weights(), "moves"
+            seen, weights, by = [TimedSample(*values) for values, _ in moved.items()], moved.weights(), "moves"
         else:
             window, by = self._prefilled[configuration], "telemetry"
-            told = [(values[0], Prefilled._make(values).prefill_s(step)) for values, _ in window.items()]
+            told = [(values[0], ObservedPrefill._make(values).prefill_s(step)) for values, _ in window.items()]
             kept = [place for place, (_, seconds) in enumerate(told) if seconds is not None]
-            seen = [Seen(told[place][0], told[place][1] or 0.0) for place in kept]
+            seen = [TimedSample(told[place][0], told[place][1] or 0.0) for place in kept]
             weights = window.weights()[kept] if kept else np.empty(0)
         if len(seen) < LEAST_SAMPLES:
             return None
@@ -267,9 +276,11 @@ class Refitter:
         slope_s = grown_s / largest
         if not 1 / self._plausible < slope_s * prior.prefill_tokens_per_s < self._plausible:
             return None
-        return Figure(1 / slope_s, self._telemetry(fitted.error, _provenance_of(prior, "prefill_tokens_per_s"), by))
+        return RefittedFigure(
+            1 / slope_s, self._telemetry(fitted.error, _provenance_of(prior, "prefill_tokens_per_s"), by)
+        )
 
-    def switch_s(self, configuration: ConfigurationId) -> Figure | None:
+    def switch_s(self, configuration: ConfigurationId) -> RefittedFigure | None:
         """What starting an engine is now believed to take; None while few were started."""
         starts_s = self._starts_s[configuration]
         if len(starts_s) < LEAST_STARTS:
@@ -277,7 +288,9 @@ class Refitter:
         value = median(starts_s)
         misses = [abs(value / start_s - 1) for start_s in starts_s if start_s > 0] or [0.0]
         error = FitError(len(starts_s), sum(misses) / len(misses), max(misses))
-        return Figure(value, self._telemetry(error, _provenance_of(self._prior(configuration), "switch_s"), "starts"))
+        return RefittedFigure(
+            value, self._telemetry(error, _provenance_of(self._prior(configuration), "switch_s"), "starts")
+        )
 
     def moves(self) -> MoveCosts | None:
         """Costs of moving as they are now believed to be; None where the profile began without any."""
@@ -305,7 +318,7 @@ class Refitter:
     def _refitted(self, prior: Curve, window: "_Window", units_per_token: float) -> CurveFit | None:
         if len(window) < LEAST_SAMPLES:
             return None
-        seen = [Seen(tokens * units_per_token, seconds) for (tokens, seconds), _ in window.items()]
+        seen = [TimedSample(tokens * units_per_token, seconds) for (tokens, seconds), _ in window.items()]
         return refit_curve(prior, seen, window.weights(), TRUST)
 
     def _as_usual(self, context_tokens: int) -> float:
@@ -318,7 +331,7 @@ class Refitter:
 
     def _telemetry(self, error: FitError, prior: Provenance | None, by: str = "telemetry") -> Provenance:
         began = f"{by}; began as {prior.source}, {prior.date}" if prior is not None else by
-        return Provenance(Source.MEASURED, self._date(), began, error.samples, error.mean, error.max)
+        return Provenance(ProfileSource.MEASURED, self._date(), began, error.samples, error.mean, error.max)
 
 
 def _provenance_of(profile: EngineProfile, figure: str) -> Provenance:

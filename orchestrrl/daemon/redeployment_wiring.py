@@ -7,21 +7,21 @@ from orchestrrl.core.config.launch import DeployerSettings, Standby
 from orchestrrl.engines.managed import ManagedEngine, connect_managed
 from orchestrrl.fleet.configured_deployer import deployer_of
 from orchestrrl.fleet.launch import spec_of
-from orchestrrl.fleet.redeployment.checks import Tolerance
-from orchestrrl.fleet.redeployment.steps import Limits
+from orchestrrl.fleet.redeployment.checks import AnswerTolerance
+from orchestrrl.fleet.redeployment.steps import RedeployTimeouts
 
 if TYPE_CHECKING:  # heavy, and many configurations have none of it
     from orchestrrl.core.config.schema import Config
     from orchestrrl.daemon.control_plane import ControlPlane
-    from orchestrrl.fleet.redeployment.controller import Policy, Switching
+    from orchestrrl.fleet.redeployment.controller import RedeploymentController, RedeployPolicy
 
 # A single question to an engine; what takes long, such as loading weights, has the limits of its step.
 ASK_TIMEOUT_S = 120.0
 
 
-def switching_of(config: "Config", plane: "ControlPlane", clock: Clock) -> "Switching | None":
+def switching_of(config: "Config", plane: "ControlPlane", clock: Clock) -> "RedeploymentController | None":
     """For the daemon: it calls `recover` before it serves, and `close` at the end. Raises ProblemFaults."""
-    from orchestrrl.fleet.redeployment.controller import Switching
+    from orchestrrl.fleet.redeployment.controller import RedeploymentController
 
     deployer = deployer_of(config, clock)
     settings, launch, gpus = config.fleet.deployer, config.fleet.launch, config.fleet.gpus
@@ -34,7 +34,7 @@ def switching_of(config: "Config", plane: "ControlPlane", clock: Clock) -> "Swit
     def connect(url: str) -> ManagedEngine:
         return connect_managed(product, url, ASK_TIMEOUT_S)
 
-    return Switching(
+    return RedeploymentController(
         plane,
         deployer,
         connect,
@@ -46,10 +46,10 @@ def switching_of(config: "Config", plane: "ControlPlane", clock: Clock) -> "Swit
     )
 
 
-def policy_of(settings: DeployerSettings) -> "Policy":
-    from orchestrrl.fleet.redeployment.controller import Policy
+def policy_of(settings: DeployerSettings) -> "RedeployPolicy":
+    from orchestrrl.fleet.redeployment.controller import RedeployPolicy
 
-    limits = Limits(
+    limits = RedeployTimeouts(
         drain_s=settings.drain_within_s,
         stop_s=settings.stop_within_s,
         start_s=settings.start_within_s,
@@ -57,4 +57,6 @@ def policy_of(settings: DeployerSettings) -> "Policy":
         load_s=settings.load_within_s,
         check_s=settings.check_within_s,
     )
-    return Policy(limits, Tolerance(settings.compare_tokens, settings.compare_nats), settings.standby is Standby.KEEP)
+    return RedeployPolicy(
+        limits, AnswerTolerance(settings.compare_tokens, settings.compare_nats), settings.standby is Standby.KEEP
+    )

@@ -12,7 +12,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrrl.daemon.length_distributions import ForecastFutures
+from orchestrrl.daemon.length_distributions import ForecastLengths
 from planner.model import RequestId, RequestView, Snapshot
 from planner.workload.forecast import ConditionalLengths, conditional_lengths
 from planner.workload.series import StepForecast
@@ -26,7 +26,7 @@ WORTH_NEWS = 1 / 16
 NOTHING_KNOWN = "uniform"  # the method of a distribution made of limits alone
 
 
-class Outlook:
+class RemainingTokensEstimator:
     """One step at a time; a new step, or news enough, and the distribution is made anew."""
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class Outlook:
         return smooth_means(self._lengths, snapshot.requests)
 
     @property
-    def futures(self) -> ForecastFutures | None:
+    def futures(self) -> ForecastLengths | None:
         """By the distribution that was last made; None where it rests on nothing that has ended yet."""
         lengths = self._lengths
-        return None if lengths is None or lengths.method == NOTHING_KNOWN else ForecastFutures(lengths)
+        return None if lengths is None or lengths.method == NOTHING_KNOWN else ForecastLengths(lengths)
 
 
 def smooth_means(lengths: ConditionalLengths, requests: Sequence[RequestView]) -> dict[RequestId, float]:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from planner.model import FinishedLength
 from planner.workload.series import STEPS_REMEMBERED, LengthCounts, SeriesForecaster, StepForecast, StepStatistics
 
@@ -21,7 +21,7 @@ class StepLengths:
 
     def recover(self, journal: Journal) -> None:
         """Take up the steps that earlier generations wrote down, as far as they were counted in the same bins."""
-        for entry in journal.tail(STEPS_REMEMBERED, (Kind.STEP_ENDED,)):
+        for entry in journal.tail(STEPS_REMEMBERED, (EntryKind.STEP_ENDED,)):
             step = journal.interpret(entry, self._written)
             if step is not None:
                 self._waiting += step

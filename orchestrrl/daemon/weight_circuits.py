@@ -14,16 +14,16 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.fabric.coordinator import Coordinator
-from orchestrrl.fabric.period_queue import Announced
+from orchestrrl.fabric.coordinator import CircuitCoordinator
+from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
-from orchestrrl.weights.controller.circuits import Brought, OnPhase, PacketNetwork, Peers, SyncCircuits, named_station
-from orchestrrl.weights.controller.planning import Network, PairLink, PlannedSync, Station
+from orchestrrl.weights.controller.circuits import BroughtUp, OnPhase, PacketNetwork, Peers, SyncCircuits, named_station
+from orchestrrl.weights.controller.planning import NetworkStation, PairLink, PlannedSync, SyncNetwork
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import Peer, PeerId, PeerRole
-from orchestrrl.weights.orders import Edge
-from planner.fabric.ground import Ground
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from orchestrrl.weights.orders import CarryEdge
+from planner.fabric.ground import PlanGround
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.light import Interface, fibres_of, interfaces_at, links_up
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, PortPair, pair_of
@@ -46,13 +46,13 @@ TRAINING_WITHIN_S = 600.0
 ROUNDING = 1 + 1e-6
 
 
-class WeightCircuits:
+class CircuitsForSyncs:
     """Over the coordinator of circuits. `packet_tors`: ToRs that an electrical network joins beside the circuits, each
     at `packet_gbps`."""
 
     def __init__(
         self,
-        fabric: Coordinator,
+        fabric: CircuitCoordinator,
         peers: Peers,
         *,
         packet_tors: Collection[EndpointId] = (),
@@ -64,12 +64,12 @@ class WeightCircuits:
         self._packet_gbps = packet_gbps
         self._partly: set[str] = set()  # syncs that have changed circuits, and not got all of theirs
 
-    def network(self) -> Network:
+    def network(self) -> SyncNetwork:
         """All lanes and fibres that are sound and free may be had; nothing is asked of the switches for it."""
         fabric, site = self._fabric, self._fabric.site
         glance, word = fabric.glance, fabric.word
         state = FabricState(glance.of_site, glance.failures | word.failures, word.pinned | glance.foreign)
-        ground = Ground(site, state, frozenset(site.pod))
+        ground = PlanGround(site, state, frozenset(site.pod))
         lanes = ground.lanes_for(None)
         tors: dict[str, int] = {
             tor.id: sum(port not in ground.held for port in fibres_of(site, tor.id)) or int(tor.id in self._packet_tors)
@@ -85,22 +85,24 @@ class WeightCircuits:
             if lanes.get(one) and lanes.get(other)
         }
         pairs = _packet_pairs(site, self._packet_tors, self._packet_gbps) | pairs
-        return Network(site.link_gbps, self._stations(), boundary, tors, pairs)
+        return SyncNetwork(site.link_gbps, self._stations(), boundary, tors, pairs)
 
-    async def bring_up(self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False) -> Brought:
+    async def bring_up(
+        self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
+    ) -> BroughtUp:
         """Circuits for what the plan's edges send. Where nobody says that the trainer stands still, its pauses are
         waited for, if it is traced. Where this is cancelled, nothing more is changed."""
         peers = self._peers()
         job = self._trainer(peers[edge.src] for edge in planned.edges if edge.src in peers) if still else JOB
         intent, notes = intent_of(planned.edges, self._fabric.site, peers, job)
         if not intent.traffic:
-            return Brought(await self._present(), notes)
+            return BroughtUp(await self._present(), notes)
         on_phase(SyncPhase.WINDOW)
         try:
             period = self._fabric.expect(intent, boundary=True)
         except OrchestrRLError as error:
             logger.error("no circuits for weight sync %s: %s", sync_id, error)
-            return Brought(await self._present(), (*notes, f"circuits stay as they are: {error}"))
+            return BroughtUp(await self._present(), (*notes, f"circuits stay as they are: {error}"))
         try:
             report = await self._follow(period, on_phase)
         finally:
@@ -109,13 +111,13 @@ class WeightCircuits:
             if not period.report.over:
                 self._fabric.withdraw(period, f"weight sync {sync_id} was given up")
         network = await self._present()
-        return Brought(network, (*notes, *_what_became(report), *_not_joined(planned.edges, network)))
+        return BroughtUp(network, (*notes, *_what_became(report), *_not_joined(planned.edges, network)))
 
     async def tear_down(self, sync_id: str) -> tuple[str, ...]:
         """Who had circuits before, and has not asked for others since, is given them again: generation at once;
         training in a pause of its own, which is not waited for here, since the trainer may wait for the sync's end.
         Harmless where nothing was changed, and after a restart: the journal knows what came up, in which order."""
-        periods: list[Announced] = []
+        periods: list[AnnouncedPeriod] = []
         words: list[str] = []
         before = self._before(sync_id in self._partly)
         self._partly.discard(sync_id)
@@ -138,7 +140,7 @@ class WeightCircuits:
         hosts = {peer.host for peer in senders if peer.role is PeerRole.TRAINER}
         return next(iter(sorted(self._fabric.traced_on(hosts))), JOB)
 
-    async def _follow(self, period: Announced, on_phase: OnPhase) -> PeriodReport:
+    async def _follow(self, period: AnnouncedPeriod, on_phase: OnPhase) -> PeriodReport:
         over = asyncio.ensure_future(self._fabric.until_over(period))
         begun = asyncio.ensure_future(period.begun.wait())
         try:
@@ -163,15 +165,15 @@ class WeightCircuits:
             if stage is not Stage.WEIGHT_SYNC and (job, stage) not in coming
         ]
 
-    async def _present(self) -> Network:
+    async def _present(self) -> SyncNetwork:
         glance = await self._fabric.look()
         return network_of(self._fabric.site, glance.of_site, self._stations(), self._packet_tors, self._packet_gbps)
 
-    def _stations(self) -> dict[PeerId, Station]:
+    def _stations(self) -> dict[PeerId, NetworkStation]:
         return {id: station_of(peer, self._fabric.site) for id, peer in self._peers().items()}
 
 
-def circuits_of(config: "Config", fabric: Coordinator | None, peers: Peers) -> SyncCircuits:
+def circuits_of(config: "Config", fabric: CircuitCoordinator | None, peers: Peers) -> SyncCircuits:
     """For the daemon. The electrical network joins the ToRs whose routers say so; where nobody here steers packets, it
     is taken to join all, since peers do reach the daemon over something."""
     network = config.weights.network
@@ -180,16 +182,16 @@ def circuits_of(config: "Config", fabric: Coordinator | None, peers: Peers) -> S
     routers = config.fabric.routers
     joined = {EndpointId(each.tor) for each in routers if each.packet_side is not None}
     tors = joined if routers else {tor.id for tor in fabric.site.tors}
-    return WeightCircuits(fabric, peers, packet_tors=tors, packet_gbps=network.link_gbps)
+    return CircuitsForSyncs(fabric, peers, packet_tors=tors, packet_gbps=network.link_gbps)
 
 
 def network_of(
     site: Site,
     cross_connects: Iterable[PortPair],
-    stations: Mapping[PeerId, Station],
+    stations: Mapping[PeerId, NetworkStation],
     packet_tors: Collection[EndpointId] = (),
     packet_gbps: float = 0.0,
-) -> Network:
+) -> SyncNetwork:
     """What these circuits and the packet side make of it. What streams responses is kept for them."""
     ours = [each for each in cross_connects if not any((each.switch, port) in site.reserved for port in each.ports)]
     boundary: Counter[str] = Counter()
@@ -204,7 +206,7 @@ def network_of(
             boundary[there] += count
             before = pairs.get((here, there))
             pairs[here, there] = PairLink(count + (before.circuits if before else 0), site.link_gbps)
-    return Network(
+    return SyncNetwork(
         site.link_gbps,
         stations,
         {pod.id: boundary[pod.id] or _by_packets(site, pod.id, packet_tors) for pod in site.pods},
@@ -225,7 +227,7 @@ def _by_packets(site: Site, pod: EndpointId, packet_tors: Collection[EndpointId]
     return max(1, len(site.pods) - 1) if any(tor.id in packet_tors for tor in site.tors_of[pod]) else 0
 
 
-def station_of(peer: Peer, site: Site) -> Station:
+def station_of(peer: Peer, site: Site) -> NetworkStation:
     """By its GPU's NIC; else by the names that it has for its place."""
     place = peer.place
     if place.gpu is None or GpuId(place.gpu) not in site.server_of:
@@ -233,11 +235,11 @@ def station_of(peer: Peer, site: Site) -> Station:
             logger.warning("peer %s is at GPU %d, which is none of the site's: by name, then", peer.id, place.gpu)
         return named_station(peer, site.nic_gbps)
     gpu = GpuId(place.gpu)
-    return Station(site.server_of[gpu].pod, site.tor_of(gpu), place.nic_gbps or site.nic_gbps)
+    return NetworkStation(site.server_of[gpu].pod, site.tor_of(gpu), place.nic_gbps or site.nic_gbps)
 
 
 def intent_of(
-    edges: Iterable[Edge], site: Site, peers: Mapping[PeerId, Peer], job: str = JOB
+    edges: Iterable[CarryEdge], site: Site, peers: Mapping[PeerId, Peer], job: str = JOB
 ) -> tuple[Intent, tuple[str, ...]]:
     """What these send, GPU by GPU, and whose bytes are not in it. An edge has sent all of it once it is over, so both
     phases have their circuits at once."""
@@ -253,7 +255,7 @@ def intent_of(
     for pair, count in sorted(sent.items()):
         by_bytes[count].append(pair)
     traffic = tuple(
-        Traffic(Operation.WEIGHT_SYNC, Primitive.PIPELINE, tuple(pairs), float(count))
+        Traffic(TrafficOperation.WEIGHT_SYNC, Primitive.PIPELINE, tuple(pairs), float(count))
         for count, pairs in sorted(by_bytes.items())
     )
     notes = [f"no circuits for {', '.join(sorted(nowhere))}: no place of the site is known of them"] if nowhere else []
@@ -294,7 +296,7 @@ def _why(report: PeriodReport) -> str:
     return f" ({report.code}: {report.detail})" if report.detail else f" ({report.code})"
 
 
-def _not_joined(edges: Iterable[Edge], network: Network) -> tuple[str, ...]:
+def _not_joined(edges: Iterable[CarryEdge], network: SyncNetwork) -> tuple[str, ...]:
     """PoDs between which edges of one wave find less than they are to have."""
     assert network.pairs is not None
     asked: defaultdict[tuple[tuple[str, str], int], dict[str, float]] = defaultdict(dict)

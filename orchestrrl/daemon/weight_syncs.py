@@ -10,8 +10,8 @@ from orchestrrl.core.config.schema import Config
 from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.daemon.weight_circuits import circuits_of
-from orchestrrl.fleet.pause_barrier import GateKeeper, GateWish
-from orchestrrl.fleet.pause_lease import GateState
+from orchestrrl.fleet.pause_barrier import PauseBarrier, PauseRequest
+from orchestrrl.fleet.pause_lease import PauseState
 from orchestrrl.weights.controller.carrying import Offload
 from orchestrrl.weights.controller.controller import EngineNow, WeightSync
 from orchestrrl.weights.controller.peer_hub import PeerHub
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightSyncParts:
     """`syncs` is kept running as a task; `hub` is whom peers attach to."""
 
     hub: PeerHub
     syncs: WeightSync
 
 
-def weights_of(config: Config, plane: "ControlPlane", clock: Clock, offload: Offload = asyncio.to_thread) -> Weights:
+def weights_of(
+    config: Config, plane: "ControlPlane", clock: Clock, offload: Offload = asyncio.to_thread
+) -> WeightSyncParts:
     """For the daemon, once the plane has its fabric. It plans in a thread, so that peers are heard meanwhile."""
     settings = config.weights
     hub = PeerHub(clock, plane.journal.generation, settings.patience_s, config.limits.nodes)
@@ -44,7 +46,7 @@ def weights_of(config: Config, plane: "ControlPlane", clock: Clock, offload: Off
 
     syncs = WeightSync(
         hub,
-        GateFence(plane.gate, plane.nodes, lambda version: source_of(version, hub)),
+        BarrierFence(plane.gate, plane.nodes, lambda version: source_of(version, hub)),
         circuits_of(config, plane.fabric, lambda: {id: state.peer for id, state in hub.peers.items()}),
         plane.journal,
         plane.holds,
@@ -54,7 +56,7 @@ def weights_of(config: Config, plane: "ControlPlane", clock: Clock, offload: Off
         deploying=lambda: plane.deployment is not None and plane.deployment.busy,
         offload=offload,
     )
-    return Weights(hub, syncs)
+    return WeightSyncParts(hub, syncs)
 
 
 def source_of(version: int, hub: PeerHub) -> str:
@@ -69,17 +71,17 @@ def source_of(version: int, hub: PeerHub) -> str:
     return f"{folders.pop()}/v{version}" if has else ""
 
 
-class GateFence:
+class BarrierFence:
     """Over the fleet's gate. `source` tells the folder that has a version wherever engines are started later; empty:
     there is none that all of them could read."""
 
-    def __init__(self, gate: GateKeeper, nodes: NodeRegistry, source: Callable[[int], str]) -> None:
+    def __init__(self, gate: PauseBarrier, nodes: NodeRegistry, source: Callable[[int], str]) -> None:
         self._gate = gate
         self._nodes = nodes
         self._source = source
 
     @property
-    def state(self) -> GateState:
+    def state(self) -> PauseState:
         return self._gate.state
 
     def is_manned(self) -> bool:
@@ -87,7 +89,7 @@ class GateFence:
 
     async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
         frozen = FrozenRequests.TAKEN_BACK if empty else FrozenRequests.RECOMPUTE
-        wish = GateWish(PauseMode.KEEP, frozen, holder, lease_s, deadline_s, weights_change=True)
+        wish = PauseRequest(PauseMode.KEEP, frozen, holder, lease_s, deadline_s, weights_change=True)
         state = await self._gate.pause(wish)
         assert state.lease is not None
         return state.lease.id

@@ -13,9 +13,9 @@ from orchestrrl.core.config.schema import Config
 from orchestrrl.core.defects import keep_running
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.daemon.configuration import Reloadable
+from orchestrrl.daemon.configuration import ReloadableConfig
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.engine_watcher import DeployedWatch
+from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from orchestrrl.daemon.fabric_wiring import fabric_of, gen_circuits_of, routing_of, verifier_of
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.metrics import serve_metrics
@@ -24,7 +24,7 @@ from orchestrrl.daemon.weight_syncs import weights_of
 from orchestrrl.fabric.switch_events import SwitchEvents
 from orchestrrl.fabric.windows import QUANTILE, TraceHub
 from orchestrrl.fleet.found_engines import FoundFleet
-from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService, drivers_of
 from planner.model import Mode
 
@@ -35,7 +35,9 @@ DRAIN_S = 2.0
 GRACE_S = 0.5
 
 
-async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], None], mode: Mode | None = None) -> None:
+async def run_daemon(
+    file: ReloadableConfig, clock: Clock, announce: Callable[[str], None], mode: Mode | None = None
+) -> None:
     """Serve until cancelled, then stop in order.
 
     `announce` gets the address once it is bound; `mode` stands in for the configured one. Raises ProblemFaults for what
@@ -61,7 +63,7 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         plane.deployment = plane.switching = switching = switching_of(config, plane, clock)
         if switching is not None:
             assert config.fleet.launch is not None
-            watch, product = DeployedWatch(plane), config.fleet.launch.engine
+            watch, product = DeployedEngineWatcher(plane), config.fleet.launch.engine
             plane.watch_deployed = lambda urls: watch.follow({engine: (url, product) for engine, url in urls.items()})
             stack.push_async_callback(watch.close)
             stack.push_async_callback(switching.close)
@@ -70,7 +72,7 @@ async def run_daemon(file: Reloadable, clock: Clock, announce: Callable[[str], N
         weights = weights_of(config, plane, clock)
         plane.weights = weights.syncs
         weights.syncs.recover()
-        server = await Server.start(plane, config.listen, switches, hub, weights)
+        server = await DaemonServer.start(plane, config.listen, switches, hub, weights)
         stack.push_async_callback(server.stop, GRACE_S)
         stack.push_async_callback(weights.syncs.close)
         # Undone in reverse: results come in while the server still serves.
@@ -109,7 +111,7 @@ def _with_mode(config: Config, mode: Mode | None) -> Config:
     return config if mode is None else config.model_copy(update={"mode": mode})
 
 
-def _reload_on_hangup(file: Reloadable, plane: ControlPlane, mode: Mode | None, stack: AsyncExitStack) -> None:
+def _reload_on_hangup(file: ReloadableConfig, plane: ControlPlane, mode: Mode | None, stack: AsyncExitStack) -> None:
     def reload() -> None:
         try:
             plane.reconfigure(_with_mode(file.reload(), mode))

@@ -18,7 +18,7 @@ from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
 from planner.model import EngineHealth
 
 
-class Endpoint(StrEnum):
+class CompletionEndpoint(StrEnum):
     """OpenAI's two ways to ask for tokens."""
 
     COMPLETIONS = "completions"
@@ -26,7 +26,7 @@ class Endpoint(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
+class EngineCapabilities:
     """What an engine was found to offer; asked, never assumed from a version."""
 
     engine: str
@@ -77,7 +77,7 @@ class GenerationRequest:
     which the engine client sets itself; `n` in it is absent or 1."""
 
     request_id: str  # unique per attempt: names it for `abort`
-    endpoint: Endpoint
+    endpoint: CompletionEndpoint
     body: Mapping[str, Any]
     coalesce_tokens: int = 1  # this many tokens in a chunk, but for the first and the last, where the engine can
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # of the client, credentials among them
@@ -103,7 +103,7 @@ class Chunk:
     event: Mapping[str, Any] | None = None  # an event of the streamed answer to one; empty with the last
 
 
-class Refused(Permanent):
+class RequestRefused(Permanent):
     """The engine answered that the request is wrong: its HTTP status, and its own error object to pass on."""
 
     def __init__(self, message: str, status: int, body: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class Engine(Protocol):
 
     url: str
 
-    async def capabilities(self) -> Capabilities: ...
+    async def capabilities(self) -> EngineCapabilities: ...
 
     async def metrics(self) -> EngineMetrics:
         """Raises Retryable when the engine cannot be reached, Permanent when it answers something else than metrics."""
@@ -159,7 +159,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class EngineReading:
     """What a scrape of an engine came to: its health, and its metrics where they could be read."""
 
     health: EngineHealth
@@ -169,7 +169,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedWeights:
     """The weights that an engine has. `sum` names its algorithm before a colon, and is equal wherever an engine of one
     layout took the same bytes in the same way; empty where nobody took it."""
 
@@ -182,7 +182,7 @@ class WeightsEngine(Protocol):
     """The weights of one engine, over the connections of its client. The engine has no requests meanwhile, or they are
     frozen; its KV is dropped with the weights that it was computed under."""
 
-    async def load_weights(self, folder: Path, version: int, known_sum: str = "") -> Loaded:
+    async def load_weights(self, folder: Path, version: int, known_sum: str = "") -> LoadedWeights:
         """Have it load a checkpoint, in a folder of its machine; it is paused afterwards where it was before.
         `known_sum`: of what is in the folder, where that was taken already. Raises Retryable and Permanent where it has
         the weights from before, and OutcomeUnknown where it may have others, or some of each: then it stays paused
@@ -194,7 +194,7 @@ class WeightsEngine(Protocol):
         else a load would have to ask is learnt with it. Changes nothing."""
         ...
 
-    async def loaded(self) -> Loaded | None:
+    async def loaded(self) -> LoadedWeights | None:
         """What it says that it has; None: it does not know, as one that was started anew."""
         ...
 

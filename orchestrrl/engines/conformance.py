@@ -25,13 +25,13 @@ import aiohttp
 from orchestrrl.core.errors import Retryable
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import (
-    Capabilities,
     Chunk,
-    Endpoint,
+    CompletionEndpoint,
     Engine,
+    EngineCapabilities,
     EngineMetrics,
     GenerationRequest,
-    Refused,
+    RequestRefused,
     TokenLogprob,
 )
 
@@ -49,7 +49,7 @@ _numbers = count()
 
 
 @dataclass
-class Run:
+class ConformanceRequest:
     """One request and what has come of it so far."""
 
     id: str
@@ -76,7 +76,7 @@ class Run:
     def finish_reason(self) -> str | None:
         return self.chunks[-1].finish_reason if self.chunks else None
 
-    async def done(self) -> "Run":
+    async def done(self) -> "ConformanceRequest":
         """Wait for the end; an engine's refusal is raised here."""
         assert self.task is not None
         async with asyncio.timeout(DEADLINE_S):
@@ -84,34 +84,38 @@ class Run:
         return self
 
 
-class Bench:
+class EngineUnderTest:
     """An engine with what tests need around it."""
 
-    def __init__(self, engine: Engine, capabilities: Capabilities) -> None:
+    def __init__(self, engine: Engine, capabilities: EngineCapabilities) -> None:
         self.engine = engine
         self.capabilities = capabilities
-        self._started: list[Run] = []
+        self._started: list[ConformanceRequest] = []
 
     @property
     def seats(self) -> int:
         assert self.capabilities.max_sequences is not None
         return self.capabilities.max_sequences
 
-    def start(self, prompt: Any = PROMPT, *, chat: bool = False, verbatim: bool = False, **body: Any) -> Run:
+    def start(
+        self, prompt: Any = PROMPT, *, chat: bool = False, verbatim: bool = False, **body: Any
+    ) -> ConformanceRequest:
         """Send a request: greedy, and without an end of its own, unless `body` overrides it. `verbatim`: as it is."""
         asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         defaults = {"model": self.capabilities.models[0], "temperature": 0, "ignore_eos": True}
-        endpoint = Endpoint.CHAT if chat else Endpoint.COMPLETIONS
-        run = Run(f"conformance-{time.time_ns()}-{next(_numbers)}")
+        endpoint = CompletionEndpoint.CHAT if chat else CompletionEndpoint.COMPLETIONS
+        run = ConformanceRequest(f"conformance-{time.time_ns()}-{next(_numbers)}")
         request = GenerationRequest(run.id, endpoint, {**defaults, **asked, **body}, verbatim=verbatim)
         run.task = asyncio.create_task(self._read(request, run))
         self._started.append(run)
         return run
 
-    async def run(self, prompt: Any = PROMPT, *, chat: bool = False, verbatim: bool = False, **body: Any) -> Run:
+    async def run(
+        self, prompt: Any = PROMPT, *, chat: bool = False, verbatim: bool = False, **body: Any
+    ) -> ConformanceRequest:
         return await self.start(prompt, chat=chat, verbatim=verbatim, **body).done()
 
-    async def _read(self, request: GenerationRequest, run: Run) -> None:
+    async def _read(self, request: GenerationRequest, run: ConformanceRequest) -> None:
         async for chunk in self.engine.generate(request):
             run.chunks.append(chunk)
 
@@ -125,7 +129,7 @@ class Bench:
                         return metrics
                 await asyncio.sleep(POLL_S)
 
-    async def until_all_speak(self, *runs: Run) -> None:
+    async def until_all_speak(self, *runs: ConformanceRequest) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not all(run.token_ids for run in runs):
                 await asyncio.sleep(POLL_S)
@@ -133,7 +137,7 @@ class Bench:
     async def until_idle(self) -> EngineMetrics:
         return await self.until(lambda m: m.running == 0 and m.waiting == 0 and m.kv_usage_fraction == 0)
 
-    async def fill(self, tokens: int = LONG_TOKENS) -> tuple[list[Run], list[Run]]:
+    async def fill(self, tokens: int = LONG_TOKENS) -> tuple[list[ConformanceRequest], list[ConformanceRequest]]:
         """Take every seat for so many tokens, and queue two short requests more: those running and those waiting."""
         running = [self.start([*PROMPT, seat], max_tokens=tokens) for seat in range(self.seats)]
         await self.until_all_speak(*running)
@@ -152,9 +156,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def at(engine: Engine) -> AsyncIterator[Bench]:
+async def at(engine: Engine) -> AsyncIterator[EngineUnderTest]:
     """A bench for one test on an idle engine."""
-    bench = Bench(engine, await engine.capabilities())
+    bench = EngineUnderTest(engine, await engine.capabilities())
     await bench.until_idle()
     try:
         yield bench
@@ -524,7 +528,7 @@ class EngineConformance:
             assert len(run.token_ids) < LONG_TOKENS
 
 
-def _check_logprobs(run: Run, alternatives: int) -> None:
+def _check_logprobs(run: ConformanceRequest, alternatives: int) -> None:
     for chunk in run.chunks:
         assert len(chunk.logprobs or ()) == len(chunk.token_ids)
     for item in run.logprobs:
@@ -534,11 +538,11 @@ def _check_logprobs(run: Run, alternatives: int) -> None:
     assert len(run.logprobs) == len(run.token_ids)
 
 
-async def _check_refused(run: Run, status: int) -> None:
+async def _check_refused(run: ConformanceRequest, status: int) -> None:
     refusal = None
     try:
         await run.done()
-    except Refused as raised:
+    except RequestRefused as raised:
         refusal = raised
     assert refusal is not None, f"{run.id} was not refused, and ended with {run.finish_reason}"
     assert refusal.status == status

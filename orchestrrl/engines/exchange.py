@@ -83,10 +83,10 @@ class ChunkedBody:
             self._trailers = not self._left
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """One connection, and the answer that comes over it."""
 
-    def __init__(self, pool: "Pool") -> None:
+    def __init__(self, pool: "ConnectionPool") -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -311,16 +311,16 @@ def read_head(head: bytes) -> tuple[bytes, int, dict[str, str]]:
     return version.encode(), int(status[:3]), headers
 
 
-class Exchange:
+class EngineExchange:
     """One request and its answer. `close` may be called at any time."""
 
-    def __init__(self, pool: "Pool", request: bytes) -> None:
+    def __init__(self, pool: "ConnectionPool", request: bytes) -> None:
         self._pool = pool
         self._request = request
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         self._closed = False
 
-    async def begin(self) -> Connection:
+    async def begin(self) -> EngineConnection:
         """Send, and wait for the answer's head. Raises Retryable when the engine cannot be reached, OutcomeUnknown when
         the connection breaks, Permanent when the answer is not HTTP."""
         loop = asyncio.get_running_loop()
@@ -359,7 +359,7 @@ class Exchange:
             self._connection.close()
 
 
-class Pool:
+class ConnectionPool:
     """Connections to one engine, opened when they are needed, without limit. `close` releases them."""
 
     def __init__(self, url: str, *, connect_timeout_s: float, headers: Mapping[str, str]) -> None:
@@ -383,17 +383,17 @@ class Pool:
             own.setdefault("Authorization", f"Basic {b64encode(login.encode()).decode()}")
         self._own_names = frozenset(name.lower() for name in own)
         self._head = written(own.items())
-        self._idle: deque[Connection] = deque()  # the last used is the last
-        self._open: set[Connection] = set()
+        self._idle: deque[EngineConnection] = deque()  # the last used is the last
+        self._open: set[EngineConnection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
 
-    def exchange(self, path: str, body: bytes, headers: Iterable[tuple[str, str]]) -> Exchange:
+    def exchange(self, path: str, body: bytes, headers: Iterable[tuple[str, str]]) -> EngineExchange:
         """A POST; nothing is sent yet. A header that this pool itself sends wins over one of the same name."""
         line = f"POST {self._path}{path} HTTP/1.1\r\n".encode()
         head = written(pair for pair in headers if pair[0].lower() not in self._own_names)
-        return Exchange(self, b"%b%b%bContent-Length: %d\r\n\r\n%b" % (line, self._head, head, len(body), body))
+        return EngineExchange(self, b"%b%b%bContent-Length: %d\r\n\r\n%b" % (line, self._head, head, len(body), body))
 
-    def take_kept(self) -> Connection | None:
+    def take_kept(self) -> EngineConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.open and connection.idle_since_s + KEEP_IDLE_S > asyncio.get_running_loop().time():
@@ -401,13 +401,13 @@ class Pool:
             connection.close()
         return None
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> EngineConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 # asyncio sets TCP_NODELAY.
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self), self._host, self._port, ssl=self._tls
+                    lambda: EngineConnection(self), self._host, self._port, ssl=self._tls
                 )
         except (OSError, UnicodeError) as error:  # TimeoutError is an OSError; a host's name may be none
             if isinstance(error, OSError) and error.errno in _OWN_SHORTAGE:
@@ -417,7 +417,7 @@ class Pool:
         self._open.add(connection)
         return connection
 
-    def keep(self, connection: Connection) -> None:
+    def keep(self, connection: EngineConnection) -> None:
         """Its answer has ended well."""
         loop = asyncio.get_running_loop()
         connection.idle_since_s = loop.time()
@@ -425,7 +425,7 @@ class Pool:
         if self._sweep_timer is None:
             self._sweep_timer = loop.call_later(KEEP_IDLE_S, self._sweep)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: EngineConnection) -> None:
         """It is closed."""
         self._open.discard(connection)
 

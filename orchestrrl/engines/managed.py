@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchestrrl.engines.base import Capabilities, EngineMetrics, connect
+from orchestrrl.engines.base import EngineCapabilities, EngineMetrics, connect
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLayout:
+class ReportedLayout:
     """How the engine says that it is laid out. None: it does not say."""
 
     tp: int | None = None
@@ -27,7 +27,7 @@ class EngineLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Excerpt:
+class AnswerExcerpt:
     """A piece of greedy text as an engine sees it: log-probabilities (natural, one per token of `token_ids`) that it
     gives to the tokens after `prompt_ids`."""
 
@@ -41,7 +41,7 @@ class ManagedEngine(Protocol):
 
     url: str
 
-    async def capabilities(self) -> Capabilities: ...
+    async def capabilities(self) -> EngineCapabilities: ...
 
     async def metrics(self) -> EngineMetrics: ...
 
@@ -49,7 +49,7 @@ class ManagedEngine(Protocol):
 
     async def probe(self) -> float: ...
 
-    async def layout(self) -> EngineLayout: ...
+    async def layout(self) -> ReportedLayout: ...
 
     async def weight_version(self) -> int | None:
         """The policy version that it was last told its weights to be; None: it has none, or cannot tell."""
@@ -64,11 +64,11 @@ class ManagedEngine(Protocol):
         """Tell it what its weights are called; they stay."""
         ...
 
-    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
+    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
         """Its own greedy continuation of at most `tokens`, going on beyond end-of-text."""
         ...
 
-    async def score(self, excerpt: Excerpt) -> tuple[float, ...]:
+    async def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
         """The log-probabilities that this engine gives to another's excerpt, token by token."""
         ...
 

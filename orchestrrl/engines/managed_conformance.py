@@ -22,8 +22,8 @@ from typing import Protocol
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Endpoint, Engine, GenerationRequest
-from orchestrrl.engines.managed import EngineLayout, Excerpt, ManagedEngine
+from orchestrrl.engines.base import CompletionEndpoint, Engine, GenerationRequest
+from orchestrrl.engines.managed import AnswerExcerpt, ManagedEngine, ReportedLayout
 
 PROMPT = tuple(range(65, 81))
 TOKENS = 48
@@ -34,18 +34,18 @@ OTHER_NATS = 0.5
 DEADLINE_S = 120.0
 
 
-def mean_nats(excerpt: Excerpt, scores: tuple[float, ...]) -> float:
+def mean_nats(excerpt: AnswerExcerpt, scores: tuple[float, ...]) -> float:
     """Mean |difference| of what two engines make of a text."""
     pairs = zip(excerpt.logprobs, scores, strict=True)
     return math.fsum(abs(one - other) for one, other in pairs) / len(scores)
 
 
-class WholeEngine(Engine, ManagedEngine, Protocol):
+class EngineOfBothKinds(Engine, ManagedEngine, Protocol):
     """Both protocols, as clients that can be deployed have them."""
 
 
 @asynccontextmanager
-async def restored(engine: WholeEngine, own: Path) -> AsyncIterator[None]:
+async def restored(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[None]:
     """For a test that loads other weights."""
     try:
         yield
@@ -66,12 +66,12 @@ def refused(word: str = "") -> Iterator[None]:
 
 
 class ManagedConformance:
-    layout: EngineLayout
+    layout: ReportedLayout
 
-    async def test_layout_is_what_it_was_started_with(self, engine: WholeEngine) -> None:
+    async def test_layout_is_what_it_was_started_with(self, engine: EngineOfBothKinds) -> None:
         assert await engine.layout() == self.layout
 
-    async def test_an_excerpt_goes_on_to_its_length_and_is_the_same_again(self, engine: WholeEngine) -> None:
+    async def test_an_excerpt_goes_on_to_its_length_and_is_the_same_again(self, engine: EngineOfBothKinds) -> None:
         excerpt = await engine.excerpt(PROMPT, TOKENS)
         assert excerpt.prompt_ids == PROMPT
         assert len(excerpt.token_ids) == len(excerpt.logprobs) == TOKENS
@@ -80,33 +80,37 @@ class ManagedConformance:
         assert again.token_ids == excerpt.token_ids
         assert mean_nats(excerpt, again.logprobs) < SAME_NATS
 
-    async def test_an_excerpt_is_what_a_request_would_get(self, engine: WholeEngine) -> None:
+    async def test_an_excerpt_is_what_a_request_would_get(self, engine: EngineOfBothKinds) -> None:
         model = (await engine.capabilities()).models[0]
         body = {"model": model, "prompt": list(PROMPT), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         got: list[int] = []
-        async for chunk in engine.generate(GenerationRequest("managed-conformance", Endpoint.COMPLETIONS, body)):
+        async for chunk in engine.generate(
+            GenerationRequest("managed-conformance", CompletionEndpoint.COMPLETIONS, body)
+        ):
             got += chunk.token_ids
         assert tuple(got) == (await engine.excerpt(PROMPT, TOKENS)).token_ids
 
-    async def test_its_own_excerpt_scores_as_it_was_made(self, engine: WholeEngine) -> None:
+    async def test_its_own_excerpt_scores_as_it_was_made(self, engine: EngineOfBothKinds) -> None:
         excerpt = await engine.excerpt(PROMPT, TOKENS)
         for _ in range(2):  # also where the prompt is cached by now
             scores = await engine.score(excerpt)
             assert len(scores) == TOKENS
             assert max(abs(a - b) for a, b in zip(scores, excerpt.logprobs, strict=True)) < SAME_NATS
 
-    async def test_a_text_that_it_would_not_write_scores_lower(self, engine: WholeEngine) -> None:
+    async def test_a_text_that_it_would_not_write_scores_lower(self, engine: EngineOfBothKinds) -> None:
         excerpt = await engine.excerpt(PROMPT, TOKENS)
-        turned = Excerpt(PROMPT, tuple(reversed(excerpt.token_ids)), excerpt.logprobs)
+        turned = AnswerExcerpt(PROMPT, tuple(reversed(excerpt.token_ids)), excerpt.logprobs)
         assert sum(await engine.score(turned)) < sum(excerpt.logprobs) - OTHER_NATS * TOKENS
 
-    async def test_what_does_not_fit_is_refused(self, engine: WholeEngine) -> None:
+    async def test_what_does_not_fit_is_refused(self, engine: EngineOfBothKinds) -> None:
         longest = (await engine.capabilities()).max_model_len_tokens
         assert longest is not None
         with refused():
             await engine.excerpt([PROMPT[0]] * (longest + 1), 1)
 
-    async def test_other_weights_are_seen_and_named(self, engine: WholeEngine, weights: tuple[Path, Path]) -> None:
+    async def test_other_weights_are_seen_and_named(
+        self, engine: EngineOfBothKinds, weights: tuple[Path, Path]
+    ) -> None:
         own, other = weights
         before = await engine.excerpt(PROMPT, TOKENS)
         async with restored(engine, own):
@@ -119,7 +123,7 @@ class ManagedConformance:
         assert not await engine.is_paused()
 
     async def test_a_prompt_that_is_cached_is_computed_anew_under_other_weights(
-        self, engine: WholeEngine, weights: tuple[Path, Path]
+        self, engine: EngineOfBothKinds, weights: tuple[Path, Path]
     ) -> None:
         prompt = [20 + 7 * place % 400 for place in range(CACHED_TOKENS)]
         before = await engine.excerpt(prompt, TOKENS)
@@ -132,7 +136,7 @@ class ManagedConformance:
         assert (await engine.excerpt(prompt, TOKENS)).token_ids == before.token_ids
 
     async def test_weights_that_are_there_already_can_be_named(
-        self, engine: WholeEngine, weights: tuple[Path, Path]
+        self, engine: EngineOfBothKinds, weights: tuple[Path, Path]
     ) -> None:
         async with restored(engine, weights[0]):
             for version in (0, 8):
@@ -140,7 +144,7 @@ class ManagedConformance:
                 assert await engine.weight_version() == version
 
     async def test_an_engine_that_is_paused_stays_so_while_weights_come(
-        self, engine: WholeEngine, weights: tuple[Path, Path]
+        self, engine: EngineOfBothKinds, weights: tuple[Path, Path]
     ) -> None:
         async with restored(engine, weights[0]):
             await engine.pause(PauseMode.KEEP)
@@ -152,7 +156,7 @@ class ManagedConformance:
                 await engine.resume()
         assert await engine.probe() > 0
 
-    async def test_sleep_and_wake_or_a_clear_no(self, engine: WholeEngine) -> None:
+    async def test_sleep_and_wake_or_a_clear_no(self, engine: EngineOfBothKinds) -> None:
         excerpt = await engine.excerpt(PROMPT, TOKENS)
         assert not await engine.asleep()
         if not (await engine.capabilities()).sleep:
@@ -173,7 +177,7 @@ class ManagedConformance:
         async with asyncio.timeout(DEADLINE_S):
             assert mean_nats(excerpt, await engine.score(excerpt)) < SAME_NATS
 
-    async def test_scale_or_a_clear_no(self, engine: WholeEngine) -> None:
+    async def test_scale_or_a_clear_no(self, engine: EngineOfBothKinds) -> None:
         replicas = (await engine.layout()).dp or 1
         if not (await engine.capabilities()).scale_elastic_ep:
             with refused("scaled"):

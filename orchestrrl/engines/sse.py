@@ -4,7 +4,7 @@ DONE = b"[DONE]"
 MOST_LINE_BYTES = 128 << 20  # the ids of a prompt of ten million tokens; whatever has no end has to have one
 
 
-class Events:
+class ServerSentEvents:
     """The content of each `data:` line, however the network cut the lines up; comments (keep-alives) and other fields
     are left out. A line may be long: the one that carries a long prompt's ids has hundreds of kilobytes. An unfinished
     last line is never given out. Pure."""

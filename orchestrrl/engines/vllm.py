@@ -20,15 +20,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorten
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines import sse
-from orchestrrl.engines.base import Capabilities, Chunk, Endpoint, EngineMetrics, GenerationRequest, Refused
-from orchestrrl.engines.exchange import Connection, Exchange, Pool
+from orchestrrl.engines.base import (
+    Chunk,
+    CompletionEndpoint,
+    EngineCapabilities,
+    EngineMetrics,
+    GenerationRequest,
+    RequestRefused,
+)
+from orchestrrl.engines.exchange import ConnectionPool, EngineConnection, EngineExchange
 from orchestrrl.engines.handover import EXTERNAL_SOURCE
-from orchestrrl.engines.managed import EngineLayout, Excerpt
+from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from orchestrrl.engines.openai_chunks import ChunkReader, StreamError, parse_event
 from orchestrrl.engines.serving import named
-from orchestrrl.engines.vllm_calls import BUSY_STATUSES, NOT_OF_VLLM, Calls, failure
-from orchestrrl.engines.vllm_info import ServerInfo, server_identity
-from orchestrrl.engines.vllm_managed import Management
+from orchestrrl.engines.vllm_calls import BUSY_STATUSES, NOT_OF_VLLM, VllmCalls, failure
+from orchestrrl.engines.vllm_info import VllmServerInfo, server_identity
+from orchestrrl.engines.vllm_managed import VllmManagement
 from orchestrrl.engines.vllm_transfer import VllmTransfers
 from orchestrrl.engines.vllm_weights import VllmWeights
 
@@ -53,7 +60,7 @@ _SAMPLES = tuple(f"{name}{{" for name in _NAMES)
 class _Attempt:
     """A request of ours in flight."""
 
-    exchange: Exchange
+    exchange: EngineExchange
     heard: bool = False  # the engine has sent some of it, so it knows the request by its id
     abandoned: bool = False  # we closed its connection
 
@@ -82,15 +89,15 @@ class VllmEngine:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._headers = dict(headers or {})
-        self._calls = Calls(self.url, self.name, timeout_s=timeout_s, session=session, headers=self._headers)
+        self._calls = VllmCalls(self.url, self.name, timeout_s=timeout_s, session=session, headers=self._headers)
         self._where = self._calls.where
-        self._management = Management(self._calls)
+        self._management = VllmManagement(self._calls)
         self.weights = VllmWeights(self._calls, self._management, self.metrics, self._model)
         self.transfers = VllmTransfers(self._where, self._management)
-        self._pool: Pool | None = None
+        self._pool: ConnectionPool | None = None
         self._attempts: dict[str, _Attempt] = {}
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> EngineCapabilities:
         api = await self._calls.json("GET", "/openapi.json")
         with self._calls.reading("/openapi.json"):
             paths = set(api["paths"])
@@ -98,10 +105,10 @@ class VllmEngine:
             token_ids = "return_token_ids" in completion.get("properties", {})
         version = (await self._calls.json("GET", "/version")).get("version", "") if "/version" in paths else ""
         served = await self._served()
-        info = await self._management.info() if "/server_info" in paths else ServerInfo()
+        info = await self._management.info() if "/server_info" in paths else VllmServerInfo()
         main = next(iter(served), {})
         model = named(main.get("root")) or info.serving.model or named(main.get("id"))
-        return Capabilities(
+        return EngineCapabilities(
             engine=self.name,
             version=version,
             models=tuple(str(each["id"]) for each in served),
@@ -144,7 +151,7 @@ class VllmEngine:
         return time.monotonic() - started_s
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        path = "/v1/completions" if request.endpoint is Endpoint.COMPLETIONS else "/v1/chat/completions"
+        path = "/v1/completions" if request.endpoint is CompletionEndpoint.COMPLETIONS else "/v1/chat/completions"
         asked = request.body if request.verbatim else _asked(request)
         body = json.dumps(asked, separators=(",", ":"), allow_nan=False).encode()
         headers = [("X-Request-Id", request.request_id), *request.headers]
@@ -184,9 +191,9 @@ class VllmEngine:
             else:
                 exchange.close()
 
-    async def _chunks(self, path: str, connection: Connection) -> AsyncGenerator[Chunk]:
+    async def _chunks(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
         """Read a streamed answer. The finishing chunk waits for the engine's usage, which follows at once."""
-        events, reader = sse.Events(), ChunkReader()
+        events, reader = sse.ServerSentEvents(), ChunkReader()
         begun, last = False, None
         while data := await _read(connection, within_s=None if last is None else USAGE_WITHIN_S):
             with self._calls.reading(path):
@@ -214,7 +221,7 @@ class VllmEngine:
         if last is not None:
             yield last
 
-    async def _whole(self, path: str, connection: Connection) -> AsyncGenerator[Chunk]:
+    async def _whole(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
         """Read an answer that comes as one JSON document."""
         text = await connection.read_all()
         with self._calls.reading(path):
@@ -222,9 +229,9 @@ class VllmEngine:
             reasons = [choice["finish_reason"] for choice in answer["choices"]]
         yield Chunk(finish_reason="abort" if "abort" in reasons else (reasons or [None])[-1] or "stop", answer=answer)
 
-    async def _events(self, path: str, connection: Connection) -> AsyncGenerator[Chunk]:
+    async def _events(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
         """Read a streamed answer event by event, each as the engine wrote it."""
-        events, finish_reason = sse.Events(), None
+        events, finish_reason = sse.ServerSentEvents(), None
         while data := await connection.read():
             with self._calls.reading(path):
                 received = events.feed(data)
@@ -255,7 +262,7 @@ class VllmEngine:
         engine_ids = [form.format(request_id) for request_id in known for form in ENGINE_ID_FORMS]
         try:
             await self._calls.json("POST", "/abort_requests", {"request_ids": engine_ids})
-        except Refused as refusal:
+        except RequestRefused as refusal:
             if refusal.status not in (404, 405):
                 raise
             for request_id in known:
@@ -282,7 +289,7 @@ class VllmEngine:
         with self._calls.reading("/detokenize"):
             return str(answer["prompt"])
 
-    async def layout(self) -> EngineLayout:
+    async def layout(self) -> ReportedLayout:
         return await self._management.layout()
 
     async def weight_version(self) -> int | None:
@@ -297,10 +304,10 @@ class VllmEngine:
     async def name_weights(self, policy_version: int) -> None:
         await self._management.name_weights(policy_version)
 
-    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
+    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
         return await self._management.excerpt(await self._model(), prompt_ids, tokens)
 
-    async def score(self, excerpt: Excerpt) -> tuple[float, ...]:
+    async def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
         return await self._management.score(await self._model(), excerpt)
 
     async def sleep(self) -> None:
@@ -328,10 +335,10 @@ class VllmEngine:
             self._pool.close()
             self._pool = None
 
-    def _open_pool(self) -> Pool:
+    def _open_pool(self) -> ConnectionPool:
         """For requests alone. Raises Permanent where the URL is none."""
         if self._pool is None:
-            self._pool = Pool(self.url, connect_timeout_s=self._timeout_s, headers=self._headers)
+            self._pool = ConnectionPool(self.url, connect_timeout_s=self._timeout_s, headers=self._headers)
         return self._pool
 
     def _chunk(self, path: str, reader: ChunkReader, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
@@ -347,7 +354,7 @@ class VllmEngine:
         except StreamError as told:
             status, message = told.error.get("code"), told.error.get("message")
             if isinstance(status, int) and 400 <= status < 500 and status not in BUSY_STATUSES:
-                raise Refused(f"{self._where}{path}: {message}", status, told.event) from told
+                raise RequestRefused(f"{self._where}{path}: {message}", status, told.event) from told
             # The engine gave up midway, often because it is dying: as good as a cut stream.
             raise OutcomeUnknown(f"{self._where}{path}: the stream ended with an error: {message}") from told
         except NOT_OF_VLLM as error:
@@ -406,7 +413,7 @@ def _asked(request: GenerationRequest) -> dict[str, Any]:
     return body
 
 
-async def _read(connection: Connection, *, within_s: float | None) -> bytes:
+async def _read(connection: EngineConnection, *, within_s: float | None) -> bytes:
     """Return the next bytes of the answer; none where it has ended or nothing comes within `within_s`."""
     if within_s is None:
         return await connection.read()

@@ -13,7 +13,7 @@ import aiohttp
 
 from orchestrrl.core.addresses import without_login
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
-from orchestrrl.engines.base import Refused
+from orchestrrl.engines.base import RequestRefused
 
 RETRY_AFTER_S = 1.0
 BUSY_STATUSES = frozenset({408, 425, 429})
@@ -21,7 +21,7 @@ BUSY_STATUSES = frozenset({408, 425, 429})
 NOT_OF_VLLM = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError)
 
 
-class Calls:
+class VllmCalls:
     """To the server at `url`, which calls itself `product`. `timeout_s` bounds connecting, and each call that brings no
     time of its own.
 
@@ -125,4 +125,4 @@ def failure(where: str, status: int, text: str, retry_after: str | None) -> Orch
     if status in BUSY_STATUSES or status >= 500:
         after_s = float(retry_after) if retry_after and retry_after.isdecimal() else RETRY_AFTER_S
         return Retryable(f"{where}: {status}: {message}", after_s)
-    return Refused(f"{where}: {status}: {message}", status, body)
+    return RequestRefused(f"{where}: {status}: {message}", status, body)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrrl.engines.managed import EngineLayout
+from orchestrrl.engines.managed import ReportedLayout
 from orchestrrl.engines.serving import CPU, ServingFacts, gpu_of, kv_bits, listed_gpus, named, ranks, weight_bits
 
 PATH = "/server_info?config_format=json"
@@ -19,10 +19,10 @@ TIMEOUT_S = 60.0  # the first answer collects facts about the machine, which tak
 
 
 @dataclass(frozen=True, slots=True)
-class ServerInfo:
+class VllmServerInfo:
     """What is None or False was not told, or is not so."""
 
-    layout: EngineLayout = field(default_factory=EngineLayout)
+    layout: ReportedLayout = field(default_factory=ReportedLayout)
     max_sequences: int | None = None  # of the whole server
     sleep: bool = False  # --enable-sleep-mode
     elastic_ep: bool = False  # --enable-elastic-ep
@@ -33,7 +33,7 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class AsStarted:
+class StartedSettings:
     """What a server cannot change while it runs; its layout it can."""
 
     paths: frozenset[str]
@@ -41,15 +41,15 @@ class AsStarted:
     weight_backend: str | None = None
 
 
-def read_server_info(answer: Mapping[str, Any]) -> ServerInfo:
+def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:
     """Raises ValueError, KeyError, TypeError or AttributeError for what is no such answer."""
     config = answer["vllm_config"]
     if not isinstance(config, dict):  # versions that know no JSON here
-        return ServerInfo()
+        return VllmServerInfo()
     parallel = config.get("parallel_config", {})
     seats = config["scheduler_config"]["max_num_seqs"]
-    return ServerInfo(
-        layout=EngineLayout(
+    return VllmServerInfo(
+        layout=ReportedLayout(
             tp=_count(parallel, "tensor_parallel_size"),
             pp=_count(parallel, "pipeline_parallel_size"),
             dp=_count(parallel, "data_parallel_size"),

@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 from orchestrrl.engines import vllm_info
-from orchestrrl.engines.base import Refused
-from orchestrrl.engines.managed import EngineLayout, Excerpt
-from orchestrrl.engines.vllm_calls import RETRY_AFTER_S, Calls, failure
-from orchestrrl.engines.vllm_info import AsStarted, ServerInfo
+from orchestrrl.engines.base import RequestRefused
+from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
+from orchestrrl.engines.vllm_calls import RETRY_AFTER_S, VllmCalls, failure
+from orchestrrl.engines.vllm_info import StartedSettings, VllmServerInfo
 
 # Big models take minutes. Whoever waits less cancels.
 LOAD_TIMEOUT_S = 1_800.0
@@ -26,15 +26,15 @@ NOT_BEGUN = frozenset({425, 429, 503})  # 503 while it is being scaled, to whate
 SLEEP_STATE = "vllm:engine_sleep_state"
 
 
-class Management:
+class VllmManagement:
     """Of the server that `calls` go to."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: VllmCalls) -> None:
         self._calls = calls
         self._url = calls.where  # for messages
-        self._known: tuple[str, AsStarted] | None = None  # when the process was started that told it
+        self._known: tuple[str, StartedSettings] | None = None  # when the process was started that told it
 
-    async def as_started(self, page: str | None = None) -> AsStarted:
+    async def as_started(self, page: str | None = None) -> StartedSettings:
         """`page`: its metrics, where they have just been read. It takes seconds to be told, so that each process is
         asked once; one of which nobody knows whether it still is the same is asked again."""
         began = vllm_info.began_at(await self.metrics_page() if page is None else page)
@@ -42,8 +42,8 @@ class Management:
             return self._known[1]
         self._known = None
         paths = await self.paths()
-        info = await self.info() if "/server_info" in paths else ServerInfo()
-        told = AsStarted(frozenset(paths), info.model, info.weight_backend)
+        info = await self.info() if "/server_info" in paths else VllmServerInfo()
+        told = StartedSettings(frozenset(paths), info.model, info.weight_backend)
         if began and began == vllm_info.began_at(await self.metrics_page()):  # else another one may have answered
             self._known = began, told
         return told
@@ -54,7 +54,7 @@ class Management:
             raise failure(f"{self._url}/metrics", status, page, None)
         return page
 
-    async def info(self) -> ServerInfo:
+    async def info(self) -> VllmServerInfo:
         answer = await self._calls.json(
             "GET", vllm_info.PATH, timeout_s=max(self._calls.timeout_s, vllm_info.TIMEOUT_S)
         )
@@ -66,9 +66,9 @@ class Management:
         with self._calls.reading("/openapi.json"):
             return set(answer["paths"])
 
-    async def layout(self) -> EngineLayout:
+    async def layout(self) -> ReportedLayout:
         if "/server_info" not in await self.paths():
-            return EngineLayout()
+            return ReportedLayout()
         return (await self.info()).layout
 
     # --- weights
@@ -80,7 +80,7 @@ class Management:
     async def weight_name(self) -> str:
         try:
             answer = await self._calls.json("GET", "/weight_info")
-        except Refused as refusal:
+        except RequestRefused as refusal:
             if refusal.status in (404, 405):
                 return UNNAMED
             raise
@@ -151,13 +151,13 @@ class Management:
 
     # --- what it makes of a text
 
-    async def excerpt(self, model: str, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
+    async def excerpt(self, model: str, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
         choice = await self._greedy(model, prompt_ids, {**_going_on(tokens), "logprobs": 0})
         with self._calls.reading("/v1/completions"):
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             if len(ids) != len(logprobs) or not 0 < len(ids) <= tokens:
                 raise ValueError(f"{len(logprobs)} log-probabilities of {len(ids)} tokens, {tokens} asked for")
-            return Excerpt(tuple(prompt_ids), tuple(map(int, ids)), tuple(map(float, logprobs)))
+            return AnswerExcerpt(tuple(prompt_ids), tuple(map(int, ids)), tuple(map(float, logprobs)))
 
     async def go_on(self, model: str, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
         """An excerpt's tokens alone: log-probabilities have vLLM compile code for several seconds at the first."""
@@ -168,7 +168,7 @@ class Management:
                 raise ValueError(f"{len(ids)} tokens, {tokens} asked for")
             return ids
 
-    async def score(self, model: str, excerpt: Excerpt) -> tuple[float, ...]:
+    async def score(self, model: str, excerpt: AnswerExcerpt) -> tuple[float, ...]:
         read = [*excerpt.prompt_ids, *excerpt.token_ids]
         # vLLM does not read cached prefixes for a request that asks for this.
         choice = await self._greedy(model, read, {"max_tokens": 1, "prompt_logprobs": 0})
@@ -213,7 +213,7 @@ class Management:
         """`page`: its metrics, where they have just been read."""
         try:
             answer = await self._calls.json("GET", "/is_sleeping")
-        except Refused as refusal:
+        except RequestRefused as refusal:
             if refusal.status in (404, 405):
                 return False
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.engines.base import TransferEnds
-from orchestrrl.engines.vllm_managed import Management
+from orchestrrl.engines.vllm_managed import VllmManagement
 from orchestrrl.engines.vllm_weights import LOADING
 
 NEEDED = frozenset(
@@ -22,7 +22,7 @@ NEEDED = frozenset(
 class VllmTransfers:
     """Of the server at `url`."""
 
-    def __init__(self, url: str, management: Management) -> None:
+    def __init__(self, url: str, management: VllmManagement) -> None:
         self._url = url
         self._management = management
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import EngineMetrics, Loaded
-from orchestrrl.engines.vllm_calls import Calls, failure
-from orchestrrl.engines.vllm_info import AsStarted
-from orchestrrl.engines.vllm_managed import LOAD_TIMEOUT_S, Management
+from orchestrrl.engines.base import EngineMetrics, LoadedWeights
+from orchestrrl.engines.vllm_calls import VllmCalls, failure
+from orchestrrl.engines.vllm_info import StartedSettings
+from orchestrrl.engines.vllm_managed import LOAD_TIMEOUT_S, VllmManagement
 from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD
 from orchestrrl.integrations.instrument.checkpoint_files import (
     BrokenCheckpoint,
@@ -37,7 +37,7 @@ POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerTold:
+class WorkerReport:
     """As `Told` in integrations/instrument/vllm_weights.py, and whether a load was begun that was never ended."""
 
     version: int | None
@@ -49,7 +49,7 @@ class WorkerTold:
     is_updating: bool
 
 
-_WORKERS: TypeAdapter[list[WorkerTold]] = TypeAdapter(list[WorkerTold])
+_WORKERS: TypeAdapter[list[WorkerReport]] = TypeAdapter(list[WorkerReport])
 
 
 class VllmWeights:
@@ -57,8 +57,8 @@ class VllmWeights:
 
     def __init__(
         self,
-        calls: Calls,
-        management: Management,
+        calls: VllmCalls,
+        management: VllmManagement,
         metrics: Callable[[], Awaitable[EngineMetrics]],
         model: Callable[[], Awaitable[str]],
     ) -> None:
@@ -68,7 +68,7 @@ class VllmWeights:
         self._metrics = metrics
         self._model = model
 
-    async def load_weights(self, folder: Path, version: int, known_sum: str = "") -> Loaded:
+    async def load_weights(self, folder: Path, version: int, known_sum: str = "") -> LoadedWeights:
         page = await self._management.metrics_page()
         started = await self._management.as_started(page)
         if missing := NEEDED - started.paths:
@@ -99,7 +99,7 @@ class VllmWeights:
             raise OutcomeUnknown(f"{self._url}: has version {version}, but then: {error}") from error
         return loaded
 
-    async def loaded(self) -> Loaded | None:
+    async def loaded(self) -> LoadedWeights | None:
         version = await self._management.weight_version()
         if version is None:
             return None
@@ -110,7 +110,7 @@ class VllmWeights:
             if (told := self._agreed(workers, version)) is not None:
                 return told
         # It was named so by a load that it knows nothing of, or for the weights that it began with.
-        return Loaded(version)
+        return LoadedWeights(version)
 
     async def takes_sums(self) -> bool:
         return not await self.has_backend()
@@ -131,7 +131,7 @@ class VllmWeights:
             if was_paused:
                 await self._pause_again()
 
-    async def _transfer(self, folder: Path, version: int) -> Loaded:
+    async def _transfer(self, folder: Path, version: int) -> LoadedWeights:
         if any(worker.is_updating for worker in await self._workers()):  # whoever began it has gone
             await self._management.order("/finish_weight_update")
         try:
@@ -148,7 +148,7 @@ class VllmWeights:
             raise OutcomeUnknown(f"{self._url}: loaded {folder}, but its workers say {workers}")
         return told
 
-    async def _judge(self, workers: Sequence[WorkerTold], error: OrchestrRLError | None) -> None:
+    async def _judge(self, workers: Sequence[WorkerReport], error: OrchestrRLError | None) -> None:
         """Raises by what the workers say of a load."""
         faults = [worker.fault for worker in workers if worker.fault]
         if not faults:
@@ -162,7 +162,7 @@ class VllmWeights:
         """vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing."""
         return await asyncio.to_thread(_checked_sum, folder, None if model is None else Path(model), known_sum)
 
-    async def _reload(self, folder: Path, version: int, given: str, *, again: bool) -> Loaded:
+    async def _reload(self, folder: Path, version: int, given: str, *, again: bool) -> LoadedWeights:
         """`again`: a load before this one did not succeed, and vLLM's layers may wait for the rest of its weights. They
         take those of the next load for it, and only the one after that finds every layer at its beginning."""
         for _ in range(2 if again else 1):
@@ -172,7 +172,7 @@ class VllmWeights:
                     f"{self._url}: failed to load {folder}, which it must see under this path; it is paused, and may"
                     f" have half of it: {failure('/collective_rpc', status, text, None)}"
                 )
-        return Loaded(version, given)
+        return LoadedWeights(version, given)
 
     async def _as_before(self, error: OrchestrRLError, name: str, was_paused: bool) -> None:
         """After a load that changed nothing."""
@@ -197,7 +197,7 @@ class VllmWeights:
             await asyncio.sleep(POLL_S)
         raise Permanent(f"{self._url}: has {now.running + now.waiting} requests, which would go on with it")
 
-    async def _workers(self) -> list[WorkerTold]:
+    async def _workers(self) -> list[WorkerReport]:
         answer = await self._calls.json("POST", "/collective_rpc", {"method": METHOD})
         with self._calls.reading("/collective_rpc"):
             try:
@@ -208,21 +208,21 @@ class VllmWeights:
                 raise ValueError("no worker says anything")
             return workers
 
-    async def _workers_after(self, error: OrchestrRLError | None) -> list[WorkerTold]:
+    async def _workers_after(self, error: OrchestrRLError | None) -> list[WorkerReport]:
         try:
             return await self._workers()
         except OrchestrRLError as another:
             raise OutcomeUnknown(f"{self._url}: {error or 'loaded something'}, and says no more: {another}") from error
 
-    def _agreed(self, workers: Sequence[WorkerTold], version: int) -> Loaded | None:
+    def _agreed(self, workers: Sequence[WorkerReport], version: int) -> LoadedWeights | None:
         """What they all have; None where that is not this version, or not the same."""
         if {(worker.version, worker.is_torn) for worker in workers} != {(version, False)}:
             return None
         sums = list(dict.fromkeys(worker.sum for worker in workers))  # hosts that hold other parts say others
-        return Loaded(version, "+".join(sums), all(worker.is_read_back for worker in workers))
+        return LoadedWeights(version, "+".join(sums), all(worker.is_read_back for worker in workers))
 
 
-def _has_backend(started: AsStarted) -> bool:
+def _has_backend(started: StartedSettings) -> bool:
     return started.weight_backend == BACKEND and started.paths >= BACKEND_NEEDS
 
 

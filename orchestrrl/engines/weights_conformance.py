@@ -26,9 +26,9 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Loaded, WeightsEngine, weights_engine
-from orchestrrl.engines.conformance import DEADLINE_S, LONG_TOKENS, POLL_S, Bench, at
-from orchestrrl.engines.managed_conformance import SAME_NATS, WholeEngine, mean_nats
+from orchestrrl.engines.base import LoadedWeights, WeightsEngine, weights_engine
+from orchestrrl.engines.conformance import DEADLINE_S, LONG_TOKENS, POLL_S, EngineUnderTest, at
+from orchestrrl.engines.managed_conformance import SAME_NATS, EngineOfBothKinds, mean_nats
 from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE
 
 PROMPT = tuple(range(65, 81))
@@ -81,7 +81,7 @@ def _file(header: Mapping[str, Any], data: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def as_it_was(engine: WholeEngine, own: Path) -> AsyncIterator[WeightsEngine]:
+async def as_it_was(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[WeightsEngine]:
     try:
         yield weights_engine(engine)
     finally:
@@ -100,15 +100,15 @@ async def failing(weights: WeightsEngine, folder: Path) -> OrchestrRLError:
 
 
 class WeightsConformance:
-    async def test_versions_in_a_row_and_back(self, engine: WholeEngine, versions: Sequence[Path]) -> None:
+    async def test_versions_in_a_row_and_back(self, engine: EngineOfBothKinds, versions: Sequence[Path]) -> None:
         async with as_it_was(engine, versions[0]) as weights:
             assert await weights.loaded() is None
             at_start = await weights.continue_greedily(PROMPT, TOKENS)
-            found: dict[int, tuple[Loaded, tuple[int, ...]]] = {}
+            found: dict[int, tuple[LoadedWeights, tuple[int, ...]]] = {}
             for version in (1, 2, 3, 3, 2, 1):
                 told = await weights.load_weights(versions[version - 1], version)
                 assert told.version == version
-                assert await weights.loaded() in (told, Loaded(version))  # one that does not sum says less later
+                assert await weights.loaded() in (told, LoadedWeights(version))  # one that does not sum says less later
                 assert not await engine.is_paused()
                 tokens = await weights.continue_greedily(PROMPT, TOKENS)
                 assert len(tokens) == TOKENS
@@ -118,7 +118,7 @@ class WeightsConformance:
             assert len({tokens for _, tokens in found.values()}) == 3
 
     async def test_what_is_not_whole_changes_nothing(
-        self, engine: WholeEngine, versions: Sequence[Path], broken: Mapping[str, Path]
+        self, engine: EngineOfBothKinds, versions: Sequence[Path], broken: Mapping[str, Path]
     ) -> None:
         async with as_it_was(engine, versions[0]) as weights:
             await weights.load_weights(versions[1], 1)
@@ -135,7 +135,7 @@ class WeightsConformance:
                 assert not await engine.is_paused()
                 assert await weights.continue_greedily(PROMPT, TOKENS) == tokens
 
-    async def test_a_pause_is_found_again(self, engine: WholeEngine, versions: Sequence[Path]) -> None:
+    async def test_a_pause_is_found_again(self, engine: EngineOfBothKinds, versions: Sequence[Path]) -> None:
         async with as_it_was(engine, versions[0]) as weights:
             at_start = await weights.continue_greedily(PROMPT, TOKENS)
             await engine.pause(PauseMode.ABORT)
@@ -156,7 +156,7 @@ class WeightsConformance:
             assert not await engine.is_paused()
 
     async def test_requests_that_are_frozen_do_not_go_on_with_a_probe(
-        self, engine: WholeEngine, versions: Sequence[Path]
+        self, engine: EngineOfBothKinds, versions: Sequence[Path]
     ) -> None:
         async with as_it_was(engine, versions[0]) as weights, at(engine) as bench:
             run = await _frozen(bench)
@@ -171,7 +171,7 @@ class WeightsConformance:
             await engine.abort([run])
 
     async def test_requests_that_run_go_on_under_the_new_weights(
-        self, engine: WholeEngine, versions: Sequence[Path]
+        self, engine: EngineOfBothKinds, versions: Sequence[Path]
     ) -> None:
         async with as_it_was(engine, versions[0]) as weights, at(engine) as bench:
             run = bench.start(PROMPT, max_tokens=LONG_TOKENS)
@@ -190,7 +190,7 @@ class WeightsConformance:
             assert await weights.continue_greedily([*PROMPT, *rest[0]], TOKENS) != tuple(rest[1])
 
     async def test_a_prompt_that_is_cached_is_computed_anew(
-        self, engine: WholeEngine, versions: Sequence[Path]
+        self, engine: EngineOfBothKinds, versions: Sequence[Path]
     ) -> None:
         prompt = [20 + 7 * place % 400 for place in range(CACHED_TOKENS)]
         async with as_it_was(engine, versions[0]) as weights:
@@ -209,7 +209,7 @@ class WeightsConformance:
                 assert math.isfinite(sum(after.logprobs))
 
 
-async def _frozen(bench: Bench) -> str:
+async def _frozen(bench: EngineUnderTest) -> str:
     """The id of a request that is in the middle."""
     run = bench.start(PROMPT, max_tokens=LONG_TOKENS)
     await bench.until_all_speak(run)

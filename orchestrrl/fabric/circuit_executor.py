@@ -22,22 +22,22 @@ from typing import Any
 from ocs_drivers.arming import Armed, Arming
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.diff import compare, remaining
-from ocs_drivers.errors import Conflict, DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.errors import CircuitConflict, DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.model import (
-    Change,
     ChangeMode,
+    CircuitChange,
+    CircuitDiff,
     CircuitState,
     CommitResult,
     CrossConnect,
-    Diff,
-    Facts,
-    ItemResult,
-    Reading,
+    CrossConnectReading,
+    CrossConnectResult,
+    SwitchFacts,
     utc,
 )
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, few
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fabric.circuit_owners import CircuitOwners
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class CircuitOperation:
 
     id: str
     switch: str
-    diff: Diff
+    diff: CircuitDiff
     valid_until_s: float
     revert_in_s: float | None = None  # on trial: unless confirmed within so long after it is carried out
 
@@ -69,7 +69,7 @@ class CircuitOutcome:
     switch: str
     done: bool
     detail: str
-    items: tuple[ItemResult, ...] = ()
+    items: tuple[CrossConnectResult, ...] = ()
     evicted: tuple[CrossConnect, ...] = ()
     revision: int = 0
     rolled_back: bool = False
@@ -106,7 +106,7 @@ class CircuitExecutor:
     async def change(
         self,
         switch: str,
-        change: Change,
+        change: CircuitChange,
         mode: ChangeMode,
         expect_revision: int | None = None,
         revert_in_s: float | None = None,
@@ -123,7 +123,7 @@ class CircuitExecutor:
             self._note(operation)
             return await self._carry_out(operation)
 
-    async def _as_it_is(self, switch: str, change: Change) -> CircuitOutcome:
+    async def _as_it_is(self, switch: str, change: CircuitChange) -> CircuitOutcome:
         """Of a change that is there without anything being sent. What is listed need not be in place."""
         driver = self._switches[switch]
         facts, reading = await driver.facts(), await driver.cross_connects()
@@ -143,20 +143,20 @@ class CircuitExecutor:
             if trial is None:
                 last = self._last_trial.get(switch)
                 if last is None:
-                    raise Conflict(["nothing waits to be confirmed"], device=switch)
+                    raise CircuitConflict(["nothing waits to be confirmed"], device=switch)
                 if not last.done:
-                    raise Conflict([f"{last.operation} was {last.detail}"], device=switch)
+                    raise CircuitConflict([f"{last.operation} was {last.detail}"], device=switch)
                 return replace(last, detail="was confirmed before")
             try:
                 await self._switches[switch].confirm(trial.outcome.revision)
-            except Conflict:
+            except CircuitConflict:
                 if trial.revert_at_s <= self._clock.now_s():
-                    with suppress(Conflict):
+                    with suppress(CircuitConflict):
                         await self._end_trial(switch)
                 raise
             return self._close_trial(switch, replace(trial.outcome, detail="confirmed", revert_at_s=None))
 
-    async def take_over(self, switch: str, pairs: Sequence[CrossConnect]) -> Reading:
+    async def take_over(self, switch: str, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
         """From now on these circuits are ours, also after a restart. Raises Conflict where one is not on the switch."""
         async with self._turns[switch]:
             reading = await self._switches[switch].take_over(pairs)
@@ -164,19 +164,19 @@ class CircuitExecutor:
             self.owners.ended(switch, (), [facts.normal(pair) for pair in pairs])
             return reading
 
-    async def plan(self, switch: str, change: Change, mode: ChangeMode) -> Diff:
+    async def plan(self, switch: str, change: CircuitChange, mode: ChangeMode) -> CircuitDiff:
         """What a change would do, by all that is known of whose the circuits are. Nothing is sent."""
         await self.owners.before_planning(switch)
         driver = self._switches[switch]
         try:
             return await driver.plan(change, mode)
-        except Conflict:  # a device that was restarting may show only now what we made before
+        except CircuitConflict:  # a device that was restarting may show only now what we made before
             seen = await driver.cross_connects()
             if (await self.owners.claim(switch, seen)).foreign == seen.foreign:
                 raise
             return await driver.plan(change, mode)
 
-    async def prepare(self, switch: str, change: Change, valid_s: float) -> CircuitOperation:
+    async def prepare(self, switch: str, change: CircuitChange, valid_s: float) -> CircuitOperation:
         """Plan and write down a change that is given to `commit`, or to `abandon`, within `valid_s`: what is left to do
         then is to send it. Nothing is evicted for it. Raises DriverError as `change` does."""
         async with self._turns[switch]:
@@ -210,10 +210,10 @@ class CircuitExecutor:
     async def _begin(self, operation: CircuitOperation, begin_by_s: float, armed: Armed | None) -> CircuitOutcome:
         async with self._turns[operation.switch]:
             if self._prepared.pop(operation.id, None) is None:
-                raise Conflict([f"{operation.id} was begun or abandoned before"], device=operation.switch)
+                raise CircuitConflict([f"{operation.id} was begun or abandoned before"], device=operation.switch)
             if self._clock.now_s() > operation.valid_until_s:
                 self._close(_outcome(operation, False, "was not begun, and the order has expired"))
-                raise Conflict(["the order has expired: look and ask again"], device=operation.switch)
+                raise CircuitConflict(["the order has expired: look and ask again"], device=operation.switch)
             if self._of(operation.switch):  # a change whose outcome is not known comes first
                 try:
                     await self._settle(operation.switch)
@@ -222,7 +222,7 @@ class CircuitExecutor:
                     raise
             if self._clock.now_s() > begin_by_s:
                 self._close(_outcome(operation, False, "was not begun, others kept the switch busy for too long"))
-                raise Conflict(["others kept the switch busy for too long"], device=operation.switch)
+                raise CircuitConflict(["others kept the switch busy for too long"], device=operation.switch)
             return await self._carry_out(operation, armed, is_timed=True)
 
     def abandon(self, operation: CircuitOperation, why: str) -> None:
@@ -240,7 +240,7 @@ class CircuitExecutor:
     async def _planned(
         self,
         switch: str,
-        change: Change,
+        change: CircuitChange,
         mode: ChangeMode,
         valid_s: float,
         expect_revision: int | None,
@@ -248,17 +248,17 @@ class CircuitExecutor:
     ) -> CircuitOperation:
         await self._settle(switch)
         if (trial := self._trials.get(switch)) is not None:
-            raise Conflict([f"{trial}: confirm it, or wait, before anything else is changed"], device=switch)
+            raise CircuitConflict([f"{trial}: confirm it, or wait, before anything else is changed"], device=switch)
         diff = await self.plan(switch, change, mode)
         if expect_revision not in (None, diff.revision):
-            raise Conflict(
+            raise CircuitConflict(
                 [f"switch is at revision {diff.revision}, expected {expect_revision}: look and ask again"],
                 device=switch,
             )
         return CircuitOperation(self._next_id(), switch, diff, self._clock.now_s() + valid_s, revert_in_s)
 
     def _note(self, operation: CircuitOperation) -> None:
-        self._write(Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
+        self._write(EntryKind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
 
     async def _arm(self, operation: CircuitOperation) -> Armed | None:
         """None: nothing is gained by it there."""
@@ -283,7 +283,7 @@ class CircuitExecutor:
                 result = await armed.begin()
             else:
                 result = await self._commit(operation, operation.diff.revision)
-        except OutcomeUnknown:
+        except DriverOutcomeUnknown:
             raise  # stays open
         except DriverError as error:  # nothing was sent
             self._close(_outcome(operation, False, str(error)), gone=operation.diff.add)
@@ -298,7 +298,7 @@ class CircuitExecutor:
 
     def recover(self) -> int:
         """Take up the changes that the journal has no result of; their number. `settle` brings them to an end."""
-        for entry in self._journal.open_operations(Kind.CIRCUITS_INTENT):
+        for entry in self._journal.open_operations(EntryKind.CIRCUITS_INTENT):
             operation = self._journal.interpret(entry, partial(operation_from_json, entry.subject))
             if operation is not None:
                 self._open[operation.id] = operation
@@ -364,7 +364,7 @@ class CircuitExecutor:
             return await self._undo(operation, "was on trial, and nobody confirmed it", ())
         try:
             steps = remaining(facts, diff, reading.cross_connects)
-        except Conflict as error:
+        except CircuitConflict as error:
             return self._close(_outcome(operation, False, f"was half done, then overtaken: {error}", reading.revision))
         if steps.empty and compare(diff, reading).ok:
             return self._close(_outcome(operation, True, "found carried out", reading.revision), gone=diff.remove)
@@ -373,7 +373,7 @@ class CircuitExecutor:
         began_s = self._clock.now_s()
         return await self._finish(operation, await self._commit(operation, reading.revision), began_s)
 
-    async def _has_waited(self, operation: CircuitOperation, facts: Facts) -> bool:
+    async def _has_waited(self, operation: CircuitOperation, facts: SwitchFacts) -> bool:
         """A device that does not tell tuning from tuned may list only what is in place: what it was told last may come
         yet. Whether that was waited for; raises Retryable where it takes long."""
         if (await self._switches[operation.switch].capabilities()).tuned_state:
@@ -382,7 +382,7 @@ class CircuitExecutor:
         left_s = seen_s + LATE_TIMES * facts.reconfiguration_s - self._clock.now_s()
         if left_s > RETRY_S:
             message = f"nothing of {operation.id} is there, and for {left_s:.0f} s some of it may come yet"
-            raise Retryable(message, after_s=left_s, device=operation.switch)
+            raise DriverRetryable(message, after_s=left_s, device=operation.switch)
         await self._clock.sleep(left_s)
         return left_s > 0
 
@@ -396,7 +396,7 @@ class CircuitExecutor:
         """Bring a change whose first commit, begun at `began_s`, is over to its end: repeat, verify or undo."""
         if not result.done:
             # Whatever keeps the second attempt from being made, the first has left something to undo.
-            with suppress(Permanent, Retryable):
+            with suppress(DriverPermanent, DriverRetryable):
                 result = await self._once_more(operation, result, began_s)
         if not result.done:
             return await self._undo(operation, _why(result), result.items)
@@ -451,20 +451,22 @@ class CircuitExecutor:
         sent = first.commands_sent + second.commands_sent
         return CommitResult(items, second.revision, sent, second.revert_at_s or first.revert_at_s)
 
-    async def _undo(self, operation: CircuitOperation, why: str, items: tuple[ItemResult, ...]) -> CircuitOutcome:
+    async def _undo(
+        self, operation: CircuitOperation, why: str, items: tuple[CrossConnectResult, ...]
+    ) -> CircuitOutcome:
         """Bring the switch back to what it was, and say exactly what is where if that fails too."""
         switch = operation.switch
         undone = _Undone(why, items)
         try:
             back = await self._switches[switch].rollback(operation.diff)
-        except OutcomeUnknown:  # stays open
+        except DriverOutcomeUnknown:  # stays open
             self._undone[operation.id] = undone
             raise
-        except Permanent as error:
+        except DriverPermanent as error:
             outcome = _outcome(operation, False, f"{why}; not rolled back: {error}")
             return self._close(replace(outcome, items=items))
-        except Retryable as error:
-            raise OutcomeUnknown(f"{why}; not rolled back yet: {error}", device=switch) from error  # stays open
+        except DriverRetryable as error:
+            raise DriverOutcomeUnknown(f"{why}; not rolled back yet: {error}", device=switch) from error  # stays open
         if not back.done:
             outcome = _outcome(operation, False, f"{why}; not rolled back: {_why(back)}", back.revision)
             return self._close(replace(outcome, items=items))
@@ -472,7 +474,7 @@ class CircuitExecutor:
         now = await self._read_after(operation, f"{why}; rolled back by its driver's word, and not read since")
         return self._close_undone(operation, undone, now)
 
-    def _close_undone(self, operation: CircuitOperation, undone: "_Undone", now: Reading) -> CircuitOutcome:
+    def _close_undone(self, operation: CircuitOperation, undone: "_Undone", now: CrossConnectReading) -> CircuitOutcome:
         """End a change that was rolled back, by what its switch shows now."""
         why, items = undone.why, undone.items
         if amiss := _not_undone(operation.diff, now):
@@ -484,19 +486,19 @@ class CircuitExecutor:
         items = tuple(replace(item, done=False, detail="rolled back" if item.done else item.detail) for item in items)
         return self._close(replace(outcome, items=items, rolled_back=True), gone=operation.diff.add)
 
-    async def _read_after(self, operation: CircuitOperation, words: str) -> Reading:
+    async def _read_after(self, operation: CircuitOperation, words: str) -> CrossConnectReading:
         """Read the switch after a change of it; raises OutcomeUnknown, with `words`, where it cannot be read."""
         try:
             return await self._switches[operation.switch].cross_connects()
         except DriverError as error:
-            raise OutcomeUnknown(f"{words}: {error}", device=operation.switch) from error
+            raise DriverOutcomeUnknown(f"{words}: {error}", device=operation.switch) from error
 
     async def _verified(self, operation: CircuitOperation) -> tuple[CrossConnect, ...]:
         """The circuits of the change that are in place and dark; raises OutcomeUnknown if the switch disagrees."""
         seen = await self._switches[operation.switch].verify(operation.diff)
         if not seen.ok:
             faulty = _listed((*seen.missing, *seen.lingering, *seen.untuned))
-            raise OutcomeUnknown(f"verified as done, then shown otherwise: {faulty}", device=operation.switch)
+            raise DriverOutcomeUnknown(f"verified as done, then shown otherwise: {faulty}", device=operation.switch)
         return seen.dark
 
     def _forget_unwanted(self) -> None:
@@ -511,7 +513,7 @@ class CircuitExecutor:
         """`gone`: what of the change is certainly not up; the rest is ours if it is."""
         if outcome.switch in self._switches:
             self.owners.ended(outcome.switch, gone)
-        self._write(Kind.CIRCUITS_RESULT, outcome.operation, outcome_to_json(outcome))
+        self._write(EntryKind.CIRCUITS_RESULT, outcome.operation, outcome_to_json(outcome))
         self._open.pop(outcome.operation, None)
         self._not_seen_since_s.pop(outcome.operation, None)
         self._undone.pop(outcome.operation, None)
@@ -521,7 +523,7 @@ class CircuitExecutor:
     def _next_id(self) -> str:
         return f"circuits-{self._journal.generation}-{next(self._count)}"
 
-    def _write(self, kind: Kind, subject: str, body: Mapping[str, Any]) -> None:
+    def _write(self, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> None:
         self._journal.append(self._clock.now_s(), kind, subject, body)
 
 
@@ -530,7 +532,7 @@ class _Undone:
     """Why a change was rolled back, and what had become of it port by port."""
 
     why: str
-    items: tuple[ItemResult, ...]
+    items: tuple[CrossConnectResult, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,11 +545,11 @@ class _Trial:
         return f"{self.operation.id} waits to be confirmed until {utc(self.revert_at_s)}"
 
 
-def _is_begun(diff: Diff, present: frozenset[CrossConnect]) -> bool:
+def _is_begun(diff: CircuitDiff, present: frozenset[CrossConnect]) -> bool:
     return not present >= frozenset(diff.remove) or bool(present & frozenset(diff.add))
 
 
-def _not_undone(diff: Diff, now: Reading) -> str:
+def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
     """Return how the circuits of a change differ from what they were before it; "" where they do not."""
     state = {circuit.cross_connect: circuit.state for circuit in now.circuits}
     amiss = [f"{pair} is up" for pair in diff.add if pair in state]
@@ -558,7 +560,7 @@ def _not_undone(diff: Diff, now: Reading) -> str:
     return few(amiss)
 
 
-def compared_with_before(diff: Diff, now: Reading) -> str:
+def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
     """Return how a switch on which nothing of a change is left compares with what it was before the change."""
     lost, new = sorted(diff.before - now.cross_connects), sorted(now.cross_connects - diff.before)
     if amiss := _not_undone(diff, now):
@@ -573,7 +575,7 @@ def _outcome(operation: CircuitOperation, done: bool, detail: str, revision: int
     return CircuitOutcome(operation.id, operation.switch, done, detail, revision=revision)
 
 
-def _later(before: ItemResult, after: ItemResult, later_s: float) -> ItemResult:
+def _later(before: CrossConnectResult, after: CrossConnectResult, later_s: float) -> CrossConnectResult:
     """The second attempt's result with its times counted from the first, and the first's where it has none."""
     times = {
         name: getattr(before, name) if (at_s := getattr(after, name)) is None else at_s + later_s
@@ -611,7 +613,7 @@ def operation_to_json(operation: CircuitOperation) -> dict[str, Any]:
 def operation_from_json(id: str, body: Mapping[str, Any]) -> CircuitOperation:
     remove, add, evicted = (tuple(map(CrossConnect.parse, body[name])) for name in ("remove", "add", "evicted"))
     before = frozenset(map(CrossConnect.parse, body["before"]))
-    diff = Diff(ChangeMode(body["mode"]), body["revision"], before, remove, add, evicted)
+    diff = CircuitDiff(ChangeMode(body["mode"]), body["revision"], before, remove, add, evicted)
     return CircuitOperation(id, body["switch"], diff, body["valid_until_s"], body.get("revert_in_s"))
 
 

@@ -8,11 +8,11 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ocs_drivers.base import OcsDriver
-from ocs_drivers.errors import Conflict
-from ocs_drivers.model import CrossConnect, Diff, Reading
+from ocs_drivers.errors import CircuitConflict
+from ocs_drivers.model import CircuitDiff, CrossConnect, CrossConnectReading
 from ocs_drivers.ownership import Ownership
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ class CircuitOwners:
         self._written: dict[str, frozenset[CrossConnect]] = {}
         self._looked: set[str] = set()
 
-    def recover(self, begun: Iterable[tuple[str, Diff]]) -> None:
+    def recover(self, begun: Iterable[tuple[str, CircuitDiff]]) -> None:
         """What earlier daemons owned. `begun`: changes without a result; nobody knows what of them is up by now."""
-        for switch, entry in self._journal.latest_by_subject(Kind.CIRCUITS_OWNED).items():
+        for switch, entry in self._journal.latest_by_subject(EntryKind.CIRCUITS_OWNED).items():
             pairs = self._journal.interpret(entry, lambda body: frozenset(map(CrossConnect.parse, body["pairs"])))
             if pairs is None:
                 continue
@@ -42,7 +42,7 @@ class CircuitOwners:
         for switch, diff in begun:
             self._of(switch).take(diff.add)
 
-    def begun(self, switch: str, diff: Diff) -> None:
+    def begun(self, switch: str, diff: CircuitDiff) -> None:
         """Not written: the journal has its intent."""
         self._of(switch).take(diff.add)
 
@@ -54,7 +54,7 @@ class CircuitOwners:
         if ours.pairs == self._written.get(switch, frozenset()):
             return
         body = {"pairs": [str(pair) for pair in sorted(ours.pairs)], "taken_over": [str(pair) for pair in taken_over]}
-        self._journal.append(self._clock.now_s(), Kind.CIRCUITS_OWNED, switch, body)
+        self._journal.append(self._clock.now_s(), EntryKind.CIRCUITS_OWNED, switch, body)
         self._written[switch] = ours.pairs
 
     async def before_planning(self, switch: str) -> None:
@@ -62,7 +62,7 @@ class CircuitOwners:
         if switch not in self._looked or switch in self._owns_all:
             await self.claim(switch, await self._switches[switch].cross_connects())
 
-    async def claim(self, switch: str, reading: Reading) -> Reading:
+    async def claim(self, switch: str, reading: CrossConnectReading) -> CrossConnectReading:
         """The reading, with what is ours given back to the driver that takes it for somebody else's."""
         driver = self._switches[switch]
         if reading.foreign:
@@ -74,7 +74,7 @@ class CircuitOwners:
             if ours:
                 try:
                     reading = await driver.take_over(sorted(ours))
-                except Conflict:  # some went meanwhile: the next look will tell
+                except CircuitConflict:  # some went meanwhile: the next look will tell
                     return await driver.cross_connects()
                 logger.info("%s: %d circuits are ours", switch, len(ours))
         self._looked.add(switch)

@@ -20,26 +20,34 @@ from typing import Any
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.core.pause_registry import HoldBook, Part
+from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
 from orchestrrl.core.ttl import MOST_S
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.intents import parse_intent
-from orchestrrl.fabric.operator_overrides import OperatorsWord
+from orchestrrl.fabric.operator_overrides import OperatorOverrides
 from orchestrrl.fabric.period_book import PeriodBook
-from orchestrrl.fabric.period_queue import Announced, Circuits, PeriodQueue, lane_of
-from orchestrrl.fabric.periods import CommitReport, ControlState, FabricControl, PeriodReport, PeriodState
-from orchestrrl.fabric.shared_pods import Watch, neighbours, unannounced
-from orchestrrl.fabric.stage_commit import Amiss, Port, Routing, Rules, StageCommitter, StageOrder, Windows
-from orchestrrl.fabric.switch_reader import Glance, Glass
+from orchestrrl.fabric.period_queue import AnnouncedPeriod, CircuitTurn, PeriodQueue, lane_of
+from orchestrrl.fabric.periods import CommitReport, FabricControl, OverrideState, PeriodReport, PeriodState
+from orchestrrl.fabric.shared_pods import TrafficWatch, neighbours, unannounced
+from orchestrrl.fabric.stage_commit import (
+    CommitRules,
+    PacketRouting,
+    Port,
+    StageCommitter,
+    StageFailed,
+    StageOrder,
+    WindowSource,
+)
+from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Stage
 from planner.fabric.model import OcsId, Pair, PortPair
-from planner.fabric.plan import FabricPlan, FabricState, Failures
+from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
 from planner.fabric.topology import Site
 from planner.fabric.transition import Transition, TransitionProblem, TransitionStage, transition
 from planner.model import Hold, Mode
 
-__all__ = ["Coordinator", "Routing", "Rules", "Watch", "Windows"]
+__all__ = ["CircuitCoordinator", "PacketRouting", "CommitRules", "TrafficWatch", "WindowSource"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,32 +74,32 @@ class _PutOff(Exception):
     """Somebody stands still for another period, and this one only waits."""
 
 
-class Coordinator:
+class CircuitCoordinator:
     """One site's circuits. The caller keeps `run` as a task."""
 
     def __init__(
         self,
         site: Site,
-        glass: Glass,
+        glass: SwitchReader,
         circuits: CircuitExecutor,
-        windows: Windows,
-        word: OperatorsWord,
-        holds: HoldBook,
+        windows: WindowSource,
+        word: OperatorOverrides,
+        holds: PauseRegistry,
         journal: Journal,
         clock: Clock,
         *,
         materialise: Materialise,
         mode: Callable[[], Mode],
         times: CommitTimes,
-        rules: Rules | None = None,
-        routing: Routing | None = None,
+        rules: CommitRules | None = None,
+        routing: PacketRouting | None = None,
         offload: Offload = inline,
     ) -> None:
         self.site = site
         self.word = word
         self.times = times
-        self.rules = rules or Rules()
-        self.glance = Glance()  # as the switches were last seen, or left
+        self.rules = rules or CommitRules()
+        self.glance = SiteReading()  # as the switches were last seen, or left
         self.defects = 0  # faults of ours that were met while running
         self.period = ""  # whose circuits came up last, as far as it is known
         self._glass = glass
@@ -106,12 +114,12 @@ class Coordinator:
         self._numbers = itertools.count(1)
         self._book = PeriodBook(journal)
         self._queue = PeriodQueue()
-        self._active: dict[Announced, asyncio.Task[None]] = {}
-        self._circuits = Circuits()
+        self._active: dict[AnnouncedPeriod, asyncio.Task[None]] = {}
+        self._circuits = CircuitTurn()
         self._planning = asyncio.Lock()
         self._up: dict[tuple[str, Stage], str] = {}  # names of the periods whose circuits are up
         self._left: frozenset[PortPair] = frozenset()  # what was up when it was last seen to
-        self._seen_to = Failures()  # what had failed then
+        self._seen_to = FabricFailures()  # what had failed then
         self._looked_s = -inf
         self._is_told = False  # a switch has news
         self._failed_anew = 0  # how often something has, since a period was planned that waits
@@ -124,7 +132,7 @@ class Coordinator:
 
     def announce(
         self, period: str, intent_json: str = "", within_s: float = 0.0, *, boundary: bool = False, job: str = ""
-    ) -> Announced:
+    ) -> AnnouncedPeriod:
         """A period that is about to come; the one of its job that waits is superseded. `boundary`: the caller stands
         still until it is over, so it needs no window; circuits of training are changed in windows all the same. `job`:
         whose, where the intent does not say. Raises ProblemFaults, and Permanent for a name that nobody has given an
@@ -140,14 +148,14 @@ class Coordinator:
             raise ProblemFaults(faults)
         return self.expect(intent, within_s, boundary=boundary)
 
-    def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> Announced:
+    def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> AnnouncedPeriod:
         """The same, for who has an intent."""
         now_s = self._clock.now_s()
         self._book.know(intent, now_s)
         id = f"c{self._generation}-{next(self._numbers)}"
         report = PeriodReport(id, intent.period, intent.stage, PeriodState.ANNOUNCED, now_s, job=intent.job)
         limit_s = within_s or (self.rules.boundary_within_s if boundary else self.rules.within_s)
-        made = Announced(intent, now_s + limit_s, boundary, report)
+        made = AnnouncedPeriod(intent, now_s + limit_s, boundary, report)
         superseded = Hold("superseded", f"{intent.period} was announced")
         if (before := self._queue.put(made)) is not None:
             self._end(before, PeriodState.SUPERSEDED, superseded.code, superseded.detail)
@@ -158,7 +166,7 @@ class Coordinator:
                 each.poked.set()
         return made
 
-    def withdraw(self, period: Announced, why: str) -> None:
+    def withdraw(self, period: AnnouncedPeriod, why: str) -> None:
         """Its caller goes on: what is not yet changed stays as it is. Harmless when it is over."""
         hold = Hold("withdrawn", why)
         if self._queue.remove(period):
@@ -166,11 +174,11 @@ class Coordinator:
         elif not period.report.over:
             period.call_off(hold)
 
-    def follow(self, period: Announced) -> AsyncIterator[PeriodReport]:
+    def follow(self, period: AnnouncedPeriod) -> AsyncIterator[PeriodReport]:
         """What becomes of it, whenever that changes; ends after the last."""
         return period.follow()
 
-    async def until_over(self, period: Announced) -> PeriodReport:
+    async def until_over(self, period: AnnouncedPeriod) -> PeriodReport:
         async for report in period.follow():
             last = report
         return last
@@ -200,12 +208,12 @@ class Coordinator:
         return [*(each.report for each in reversed(coming)), *reversed(self._book.over)][:limit]
 
     @property
-    def active(self) -> tuple[Announced, ...]:
+    def active(self) -> tuple[AnnouncedPeriod, ...]:
         """Periods that are under way."""
         return tuple(each for each in self._active if not each.report.over)
 
     @property
-    def changing(self) -> Announced | None:
+    def changing(self) -> AnnouncedPeriod | None:
         """The one whose circuits are being changed."""
         return self._circuits.by
 
@@ -235,7 +243,7 @@ class Coordinator:
         """The endpoints that it joins; None: it is none of the site's."""
         return self._glass.cabling.ends(cross_connect)
 
-    async def look(self) -> Glance:
+    async def look(self) -> SiteReading:
         self.glance = await self._glass.look()
         self._looked_s = self._clock.now_s()
         return self.glance
@@ -274,7 +282,7 @@ class Coordinator:
                     self._keep(period, Hold("stopped", "the daemon stops"))
             self._active.clear()
 
-    async def _next(self) -> Announced:
+    async def _next(self) -> AnnouncedPeriod:
         """The next period that may go on. While there is none at all, the switches are looked at now and then."""
         while True:
             self._queue.news.clear()
@@ -323,7 +331,7 @@ class Coordinator:
             except OrchestrRLError as error:  # the next announcement brings it about
                 logger.error("what was lost cannot be asked for: %s", error)
 
-    async def _safely(self, period: Announced) -> None:
+    async def _safely(self, period: AnnouncedPeriod) -> None:
         try:
             await self._bring_about(period)
         except OrchestrRLError as error:  # the journal's: without a record nothing is done
@@ -333,7 +341,7 @@ class Coordinator:
             logger.exception("period %s", period.report.period)
             self._end(period, PeriodState.FAILED, "internal", f"{type(error).__name__}: {error}")
 
-    async def _bring_about(self, period: Announced) -> None:
+    async def _bring_about(self, period: AnnouncedPeriod) -> None:
         attempt = 1
         while True:
             try:
@@ -344,13 +352,13 @@ class Coordinator:
                 if not self._queue.put_back(period):
                     self._keep(period, Hold("superseded", "a newer one was announced"))
                 return None
-            except Amiss as amiss:
+            except StageFailed as amiss:
                 logger.warning("period %s: %s: %s", period.report.period, amiss.code, amiss)
                 if attempt == ATTEMPTS:
                     return self._end(period, amiss.state, amiss.code, amiss.detail)
                 attempt += 1
 
-    async def _attempt(self, period: Announced) -> None:
+    async def _attempt(self, period: AnnouncedPeriod) -> None:
         said = self._said
         intent = self._bound(period.intent)
         if isinstance(intent, Hold):
@@ -377,14 +385,16 @@ class Coordinator:
                 return self._keep(period, replace(hold, detail=hold.detail + rest))
         return self._committed(period, intent, "committed", "")
 
-    async def _think_ahead(self, glance: Glance, stages: Sequence[TransitionStage]) -> None:
+    async def _think_ahead(self, glance: SiteReading, stages: Sequence[TransitionStage]) -> None:
         if self._routing is not None:
             try:
                 await self._routing.prepare(glance.of_site, stages)
             except OrchestrRLError as error:  # then it has to think within the window
                 logger.warning("routes could not be prepared: %s", error)
 
-    async def _stages(self, period: Announced, plan: FabricPlan, glance: Glance) -> Sequence[TransitionStage]:
+    async def _stages(
+        self, period: AnnouncedPeriod, plan: FabricPlan, glance: SiteReading
+    ) -> Sequence[TransitionStage]:
         problem = TransitionProblem(
             self._glass.cabling,
             glance.of_site,
@@ -414,7 +424,7 @@ class Coordinator:
         return steps.stages
 
     async def _carry_out(
-        self, period: Announced, intent: Intent, stage: TransitionStage, basis: _Basis, plan: FabricPlan
+        self, period: AnnouncedPeriod, intent: Intent, stage: TransitionStage, basis: _Basis, plan: FabricPlan
     ) -> Hold | None:
         """One stage in one window; why not, where it is not to be. Raises Amiss."""
         if hold := self._objection(period, intent, basis):
@@ -438,7 +448,7 @@ class Coordinator:
             done = await self._committer.carry_out(order)
             if isinstance(done, CommitReport):
                 self._changed(period, stage, done)
-        except Amiss as amiss:
+        except StageFailed as amiss:
             await self._note_amiss(period, amiss, before, plan)
             raise
         finally:
@@ -446,7 +456,7 @@ class Coordinator:
                 self._poke()
         return done if isinstance(done, Hold) else None
 
-    def _others(self, period: Announced, intent: Intent) -> frozenset[str]:
+    def _others(self, period: AnnouncedPeriod, intent: Intent) -> frozenset[str]:
         """Jobs that are to pause as well: by what they announced, or by the servers that they run on."""
         training = list(self._book.training())
         traced = self._windows.hosts_of_jobs()
@@ -457,7 +467,7 @@ class Coordinator:
             period.tell(notes=tuple(dict.fromkeys((*period.report.notes, note))))
         return neighbours(self.site, intent, training) | near
 
-    def _changed(self, period: Announced, stage: TransitionStage, done: CommitReport) -> None:
+    def _changed(self, period: AnnouncedPeriod, stage: TransitionStage, done: CommitReport) -> None:
         after = self.glance.cross_connects - set(stage.remove) | set(stage.add)
         self.glance = replace(self.glance, cross_connects=after, of_site=self._glass.of_site(after))
         self._left, self.period = self.glance.of_site, ""
@@ -469,7 +479,9 @@ class Coordinator:
             commits=(*period.report.commits, done),
         )
 
-    async def _note_amiss(self, period: Announced, amiss: Amiss, before: frozenset[PortPair], plan: FabricPlan) -> None:
+    async def _note_amiss(
+        self, period: AnnouncedPeriod, amiss: StageFailed, before: frozenset[PortPair], plan: FabricPlan
+    ) -> None:
         """What was sent, and where that leaves pairs that were to stay alight."""
         until_s = self._clock.now_s() + SUSPECT_S
         self._suspects |= dict.fromkeys(amiss.suspects, until_s)
@@ -492,7 +504,7 @@ class Coordinator:
 
     # --- what binds it
 
-    def _objection(self, period: Announced, intent: Intent, basis: _Basis) -> Hold | None:
+    def _objection(self, period: AnnouncedPeriod, intent: Intent, basis: _Basis) -> Hold | None:
         """Why nothing more is to be sent for it. Raises _PutOff and _Restated."""
         if period.stop is not None:
             return period.stop
@@ -506,7 +518,7 @@ class Coordinator:
     def _bound(self, intent: Intent) -> Intent | Hold:
         """The intent that is to be met: an operator's override goes first."""
         control = self.word.control
-        if control.state is not ControlState.OVERRIDDEN:
+        if control.state is not OverrideState.OVERRIDDEN:
             return intent
         if (control.job, control.period) == (intent.job, intent.period):
             return intent
@@ -520,23 +532,23 @@ class Coordinator:
         """Why nothing is to be changed now."""
         if self._mode() is not Mode.ACT:
             return Hold("advise", "mode is advise: nothing is changed")
-        if hold := self._holds.hold(Part.FABRIC):
+        if hold := self._holds.hold(PauseScope.FABRIC):
             return hold
-        if intent.stage is Stage.WEIGHT_SYNC and (hold := self._holds.hold(Part.SYNC)):
+        if intent.stage is Stage.WEIGHT_SYNC and (hold := self._holds.hold(PauseScope.SYNC)):
             return hold
         control = self.word.control
-        if control.state is ControlState.PINNED and not control.cross_connects:
+        if control.state is OverrideState.PINNED and not control.cross_connects:
             return Hold("pinned", f"an operator pinned all circuits: {control.reason or 'no reason given'}")
         return None
 
-    def _state(self, glance: Glance) -> FabricState:
+    def _state(self, glance: SiteReading) -> FabricState:
         now_s = self._clock.now_s()
         self._suspects = {port: until_s for port, until_s in self._suspects.items() if until_s > now_s}
-        failures = glance.failures | self.word.failures | Failures(ports=frozenset(self._suspects))
+        failures = glance.failures | self.word.failures | FabricFailures(ports=frozenset(self._suspects))
         # What is not ours carries what it joins, and its ports are nobody else's.
         return FabricState(glance.of_site, failures, self.word.pinned | glance.foreign)
 
-    def _not_ours(self, glance: Glance) -> list[str]:
+    def _not_ours(self, glance: SiteReading) -> list[str]:
         """What stands in the way of other circuits, by switch, and the way out."""
         notes = []
         for switch in sorted({pair.switch for pair in glance.foreign}):
@@ -571,24 +583,24 @@ class Coordinator:
 
     # --- told and written down
 
-    def _waits(self, period: Announced, hold: Hold) -> None:
+    def _waits(self, period: AnnouncedPeriod, hold: Hold) -> None:
         if period.report.state is not PeriodState.WAITING:
             period.tell(state=PeriodState.WAITING, code=hold.code, detail=hold.detail)
         else:  # several times in each iteration: nobody is woken for it
             period.report = replace(period.report, code=hold.code, detail=hold.detail)
 
-    def _committed(self, period: Announced, intent: Intent, code: str, detail: str) -> None:
+    def _committed(self, period: AnnouncedPeriod, intent: Intent, code: str, detail: str) -> None:
         self.period = intent.period
         self._up.pop((intent.job, intent.stage), None)  # the last to come up stands last
         self._up[intent.job, intent.stage] = intent.period
         self._left = self.glance.of_site
         return self._end(period, PeriodState.COMMITTED, code, detail)
 
-    def _keep(self, period: Announced, hold: Hold) -> None:
+    def _keep(self, period: AnnouncedPeriod, hold: Hold) -> None:
         state = PeriodState.SUPERSEDED if hold.code == "superseded" else PeriodState.KEPT
         self._end(period, state, hold.code, hold.detail)
 
-    def _end(self, period: Announced, state: PeriodState, code: str, detail: str) -> None:
+    def _end(self, period: AnnouncedPeriod, state: PeriodState, code: str, detail: str) -> None:
         now_s = self._clock.now_s()
         told = "; ".join(filter(None, (detail, period.report.detail if state is PeriodState.COMMITTED else "")))
         period.tell(state=state, code=code, detail=told, ended_s=now_s)

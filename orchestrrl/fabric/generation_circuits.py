@@ -14,11 +14,11 @@ from typing import Protocol
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.fabric.coordinator import Coordinator
+from orchestrrl.fabric.coordinator import CircuitCoordinator
 from planner.cost.models import Model
 from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
 from planner.fabric.intent import Intent
-from planner.fabric.topology import Role, Site
+from planner.fabric.topology import PodRole, Site
 from planner.fabric.windows import NO_BOUNDARY
 from planner.model import EngineId, GpuId, Parallelism
 
@@ -33,7 +33,7 @@ WORDS_CHARACTERS = 160
 SYNC_OVER_WITHIN_S = 5.0  # the gate is held for no longer, nor beyond its lease
 
 
-class Serving(Protocol):
+class ServingEngine(Protocol):
     """An engine that is to serve. `gpus` are the fleet's, which the site may number otherwise."""
 
     @property
@@ -46,10 +46,10 @@ class Serving(Protocol):
     def gpus(self) -> tuple[GpuId, ...]: ...
 
 
-class Fleet(Protocol):
+class StartingFleet(Protocol):
     """The engines as a daemon that starts comes to know them."""
 
-    def serving(self) -> Sequence[Serving]:
+    def serving(self) -> Sequence[ServingEngine]:
         """Whoever has been found to run."""
         ...
 
@@ -63,7 +63,7 @@ class Fleet(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Volumes:
+class TrafficVolumes:
     """What an engine is taken to say until the next switch."""
 
     model: Model
@@ -71,13 +71,13 @@ class Volumes:
     first_gpu: int = 0  # of the site, which is the fleet's GPU 0
 
 
-class GenCircuits:
+class GenerationCircuits:
     """`within_s`: serving is never held up for longer."""
 
     def __init__(
         self,
-        fabric: Coordinator,
-        volumes: Volumes,
+        fabric: CircuitCoordinator,
+        volumes: TrafficVolumes,
         clock: Clock,
         within_s: float,
     ) -> None:
@@ -89,7 +89,7 @@ class GenCircuits:
         self._followed = False
         self.defects = 0  # faults of ours that were met while tending
 
-    async def tend(self, fleet: Fleet) -> None:
+    async def tend(self, fleet: StartingFleet) -> None:
         """`begin`; then, whenever circuits should have changed among requests (some were lost, say), change them once
         nobody has any. Until cancelled."""
         await self._safely(self.begin(fleet))
@@ -97,7 +97,7 @@ class GenCircuits:
             await self._clock.sleep(RESTED_S)
             await self._safely(self._catch_up(fleet))
 
-    async def _catch_up(self, fleet: Fleet) -> None:
+    async def _catch_up(self, fleet: StartingFleet) -> None:
         if not fleet.switching() and self._missed() and await self._rest(fleet):
             await self._announce(fleet.serving(), boundary=True)
 
@@ -111,7 +111,7 @@ class GenCircuits:
             self.defects += 1
             logger.exception("circuits of the deployment are left as they are")
 
-    async def after_sync(self, fleet: Fleet, until_s: float = inf) -> str:
+    async def after_sync(self, fleet: StartingFleet, until_s: float = inf) -> str:
         """Requests are about to be let in again: where weights were brought over circuits of their own, engines get
         theirs back. What became of it, in words; nothing where there was no such sync, or a switch goes before. A
         trainer that does not use the gate announces `generation` itself: nobody else knows when its broadcast is
@@ -128,7 +128,7 @@ class GenCircuits:
         latest = next((each for each in self._fabric.reports(LOOKED_BACK) if each.period == PERIOD), None)
         return latest is not None and latest.over and latest.code == NO_BOUNDARY
 
-    async def begin(self, fleet: Fleet) -> str:
+    async def begin(self, fleet: StartingFleet) -> str:
         """Circuits for engines that run already, as soon as nobody has a request; what became of it, in words. Until
         then what is up stays, and says so in the list of periods. A switch of the deployment goes before."""
         limit_s = self._clock.now_s() + HEARD_WITHIN_S
@@ -143,7 +143,7 @@ class GenCircuits:
             at_rest = True
         return words
 
-    async def _rest(self, fleet: Fleet) -> bool:
+    async def _rest(self, fleet: StartingFleet) -> bool:
         """Once nobody has had a request for a while; False where a switch comes first."""
         since_s = self._clock.now_s()
         while self._clock.now_s() < since_s + RESTED_S:
@@ -154,12 +154,14 @@ class GenCircuits:
                 since_s = self._clock.now_s()
         return True
 
-    async def follow(self, engines: Iterable[Serving]) -> str:
+    async def follow(self, engines: Iterable[ServingEngine]) -> str:
         """Give these engines their circuits; what became of it, in words. Whatever happens, they may serve then."""
         self._followed = True
         return await self._announce(list(engines), boundary=True)
 
-    async def _announce(self, engines: Sequence[Serving], *, boundary: bool, within_s: float | None = None) -> str:
+    async def _announce(
+        self, engines: Sequence[ServingEngine], *, boundary: bool, within_s: float | None = None
+    ) -> str:
         limit_s = self._within_s if within_s is None else within_s
         try:
             intent = self.intent(engines)
@@ -186,7 +188,7 @@ class GenCircuits:
         words = f"circuits {report.state}: {changed} cross-connects changed"
         return f"{words} ({_shorten(f'{report.code}: {report.detail}')})" if report.detail else words
 
-    def intent(self, engines: Sequence[Serving]) -> Intent:
+    def intent(self, engines: Sequence[ServingEngine]) -> Intent:
         """What they will say to each other, and to those that train. Raises ValueError for a layout that does not
         fit its GPUs."""
         first_gpu, tokens = self._volumes.first_gpu, self._volumes.tokens
@@ -216,9 +218,9 @@ def _shorten(text: str) -> str:
 
 def _gpus_per_server(site: Site) -> int:
     """Beyond which an engine's ranks sum up in two levels: of the servers that generate, the largest."""
-    return max((len(server.gpus) for server in site.servers if site.pod[server.pod].role is Role.GEN), default=1)
+    return max((len(server.gpus) for server in site.servers if site.pod[server.pod].role is PodRole.GEN), default=1)
 
 
 def _trainers(site: Site) -> list[GpuId]:
     """The GPUs of PoDs that train, by number."""
-    return sorted(gpu for server in site.servers if site.pod[server.pod].role is Role.TRAIN for gpu in server.gpus)
+    return sorted(gpu for server in site.servers if site.pod[server.pod].role is PodRole.TRAIN for gpu in server.gpus)

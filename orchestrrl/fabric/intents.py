@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError
 
 from orchestrrl.core.documents import Section, require
 from orchestrrl.core.errors import ProblemFaults, faults_of
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.model import GpuId
 
 MOST_BYTES = 2 * 1024 * 1024  # 16,384 ranks with a map and five kinds of traffic take a third of it, and 25 ms to read
@@ -25,7 +25,7 @@ _Groups = tuple[tuple[_Rank, ...], ...]
 
 
 class _TrafficPart(Section):
-    operation: Annotated[Operation, Field(strict=False)]
+    operation: Annotated[TrafficOperation, Field(strict=False)]
     primitive: Annotated[Primitive, Field(strict=False)]
     groups: _Groups = Field(strict=False)
     bytes_per_rank: _Amount

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from orchestrrl.fabric.coordinator import Coordinator
+    from orchestrrl.fabric.coordinator import CircuitCoordinator
 
 
-def fabric_metrics(fabric: "Coordinator") -> Iterator[Metric]:
+def fabric_metrics(fabric: "CircuitCoordinator") -> Iterator[Metric]:
     periods = CounterMetricFamily(
         "orchestrrl_fabric_periods",
         "Announced periods that are over since the daemon started, by state and reason.",

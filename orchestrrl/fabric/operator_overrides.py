@@ -9,11 +9,11 @@ from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.ttl import expiry_s, lifetime_faults
-from orchestrrl.fabric.periods import ControlState, FabricControl
+from orchestrrl.fabric.periods import FabricControl, OverrideState
 from planner.fabric.model import OcsId, PortPair, port_pair
-from planner.fabric.plan import Failures
+from planner.fabric.plan import FabricFailures
 from planner.fabric.topology import ServerId, Site
 
 _CONTROL = TypeAdapter(FabricControl)
@@ -22,7 +22,7 @@ _NUMBERED = re.compile(r"(?P<name>.+):(?P<number>\d{1,6})")
 MASKS = "switch SWITCH, port SWITCH:PORT, circuit SWITCH:PORT-PORT, nic SERVER:INDEX or server SERVER"
 
 
-class OperatorsWord:
+class OperatorOverrides:
     """Construction recovers what the journal holds."""
 
     def __init__(self, site: Site, journal: Journal, clock: Clock) -> None:
@@ -32,7 +32,7 @@ class OperatorsWord:
         self._control = FabricControl()
         self.masked: tuple[str, ...] = ()
         self.changed: Callable[[], None] = lambda: None  # called after each change
-        said = journal.newest(Kind.FABRIC_CONTROL, _said_in)
+        said = journal.newest(EntryKind.FABRIC_CONTROL, _said_in)
         if said is not None:
             self._control, masked = said
             # A site that has changed since knows some of it no more.
@@ -55,7 +55,7 @@ class OperatorsWord:
         return frozenset(map(_cross_connect, self.control.cross_connects))
 
     @property
-    def failures(self) -> Failures:
+    def failures(self) -> FabricFailures:
         return self._failures(self.masked)
 
     def pin(self, cross_connects: Sequence[str], reason: str, ttl_s: float) -> FabricControl:
@@ -76,12 +76,12 @@ class OperatorsWord:
             ]
         )
         names = tuple(map(str, pins))
-        return self._set(FabricControl(ControlState.PINNED, names, "", reason, expiry_s(self._clock.now_s(), ttl_s)))
+        return self._set(FabricControl(OverrideState.PINNED, names, "", reason, expiry_s(self._clock.now_s(), ttl_s)))
 
     def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
         self._check(lifetime_faults(ttl_s))
         ends_s = expiry_s(self._clock.now_s(), ttl_s)
-        return self._set(FabricControl(ControlState.OVERRIDDEN, (), period, reason, ends_s, job))
+        return self._set(FabricControl(OverrideState.OVERRIDDEN, (), period, reason, ends_s, job))
 
     def release(self, reason: str) -> FabricControl:
         return self._set(FabricControl(reason=reason))
@@ -113,7 +113,7 @@ class OperatorsWord:
     def _write(self, reason: str) -> None:
         control = _CONTROL.dump_python(self._control, mode="json")
         body = {"control": control, "masked": list(self.masked), "reason": reason}
-        self._journal.append(self._clock.now_s(), Kind.FABRIC_CONTROL, self._control.state, body)
+        self._journal.append(self._clock.now_s(), EntryKind.FABRIC_CONTROL, self._control.state, body)
 
     @staticmethod
     def _check(faults: list[str]) -> None:
@@ -161,14 +161,14 @@ class OperatorsWord:
         return {} if found is None else {str(endpoint): ports for endpoint, ports in found.ports.items()}
 
     @staticmethod
-    def _failures(masked: Sequence[str]) -> Failures:
+    def _failures(masked: Sequence[str]) -> FabricFailures:
         found: dict[str, list[str]] = {"switch": [], "port": [], "circuit": [], "nic": [], "server": []}
         for each in masked:
             kind, _, what = each.partition(" ")
             found[kind].append(what)
         ports = [what.rpartition(":") for what in found["port"]]
         nics = [what.rpartition(":") for what in found["nic"]]
-        return Failures(
+        return FabricFailures(
             ports=frozenset((OcsId(switch), int(port)) for switch, _, port in ports),
             switches=frozenset(map(OcsId, found["switch"])),
             cross_connects=frozenset(map(_cross_connect, found["circuit"])),

@@ -15,19 +15,19 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.core.journal.store import Journal, Kind
-from orchestrrl.fabric.rerouting import NotDrained, Offload, Steered, Steering
-from orchestrrl.fabric.switch_reader import Glance
+from orchestrrl.core.journal.store import EntryKind, Journal
+from orchestrrl.fabric.rerouting import NotDrained, Offload, Rerouting, ReroutingResult
+from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, links_up
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, OcsId, PortPair
-from planner.fabric.steering import Link
+from planner.fabric.steering import RoutedLink
 from planner.fabric.topology import Site
 from planner.fabric.transition import TransitionStage
 
 logger = logging.getLogger(__name__)
 
-Look = Callable[[], Awaitable[Glance]]
+Look = Callable[[], Awaitable[SiteReading]]
 
 LISTED = 4
 WRITE_EVERY_S = 60.0
@@ -35,12 +35,12 @@ LONGEST_PAUSE_S = 60.0  # between two tries at what stays as it is
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutedCircuits:
     """How packets go. `left_out`: links that there are by the switches, and why packets do not take them."""
 
     at_s: float
-    links: tuple[Link, ...]
-    left_out: Mapping[Link, str] = field(default_factory=dict)
+    links: tuple[RoutedLink, ...]
+    left_out: Mapping[RoutedLink, str] = field(default_factory=dict)
     failed: Mapping[EndpointId, str] = field(default_factory=dict)  # routers that are not as they should be
     unreachable: tuple[tuple[EndpointId, EndpointId], ...] = ()
     on_packet_side: tuple[tuple[EndpointId, EndpointId], ...] = ()
@@ -60,7 +60,7 @@ class FabricRouting:
         self,
         site: Site,
         interfaces: Mapping[Port, Interface],
-        steering: Steering,
+        steering: Rerouting,
         look: Look,
         journal: Journal,
         clock: Clock,
@@ -69,7 +69,7 @@ class FabricRouting:
         offload: Offload,
     ) -> None:
         self.defects = 0  # faults of ours that were met while tending
-        self.routed: Routed | None = None  # None: nobody has said yet which circuits there are
+        self.routed: RoutedCircuits | None = None  # None: nobody has said yet which circuits there are
         self._site = site
         self._interfaces = interfaces
         self._steering = steering
@@ -81,10 +81,13 @@ class FabricRouting:
         self._turn = asyncio.Lock()
         self._lit: tuple[Lit, ...] = ()
         self._is_changing = False  # drained, and not yet steered again
-        self._tried: tuple[frozenset[Link], float] = (frozenset(), 0.0)  # what `tend` tried last, and its next pause
+        self._tried: tuple[frozenset[RoutedLink], float] = (
+            frozenset(),
+            0.0,
+        )  # what `tend` tried last, and its next pause
         self._again_s = 0.0
         self._recorded_s = -math.inf
-        recorded = journal.newest(Kind.STEERED, _recorded_in)
+        recorded = journal.newest(EntryKind.STEERED, _recorded_in)
         self._recorded = recorded or frozenset()
 
     @property
@@ -93,7 +96,7 @@ class FabricRouting:
         return self._interfaces
 
     @property
-    def steering(self) -> Steering:
+    def steering(self) -> Rerouting:
         return self._steering
 
     @asynccontextmanager
@@ -219,7 +222,7 @@ class FabricRouting:
         found: tuple[Lit, ...] = await self._offload(lambda: links_up(self._site, up, self._interfaces))
         return found
 
-    async def _route(self, links: Iterable[Link], dark: Mapping[Link, str] | None = None) -> Routed:
+    async def _route(self, links: Iterable[RoutedLink], dark: Mapping[RoutedLink, str] | None = None) -> RoutedCircuits:
         links = tuple(links)
         await self._offload(lambda: self._steering.prepare(links))
         self.routed = _routed(await self._steering.steer(links), dark or {}, self._clock.now_s())
@@ -231,7 +234,7 @@ class FabricRouting:
         if self._recorded != self._over and not self._is_changing:
             self._recorded, self._recorded_s = self._over, self._clock.now_s()
             body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._recorded)]}
-            self._journal.append(self._recorded_s, Kind.STEERED, "", body)
+            self._journal.append(self._recorded_s, EntryKind.STEERED, "", body)
 
 
 def _recorded_in(body: Mapping[str, Any]) -> frozenset[PortPair]:
@@ -247,8 +250,8 @@ def _on(pairs: Iterable[PortPair], switches: Collection[OcsId]) -> frozenset[Por
     return frozenset(pair for pair in pairs if pair.switch in switches)
 
 
-def _routed(steered: Steered, dark: Mapping[Link, str], at_s: float) -> Routed:
-    return Routed(
+def _routed(steered: ReroutingResult, dark: Mapping[RoutedLink, str], at_s: float) -> RoutedCircuits:
+    return RoutedCircuits(
         at_s,
         steered.routed,
         {**dark, **{out.link: out.why for out in steered.left_out}},

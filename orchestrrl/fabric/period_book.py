@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fabric.intents import intent_to_json, parse_intent
-from orchestrrl.fabric.periods import PERIOD, PeriodReport, PeriodState, SwitchTook
+from orchestrrl.fabric.periods import PERIOD, PeriodReport, PeriodState, SwitchTimes
 from planner.fabric.intent import Intent, Stage
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class PeriodBook:
         self._written: dict[_Key, int] = {}  # where in the journal each intent stands
         self._alike: dict[_Key, tuple[str, str, float]] = {}  # how each ended when it was written down last
         self._untold: Counter[_Key] = Counter()  # endings alike since then
-        for entry in journal.tail(REMEMBERED, (Kind.PERIOD_INTENT,)):
+        for entry in journal.tail(REMEMBERED, (EntryKind.PERIOD_INTENT,)):
             intent = journal.interpret(entry, partial(_intent_from, entry.subject))
             if intent is not None:
                 self._remember(intent, entry.sequence)
-        for entry in journal.tail(REMEMBERED, (Kind.PERIOD,)):
+        for entry in journal.tail(REMEMBERED, (EntryKind.PERIOD,)):
             report = journal.interpret(entry, _report_from)
             if report is not None:
                 self.over.append(report)
@@ -51,7 +51,7 @@ class PeriodBook:
         last = self._journal.last_sequence
         if self._intents.get(_key(intent)) != intent or written is None or last - written >= WRITTEN_AGAIN_AFTER:
             body = {"intent": intent_to_json(intent)}
-            written = self._journal.append(now_s, Kind.PERIOD_INTENT, intent.period, body)
+            written = self._journal.append(now_s, EntryKind.PERIOD_INTENT, intent.period, body)
         self._remember(intent, written)
 
     def intent(self, period: str, job: str = "") -> Intent:
@@ -94,14 +94,14 @@ class PeriodBook:
         if alike := self._untold.pop(key, 0):
             body["alike_before"] = alike
         try:
-            self._journal.append(now_s, Kind.PERIOD, report.id, body)
+            self._journal.append(now_s, EntryKind.PERIOD, report.id, body)
         except OrchestrRLError as error:  # it is over all the same
             logger.error("period %s cannot be written down: %s", report.id, error)
         self._alike[key] = report.state, report.code, now_s
         if len(self._alike) > REMEMBERED:
             del self._alike[next(iter(self._alike))]
 
-    def took(self) -> Iterator[SwitchTook]:
+    def took(self) -> Iterator[SwitchTimes]:
         """How long commits have taken, oldest first."""
         return (each for report in self.over for commit in report.commits for each in commit.took)
 

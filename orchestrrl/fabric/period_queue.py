@@ -22,7 +22,7 @@ def lane_of(intent: Intent) -> Lane:
 
 
 @dataclass(eq=False)
-class Announced:
+class AnnouncedPeriod:
     """`stop`: why it is not to go on. `poked`: whoever carries it out is to look around. `begun`: its first circuits
     are being changed."""
 
@@ -64,16 +64,16 @@ class PeriodQueue:
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
-        self._waiting: list[Announced] = []
+        self._waiting: list[AnnouncedPeriod] = []
 
-    def __iter__(self) -> Iterator[Announced]:
+    def __iter__(self) -> Iterator[AnnouncedPeriod]:
         return iter(self._waiting)
 
     @property
     def urgent(self) -> bool:
         return any(period.boundary for period in self._waiting)
 
-    def put(self, period: Announced) -> Announced | None:
+    def put(self, period: AnnouncedPeriod) -> AnnouncedPeriod | None:
         """The one that it supersedes."""
         before = next((each for each in self._waiting if each.lane == period.lane), None)
         if before is not None:
@@ -82,7 +82,7 @@ class PeriodQueue:
         self.news.set()
         return before
 
-    def put_back(self, period: Announced) -> bool:
+    def put_back(self, period: AnnouncedPeriod) -> bool:
         """Whether it may wait on: not where a newer one of its lane has come."""
         if any(each.lane == period.lane for each in self._waiting):
             return False
@@ -90,14 +90,14 @@ class PeriodQueue:
         self.news.set()
         return True
 
-    def remove(self, period: Announced) -> bool:
+    def remove(self, period: AnnouncedPeriod) -> bool:
         """Whether it was waiting."""
         if period not in self._waiting:
             return False
         self._waiting.remove(period)
         return True
 
-    def take(self, active: Collection[Announced]) -> Announced | None:
+    def take(self, active: Collection[AnnouncedPeriod]) -> AnnouncedPeriod | None:
         """The next that may go on beside these."""
         if self.urgent:
             chosen = None if active else next(each for each in self._waiting if each.boundary)
@@ -111,16 +111,16 @@ class PeriodQueue:
         return chosen
 
 
-class Circuits:
+class CircuitTurn:
     """Whose turn it is to change circuits, and how often they have been: what was planned before is void then."""
 
     def __init__(self) -> None:
-        self.by: Announced | None = None
+        self.by: AnnouncedPeriod | None = None
         self.changes = 0  # begun
         self._at_rest = asyncio.Event()
         self._at_rest.set()
 
-    def begin(self, by: Announced) -> None:
+    def begin(self, by: AnnouncedPeriod) -> None:
         """Only where `as_at` says so in the same turn of the loop."""
         assert self.by is None, (self.by, by)
         self.by = by
@@ -128,7 +128,7 @@ class Circuits:
         self._at_rest.clear()
         by.begun.set()
 
-    def end(self, by: Announced) -> bool:
+    def end(self, by: AnnouncedPeriod) -> bool:
         """Whether it had begun."""
         if self.by is not by:
             return False

@@ -23,7 +23,7 @@ OVER = frozenset({PeriodState.COMMITTED, PeriodState.KEPT, PeriodState.SUPERSEDE
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchTook:
+class SwitchTimes:
     """How long one switch's part of a commit lasted: device and link, and what came before and after."""
 
     switch: str
@@ -44,7 +44,7 @@ class CommitReport:
     moves: int  # cross-connects that came down or went up
     done: bool
     detail: str = ""
-    took: tuple["SwitchTook", ...] = ()
+    took: tuple["SwitchTimes", ...] = ()
     risk: float = 0.0  # at most, that the window was to be broken by some rank; of many ranks more than was asked for
 
 
@@ -89,7 +89,7 @@ class PeriodReport:
 PERIOD = TypeAdapter(PeriodReport)
 
 
-class ControlState(StrEnum):
+class OverrideState(StrEnum):
     FREE = "free"
     PINNED = "pinned"
     OVERRIDDEN = "overridden"
@@ -99,7 +99,7 @@ class ControlState(StrEnum):
 class FabricControl:
     """An operator's word on circuits. PINNED with no cross-connects: all stay."""
 
-    state: ControlState = ControlState.FREE
+    state: OverrideState = OverrideState.FREE
     cross_connects: tuple[str, ...] = ()
     period: str = ""
     reason: str = ""

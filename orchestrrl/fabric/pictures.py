@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape, quoteattr
 
-from orchestrrl.fabric.views import Column, Layer, grouped, views
-from planner.fabric.topology import Role, Site
+from orchestrrl.fabric.views import SiteLayer, SwitchColumn, grouped, views
+from planner.fabric.topology import PodRole, Site
 
 MOST_COLUMNS = 40  # of all PoDs together; beyond that, PoDs that are alike are drawn once
 
@@ -23,8 +23,8 @@ _HEAD_CORE = 26  # above its bars
 _HEAD = 52
 _BELOW = 110  # ToRs and servers
 _INK, _PAPER, _FAINT = "#22303c", "#ffffff", "#8896a3"
-_FILL = {Role.TRAIN: "#eaf1fa", Role.GEN: "#edf6ec", None: "#f3f0f8"}
-_LINE = {Role.TRAIN: "#2f6db3", Role.GEN: "#3c8a4e", None: "#6d55a3"}
+_FILL = {PodRole.TRAIN: "#eaf1fa", PodRole.GEN: "#edf6ec", None: "#f3f0f8"}
+_LINE = {PodRole.TRAIN: "#2f6db3", PodRole.GEN: "#3c8a4e", None: "#6d55a3"}
 
 
 @dataclass
@@ -98,24 +98,24 @@ def site_svg(site: Site) -> str:
     return sheet.svg(width, height)
 
 
-def _label(layer: Layer) -> float:
+def _label(layer: SiteLayer) -> float:
     """Room for the longest name of a switch."""
     return max(_LABEL, 16 + 7 * max((len(row.label) for row in layer.rows), default=0))
 
 
-def _width(layer: Layer) -> float:
+def _width(layer: SiteLayer) -> float:
     return 2 * _PAD + _label(layer) + _STEP * len(layer.columns)
 
 
-def _core_height(core: Layer) -> float:
+def _core_height(core: SiteLayer) -> float:
     return _HEAD_CORE + _BAR * len(core.rows) + _PAD / 2
 
 
-def _pod_height(layer: Layer) -> float:
+def _pod_height(layer: SiteLayer) -> float:
     return _HEAD + _BAR * len(layer.rows) + _BELOW
 
 
-def _bars(sheet: _Sheet, layer: Layer, x: float, top: float, width: float) -> None:
+def _bars(sheet: _Sheet, layer: SiteLayer, x: float, top: float, width: float) -> None:
     """The switches of a layer, with their names."""
     for place, row in enumerate(layer.rows):
         y = top + _BAR * (place + 0.5)
@@ -126,7 +126,7 @@ def _bars(sheet: _Sheet, layer: Layer, x: float, top: float, width: float) -> No
         sheet.box(left - 4, y - 5, width - _label(layer) - 2 * _PAD + 8, 10, _PAPER, _LINE[layer.role], radius=5)
 
 
-def _pod(sheet: _Sheet, layer: Layer, x: float, top: float, core: Layer | None) -> None:
+def _pod(sheet: _Sheet, layer: SiteLayer, x: float, top: float, core: SiteLayer | None) -> None:
     width, height, colour = _width(layer), _pod_height(layer), _LINE[layer.role]
     for step in range(min(2, len(layer.pods) - 1), -1, -1):
         sheet.box(x + step * _DECK, top + step * _DECK, width, height, _FILL[layer.role], colour)
@@ -152,13 +152,13 @@ def _pod(sheet: _Sheet, layer: Layer, x: float, top: float, core: Layer | None) 
         sheet.text(left - 10, tors_top + 42, "NICs", size=11, anchor="end")
 
 
-def _servers(layer: Layer, width: float) -> str:
+def _servers(layer: SiteLayer, width: float) -> str:
     """As much as fits."""
     text = f"GPUs {layer.gpus}"
     return text if 6 * len(text) < width else f"{layer.servers} servers"
 
 
-def _tor(sheet: _Sheet, column: Column, x: float, top: float, bars: Sequence[float], colour: str) -> None:
+def _tor(sheet: _Sheet, column: SwitchColumn, x: float, top: float, bars: Sequence[float], colour: str) -> None:
     ends = [(y, fibres) for y, fibres in zip(bars, column.fibres, strict=True) if fibres]
     if ends:
         sheet.line(x, top, x, ends[0][0], colour, width=2)
@@ -170,7 +170,9 @@ def _tor(sheet: _Sheet, column: Column, x: float, top: float, bars: Sequence[flo
     sheet.text(x + 4, top + 42, str(column.nics), size=10, anchor="start", fill=_FAINT)
 
 
-def _uplink(sheet: _Sheet, column: Column, x: float, top: float, bars: Sequence[float], core: Layer | None) -> None:
+def _uplink(
+    sheet: _Sheet, column: SwitchColumn, x: float, top: float, bars: Sequence[float], core: SiteLayer | None
+) -> None:
     """From the switches of its PoD to those of the core."""
     colour = _LINE[None]
     ends = [(y, fibres) for y, fibres in zip(bars, column.fibres, strict=True) if fibres]
@@ -184,7 +186,7 @@ def _uplink(sheet: _Sheet, column: Column, x: float, top: float, bars: Sequence[
     sheet.text(x, top + 28, _short(column), size=10)
 
 
-def _short(column: Column) -> str:
+def _short(column: SwitchColumn) -> str:
     """What fits into a chip."""
     if column.count > 1:
         return f"{column.count} ToRs" if not column.uplink else f"{column.count} up"

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
-from orchestrrl.fabric.route_drivers.base import Applied, RouteDriver
+from orchestrrl.fabric.route_drivers.base import AppliedRoutes, RouteDriver
 from planner.fabric import steering as pure
 from planner.fabric.model import EndpointId
-from planner.fabric.steering import Domain, Link, NextHop, RouteChange, RouteTable
+from planner.fabric.steering import NextHop, RouteChange, RoutedLink, RouteTable, RoutingDomain
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ async def inline(work: Callable[[], Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReroutingTimeouts:
     """`link_up_s`: for light, once the switches are done; `neighbour_s`: for the router at the far end to answer;
     `settle_s`: for packets that are under way on a circuit whose routes have gone."""
 
@@ -52,7 +52,7 @@ class Limits:
 
 class NotDrained(Retryable):
     """These routers still send packets to circuits that were to go, or nobody knows: the circuits must stay. What was
-    moved off them has another way; `Steering.steer` brings it back."""
+    moved off them has another way; `Rerouting.steer` brings it back."""
 
     def __init__(self, routers: Mapping[EndpointId, str]) -> None:
         super().__init__(f"not drained: {_listed(routers)}", RETRY_S)
@@ -60,7 +60,7 @@ class NotDrained(Retryable):
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class DrainResult:
     """No packet of ours goes to the circuits any more."""
 
     detail: str
@@ -71,13 +71,13 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    link: Link
+class LeftOutLink:
+    link: RoutedLink
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Steered:
+class ReroutingResult:
     """Packets go over `routed`. `done`: every circuit is used and every router is as it should be."""
 
     done: bool
@@ -85,8 +85,8 @@ class Steered:
     took_s: float
     light_s: float  # of it, until all that come up were up and their far ends had answered
     stages: int
-    routed: tuple[Link, ...]
-    left_out: tuple[LeftOut, ...]
+    routed: tuple[RoutedLink, ...]
+    left_out: tuple[LeftOutLink, ...]
     failed: Mapping[EndpointId, str]
     unreachable: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to)
     on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]
@@ -102,15 +102,15 @@ class _Moved:
     held: tuple[tuple[EndpointId, str], ...] = ()
 
 
-class Steering:
+class Rerouting:
     """The routers of one domain, changed by one caller at a time."""
 
     def __init__(
         self,
         routers: Mapping[EndpointId, RouteDriver],
-        domain: Domain,
+        domain: RoutingDomain,
         clock: Clock,
-        limits: Limits | None = None,
+        limits: ReroutingTimeouts | None = None,
         offload: Offload = inline,
     ) -> None:
         if set(routers) != set(domain.routers):
@@ -118,19 +118,19 @@ class Steering:
         self.domain = domain
         self._routers = routers
         self._clock = clock
-        self._limits = limits or Limits()
+        self._limits = limits or ReroutingTimeouts()
         self._offload = offload  # what takes long on a large site
         self._turn = asyncio.Lock()
-        self._routed: tuple[Link, ...] | None = None  # None: nobody has said yet
-        self._prepared: dict[frozenset[Link], pure.Steer] = {}
+        self._routed: tuple[RoutedLink, ...] | None = None  # None: nobody has said yet
+        self._prepared: dict[frozenset[RoutedLink], pure.ReroutingPlan] = {}
         self._tables: dict[EndpointId, RouteTable] = {}  # as last read; of those silent now, as known
 
     @property
-    def routed(self) -> tuple[Link, ...] | None:
+    def routed(self) -> tuple[RoutedLink, ...] | None:
         """The circuits that packets go over; None before the first `steer`."""
         return self._routed
 
-    def prepare(self, links: Collection[Link]) -> pure.Steer:
+    def prepare(self, links: Collection[RoutedLink]) -> pure.ReroutingPlan:
         """The routes over these circuits, found once: periods recur, and a window is short. Touches no router."""
         key = frozenset(links)
         want = self._prepared.pop(key, None) or pure.steer(self.domain, key)
@@ -139,7 +139,7 @@ class Steering:
             del self._prepared[next(iter(self._prepared))]
         return want
 
-    async def drain(self, going: Collection[Link]) -> Drained:
+    async def drain(self, going: Collection[RoutedLink]) -> DrainResult:
         """Move packets off circuits that are about to go. Raises NotDrained where a router still uses one, or might;
         Permanent before the first `steer`."""
         async with self._turn:
@@ -157,9 +157,9 @@ class Steering:
             await self._clock.sleep(self._limits.settle_s)
             dark = tuple(sorted(set(want.unreachable) - set(before.unreachable)))
             detail = _detail(moved, f"no way for {_pairs(dark)}" if dark else "")
-            return Drained(detail, self._clock.now_s() - began_s, moved.stages, dark, moved.failed)
+            return DrainResult(detail, self._clock.now_s() - began_s, moved.stages, dark, moved.failed)
 
-    async def steer(self, usable: Collection[Link]) -> Steered:
+    async def steer(self, usable: Collection[RoutedLink]) -> ReroutingResult:
         """Route over these circuits, less those that get no light or whose far end does not answer, in time."""
         async with self._turn:
             began_s = self._clock.now_s()
@@ -170,9 +170,9 @@ class Steering:
             want = self.prepare(routed) if left_out else wanted
             moved = await self._move(want.tables)
             self._routed = routed
-            out = tuple(LeftOut(link, why) for link, why in sorted(left_out.items()))
+            out = tuple(LeftOutLink(link, why) for link, why in sorted(left_out.items()))
             detail = _detail(moved, f"not used: {', '.join(f'{o.link} ({o.why})' for o in out)}" if out else "")
-            steered = Steered(
+            steered = ReroutingResult(
                 done=not (out or moved.failed or moved.held),
                 detail=detail,
                 took_s=self._clock.now_s() - began_s,
@@ -192,7 +192,7 @@ class Steering:
         for router in self._routers.values():
             await router.close()
 
-    async def dark(self, links: Collection[Link]) -> dict[Link, str]:
+    async def dark(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
         """Those without light at this moment, with the reason; one whose routers do not tell is none of them."""
         seen = await self._up(links, 0.0)
         return {link: why for link, why in seen.items() if not isinstance(why, OrchestrRLError)}
@@ -229,7 +229,7 @@ class Steering:
                 heard.setdefault((name, interface), set()).add(other)
         return {end: frozenset(some) for end, some in heard.items()}
 
-    async def _dark_ones(self, links: Collection[Link]) -> dict[Link, str]:
+    async def _dark_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
         """Circuits that cannot carry packets, with the reason. Light is waited for where it is still to come."""
         old = set(links) & set(self._routed or ())
         new = set(links) - old
@@ -238,11 +238,11 @@ class Steering:
         dark |= {link: str(why) for link, why in came.items()}  # a driver's errors begin with its name
         return dark | await self._silent_ones([link for link in sorted(new) if link not in dark])
 
-    async def _up(self, links: Collection[Link], limit_s: float) -> dict[Link, str | OrchestrRLError]:
+    async def _up(self, links: Collection[RoutedLink], limit_s: float) -> dict[RoutedLink, str | OrchestrRLError]:
         """Those that are not known to be up within the time: why not, or what kept a router from telling."""
         waiting = {name: self._routers[name].wait_up(some, limit_s) for name, some in _interfaces(links).items()}
         up = await self._each(waiting)
-        found: dict[Link, str | OrchestrRLError] = {}
+        found: dict[RoutedLink, str | OrchestrRLError] = {}
         for link, (name, interface) in ((one, end) for one in sorted(links) for end in one.ends):
             waited = up[name]
             if isinstance(waited, OrchestrRLError):
@@ -251,9 +251,9 @@ class Steering:
                 found[link] = f"{interface} of {name} is down"
         return found
 
-    async def _silent_ones(self, links: Collection[Link]) -> dict[Link, str]:
+    async def _silent_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
         """Circuits whose far end is not whom it should be: light alone does not say that."""
-        hops: dict[EndpointId, dict[NextHop, Link]] = {}
+        hops: dict[EndpointId, dict[NextHop, RoutedLink]] = {}
         for link in links:
             (a, interface_a), (b, interface_b) = link.ends
             hops.setdefault(a, {})[NextHop(self.domain.routers[b].address, interface_a)] = link
@@ -261,7 +261,7 @@ class Steering:
         found = await self._each(
             {name: self._routers[name].find(tuple(some), self._limits.neighbour_s) for name, some in hops.items()}
         )
-        silent: dict[Link, str] = {}
+        silent: dict[RoutedLink, str] = {}
         for name, answered in found.items():
             for hop, link in hops[name].items():
                 if isinstance(answered, OrchestrRLError):
@@ -289,7 +289,9 @@ class Steering:
             if await self._carry_out(plan.stages, moved, stuck):
                 return moved
 
-    async def _carry_out(self, stages: Iterable[pure.Stage], moved: _Moved, stuck: set[tuple[EndpointId, str]]) -> bool:
+    async def _carry_out(
+        self, stages: Iterable[pure.RouteStage], moved: _Moved, stuck: set[tuple[EndpointId, str]]
+    ) -> bool:
         """False as soon as a router failed: the rest is to be planned again without it."""
         for stage in stages:
             results = await self._each({name: self._routers[name].apply(some) for name, some in stage.changes.items()})
@@ -305,7 +307,7 @@ class Steering:
         self,
         name: EndpointId,
         asked: tuple[RouteChange, ...],
-        applied: Applied | OrchestrRLError,
+        applied: AppliedRoutes | OrchestrRLError,
         moved: _Moved,
     ) -> set[tuple[EndpointId, str]]:
         """Take over what a router has done; what it has not."""
@@ -333,7 +335,7 @@ class Steering:
             else:
                 self._tables[name] = table
 
-    def _still_using(self, going: Collection[Link], moved: _Moved) -> dict[EndpointId, str]:
+    def _still_using(self, going: Collection[RoutedLink], moved: _Moved) -> dict[EndpointId, str]:
         still: dict[EndpointId, str] = {}
         for name, interfaces in _interfaces(going).items():
             used = interfaces if name in moved.unread else interfaces & self._tables[name].interfaces
@@ -355,7 +357,7 @@ class Steering:
         return dict(zip(calls, results, strict=True))
 
 
-def _interfaces(links: Iterable[Link]) -> dict[EndpointId, set[str]]:
+def _interfaces(links: Iterable[RoutedLink]) -> dict[EndpointId, set[str]]:
     found: dict[EndpointId, set[str]] = {}
     for link in links:
         for name, interface in link.ends:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.fabric.traces import Collective, Iteration, Mark, TraceEvent
+from orchestrrl.fabric.traces import TracedCollective, TracedIteration, TracedMark, TraceEvent
 from orchestrrl.integrations.instrument.rings import (
     DEFAULT_DIRECTORY,
     PAYLOAD,
     UNKNOWN,
-    Event,
-    Header,
-    Reader,
+    RingEvent,
+    RingHeader,
+    RingReader,
     list_rings,
 )
 
@@ -44,7 +44,7 @@ def read_rings(rings: Path, job: str) -> RingTrace:
     """Times are seconds since the Unix epoch: traces of several hosts agree as far as their clocks do. Of a rank that
     was started again, only the newest process counts. Raises Permanent where the job has no ring there."""
     ahead_s = time.time() - time.monotonic()
-    newest: dict[int, tuple[int, list[Event], int]] = {}
+    newest: dict[int, tuple[int, list[RingEvent], int]] = {}
     for path in list_rings(rings):
         for header, reader in _read(path):
             if header.job != job or header.rank == UNKNOWN:
@@ -64,23 +64,23 @@ def read_rings(rings: Path, job: str) -> RingTrace:
     )
 
 
-def _read(path: Path) -> Iterator[tuple[Header, Reader]]:
+def _read(path: Path) -> Iterator[tuple[RingHeader, RingReader]]:
     try:
-        reader = Reader(path)
+        reader = RingReader(path)
     except (OSError, ValueError):  # gone meanwhile, or none of ours
         return
     with reader:
         yield reader.header(), reader
 
 
-def _told(rank: int, event: Event, ahead_s: float) -> TraceEvent | None:
+def _told(rank: int, event: RingEvent, ahead_s: float) -> TraceEvent | None:
     start_s = event.start_ns * NANO + ahead_s
     if event.is_collective:
         if event.end_ns is None:
             return None
         end_s = max(start_s, event.end_ns * NANO + ahead_s)
         told = {"rank": rank, "op": event.op, "group": event.group, "bytes": event.n_bytes, "async": event.asynchronous}
-        return Collective.model_validate({**told, "start_s": start_s, "end_s": end_s})
+        return TracedCollective.model_validate({**told, "start_s": start_s, "end_s": end_s})
     if event.op == ITERATION:
-        return Iteration(rank=rank, iteration=event.value, at_s=start_s)
-    return None if event.flags & PAYLOAD else Mark(rank=rank, mark=event.op, at_s=start_s)
+        return TracedIteration(rank=rank, iteration=event.value, at_s=start_s)
+    return None if event.flags & PAYLOAD else TracedMark(rank=rank, mark=event.op, at_s=start_s)

@@ -11,7 +11,7 @@ from planner.fabric.windows import Window
 from planner.model import Hold
 
 
-class Watch(Protocol):
+class TrafficWatch(Protocol):
     """What is known of a job's traffic, while somebody waits for it to pause."""
 
     def window(self) -> Window | Hold: ...
@@ -44,7 +44,7 @@ def unannounced(
 class JointWatch:
     """A window of several jobs is what all of theirs have in common."""
 
-    def __init__(self, watches: Sequence[Watch]) -> None:
+    def __init__(self, watches: Sequence[TrafficWatch]) -> None:
         self._watches = watches
 
     def window(self) -> Window | Hold:

@@ -12,13 +12,13 @@ from orchestrrl.fabric.site_parts import SitePart, numbers_text, read_parts
 from planner.fabric.model import EndpointId, OcsId
 from planner.fabric.topology import (
     DEVICES,
-    Device,
     Pod,
     Reservation,
     Server,
     ServerId,
     Site,
     Switch,
+    SwitchModel,
     Tor,
     Uplink,
 )
@@ -51,7 +51,7 @@ def site_from(document: object) -> Site:
 def _site(part: SitePart) -> Site:
     devices = dict(DEVICES)
     for name, own in part.devices.items():
-        devices[name] = Device(name, own.reconfiguration_s, own.ports)
+        devices[name] = SwitchModel(name, own.reconfiguration_s, own.ports)
     return Site(
         link_gbps=part.link_gbps,
         nic_gbps=part.nic_gbps,

@@ -7,19 +7,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from orchestrrl.core.errors import path_of, shorten
-from orchestrrl.fabric.site_parts import Parts, SwitchPart, numbers_text
-from planner.fabric.topology import DEVICES, RESPONSES, Role, Tier
+from orchestrrl.fabric.site_parts import SiteParts, SwitchPart, numbers_text
+from planner.fabric.topology import DEVICES, RESPONSES, PodRole, Tier
 
 _ENDPOINTS = ("pods", "tors", "uplinks")  # share one name space: circuits end at them
 _Fibre = tuple[str, int]  # switch and port
 
 
-def faults_between(parts: Parts) -> list[str]:
+def faults_between(parts: SiteParts) -> list[str]:
     """Every fault, in the order of the document's fields."""
     return [fault for check in _CHECKS for fault in check(parts)]
 
 
-def _double_ids(parts: Parts) -> Iterator[str]:
+def _double_ids(parts: SiteParts) -> Iterator[str]:
     for kinds in (_ENDPOINTS, ("servers",), ("switches",)):
         first: dict[str, str] = {}
         for kind in kinds:
@@ -29,7 +29,7 @@ def _double_ids(parts: Parts) -> Iterator[str]:
                     yield f"{path}: is used already by {first[part.id]}, got {part.id!r}"
 
 
-def _unknown_pods(parts: Parts) -> Iterator[str]:
+def _unknown_pods(parts: SiteParts) -> Iterator[str]:
     for kind in ("tors", "uplinks", "servers", "switches"):
         for place, part in getattr(parts, kind).items():
             path = path_of((kind, place, "pod"))
@@ -42,7 +42,7 @@ def _unknown_pods(parts: Parts) -> Iterator[str]:
                 yield f"{path}: is not one of pods, got {part.pod!r}"
 
 
-def _servers(parts: Parts) -> Iterator[str]:
+def _servers(parts: SiteParts) -> Iterator[str]:
     tors = {tor.id: tor for tor in parts.tors.values()}
     owner: dict[int, str] = {}
     for place, server in parts.servers.items():
@@ -69,7 +69,7 @@ def _servers(parts: Parts) -> Iterator[str]:
                 yield f"{path}.tors[{nic}]: is rail {tor.rail}, whose NICs are number {tor.rail}, got {name!r}"
 
 
-def _switches(parts: Parts) -> Iterator[str]:
+def _switches(parts: SiteParts) -> Iterator[str]:
     for name, device in parts.devices.items():
         if name in DEVICES:
             message = f"is known by that name already, with {DEVICES[name].ports} ports; take another name"
@@ -108,7 +108,7 @@ def _text(numbers: tuple[int, ...]) -> str:
     return shorten(numbers_text(numbers))
 
 
-def _misplaced(parts: Parts, switch: SwitchPart, endpoint: str) -> str | None:
+def _misplaced(parts: SiteParts, switch: SwitchPart, endpoint: str) -> str | None:
     """Why no fibre can go from there to the switch."""
     kinds = [kind for kind in _ENDPOINTS if endpoint in parts.ids[kind]]
     if not kinds:
@@ -123,7 +123,7 @@ def _misplaced(parts: Parts, switch: SwitchPart, endpoint: str) -> str | None:
     return None
 
 
-def _unfibred(parts: Parts) -> Iterator[str]:
+def _unfibred(parts: SiteParts) -> Iterator[str]:
     """ToRs and uplinks that no circuit can reach, and uplinks whose fibres have one end only."""
     if "switches" in parts.broken:
         return
@@ -151,7 +151,7 @@ def _ends(fibres: list[_Fibre]) -> str:
     return ", ".join(f"{switch}:{numbers_text(numbers)}" for switch, numbers in ports.items())
 
 
-def _fibres(parts: Parts, tier: Tier) -> dict[str, list[_Fibre]]:
+def _fibres(parts: SiteParts, tier: Tier) -> dict[str, list[_Fibre]]:
     found: dict[str, list[_Fibre]] = defaultdict(list)
     for switch in parts.switches.values():
         if switch.tier is tier:
@@ -160,7 +160,7 @@ def _fibres(parts: Parts, tier: Tier) -> dict[str, list[_Fibre]]:
     return found
 
 
-def _cut_off(parts: Parts) -> Iterator[str]:
+def _cut_off(parts: SiteParts) -> Iterator[str]:
     """PoDs that nothing can be joined with."""
     with_tors = {tor.pod for tor in parts.tors.values()}
     for place, pod in parts.pods.items():
@@ -175,7 +175,7 @@ def _cut_off(parts: Parts) -> Iterator[str]:
             yield f"pods[{place}]: must have an uplink with fibres to the core, got none ({pod.id!r})"
 
 
-def _reserved(parts: Parts) -> Iterator[str]:
+def _reserved(parts: SiteParts) -> Iterator[str]:
     switches = {switch.id: switch for switch in parts.switches.values()}
     pod_of = {uplink.id: uplink.pod for uplink in parts.uplinks.values()}
     owner: dict[_Fibre, str] = {}
@@ -207,19 +207,19 @@ def _reserved(parts: Parts) -> Iterator[str]:
     yield from _unpaired(parts, {key: ports for key, ports in together.items() if key not in unclear})
 
 
-def _unpaired(parts: Parts, together: dict[tuple[str, str], Counter[str]]) -> Iterator[str]:
+def _unpaired(parts: SiteParts, together: dict[tuple[str, str], Counter[str]]) -> Iterator[str]:
     """Reserved ports of which no circuit can be made on their switch."""
     role = {pod.id: pod.role for pod in parts.pods.values()}
     for (purpose, switch), ports in together.items():
         place = next(at for at, kept in parts.reserved.items() if (kept.purpose, kept.switch) == (purpose, switch))
         path = f"reserved[{place}].ports"
         most, (pod, count) = sum(ports.values()), ports.most_common(1)[0]
-        by_role = {each: sum(number for name, number in ports.items() if role.get(name) is each) for each in Role}
+        by_role = {each: sum(number for name, number in ports.items() if role.get(name) is each) for each in PodRole}
         if purpose == RESPONSES and sum(by_role.values()) == most:
-            if by_role[Role.TRAIN] != by_role[Role.GEN]:
+            if by_role[PodRole.TRAIN] != by_role[PodRole.GEN]:
                 yield (
                     f"{path}: must be as many of train PoDs as of gen PoDs on {switch} for {purpose},"
-                    f" got {by_role[Role.TRAIN]} and {by_role[Role.GEN]}"
+                    f" got {by_role[PodRole.TRAIN]} and {by_role[PodRole.GEN]}"
                 )
         elif 2 * count > most:
             yield f"{path}: must join PoDs in pairs on {switch} for {purpose}, got {count} of {most} ports of {pod!r}"

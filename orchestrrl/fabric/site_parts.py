@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from orchestrrl.core.documents import NonNegativeInt, Section, require
 from orchestrrl.core.errors import faults_of
-from planner.fabric.topology import Role, Tier
+from planner.fabric.topology import PodRole, Tier
 
 HIGHEST_NUMBER = 2**20  # of a port or a GPU, beyond any site; what is more is a slip, and would take all memory
 _RANGE = re.compile(r"([0-9]{1,8})(?:\s*-\s*([0-9]{1,8}))?")
@@ -59,7 +59,7 @@ Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./@+-]*$", max_lengt
 
 class PodPart(Section):
     id: Id
-    role: Annotated[Role, Field(strict=False)]
+    role: Annotated[PodRole, Field(strict=False)]
 
 
 class TorPart(Section):
@@ -125,7 +125,7 @@ _WITH_IDS = ("pods", "tors", "uplinks", "servers", "switches")
 
 
 @dataclass(frozen=True)
-class Parts:
+class SiteParts:
     """Of a document, faulty or not, what could be read: elements of each list by their place in it."""
 
     pods: Mapping[int, PodPart]
@@ -148,7 +148,7 @@ class Parts:
         return name in self.ids[kind] or kind in self.broken
 
 
-def read_parts(document: object) -> tuple[SitePart | None, Parts, list[str]]:
+def read_parts(document: object) -> tuple[SitePart | None, SiteParts, list[str]]:
     """The document as a whole if its values are sound one by one, its parts, and the faults of single values."""
     try:
         site = SitePart.model_validate(document)
@@ -157,10 +157,10 @@ def read_parts(document: object) -> tuple[SitePart | None, Parts, list[str]]:
         return None, _sound_parts(document, broken), faults_of(error, SitePart)
     lists: dict[str, Any] = {field: dict(enumerate(getattr(site, field))) for field in _LISTS}
     ids = {field: frozenset(part.id for part in getattr(site, field)) for field in _WITH_IDS}
-    return site, Parts(**lists, devices=site.devices, ids={**ids, "devices": frozenset(site.devices)}), []
+    return site, SiteParts(**lists, devices=site.devices, ids={**ids, "devices": frozenset(site.devices)}), []
 
 
-def _sound_parts(document: object, broken: set[tuple[int | str, ...]]) -> Parts:
+def _sound_parts(document: object, broken: set[tuple[int | str, ...]]) -> SiteParts:
     fields = document if isinstance(document, dict) else {}
     read: dict[str, Any] = {}
     ids: dict[str, frozenset[str]] = {}
@@ -180,4 +180,4 @@ def _sound_parts(document: object, broken: set[tuple[int | str, ...]]) -> Parts:
         name: DevicePart.model_validate(device) for name, device in devices.items() if ("devices", name) not in broken
     }
     ids["devices"] = frozenset(name for name in devices if isinstance(name, str))
-    return Parts(**read, ids=ids, broken=frozenset(str(location[0]) for location in broken if location))
+    return SiteParts(**read, ids=ids, broken=frozenset(str(location[0]) for location in broken if location))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fabric.traces import Collective, Iteration, Mark, TraceEvent, by_rank, read_trace
+from orchestrrl.fabric.traces import TracedCollective, TracedIteration, TracedMark, TraceEvent, by_rank, read_trace
 from planner.fabric.slack import Signature, SlackLearner
 from planner.fabric.slack_summary import SlackSummary, summarize
 from planner.fabric.windows import common_quiet, quiet_between
@@ -45,7 +45,7 @@ def read_traces(sources: Iterable[Path]) -> list[TraceEvent]:
             events += read_trace(source)
         except ProblemFaults as error:
             faults += error.faults
-    if not faults and not any(isinstance(event, Collective) for event in events):
+    if not faults and not any(isinstance(event, TracedCollective) for event in events):
         faults.append(f"(traces): must hold at least one collective, got {len(events)} other events")
     if faults:
         raise ProblemFaults(faults)
@@ -54,7 +54,7 @@ def read_traces(sources: Iterable[Path]) -> list[TraceEvent]:
 
 def study(events: Iterable[TraceEvent], q: float) -> tuple[list[SlackSummary], CommonQuiet]:
     """What each rank's learner knows in the end, ascending by rank, and the quiet of all."""
-    ranks = {rank: each for rank, each in by_rank(events).items() if any(isinstance(e, Collective) for e in each)}
+    ranks = {rank: each for rank, each in by_rank(events).items() if any(isinstance(e, TracedCollective) for e in each)}
     return [summarize(learned(rank, each), q) for rank, each in ranks.items()], common(list(ranks.values()))
 
 
@@ -64,9 +64,9 @@ def learned(rank: int, events: Sequence[TraceEvent]) -> SlackLearner:
     flying: dict[int, int] = {}
     for _, _, index, ends in sorted(_moments(events)):
         event = events[index]
-        if isinstance(event, Iteration):
+        if isinstance(event, TracedIteration):
             learner.iteration(event.iteration, event.at_s)
-        elif isinstance(event, Mark):
+        elif isinstance(event, TracedMark):
             learner.mark(event.mark, event.at_s)
         elif ends:
             learner.ended(flying.pop(index), event.end_s)
@@ -79,7 +79,7 @@ def learned(rank: int, events: Sequence[TraceEvent]) -> SlackLearner:
 def _moments(events: Sequence[TraceEvent]) -> Iterable[tuple[float, int, int, bool]]:
     """(when, what goes first then, index of the event, whether it ends there)."""
     for index, event in enumerate(events):
-        if isinstance(event, Collective):
+        if isinstance(event, TracedCollective):
             yield event.start_s, 2, index, False
             yield event.end_s, 3 if event.end_s == event.start_s else 0, index, True
         else:
@@ -87,7 +87,7 @@ def _moments(events: Sequence[TraceEvent]) -> Iterable[tuple[float, int, int, bo
 
 
 def common(ranks: Sequence[Sequence[TraceEvent]]) -> CommonQuiet:
-    busy = [[(e.start_s, e.end_s) for e in events if isinstance(e, Collective)] for events in ranks]
+    busy = [[(e.start_s, e.end_s) for e in events if isinstance(e, TracedCollective)] for events in ranks]
     quiet = common_quiet([quiet_between(each) for each in busy])
     span_s = min(max(end for _, end in each) for each in busy) - max(min(start for start, _ in each) for each in busy)
     return CommonQuiet(len(ranks), max(0.0, span_s), tuple(sorted(end - start for start, end in quiet)))

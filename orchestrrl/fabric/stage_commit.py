@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
 
-from ocs_drivers.errors import Conflict, DriverError
+from ocs_drivers.errors import CircuitConflict, DriverError
 from ocs_drivers.model import Action
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOperation, CircuitOutcome
-from orchestrrl.fabric.periods import CommitReport, PeriodState, SwitchTook
-from orchestrrl.fabric.shared_pods import JointWatch, Watch
-from orchestrrl.fabric.switch_reader import Glance, Glass
+from orchestrrl.fabric.periods import CommitReport, PeriodState, SwitchTimes
+from orchestrrl.fabric.shared_pods import JointWatch, TrafficWatch
+from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Stage
 from planner.fabric.model import OcsId, PortPair
@@ -32,7 +32,7 @@ Port = tuple[OcsId, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class CommitRules:
     """See the section `fabric` of the configuration."""
 
     margin_s: float = 0.005
@@ -44,8 +44,8 @@ class Rules:
     most_risk: float = 1.0  # that a window is broken, at most, by adding up what each rank risks
 
 
-class Windows(Protocol):
-    def watch(self, job: str, ranks: frozenset[int], need_s: float, changed: asyncio.Event) -> Watch:
+class WindowSource(Protocol):
+    def watch(self, job: str, ranks: frozenset[int], need_s: float, changed: asyncio.Event) -> TrafficWatch:
         """Of a job's traced ranks; these are among them, or there is no window. `changed` is set at each news of it."""
         ...
 
@@ -56,7 +56,7 @@ class Windows(Protocol):
         ...
 
 
-class Routing(Protocol):
+class PacketRouting(Protocol):
     """Takes packets off circuits before they go, and onto those that have come."""
 
     async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
@@ -72,7 +72,7 @@ class Routing(Protocol):
         ...
 
 
-class Amiss(Exception):
+class StageFailed(Exception):
     """A stage was not carried out: look at the switches and plan again. `state`: what the period comes to if that does
     not help. `report`: of what was sent; None: nothing was."""
 
@@ -107,7 +107,7 @@ class StageOrder:
     others: frozenset[str] = frozenset()
 
 
-_Timed = tuple[CircuitOutcome, SwitchTook | None]
+_Timed = tuple[CircuitOutcome, SwitchTimes | None]
 
 
 class StageCommitter:
@@ -115,13 +115,13 @@ class StageCommitter:
 
     def __init__(
         self,
-        glass: Glass,
+        glass: SwitchReader,
         circuits: CircuitExecutor,
-        windows: Windows,
+        windows: WindowSource,
         times: CommitTimes,
         clock: Clock,
-        rules: Rules,
-        routing: Routing | None,
+        rules: CommitRules,
+        routing: PacketRouting | None,
     ) -> None:
         self._glass = glass
         self._circuits = circuits
@@ -172,7 +172,7 @@ class StageCommitter:
         for error in wrong:
             if not isinstance(error, DriverError):
                 raise error
-        raise Amiss("switch_refused", "; ".join(map(_line, wrong)))
+        raise StageFailed("switch_refused", "; ".join(map(_line, wrong)))
 
     def _need(self, stage: TransitionStage) -> CommitNeed:
         switches = {pair.switch for pair in (*stage.remove, *stage.add)}
@@ -180,9 +180,9 @@ class StageCommitter:
         # Who routes by himself, as links come and go, is trusted to take no longer than the operator says.
         return need if self._routing is not None else replace(need, route_s=self._rules.route_s)
 
-    def _watch(self, order: StageOrder, need: CommitNeed) -> Watch | None:
+    def _watch(self, order: StageOrder, need: CommitNeed) -> TrafficWatch | None:
         """None: nobody has to pause who does not stand still anyway."""
-        watches: list[Watch] = []
+        watches: list[TrafficWatch] = []
         if order.of is Stage.TRAIN:
             watches.append(self._windows.watch(order.job, order.ranks, need.total_s, order.poked))
         if order.of is Stage.TRAIN or order.boundary:
@@ -200,7 +200,7 @@ class StageCommitter:
             return Hold("no_window", f"the boundary lasted until {now_s - order.deadline_s:.1f} s ago")
         return order.objection()
 
-    async def _window(self, order: StageOrder, need: CommitNeed, watch: Watch) -> Window | Hold:
+    async def _window(self, order: StageOrder, need: CommitNeed, watch: TrafficWatch) -> Window | Hold:
         """Wait for one that covers the need: a Hold where none came."""
         alarm = asyncio.ensure_future(self._clock.sleep(max(0.0, order.deadline_s - self._clock.now_s())))
         alarm.add_done_callback(lambda _: order.poked.set())
@@ -235,7 +235,7 @@ class StageCommitter:
         operations: Sequence[CircuitOperation],
         window: Window | None,
         need: CommitNeed,
-        watch: Watch | None,
+        watch: TrafficWatch | None,
     ) -> CommitReport:
         commanded_s = self._clock.now_s()
         stage = order.stage
@@ -276,8 +276,8 @@ class StageCommitter:
         )
         if done:
             return report
-        nothing_sent = all(isinstance(each, Conflict) for each in outcomes if _failed(each))
-        raise _first_of_journal(outcomes) or Amiss(
+        nothing_sent = all(isinstance(each, CircuitConflict) for each in outcomes if _failed(each))
+        raise _first_of_journal(outcomes) or StageFailed(
             "overtaken" if nothing_sent else "switch_failed", detail, report, self._suspects(stage, outcomes)
         )
 
@@ -286,7 +286,7 @@ class StageCommitter:
             self._times.unfit(pair.switch for pair in (*order.stage.remove, *order.stage.add))
 
     async def _drain(
-        self, order: StageOrder, need: CommitNeed, window: Window | None, watch: Watch | None
+        self, order: StageOrder, need: CommitNeed, window: Window | None, watch: TrafficWatch | None
     ) -> Window | None:
         """Take packets off what goes; the window as it is then. Raises Amiss where they stay on it, or that has taken
         too long."""
@@ -296,7 +296,7 @@ class StageCommitter:
             await self._routing.drain(order.stage.remove)
         except OrchestrRLError as error:
             back = await self._steered(order.usable)
-            raise Amiss("not_drained", "; ".join(filter(None, (_line(error), back)))) from error
+            raise StageFailed("not_drained", "; ".join(filter(None, (_line(error), back)))) from error
         if watch is None:
             return window
         now_s = self._clock.now_s()
@@ -308,7 +308,7 @@ class StageCommitter:
             return left
         back = await self._steered(order.usable)
         detail = f"the window did not outlast taking packets off: {verdict.code}: {verdict.detail}"
-        raise Amiss("window_passed", "; ".join(filter(None, (detail, back))))
+        raise StageFailed("window_passed", "; ".join(filter(None, (detail, back))))
 
     async def _steer(self, order: StageOrder, done: bool) -> str:
         """Onto what is up now. After a failure that is looked at, not assumed."""
@@ -316,7 +316,7 @@ class StageCommitter:
             return ""
         if done:
             return await self._steered(order.usable - set(order.stage.remove) | set(order.stage.add))
-        glance: Glance = await self._glass.look()
+        glance: SiteReading = await self._glass.look()
         return await self._steered(glance.of_site)
 
     async def _steered(self, usable: Iterable[PortPair]) -> str:
@@ -344,7 +344,7 @@ class StageCommitter:
         ready_s = max(item.link_up_s or item.tuned_s or item.commanded_s or 0.0 for item in items)
         commanded_s = min(item.commanded_s for item in items if item.commanded_s is not None)
         device_s = max(0.0, ready_s - commanded_s)
-        return outcome, SwitchTook(outcome.switch, max(0.0, took_s - device_s), device_s, 0.0)
+        return outcome, SwitchTimes(outcome.switch, max(0.0, took_s - device_s), device_s, 0.0)
 
     def _suspects(self, stage: TransitionStage, outcomes: Iterable[_Timed | BaseException]) -> frozenset[Port]:
         """Ports of what was to come up and did not, whatever the switch says of them."""

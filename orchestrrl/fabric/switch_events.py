@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import DriverError
-from ocs_drivers.model import Event, EventKind
+from ocs_drivers.model import EventKind, SwitchEvent
 from orchestrrl.core.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,6 @@ class SwitchEvents:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _log(switch: str, event: Event) -> None:
+def _log(switch: str, event: SwitchEvent) -> None:
     level = logging.DEBUG if event.kind is EventKind.CIRCUIT else logging.WARNING  # our own changes are circuits, too
     logger.log(level, "switch %s tells: %s: %s", switch, event.kind, event.text)

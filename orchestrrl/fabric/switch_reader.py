@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import DriverError
-from ocs_drivers.model import Change, CircuitState, Connectivity, CrossConnect, Facts, PortStatus
+from ocs_drivers.model import CircuitChange, CircuitState, Connectivity, CrossConnect, PortStatus, SwitchFacts
 from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.fabric.circuit_owners import CircuitOwners
 from planner.fabric.model import Cabling, OcsId, PortPair, port_pair
-from planner.fabric.plan import Failures
+from planner.fabric.plan import FabricFailures
 from planner.fabric.topology import Site
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ ANSWER_WITHIN_S = 5.0
 _Seen = tuple[set[PortPair], set[CrossConnect], set[int], set[PortPair]] | str
 
 
-def device_pairs(facts: Facts, wanted: PortPair) -> tuple[CrossConnect, ...]:
+def device_pairs(facts: SwitchFacts, wanted: PortPair) -> tuple[CrossConnect, ...]:
     """What carries a cross-connect of the site on this device."""
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return (facts.normal(CrossConnect(wanted.port_a, wanted.port_b)),)
@@ -38,7 +38,9 @@ def device_pairs(facts: Facts, wanted: PortPair) -> tuple[CrossConnect, ...]:
     )
 
 
-def site_pairs(switch: OcsId, facts: Facts, present: Iterable[CrossConnect]) -> tuple[set[PortPair], set[CrossConnect]]:
+def site_pairs(
+    switch: OcsId, facts: SwitchFacts, present: Iterable[CrossConnect]
+) -> tuple[set[PortPair], set[CrossConnect]]:
     """What is up in the site's terms, and what of the device is no whole cross-connect of it, e.g. one way only."""
     present = set(present)
     if facts.connectivity is Connectivity.ANY_TO_ANY:
@@ -56,21 +58,21 @@ def site_pairs(switch: OcsId, facts: Facts, present: Iterable[CrossConnect]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class SiteReading:
     """All switches at one instant. `of_site`: those of `cross_connects` that join two endpoints of the site; what else
     somebody has patched is left alone, its ports count as failed, and so do those of what is up `odd`, one way only.
     `unread`: why a switch did not answer; what it has up is not known. `foreign`: those of `of_site` that are not ours:
     they carry packets as others do, and stay as they are."""
 
     cross_connects: frozenset[PortPair] = frozenset()
-    failures: Failures = field(default_factory=Failures)
+    failures: FabricFailures = field(default_factory=FabricFailures)
     odd: Mapping[OcsId, frozenset[CrossConnect]] = field(default_factory=dict)
     unread: Mapping[OcsId, str] = field(default_factory=dict)
     of_site: frozenset[PortPair] = frozenset()
     foreign: frozenset[PortPair] = frozenset()
 
 
-class Glass:
+class SwitchReader:
     """Reads the site's switches. `drivers` has all of them."""
 
     def __init__(
@@ -85,7 +87,7 @@ class Glass:
         self._drivers = drivers
         self._clock = clock or WallClock()
         self._silent: dict[OcsId, asyncio.Task[_Seen]] = {}  # asked before, and still to answer
-        self._facts: dict[OcsId, Facts] = {}
+        self._facts: dict[OcsId, SwitchFacts] = {}
         self.cabling = Cabling(
             {
                 **site.core_cabling.ports,
@@ -100,7 +102,7 @@ class Glass:
         """Once the switch has been seen."""
         return device_pairs(self._facts[wanted.switch], wanted)
 
-    async def look(self) -> Glance:
+    async def look(self) -> SiteReading:
         """A switch that does not answer in time counts as failed: nothing is planned on it, and what it has stays. It
         is not waited for again before it has answered, or its driver has given up."""
         switches = [switch.id for switch in self._site.switches]
@@ -122,7 +124,7 @@ class Glass:
         late = f"has not answered within {ANSWER_WITHIN_S:g} s"
         return self._glance({switch: late if switch in self._silent else asked[switch].result() for switch in switches})
 
-    def _glance(self, seen: Mapping[OcsId, "_Seen"]) -> Glance:
+    def _glance(self, seen: Mapping[OcsId, "_Seen"]) -> SiteReading:
         cross_connects: set[PortPair] = set()
         failed_ports: set[tuple[OcsId, int]] = set()
         foreign: set[PortPair] = set()
@@ -140,18 +142,18 @@ class Glass:
                 odd[switch] = frozenset(strange)
         of_site = self.of_site(cross_connects)
         failed_ports |= {(pair.switch, port) for pair in cross_connects - of_site for port in pair.ports}
-        failures = Failures(ports=frozenset(failed_ports), switches=frozenset(unread))
-        return Glance(frozenset(cross_connects), failures, odd, unread, of_site, of_site & foreign)
+        failures = FabricFailures(ports=frozenset(failed_ports), switches=frozenset(unread))
+        return SiteReading(frozenset(cross_connects), failures, odd, unread, of_site, of_site & foreign)
 
-    async def change_of(self, switch: OcsId, remove: Iterable[PortPair], add: Iterable[PortPair]) -> Change:
+    async def change_of(self, switch: OcsId, remove: Iterable[PortPair], add: Iterable[PortPair]) -> CircuitChange:
         """The same in the device's terms. Raises DriverError where the device does not answer."""
         facts = await self.facts(switch)
-        return Change(
+        return CircuitChange(
             connect=tuple(each for wanted in sorted(add) for each in device_pairs(facts, wanted)),
             disconnect=tuple(each for unwanted in sorted(remove) for each in device_pairs(facts, unwanted)),
         )
 
-    async def facts(self, switch: OcsId) -> Facts:
+    async def facts(self, switch: OcsId) -> SwitchFacts:
         if switch not in self._facts:
             self._facts[switch] = await self._drivers[switch].facts()
         return self._facts[switch]

@@ -28,7 +28,7 @@ class _Line(BaseModel):
     rank: NonNegativeInt
 
 
-class Collective(_Line):
+class TracedCollective(_Line):
     op: str = Field(min_length=1)
     group: int
     bytes: NonNegativeInt
@@ -37,17 +37,17 @@ class Collective(_Line):
     asynchronous: bool = Field(default=False, alias="async")
 
 
-class Mark(_Line):
+class TracedMark(_Line):
     mark: str
     at_s: Time
 
 
-class Iteration(_Line):
+class TracedIteration(_Line):
     iteration: int
     at_s: Time
 
 
-TraceEvent = Collective | Mark | Iteration
+TraceEvent = TracedCollective | TracedMark | TracedIteration
 
 
 def read_trace(source: Path) -> list[TraceEvent]:
@@ -95,11 +95,11 @@ def _event(line: bytes) -> tuple[TraceEvent | None, list[str]]:
         text = shorten(line[:80].decode(errors="replace"))
         return None, [f"(line): is not valid JSON: {str(error) or 'nested too deeply'}, got {text}"]
     fields = body if isinstance(body, dict) else {}
-    kind = Mark if "mark" in fields else Iteration if "iteration" in fields else Collective
+    kind = TracedMark if "mark" in fields else TracedIteration if "iteration" in fields else TracedCollective
     try:
         event = kind.model_validate(body)
     except ValidationError as error:
         return None, faults_of(error)
-    if isinstance(event, Collective) and event.end_s < event.start_s:
+    if isinstance(event, TracedCollective) and event.end_s < event.start_s:
         return None, [f"end_s: must be >= start_s, {event.start_s}, got {event.end_s}"]
     return event, []

@@ -10,16 +10,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from ocs_drivers.errors import DriverError
-from ocs_drivers.model import Change, ChangeMode
+from ocs_drivers.model import ChangeMode, CircuitChange
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.pause_registry import HoldBook, Part
+from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
-from orchestrrl.fabric.coordinator import Coordinator
+from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.packet_routing import FabricRouting
-from orchestrrl.fabric.switch_reader import Glance, Glass, site_pairs
+from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader, site_pairs
 from planner.fabric import cables
-from planner.fabric.cables import DARK, Fault, Seen, port_text
+from planner.fabric.cables import DARK, CablingFault, ObservedCables, port_text
 from planner.fabric.light import Interface, links_up
 from planner.fabric.masks import Port
 from planner.fabric.model import OcsId, PortPair, port_pair
@@ -31,11 +31,11 @@ LISTED = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerificationReport:
     """`fibres` that are known to be plugged in where the site says, of `fibres_of_site` (lanes included); `not_seen`:
     why the others are not known."""
 
-    faults: tuple[Fault, ...]
+    faults: tuple[CablingFault, ...]
     circuits: int
     links: int
     fibres: int
@@ -45,7 +45,7 @@ class Verified:
 
 @dataclass
 class _Findings:
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[CablingFault] = field(default_factory=list)
     good: set[Port] = field(default_factory=set)
     not_seen: list[str] = field(default_factory=list)
 
@@ -55,11 +55,11 @@ class FabricVerifier:
 
     def __init__(
         self,
-        fabric: Coordinator,
+        fabric: CircuitCoordinator,
         routing: FabricRouting | None,
         circuits: CircuitExecutor,
-        glass: Glass,
-        holds: HoldBook,
+        glass: SwitchReader,
+        holds: PauseRegistry,
         clock: Clock,
     ) -> None:
         self._fabric = fabric
@@ -73,11 +73,11 @@ class FabricVerifier:
     def _site(self) -> Site:
         return self._fabric.site
 
-    async def verify(self, walk: bool) -> Verified:
+    async def verify(self, walk: bool) -> VerificationReport:
         """Raises Permanent where it may not walk, and OrchestrRLError of routers and switches."""
         if walk and self._routing is None:
             raise Permanent("to walk, the ToRs have to be asked for signals: name them in fabric.routers")
-        if walk and self._holds.hold(Part.FABRIC) is None:
+        if walk and self._holds.hold(PauseScope.FABRIC) is None:
             raise Permanent("circuits must stand still while fibres are lit: first `orchestrrl fabric pause`")
         glance = await self._glass.look()
         findings = _Findings(faults_of_glass(await self._book(glance), glance))
@@ -95,7 +95,7 @@ class FabricVerifier:
             more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
             how = "in use or broken" if walk else "no light shows where they end; --walk lights those that are free"
             findings.not_seen.append(f"{how}: {', '.join(map(port_text, unknown[:LISTED]))}{more}")
-        return Verified(
+        return VerificationReport(
             tuple(dict.fromkeys(findings.faults)),
             len(glance.of_site),
             links,
@@ -108,7 +108,7 @@ class FabricVerifier:
     def _interfaces(self) -> Mapping[Port, Interface]:
         return {} if self._routing is None else self._routing.interfaces
 
-    async def _book(self, glance: Glance) -> frozenset[PortPair]:
+    async def _book(self, glance: SiteReading) -> frozenset[PortPair]:
         """What should be up: our own circuits, by the journal. Of switches that do not answer, nothing is said."""
         ours: set[PortPair] = set()
         for switch in self._site.switch.keys() - glance.unread.keys():
@@ -116,7 +116,7 @@ class FabricVerifier:
             ours |= pairs
         return frozenset(ours)
 
-    async def _look(self, routing: FabricRouting, glance: Glance, findings: _Findings) -> int:
+    async def _look(self, routing: FabricRouting, glance: SiteReading, findings: _Findings) -> int:
         """From light that is there anyway; the number of links."""
         lits = links_up(self._site, glance.of_site, routing.interfaces)
         signals, silent = await routing.steering.signals()
@@ -128,7 +128,7 @@ class FabricVerifier:
         odd = [end for end in wanted if wanted[end] not in heard.get(end, ())]
         odd += [end for end in set(routing.interfaces.values()) & signals if end not in expected]
         others = await routing.steering.heard({end: tuple(self._site.tor) for end in odd})
-        seen = Seen(signals, {**heard, **others}, frozenset(silent), frozenset(glance.unread))
+        seen = ObservedCables(signals, {**heard, **others}, frozenset(silent), frozenset(glance.unread))
         faults = cables.faults_seen(self._site, routing.interfaces, glance.of_site, seen)
         findings.faults += faults
         bad = {_port_of(fault) for fault in faults}
@@ -139,7 +139,7 @@ class FabricVerifier:
                 findings.good |= {(pair.switch, port) for pair in lit.over for port in pair.ports}
         return len(lits)
 
-    async def _walk(self, routing: FabricRouting, glance: Glance, findings: _Findings) -> None:
+    async def _walk(self, routing: FabricRouting, glance: SiteReading, findings: _Findings) -> None:
         used = {(pair.switch, port) for pair in glance.cross_connects for port in pair.ports}
         barred = used | glance.failures.ports | self._fabric.word.failures.ports
         switches = glance.failures.switches | self._fabric.word.failures.switches
@@ -184,7 +184,7 @@ class FabricVerifier:
             else:
                 what = f"no light gets from it over {port_text(_ports_of(one)[1])} and {port_text(_ports_of(other)[1])}"
                 what += f" to {port_text(_ports_of(other)[0])}: one of the two lanes ends elsewhere, or is broken"
-                findings.faults.append(Fault(DARK, port_text(_ports_of(one)[0]), what))
+                findings.faults.append(CablingFault(DARK, port_text(_ports_of(one)[0]), what))
 
     def _good_at(
         self, routing: FabricRouting, switch: OcsId, barred: Collection[Port], findings: _Findings
@@ -222,7 +222,9 @@ class FabricVerifier:
             yield
 
     async def _change(self, pair: PortPair, is_up: bool) -> None:
-        change: Change = await self._glass.change_of(pair.switch, [] if is_up else [pair], [pair] if is_up else [])
+        change: CircuitChange = await self._glass.change_of(
+            pair.switch, [] if is_up else [pair], [pair] if is_up else []
+        )
         try:
             outcome = await self._circuits.change(pair.switch, change, ChangeMode.SAFE)
         except DriverError as error:
@@ -231,24 +233,24 @@ class FabricVerifier:
             raise Permanent(f"{pair} could not be {'lit' if is_up else 'darkened'}: {outcome.detail}")
 
 
-def faults_of_glass(book: frozenset[PortPair], glance: Glance) -> list[Fault]:
+def faults_of_glass(book: frozenset[PortPair], glance: SiteReading) -> list[CablingFault]:
     """What the switches show, against the circuits that are ours."""
-    faults = [Fault("silent_switch", switch, why) for switch, why in sorted(glance.unread.items())]
+    faults = [CablingFault("silent_switch", switch, why) for switch, why in sorted(glance.unread.items())]
     for pair in sorted(book - glance.of_site):
         if pair.switch not in glance.unread:
-            faults.append(Fault("missing_circuit", str(pair), "is ours, and not on the switch"))
+            faults.append(CablingFault("missing_circuit", str(pair), "is ours, and not on the switch"))
     faults += [
-        Fault("unknown_circuit", str(pair), "is up, and nobody here asked for it")
+        CablingFault("unknown_circuit", str(pair), "is up, and nobody here asked for it")
         for pair in sorted(glance.of_site - book)
     ]
     for pair in sorted(glance.cross_connects - glance.of_site):
-        faults.append(Fault("odd_circuit", str(pair), "is up between ports that the site does not join"))
+        faults.append(CablingFault("odd_circuit", str(pair), "is up between ports that the site does not join"))
     for switch, pairs in sorted(glance.odd.items()):
-        faults += [Fault("one_way", f"{switch}:{pair}", "light goes one way only") for pair in sorted(pairs)]
+        faults += [CablingFault("one_way", f"{switch}:{pair}", "light goes one way only") for pair in sorted(pairs)]
     told = {(pair.switch, port) for pair in glance.cross_connects - glance.of_site for port in pair.ports}
     told |= {port for port in glance.failures.ports if port[0] in glance.odd}
     faults += [
-        Fault("failed_port", port_text(port), "by the word of its switch")
+        CablingFault("failed_port", port_text(port), "by the word of its switch")
         for port in sorted(glance.failures.ports - told)
     ]
     return faults
@@ -279,6 +281,6 @@ def _ports_of(lane: Lane) -> tuple[Port, Port]:
     return (lane.agg, lane.agg_port), (lane.core, lane.core_port)
 
 
-def _port_of(fault: Fault) -> Port | None:
+def _port_of(fault: CablingFault) -> Port | None:
     switch, colon, port = fault.where.rpartition(":")
     return (OcsId(switch), int(port)) if colon and port.isdecimal() else None

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from orchestrrl.fabric.site_parts import numbers_text
 from planner.fabric.model import EndpointId
-from planner.fabric.topology import Device, Pod, Role, Site, Switch
+from planner.fabric.topology import Pod, PodRole, Site, Switch, SwitchModel
 
 MOST_COLUMNS = 16  # beyond that, endpoints that are alike share a column
 MOST_ROWS = 6  # of switches
@@ -21,7 +21,7 @@ _Thing = TypeVar("_Thing")
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class SwitchColumn:
     """Endpoints that are alike: ToRs or uplinks."""
 
     label: str
@@ -29,32 +29,32 @@ class Column:
     rail: int | None
     nics: int  # on each of them
     uplink: bool
-    role: Role
+    role: PodRole
     fibres: tuple[int, ...]  # [row], of each of them to each of the switches
     core_fibres: tuple[int, ...]  # [row of the core], of an uplink of a PoD
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SwitchRow:
     """Switches that are alike."""
 
     label: str
     count: int
-    device: Device
+    device: SwitchModel
     fibred: int  # ports of each
     reserved: int
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class SiteLayer:
     """PoDs that are alike, or the core (`role` None)."""
 
     pods: tuple[EndpointId, ...]
-    role: Role | None
+    role: PodRole | None
     servers: int  # of each PoD
     gpus: str  # of all of them
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    columns: tuple[SwitchColumn, ...]
+    rows: tuple[SwitchRow, ...]
 
     @property
     def lanes(self) -> int:
@@ -71,7 +71,7 @@ class Layer:
         return ", ".join(self.pods) if len(self.pods) <= 4 else named(self.pods)
 
 
-def views(site: Site) -> tuple[Layer | None, tuple[Layer, ...]]:
+def views(site: Site) -> tuple[SiteLayer | None, tuple[SiteLayer, ...]]:
     """The core, if there is one, and every PoD."""
     single = {pod.id for pod in site.pods if len(site.uplinks_of[pod.id]) == 1}
     roles = {pod.id: pod.role for pod in site.pods}
@@ -80,13 +80,13 @@ def views(site: Site) -> tuple[Layer | None, tuple[Layer, ...]]:
         for uplink in site.uplinks
     ]
     rows, fibres = _rows(site, ends, site.core_switches, str)
-    core = Layer(tuple(pod.id for pod in site.pods), None, len(site.servers), "", _columns(ends, fibres, {}), rows)
+    core = SiteLayer(tuple(pod.id for pod in site.pods), None, len(site.servers), "", _columns(ends, fibres, {}), rows)
     nics = Counter(tor for server in site.servers for tor in server.tors)
     pods = tuple(_pod_layer(site, pod, nics, fibres) for pod in site.pods)
     return core if rows else None, pods
 
 
-def grouped(site: Site, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+def grouped(site: Site, layers: Sequence[SiteLayer]) -> tuple[SiteLayer, ...]:
     """PoDs that differ by no more than names as one layer."""
     found = []
     for alike in _alike(layers, lambda layer: (layer.role, layer.servers, layer.columns, layer.rows)):
@@ -99,7 +99,9 @@ def _gpus(site: Site, pods: Iterable[EndpointId]) -> str:
     return numbers_text(gpu for pod in pods for server in site.servers_of[pod] for gpu in server.gpus)
 
 
-def _pod_layer(site: Site, pod: Pod, nics: Counter[EndpointId], core: Mapping[EndpointId, tuple[int, ...]]) -> Layer:
+def _pod_layer(
+    site: Site, pod: Pod, nics: Counter[EndpointId], core: Mapping[EndpointId, tuple[int, ...]]
+) -> SiteLayer:
     def own(name: str) -> str:
         """Without the PoD's name, which stands above."""
         return name.removeprefix(f"{pod.id}/")
@@ -109,14 +111,14 @@ def _pod_layer(site: Site, pod: Pod, nics: Counter[EndpointId], core: Mapping[En
     ends += [_End(own(each.id), each.id, pod.role, None, 0, True) for each in site.uplinks_of[pod.id]]
     rows, fibres = _rows(site, ends, site.agg_switches_of[pod.id], own)
     servers = len(site.servers_of[pod.id])
-    return Layer((pod.id,), pod.role, servers, _gpus(site, (pod.id,)), _columns(ends, fibres, core), rows)
+    return SiteLayer((pod.id,), pod.role, servers, _gpus(site, (pod.id,)), _columns(ends, fibres, core), rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
     label: str
     id: EndpointId
-    role: Role
+    role: PodRole
     rail: int | None
     nics: int
     uplink: bool
@@ -124,7 +126,7 @@ class _End:
 
 def _rows(
     site: Site, ends: Sequence[_End], switches: Sequence[Switch], own: Callable[[str], str]
-) -> tuple[tuple[Row, ...], Mapping[EndpointId, tuple[int, ...]]]:
+) -> tuple[tuple[SwitchRow, ...], Mapping[EndpointId, tuple[int, ...]]]:
     """Switches, and how many fibres each endpoint has to each."""
     reserved = Counter(switch for switch, _ in site.reserved)
 
@@ -135,7 +137,7 @@ def _rows(
     if len(switches) > MOST_ROWS:
         together = _alike(switches, lambda each: (each.device, reserved[each.id], ports(each)))
     rows = tuple(
-        Row(
+        SwitchRow(
             named([own(switch.id) for switch in alike]),
             len(alike),
             alike[0].device,
@@ -150,10 +152,10 @@ def _rows(
 
 def _columns(
     ends: Sequence[_End], fibres: Mapping[EndpointId, tuple[int, ...]], core: Mapping[EndpointId, tuple[int, ...]]
-) -> tuple[Column, ...]:
-    def column(alike: Sequence[_End]) -> Column:
+) -> tuple[SwitchColumn, ...]:
+    def column(alike: Sequence[_End]) -> SwitchColumn:
         first = alike[0]
-        return Column(
+        return SwitchColumn(
             named([end.label for end in alike]),
             len(alike),
             first.rail,

@@ -15,8 +15,8 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import LimitReached, shorten
-from planner.fabric.clocks import Exchange, OffsetEstimator
-from planner.fabric.slack import Remaining
+from planner.fabric.clocks import ClockExchange, OffsetEstimator
+from planner.fabric.slack import RemainingQuiet
 from planner.fabric.windows import CLOSED, HostWindows, Window, intersect
 from planner.model import Hold
 
@@ -36,7 +36,7 @@ Jobs = Mapping[str, frozenset[int]]  # ranks by job
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class WatchWindows:
     """Tell of windows of this job that last `need_s`, as they open and close."""
 
     id: int
@@ -46,41 +46,41 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Disarm:
+class StopWatching:
     id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
+class ClockPing:
     sent_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Summarise:
+class RequestSummary:
     """Tell what is known of the iterations of all ranks, once."""
 
 
-Order = Arm | Disarm | Ping | Summarise
+Order = WatchWindows | StopWatching | ClockPing | RequestSummary
 
 
 @dataclass(eq=False)
-class Host:
+class TracedHost:
     """One agent's host. `said`: the latest word on each job that is watched, and when, by the host's clock."""
 
     name: str
     jobs: Jobs = field(default_factory=dict)
     clock: OffsetEstimator = field(default_factory=OffsetEstimator)
-    said: dict[str, tuple[float, int, Remaining | Hold]] = field(default_factory=dict)
-    stream: "Stream | None" = None  # None: nobody is attached
+    said: dict[str, tuple[float, int, RemainingQuiet | Hold]] = field(default_factory=dict)
+    stream: "AgentStream | None" = None  # None: nobody is attached
     gone_s: float = 0.0
     slack_json: str = ""
     slack_told: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Stream:
+class AgentStream:
     """One agent's connection: its orders go out, its words come in, until it is ended."""
 
-    def __init__(self, hub: "TraceHub", host: Host) -> None:
+    def __init__(self, hub: "TraceHub", host: TracedHost) -> None:
         self._hub = hub
         self._host = host
         self._orders: asyncio.Queue[Order | None] = asyncio.Queue()
@@ -95,7 +95,7 @@ class Stream:
     async def ping(self) -> None:
         """Measure the host's clock for as long as this lasts. Never returns."""
         for number in itertools.count():
-            self.put(Ping(self._hub.clock.now_s()))
+            self.put(ClockPing(self._hub.clock.now_s()))
             await self._hub.clock.sleep(PING_EVERY_S if number >= FIRST_PINGS else FIRST_PINGS_EVERY_S)
 
     @property
@@ -113,12 +113,12 @@ class Stream:
         logger.info("%s traces %s", self._host.name, {job: len(ranks) for job, ranks in jobs.items()})
         self._hub.news(None)
 
-    def says(self, job: str, said_s: float, rank: int, word: Remaining | Hold) -> None:
+    def says(self, job: str, said_s: float, rank: int, word: RemainingQuiet | Hold) -> None:
         if self._is_the_hosts and job in self._host.jobs:  # agents are asked for jobs that they have not, too
             self._host.said[job] = said_s, rank, word
             self._hub.news(job)
 
-    def answers(self, exchange: Exchange) -> None:
+    def answers(self, exchange: ClockExchange) -> None:
         if self._is_the_hosts:
             was_known = self._host.clock.offset(exchange.back_s) is not None
             self._host.clock.add(exchange)
@@ -137,7 +137,7 @@ class Stream:
             self._hub.news(None)
 
 
-async def _all_told(hosts: Sequence[Host]) -> None:
+async def _all_told(hosts: Sequence[TracedHost]) -> None:
     for host in hosts:
         await host.slack_told.wait()
 
@@ -145,7 +145,7 @@ async def _all_told(hosts: Sequence[Host]) -> None:
 class JobWatch:
     """Somebody waits for a job's traffic to pause: meanwhile its hosts tell of it at once, and `changed` is set."""
 
-    def __init__(self, hub: "TraceHub", arm: Arm, ranks: frozenset[int], changed: asyncio.Event) -> None:
+    def __init__(self, hub: "TraceHub", arm: WatchWindows, ranks: frozenset[int], changed: asyncio.Event) -> None:
         self.arm = arm
         self.changed = changed
         self._ranks = ranks
@@ -182,7 +182,7 @@ class TraceHub:
         self.quantile = quantile
         self._most_hosts = most_hosts
         self.clock = clock
-        self.hosts: dict[str, Host] = {}
+        self.hosts: dict[str, TracedHost] = {}
         self._watches: dict[int, JobWatch] = {}
         self._numbers = itertools.count(1)
 
@@ -190,7 +190,7 @@ class TraceHub:
         traced = sum(len(host.jobs[job]) for host in self.known() if job in host.jobs)
         # Any rank may break the window: what each may risk adds up over them.
         quantile = max(self.quantile / max(1, traced), min(self.quantile, LEAST_QUANTILE))
-        arm = Arm(next(self._numbers), job, need_s, quantile)
+        arm = WatchWindows(next(self._numbers), job, need_s, quantile)
         made = self._watches[arm.id] = JobWatch(self, arm, ranks, changed or asyncio.Event())
         for host in self.hosts.values():
             host.said.pop(job, None)  # of an earlier watch, perhaps long ago
@@ -214,7 +214,7 @@ class TraceHub:
         self._watches.pop(watch.arm.id, None)
         for host in self.hosts.values():
             if host.stream is not None:
-                host.stream.put(Disarm(watch.arm.id))
+                host.stream.put(StopWatching(watch.arm.id))
 
     def window(self, job: str, ranks: frozenset[int]) -> Window | Hold:
         """What the job's hosts have in common now; `ranks` must be among those that are traced."""
@@ -224,7 +224,7 @@ class TraceHub:
         if missing := sorted(ranks - traced):
             wanted = f"no recorder is read of rank {_listed(missing)}{f' of {job}' if job else ''}"
             return Hold("untraced", f"{wanted}; read are: {self._read_words()}")
-        told: list[tuple[Host, float, int, Remaining]] = []
+        told: list[tuple[TracedHost, float, int, RemainingQuiet]] = []
         for host in hosts:
             if host.stream is None:
                 return Hold("host_gone", f"{host.name}: its agent is gone for {now_s - host.gone_s:.1f} s")
@@ -257,7 +257,7 @@ class TraceHub:
         for host in self.known():
             offset = host.clock.offset(now_s)
             _, _, word = host.said.get(job, (0.0, 0, None))
-            if offset is not None and isinstance(word, Remaining):
+            if offset is not None and isinstance(word, RemainingQuiet):
                 latest_s = max(latest_s, offset.ours(word.opened_s)[1])
         return latest_s
 
@@ -267,7 +267,7 @@ class TraceHub:
         for host in asked:
             host.slack_told.clear()
             if host.stream is not None:
-                host.stream.put(Summarise())
+                host.stream.put(RequestSummary())
         told = asyncio.ensure_future(_all_told(asked))
         alarm = asyncio.ensure_future(self.clock.sleep(SLACK_WITHIN_S))
         both: set[asyncio.Future[Any]] = {told, alarm}
@@ -278,16 +278,16 @@ class TraceHub:
                 each.cancel()
         return json.dumps([json.loads(host.slack_json) for host in asked if host.slack_json])
 
-    def attach(self, name: str, jobs: Jobs) -> Stream:
+    def attach(self, name: str, jobs: Jobs) -> AgentStream:
         """An agent's stream begins. A second agent of the same host takes the first one's place. Raises
         LimitReached."""
         if name not in self.hosts and len(self.hosts) >= self._most_hosts and len(self.known()) >= self._most_hosts:
             limit = f"at most {self._most_hosts} hosts can be traced at a time (limits.nodes)"
             raise LimitReached(f"hello.host: {limit}, got {shorten(name)} as one more")
-        host = self.hosts.setdefault(name, Host(name))
+        host = self.hosts.setdefault(name, TracedHost(name))
         if host.stream is not None:
             host.stream.put(None)
-        host.stream = stream = Stream(self, host)
+        host.stream = stream = AgentStream(self, host)
         host.clock = OffsetEstimator()  # the host may have been started anew
         host.said.clear()
         for watch in self._watches.values():
@@ -301,7 +301,7 @@ class TraceHub:
             if job is None or watch.arm.job == job:
                 watch.changed.set()
 
-    def known(self) -> list[Host]:
+    def known(self) -> list[TracedHost]:
         """By name; those without an agent for long are forgotten."""
         now_s = self.clock.now_s()
         for name, host in list(self.hosts.items()):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.nodes import NodeRegistry
-from orchestrrl.core.operation_runner import Runner, answers
+from orchestrrl.core.operation_runner import OperationRunner, answers
 from orchestrrl.core.operations import CancelRequests, OperationResult, OperationStatus
 from planner.model import NodeId, RequestId
 
@@ -21,7 +21,7 @@ REDUNDANT = "redundant"
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class CancelOutcome:
     requests: tuple[RequestId, ...]
     silent: tuple[NodeId, ...]  # gateways that have not said what they ended
 
@@ -29,14 +29,14 @@ class Cancelled:
 class Canceller:
     """Orders it of gateways. `totals`: requests ended so, by whether somebody asked for it or they were redundant."""
 
-    def __init__(self, runner: Runner, nodes: NodeRegistry, clock: Clock) -> None:
+    def __init__(self, runner: OperationRunner, nodes: NodeRegistry, clock: Clock) -> None:
         self._runner = runner
         self._nodes = nodes
         self._clock = clock
         self._tasks: set[asyncio.Task[OperationResult]] = set()
         self.totals: Counter[str] = Counter({ASKED: 0, REDUNDANT: 0})
 
-    async def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> Cancelled:
+    async def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> CancelOutcome:
         """Wherever they are. Raises ProblemFaults where nothing is named, Permanent where there is no gateway."""
         action = CancelRequests(tuple(requests), tuple(groups), reason or ASKED)
         named = (*action.requests, *action.groups)
@@ -49,7 +49,7 @@ class Canceller:
         results = {node: result for node, result in told.items() if result is not None}
         ended = [RequestId(item.id) for result in results.values() for item in result.items if item.done]
         silent = [node for node in orders if node not in results or results[node].status is not OperationStatus.DONE]
-        return Cancelled(tuple(sorted(ended)), tuple(silent))
+        return CancelOutcome(tuple(sorted(ended)), tuple(silent))
 
     def redundant(self, groups: Mapping[NodeId, tuple[str, ...]]) -> None:
         """The groups of each gateway have enough. A gateway alone knows that by itself."""

@@ -4,24 +4,24 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.fleet.deployers.base import Deployed, Life
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.state import State
+from orchestrrl.fleet.state import FleetState
 from planner.model import EngineId
 
 
-class Plane(Protocol):
+class SnapshotSource(Protocol):
     """What this needs of the control plane."""
 
-    state: State
+    state: FleetState
     clock: Clock
 
 
-class Deployment(Protocol):
+class EngineOwner(Protocol):
     """Who owns the engines."""
 
     @property
-    def deployed(self) -> Mapping[EngineId, Deployed]: ...
+    def deployed(self) -> Mapping[EngineId, DeployedInstance]: ...
 
     @property
     def busy(self) -> bool: ...
@@ -30,7 +30,7 @@ class Deployment(Protocol):
 class FoundFleet:
     """For `GenCircuits.begin`."""
 
-    def __init__(self, plane: Plane, deployment: Deployment) -> None:
+    def __init__(self, plane: SnapshotSource, deployment: EngineOwner) -> None:
         self._plane = plane
         self._deployment = deployment
 
@@ -39,7 +39,7 @@ class FoundFleet:
         return [
             found.spec
             for _, found in sorted(self._deployment.deployed.items())
-            if found.spec is not None and found.life is Life.ALIVE and not found.lent
+            if found.spec is not None and found.life is EngineLife.ALIVE and not found.lent
         ]
 
     def switching(self) -> bool:

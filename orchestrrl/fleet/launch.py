@@ -9,27 +9,27 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from orchestrrl.core.config.launch import Device, Product
+from orchestrrl.core.config.launch import EngineDevice, EngineProduct
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU
 from orchestrrl.fleet.deployers.simulator_flags import simulated_costs
 from planner.model import ConfigurationId, EngineId, GpuId
 
 if TYPE_CHECKING:  # it imports this module
-    from orchestrrl.core.config.schema import Fleet
+    from orchestrrl.core.config.schema import FleetSettings
 
 WHERE = "fleet.launch"
 
 
-def launch_of(fleet: "Fleet") -> Launch:
+def launch_of(fleet: "FleetSettings") -> EngineLaunch:
     """What all engines have in common. Raises ProblemFaults where nothing is said of it."""
     settings = fleet.launch
     if settings is None:
         raise ProblemFaults([f"{WHERE}: is missing, got nothing; `orchestrrl check-config --print-example` has one"])
     hands_over = fleet.kv_transfer is not None and fleet.kv_transfer.connector is not None
-    simulated = settings.engine is Product.SIMULATED
-    return Launch(
+    simulated = settings.engine is EngineProduct.SIMULATED
+    return EngineLaunch(
         python=settings.python or (sys.executable if simulated else "python3"),
         model=settings.model or "simulated",
         engine=settings.engine,
@@ -50,7 +50,7 @@ def launch_of(fleet: "Fleet") -> Launch:
 
 
 def spec_of(
-    fleet: "Fleet",
+    fleet: "FleetSettings",
     engine: EngineId,
     configuration: ConfigurationId,
     gpus: Sequence[GpuId],
@@ -65,7 +65,7 @@ def spec_of(
             [f"configuration: is not one of fleet.configurations (known: {known}), got {configuration!r}"]
         )
     costs = {each.id: each for each in fleet.configuration_values()}[configuration]
-    simulated = fleet.launch is not None and fleet.launch.engine is Product.SIMULATED
+    simulated = fleet.launch is not None and fleet.launch.engine is EngineProduct.SIMULATED
     own = fleet.launch.configurations.get(configuration) if fleet.launch is not None else None
     return EngineSpec(
         engine=engine,
@@ -81,7 +81,7 @@ def spec_of(
     )
 
 
-def configured_engines(fleet: "Fleet") -> list[EngineSpec]:
+def configured_engines(fleet: "FleetSettings") -> list[EngineSpec]:
     """The engines that the configuration lists, each on the port of its URL. Raises ProblemFaults."""
     specs, faults = [], []
     for place, engine in enumerate(fleet.engines):
@@ -100,7 +100,9 @@ def configured_engines(fleet: "Fleet") -> list[EngineSpec]:
     return specs
 
 
-def filled(fleet: "Fleet", configuration: ConfigurationId, gpus: Iterable[GpuId] | None = None) -> list[EngineSpec]:
+def filled(
+    fleet: "FleetSettings", configuration: ConfigurationId, gpus: Iterable[GpuId] | None = None
+) -> list[EngineSpec]:
     """As many engines of one configuration as the fleet's GPUs make, or one of them on the GPUs named. Raises
     ProblemFaults."""
     layout = fleet.layouts().get(configuration)
@@ -124,7 +126,7 @@ def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
     if not isinstance(section, dict):
         return []
     faults = []
-    if section.get("model") is None and section.get("engine") != Product.SIMULATED:
+    if section.get("model") is None and section.get("engine") != EngineProduct.SIMULATED:
         faults.append(f"{WHERE}.model: is missing, got nothing")
     own = section.get("configurations")
     for name in own if isinstance(own, dict) else ():
@@ -142,6 +144,6 @@ def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
     if whole and ports[1] - ports[0] + 1 < PORTS_PER_GPU * per_node:
         wish = f"must have {PORTS_PER_GPU} ports for each of a node's {per_node} GPUs"
         faults.append(f"{WHERE}.ports: {wish}, got {ports}")
-    if section.get("cores_per_gpu") and section.get("device") != Device.CPU:
+    if section.get("cores_per_gpu") and section.get("device") != EngineDevice.CPU:
         faults.append(f"{WHERE}.cores_per_gpu: is for device cpu alone, got {section['cores_per_gpu']!r}")
     return faults

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fleet.state import EngineFacts
 from planner.model import EngineId
 
@@ -17,7 +17,7 @@ REMOVED_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class Membership:
     """What operators said of engines, over restarts and reloads. Each transition is a new roster; done twice, it is the
     same one. An engine stands in at most one of `added` and `removed`, and is never removed and draining.
     """
@@ -36,26 +36,26 @@ class Roster:
         if not self.leaving <= self.draining:
             raise ValueError(f"leaving engines must be draining, got {sorted(self.leaving - self.draining)}")
 
-    def with_added(self, facts: EngineFacts) -> "Roster":
+    def with_added(self, facts: EngineFacts) -> "Membership":
         """It is there, and takes requests."""
         others = [other for other in self.added if other.id != facts.id]
         taking = self.with_undrained(facts.id)
         removed = tuple(engine for engine in self.removed if engine != facts.id)
         return replace(taking, added=tuple(sorted([*others, facts], key=lambda one: one.id)), removed=removed)
 
-    def with_readmitted(self, engine: EngineId) -> "Roster":
+    def with_readmitted(self, engine: EngineId) -> "Membership":
         """It is there by the configuration's word again."""
         return replace(self, removed=tuple(other for other in self.removed if other != engine))
 
-    def with_drained(self, engine: EngineId, move: bool = False) -> "Roster":
+    def with_drained(self, engine: EngineId, move: bool = False) -> "Membership":
         """It takes nothing new; `move`: what is there goes elsewhere. Draining it again does not call moves back."""
         leaving = self.leaving | {engine} if move else self.leaving
         return replace(self, draining=self.draining | {engine}, leaving=leaving)
 
-    def with_undrained(self, engine: EngineId) -> "Roster":
+    def with_undrained(self, engine: EngineId) -> "Membership":
         return replace(self, draining=self.draining - {engine}, leaving=self.leaving - {engine})
 
-    def with_removed(self, engine: EngineId) -> "Roster":
+    def with_removed(self, engine: EngineId) -> "Membership":
         others = tuple(other for other in self.removed if other != engine)
         added = tuple(facts for facts in self.added if facts.id != engine)
         removed = (*others, engine)[-REMOVED_REMEMBERED:]
@@ -71,7 +71,7 @@ class Roster:
         }
 
     @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> "Roster":
+    def from_body(cls, body: Mapping[str, Any]) -> "Membership":
         return cls(
             added=_FACTS.validate_python(body["added"]),
             draining=frozenset(map(EngineId, body["draining"])),
@@ -80,6 +80,6 @@ class Roster:
         )
 
 
-def recovered_roster(journal: Journal) -> Roster:
+def recovered_roster(journal: Journal) -> Membership:
     """The roster as the daemon before left it."""
-    return journal.newest(Kind.ENGINES, lambda body: Roster.from_body(body["roster"])) or Roster()
+    return journal.newest(EntryKind.ENGINES, lambda body: Membership.from_body(body["roster"])) or Membership()

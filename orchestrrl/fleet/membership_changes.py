@@ -16,13 +16,13 @@ from orchestrrl.core.addresses import check_url
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, ProblemFaults, shorten
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import RequestMove
 from orchestrrl.fleet.engine_facts import engine_facts
-from orchestrrl.fleet.membership import Roster, recovered_roster
+from orchestrrl.fleet.membership import Membership, recovered_roster
 from orchestrrl.fleet.moves import MovesOutcome
-from orchestrrl.fleet.routes import Routes
-from orchestrrl.fleet.state import EngineFacts, State
+from orchestrrl.fleet.routes import RoutingTable
+from orchestrrl.fleet.state import EngineFacts, FleetState
 from planner.model import ConfigurationId, EngineHealth, EngineId, EngineView, GpuId, RequestId, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class NewEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
+class EngineRemoval:
     requests_moved: int
     requests_left: int  # that could not move, and finish there
 
@@ -67,14 +67,14 @@ class _Rest:
         return _Rest(now_s + wait_s, self.refusals + 1, self.refused_by | {by})
 
 
-class Enrolment:
+class MembershipChanges:
     """The roster in force. Construction recovers it from the journal; `tick` moves what is to leave."""
 
     def __init__(
         self,
         config: Config,
-        state: State,
-        routes: Routes,
+        state: FleetState,
+        routes: RoutingTable,
         journal: Journal,
         clock: Clock,
         start_moves: StartMoves,
@@ -138,7 +138,7 @@ class Enrolment:
             roster = roster.with_undrained(name)
         self._change("undrain", engine, roster, reason)
 
-    async def remove(self, engine: EngineId, force: bool = False, reason: str = "") -> Removal:
+    async def remove(self, engine: EngineId, force: bool = False, reason: str = "") -> EngineRemoval:
         """It is none of ours from now on, whoever reports it. What still runs there finishes: its gateway keeps the
         connection. Raises Permanent while requests are there, unless forced: then those that can go on elsewhere do,
         but for while all stand still.
@@ -157,7 +157,7 @@ class Enrolment:
         for name in self._names_of(engine):
             roster = roster.with_removed(name)
         self._change("remove", engine, roster, reason)
-        return Removal(len(moved), len(self._requests_on(engine) - moved))
+        return EngineRemoval(len(moved), len(self._requests_on(engine) - moved))
 
     def _names_of(self, engine: EngineId) -> list[EngineId]:
         """The engine's id, and those that only nodes use for it: they would be its id once nothing else names it."""
@@ -229,11 +229,13 @@ class Enrolment:
 
     # --- inside
 
-    def _change(self, change: str, engine: EngineId, roster: Roster, reason: str) -> None:
+    def _change(self, change: str, engine: EngineId, roster: Membership, reason: str) -> None:
         if roster == self.roster:
             return
         now_s = self._clock.now_s()
-        self._journal.append(now_s, Kind.ENGINES, engine, {"change": change, "reason": reason, "roster": roster.body()})
+        self._journal.append(
+            now_s, EntryKind.ENGINES, engine, {"change": change, "reason": reason, "roster": roster.body()}
+        )
         self.roster = roster
         logger.info("engine %s: %s %s", engine, change, reason)
         self._tell_state()

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.operation_runner import Runner
-from orchestrrl.core.operations import ItemResult, MoveRequests, OperationResult, RequestMove
+from orchestrrl.core.operation_runner import OperationRunner
+from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult, RequestMove
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, Snapshot
 
 
@@ -14,7 +14,7 @@ from planner.model import EngineHealth, EngineId, NodeId, RequestId, Snapshot
 class MovesOutcome:
     """What became of each move, in the order in which they were asked for, and the operations behind them."""
 
-    items: tuple[ItemResult, ...]
+    items: tuple[OperationItemResult, ...]
     operations: tuple[OperationResult, ...]
 
 
@@ -45,18 +45,18 @@ def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) ->
 
 
 async def run_moves(
-    runner: Runner,
+    runner: OperationRunner,
     moves: Sequence[RequestMove],
     gateway_of: Callable[[RequestId], NodeId | None],
     valid_for_s: float,
 ) -> MovesOutcome:
     """Have every gateway move its own requests, all gateways at once. A request occurs at most once."""
     by_gateway: dict[NodeId, list[RequestMove]] = {}
-    outcome: dict[RequestId, ItemResult] = {}
+    outcome: dict[RequestId, OperationItemResult] = {}
     for move in moves:
         gateway = gateway_of(move.request)
         if gateway is None:
-            outcome[move.request] = ItemResult(move.request, done=False, detail="no gateway has it in flight")
+            outcome[move.request] = OperationItemResult(move.request, done=False, detail="no gateway has it in flight")
         else:
             by_gateway.setdefault(gateway, []).append(move)
     results = await asyncio.gather(
@@ -65,6 +65,8 @@ async def run_moves(
     for held, result in zip(by_gateway.values(), results, strict=True):
         told = {item.id: item for item in result.items}
         for move in held:
-            silent = ItemResult(move.request, done=False, detail=result.detail or f"{result.status}, without a reason")
+            silent = OperationItemResult(
+                move.request, done=False, detail=result.detail or f"{result.status}, without a reason"
+            )
             outcome[move.request] = told.get(move.request, silent)
     return MovesOutcome(tuple(outcome[move.request] for move in moves), tuple(results))

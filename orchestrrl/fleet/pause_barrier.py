@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable, few
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import NodeRegistry
-from orchestrrl.core.operation_runner import Runner
+from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import (
     FrozenRequests,
-    ItemResult,
+    OperationItemResult,
     OperationResult,
     PauseMode,
 )
-from orchestrrl.fleet.pause_lease import Ending, GateState, Lease, Opened, time_of_day
-from orchestrrl.fleet.pause_orders import AGAIN_S, ANSWER_S, GateOrders, Order, Quieting, rested, why
+from orchestrrl.fleet.pause_lease import LastRelease, LeaseEnd, PauseLease, PauseState, time_of_day
+from orchestrrl.fleet.pause_orders import AGAIN_S, ANSWER_S, Order, PauseOrders, Quieting, rested, why
 from orchestrrl.fleet.reports import EngineSample, GatePhase, GateReport
 from planner.model import EngineId, NodeId
 
@@ -42,7 +42,7 @@ OUTDATED = "has not the fleet's weights, as far as anybody told: gets no request
 
 
 @dataclass(frozen=True, slots=True)
-class GateWish:
+class PauseRequest:
     """What somebody asks for who wants to pause. 0 seconds: the usual."""
 
     mode: PauseMode = PauseMode.KEEP
@@ -52,7 +52,7 @@ class GateWish:
     deadline_s: float = 0.0
     weights_change: bool = False  # by us, who would otherwise say which weights engines have when the lease is over
 
-    def lease(self, id: str, now_s: float) -> Lease:
+    def lease(self, id: str, now_s: float) -> PauseLease:
         """It lasts at least until the deadline. Raises ProblemFaults."""
         faults = _seconds_faults("lease_s", self.lease_s) + _seconds_faults("deadline_s", self.deadline_s)
         if faults:
@@ -60,11 +60,11 @@ class GateWish:
         quiet_s = self.deadline_s or self.lease_s or LEASE_S
         lasts_s = max(self.lease_s or LEASE_S, quiet_s)
         until_s, quiet_by_s = now_s + lasts_s, now_s + quiet_s
-        return Lease(id, self.holder, self.mode, self.frozen, now_s, until_s, quiet_by_s, self.weights_change)
+        return PauseLease(id, self.holder, self.mode, self.frozen, now_s, until_s, quiet_by_s, self.weights_change)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRest:
+class EngineAtRest:
     """What became of an engine when the gate closed or opened last."""
 
     engine: EngineId
@@ -74,20 +74,20 @@ class EngineRest:
 
 
 @dataclass(frozen=True, slots=True)
-class GateTotals:
+class PauseTotals:
     """Since the daemon's start."""
 
     paused_s: float = 0.0  # of leases that have ended
     expired: int = 0
 
 
-class GateKeeper:
+class PauseBarrier:
     """One fleet's gate. `engines` are those there are, `busy` says that engines are being started or stopped, `changed`
     is called when routes have another version or may be used again."""
 
     def __init__(
         self,
-        runner: Runner,
+        runner: OperationRunner,
         nodes: NodeRegistry,
         journal: Journal,
         clock: Clock,
@@ -104,24 +104,26 @@ class GateKeeper:
         self._reports = reports
         self._busy = busy
         self._changed = changed
-        self._state = GateState()
+        self._state = PauseState()
         self._leases = itertools.count(1)
-        self._orders = GateOrders(runner, nodes, clock)
+        self._orders = PauseOrders(runner, nodes, clock)
         self._quieting: Quieting | None = None  # the fleet on its way to rest, for the lease that lasts
-        self._rests: dict[EngineId, ItemResult] = {}  # what became of each engine when the gate closed or opened last
+        self._rests: dict[
+            EngineId, OperationItemResult
+        ] = {}  # what became of each engine when the gate closed or opened last
         self._generated: dict[EngineId, int] = {}  # tokens, as each engine last counted
         self._still_since_s: float | None = None
         self._still: deque[tuple[float, float]] = deque(maxlen=LEASES_REMEMBERED)  # from quiet to open
-        self._over: dict[str, Opened] = {}  # how leases ended, the latest last: a gateway may have missed any
-        self._unheard: Opened | None = None  # of which gateways may not have heard, as the daemon before died
+        self._over: dict[str, LastRelease] = {}  # how leases ended, the latest last: a gateway may have missed any
+        self._unheard: LastRelease | None = None  # of which gateways may not have heard, as the daemon before died
         self._told: set[NodeId] = set()  # of that
         self.restarted: Callable[[EngineId], None] = lambda _: None  # whoever wants to know; what they had is gone
-        self.totals = GateTotals()
+        self.totals = PauseTotals()
 
     # --- ask
 
     @property
-    def state(self) -> GateState:
+    def state(self) -> PauseState:
         """As of now. A lease that has run out is written down by who looks first."""
         now = self._state.at(self._clock.now_s())
         if now is not self._state:
@@ -147,7 +149,7 @@ class GateKeeper:
         reports = self._reports()
         return {node: reports.get(node) for node in self._nodes.gateways()}
 
-    def rests(self) -> list[EngineRest]:
+    def rests(self) -> list[EngineAtRest]:
         """Every engine, by id."""
         state = self.state
         rests = []
@@ -156,7 +158,7 @@ class GateKeeper:
             outdated = state.lease is None and not state.serves(engine)
             detail = OUTDATED if outdated else item.detail if item is not None else ""
             done = not outdated and (item is None or item.done)
-            rests.append(EngineRest(engine, done, detail, state.versions.get(engine)))
+            rests.append(EngineAtRest(engine, done, detail, state.versions.get(engine)))
         return rests
 
     def check_open(self) -> None:
@@ -169,7 +171,7 @@ class GateKeeper:
 
     def recover(self) -> None:
         """Take up the gate as the daemon before left it. Nobody waits any more for a fleet that was to come to rest."""
-        state = self._journal.newest(Kind.GATE, lambda body: GateState.from_body(body["state"]))
+        state = self._journal.newest(EntryKind.GATE, lambda body: PauseState.from_body(body["state"]))
         if state is not None:
             self._state = state
             if self._state.opened is not None:
@@ -185,7 +187,7 @@ class GateKeeper:
         if opened is not None and self._state.lease is None and self._clock.now_s() - opened.at_s < UNHEARD_S:
             self._unheard = opened
 
-    async def pause(self, wish: GateWish) -> GateState:
+    async def pause(self, wish: PauseRequest) -> PauseState:
         """Answers when every gateway's engines are at rest. Raises ProblemFaults; Permanent where another holds the
         gate or no gateway is attached; Retryable when it did not come to that, and all goes on as before."""
         state = self.state
@@ -213,7 +215,7 @@ class GateKeeper:
         self._take(self.state.at_rest(lease.id), "quiet")
         return self._state
 
-    async def renew(self, lease_id: str, lease_s: float) -> GateState:
+    async def renew(self, lease_id: str, lease_s: float) -> PauseState:
         """From now, everywhere. Raises Permanent when the lease has ended, Retryable when a gateway has not been told,
         which opens when the lease was to end before."""
         faults = _seconds_faults("lease_s", lease_s)
@@ -243,7 +245,7 @@ class GateKeeper:
         without: Collection[EngineId],
         reason: str = "",
         weights_source: str = "",
-    ) -> GateState:
+    ) -> PauseState:
         """Raises ProblemFaults for unknown engines, Permanent when the lease has ended. The same again is answered
         again. A gateway that does not answer opens by itself, and is named in how the gate opened."""
         state, engines = self.state, self._engines()
@@ -349,14 +351,14 @@ class GateKeeper:
 
     # --- inside
 
-    async def _engines_unchanging(self, lease: Lease, quieting: Quieting) -> None:
+    async def _engines_unchanging(self, lease: PauseLease, quieting: Quieting) -> None:
         """Let a change of the deployment end: the next ones wait for the gate."""
         while self._busy():
             if self._clock.now_s() >= lease.quiet_by_s or quieting.broken:
                 raise Retryable("engines are being started or stopped", ANSWER_S)
             await self._clock.sleep(BUSY_POLL_S)
 
-    async def _all_close(self, quieting: Quieting, lease: Lease) -> Iterable[OperationResult]:
+    async def _all_close(self, quieting: Quieting, lease: PauseLease) -> Iterable[OperationResult]:
         quieting.orders.update({node: self._order_close(node) for node in self._nodes.gateways()})
         return await quieting.wait(self._clock, lease.quiet_by_s + ANSWER_S, self._reports)
 
@@ -369,7 +371,7 @@ class GateKeeper:
             if node not in attached and report.lease == lease_id and now_s < report.lease_until_s
         ]
 
-    def _give_up(self, lease: Lease, detail: str) -> dict[NodeId, Order]:
+    def _give_up(self, lease: PauseLease, detail: str) -> dict[NodeId, Order]:
         """Everything as before, unless the lease has ended otherwise."""
         if self._state.lease is not None and self._state.lease.id == lease.id:
             logger.warning("gate: %s: %s", lease, detail)
@@ -377,9 +379,9 @@ class GateKeeper:
         opened = self._state.opened
         return self._orders.open_all(opened) if self._state.lease is None and opened is not None else {}
 
-    def _end(self, lease: str) -> Opened:
+    def _end(self, lease: str) -> LastRelease:
         """What is to be said of it now. Which weights engines had at the end of an older one is no news."""
-        opened = self._over.get(lease) or Opened(lease, 0.0, Ending.GAVE_UP, "ended under a daemon before")
+        opened = self._over.get(lease) or LastRelease(lease, 0.0, LeaseEnd.GAVE_UP, "ended under a daemon before")
         return opened if opened is self._state.opened else replace(opened, policy_version=None, without=())
 
     def _order_close(self, node: NodeId) -> Order:
@@ -400,17 +402,17 @@ class GateKeeper:
         if self._quieting is not None:
             self._quieting.break_off(because)
 
-    def _ended(self, opened: Opened) -> None:
+    def _ended(self, opened: LastRelease) -> None:
         self._over[opened.lease] = opened
         if len(self._over) > LEASES_REMEMBERED:
             del self._over[next(iter(self._over))]
 
-    def _take(self, state: GateState, event: str, reason: str = "") -> None:
+    def _take(self, state: PauseState, event: str, reason: str = "") -> None:
         before, self._state = self._state.lease, state
         if before is not None and state.lease is None and state.opened is not None:
             self._ended(state.opened)
-            expired = self.totals.expired + (state.opened.how is Ending.EXPIRED)
-            self.totals = GateTotals(self.totals.paused_s + state.opened.at_s - before.began_s, expired)
+            expired = self.totals.expired + (state.opened.how is LeaseEnd.EXPIRED)
+            self.totals = PauseTotals(self.totals.paused_s + state.opened.at_s - before.began_s, expired)
             if self._still_since_s is not None:
                 self._still.append((self._still_since_s, state.opened.at_s))
                 self._still_since_s = None
@@ -418,18 +420,18 @@ class GateKeeper:
             self._still_since_s = self._clock.now_s()
         body = {"event": event, "phase": state.phase, "reason": reason, "state": state.body()}
         lease = state.lease or before
-        self._journal.append(self._clock.now_s(), Kind.GATE, lease.id if lease else "", body)
+        self._journal.append(self._clock.now_s(), EntryKind.GATE, lease.id if lease else "", body)
         logger.info("gate %s: %s %s", event, state.phase, lease or "")
 
 
 def _said_before(
-    state: GateState, lease_id: str, policy_version: int | None, without: Collection[EngineId], weights_source: str
+    state: PauseState, lease_id: str, policy_version: int | None, without: Collection[EngineId], weights_source: str
 ) -> bool:
     """Whether the lease was resumed in these words already, by whose answer got lost."""
     opened = state.opened
     if state.lease is not None or opened is None or not lease_id:
         return False
-    asked = (lease_id, Ending.RESUMED, policy_version, weights_source, set(without))
+    asked = (lease_id, LeaseEnd.RESUMED, policy_version, weights_source, set(without))
     was = (opened.lease, opened.how, opened.policy_version, opened.weights_source, set(without) & set(opened.without))
     return was == asked
 

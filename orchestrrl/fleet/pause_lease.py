@@ -19,7 +19,7 @@ from planner.model import EngineId, Hold
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class PauseLease:
     """Somebody's right to have the fleet stand still. All must be at rest by `quiet_by_s`; at `until_s` all goes on."""
 
     id: str
@@ -44,7 +44,7 @@ class Lease:
         return f"lease {self.id} of {self.holder or 'somebody without a name'}, until {time_of_day(self.until_s)}"
 
 
-class Ending(StrEnum):
+class LeaseEnd(StrEnum):
     """How a lease ended."""
 
     RESUMED = "resumed"
@@ -53,12 +53,12 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class LastRelease:
     """The end of the lease before: what gateways are told that have not heard of it."""
 
     lease: str
     at_s: float
-    how: Ending
+    how: LeaseEnd
     detail: str
     policy_version: int | None = None
     without: tuple[EngineId, ...] = ()
@@ -66,12 +66,12 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class GateState:
+class PauseState:
     """Each transition is a new state, or Permanent and no change."""
 
-    lease: Lease | None = None
+    lease: PauseLease | None = None
     quiet: bool = False  # every gateway has said so
-    opened: Opened | None = None  # None: it was never closed
+    opened: LastRelease | None = None  # None: it was never closed
     versions: Mapping[EngineId, int] = field(default_factory=dict)  # of engines' weights, as far as they were told
     newest: int | None = None  # the fleet's; None: nobody has told one
     newest_source: str = ""  # a folder with these weights that engines can read; empty: nobody has told one
@@ -92,7 +92,7 @@ class GateState:
             return GatePhase.OPEN
         return GatePhase.QUIET if self.quiet else GatePhase.CLOSING
 
-    def at(self, now_s: float) -> "GateState":
+    def at(self, now_s: float) -> "PauseState":
         """The state as of now: itself, unless the lease has run out. If weights were being changed then, nobody knows
         which engine has which any longer."""
         if self.lease is None or now_s < self.lease.until_s:
@@ -101,21 +101,21 @@ class GateState:
             f"{self.lease} ended without a resume; requests have gone on since, and weights that were being changed may"
             " be mixed"
         )
-        state = self._open(Opened(self.lease.id, self.lease.until_s, Ending.EXPIRED, detail))
+        state = self._open(LastRelease(self.lease.id, self.lease.until_s, LeaseEnd.EXPIRED, detail))
         if self.lease.weights_change and self.quiet:
             return replace(state, versions={}, newest=None, newest_source="")
         return state
 
-    def paused(self, lease: Lease) -> "GateState":
+    def paused(self, lease: PauseLease) -> "PauseState":
         if self.lease is not None:
             raise Permanent(f"the gate is held by another: {self.lease}")
         return replace(self, lease=lease, quiet=False)
 
-    def at_rest(self, lease_id: str) -> "GateState":
+    def at_rest(self, lease_id: str) -> "PauseState":
         self.held(lease_id)
         return replace(self, quiet=True)
 
-    def renewed(self, lease_id: str, until_s: float) -> "GateState":
+    def renewed(self, lease_id: str, until_s: float) -> "PauseState":
         """It never becomes shorter."""
         lease = self.held(lease_id)
         return replace(self, lease=replace(lease, until_s=max(lease.until_s, until_s)))
@@ -129,7 +129,7 @@ class GateState:
         without: Iterable[EngineId],
         reason: str = "",
         weights_source: str = "",
-    ) -> "GateState":
+    ) -> "PauseState":
         """`engines` are all there are; the version, where one is told, is that of all but `without`. Where none is
         told nobody got other weights, so who was left out before still is. `weights_source` is where the weights are
         that engines have now, whatever they are called."""
@@ -139,7 +139,7 @@ class GateState:
         holder = lease.holder or "its holder"
         words = f"resumed by {holder}" if lease_id else f"opened by another than {holder}"
         words += f": {reason}" if reason else ""
-        opened = Opened(lease.id, now_s, Ending.RESUMED, words, policy_version, left_out, weights_source)
+        opened = LastRelease(lease.id, now_s, LeaseEnd.RESUMED, words, policy_version, left_out, weights_source)
         newest = self.newest if policy_version is None else policy_version
         state = replace(self._open(opened), left_out=left_out, newest_source=self._source(newest, weights_source))
         if policy_version is None:
@@ -148,11 +148,11 @@ class GateState:
         older = {engine: version for engine, version in self.versions.items() if engine in left_out}
         return replace(state, versions=dict(sorted({**older, **fresh}.items())), newest=policy_version)
 
-    def given_up(self, lease_id: str, now_s: float, detail: str) -> "GateState":
+    def given_up(self, lease_id: str, now_s: float, detail: str) -> "PauseState":
         lease = self.held(lease_id)
-        return self._open(Opened(lease.id, now_s, Ending.GAVE_UP, detail))
+        return self._open(LastRelease(lease.id, now_s, LeaseEnd.GAVE_UP, detail))
 
-    def told(self, engines: Iterable[EngineId], policy_version: int, weights_source: str = "") -> "GateState":
+    def told(self, engines: Iterable[EngineId], policy_version: int, weights_source: str = "") -> "PauseState":
         """These have weights of that version, however they got them. It becomes the fleet's when none is left that has
         the fleet's: those with others wait. Where the weights are is remembered of the fleet's alone."""
         now = frozenset(engines)
@@ -163,7 +163,7 @@ class GateState:
         source = self._source(newest, weights_source if newest == policy_version else "")
         return replace(self, versions=versions, left_out=left_out, newest=newest, newest_source=source)
 
-    def forgotten(self, engines: Collection[EngineId]) -> "GateState":
+    def forgotten(self, engines: Collection[EngineId]) -> "PauseState":
         """Nobody knows any longer what they have: they were restarted, and have the weights that they were started
         with, or are others than they were."""
         versions = {engine: version for engine, version in self.versions.items() if engine not in engines}
@@ -174,7 +174,7 @@ class GateState:
         """Whether it has the fleet's weights, so that requests may go there."""
         return engine not in self.left_out and self.versions.get(engine) == self.newest
 
-    def held(self, lease_id: str) -> Lease:
+    def held(self, lease_id: str) -> PauseLease:
         """The lease, if it is this one; an empty id means whichever there is."""
         if self.lease is not None and lease_id in ("", self.lease.id):
             return self.lease
@@ -204,18 +204,18 @@ class GateState:
         return body
 
     @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> "GateState":
+    def from_body(cls, body: Mapping[str, Any]) -> "PauseState":
         return _STATE.validate_python(body)
 
     def _source(self, newest: int | None, told: str) -> str:
         """Where the weights of version `newest` are: where it is told, or where they were if they are the same."""
         return told or (self.newest_source if newest == self.newest else "")
 
-    def _open(self, opened: Opened) -> "GateState":
+    def _open(self, opened: LastRelease) -> "PauseState":
         return replace(self, lease=None, quiet=False, opened=opened)
 
 
-_STATE = TypeAdapter(GateState)
+_STATE = TypeAdapter(PauseState)
 
 
 def time_of_day(at_s: float) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Retryable
 from orchestrrl.core.nodes import NodeRegistry
-from orchestrrl.core.operation_runner import Runner, answers
-from orchestrrl.core.operations import Action, CloseGate, OpenGate, OperationResult, OperationStatus
-from orchestrrl.fleet.pause_lease import Lease, Opened
+from orchestrrl.core.operation_runner import OperationRunner, answers
+from orchestrrl.core.operations import Action, CloseBarrier, OpenBarrier, OperationResult, OperationStatus
+from orchestrrl.fleet.pause_lease import LastRelease, PauseLease
 from orchestrrl.fleet.reports import GateReport
 from planner.model import NodeId
 
@@ -23,17 +23,17 @@ Order = asyncio.Task[OperationResult]
 Answers = Mapping[NodeId, OperationResult | None]  # None: it has not answered in time
 
 
-class GateOrders:
+class PauseOrders:
     """What was ordered of gateways; nobody has to wait for the answers."""
 
-    def __init__(self, runner: Runner, nodes: NodeRegistry, clock: Clock) -> None:
+    def __init__(self, runner: OperationRunner, nodes: NodeRegistry, clock: Clock) -> None:
         self._runner = runner
         self._nodes = nodes
         self._clock = clock
         self._tasks: set[Order] = set()
 
-    def close(self, node: NodeId, lease: Lease, quiet_by_s: float, *, engines_run: bool = False) -> Order:
-        action = CloseGate(
+    def close(self, node: NodeId, lease: PauseLease, quiet_by_s: float, *, engines_run: bool = False) -> Order:
+        action = CloseBarrier(
             lease.id,
             lease.holder,
             lease.mode,
@@ -45,25 +45,25 @@ class GateOrders:
         )
         return self._order(node, action, quiet_by_s - self._clock.now_s() + ANSWER_S)
 
-    def open(self, node: NodeId, opened: Opened) -> Order:
-        return self._order(node, OpenGate(opened.lease, opened.policy_version, opened.without), ANSWER_S)
+    def open(self, node: NodeId, opened: LastRelease) -> Order:
+        return self._order(node, OpenBarrier(opened.lease, opened.policy_version, opened.without), ANSWER_S)
 
-    def open_all(self, opened: Opened) -> dict[NodeId, Order]:
+    def open_all(self, opened: LastRelease) -> dict[NodeId, Order]:
         return {node: self.open(node, opened) for node in self._nodes.gateways()}
 
-    def withdraw_closes(self, node: NodeId, *, but: Lease | None) -> list[str]:
+    def withdraw_closes(self, node: NodeId, *, but: PauseLease | None) -> list[str]:
         """Leases for which it was to close and has not answered, other than this one. It is not told so again."""
         leases = []
         for each in self._runner.open:
             action = each.operation.action
-            if each.node == node and isinstance(action, CloseGate) and (but is None or action.lease != but.id):
+            if each.node == node and isinstance(action, CloseBarrier) and (but is None or action.lease != but.id):
                 self._runner.withdraw(each.operation.id, f"lease {action.lease} is over")
                 leases.append(action.lease)
         return leases
 
     def opening(self, node: NodeId) -> bool:
         """Whether an order to open has no answer yet."""
-        return any(o.node == node and isinstance(o.operation.action, OpenGate) for o in self._runner.open)
+        return any(o.node == node and isinstance(o.operation.action, OpenBarrier) for o in self._runner.open)
 
     async def answers(self, orders: Mapping[NodeId, Order]) -> Answers:
         """Within ANSWER_S. The orders stand."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrrl.core.nodes import GatewayEngine
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.base import EngineCapabilities
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestView
 
 
@@ -45,7 +45,7 @@ class EngineReport:
     health: EngineHealth
     health_detail: str = ""
     sample: EngineSample | None = None  # None: could not be read
-    capabilities: Capabilities | None = None  # with a stream's first report and when they change
+    capabilities: EngineCapabilities | None = None  # with a stream's first report and when they change
     incarnation: str = ""  # one process of the agent, over all its streams; empty: not given
     times: SendTimes = SendTimes()
     server: str = ""  # identifies the process behind the URL, as read from it; empty: it gives nothing that does

@@ -15,7 +15,7 @@ USABLE = frozenset({"stop", "length"})
 GROUPS_REMEMBERED = 65536
 
 
-class Groups:
+class FinishedGroups:
     """Counts finished answers. A group's id may be used again in a later step, never within one."""
 
     def __init__(self) -> None:

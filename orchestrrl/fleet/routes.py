@@ -9,11 +9,11 @@ from typing import Any
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import NodeRegistry
-from orchestrrl.core.operation_runner import Runner
-from orchestrrl.core.operations import Route, SetRoutes
-from orchestrrl.fleet.state import State
+from orchestrrl.core.operation_runner import OperationRunner
+from orchestrrl.core.operations import EngineRoute, SetRoutes
+from orchestrrl.fleet.state import FleetState
 from planner.model import EngineId, EngineView, NodeId
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,17 @@ class _Pace:
         self.sent_s = now_s
 
 
-class Routes:
+class RoutingTable:
     """The routes as they stand. They are written down when they change in more than load."""
 
     def __init__(
-        self, config: Config, state: State, nodes: NodeRegistry, runner: Runner, journal: Journal, clock: Clock
+        self,
+        config: Config,
+        state: FleetState,
+        nodes: NodeRegistry,
+        runner: OperationRunner,
+        journal: Journal,
+        clock: Clock,
     ) -> None:
         self.config = config
         self.draining: set[EngineId] = set()  # engines that are about to be stopped: gateways send them nothing new
@@ -66,7 +72,7 @@ class Routes:
     def recover(self) -> None:
         """Engines that were routed to, or expected: a gateway that attaches before their agents do must not lose
         them, nor send elsewhere what it keeps for them."""
-        written = self._journal.newest(Kind.ROUTES, _written)
+        written = self._journal.newest(EntryKind.ROUTES, _written)
         if written is None:
             return
         now_s = self._clock.now_s()
@@ -129,7 +135,7 @@ class Routes:
             self._told, self._expected_before = shape, expected
             listing = [{"engine": r.engine, "url": r.url, "health": r.health, "draining": r.draining} for r in routes]
             try:
-                self._journal.append(now_s, Kind.ROUTES, "", {"routes": listing, "expected": expected})
+                self._journal.append(now_s, EntryKind.ROUTES, "", {"routes": listing, "expected": expected})
             except OrchestrRLError as error:  # gateways have them all the same
                 logger.error("routes cannot be written down: %s", error)
 
@@ -157,9 +163,9 @@ class Routes:
             return ""
         return f"{engine.configuration}/{links.weights}"
 
-    def _route(self, engine: EngineView, starting: bool) -> Route:
+    def _route(self, engine: EngineView, starting: bool) -> EngineRoute:
         fresh = engine.age_s is not None and engine.age_s <= self.config.fast.stale_after_s
-        return Route(
+        return EngineRoute(
             engine=engine.id,
             url=engine.url,
             health=engine.health if self._state.reported(engine.id) else None,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from orchestrrl.core.addresses import ServerAddress, server_address
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.base import EngineCapabilities
 from planner.model import EngineId, NodeId
 
 CONFIGURATION = NodeId("")  # the source of what the configuration and operators name
@@ -23,7 +23,7 @@ SETTLE_S = 120.0
 
 
 @dataclass(slots=True)
-class Claim:
+class ServerClaim:
     """One id that a source uses, and what it reports of the server behind it."""
 
     source: NodeId
@@ -36,7 +36,7 @@ class Claim:
     server_since_s: float = 0.0
     known_as: EngineId | None = None  # the id under which the source has the engine by now
     heard_s: float = 0.0
-    capabilities: Capabilities | None = None  # as an agent reported them last
+    capabilities: EngineCapabilities | None = None  # as an agent reported them last
 
     @property
     def id(self) -> EngineId:
@@ -59,7 +59,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ServerNames:
     """The engine that each source means by each of its ids."""
 
     engines: frozenset[EngineId] = frozenset()  # ids that are kept
@@ -97,7 +97,7 @@ class _Engine:
     has_agent: bool = False
 
 
-def find_names(claims: Iterable[Claim], now_s: float) -> Names:
+def find_names(claims: Iterable[ServerClaim], now_s: float) -> ServerNames:
     """Group the claims by server. The id of the lowest rank is kept, of several the one that was claimed first."""
     engines: dict[EngineId, _Engine] = {}
     at: dict[tuple[ServerAddress, str], _Engine] = {}
@@ -120,10 +120,10 @@ def find_names(claims: Iterable[Claim], now_s: float) -> Names:
             by_identity.setdefault(identity, engine)
         engine.identities = engine.identities or identities
         engine.has_agent = engine.has_agent or claim.rank == 1
-    return Names(frozenset(engines), of)
+    return ServerNames(frozenset(engines), of)
 
 
-def _place(claim: Claim) -> tuple[ServerAddress, str] | None:
+def _place(claim: ServerClaim) -> tuple[ServerAddress, str] | None:
     """The address, and the host that it is of where it means another server on each."""
     address = server_address(claim.url)
     if address is None or (address.local and not claim.host):
@@ -156,7 +156,7 @@ def _apart(place: tuple[ServerAddress, str] | None, engine: _Engine) -> bool:
     return bool(beside) and all(address.port != place[0].port for address in beside)
 
 
-def _extends(engine: _Engine, claim: Claim, identities: frozenset[str]) -> bool:
+def _extends(engine: _Engine, claim: ServerClaim, identities: frozenset[str]) -> bool:
     """Whether a claim that shares no more than the engine's id may say more of its server: the first agent may."""
     if engine.identities and identities:
         return False

@@ -15,8 +15,8 @@ from orchestrrl.core.addresses import server_address
 from orchestrrl.core.errors import LimitReached, shorten
 from orchestrrl.core.nodes import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.core.operations import OperationResult
-from orchestrrl.engines.base import Capabilities
-from orchestrrl.fleet.pause_lease import GateState
+from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.fleet.pause_lease import PauseState
 from orchestrrl.fleet.reporters import Reporters
 from orchestrrl.fleet.reports import (
     EngineFailovers,
@@ -27,8 +27,8 @@ from orchestrrl.fleet.reports import (
     GateReport,
     GatewayReport,
 )
-from orchestrrl.fleet.request_groups import Groups
-from orchestrrl.fleet.same_servers import CONFIGURATION, Claim, Names, find_names
+from orchestrrl.fleet.request_groups import FinishedGroups
+from orchestrrl.fleet.same_servers import CONFIGURATION, ServerClaim, ServerNames, find_names
 from orchestrrl.fleet.sender_clocks import SenderClock
 from planner.model import (
     ConfigurationId,
@@ -77,7 +77,7 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GenerationStep:
     """One generation step: from the fleet's going busy to its going idle."""
 
     started_s: float
@@ -85,7 +85,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class TokenTotals:
     """Since the daemon's start."""
 
     finished: int = 0
@@ -104,7 +104,7 @@ class _EngineRecord:
     sample: EngineSample | None = None  # the latest, also while the engine cannot be read
     sample_taken_s: float = 0.0
     decode_tokens_per_s: float | None = None
-    capabilities: Capabilities | None = None
+    capabilities: EngineCapabilities | None = None
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class _GatewayRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class StateCapacity:
     """What a state remembers at most at a time; `limits` in the daemon's configuration."""
 
     engines: int = 8192
@@ -131,7 +131,7 @@ class Capacity:
     requests: int = 1_048_576
 
 
-class State:
+class FleetState:
     """The fleet as reported. Whoever has not reported for `forget_after_s` is left out of snapshots, or counts as gone
     where something else names it."""
 
@@ -139,7 +139,7 @@ class State:
         self,
         facts: Iterable[EngineFacts] = (),
         forget_after_s: float = 60.0,
-        capacity: Capacity = Capacity(),
+        capacity: StateCapacity = StateCapacity(),
         host: str = "",
     ) -> None:
         """`host`: whose loopback addresses the configuration means, as addresses.host_id gives it."""
@@ -157,15 +157,15 @@ class State:
         self._gateways: dict[NodeId, _GatewayRecord] = {}
         self._clocks: dict[tuple[NodeId, str | int], SenderClock] = {}  # of each sender
         self._hosts: dict[NodeId, str] = {}  # of nodes that attached
-        self._claims: dict[tuple[NodeId, EngineId], Claim] = {}  # the ids that nodes use for engines
-        self._names = Names()  # what followed from them
+        self._claims: dict[tuple[NodeId, EngineId], ServerClaim] = {}  # the ids that nodes use for engines
+        self._names = ServerNames()  # what followed from them
         self._named_s = float("-inf")  # when; -inf: it is to be found anew
         self._finished: deque[FinishedLength] = deque(maxlen=LENGTHS_REMEMBERED)
         self.earlier_output_tokens: tuple[int, ...] = ()  # of the step before
-        self.step: Step | None = None  # the current or the last one
-        self.weights = GateState()  # whose versions are which
-        self.groups = Groups()  # how many answers of each have finished, over all gateways
-        self.totals = Totals()
+        self.step: GenerationStep | None = None  # the current or the last one
+        self.weights = PauseState()  # whose versions are which
+        self.groups = FinishedGroups()  # how many answers of each have finished, over all gateways
+        self.totals = TokenTotals()
         self.failovers: dict[EngineId, FailoverCounts] = {}  # since the daemon's start, by the engine that failed
         self._new_failovers: list[EngineFailovers] = []
 
@@ -380,7 +380,7 @@ class State:
         facts = self._facts.get(engine)
         return facts.configuration if facts else None
 
-    def capabilities(self, engine: EngineId) -> Capabilities | None:
+    def capabilities(self, engine: EngineId) -> EngineCapabilities | None:
         record = self._engines.get(engine)
         return record.capabilities if record else None
 
@@ -459,7 +459,7 @@ class State:
 
     # --- names and senders
 
-    def names(self, now_s: float) -> Names:
+    def names(self, now_s: float) -> ServerNames:
         """The engine that each node means by each of its ids."""
         if now_s - self._named_s > NAMES_LAST_S:
             self._named_s = now_s
@@ -472,7 +472,7 @@ class State:
             self._clocks = {
                 key: clock for key, clock in self._clocks.items() if now_s - clock.heard_s <= CLOCKS_REMEMBERED_S
             }
-            facts = [Claim(CONFIGURATION, f.id, 0, f.url, self._host) for f in self._facts.values() if f.url]
+            facts = [ServerClaim(CONFIGURATION, f.id, 0, f.url, self._host) for f in self._facts.values() if f.url]
             self._names = find_names((*facts, *self._claims.values()), now_s)
         return self._names
 
@@ -484,14 +484,14 @@ class State:
         """
         claim = self._claims.get((report.agent, report.engine))
         if claim is None:
-            claim = self._claims[report.agent, report.engine] = Claim(report.agent, report.engine, 1, "")
+            claim = self._claims[report.agent, report.engine] = ServerClaim(report.agent, report.engine, 1, "")
         claim.heard_s = received_s
         claim.capabilities = report.capabilities or claim.capabilities
         if claim.follow(report.url, self._hosts.get(report.agent, ""), report.server, None, received_s):
             self._named_s = float("-inf")
         return self._names.engine(report.agent, report.engine)
 
-    def offered(self, report: EngineReport) -> Capabilities | None:
+    def offered(self, report: EngineReport) -> EngineCapabilities | None:
         """What the report's engine offers: an agent reports it once, perhaps before the engine's other names were
         known. `engine_of` comes first; the report has the agent's own id still."""
         claim = self._claims.get((report.agent, report.engine))
@@ -564,7 +564,7 @@ class State:
         for engine in named.values():
             claim = self._claims.get((gateway, engine.engine))
             if claim is None:
-                claim = self._claims[gateway, engine.engine] = Claim(gateway, engine.engine, 2, "")
+                claim = self._claims[gateway, engine.engine] = ServerClaim(gateway, engine.engine, 2, "")
             if claim.follow(engine.url, self._hosts.get(gateway, ""), engine.server, engine.known_as, now_s):
                 self._named_s = float("-inf")
 
@@ -590,7 +590,7 @@ class State:
 
     def _start_step(self, at_s: float) -> None:
         if self.step is None or self.step.ended_s is not None:
-            self.step = Step(at_s)
+            self.step = GenerationStep(at_s)
             self.earlier_output_tokens = tuple(length.tokens for length in self._finished) or self.earlier_output_tokens
             self._finished.clear()
             self.groups.forget()

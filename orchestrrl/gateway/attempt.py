@@ -8,25 +8,25 @@ from typing import Any, cast
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
-from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.engines.openai_chunks import other_answer_fields
-from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.moves.detokenizer import Detokenizer, TextAfterCut
 from orchestrrl.gateway.moves.detokenizer_splice import open_seam
 from orchestrrl.gateway.moves.kv_handover import left_by, wait_s
 from orchestrrl.gateway.moves.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued
-from orchestrrl.gateway.moves.move import Moving
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.moves.move import MoveInProgress
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends
 
 logger = logging.getLogger(__name__)
 
 
-class Attempt:
+class EngineAttempt:
     """The record's present attempt, on `slot`, which the record has entered."""
 
-    def __init__(self, record: Record, slot: Slot, fleet: Fleet, clock: Clock) -> None:
+    def __init__(self, record: RequestRecord, slot: EngineBackend, fleet: EngineBackends, clock: Clock) -> None:
         self._record = record
         self._slot = slot
         self._fleet = fleet
@@ -68,7 +68,7 @@ class Attempt:
             if not record.streaming:
                 slot.run_whole(record)
 
-    def request(self, coalesce_tokens: int, move: Moving | None) -> GenerationRequest:
+    def request(self, coalesce_tokens: int, move: MoveInProgress | None) -> GenerationRequest:
         """What the engine is asked: from the beginning, or from the tokens that are there. `move`: the one that brought
         the request here."""
         record = self._record
@@ -84,10 +84,10 @@ class Attempt:
         assert record.max_tokens is not None
         body = continued(record.endpoint, record.body, record.prompt_ids, record.generated_ids, record.max_tokens)
         return GenerationRequest(
-            record.attempt_id, Endpoint.COMPLETIONS, {**body, **kv}, coalesce_tokens, record.headers
+            record.attempt_id, CompletionEndpoint.COMPLETIONS, {**body, **kv}, coalesce_tokens, record.headers
         )
 
-    def _kv_fields(self, move: Moving | None) -> Mapping[str, Any]:
+    def _kv_fields(self, move: MoveInProgress | None) -> Mapping[str, Any]:
         """What the body says of KV: what to leave, and what to load."""
         left, load = self.left, None if move is None else move.load
         if move is None or load is None or left is None or load.version != left.version:
@@ -190,11 +190,11 @@ class Attempt:
         if was is not record.state or chunk.answer is not None:
             self._fleet.trust(slot)
 
-    def _take(self, endpoint: Endpoint, chunk: Chunk, text: str) -> None:
+    def _take(self, endpoint: CompletionEndpoint, chunk: Chunk, text: str) -> None:
         record, slot = self._record, self._slot
         now_s = self._clock.now_s()
         was, context_before = record.state, record.context_tokens
-        extra = _parsed_fields(chunk) if endpoint is Endpoint.CHAT else None
+        extra = _parsed_fields(chunk) if endpoint is CompletionEndpoint.CHAT else None
         version = slot.policy_version
         if version != self._version:
             # Of tokens that an engine gathered for a chunk some may be older than the change: all count as such.
@@ -260,7 +260,7 @@ def _count(usage: Mapping[str, Any], name: str, otherwise: int) -> int:
     return value if type(value) is int and 0 <= value <= MOST_TOKENS else otherwise
 
 
-def _whole_field(slot: Slot) -> str:
+def _whole_field(slot: EngineBackend) -> str:
     """Return the field that the engine's whole answers have and its streams lack; empty where none is known."""
     if slot.capabilities is not None and slot.capabilities.routed_experts:
         return "routed_experts"

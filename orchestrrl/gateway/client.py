@@ -17,18 +17,18 @@ import aiohttp
 
 from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import Retryable
-from orchestrrl.engines.base import Endpoint, Refused
+from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 
 logger = logging.getLogger(__name__)
 
-_PATHS = {Endpoint.COMPLETIONS: "/v1/completions", Endpoint.CHAT: "/v1/chat/completions"}
+_PATHS = {CompletionEndpoint.COMPLETIONS: "/v1/completions", CompletionEndpoint.CHAT: "/v1/chat/completions"}
 # Says nothing about the request: the same one may succeed elsewhere, or later.
 _BUSY_STATUSES = frozenset({408, 425, 429})
 CONFLICT = 409
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ClientPatience:
     """How the client probes and waits."""
 
     connect_s: float = 5.0
@@ -56,7 +56,7 @@ class _Server:
     lost: asyncio.Event = field(default_factory=asyncio.Event)  # set once nobody should wait for it any longer
 
 
-class Client:
+class GatewayClient:
     """Opens its connections at the first call; use as `async with`, or call `close`."""
 
     def __init__(
@@ -64,12 +64,12 @@ class Client:
         gateway_url: str,
         engines: Sequence[str] = (),
         *,
-        patience: Patience | None = None,
+        patience: ClientPatience | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._gateway = _Server(gateway_url.rstrip("/"))
         self._engines = [_Server(url.rstrip("/")) for url in engines]
-        self._patience = patience or Patience()
+        self._patience = patience or ClientPatience()
         self._clock = clock or WallClock()
         self._session: aiohttp.ClientSession | None = None
         self._watching: list[asyncio.Task[None]] = []
@@ -81,7 +81,7 @@ class Client:
         """Whether the next request goes through the gateway."""
         return self._gateway.up
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> "GatewayClient":
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -91,7 +91,7 @@ class Client:
         self,
         body: Mapping[str, Any],
         *,
-        endpoint: Endpoint = Endpoint.COMPLETIONS,
+        endpoint: CompletionEndpoint = CompletionEndpoint.COMPLETIONS,
         request_id: str | None = None,
         group: str = "",
         tag: str = "",
@@ -127,7 +127,7 @@ class Client:
                     if server.ledger:
                         await self._wait_for(server)
                 continue
-            except Refused as refusal:
+            except RequestRefused as refusal:
                 if not (refusal.status == CONFLICT and server.ledger and tries > 1):
                     raise
                 # It has not noticed yet that the last attempt's connection is gone.
@@ -138,7 +138,7 @@ class Client:
             return answer
 
     async def chat(self, body: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        return await self.complete(body, endpoint=Endpoint.CHAT, **options)
+        return await self.complete(body, endpoint=CompletionEndpoint.CHAT, **options)
 
     async def close(self) -> None:
         for task in self._watching:
@@ -196,7 +196,7 @@ class Client:
         message = answer.get("error", answer) if isinstance(answer, dict) else answer
         if response.status >= 500 or response.status in _BUSY_STATUSES or not isinstance(answer, dict):
             raise _Gone(f"{response.status}: {message}", answered=True)
-        raise Refused(f"{server.url}{path}: {response.status}: {message}", response.status, answer)
+        raise RequestRefused(f"{server.url}{path}: {response.status}: {message}", response.status, answer)
 
     async def _wait_for(self, gateway: _Server) -> None:
         """Until it is back, for a while."""

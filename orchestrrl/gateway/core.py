@@ -11,18 +11,18 @@ from orchestrrl.core.addresses import same_address, without_login
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.nodes import GatewayEngine
-from orchestrrl.core.operations import ItemResult, RequestMove, Route
+from orchestrrl.core.operations import EngineRoute, OperationItemResult, RequestMove
 from orchestrrl.fleet.reports import GatewayReport
-from orchestrrl.gateway.http.completion_requests import Ask
-from orchestrrl.gateway.ledger.groups import Groups
-from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Failure, Ledger, Record
-from orchestrrl.gateway.ledger.store import Entry, Store
+from orchestrrl.gateway.http.completion_requests import CompletionRequest
+from orchestrrl.gateway.ledger.groups import InFlightGroups
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Ledger, RequestFailure, RequestRecord
+from orchestrrl.gateway.ledger.store import LedgerEntry, LedgerStore
 from orchestrrl.gateway.ledger.versions import lag
-from orchestrrl.gateway.pause import Gate
-from orchestrrl.gateway.relay import Limits, Relay
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet
-from orchestrrl.gateway.routing.expected_engines import Expected
+from orchestrrl.gateway.pause import GatewayPause
+from orchestrrl.gateway.relay import RelayLimits, RequestRelay
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends
+from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
 from planner.model import EngineId, NodeId, RequestId
 
 logger = logging.getLogger(__name__)
@@ -31,25 +31,25 @@ COUNTED_REASONS = frozenset({"redundant", "cancelled"})
 WATCH_FRACTION = 0.25  # hanging engines are looked for this often, as a part of `stall_s`
 
 
-class Job:
+class RequestGroup:
     """The records of one ask, under way. `run` it, or use it as `async with`: leaving it stops what still runs."""
 
-    def __init__(self, ask: Ask, gateway: "Gateway", named_body: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, ask: CompletionRequest, gateway: "Gateway", named_body: Mapping[str, Any] | None = None) -> None:
         self.ask = ask
         self._gateway = gateway
         self._named_body = named_body
-        self._entry: Entry | None = None
+        self._entry: LedgerEntry | None = None
         self._wake = asyncio.Event()
-        self._listener: Callable[[Record], None] | None = None
+        self._listener: Callable[[RequestRecord], None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._counted: set[RequestId] = set()  # records whose answer, or lack of one, is counted
 
     @property
-    def records(self) -> Sequence[Record]:
+    def records(self) -> Sequence[RequestRecord]:
         return self.ask.records
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> RequestFailure | None:
         return next((record.failure for record in self.records if record.failure is not None), None)
 
     @property
@@ -57,7 +57,7 @@ class Job:
         """All answers are there, or one of them never will be."""
         return all(record.done for record in self.records) or self.failure is not None
 
-    async def __aenter__(self) -> "Job":
+    async def __aenter__(self) -> "RequestGroup":
         """Raises DuplicateRequest when one of the ids is in flight already."""
         await self._enter()
         for record in self.records:
@@ -76,7 +76,7 @@ class Job:
             if isinstance(outcome, Exception):
                 raise outcome
 
-    async def run(self, listener: Callable[[Record], None] | None = None) -> None:
+    async def run(self, listener: Callable[[RequestRecord], None] | None = None) -> None:
         """Until all answers are there, or one of them never will be. `listener` is told of a record that has ended, or
         has grown and is streamed. Raises as `async with` does."""
         self._listener = listener
@@ -121,23 +121,23 @@ class Job:
             for record in self.records:
                 self._gateway.close(record)
 
-    def _answer(self, record: Record) -> Coroutine[Any, Any, None]:
+    def _answer(self, record: RequestRecord) -> Coroutine[Any, Any, None]:
         """The record is looked after from now on; what is returned is to be run."""
         if record.done:
             return self._give_again(record)
         return self._gateway.relay(record, self._grown).run()
 
-    async def _give_again(self, record: Record) -> None:
+    async def _give_again(self, record: RequestRecord) -> None:
         self._gateway.given_again(record)
         self._tell(record)
 
-    def _grown(self, record: Record) -> None:
+    def _grown(self, record: RequestRecord) -> None:
         if record.done and record.id not in self._counted:  # the relay calls again when it is over
             self._counted.add(record.id)
             self._gateway.answered(record)
         self._tell(record)
 
-    def _tell(self, record: Record) -> None:
+    def _tell(self, record: RequestRecord) -> None:
         self._wake.set()
         if self._listener is not None:
             self._listener(record)
@@ -159,17 +159,19 @@ class Job:
 class Gateway:
     """Owns the ledger and the fleet. `run` watches for hanging engines; `close` stops everything."""
 
-    def __init__(self, node: NodeId, fleet: Fleet, *, limits: Limits, clock: Clock, url: str = "") -> None:
+    def __init__(
+        self, node: NodeId, fleet: EngineBackends, *, limits: RelayLimits, clock: Clock, url: str = ""
+    ) -> None:
         self.node = node
         self.url = url
         self.fleet = fleet
         self.limits = limits
         self.clock = clock
         self.ledger = Ledger()
-        self.store: Store | None = None  # what outlives this process
-        self.relays: dict[RequestId, Relay] = {}
-        self.groups = Groups()
-        self.gate = Gate(fleet, self.relays, clock)
+        self.store: LedgerStore | None = None  # what outlives this process
+        self.relays: dict[RequestId, RequestRelay] = {}
+        self.groups = InFlightGroups()
+        self.gate = GatewayPause(fleet, self.relays, clock)
         self.version_lags: Counter[int] = Counter()  # answers that ended, by how old their oldest token was
         self.cancelled_total: Counter[str] = Counter()  # by reason
         self.moves_done = 0
@@ -177,13 +179,13 @@ class Gateway:
         self.tokens_recomputed = 0
         self.tokens_loaded = 0
 
-    def job(self, ask: Ask, named_body: Mapping[str, Any] | None = None) -> Job:
+    def job(self, ask: CompletionRequest, named_body: Mapping[str, Any] | None = None) -> RequestGroup:
         """`named_body`: what the client sent, where it gave the request its name and may come back for the answer."""
-        return Job(ask, self, named_body)
+        return RequestGroup(ask, self, named_body)
 
-    def relay(self, record: Record, grown: Callable[[Record], None]) -> Relay:
+    def relay(self, record: RequestRecord, grown: Callable[[RequestRecord], None]) -> RequestRelay:
         """The record begins to be relayed."""
-        relay = Relay(record, self.fleet, self.limits, self.clock, grown)
+        relay = RequestRelay(record, self.fleet, self.limits, self.clock, grown)
         self.relays[record.id] = relay
         self.groups.enter(record)
         self.gate.hold_to_bound(relay)  # it may have tokens from before
@@ -191,22 +193,22 @@ class Gateway:
             self._cancel(record, "redundant")
         return relay
 
-    def answered(self, record: Record) -> None:
+    def answered(self, record: RequestRecord) -> None:
         """The record has its answer, or none; its client may not have it yet."""
         if record.versions.oldest is not None and record.generated_tokens:
             self.version_lags[lag(record.versions.oldest, self.fleet.policy_version)] += 1
         self._ended(record)
 
-    def given_again(self, record: Record) -> None:
+    def given_again(self, record: RequestRecord) -> None:
         """The record had its answer when it came, and has been counted; its group may not know of it."""
         self.groups.enter(record)
         self._ended(record)
 
-    def _ended(self, record: Record) -> None:
+    def _ended(self, record: RequestRecord) -> None:
         for other in self.groups.ended(record):
             self._cancel(other, "redundant")
 
-    def close(self, record: Record) -> None:
+    def close(self, record: RequestRecord) -> None:
         """A job is over: forget the record, and remember that it was there."""
         if not record.done:
             record.finish("abort", None, self.clock.now_s())
@@ -222,7 +224,7 @@ class Gateway:
         named += [record for group in groups for record in self.groups.members(group)]
         return tuple(record.id for record in named if self._cancel(record, reason or "cancelled"))
 
-    def _cancel(self, record: Record, reason: str) -> bool:
+    def _cancel(self, record: RequestRecord, reason: str) -> bool:
         relay = self.relays.get(record.id)
         if relay is None or not relay.end("abort", reason):
             return False
@@ -230,7 +232,7 @@ class Gateway:
         self.cancelled_total[reason if reason in COUNTED_REASONS else "other"] += 1
         return True
 
-    def set_routes(self, routes: Iterable[Route], expected: Expected | None = None) -> list[str]:
+    def set_routes(self, routes: Iterable[EngineRoute], expected: ExpectedEngines | None = None) -> list[str]:
         known = {id(slot) for slot in self.fleet}
         routes = tuple(routes)
         faults = self.fleet.set_routes(routes, expected)
@@ -243,7 +245,7 @@ class Gateway:
         self.gate.wake_engines()
         return faults
 
-    async def move(self, moves: Sequence[RequestMove]) -> tuple[ItemResult, ...]:
+    async def move(self, moves: Sequence[RequestMove]) -> tuple[OperationItemResult, ...]:
         """Carry out all of them at once; one result for each, in order."""
         results = await asyncio.gather(*(self._move(move) for move in moves))
         for result in results:
@@ -257,20 +259,20 @@ class Gateway:
         """It is in flight here, or has lately been."""
         return request in self.relays or any(summary.id == request for summary in reversed(self.ledger.finished))
 
-    async def _move(self, move: RequestMove) -> ItemResult:
+    async def _move(self, move: RequestMove) -> OperationItemResult:
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
         if not self.fleet.gate_open:
-            return ItemResult(move.request, False, "the gate is closed")
+            return OperationItemResult(move.request, False, "the gate is closed")
         if relay is None:
             detail = "finished before the move" if self.knows(move.request) else "no such request"
-            return ItemResult(move.request, False, detail)
+            return OperationItemResult(move.request, False, detail)
         to_come = target is None or not target.usable
         held = to_come and (move.hold_s > 0 or move.to_engine in self.fleet.expected)
         if target is None and not held:
-            return ItemResult(move.request, False, f"engine {move.to_engine!r} is not in the routes")
+            return OperationItemResult(move.request, False, f"engine {move.to_engine!r} is not in the routes")
         if (relay.record.engine or "") not in (move.from_engine, self.fleet.id_of(move.from_engine)):
-            return ItemResult(move.request, False, f"is on {relay.record.engine or 'no engine'} by now")
+            return OperationItemResult(move.request, False, f"is on {relay.record.engine or 'no engine'} by now")
         if not move.from_engine:
             return relay.redirect(move.to_engine, move.hold_s)
         if held:
@@ -325,7 +327,7 @@ class Gateway:
             if (same := by_server.get(fleet.servers.get(engine, ""))) is not None:
                 fleet.use_id(engine, same)
 
-    async def _identify(self, slot: Slot) -> None:
+    async def _identify(self, slot: EngineBackend) -> None:
         try:
             slot.server = (await slot.engine.metrics()).server
         except OrchestrRLError as error:

@@ -14,18 +14,18 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.nodes import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.core.operations import (
     CancelRequests,
-    CloseGate,
-    ItemResult,
+    CloseBarrier,
     MoveRequests,
-    OpenGate,
+    OpenBarrier,
     Operation,
+    OperationItemResult,
     OperationResult,
     OperationStatus,
     SetRoutes,
     status_of,
 )
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.routing.expected_engines import Expected
+from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
 from orchestrrl.rpc.codecs.node import hello_to_pb, operation_from_pb, result_to_pb
 from orchestrrl.rpc.codecs.telemetry import ack_from_pb, gateway_engine_to_pb, gateway_report_to_pb
@@ -85,27 +85,27 @@ class GatewayLink:
         """Carry out one operation of the daemon."""
         match operation.action:
             case SetRoutes(routes, expected, expected_until_s):
-                faults = self._gateway.set_routes(routes, Expected(frozenset(expected), expected_until_s))
+                faults = self._gateway.set_routes(routes, ExpectedEngines(frozenset(expected), expected_until_s))
                 status = OperationStatus.PARTIAL if faults else OperationStatus.DONE
                 return OperationResult(operation.id, self._gateway.node, status, "; ".join(faults))
             case MoveRequests(moves):
                 items = await self._gateway.move(moves)
                 return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
-            case CloseGate() as order:
+            case CloseBarrier() as order:
                 items = await self._gateway.gate.close(order)
                 return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
-            case OpenGate() as order:
+            case OpenBarrier() as order:
                 items = await self._gateway.gate.open(order)
                 return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
             case CancelRequests(requests, groups, reason):
                 cancelled = self._gateway.cancel(requests, groups, reason)
-                items = tuple(ItemResult(name, True) for name in cancelled)
+                items = tuple(OperationItemResult(name, True) for name in cancelled)
                 return OperationResult(operation.id, self._gateway.node, OperationStatus.DONE, items=items)
             case other:
                 detail = f"{other.kind} is for agents, not for gateways"
                 return OperationResult(operation.id, self._gateway.node, OperationStatus.FAILED, detail)
 
-    async def move_elsewhere(self, request: RequestId, to_engine: EngineId) -> ItemResult:
+    async def move_elsewhere(self, request: RequestId, to_engine: EngineId) -> OperationItemResult:
         """Have the daemon move a request that another gateway holds."""
         asked = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to_engine)
         try:
@@ -113,8 +113,8 @@ class GatewayLink:
                 stub = control_pb2_grpc.ControlStub(channel)
                 answer = await stub.MoveRequest(asked, timeout=MOVE_ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            return ItemResult(request, False, f"is not here, and the daemon says: {error.details()}")
-        return ItemResult(request, answer.done, answer.detail)
+            return OperationItemResult(request, False, f"is not here, and the daemon says: {error.details()}")
+        return OperationItemResult(request, answer.done, answer.detail)
 
     async def _identify(self) -> None:
         """Keep the identities of engines that the gateway was started with, for as long as it runs."""

@@ -16,12 +16,12 @@ from dataclasses import replace
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
-from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, PauseMode
+from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.fleet.reports import GatePhase, GateReport
 from orchestrrl.gateway.ledger.versions import OnStale, lag
-from orchestrrl.gateway.relay import Relay
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.relay import RequestRelay
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId, RequestId
 
 logger = logging.getLogger(__name__)
@@ -40,19 +40,19 @@ ORPHANED_AFTER_S = 60.0
 NAMED_MOST = 5  # requests in a message
 
 
-class Gate:
+class GatewayPause:
     """Of one gateway. `close` and `open` carry out the orders of those names."""
 
-    def __init__(self, fleet: Fleet, relays: Mapping[RequestId, Relay], clock: Clock) -> None:
+    def __init__(self, fleet: EngineBackends, relays: Mapping[RequestId, RequestRelay], clock: Clock) -> None:
         self._fleet = fleet
         self._relays = relays
         self._clock = clock
-        self._closed: CloseGate | None = None
+        self._closed: CloseBarrier | None = None
         self._since_s = 0.0
         self._own_at_rest = asyncio.Event()  # what was to finish or to end here has
         self._may_pause = asyncio.Event()  # no other gateway has anything that is to finish
         self._quiet = asyncio.Event()
-        self._rest: dict[EngineId, ItemResult] = {}
+        self._rest: dict[EngineId, OperationItemResult] = {}
         self._opened = asyncio.Event()  # since it was last closed
         self._engines_free = asyncio.Lock()  # a pause and a resume of one engine must not overtake each other
         self._ended: deque[str] = deque(maxlen=LEASES_REMEMBERED)  # leases that are over
@@ -62,7 +62,7 @@ class Gate:
         self.stale_total: Counter[OnStale] = Counter()  # requests, by what became of them
 
     @property
-    def closed(self) -> CloseGate | None:
+    def closed(self) -> CloseBarrier | None:
         return self._closed
 
     @property
@@ -70,7 +70,7 @@ class Gate:
         return self._closed_total_s + (self._clock.now_s() - self._since_s if self._closed is not None else 0.0)
 
     @property
-    def rest(self) -> tuple[ItemResult, ...]:
+    def rest(self) -> tuple[OperationItemResult, ...]:
         """What became of each engine when the gate last closed."""
         return tuple(self._rest.values())
 
@@ -94,7 +94,7 @@ class Gate:
 
     # --- closing -----------------------------------------------------------------------------------------------------
 
-    async def close(self, order: CloseGate) -> tuple[ItemResult, ...]:
+    async def close(self, order: CloseBarrier) -> tuple[OperationItemResult, ...]:
         """Return when all is quiet: an item for each engine; or, where these are to run on, when all that is here is.
         The lease that holds the gate already is renewed.
 
@@ -118,7 +118,7 @@ class Gate:
             raise Permanent(because)
         return () if order.engines_run else self.rest
 
-    def _take(self, order: CloseGate) -> None:
+    def _take(self, order: CloseBarrier) -> None:
         now_s = self._clock.now_s()
         held = self._closed
         if held is not None and held.lease != order.lease:
@@ -144,7 +144,7 @@ class Gate:
         self._fleet.in_background(self._come_to_rest(order))
         self._fleet.in_background(self._expire(order))
 
-    def _let_pause(self, order: CloseGate) -> None:
+    def _let_pause(self, order: CloseBarrier) -> None:
         if not order.engines_run:
             self._may_pause.set()
 
@@ -154,7 +154,7 @@ class Gate:
             raise Permanent(f"the gate is not closed under this lease: {self.opened_because or 'it never was closed'}")
         self._closed = replace(self._closed, lease_until_s=until_s)
 
-    async def _come_to_rest(self, order: CloseGate) -> None:
+    async def _come_to_rest(self, order: CloseBarrier) -> None:
         if order.mode is not PauseMode.KEEP:
             for relay in list(self._relays.values()):
                 if not relay.record.generated_ids and not relay.record.fixed_because:
@@ -173,15 +173,15 @@ class Gate:
             self._quiet.set()
             logger.info("the gate is closed, all is quiet")
 
-    async def _drained(self, order: CloseGate) -> None:
+    async def _drained(self, order: CloseBarrier) -> None:
         """Return when no request runs but on engines that are paused, or the gate is open again."""
         while self._held_by(order) and any(self._runs(relay) for relay in self._relays.values()):
             await self._clock.sleep(REST_POLL_S)
 
-    def _held_by(self, order: CloseGate) -> bool:
+    def _held_by(self, order: CloseBarrier) -> bool:
         return self._closed is not None and self._closed.lease == order.lease
 
-    async def _bring_to_rest(self, slot: Slot, order: CloseGate) -> None:
+    async def _bring_to_rest(self, slot: EngineBackend, order: CloseBarrier) -> None:
         """Pause the engine. Where that cannot be done, its requests are taken back."""
         try:
             can_be_paused = (await self._fleet.capabilities(slot)).pause
@@ -200,7 +200,7 @@ class Gate:
             if relay.slot is slot:
                 relay.withdraw()
 
-    async def _take_back(self, slot: Slot, order: CloseGate) -> int:
+    async def _take_back(self, slot: EngineBackend, order: CloseBarrier) -> int:
         """Return when what can be taken from a paused engine is here; how many stay."""
         here = [relay for relay in self._relays.values() if relay.slot is slot]
         taken = [relay for relay in here if relay.withdraw()]
@@ -208,11 +208,11 @@ class Gate:
             await self._clock.sleep(REST_POLL_S)
         return len(here) - len(taken)
 
-    def _rests(self, slot: Slot, done: bool, detail: str = "") -> None:
+    def _rests(self, slot: EngineBackend, done: bool, detail: str = "") -> None:
         if self._fleet.get(slot.id) is slot:  # nobody asks about an engine's old house
-            self._rest[slot.id] = ItemResult(slot.id, done, detail)
+            self._rest[slot.id] = OperationItemResult(slot.id, done, detail)
 
-    async def _pause(self, slot: Slot, *, drop_kv: bool) -> None:
+    async def _pause(self, slot: EngineBackend, *, drop_kv: bool) -> None:
         for tries_left in reversed(range(PAUSE_TRIES)):
             slot.paused = True  # whatever comes of it: it is resumed later
             try:
@@ -224,7 +224,7 @@ class Gate:
                     raise
             await self._clock.sleep(PAUSE_AGAIN_S)
 
-    async def _expire(self, order: CloseGate) -> None:
+    async def _expire(self, order: CloseBarrier) -> None:
         """Open when the lease ends; it may be renewed until then."""
         while self._closed is not None and self._closed.lease == order.lease:
             left_s = self._closed.lease_until_s - self._clock.now_s()
@@ -246,7 +246,7 @@ class Gate:
 
     # --- opening -----------------------------------------------------------------------------------------------------
 
-    async def open(self, order: OpenGate) -> tuple[ItemResult, ...]:
+    async def open(self, order: OpenBarrier) -> tuple[OperationItemResult, ...]:
         """Return when engines run again: an item for each. Without a lease: whoever closed it, and engines are resumed
         even where it is open, e.g. those that an earlier gateway had paused.
 
@@ -265,7 +265,9 @@ class Gate:
                 slot.paused = True
         return await self._open(order.policy_version, order.without, "as ordered")
 
-    async def _open(self, version: int | None, without: tuple[EngineId, ...], because: str) -> tuple[ItemResult, ...]:
+    async def _open(
+        self, version: int | None, without: tuple[EngineId, ...], because: str
+    ) -> tuple[OperationItemResult, ...]:
         closed, opened = self._closed, self._opened  # it may be closed again before engines run
         self.opened_because = because
         if closed is not None:
@@ -290,7 +292,7 @@ class Gate:
         logger.warning("the gate is open: %s", because)
         return tuple(items)
 
-    def _told(self, version: int, without: tuple[EngineId, ...], rests: Mapping[EngineId, ItemResult]) -> None:
+    def _told(self, version: int, without: tuple[EngineId, ...], rests: Mapping[EngineId, OperationItemResult]) -> None:
         """The engines have new weights, but for those that were left out, or could not be brought to rest, and for old
         houses."""
         self._fleet.policy_version = version
@@ -305,7 +307,7 @@ class Gate:
         for relay in list(self._relays.values()):
             self.hold_to_bound(relay)
 
-    def hold_to_bound(self, relay: Relay) -> None:
+    def hold_to_bound(self, relay: RequestRelay) -> None:
         """An answer that is older than its client wants it begins anew, or ends."""
         record = relay.record
         too_old = lag(record.versions.oldest, self._fleet.policy_version)
@@ -324,32 +326,32 @@ class Gate:
         for relay in list(self._relays.values()):
             self.hold_to_bound(relay)
 
-    def _restart(self, closed: CloseGate | None) -> None:
+    def _restart(self, closed: CloseBarrier | None) -> None:
         if closed is not None and closed.frozen is FrozenRequests.RESTART:
             for relay in list(self._relays.values()):
                 relay.restart()
 
-    async def _resume(self, slot: Slot) -> ItemResult:
+    async def _resume(self, slot: EngineBackend) -> OperationItemResult:
         try:
             if slot.capabilities is None or slot.capabilities.pause:
                 await slot.engine.resume()
         except OrchestrRLError as error:
             self._fleet.suspect(slot, f"it was paused and could not be resumed: {error}")
             self._resume_later(slot)
-            return ItemResult(slot.id, False, str(error))
+            return OperationItemResult(slot.id, False, str(error))
         self._runs_again(slot)
-        return ItemResult(slot.id, True)
+        return OperationItemResult(slot.id, True)
 
-    def _runs_again(self, slot: Slot) -> None:
+    def _runs_again(self, slot: EngineBackend) -> None:
         slot.paused = slot.still = False
         self._fleet.forget_if_empty(slot)
 
-    def _resume_later(self, slot: Slot) -> None:
+    def _resume_later(self, slot: EngineBackend) -> None:
         if not slot.resuming:
             slot.resuming = True
             self._fleet.in_background(self._resume_until_done(slot))
 
-    async def _resume_until_done(self, slot: Slot) -> None:
+    async def _resume_until_done(self, slot: EngineBackend) -> None:
         delay_s = RESUME_AGAIN_S
         since_s = self._clock.now_s()
         try:
@@ -366,7 +368,7 @@ class Gate:
         finally:
             slot.resuming = False
 
-    async def _resumed(self, slot: Slot) -> bool:
+    async def _resumed(self, slot: EngineBackend) -> bool:
         """False: it is to be tried again."""
         try:
             await slot.engine.resume()
@@ -378,11 +380,11 @@ class Gate:
         self._runs_again(slot)
         return True
 
-    def _is_to_run(self, slot: Slot) -> bool:
+    def _is_to_run(self, slot: EngineBackend) -> bool:
         """It stands still, and no order says that it should."""
         return slot.paused and not self._left_out(slot) and self._closed is None and self._fleet.knows(slot)
 
-    def _left_out(self, slot: Slot) -> bool:
+    def _left_out(self, slot: EngineBackend) -> bool:
         """It waits for new weights. Nobody brings them to one that has left the routes."""
         return slot.outdated and slot.routed
 
@@ -408,11 +410,11 @@ class Gate:
                 self._resume_later(slot)
         self._fleet.announce()
 
-    def meet(self, slot: Slot) -> None:
+    def meet(self, slot: EngineBackend) -> None:
         """An engine that is new here may have been paused by a gateway that is no more: nobody else would resume it."""
         self._fleet.in_background(self._meet(slot))
 
-    async def _meet(self, slot: Slot) -> None:
+    async def _meet(self, slot: EngineBackend) -> None:
         if not await self._is_paused_by_others(slot):
             return
         logger.warning("%s was paused before: it is resumed in %g s", slot.id, ORPHANED_AFTER_S)
@@ -421,7 +423,7 @@ class Gate:
             slot.paused = True
             self.wake_engines()
 
-    async def _is_paused_by_others(self, slot: Slot) -> bool:
+    async def _is_paused_by_others(self, slot: EngineBackend) -> bool:
         try:
             paused = await slot.engine.is_paused()
         except OrchestrRLError as error:
@@ -431,7 +433,7 @@ class Gate:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _runs(self, relay: Relay) -> bool:
+    def _runs(self, relay: RequestRelay) -> bool:
         return relay.slot is not None and not relay.slot.still
 
     def _still_running(self) -> str:

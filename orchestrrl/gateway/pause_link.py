@@ -6,7 +6,15 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from orchestrrl.gateway.http.pause import Asked, Cancel, Pause, Refusal, Renew, Resume, SetVersion
+from orchestrrl.gateway.http.pause import (
+    CancelBody,
+    PauseBody,
+    PauseRefusal,
+    RenewBody,
+    RequestBody,
+    ResumeBody,
+    SetVersionBody,
+)
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
 from orchestrrl.rpc.codecs.node import frozen_to_pb, gate_mode_to_pb
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
@@ -23,13 +31,13 @@ _STATUSES = {
 }
 
 
-class DaemonGate:
+class DaemonPause:
     """The gate of all gateways, at the daemon `target`."""
 
     def __init__(self, target: str) -> None:
         self._target = target
 
-    async def __call__(self, asked: Asked | None) -> Mapping[str, Any]:
+    async def __call__(self, asked: RequestBody | None) -> Mapping[str, Any]:
         """The daemon's answer, as plain values. Raises Refusal."""
         name, message, patience_s = _call(asked)
         try:
@@ -39,15 +47,15 @@ class DaemonGate:
         except grpc.aio.AioRpcError as error:
             status = _STATUSES.get(error.code(), 503)
             where = "" if error.code() in _STATUSES else "the daemon, which orders all gateways, cannot be asked: "
-            raise Refusal(status, f"{where}{error.details()}") from error
+            raise PauseRefusal(status, f"{where}{error.details()}") from error
 
 
-def _call(asked: Asked | None) -> tuple[str, Message, float]:
+def _call(asked: RequestBody | None) -> tuple[str, Message, float]:
     """Method, request, and how long to wait for the answer."""
     match asked:
         case None:
             return "GetGate", control_pb2.GetGateRequest(), ANSWER_S
-        case Pause():
+        case PauseBody():
             pause = control_pb2.PauseGateRequest(
                 mode=gate_mode_to_pb(asked.mode),
                 frozen=frozen_to_pb(asked.frozen),
@@ -56,9 +64,9 @@ def _call(asked: Asked | None) -> tuple[str, Message, float]:
                 deadline_s=asked.within_s,
             )
             return "PauseGate", pause, asked.within_s + ANSWER_S
-        case Renew():
+        case RenewBody():
             return "RenewGate", control_pb2.RenewGateRequest(lease_id=asked.lease_id, lease_s=asked.lease_s), ANSWER_S
-        case Resume():
+        case ResumeBody():
             resume = control_pb2.ResumeGateRequest(
                 lease_id=asked.lease_id,
                 policy_version=asked.policy_version,
@@ -67,7 +75,7 @@ def _call(asked: Asked | None) -> tuple[str, Message, float]:
                 reason=asked.reason,
             )
             return "ResumeGate", resume, ANSWER_S
-        case SetVersion():
+        case SetVersionBody():
             told = control_pb2.SetPolicyVersionRequest(
                 engine_ids=asked.engines,
                 policy_version=asked.policy_version,
@@ -75,7 +83,7 @@ def _call(asked: Asked | None) -> tuple[str, Message, float]:
                 weights_source=asked.weights_source,
             )
             return "SetPolicyVersion", told, ANSWER_S
-        case Cancel():
+        case CancelBody():
             cancel = control_pb2.CancelRequestsRequest(
                 request_ids=asked.requests, group_ids=asked.groups, reason=asked.reason
             )

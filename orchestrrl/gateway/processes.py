@@ -22,7 +22,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.gateway.http.server import url_of
 from orchestrrl.gateway.service import (
     GatewayOptions,
-    Place,
+    ProcessPlace,
     log_to_stderr,
     operator_port_of,
     print_urls,
@@ -42,14 +42,14 @@ _CONTEXT = multiprocessing.get_context("spawn")
 class _Child:
     process: SpawnProcess
     line: Connection  # it writes its URLs; it ends when our end is closed
-    place: Place
+    place: ProcessPlace
 
 
 def serve_many(options: GatewayOptions) -> None:
     """Serve until SIGTERM or SIGINT. The shared URL is the first line of output, once all listen, then that of each
     process's operator API. Raises Permanent when one of them cannot."""
     with _reserved(options.host, options.port) as port, _signals() as told:
-        places = [Place(index, port) for index in range(options.processes)]
+        places = [ProcessPlace(index, port) for index in range(options.processes)]
         for place in places:
             _check_free(options.operator_host, operator_port_of(options, place))
         children = [_started(options, place) for place in places]
@@ -76,7 +76,7 @@ def _keep_running(options: GatewayOptions, children: list[_Child], told: int) ->
                 children[index] = _started(options, child.place)
 
 
-def _started(options: GatewayOptions, place: Place) -> _Child:
+def _started(options: GatewayOptions, place: ProcessPlace) -> _Child:
     ours, theirs = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_run, args=(options, place, theirs), name=f"gateway-{place.index}")
     process.start()
@@ -84,7 +84,7 @@ def _started(options: GatewayOptions, place: Place) -> _Child:
     return _Child(process, ours, place)
 
 
-def _run(options: GatewayOptions, place: Place, line: Connection) -> None:
+def _run(options: GatewayOptions, place: ProcessPlace, line: Connection) -> None:
     """One of the processes."""
     log_to_stderr(options.log_level)
     try:

@@ -12,23 +12,23 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove
-from orchestrrl.engines.base import Chunk, NoConnection, Refused
-from orchestrrl.gateway.attempt import Attempt
+from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
+from orchestrrl.engines.base import Chunk, NoConnection, RequestRefused
+from orchestrrl.gateway.attempt import EngineAttempt
 from orchestrrl.gateway.http.openai import error_body
-from orchestrrl.gateway.ledger.ledger import Failure, Record
+from orchestrrl.gateway.ledger.ledger import RequestFailure, RequestRecord
 from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.moves.kv_handover import usable
-from orchestrrl.gateway.moves.move import Moving
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet, NoEngine
+from orchestrrl.gateway.moves.move import MoveInProgress
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from planner.model import EngineId, RequestState
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RelayLimits:
     """How patient the gateway is with engines, and what it asks of them."""
 
     engine_wait_s: float = 30.0  # for any engine to be there at all
@@ -45,7 +45,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class AwaitedEvent:
     """The engine that a request on none is to go to, which may be yet to come."""
 
     engine: EngineId
@@ -53,23 +53,28 @@ class Awaited:
     expected: bool  # it was, when this was ordered
 
 
-class Relay:
+class RequestRelay:
     """Runs one record. `grown` is called when the record has ended, and when one that is streamed has grown."""
 
     def __init__(
-        self, record: Record, fleet: Fleet, limits: Limits, clock: Clock, grown: Callable[[Record], None]
+        self,
+        record: RequestRecord,
+        fleet: EngineBackends,
+        limits: RelayLimits,
+        clock: Clock,
+        grown: Callable[[RequestRecord], None],
     ) -> None:
         self.record = record
         self._fleet = fleet
         self._limits = limits
         self._clock = clock
         self._grown = grown
-        self._slot: Slot | None = None
-        self._attempted: Attempt | None = None  # the present attempt
+        self._slot: EngineBackend | None = None
+        self._attempted: EngineAttempt | None = None  # the present attempt
         self._pump_task: asyncio.Task[bool] | None = None
-        self._move: Moving | None = None
-        self._back_to: Slot | None = None  # where a refused move came from
-        self._awaited: Awaited | None = None
+        self._move: MoveInProgress | None = None
+        self._back_to: EngineBackend | None = None  # where a refused move came from
+        self._awaited: AwaitedEvent | None = None
         self._seeker: asyncio.Task[Any] | None = None  # waits for the engine of the next attempt
         self._interruptions = 0  # of the seeker, by us, that it has not seen yet
         self._restarting = False  # the answer so far is to be forgotten
@@ -97,7 +102,7 @@ class Relay:
     # --- orders but for moves ----------------------------------------------------------------------------------------
 
     @property
-    def slot(self) -> Slot | None:
+    def slot(self) -> EngineBackend | None:
         """Where it runs; None: it is on no engine."""
         return self._slot
 
@@ -139,17 +144,17 @@ class Relay:
 
     # --- moves -------------------------------------------------------------------------------------------------------
 
-    async def move(self, target: Slot, order: RequestMove) -> ItemResult:
+    async def move(self, target: EngineBackend, order: RequestMove) -> OperationItemResult:
         """Stop the request where it runs and continue it on `target`. Answers within about `move_answer_s`, or twice
         the time predicted."""
         because = self._not_movable_to(target)
         if because:
-            return ItemResult(self.record.id, False, because)
+            return OperationItemResult(self.record.id, False, because)
         assert self._slot is not None
         assert self._pump_task is not None
         assert self._attempted is not None
         computed = self.record.state is RequestState.RUNNING
-        move = Moving(
+        move = MoveInProgress(
             self.record,
             order,
             self._slot,
@@ -173,21 +178,21 @@ class Relay:
             self._answer_move(True)
         return await move.result
 
-    def hold_for(self, engine: EngineId, hold_s: float) -> ItemResult:
+    def hold_for(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """Stop the request where it runs and keep it until it can go on at an engine that is yet to come: for as long
         as that is expected, or for `hold_s` where it is not. Any other will do then."""
         target = self._fleet.get(engine)
         because = self._not_movable() or (self._ends_early_on(target) if target is not None else "")
         if because:
-            return ItemResult(self.record.id, False, because)
+            return OperationItemResult(self.record.id, False, because)
         assert self._pump_task is not None
         tokens = self.record.context_tokens if self.record.state is RequestState.RUNNING else 0
         self._await(engine, hold_s)
         self.record.moves += 1
         self._pump_task.cancel()
-        return ItemResult(self.record.id, True, "", tokens, method=MoveMethod.RECOMPUTE if tokens else None)
+        return OperationItemResult(self.record.id, True, "", tokens, method=MoveMethod.RECOMPUTE if tokens else None)
 
-    def redirect(self, engine: EngineId, hold_s: float) -> ItemResult:
+    def redirect(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """A request that is on no engine, whatever it waits for, goes to this one: at once where that takes requests,
         else it is kept for it as by `hold_for`."""
         target = self._fleet.get(engine)
@@ -196,14 +201,14 @@ class Relay:
         if not because and not may_wait and (target is None or not target.usable):
             because = _takes_none(engine, target)
         if because:
-            return ItemResult(self.record.id, False, because)
+            return OperationItemResult(self.record.id, False, because)
         self._await(engine, hold_s)
         self._delay_s = 0.0
         self._interrupt()
-        return ItemResult(self.record.id, True)
+        return OperationItemResult(self.record.id, True)
 
     def _await(self, engine: EngineId, hold_s: float) -> None:
-        self._awaited = Awaited(engine, self._now_s() + hold_s, engine in self._fleet.expected)
+        self._awaited = AwaitedEvent(engine, self._now_s() + hold_s, engine in self._fleet.expected)
 
     def _interrupt(self) -> None:
         """Have the seeker look again."""
@@ -220,7 +225,7 @@ class Relay:
             return f"was refused by {engine}"
         return ""
 
-    def _not_movable_to(self, target: Slot) -> str:
+    def _not_movable_to(self, target: EngineBackend) -> str:
         if because := self._not_movable():
             return because
         if target is self._slot:
@@ -229,7 +234,7 @@ class Relay:
             return _takes_none(target.id, target)
         return self._ends_early_on(target)
 
-    def _ends_early_on(self, target: Slot) -> str:
+    def _ends_early_on(self, target: EngineBackend) -> str:
         """Why the answer should not go there from where it is, if it should not."""
         here_tokens = float("inf") if self._slot is None else self._slot.context_limit_tokens
         if target.id not in self._too_short() or target.context_limit_tokens >= here_tokens:
@@ -272,7 +277,7 @@ class Relay:
 
     # --- attempts ----------------------------------------------------------------------------------------------------
 
-    async def _next_slot(self) -> Slot | None:
+    async def _next_slot(self) -> EngineBackend | None:
         """The engine for the next attempt; None when the record is done without one."""
         if self._complete():
             return None
@@ -295,7 +300,7 @@ class Relay:
         finally:
             self._seeker = None
 
-    async def _seek_slot(self) -> Slot | None:
+    async def _seek_slot(self) -> EngineBackend | None:
         if self._delay_s:
             self.record.hold()
             await self._clock.sleep(self._delay_s)
@@ -315,7 +320,7 @@ class Relay:
             return back
         return await self._wait_for_slot()
 
-    async def _wait_for(self, awaited: Awaited) -> Slot | None:
+    async def _wait_for(self, awaited: AwaitedEvent) -> EngineBackend | None:
         """The engine that the request is held for; None where it did not come in time, or is of no use."""
         deadline = asyncio.create_task(self._sleep(awaited.until_s - self._now_s()))
         was_expected = awaited.expected
@@ -339,7 +344,7 @@ class Relay:
         finally:
             deadline.cancel()
 
-    async def _wait_for_slot(self) -> Slot | None:
+    async def _wait_for_slot(self) -> EngineBackend | None:
         try:
             return await self._fleet.place(
                 self.record,
@@ -348,7 +353,7 @@ class Relay:
                 again=self.record.attempt > 0,
                 patience_s=self._limits.engine_wait_s,
             )
-        except NoEngine as error:
+        except NoBackend as error:
             self._fail(503, str(error))
             return None
 
@@ -358,14 +363,14 @@ class Relay:
     async def _sleep(self, duration_s: float) -> None:
         await self._clock.sleep(duration_s)
 
-    async def _attempt(self, slot: Slot) -> None:
+    async def _attempt(self, slot: EngineBackend) -> None:
         """One attempt, and what follows from how it ended."""
         record = self.record
         self._sent_tokens = record.context_tokens
         slot.enter(record, self._now_s())
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
         self._slot = slot
-        self._attempted = attempt = Attempt(record, slot, self._fleet, self._clock)
+        self._attempted = attempt = EngineAttempt(record, slot, self._fleet, self._clock)
         coalesce = 1 if record.streaming else self._limits.coalesce_tokens
         move = self._move if self._move is not None and self._move.submitted else None
         self._pump_task = task = asyncio.create_task(self._pump(attempt, coalesce, move))
@@ -397,7 +402,7 @@ class Relay:
         if not record.done:
             self._settle(slot, task, attempt)
 
-    async def _pump(self, attempt: Attempt, coalesce_tokens: int, move: Moving | None) -> bool:
+    async def _pump(self, attempt: EngineAttempt, coalesce_tokens: int, move: MoveInProgress | None) -> bool:
         await attempt.decide_form()
         return await attempt.run(attempt.request(coalesce_tokens, move), self._took)
 
@@ -416,12 +421,12 @@ class Relay:
         for engine, computed in failed:
             self._fleet.failovers.count(engine, self._sent_tokens if computed else None, self._now_s())
 
-    def _settle(self, slot: Slot, task: "asyncio.Task[bool]", attempt: Attempt) -> None:
+    def _settle(self, slot: EngineBackend, task: "asyncio.Task[bool]", attempt: EngineAttempt) -> None:
         """Decide how an attempt that did not finish goes on."""
         restarting, self._restarting = self._restarting, False
         stalled, self._stalled = self._stalled, False
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, Refused):
+        if isinstance(error, RequestRefused):
             self._after_refusal(slot, error)
         elif isinstance(error, NoConnection):
             self._after_shortage(error)
@@ -441,7 +446,7 @@ class Relay:
         elif (self.record.generated_ids or self.record.relayed) and self.record.immovable_because:
             self._start_over()
 
-    def _after_refusal(self, slot: Slot, refusal: Refused) -> None:
+    def _after_refusal(self, slot: EngineBackend, refusal: RequestRefused) -> None:
         """The engine says that the request is wrong: the client's fault, unless it runs elsewhere, or was to run there
         before it was moved."""
         self._refused_by.add(slot.id)
@@ -450,9 +455,9 @@ class Relay:
             self._back_to = self._move.source
             self._answer_move(False, f"refused by {slot.id}: {refusal}")
         elif not (others and (self.record.generated_ids or self.record.moves)):
-            self.record.fail(Failure(refusal.status, refusal.body), self._now_s())
+            self.record.fail(RequestFailure(refusal.status, refusal.body), self._now_s())
 
-    def _after_failure(self, slot: Slot, error: OrchestrRLError) -> None:
+    def _after_failure(self, slot: EngineBackend, error: OrchestrRLError) -> None:
         """The engine could not be reached, or broke off."""
         self._fleet.suspect(slot, str(error))
         if self._move is not None and self._move.target is slot:
@@ -467,7 +472,7 @@ class Relay:
             self._answer_move(False, str(shortage))
         self._delay_s = shortage.after_s
 
-    def _back_off(self, slot: Slot, because: str, asked_s: float) -> None:
+    def _back_off(self, slot: EngineBackend, because: str, asked_s: float) -> None:
         """Count an attempt that failed. The first in a row costs no time: there are other engines."""
         self._failures += 1
         shown = self.record.relayed_tokens or not self.record.relayed  # a whole answer runs from the start
@@ -493,7 +498,7 @@ class Relay:
 
     def _fail(self, status: int, message: str) -> None:
         logger.warning("request %s failed: %s", self.record.id, message)
-        self.record.fail(Failure(status, error_body(message, status)), self._now_s())
+        self.record.fail(RequestFailure(status, error_body(message, status)), self._now_s())
 
     def _complete(self) -> bool:
         """Whether the answer was complete at the cut, though its engine had not said so yet."""
@@ -547,7 +552,7 @@ class Relay:
         self._stalled = True
         task.cancel()
 
-    async def _computes(self, slot: Slot) -> bool:
+    async def _computes(self, slot: EngineBackend) -> bool:
         """Return whether the engine has computed tokens since the last call: a whole answer shows none before."""
         metrics = await slot.engine.metrics()
         before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
@@ -555,6 +560,6 @@ class Relay:
         return before != computed
 
 
-def _takes_none(engine: EngineId, target: Slot | None) -> str:
+def _takes_none(engine: EngineId, target: EngineBackend | None) -> str:
     suspected = "" if target is None else target.suspect_because
     return f"{engine} takes no requests: {suspected or 'it is draining or not in the routes'}"

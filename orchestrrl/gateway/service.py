@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import Route
+from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine, connect
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import Server
-from orchestrrl.gateway.ledger.store import Keep, Store
+from orchestrrl.gateway.http.server import GatewayServer
+from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from orchestrrl.gateway.link import GatewayLink
-from orchestrrl.gateway.pause_link import DaemonGate
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
-from orchestrrl.gateway.routing.strategies import Routing
+from orchestrrl.gateway.pause_link import DaemonPause
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
+from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)
@@ -35,23 +35,23 @@ class GatewayOptions:
     operator_host: str
     operator_port: int  # with several processes, of the first; 0: a free one for each
     node: NodeId
-    engines: tuple[Route, ...]
+    engines: tuple[EngineRoute, ...]
     engine_kind: str
     daemon: str | None
-    routing: Routing
+    routing: RoutingPolicy
     queue_depth: int
     pools: Mapping[EngineId, str]
-    limits: Limits
+    limits: RelayLimits
     report_interval_s: float
     drain_s: float
     processes: int
     log_level: str
     plain_http: bool = False  # aiohttp serves everything
-    keep: Keep | None = None  # what is generated for requests that their clients named
+    keep: RetentionPolicy | None = None  # what is generated for requests that their clients named
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlace:
     """Where one of several processes belongs: which it is, and the port that all of them listen on."""
 
     index: int
@@ -72,7 +72,7 @@ def print_urls(*urls: str) -> None:
 async def serve(
     options: GatewayOptions,
     ready: Callable[[str, str], None] = print_urls,
-    place: Place | None = None,
+    place: ProcessPlace | None = None,
     stop_on: int | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` can be read, then drain. `ready` is given
@@ -84,14 +84,14 @@ async def serve(
     def connect_engine(url: str) -> Engine:
         return connect(options.engine_kind, url)
 
-    fleet = Fleet(
+    fleet = EngineBackends(
         connect_engine, clock=clock, routing=options.routing, queue_depth=options.queue_depth, pools=options.pools
     )
     core = Gateway(options.node, fleet, limits=options.limits, clock=clock)
     if options.keep is not None:
-        core.store = Store(options.keep, clock)
+        core.store = LedgerStore(options.keep, clock)
         core.store.start()
-    server = Server(core, plain=options.plain_http)
+    server = GatewayServer(core, plain=options.plain_http)
     try:
         core.url = await server.start(options.host, 0 if place else options.port)
     except OSError as error:
@@ -108,7 +108,7 @@ async def serve(
     if options.daemon is not None:
         link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s, clock=clock)
         tasks.append(asyncio.create_task(link.run()))
-        server.gate.daemon = DaemonGate(options.daemon)
+        server.gate.daemon = DaemonPause(options.daemon)
         if place is not None:
             server.elsewhere = link.move_elsewhere
     server.gate.alone = place is None
@@ -143,7 +143,7 @@ async def serve(
             task.result()
 
 
-def operator_port_of(options: GatewayOptions, place: Place | None) -> int:
+def operator_port_of(options: GatewayOptions, place: ProcessPlace | None) -> int:
     """Return the process's own: a shared port would lead to the ledger of any of them."""
     return options.operator_port + place.index if place is not None and options.operator_port else options.operator_port
 
@@ -154,7 +154,7 @@ def _allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _node(options: GatewayOptions, url: str, place: Place | None) -> NodeId:
+def _node(options: GatewayOptions, url: str, place: ProcessPlace | None) -> NodeId:
     if place is None:
         return options.node or NodeId(f"gateway-{socket.gethostname()}-{url.rpartition(':')[2]}")
     name = options.node or f"gateway-{socket.gethostname()}-{place.shared_port}"

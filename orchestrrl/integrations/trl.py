@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrrl.core.errors import Permanent, shorten
-from orchestrrl.gateway.client import Client, Patience
+from orchestrrl.gateway.client import ClientPatience, GatewayClient
 from orchestrrl.integrations.vllm_weights import reload_weights, run
 
 
-class Trainer(Protocol):
+class GrpoTrainer(Protocol):
     """What is used of TRL's GRPOTrainer. Documented there: `processing_class`, `args`, `state`, `accelerator`,
     `model`, `save_model`; attributes of TRL 1.16 that its own generation reads, too: the rest."""
 
@@ -45,7 +45,7 @@ class Trainer(Protocol):
     def save_model(self, output_dir: str, _internal_call: bool) -> None: ...
 
 
-class Publishes(Protocol):
+class WeightPublisher(Protocol):
     """`orchestrrl.weights.trainer.client.WeightsClient`, this rank's."""
 
     def publish(self, version: int, model: Any) -> Any: ...
@@ -87,9 +87,9 @@ class GatewayRollout:
         *,
         engine_urls: Sequence[str] = (),
         weights_dir: Path | None = None,
-        sync: Publishes | None = None,
+        sync: WeightPublisher | None = None,
         tag: str = "trl",
-        patience: Patience | None = None,
+        patience: ClientPatience | None = None,
     ) -> None:
         if weights_dir is not None and not engine_urls:
             raise ValueError("weights_dir needs engine_urls: the servers that the weights go to")
@@ -110,7 +110,7 @@ class GatewayRollout:
         self.requests = 0  # answered
         self.bypassed = 0  # of those, by an engine directly
 
-    def __call__(self, prompts: list[Any], trainer: Trainer) -> dict[str, list[Any]]:
+    def __call__(self, prompts: list[Any], trainer: GrpoTrainer) -> dict[str, list[Any]]:
         """TRL's fields, a list per prompt: `prompt_ids`, `completion_ids`, `logprobs`.
 
         Raises Permanent for what cannot be served, Refused where an engine says that the request is wrong, Retryable
@@ -130,7 +130,7 @@ class GatewayRollout:
             "logprobs": [completion.logprobs for completion in completions],
         }
 
-    def sync_weights(self, trainer: Trainer) -> None:
+    def sync_weights(self, trainer: GrpoTrainer) -> None:
         """Give the engines the trainer's weights of now; every rank must call it. Returns when they answer with them.
 
         Called by itself before a rollout; after the last step it is the caller's to do, where the engines serve on.
@@ -152,7 +152,7 @@ class GatewayRollout:
         self._synced_step = trainer.state.global_step
         self.syncs += 1
 
-    def _save_and_load(self, trainer: Trainer, weights_dir: Path) -> None:
+    def _save_and_load(self, trainer: GrpoTrainer, weights_dir: Path) -> None:
         # A new folder each time: an engine may still map the files of the last.
         folder = weights_dir / f"{self._run}-{self.syncs + 1}"
         trainer.save_model(str(folder), _internal_call=True)  # without a push to the hub
@@ -172,7 +172,7 @@ class GatewayRollout:
     async def _ask_all(
         self, prompts: Sequence[Sequence[int]], parameters: Mapping[str, Any], name: str, step: str
     ) -> list[Completion]:
-        async with Client(self._gateway_url, self._engine_urls, patience=self._patience) as client:
+        async with GatewayClient(self._gateway_url, self._engine_urls, patience=self._patience) as client:
 
             async def ask(index: int, prompt_ids: Sequence[int]) -> Completion:
                 group = f"{step}-{hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()[:16]}"
@@ -193,7 +193,7 @@ class GatewayRollout:
             return completions
 
 
-def tokenize(prompts: list[Any], trainer: Trainer) -> list[list[int]]:
+def tokenize(prompts: list[Any], trainer: GrpoTrainer) -> list[list[int]]:
     """Token ids of text prompts or conversations, with the trainer's own tokenizer and chat template."""
     if trainer.tools:
         raise Permanent("tools: TRL generates the turns after a tool call itself, not through rollout_func")
@@ -218,7 +218,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else []
 
 
-def sampling_parameters(trainer: Trainer) -> dict[str, Any]:
+def sampling_parameters(trainer: GrpoTrainer) -> dict[str, Any]:
     """The fields of a completion request that TRL's settings ask for; `generation_kwargs` win, as in TRL."""
     if trainer.max_completion_length is None:
         raise Permanent("max_completion_length: must be set, engines have a limit of their own without it")

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Mapping
 
 from orchestrrl.weights.model import Range, ShardMap, VersionMap
-from orchestrrl.weights.ranges import Ranges
+from orchestrrl.weights.ranges import ByteRanges
 
 
 class InMemory:
@@ -16,7 +16,7 @@ class InMemory:
         maps = tuple(ShardMap(name, len(held), ()) for name, held in self.bytes.items())
         self.map = VersionMap(version, (), maps, block_bytes=1)
         self._has_views = has_views
-        self._there = {name: Ranges() for name in shards}
+        self._there = {name: ByteRanges() for name in shards}
         self._changed = threading.Condition()
         for name, what in shards.items():
             if not isinstance(what, int):
@@ -25,7 +25,7 @@ class InMemory:
     def forget(self, shards: Iterable[str] | None = None) -> None:
         """As if nothing of these, or of all, had arrived; the memory is kept."""
         with self._changed:
-            self._there |= {name: Ranges() for name in (self.bytes if shards is None else shards)}
+            self._there |= {name: ByteRanges() for name in (self.bytes if shards is None else shards)}
 
     def view(self, shard: str, offset: int, size: int) -> memoryview | None:
         return memoryview(self.bytes[shard])[offset : offset + size] if self._has_views else None

@@ -32,7 +32,7 @@ _METHOD_HANDLERS: dict[tuple[bool, bool], Callable[..., "grpc.RpcMethodHandler[A
 }
 
 
-class Boundary(grpc.aio.ServerInterceptor):
+class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     """One server's. `defects` counts the exceptions that no handler expected."""
 
     def __init__(self, limits: LimitSettings, defects: Defects) -> None:
@@ -92,7 +92,7 @@ class Boundary(grpc.aio.ServerInterceptor):
 class _Call:
     """One call of a method."""
 
-    def __init__(self, boundary: Boundary, method: str, handler: Any) -> None:
+    def __init__(self, boundary: BoundaryInterceptor, method: str, handler: Any) -> None:
         self._boundary = boundary
         self._method = method
         self._deserialize = handler.request_deserializer

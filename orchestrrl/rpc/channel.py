@@ -87,19 +87,19 @@ async def stay_connected(
         if connected_s and clock.now_s() - connected_s[0] > backoff.cap_s:
             failures = 0
         failures += 1
-        if failures == 1 or isinstance(ending, Defect):
+        if failures == 1 or isinstance(ending, StreamDefect):
             _report(name, target, ending)
         await clock.sleep(backoff.delay_s(failures, rng))
 
 
 @dataclass(frozen=True, slots=True)
-class Defect:
+class StreamDefect:
     """A conversation ended by an error of our own rather than by the network."""
 
     error: BaseException
 
 
-async def _ending(conversation: Coroutine[Any, Any, None]) -> str | Defect:
+async def _ending(conversation: Coroutine[Any, Any, None]) -> str | StreamDefect:
     task = asyncio.create_task(conversation)
     try:
         await asyncio.wait({task})
@@ -115,11 +115,11 @@ async def _ending(conversation: Coroutine[Any, Any, None]) -> str | Defect:
     # A write on a call that has just ended.
     if isinstance(error, asyncio.InvalidStateError | grpc.aio.UsageError):
         return str(error)
-    return Defect(error)
+    return StreamDefect(error)
 
 
-def _report(name: str, target: str, ending: str | Defect) -> None:
-    if isinstance(ending, Defect):
+def _report(name: str, target: str, ending: str | StreamDefect) -> None:
+    if isinstance(ending, StreamDefect):
         logger.error("%s: a defect ended the stream to %s", name, target, exc_info=ending.error)
     else:
         logger.warning("%s: not connected to %s (%s); will keep trying", name, target, ending)

@@ -6,15 +6,15 @@ import grpc
 
 from orchestrrl import __version__
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.pause_registry import Part
+from orchestrrl.core.pause_registry import PauseScope
 from orchestrrl.core.ttl import lifetime_faults
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fleet.membership_changes import NewEngine
 from orchestrrl.rpc.codecs import control as control_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
-from orchestrrl.rpc.pause_service import GateService
+from orchestrrl.rpc.pause_service import PauseService
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
-from orchestrrl.rpc.redeployment_service import SwitchService
+from orchestrrl.rpc.redeployment_service import RedeploymentService
 from orchestrrl.rpc.refusals import Context, read, refusing, status_words
 from planner.model import ConfigurationId, EngineId, PlanId, RequestId
 
@@ -22,8 +22,8 @@ from planner.model import ConfigurationId, EngineId, PlanId, RequestId
 class ControlService(control_pb2_grpc.ControlServicer):
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
-        self._gate = GateService(plane)
-        self._switch = SwitchService(plane)
+        self._gate = PauseService(plane)
+        self._switch = RedeploymentService(plane)
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Context) -> control_pb2.Status:
         return control_codec.status_to_pb(self._plane, __version__)
@@ -168,15 +168,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
         holds = self._plane.holds
         async with refusing(context):
             faults = lifetime_faults(request.ttl_s, until="resumed") if request.paused else []
-            if request.part not in list(Part):
-                faults = [f"part: must be one of {', '.join(Part)}, got {request.part!r}", *faults]
+            if request.part not in list(PauseScope):
+                faults = [f"part: must be one of {', '.join(PauseScope)}, got {request.part!r}", *faults]
             if faults:
                 raise ProblemFaults(faults)
             changed = True
             if request.paused:
-                holds.pause(Part(request.part), request.reason, request.ttl_s)
+                holds.pause(PauseScope(request.part), request.reason, request.ttl_s)
             else:
-                changed = holds.resume(Part(request.part), request.reason)
+                changed = holds.resume(PauseScope(request.part), request.reason)
         return control_pb2.SetPauseResponse(pauses=control_codec.pauses_to_pb(holds.pauses), changed=changed)
 
     async def SwitchDeployment(

@@ -10,7 +10,7 @@ import grpc
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.fabric.windows import Stream, TraceHub
+from orchestrrl.fabric.windows import AgentStream, TraceHub
 from orchestrrl.rpc.channel import stop
 from orchestrrl.rpc.codecs.fabric import (
     control_of_fabric_to_pb,
@@ -24,11 +24,11 @@ from orchestrrl.rpc.codecs.fabric import (
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from orchestrrl.rpc.pb import fabric_pb2_grpc
 from orchestrrl.rpc.refusals import Context, refuse, refusing, status_words
-from planner.fabric.clocks import Exchange
+from planner.fabric.clocks import ClockExchange
 from planner.model import Hold
 
 if TYPE_CHECKING:
-    from orchestrrl.fabric.coordinator import Coordinator
+    from orchestrrl.fabric.coordinator import CircuitCoordinator
     from orchestrrl.fabric.packet_routing import FabricRouting
     from orchestrrl.fabric.verification import FabricVerifier
 
@@ -42,7 +42,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
 
     def __init__(
         self,
-        fabric: "Coordinator | None",
+        fabric: "CircuitCoordinator | None",
         hub: TraceHub,
         clock: Clock,
         routing: "FabricRouting | None" = None,
@@ -77,7 +77,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
             await stop(*tasks)
             stream.end()
 
-    async def _receive(self, messages: AsyncIterator[pb.TraceMessage], stream: Stream) -> None:
+    async def _receive(self, messages: AsyncIterator[pb.TraceMessage], stream: AgentStream) -> None:
         try:
             async for message in messages:
                 try:
@@ -87,7 +87,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         finally:
             stream.end()
 
-    def _take(self, message: pb.TraceMessage, stream: Stream) -> None:
+    def _take(self, message: pb.TraceMessage, stream: AgentStream) -> None:
         match message.WhichOneof("message"):
             case "hello":
                 stream.traces(jobs_from_pb(message.hello))
@@ -99,7 +99,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
                 stream.says(message.traffic.job, message.traffic.at_s, -1, Hold(code, why))
             case "pong":
                 pong = message.pong
-                stream.answers(Exchange(pong.sent_s, pong.received_s, pong.answered_s, self._now_s()))
+                stream.answers(ClockExchange(pong.sent_s, pong.received_s, pong.answered_s, self._now_s()))
             case "slack":
                 json.loads(message.slack.summary_json, parse_constant=_no_number)
                 stream.knows(message.slack.summary_json)
@@ -185,7 +185,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         except OrchestrRLError as error:
             logger.warning("rank %d announced a period that makes no sense: %s", message.rank, error)
 
-    async def _coordinator(self, context: Context) -> "Coordinator":
+    async def _coordinator(self, context: Context) -> "CircuitCoordinator":
         if self._fabric is None:
             await refuse(context, Permanent(NO_FABRIC))
         return self._fabric

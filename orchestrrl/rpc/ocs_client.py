@@ -15,32 +15,32 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ocs_drivers.arming import Armed
-from ocs_drivers.base import Clock, SystemClock
-from ocs_drivers.diff import Steps
+from ocs_drivers.base import DeviceClock, SystemClock
+from ocs_drivers.diff import CommandSteps
 from ocs_drivers.driver import poll_pause_s
 from ocs_drivers.errors import (
-    Conflict,
+    CircuitConflict,
     DriverError,
+    DriverOutcomeUnknown,
+    DriverPermanent,
+    DriverRetryable,
     InvalidChange,
     InvalidOptions,
-    OutcomeUnknown,
-    Permanent,
-    Retryable,
 )
 from ocs_drivers.model import (
     Action,
-    Capabilities,
-    Change,
     ChangeMode,
+    CircuitChange,
+    CircuitDiff,
     CircuitState,
     CommitResult,
     CrossConnect,
-    Diff,
-    Event,
-    Facts,
-    ItemResult,
+    CrossConnectReading,
+    CrossConnectResult,
     PortState,
-    Reading,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
     Verification,
 )
 from ocs_drivers.ownership import Ownership
@@ -75,7 +75,7 @@ class GrpcSwitch:
         device: str,
         *,
         target: str,
-        clock: Clock | None = None,
+        clock: DeviceClock | None = None,
         command_timeout_s: float = 10.0,
         commit_timeout_s: float = 60.0,
     ) -> None:
@@ -92,13 +92,13 @@ class GrpcSwitch:
         self._commit_timeout_s = commit_timeout_s
         self._session: _Session | None = None
         self._ownership = Ownership()  # as far as it is known here
-        self._facts: Facts | None = None  # as last read
+        self._facts: SwitchFacts | None = None  # as last read
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> SwitchFacts:
         self._facts = self._sense(convert.facts_from_pb, await self._read_facts())
         return self._facts
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> SwitchCapabilities:
         return convert.capabilities_from_pb((await self._read_facts()).capabilities)
 
     async def ports(self) -> tuple[PortState, ...]:
@@ -106,10 +106,10 @@ class GrpcSwitch:
         ports = (self._sense(convert.port_from_pb, port) for port in response.ports)
         return tuple(sorted(ports, key=lambda port: port.port))
 
-    async def cross_connects(self) -> Reading:
+    async def cross_connects(self) -> CrossConnectReading:
         return (await self._read_circuits())[0]
 
-    async def plan(self, change: Change, mode: ChangeMode = ChangeMode.SAFE) -> Diff:
+    async def plan(self, change: CircuitChange, mode: ChangeMode = ChangeMode.SAFE) -> CircuitDiff:
         named = {"connect": change.connect, "disconnect": change.disconnect}
         if faults := _unfit_ports(named):
             raise InvalidChange(faults, device=self.device)
@@ -117,25 +117,25 @@ class GrpcSwitch:
         response = await self._as_owner(lambda: self._read("Plan", self._stub().Plan, request))
         return self._sense(convert.diff_from_pb, response)
 
-    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
+    async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         request = _commit_request(diff, expect_revision, revert_in_s)
-        return await self._owning(lambda: self._ask_to_commit(request), Steps(diff.remove, diff.add))
+        return await self._owning(lambda: self._ask_to_commit(request), CommandSteps(diff.remove, diff.add))
 
     async def confirm(self, revision: int) -> None:
         request = ocs_pb2.ConfirmRequest(revision=revision)
         # To confirm twice is harmless, so a lost answer is no riddle.
         await self._ask("Confirm", self._stub().Confirm, request, self._commit_timeout_s, is_setter=False)
 
-    async def take_over(self, pairs: Sequence[CrossConnect]) -> Reading:
+    async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
         if faults := _unfit_ports({"pairs": pairs}):
-            raise Conflict(faults, device=self.device)
+            raise CircuitConflict(faults, device=self.device)
         request = ocs_pb2.TakeOverRequest(cross_connects=convert.pairs_to_pb(pairs))
         response = await self._ask("TakeOver", self._stub().TakeOver, request, self._commit_timeout_s, is_setter=False)
         reading = self._sense(convert.reading_from_pb, response)
         self._ownership.take(reading.cross_connects - reading.foreign)
         return reading
 
-    async def arm(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
+    async def arm(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
         request = _commit_request(diff, expect_revision, revert_in_s)
         call = self._stub().CommitArmed()
         try:
@@ -148,7 +148,7 @@ class GrpcSwitch:
         except TimeoutError:
             call.cancel()
             message = f"the driver process at {self._target} does not make ready; nothing was sent"
-            raise Retryable(message, device=self.device, command="CommitArmed") from None
+            raise DriverRetryable(message, device=self.device, command="CommitArmed") from None
         except BaseException:
             call.cancel()
             raise
@@ -157,21 +157,21 @@ class GrpcSwitch:
             # Over already: not known there, ended with its process, or refused, when it is begun a second time.
             return self._ask_to_commit(request) if call.done() else self._ask_to_begin(call)
 
-        return _ArmedCommit(call, lambda: self._owning(begin, Steps(diff.remove, diff.add)))
+        return _ArmedCommit(call, lambda: self._owning(begin, CommandSteps(diff.remove, diff.add)))
 
-    async def verify(self, diff: Diff) -> Verification:
+    async def verify(self, diff: CircuitDiff) -> Verification:
         request = ocs_pb2.VerifyRequest(diff=convert.diff_to_pb(diff))
         return self._sense(convert.verification_from_pb, await self._read("Verify", self._stub().Verify, request))
 
-    async def rollback(self, diff: Diff) -> CommitResult:
+    async def rollback(self, diff: CircuitDiff) -> CommitResult:
         request = ocs_pb2.RollbackRequest(diff=convert.diff_to_pb(diff))
 
         def call() -> Awaitable[ocs_pb2.CommitResult]:
             return self._ask("Rollback", self._stub().Rollback, request, self._commit_timeout_s, is_setter=True)
 
-        return await self._owning(call, Steps(diff.add, diff.remove))
+        return await self._owning(call, CommandSteps(diff.add, diff.remove))
 
-    async def watch(self) -> AsyncGenerator[Event, None]:
+    async def watch(self) -> AsyncGenerator[SwitchEvent, None]:
         call = self._stub().Watch(ocs_pb2.WatchEventsRequest())
         try:
             async for event in call:
@@ -189,7 +189,7 @@ class GrpcSwitch:
     async def _read_facts(self) -> ocs_pb2.DeviceFacts:
         return await self._read("GetFacts", self._stub().GetFacts, ocs_pb2.GetFactsRequest())
 
-    async def _read_circuits(self) -> tuple[Reading, bool]:
+    async def _read_circuits(self) -> tuple[CrossConnectReading, bool]:
         """The reading, and whether something of ours had to be given back to the process first."""
         request = ocs_pb2.ListCrossConnectsRequest()
         response = await self._read("ListCrossConnects", self._stub().ListCrossConnects, request)
@@ -203,29 +203,29 @@ class GrpcSwitch:
             return reading, False
         try:
             return await self.take_over(unknown_there), True
-        except Conflict:  # gone meanwhile
+        except CircuitConflict:  # gone meanwhile
             return reading, False
 
     async def _as_owner(self, call: Callable[[], Awaitable[Response]]) -> Response:
         """The answer; where it was refused, once more if the process did not know what is ours."""
         try:
             return await call()
-        except Conflict:
+        except CircuitConflict:
             if not (await self._read_circuits())[1]:
                 raise
             return await call()
 
-    async def _owning(self, call: Callable[[], Awaitable[ocs_pb2.CommitResult]], wanted: Steps) -> CommitResult:
+    async def _owning(self, call: Callable[[], Awaitable[ocs_pb2.CommitResult]], wanted: CommandSteps) -> CommitResult:
         """Carry it out, and know afterwards what is ours; what nobody knows of may come late, and is then ours."""
         claimed = frozenset(wanted.add) - self._ownership.pairs
         self._ownership.take(claimed)
         try:
             return await self._settled(self._as_owner(call), wanted)
-        except (Permanent, Retryable):  # nothing was sent
+        except (DriverPermanent, DriverRetryable):  # nothing was sent
             self._ownership.release(claimed)
             raise
 
-    async def _settled(self, call: Awaitable[ocs_pb2.CommitResult], wanted: Steps) -> CommitResult:
+    async def _settled(self, call: Awaitable[ocs_pb2.CommitResult], wanted: CommandSteps) -> CommitResult:
         """The answer, or, where the answer was lost, what the device shows once it has come to rest."""
         try:
             result = convert.result_from_pb(await call)
@@ -233,7 +233,7 @@ class GrpcSwitch:
                 self._ownership.release(_not_here(result.items))
                 return result
             words = "the driver process did not answer for every circuit of the change, in order"
-        except OutcomeUnknown as error:
+        except DriverOutcomeUnknown as error:
             words = str(error)
         except ValueError as error:
             words = f"the driver process answered nonsense: {error}"
@@ -262,17 +262,17 @@ class GrpcSwitch:
         except (TimeoutError, asyncio.InvalidStateError) as error:  # the latter: it ended at this very moment
             call.cancel()
             message = f"the driver process at {self._target} gave no result"
-            raise OutcomeUnknown(message, device=self.device, command="CommitArmed", answer=str(error)) from None
+            raise DriverOutcomeUnknown(message, device=self.device, command="CommitArmed", answer=str(error)) from None
         if not isinstance(answer, ocs_pb2.CommitAnswer) or not answer.HasField("result"):
             message = f"the driver process at {self._target} ended without a result"
-            raise OutcomeUnknown(message, device=self.device, command="CommitArmed")
+            raise DriverOutcomeUnknown(message, device=self.device, command="CommitArmed")
         return answer.result
 
     async def _after_setting(self, reading: Awaitable[Response]) -> Response:
         try:
             return await reading
-        except (Permanent, Retryable) as error:
-            raise OutcomeUnknown(
+        except (DriverPermanent, DriverRetryable) as error:
+            raise DriverOutcomeUnknown(
                 f"the device could not be read after a command was sent to it: {error.message}",
                 device=self.device,
                 command=error.command,
@@ -283,7 +283,7 @@ class GrpcSwitch:
         try:
             return read(response)
         except ValueError as error:
-            raise Permanent(f"the driver process answered nonsense: {error}", device=self.device) from None
+            raise DriverPermanent(f"the driver process answered nonsense: {error}", device=self.device) from None
 
     def _stub(self) -> "ocs_pb2_grpc.OcsDriverAsyncStub":
         if self._session is None:
@@ -320,7 +320,7 @@ class GrpcSwitch:
             await asyncio.wait_for(self._session.channel.channel_ready(), self._command_timeout_s)
         except TimeoutError:
             message = f"the driver process at {self._target} cannot be reached; nothing was sent"
-            raise Retryable(message, device=self.device, command=command) from None
+            raise DriverRetryable(message, device=self.device, command=command) from None
 
     def _translated(self, error: grpc.aio.AioRpcError, command: str, is_setter: bool) -> DriverError:
         for key, value in error.trailing_metadata() or ():
@@ -332,18 +332,20 @@ class GrpcSwitch:
             case grpc.StatusCode.INVALID_ARGUMENT:
                 return InvalidChange(words.splitlines(), device=self.device)
             case grpc.StatusCode.FAILED_PRECONDITION:
-                return Conflict(words.splitlines(), device=self.device)
+                return CircuitConflict(words.splitlines(), device=self.device)
             case grpc.StatusCode.UNIMPLEMENTED:
-                return Permanent("the driver process does not know this call", device=self.device, command=command)
+                return DriverPermanent(
+                    "the driver process does not know this call", device=self.device, command=command
+                )
             case code if is_setter:
                 message = f"the driver process at {self._target} gave no result ({code.name})"
-                return OutcomeUnknown(message, device=self.device, command=command, answer=words)
+                return DriverOutcomeUnknown(message, device=self.device, command=command, answer=words)
             case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED as code:
                 message = f"the driver process at {self._target} cannot be reached ({code.name})"
-                return Retryable(message, device=self.device, command=command, answer=words)
+                return DriverRetryable(message, device=self.device, command=command, answer=words)
             case code:
                 message = f"the driver process at {self._target} failed ({code.name})"
-                return Permanent(message, device=self.device, command=command, answer=words)
+                return DriverPermanent(message, device=self.device, command=command, answer=words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +362,7 @@ class _ArmedCommit:
         self.call.cancel()
 
 
-def _commit_request(diff: Diff, expect_revision: int, revert_in_s: float | None) -> ocs_pb2.CommitRequest:
+def _commit_request(diff: CircuitDiff, expect_revision: int, revert_in_s: float | None) -> ocs_pb2.CommitRequest:
     return ocs_pb2.CommitRequest(
         diff=convert.diff_to_pb(diff), expect_revision=expect_revision, revert_in_s=revert_in_s
     )
@@ -377,7 +379,7 @@ def _unfit_ports(named: Mapping[str, Iterable[CrossConnect]]) -> list[str]:
     ]
 
 
-def _not_here(items: Iterable[ItemResult]) -> list[CrossConnect]:
+def _not_here(items: Iterable[CrossConnectResult]) -> list[CrossConnect]:
     """What was taken down, and what was refused: neither comes late."""
     return [
         item.cross_connect
@@ -386,8 +388,10 @@ def _not_here(items: Iterable[ItemResult]) -> list[CrossConnect]:
     ]
 
 
-def _as_shown(wanted: Steps, reading: Reading, words: str) -> tuple[ItemResult, ...]:
+def _as_shown(wanted: CommandSteps, reading: CrossConnectReading, words: str) -> tuple[CrossConnectResult, ...]:
     """One result per item by what the device shows; `words` say why nobody knows more."""
     tuned = {circuit.cross_connect for circuit in reading.circuits if circuit.state is CircuitState.TUNED}
-    gone = [ItemResult(pair, Action.REMOVE, pair not in reading.cross_connects, words) for pair in wanted.remove]
-    return (*gone, *(ItemResult(pair, Action.ADD, pair in tuned, words) for pair in wanted.add))
+    gone = [
+        CrossConnectResult(pair, Action.REMOVE, pair not in reading.cross_connects, words) for pair in wanted.remove
+    ]
+    return (*gone, *(CrossConnectResult(pair, Action.ADD, pair in tuned, words) for pair in wanted.add))

@@ -8,11 +8,11 @@ from typing import TypeVar
 import grpc
 
 from ocs_drivers.base import OcsDriver
-from ocs_drivers.errors import Conflict, DriverError, InvalidChange, OutcomeUnknown, Retryable
+from ocs_drivers.errors import CircuitConflict, DriverError, DriverOutcomeUnknown, DriverRetryable, InvalidChange
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.defects import Defects
-from orchestrrl.rpc.boundary import Boundary
+from orchestrrl.rpc.boundary import BoundaryInterceptor
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs import ocs as convert
 from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
@@ -132,11 +132,11 @@ def status_of(error: DriverError) -> grpc.StatusCode:
     match error:
         case InvalidChange():
             return grpc.StatusCode.INVALID_ARGUMENT
-        case Conflict():
+        case CircuitConflict():
             return grpc.StatusCode.FAILED_PRECONDITION
-        case Retryable():
+        case DriverRetryable():
             return grpc.StatusCode.UNAVAILABLE
-        case OutcomeUnknown():
+        case DriverOutcomeUnknown():
             return grpc.StatusCode.UNKNOWN
         case _:
             return grpc.StatusCode.FAILED_PRECONDITION
@@ -144,7 +144,7 @@ def status_of(error: DriverError) -> grpc.StatusCode:
 
 async def serve_driver(driver: OcsDriver, address: str) -> tuple[grpc.aio.Server, int]:
     """A started server for one device at `address` (port 0: any free one), and its port."""
-    boundary = Boundary(LimitSettings(), Defects(WallClock(), lambda _: None))
+    boundary = BoundaryInterceptor(LimitSettings(), Defects(WallClock(), lambda _: None))
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(boundary,))
     ocs_pb2_grpc.add_OcsDriverServicer_to_server(OcsDriverService(driver), server)
     port = server.add_insecure_port(address)

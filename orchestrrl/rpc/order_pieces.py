@@ -28,7 +28,7 @@ def _text(order: PeerOrder) -> str:
     return f'{{"id":{json.dumps(order.id)},"generation":{order.generation},"order":{inner}}}'
 
 
-class Joining:
+class OrderAssembler:
     """Pieces of one stream: a stream that breaks takes the beginning of an order with it, and it is given again."""
 
     def __init__(self) -> None:

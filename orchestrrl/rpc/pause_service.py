@@ -11,7 +11,7 @@ from planner.model import EngineId, RequestId
 logger = logging.getLogger(__name__)
 
 
-class GateService:
+class PauseService:
     """Each method answers the call of its name."""
 
     def __init__(self, plane: ControlPlane) -> None:

@@ -8,7 +8,14 @@ import grpc
 from orchestrrl.core.errors import Permanent
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fleet.redeployment.records import read_history
-from orchestrrl.fleet.redeployment.steps import Stage, Switch, SwitchId, SwitchReport, SwitchState, SwitchWish
+from orchestrrl.fleet.redeployment.steps import (
+    Redeployment,
+    RedeploymentReport,
+    RedeploymentState,
+    RedeployRequest,
+    Stage,
+    SwitchId,
+)
 from orchestrrl.rpc.codecs.redeployment import draft_to_pb, report_to_pb, wish_from_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.refusals import Context, refuse, refusing, status_words
@@ -21,36 +28,36 @@ NO_DEPLOYER = (
 )
 
 
-class Switching(Protocol):
+class RedeploymentsControl(Protocol):
     """Whoever carries switches out, one at a time. A switch runs by itself, whoever looks on."""
 
-    def draft(self, wish: SwitchWish) -> tuple[Switch, tuple[Stage, ...]]:
+    def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage, ...]]:
         """What would be done. Raises ProblemFaults with all that is wrong with the wish, Permanent where it cannot be
         now."""
         ...
 
-    def begin(self, wish: SwitchWish) -> SwitchId:
+    def begin(self, wish: RedeployRequest) -> SwitchId:
         """Raises as `draft` does."""
         ...
 
-    def report(self, id: str = "") -> SwitchReport:
+    def report(self, id: str = "") -> RedeploymentReport:
         """Empty: the one under way, else the last. Raises Permanent where there is none."""
         ...
 
-    def watch(self, id: str) -> AsyncIterator[SwitchReport]:
+    def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
         """The report whenever it changes; ends after the last."""
         ...
 
-    def cancel(self, id: str, reason: str) -> SwitchReport:
+    def cancel(self, id: str, reason: str) -> RedeploymentReport:
         """Empty: the one under way. Raises Permanent where it has ended or can no longer go back."""
         ...
 
-    def history(self, limit: int) -> list[SwitchReport]:
+    def history(self, limit: int) -> list[RedeploymentReport]:
         """Newest first; 0: all that are remembered."""
         ...
 
 
-class SwitchService:
+class RedeploymentService:
     """Each method answers the call of its name."""
 
     def __init__(self, plane: ControlPlane) -> None:
@@ -71,7 +78,7 @@ class SwitchService:
             if report != seen:
                 seen = report
                 yield report_to_pb(report)
-            if seen.state is SwitchState.RUNNING:
+            if seen.state is RedeploymentState.RUNNING:
                 await self._plane.clock.sleep(TOLD_EVERY_S)
 
     async def get(self, request: pb.GetSwitchRequest, context: Context) -> pb.SwitchReport:
@@ -98,11 +105,11 @@ class SwitchService:
         async with refusing(context):
             return report_to_pb(switching.cancel(request.switch_id, request.reason))
 
-    def _recorded(self) -> list[SwitchReport]:
+    def _recorded(self) -> list[RedeploymentReport]:
         """Of daemons that had a deployer, newest first."""
         return list(reversed(read_history(self._plane.journal).values()))
 
-    async def _switching(self, context: Context) -> Switching:
+    async def _switching(self, context: Context) -> RedeploymentsControl:
         if self._plane.switching is None:
             await refuse(context, Permanent(NO_DEPLOYER))
         return self._plane.switching

@@ -15,13 +15,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from orchestrrl.core.config.schema import Listen
+from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.weight_syncs import Weights, weights_of
+from orchestrrl.daemon.weight_syncs import WeightSyncParts, weights_of
 from orchestrrl.fabric.windows import TraceHub
-from orchestrrl.rpc.boundary import Boundary
+from orchestrrl.rpc.boundary import BoundaryInterceptor
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
@@ -139,7 +139,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
             attachment.end()
 
 
-class Server:
+class DaemonServer:
     """The bound server. `address` has the port that was taken where the configured one was 0."""
 
     def __init__(self, server: grpc.aio.Server, status: "health.aio.HealthServicer", address: str) -> None:
@@ -151,11 +151,11 @@ class Server:
     async def start(
         cls,
         plane: ControlPlane,
-        listen: Listen,
+        listen: ListenSettings,
         switches: control_pb2_grpc.SwitchesServicer,
         hub: TraceHub | None = None,
-        weights: Weights | None = None,
-    ) -> "Server":
+        weights: WeightSyncParts | None = None,
+    ) -> "DaemonServer":
         """Bind and serve; the fabric is the control plane's. Raises Permanent when an address cannot be had."""
         weights = weights or weights_of(plane.config, plane, plane.clock)
         # Without this, Linux lets two daemons share a port, and each gets some of the nodes.
@@ -167,7 +167,7 @@ class Server:
             # Beyond this gRPC itself refuses a message, without the setting's name.
             "grpc.max_receive_message_length": min(2 * limits.message_bytes, MOST_RECEIVED_BYTES),
         }
-        server = grpc.aio.server(options=[*options.items()], interceptors=(Boundary(limits, plane.defects),))
+        server = grpc.aio.server(options=[*options.items()], interceptors=(BoundaryInterceptor(limits, plane.defects),))
         status = health.aio.HealthServicer()
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(plane), server)
         control_pb2_grpc.add_SwitchesServicer_to_server(switches, server)

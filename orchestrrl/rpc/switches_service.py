@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 
 from ocs_drivers.base import OcsDriver
-from ocs_drivers.errors import DriverError, Faults, InvalidChange, OutcomeUnknown, Retryable
-from ocs_drivers.model import Action, Change, ChangeMode, CrossConnect, Diff, ItemResult
+from ocs_drivers.errors import DriverError, DriverFaults, DriverOutcomeUnknown, DriverRetryable, InvalidChange
+from ocs_drivers.model import Action, ChangeMode, CircuitChange, CircuitDiff, CrossConnect, CrossConnectResult
 from ocs_drivers.registry import make_driver
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.config.schema import Owns, SwitchSettings
+from orchestrrl.core.config.schema import CircuitOwnership, SwitchSettings
 from orchestrrl.core.errors import ProblemFaults, cut
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.ttl import MOST_S
@@ -38,7 +38,7 @@ def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, Oc
     for index, entry in enumerate(settings):
         try:
             drivers[entry.id] = make_driver(entry.driver, entry.id, entry.options, clock)
-        except Faults as error:
+        except DriverFaults as error:
             faults += [f"ocs[{index}].{fault}" for fault in error.faults]
     if faults:
         raise ProblemFaults(faults)
@@ -59,7 +59,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         settings: Sequence[SwitchSettings] = (),
     ) -> None:
         self._switches = switches
-        owns_all = {entry.id for entry in settings if entry.owns is Owns.ALL}
+        owns_all = {entry.id for entry in settings if entry.owns is CircuitOwnership.ALL}
         self.executor = CircuitExecutor(switches, journal, clock, owns_all)
         self._driver_names = {entry.id: entry.driver for entry in settings}
         self._under_way: set[asyncio.Future[CircuitOutcome]] = set()
@@ -107,7 +107,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
                 faults.append(f"mode: must be one of {', '.join(ChangeMode)}, got {request.mode!r}")
             if faults:
                 raise InvalidChange(faults)
-            change = Change(connect=convert.pairs_from_pb(request.cross_connects))
+            change = CircuitChange(connect=convert.pairs_from_pb(request.cross_connects))
             return await self._change(request, change, ChangeMode(request.mode or ChangeMode.SAFE))
 
     async def DisconnectPorts(
@@ -117,7 +117,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         async with _speaking(context):
             if not request.cross_connects:
                 raise InvalidChange(["cross_connects: must name at least one, got []"])
-            change = Change(disconnect=convert.pairs_from_pb(request.cross_connects))
+            change = CircuitChange(disconnect=convert.pairs_from_pb(request.cross_connects))
             return await self._change(request, change, ChangeMode.SAFE)
 
     async def ConfirmPorts(
@@ -144,7 +144,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
     async def _change(
         self,
         request: control_pb2.ConnectPortsRequest | control_pb2.DisconnectPortsRequest,
-        change: Change,
+        change: CircuitChange,
         mode: ChangeMode,
     ) -> control_pb2.SwitchChange:
         switch = request.switch_id
@@ -232,15 +232,15 @@ def _status_of(error: DriverError) -> grpc.StatusCode:
     match error:
         case InvalidChange():
             return grpc.StatusCode.INVALID_ARGUMENT
-        case Retryable():
+        case DriverRetryable():
             return grpc.StatusCode.ABORTED
-        case OutcomeUnknown():
+        case DriverOutcomeUnknown():
             return grpc.StatusCode.DEADLINE_EXCEEDED
         case _:
             return grpc.StatusCode.FAILED_PRECONDITION
 
 
-def _planned(switch: str, diff: Diff) -> control_pb2.SwitchChange:
+def _planned(switch: str, diff: CircuitDiff) -> control_pb2.SwitchChange:
     results = [_would(Action.REMOVE, pair) for pair in diff.remove] + [_would(Action.ADD, pair) for pair in diff.add]
     return control_pb2.SwitchChange(
         switch_id=switch,
@@ -253,7 +253,7 @@ def _planned(switch: str, diff: Diff) -> control_pb2.SwitchChange:
 
 
 def _would(action: Action, pair: CrossConnect) -> ocs_pb2.CrossConnectResult:
-    return convert.item_to_pb(ItemResult(pair, action, done=False))
+    return convert.item_to_pb(CrossConnectResult(pair, action, done=False))
 
 
 def _changed(outcome: CircuitOutcome) -> control_pb2.SwitchChange:

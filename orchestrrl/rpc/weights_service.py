@@ -31,7 +31,7 @@ _BODY: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 FAULTS_TOLD, FAULT_CHARACTERS = 20, 200  # a refusal travels in a header, and a model has thousands of tensors
 
 
-class Syncs(Protocol):
+class SyncControl(Protocol):
     """Whoever carries versions out, one at a time. A sync runs by itself, whoever looks on."""
 
     def publish(self, publication: Publication) -> str:
@@ -67,7 +67,7 @@ class Syncs(Protocol):
         ...
 
 
-class PeerLine(Protocol):
+class PeerConnection(Protocol):
     """One attached peer."""
 
     def orders(self) -> AsyncIterator[PeerOrder]:
@@ -85,12 +85,12 @@ class PeerLine(Protocol):
         ...
 
 
-class Peers(Protocol):
-    def attach(self, peer: Peer) -> PeerLine: ...
+class PeerConnections(Protocol):
+    def attach(self, peer: Peer) -> PeerConnection: ...
 
 
 class WeightsService(weights_pb2_grpc.WeightsServicer):
-    def __init__(self, syncs: Syncs, peers: Peers, clock: Clock) -> None:
+    def __init__(self, syncs: SyncControl, peers: PeerConnections, clock: Clock) -> None:
         self._syncs = syncs
         self._peers = peers
         self._now_s = clock.now_s
@@ -122,7 +122,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             await stop(receiving)
             line.end()
 
-    async def _receive(self, messages: AsyncIterator[pb.PeerMessage], peer: Peer, line: PeerLine) -> None:
+    async def _receive(self, messages: AsyncIterator[pb.PeerMessage], peer: Peer, line: PeerConnection) -> None:
         try:
             async for message in messages:
                 _stamp(line, message)
@@ -201,7 +201,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
                     yield report_to_pb(report)
 
 
-def _stamp(line: PeerLine, message: pb.PeerMessage) -> None:
+def _stamp(line: PeerConnection, message: pb.PeerMessage) -> None:
     if message.HasField("sent_unix_s"):
         line.stamped(message.sent_unix_s)
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from orchestrrl.weights.model import Range, VersionMap
-from orchestrrl.weights.orders import Arrived, Carry, EdgeEvent
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdges, EdgeEvent
 
-Tell = Callable[[EdgeEvent | Arrived], None]  # from any thread
+Tell = Callable[[EdgeEvent | ArrivedBytes], None]  # from any thread
 
 
-class Staged(Protocol):
+class LocalVersion(Protocol):
     """A version on this host, whole or being filled. May be used from many threads; `weights/peer/store.py` has it."""
 
     map: VersionMap
@@ -43,7 +43,7 @@ class Staged(Protocol):
 class Carrier(Protocol):
     """Sends and receives edges in threads of its own; `weights/peer/carry.py` has it."""
 
-    def carry(self, staged: Staged, order: Carry) -> None:
+    def carry(self, staged: LocalVersion, order: CarryEdges) -> None:
         """Begin, beside what runs; it returns at once. An edge that runs already is left as it is."""
         ...
 

@@ -85,7 +85,7 @@ def read_layout(path: Path) -> FileLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """A file, by its place in a list of files, and which boxes of its tensors are there; None: all of them."""
 
     file: int
@@ -93,7 +93,7 @@ class Source:
     boxes: Mapping[str, tuple[Box, ...]] | None = None
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """`length` bytes, `times` times: in the file from `start` on, `stride` apart; in what was asked for from `at` on,
     `period` apart."""
 
@@ -130,7 +130,7 @@ class ShardRuns:
             found = run.file, run.start
         return found
 
-    def pieces(self, offset: int, size: int) -> Iterator[Run]:
+    def pieces(self, offset: int, size: int) -> Iterator[ByteRun]:
         """Of a range of the shard, in no order that matters."""
         end = offset + size
         group = bisect_right(self._at, offset) - 1
@@ -149,7 +149,7 @@ class ShardRuns:
                 if row < last:
                     for file, inside, start, length, stride in columns:
                         place = base + row * period + inside
-                        yield Run(place, file, start + row * stride, length, last - row, stride, period)
+                        yield ByteRun(place, file, start + row * stride, length, last - row, stride, period)
                 if rest:
                     yield from _part_of_row(columns, base, last, period, 0, rest)
             group += 1
@@ -180,21 +180,21 @@ class ShardRuns:
         return np.concatenate(starts), np.concatenate(ends)
 
 
-def gather(files: Sequence[Bytes], runs: Iterator[Run], into: Bytes) -> None:
+def gather(files: Sequence[Bytes], runs: Iterator[ByteRun], into: Bytes) -> None:
     """Bytes of a range, out of the files."""
     for run in runs:
         source, target = _both_sides(files, run, into)
         target[...] = source
 
 
-def scatter(files: Sequence[Bytes], runs: Iterator[Run], data: Bytes) -> None:
+def scatter(files: Sequence[Bytes], runs: Iterator[ByteRun], data: Bytes) -> None:
     """The same the other way round."""
     for run in runs:
         target, source = _both_sides(files, run, data)
         target[...] = source
 
 
-def _both_sides(files: Sequence[Bytes], run: Run, wire: Bytes) -> tuple[Bytes, Bytes]:
+def _both_sides(files: Sequence[Bytes], run: ByteRun, wire: Bytes) -> tuple[Bytes, Bytes]:
     file = files[run.file]
     if run.times == 1:
         return file[run.start : run.start + run.length], wire[run.at : run.at + run.length]
@@ -205,7 +205,7 @@ def _both_sides(files: Sequence[Bytes], run: Run, wire: Bytes) -> tuple[Bytes, B
     )
 
 
-def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence[Source]) -> ShardRuns:
+def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence[SourceFile]) -> ShardRuns:
     """Raises ValueError where some of the shard is in none of the sources; the first that has a byte gives it."""
     groups: list[_Group] = []
     for piece in shard.slices:
@@ -328,11 +328,11 @@ def _joined(groups: Sequence[_Group]) -> list[_Group]:
 
 def _part_of_row(
     columns: Sequence[Sequence[int]], base: int, row: int, period: int, first: int, last: int
-) -> Iterator[Run]:
+) -> Iterator[ByteRun]:
     for file, within, start, length, stride in columns:
         low, high = max(first, within), min(last, within + length)
         if low < high:
-            yield Run(base + row * period + low, file, start + row * stride + low - within, high - low, 1, 0, 0)
+            yield ByteRun(base + row * period + low, file, start + row * stride + low - within, high - low, 1, 0, 0)
 
 
 def _contains(outer: Box, inner: Box) -> bool:

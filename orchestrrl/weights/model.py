@@ -16,7 +16,7 @@ from pydantic import Field
 
 from planner.model import EngineId
 from planner.sync_tree.parameters import Box
-from planner.sync_tree.reshard import Slice
+from planner.sync_tree.reshard import ShardSlice
 
 PeerId = NewType("PeerId", str)
 # What processes report in JSON, bounded so that the journal and protobuf can hold it, and sums over all peers too.
@@ -73,7 +73,7 @@ class ShardMap:
 
     id: str
     bytes: int
-    slices: tuple[Slice, ...]
+    slices: tuple[ShardSlice, ...]
     sums: tuple[str, ...] = ()
 
 
@@ -95,7 +95,7 @@ class VersionMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagedPart:
     """What one trainer rank has staged of a version: a file of its own in the version's folder, with whole tensors of
     which these boxes are there."""
 
@@ -116,7 +116,7 @@ class PeerRole(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class EngineShare:
     """What an engine's peer needs of the weights: all, or what its ranks of TP, PP and EP load. Tensors whose names say
     nothing of how they are divided are needed whole."""
 
@@ -147,7 +147,7 @@ class EngineAt:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldVersion:
     """A version of which a peer has something. `missing`: ranges of its shards that are not there, or did not agree
     with their sums; of one that trainers staged here: empty."""
 
@@ -162,7 +162,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PeerLocation:
     """Where a peer is: a GPU of the fabric's site, which says the rest, or pod, ToR and the NIC's rate by name."""
 
     gpu: Rank | None = None
@@ -178,11 +178,11 @@ class Peer:
     id: PeerId
     role: PeerRole
     host: str
-    place: Place
+    place: PeerLocation
     transports: Mapping[str, str]  # by name: where it listens
     engines: tuple[EngineAt, ...] = ()
-    share: Share = Share()
-    held: tuple[Held, ...] = ()
+    share: EngineShare = EngineShare()
+    held: tuple[HeldVersion, ...] = ()
     room_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0  # that its folder has left
     folder: str = ""  # on its host; a version that it has is in `vVERSION` there
     # Where engines listen that it installs into as the daemon tells it of them: HOST, HOST:PORT, or HOST:FIRST-LAST.

@@ -13,12 +13,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from orchestrrl.weights.model import ByteCount, Part, Peer, PeerId, Range, Seconds, Tokens, Version, VersionMap
+from orchestrrl.weights.model import ByteCount, Peer, PeerId, Range, Seconds, StagedPart, Tokens, Version, VersionMap
 from planner.model import EngineId
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class CarryEdge:
     """Some bytes of a shard from one peer to another; both are given the same one. The receiver listens."""
 
     id: str
@@ -41,7 +41,7 @@ class OpenVersion:
     what parts have of them is copied into the file."""
 
     map: VersionMap
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StagedPart, ...] = ()
     at_home: tuple[str, ...] = ()
     kind: Literal["open"] = "open"
 
@@ -56,13 +56,13 @@ class SumShards:
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
+class CarryEdges:
     """Send and receive these edges, beside those that run. Of its own edges a peer begins those of a wave when it has
     ended those of the waves before; it forwards what it has of a range as soon as it has it. The result comes at once;
     `EdgeEvent`s tell the rest."""
 
     version: int
-    edges: tuple[Edge, ...]
+    edges: tuple[CarryEdge, ...]
     chunk_bytes: int
     stall_s: float  # an edge on which nothing has moved for so long, though there is something to send, is broken
     kind: Literal["carry"] = "carry"
@@ -78,7 +78,7 @@ class EndEdges:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckVersion:
     """Compare what is here with the sums; what does not agree counts as missing from then on."""
 
     version: int
@@ -86,7 +86,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Install:
+class InstallVersion:
     """Have the engine load the version, unless `valid_until_s` is over. It is at rest meanwhile, and afterwards as it
     was before. Where it says that it has the version already nothing is done, unless `anew`: somebody else may have
     given it others since."""
@@ -99,7 +99,7 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class QueryVersion:
     """Ask the engine now which version it has: the peer says so of it before it answers, as it does of all changes."""
 
     engine: EngineId
@@ -107,7 +107,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeWeights:
     """Ask the engine, which has no requests, to go on from a prompt, greedily. Paused before, it is so afterwards."""
 
     engine: EngineId
@@ -118,7 +118,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class RestEngine:
     """Pause the engine, its KV dropped, or let it run again: where no gateway does. What runs may come to its end
     first, within `drain_s`; if it does not the engine goes on as it was. `ends`: what runs is ended at once."""
 
@@ -130,7 +130,7 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeepVersions:
     """Discard all versions but these; `committed` is the fleet's, to be there again after a restart."""
 
     versions: tuple[int, ...]
@@ -139,7 +139,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneAct:
+class BackendAct:
     """Have a plane whose trainer sends (planes/base.py) do something at an engine, unless `valid_until_s` is over.
     `changes`: it may have other weights afterwards."""
 
@@ -154,7 +154,7 @@ class PlaneAct:
 
 
 @dataclass(frozen=True, slots=True)
-class Serve:
+class ServeEngines:
     """Install into these engines from now on, by where they listen, and into those that it was started with; to be
     there again after a restart. The others are nobody's business here any more."""
 
@@ -162,7 +162,20 @@ class Serve:
     kind: Literal["serve"] = "serve"
 
 
-Order = OpenVersion | SumShards | Carry | EndEdges | Check | Install | Look | Probe | Rest | Keep | PlaneAct | Serve
+Order = (
+    OpenVersion
+    | SumShards
+    | CarryEdges
+    | EndEdges
+    | CheckVersion
+    | InstallVersion
+    | QueryVersion
+    | ProbeWeights
+    | RestEngine
+    | KeepVersions
+    | BackendAct
+    | ServeEngines
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +189,12 @@ class PeerOrder:
 def by_clock(order: PeerOrder, ahead_s: float) -> PeerOrder:
     """The same for whoever has a clock that is so much ahead."""
     match order.order:
-        case Install() | Probe() | PlaneAct() as timed:
+        case InstallVersion() | ProbeWeights() | BackendAct() as timed:
             return replace(order, order=replace(timed, valid_until_s=timed.valid_until_s + ahead_s))
     return order
 
 
-class Outcome(StrEnum):
+class OrderOutcome(StrEnum):
     DONE = "done"
     FAILED = "failed"  # nothing has changed, or what was there before is there again
     UNKNOWN = "unknown"  # an engine may hold half of the weights, or a peer half of the bytes
@@ -192,7 +205,7 @@ class PeerResult:
     """`detail` is for people. The fields behind it are what the order asked for."""
 
     id: str
-    outcome: Outcome
+    outcome: OrderOutcome
     detail: str = ""
     began_s: Seconds = 0.0  # since the Unix epoch, by the peer's clock
     ended_s: Seconds = 0.0
@@ -225,7 +238,7 @@ class EdgeEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class ArrivedBytes:
     """How far a peer is, a few times a second while edges run."""
 
     version: Version
@@ -233,7 +246,7 @@ class Arrived:
     needed_bytes: ByteCount
 
 
-PeerNews = Peer | PeerResult | EdgeEvent | Arrived
+PeerNews = Peer | PeerResult | EdgeEvent | ArrivedBytes
 
 ORDER: TypeAdapter[PeerOrder] = TypeAdapter(PeerOrder)
 NEWS: TypeAdapter[PeerNews] = TypeAdapter(PeerNews)

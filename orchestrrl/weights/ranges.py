@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from orchestrrl.weights.model import Range
 
 
-class Ranges:
+class ByteRanges:
     def __init__(self) -> None:
         self._first: list[int] = []
         self._last: list[int] = []  # behind each

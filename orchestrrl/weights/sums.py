@@ -20,7 +20,7 @@ def sum_of(data: memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-class Readable(Protocol):
+class ReadableBytes(Protocol):
     """The part of `base.Staged` that hashing needs."""
 
     def view(self, shard: str, offset: int, size: int) -> memoryview | None: ...
@@ -29,7 +29,7 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Hashed:
+class BlockSums:
     """What went through it, for reports."""
 
     bytes: int
@@ -44,7 +44,7 @@ def blocks_of(shard_bytes: int, block_bytes: int) -> list[Range]:
     return [(offset, min(block_bytes, shard_bytes - offset)) for offset in range(0, shard_bytes, block_bytes)]
 
 
-class Summing:
+class SumTask:
     """Hashes blocks of a version; each thread has one block of memory for those that are scattered. It does not hold
     the version: one that is discarded gives its memory back at once, and not when cycles are looked for."""
 
@@ -52,7 +52,7 @@ class Summing:
         self._block_bytes = block_bytes
         self._own = local()
 
-    def block(self, staged: Readable, shard: str, offset: int, size: int) -> str:
+    def block(self, staged: ReadableBytes, shard: str, offset: int, size: int) -> str:
         """The sum of any range that is no longer than a block."""
         data = staged.view(shard, offset, size)
         if data is None:
@@ -62,11 +62,11 @@ class Summing:
 
     def blocks(
         self,
-        staged: Readable,
+        staged: ReadableBytes,
         wanted: Sequence[tuple[str, int, int]],
         told: Callable[[str, int, int, str], None],
         threads: int = 0,
-    ) -> Hashed:
+    ) -> BlockSums:
         """`told` has shard, offset, size and sum of each, from several threads."""
         began_s = time.perf_counter()
 
@@ -79,11 +79,11 @@ class Summing:
 
         count = min(threads or min(MOST_THREADS, os.cpu_count() or 1), len(wanted))
         if count <= 1:
-            return Hashed(hashed(wanted), time.perf_counter() - began_s)
+            return BlockSums(hashed(wanted), time.perf_counter() - began_s)
         each = -(-len(wanted) // count)  # neighbours in one thread: pages are read ahead
         with ThreadPoolExecutor(count, "sums") as pool:
             shares = [wanted[first : first + each] for first in range(0, len(wanted), each)]
-            return Hashed(sum(pool.map(hashed, shares)), time.perf_counter() - began_s)
+            return BlockSums(sum(pool.map(hashed, shares)), time.perf_counter() - began_s)
 
     def _scratch(self) -> memoryview:
         memory: memoryview | None = getattr(self._own, "memory", None)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from orchestrrl.weights.base import Staged
-from orchestrrl.weights.orders import Edge
+from orchestrrl.weights.base import LocalVersion
+from orchestrrl.weights.orders import CarryEdge
 from orchestrrl.weights.peer.pacing import Pacer, piece_bytes
-from orchestrrl.weights.transports.base import Incoming, LinkBroken, Outgoing, Pending
+from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, OutgoingLink, PendingChunk
 
 ANNOUNCEMENT = struct.Struct("!II")  # pieces; and the number of the first, to be sure
 MOST_PIECES = 8  # announced at once
@@ -25,17 +25,17 @@ BEATS = 4  # in the time after which silence is death
 Pieces = Sequence[tuple[int, int]]
 
 
-class Ended(Exception):
+class EdgeEnded(Exception):
     """The edge was let go of meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class WireDirection:
     """An edge, as both of its ends see it. `began` is told of pieces that are about to come or go, `moved` each one's
     bytes when it is through; `pause` waits, and raises Ended."""
 
-    staged: Staged
-    edge: Edge
+    staged: LocalVersion
+    edge: CarryEdge
     chunk_bytes: int
     stall_s: float
     began: Callable[[], None]
@@ -73,11 +73,11 @@ class _Buffers:
         self._free.append(memoryview(whole))
 
 
-def send(link: Outgoing, way: Way) -> None:
+def send(link: OutgoingLink, way: WireDirection) -> None:
     """All of the edge, as its bytes come to be here. Raises LinkBroken, Ended, and what reading raises."""
     pieces = way.pieces
     pacer = Pacer(way.edge.rate_gbps, max((size for _, size in pieces), default=0))
-    flight: deque[tuple[Pending, int, memoryview | None]] = deque()
+    flight: deque[tuple[PendingChunk, int, memoryview | None]] = deque()
     buffers = _Buffers(max((size for _, size in pieces), default=0))
 
     def land(most: int) -> None:
@@ -116,7 +116,7 @@ def send(link: Outgoing, way: Way) -> None:
     land(0)
 
 
-def _ready(way: Way, pieces: Pieces, number: int) -> int:
+def _ready(way: WireDirection, pieces: Pieces, number: int) -> int:
     """How many of the next ones are here."""
     ready = 0
     for offset, size in pieces[number : number + MOST_PIECES]:
@@ -126,12 +126,12 @@ def _ready(way: Way, pieces: Pieces, number: int) -> int:
     return ready
 
 
-def receive(link: Incoming, way: Way) -> None:
+def receive(link: IncomingLink, way: WireDirection) -> None:
     """All of the edge. Raises LinkBroken, Ended, and what writing raises."""
     pieces = way.pieces
     buffers = _Buffers(max((size for _, size in pieces), default=0))
     heard = memoryview(bytearray(ANNOUNCEMENT.size))
-    flight: deque[tuple[Pending, tuple[int, int], memoryview | None]] = deque()
+    flight: deque[tuple[PendingChunk, tuple[int, int], memoryview | None]] = deque()
 
     def land(most: int) -> None:
         while len(flight) > most:

@@ -15,7 +15,7 @@ Numbers = NDArray[np.float64] | float  # one value, or one per row
 
 
 @dataclass(frozen=True, slots=True)
-class Constants:
+class EngineConstants:
     """Of one engine, or with an array in each field for rows of several engines."""
 
     hbm_efficiency: Numbers  # of the data sheet's bandwidth, reading weights
@@ -43,7 +43,7 @@ class Constants:
 
 
 @dataclass(frozen=True, slots=True)
-class Prior:
+class ConstantPrior:
     value: float
     spread: float  # standard deviation of its logarithm
 
@@ -51,48 +51,48 @@ class Prior:
 # The backend that the factors below are relative to.
 REFERENCE_BACKEND = "trtllm"
 
-PRIORS: dict[str, Prior] = {
-    "hbm_efficiency": Prior(0.85, 0.05),
-    "kv_efficiency": Prior(0.7, 0.2),
-    "gemm_efficiency": Prior(0.6, 0.2),
-    "prefill_efficiency": Prior(0.6, 0.1),
-    "prefill_fp8_efficiency": Prior(0.45, 0.08),
-    "moe_prefill_efficiency": Prior(0.5, 0.3),
-    "four_bit_efficiency": Prior(0.6, 0.15),
-    "all_reduce_s": Prior(4e-6, 0.4),
-    "all_reduce_doubling_s": Prior(1.5e-6, 0.4),
-    "link_efficiency": Prior(0.4, 0.4),
-    "layer_s": Prior(30e-6, 0.5),
-    "quantised_layer_s": Prior(10e-6, 0.5),
-    "moe_layer_s": Prior(20e-6, 0.5),
-    "step_s": Prior(1e-3, 0.5),
-    "sequence_s": Prior(10e-6, 0.7),
-    "element_s": Prior(0.1e-9, 1.0),
-    "expert_token_s": Prior(50e-9, 0.5),
-    "prompt_s": Prior(1e-3, 0.7),
-    "prefill_share": Prior(0.9, 0.1),
-    "lockstep_sequences": Prior(1.5, 0.3),
+PRIORS: dict[str, ConstantPrior] = {
+    "hbm_efficiency": ConstantPrior(0.85, 0.05),
+    "kv_efficiency": ConstantPrior(0.7, 0.2),
+    "gemm_efficiency": ConstantPrior(0.6, 0.2),
+    "prefill_efficiency": ConstantPrior(0.6, 0.1),
+    "prefill_fp8_efficiency": ConstantPrior(0.45, 0.08),
+    "moe_prefill_efficiency": ConstantPrior(0.5, 0.3),
+    "four_bit_efficiency": ConstantPrior(0.6, 0.15),
+    "all_reduce_s": ConstantPrior(4e-6, 0.4),
+    "all_reduce_doubling_s": ConstantPrior(1.5e-6, 0.4),
+    "link_efficiency": ConstantPrior(0.4, 0.4),
+    "layer_s": ConstantPrior(30e-6, 0.5),
+    "quantised_layer_s": ConstantPrior(10e-6, 0.5),
+    "moe_layer_s": ConstantPrior(20e-6, 0.5),
+    "step_s": ConstantPrior(1e-3, 0.5),
+    "sequence_s": ConstantPrior(10e-6, 0.7),
+    "element_s": ConstantPrior(0.1e-9, 1.0),
+    "expert_token_s": ConstantPrior(50e-9, 0.5),
+    "prompt_s": ConstantPrior(1e-3, 0.7),
+    "prefill_share": ConstantPrior(0.9, 0.1),
+    "lockstep_sequences": ConstantPrior(1.5, 0.3),
     # Heaps' law: what is new among n draws from a skewed lot grows as a power of n, of 0.4 to 0.8 in most lots.
-    "routing_exponent": Prior(0.6, 0.1),
-    "ep_imbalance_exponent": Prior(0.35, 0.2),
+    "routing_exponent": ConstantPrior(0.6, 0.1),
+    "ep_imbalance_exponent": ConstantPrior(0.35, 0.2),
 }
 
 # SGLang prefills whatever waits before it decodes on, so requests that start together stay together, and their prefill
 # shows as time to first token instead.
-BACKEND_PRIORS: dict[str, dict[str, Prior]] = {
+BACKEND_PRIORS: dict[str, dict[str, ConstantPrior]] = {
     "vllm": {
-        "layer_s": Prior(1.0, 0.2),
-        "step_s": Prior(1.0, 0.3),
-        "sequence_s": Prior(1.0, 0.3),
-        "prefill_share": Prior(1.0, 0.1),
-        "lockstep_sequences": Prior(1.0, 0.2),
+        "layer_s": ConstantPrior(1.0, 0.2),
+        "step_s": ConstantPrior(1.0, 0.3),
+        "sequence_s": ConstantPrior(1.0, 0.3),
+        "prefill_share": ConstantPrior(1.0, 0.1),
+        "lockstep_sequences": ConstantPrior(1.0, 0.2),
     },
     "sglang": {
-        "layer_s": Prior(1.0, 0.2),
-        "step_s": Prior(1.0, 0.3),
-        "sequence_s": Prior(1.0, 0.3),
-        "prefill_share": Prior(0.6, 0.08),
-        "lockstep_sequences": Prior(1.0, 0.3),
+        "layer_s": ConstantPrior(1.0, 0.2),
+        "step_s": ConstantPrior(1.0, 0.3),
+        "sequence_s": ConstantPrior(1.0, 0.3),
+        "prefill_share": ConstantPrior(0.6, 0.08),
+        "lockstep_sequences": ConstantPrior(1.0, 0.3),
     },
 }
 
@@ -109,7 +109,7 @@ MOE_ONLY = (
 )
 
 
-def flat_priors() -> dict[str, Prior]:
+def flat_priors() -> dict[str, ConstantPrior]:
     """Every number that is fitted, by name; a backend's factors as `vllm.layer_s`."""
     factors = {
         f"{backend}.{name}": prior for backend, priors in BACKEND_PRIORS.items() for name, prior in priors.items()
@@ -125,18 +125,18 @@ class UnknownBackend(ValueError):
     """No constants for it; the message lists what is known."""
 
 
-def constants_of(values: Mapping[str, float], backend: str) -> Constants:
+def constants_of(values: Mapping[str, float], backend: str) -> EngineConstants:
     """The constants of one engine out of the flat `values`."""
     if backend not in BACKENDS:
         raise UnknownBackend(f"unknown backend {backend!r}, known: {', '.join(BACKENDS)}")
-    return Constants(**{name: values[name] * values.get(f"{backend}.{name}", 1.0) for name in PRIORS})
+    return EngineConstants(**{name: values[name] * values.get(f"{backend}.{name}", 1.0) for name in PRIORS})
 
 
-def stacked(constants: list[Constants]) -> Constants:
+def stacked(constants: list[EngineConstants]) -> EngineConstants:
     """One row after the other."""
-    return Constants(
+    return EngineConstants(
         **{
             field.name: np.array([getattr(row, field.name) for row in constants], dtype=np.float64)
-            for field in fields(Constants)
+            for field in fields(EngineConstants)
         }
     )

@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass, replace
 
-from planner.cost.engine_constants import BACKENDS, Constants, constants_of
+from planner.cost.engine_constants import BACKENDS, EngineConstants, constants_of
 from planner.cost.fitted import FITTED, FITTED_ON, FITTED_TO, LEFT_OUT_ERROR_MAX, LEFT_OUT_ERROR_MEAN, LEFT_OUT_ROWS
-from planner.cost.profile import Provenance, Source
+from planner.cost.profile import ProfileSource, Provenance
 
 # From a cold start to the first token: processes, imports, graphs. A rule of thumb, until somebody measures.
 COLD_START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineModel:
     """An engine's constants, and what only it decides."""
 
     name: str
-    constants: Constants
+    constants: EngineConstants
     provenance: Provenance
     start_s: float = COLD_START_S  # of a switch, before weights are loaded
     start_detail: str = "rule of thumb for a cold start"  # where start_s is from
@@ -24,31 +24,31 @@ class Engine:
     spills: bool = False  # KV beyond the capacity goes to CPU memory instead of waiting
 
 
-def _fitted(backend: str) -> Engine:
+def _fitted(backend: str) -> EngineModel:
     provenance = Provenance(
-        source=Source.ROOFLINE,
+        source=ProfileSource.ROOFLINE,
         date=FITTED_ON,
         detail=f"data sheets and {backend} constants fitted to {FITTED_TO}; errors are of models left out of the fit",
         samples=LEFT_OUT_ROWS,
         fit_error_mean=LEFT_OUT_ERROR_MEAN,
         fit_error_max=LEFT_OUT_ERROR_MAX,
     )
-    return Engine(backend, constants_of(FITTED[""], backend), provenance)
+    return EngineModel(backend, constants_of(FITTED[""], backend), provenance)
 
 
-ENGINES: dict[str, Engine] = {backend: _fitted(backend) for backend in BACKENDS}
+ENGINES: dict[str, EngineModel] = {backend: _fitted(backend) for backend in BACKENDS}
 
 
 class UnknownEngine(ValueError):
     """No constants for it; the message lists what is known."""
 
 
-def engine_named(name: str) -> Engine:
+def engine_named(name: str) -> EngineModel:
     if name not in ENGINES:
         raise UnknownEngine(f"unknown engine {name!r}, known: {', '.join(sorted(ENGINES))}")
     return ENGINES[name]
 
 
-def with_constants(engine: Engine, **values: float) -> Engine:
+def with_constants(engine: EngineModel, **values: float) -> EngineModel:
     """The engine with some of its constants known better."""
     return replace(engine, constants=replace(engine.constants, **values))

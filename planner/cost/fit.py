@@ -44,7 +44,7 @@ class StepSample(NamedTuple):
     step_s: float
 
 
-class Seen(NamedTuple):
+class TimedSample(NamedTuple):
     """A size (tokens, bytes) and the seconds that it took."""
 
     size: float
@@ -116,7 +116,7 @@ def fit_loaded(
     return LoadedFit(StepTime(base_s, kv_s), prefill_s, fitted.error)
 
 
-def fit_curve(seen: Sequence[Seen], line_is_enough: float = LINE_IS_ENOUGH) -> CurveFit:
+def fit_curve(seen: Sequence[TimedSample], line_is_enough: float = LINE_IS_ENOUGH) -> CurveFit:
     """Seconds over sizes: a line where that is enough, with knots where it is not. Raises TooFewSamples."""
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*sorted(seen), strict=True))
     if len(set(sizes)) < 2:
@@ -127,7 +127,7 @@ def fit_curve(seen: Sequence[Seen], line_is_enough: float = LINE_IS_ENOUGH) -> C
     return CurveFit(_curve(knots, fitted.coefficients), fitted.error)
 
 
-def fit_rate(seen: Sequence[Seen]) -> tuple[float, FitError]:
+def fit_rate(seen: Sequence[TimedSample]) -> tuple[float, FitError]:
     """Sizes per second, beside a fixed part that every one of them takes. Raises TooFewSamples.
 
     Where size makes no difference beyond the spread of what was seen, the rate is the lowest that would show.
@@ -143,7 +143,7 @@ def fit_rate(seen: Sequence[Seen]) -> tuple[float, FitError]:
 
 
 @dataclass(frozen=True, slots=True)
-class Belief:
+class StepTimePrior:
     """What is held before any sample: a step time, over the range where an engine works."""
 
     step: StepTime
@@ -151,7 +151,7 @@ class Belief:
     kv_capacity_tokens: float
 
 
-def refit_step(prior: Belief, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
+def refit_step(prior: StepTimePrior, samples: Sequence[StepSample], weights: Floats, trust: float) -> StepFit:
     """The prior's step time, moved by what was seen; where nothing was seen it keeps its shape.
 
     First all of it is scaled to what was seen. Where the batch varied, the base becomes `constant + scale * prior's +
@@ -188,7 +188,7 @@ def _moved(curve: Curve, constant: float, scale: float, slope: float) -> Curve:
     return Curve(curve.xs, tuple(constant + scale * y + slope * x for x, y in zip(curve.xs, curve.ys, strict=True)))
 
 
-def refit_curve(prior: Curve, seen: Sequence[Seen], weights: Floats, trust: float) -> CurveFit:
+def refit_curve(prior: Curve, seen: Sequence[TimedSample], weights: Floats, trust: float) -> CurveFit:
     """The prior's curve, moved by what was seen as in `refit_step`."""
     sizes = np.array([item.size for item in seen], dtype=float)
     seconds = np.array([item.seconds for item in seen], dtype=float)

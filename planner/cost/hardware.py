@@ -14,7 +14,7 @@ INTER_NODE_LATENCY_S = 10e-6  # of a collective over RDMA, beyond what it takes 
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuModel:
     """One GPU of a node with its links. A peak of 0 means that the format has no tensor cores of its own there."""
 
     name: str
@@ -57,8 +57,8 @@ def _gpu(
     fp4_tflops: float = 0.0,
     nic_gbps: float = 400.0,
     pcie_gb_per_s: float = 55.0,
-) -> Gpu:
-    return Gpu(
+) -> GpuModel:
+    return GpuModel(
         name=name,
         hbm_bytes=hbm_gb * GB,
         hbm_bytes_per_s=hbm_tb_per_s * 1e12,
@@ -71,7 +71,7 @@ def _gpu(
     )
 
 
-GPUS: dict[str, Gpu] = {
+GPUS: dict[str, GpuModel] = {
     gpu.name: gpu
     for gpu in (
         _gpu("a100", 80, 2.039, 312, 0, 300, nic_gbps=200, pcie_gb_per_s=26),
@@ -89,7 +89,7 @@ class UnknownGpu(ValueError):
     """No constants for it; the message lists what is known."""
 
 
-def gpu_of_product(name: str) -> Gpu:
+def gpu_of_product(name: str) -> GpuModel:
     """By a product name as drivers report it: `NVIDIA H100 80GB HBM3`, `NVIDIA A100-SXM4-80GB`. Raises UnknownGpu.
 
     The name must contain a known GPU's as a whole word: GH200 and H100 are different products.
@@ -100,7 +100,7 @@ def gpu_of_product(name: str) -> Gpu:
     raise UnknownGpu(f"unknown GPU {name!r}, known: {', '.join(sorted(GPUS))}")
 
 
-def gpu_named(name: str) -> Gpu:
+def gpu_named(name: str) -> GpuModel:
     """By name, in any case, with or without the form factor that systems are listed under (`h100_sxm`)."""
     plain = name.strip().lower().replace("-", "_").removeprefix("nvidia_").split("_")[0]
     if plain not in GPUS:

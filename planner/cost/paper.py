@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from planner.cost.engines import Engine, engine_named, with_constants
-from planner.cost.hardware import Gpu, gpu_named
+from planner.cost.engines import EngineModel, engine_named, with_constants
+from planner.cost.hardware import GpuModel, gpu_named
 from planner.cost.models import Model, model_named
 from planner.cost.predict import predict, predict_profile, published_precision
-from planner.cost.profile import EngineProfile, Parallelism, Profile, Provenance, Source
+from planner.cost.profile import EngineProfile, Parallelism, Profile, ProfileSource, Provenance
 from planner.cost.roofline import weight_bytes_per_gpu
 
 Floats = NDArray[np.float64]
@@ -92,7 +92,7 @@ def named_profile(name: str) -> Profile:
     return predict_profile(model, _gpu(), layouts, paper_engine(model), cpu_kv_bytes_per_gpu=CPU_KV_BYTES_PER_GPU)
 
 
-def paper_engine(model: Model, host: HostFit = FITTED) -> Engine:
+def paper_engine(model: Model, host: HostFit = FITTED) -> EngineModel:
     """A vLLM of the paper's time. KV that does not fit can go to CPU memory (section 4.1)."""
     vllm = engine_named("vllm")
     switched = Parallelism(tp=8)
@@ -114,10 +114,12 @@ def _provenance(model: Model, host: HostFit) -> Provenance:
     """Only the model that was fitted has errors to show."""
     detail = "data sheets, vllm constants, host time fitted to phases of Qwen2.5-14B on H800 in arXiv 2601.01209"
     if model != _fitted_model():
-        return Provenance(Source.ROOFLINE, FITTED_ON, f"{detail}, taken over to {model.name}")
+        return Provenance(ProfileSource.ROOFLINE, FITTED_ON, f"{detail}, taken over to {model.name}")
     seconds, measured = phase_seconds(_tp_profiles(host), host), _measured_s()
     errors = np.abs(seconds / measured - 1)
-    return Provenance(Source.ROOFLINE, FITTED_ON, detail, len(measured), float(errors.mean()), float(errors.max()))
+    return Provenance(
+        ProfileSource.ROOFLINE, FITTED_ON, detail, len(measured), float(errors.mean()), float(errors.max())
+    )
 
 
 def fit_host() -> HostFit:
@@ -150,5 +152,5 @@ def _fitted_model() -> Model:
     return model_named("qwen2.5-14b")
 
 
-def _gpu() -> Gpu:
+def _gpu() -> GpuModel:
     return gpu_named("h800")

@@ -12,9 +12,9 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.engine_constants import Constants
-from planner.cost.engines import Engine
-from planner.cost.hardware import Gpu
+from planner.cost.engine_constants import EngineConstants
+from planner.cost.engines import EngineModel
+from planner.cost.hardware import GpuModel
 from planner.cost.models import Model
 from planner.cost.profile import (
     USUAL_PROMPT_TOKENS,
@@ -23,8 +23,8 @@ from planner.cost.profile import (
     MoveCosts,
     Parallelism,
     Profile,
+    ProfileSource,
     Provenance,
-    Source,
     StepTime,
 )
 from planner.cost.roofline import (
@@ -63,9 +63,9 @@ def published_precision(model: Model) -> Precision:
 
 def predict(
     model: Model,
-    gpu: Gpu,
+    gpu: GpuModel,
     parallelism: Parallelism,
-    engine: Engine,
+    engine: EngineModel,
     precision: Precision | None = None,
     cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> EngineProfile:
@@ -97,15 +97,15 @@ def predict(
         switch_s=switch_s(model, gpu, parallelism, engine, bits),
         provenance=engine.provenance,
         spill_capacity_tokens=int(cpu_kv_bytes_per_gpu * replicas / held_bytes) if spills else 0,
-        others=(("switch_s", Provenance(Source.GIVEN, engine.provenance.date, engine.start_detail)),),
+        others=(("switch_s", Provenance(ProfileSource.GIVEN, engine.provenance.date, engine.start_detail)),),
     )
 
 
 def predict_profile(
     model: Model,
-    gpu: Gpu,
+    gpu: GpuModel,
     layouts: Sequence[Parallelism],
-    engine: Engine,
+    engine: EngineModel,
     precision: Precision | None = None,
     cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> Profile:
@@ -134,7 +134,7 @@ def attention_replicas(parallelism: Parallelism) -> int:
     return parallelism.attention_gpus // parallelism.tp if parallelism.afd else parallelism.dp
 
 
-def switch_s(model: Model, gpu: Gpu, parallelism: Parallelism, engine: Engine, precision: Precision) -> float:
+def switch_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: EngineModel, precision: Precision) -> float:
     """To start an instance: the engine, its group, its weights from CPU memory, by all of its GPUs side by side."""
     loaded_bytes = max(_weight_bytes(model, parallelism, precision))
     return engine.start_s + engine.start_s_per_gpu * parallelism.gpus + loaded_bytes / gpu.pcie_bytes_per_s
@@ -142,8 +142,8 @@ def switch_s(model: Model, gpu: Gpu, parallelism: Parallelism, engine: Engine, p
 
 def move_costs(
     model: Model,
-    gpu: Gpu,
-    engine: Engine,
+    gpu: GpuModel,
+    engine: EngineModel,
     precision: Precision | None = None,
     nics: int = 1,
     recompute_tp: int = 8,
@@ -178,7 +178,7 @@ def _weight_bytes(model: Model, parallelism: Parallelism, precision: Precision) 
     return (attention + heads) / parallelism.tp, (dense + experts) / parallelism.ffn_gpus
 
 
-def _capacity_tokens(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precision) -> float:
+def _capacity_tokens(model: Model, gpu: GpuModel, parallelism: Parallelism, precision: Precision) -> float:
     if not parallelism.afd:
         return kv_capacity_tokens(model, gpu, parallelism, precision)
     usable_bytes = gpu.hbm_bytes * MEMORY_SHARE - ACTIVATION_RESERVE_BYTES
@@ -190,7 +190,7 @@ def _capacity_tokens(model: Model, gpu: Gpu, parallelism: Parallelism, precision
 
 
 def _prefill_tokens_per_s(
-    model: Model, gpu: Gpu, parallelism: Parallelism, constants: Constants, precision: Precision
+    model: Model, gpu: GpuModel, parallelism: Parallelism, constants: EngineConstants, precision: Precision
 ) -> float:
     """Of the whole engine. Under AFD both sides work on prompts, as if they were one engine of as many GPUs."""
     layout = parallelism
@@ -200,7 +200,7 @@ def _prefill_tokens_per_s(
     return layout.dp * USUAL_PROMPT_TOKENS / float(prefill_s(work, constants, float(USUAL_PROMPT_TOKENS)))
 
 
-def _base_s(model: Model, gpu: Gpu, parallelism: Parallelism, engine: Engine, precision: Precision) -> Curve:
+def _base_s(model: Model, gpu: GpuModel, parallelism: Parallelism, engine: EngineModel, precision: Precision) -> Curve:
     """One iteration over the whole engine's sequences, without the KV cache; a knot at each doubling."""
     most = engine.max_sequences * attention_replicas(parallelism)
     doublings = ceil(np.log2(most))
@@ -214,7 +214,7 @@ def _base_s(model: Model, gpu: Gpu, parallelism: Parallelism, engine: Engine, pr
 
 
 def _afd_s(
-    model: Model, gpu: Gpu, parallelism: Parallelism, c: Constants, precision: Precision, sequences: Floats
+    model: Model, gpu: GpuModel, parallelism: Parallelism, c: EngineConstants, precision: Precision, sequences: Floats
 ) -> Floats:
     """Seconds of an iteration without the KV cache [sequences]."""
     replicas, ffn_gpus = attention_replicas(parallelism), parallelism.ffn_gpus
@@ -249,7 +249,7 @@ def _afd_s(
     return np.asarray(model.layers * layer_s + head_s + host_s)
 
 
-def _ffn_s(model: Model, gpu: Gpu, gpus: int, c: Constants, precision: Precision, batch: Floats) -> Floats:
+def _ffn_s(model: Model, gpu: GpuModel, gpus: int, c: EngineConstants, precision: Precision, batch: Floats) -> Floats:
     """Seconds of one layer's FFN on GPUs of its own [batch]: experts spread over them, a dense one split."""
     weight_flops_per_s = gpu.flops_per_s(precision.weight_bits)
     params = model.dense_ffn_params / gpus

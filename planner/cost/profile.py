@@ -15,7 +15,7 @@ from planner.model import Configuration, ConfigurationId
 from planner.model import Parallelism as Parallelism
 
 
-class Source(StrEnum):
+class ProfileSource(StrEnum):
     """Where a profile's figures come from, in order of trust."""
 
     MEASURED = "measured"  # on the user's own engines
@@ -28,7 +28,7 @@ class Source(StrEnum):
 class Provenance:
     """Who says so, since when, and how well the curves fit what was seen."""
 
-    source: Source
+    source: ProfileSource
     date: str  # ISO 8601
     detail: str = ""  # e.g. the URL that was measured, or the package and version that was imported
     samples: int = 0  # observations behind the fit; 0 where nothing was fitted

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from planner.model import Configuration
 
 
-class Pending(NamedTuple):
+class RemainingWork(NamedTuple):
     """What is left of a request: tokens that it holds (or that must be rebuilt), and tokens that it will generate."""
 
     context_tokens: int
@@ -22,7 +22,7 @@ class Pending(NamedTuple):
         return self.context_tokens + self.remaining_tokens
 
 
-def work_s(configuration: Configuration, pending: Pending) -> float:
+def work_s(configuration: Configuration, pending: RemainingWork) -> float:
     """Seconds that a request adds to its instance, whatever runs beside it: all but the share of alpha."""
     context, remaining = pending
     return configuration.beta_s * remaining + configuration.gamma_s * (

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.engine_constants import Constants, Numbers
-from planner.cost.hardware import Gpu
+from planner.cost.engine_constants import EngineConstants, Numbers
+from planner.cost.hardware import GpuModel
 from planner.cost.models import BF16_BITS, Model
 from planner.cost.profile import Parallelism
 
@@ -31,7 +31,7 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class IterationWork:
     """What a decode iteration over `sequences`, and a prompt, cost at peak rates. One value or one per row each."""
 
     sequences: Numbers  # that one attention replica decodes
@@ -58,14 +58,19 @@ class Work:
     prefill_attention_s: Numbers  # each prompt token and token before it
 
 
-def stacked_work(rows: list[Work]) -> Work:
+def stacked_work(rows: list[IterationWork]) -> IterationWork:
     """One row after the other."""
-    return Work(
-        **{field.name: np.array([getattr(row, field.name) for row in rows], dtype=np.float64) for field in fields(Work)}
+    return IterationWork(
+        **{
+            field.name: np.array([getattr(row, field.name) for row in rows], dtype=np.float64)
+            for field in fields(IterationWork)
+        }
     )
 
 
-def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precision, sequences: Numbers) -> Work:
+def work_of(
+    model: Model, gpu: GpuModel, parallelism: Parallelism, precision: Precision, sequences: Numbers
+) -> IterationWork:
     """`sequences` run on the whole engine, spread evenly over its attention replicas."""
     tp, gpus = parallelism.tp, parallelism.tp * parallelism.dp
     dense_params = model.layers * (model.attention_params + model.dense_ffn_params)
@@ -76,7 +81,7 @@ def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precisi
     expert_flops = 2.0 * model.layers * model.experts_per_token * model.expert_params
     exchange_bytes = 2.0 * model.layers * model.experts_per_token * model.hidden * ACTIVATION_BYTES
     remote = 0.0 if parallelism.dp == 1 or not model.moe else (gpus - tp) / gpus
-    return Work(
+    return IterationWork(
         # The busiest replica has one, however few there are.
         sequences=np.maximum(sequences / parallelism.dp, np.minimum(sequences, 1.0)),
         layers=float(model.layers),
@@ -109,19 +114,19 @@ def work_of(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precisi
     )
 
 
-def link_bytes_per_s(gpu: Gpu, gpus: int) -> float:
+def link_bytes_per_s(gpu: GpuModel, gpus: int) -> float:
     """One way and per GPU, among that many: NVLink inside a node, the network beyond."""
     return gpu.nvlink_bytes_per_s if gpus <= gpu.per_node else gpu.nic_bytes_per_s
 
 
-def all_reduce_s_per_byte(gpu: Gpu, gpus: int) -> float:
+def all_reduce_s_per_byte(gpu: GpuModel, gpus: int) -> float:
     """At peak rates. Beyond a node in two levels: every NIC carries a share of what its node has summed up."""
     inside, nodes = min(gpus, gpu.per_node), max(1.0, gpus / gpu.per_node)
     across = 2.0 * (nodes - 1) / nodes / gpu.per_node / gpu.nic_bytes_per_s
     return 2.0 * (inside - 1) / inside / gpu.nvlink_bytes_per_s + across
 
 
-def hop_s(gpu: Gpu, gpus: int) -> float:
+def hop_s(gpu: GpuModel, gpus: int) -> float:
     """What leaving the node adds to the latency of a collective among that many."""
     return 0.0 if gpus <= gpu.per_node else gpu.inter_node_latency_s
 
@@ -145,13 +150,13 @@ def weight_bytes_per_gpu(model: Model, parallelism: Parallelism, precision: Prec
     return (dense + heads) / parallelism.tp + experts / (parallelism.tp * parallelism.dp)
 
 
-def kv_capacity_tokens(model: Model, gpu: Gpu, parallelism: Parallelism, precision: Precision) -> float:
+def kv_capacity_tokens(model: Model, gpu: GpuModel, parallelism: Parallelism, precision: Precision) -> float:
     """Over all attention replicas; 0 or less where not even the weights fit."""
     room = gpu.hbm_bytes * MEMORY_SHARE - weight_bytes_per_gpu(model, parallelism, precision) - ACTIVATION_RESERVE_BYTES
     return parallelism.dp * room / kv_bytes_per_gpu(model, parallelism.tp, precision)
 
 
-def decode_s(work: Work, constants: Constants) -> NDArray[np.float64]:
+def decode_s(work: IterationWork, constants: EngineConstants) -> NDArray[np.float64]:
     """Seconds of one iteration, all but reading the KV cache."""
     c, sequences = constants, work.sequences
     dense = np.hypot(
@@ -169,12 +174,12 @@ def decode_s(work: Work, constants: Constants) -> NDArray[np.float64]:
     return np.asarray(dense + experts + launches + host + elements + routing + links + _latencies_s(work, c))
 
 
-def kv_s_per_token(work: Work, constants: Constants) -> NDArray[np.float64]:
+def kv_s_per_token(work: IterationWork, constants: EngineConstants) -> NDArray[np.float64]:
     """Seconds of one iteration for each KV token that the attention replica holds."""
     return np.asarray(work.kv_read_s_per_token / constants.kv_efficiency)
 
 
-def prefill_s(work: Work, constants: Constants, prompt_tokens: Numbers) -> NDArray[np.float64]:
+def prefill_s(work: IterationWork, constants: EngineConstants, prompt_tokens: Numbers) -> NDArray[np.float64]:
     """Seconds that an attention replica takes for one prompt."""
     c = constants
     efficiency = np.where(np.greater(work.quantised, 0), c.prefill_fp8_efficiency, c.prefill_efficiency)
@@ -185,7 +190,7 @@ def prefill_s(work: Work, constants: Constants, prompt_tokens: Numbers) -> NDArr
     return np.asarray(prompt_tokens * (multiply + sent) + c.prompt_s)
 
 
-def _imbalance(work: Work, c: Constants) -> NDArray[np.float64]:
+def _imbalance(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
     """Load of the busiest rank over the mean."""
     return np.asarray(np.power(work.ep, c.ep_imbalance_exponent))
 
@@ -196,7 +201,7 @@ def distinct_experts(experts: Numbers, per_token: Numbers, tokens: Numbers, expo
     return np.asarray(experts * (1.0 - np.power(1.0 - per_token / np.maximum(experts, 1.0), independent)))
 
 
-def _expert_read_s(work: Work, c: Constants) -> NDArray[np.float64]:
+def _expert_read_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
     """On the busiest rank."""
     distinct = distinct_experts(work.experts, work.experts_per_token, work.all_tokens, c.routing_exponent)
     busiest = np.minimum(distinct * _imbalance(work, c), work.experts)
@@ -204,11 +209,11 @@ def _expert_read_s(work: Work, c: Constants) -> NDArray[np.float64]:
     return np.asarray(busiest * work.expert_read_s / efficiency)
 
 
-def _expert_flops_s(work: Work, c: Constants) -> NDArray[np.float64]:
+def _expert_flops_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
     return np.asarray(work.all_tokens * work.expert_flops_s / c.gemm_efficiency * _imbalance(work, c))
 
 
-def _latencies_s(work: Work, c: Constants) -> NDArray[np.float64]:
+def _latencies_s(work: IterationWork, c: EngineConstants) -> NDArray[np.float64]:
     """Two all-reduces a layer among the GPUs of a replica, two all-to-alls among replicas: whatever the batch."""
     rounds = 2.0 * work.layers
     reduce_s = c.all_reduce_s + c.all_reduce_doubling_s * np.log2(work.tp) + work.reduce_hop_s
@@ -219,7 +224,7 @@ def _latencies_s(work: Work, c: Constants) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ClosedLoop:
     """A closed loop: that many clients, each sending its next prompt when its last answer has ended."""
 
     concurrency: float
@@ -227,13 +232,17 @@ class Load:
     output_tokens: float
 
 
-def running_sequences(load: Load, capacity_tokens: float) -> float:
+def running_sequences(load: ClosedLoop, capacity_tokens: float) -> float:
     """Those that decode at once: all clients, or as many as the KV cache holds at half of their output."""
     return min(load.concurrency, max(1.0, capacity_tokens / (load.prompt_tokens + load.output_tokens / 2)))
 
 
 def tpot_s(
-    work: Work, constants: Constants, context_tokens: Numbers, prompt_tokens: Numbers, output_tokens: Numbers
+    work: IterationWork,
+    constants: EngineConstants,
+    context_tokens: Numbers,
+    prompt_tokens: Numbers,
+    output_tokens: Numbers,
 ) -> NDArray[np.float64]:
     """Mean time per output token with `work.sequences` in a closed loop, others' prefill included.
 
@@ -245,7 +254,7 @@ def tpot_s(
     return np.asarray(own + met * prefill_s(work, constants, prompt_tokens) / output_tokens)
 
 
-def attended_tokens(model: Model, load: Load) -> float:
+def attended_tokens(model: Model, load: ClosedLoop) -> float:
     """Of a sequence at half of its output: mean over layers, where some see a window only."""
     context = load.prompt_tokens + load.output_tokens / 2
     if not model.window_tokens:

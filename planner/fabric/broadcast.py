@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.fabric.collectives import Ints, Transfers
+from planner.fabric.collectives import Ints, RankTransfers
 from planner.fabric.intent import Traffic
-from planner.fabric.placement import NONE, Placement
+from planner.fabric.placement import NONE, RankPlacement
 
 
-def broadcasts_of(traffic: Traffic, placement: Placement) -> Transfers:
+def broadcasts_of(traffic: Traffic, placement: RankPlacement) -> RankTransfers:
     """Of BROADCAST: the whole message from the first rank of each group to its receivers, or to the rest of it.
 
     Seeds change from group to group, so that many shards make a forest over different ToRs.
@@ -30,10 +30,10 @@ def broadcasts_of(traffic: Traffic, placement: Placement) -> Transfers:
                 sources.append(parents)
                 destinations.append(children)
     source, destination = np.concatenate(sources), np.concatenate(destinations)
-    return Transfers(source, destination, np.full(len(source), traffic.bytes_per_rank * traffic.times))
+    return RankTransfers(source, destination, np.full(len(source), traffic.bytes_per_rank * traffic.times))
 
 
-def _edges(placement: Placement, number: int, root: int, receivers: Ints) -> Iterator[tuple[Ints, Ints]]:
+def _edges(placement: RankPlacement, number: int, root: int, receivers: Ints) -> Iterator[tuple[Ints, Ints]]:
     """Ranks and those that they hand the message on to."""
     root_place = int(placement.places(np.array([root]))[0])
     places = placement.places(receivers)

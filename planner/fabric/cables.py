@@ -20,7 +20,7 @@ STRANGER = "stranger"
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Fault:
+class CablingFault:
     """`where`: a port as `SWITCH:PORT`, or an interface as `TOR/INTERFACE`."""
 
     kind: str
@@ -29,7 +29,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedCables:
     """By the ToRs: which interfaces have a signal, and who answers there. Interfaces of `silent` ToRs may have one or
     not; and where switches are `unread`, light that was not expected may be theirs."""
 
@@ -50,14 +50,14 @@ class _End:
 
 
 def faults_seen(
-    site: Site, interfaces: Mapping[Port, Interface], up: Iterable[PortPair], seen: Seen
-) -> tuple[Fault, ...]:
+    site: Site, interfaces: Mapping[Port, Interface], up: Iterable[PortPair], seen: ObservedCables
+) -> tuple[CablingFault, ...]:
     """From light that is there anyway. Two cables of one ToR whose light goes to one other ToR cannot be told apart
     so; walking can (`traced`)."""
     ends = _ends(links_up(site, up, interfaces), interfaces)
     dark = {here for here in ends.keys() - seen.signals if here[0] not in seen.silent}
     strays = (seen.signals & set(interfaces.values())) - ends.keys()
-    faults: list[Fault] = []
+    faults: list[CablingFault] = []
     explained: set[Interface] = set()
     for here in sorted(dark):
         end = ends[here]
@@ -73,17 +73,19 @@ def faults_seen(
     for here in sorted(dark - explained):
         end = ends[here]
         far = "has none either" if end.far in dark else "has one" if end.far in seen.signals else "does not answer"
-        faults.append(Fault(DARK, port_text(end.port), f"no signal at {text(here)}, {text(end.far)} {far}"))
+        faults.append(CablingFault(DARK, port_text(end.port), f"no signal at {text(here)}, {text(end.far)} {far}"))
     faults += _strangers(ends, seen, explained)
     faults += [
-        Fault(STRAY, text(stray), f"has a signal that no cross-connect of the switches sends it{_who(seen, stray)}")
+        CablingFault(
+            STRAY, text(stray), f"has a signal that no cross-connect of the switches sends it{_who(seen, stray)}"
+        )
         for stray in sorted(strays)
         if not seen.unread
     ]
     return tuple(faults)
 
 
-def _strangers(ends: Mapping[Interface, _End], seen: Seen, explained: set[Interface]) -> list[Fault]:
+def _strangers(ends: Mapping[Interface, _End], seen: ObservedCables, explained: set[Interface]) -> list[CablingFault]:
     """Light arrives, and from somebody else."""
     strange = {
         here: end
@@ -91,7 +93,7 @@ def _strangers(ends: Mapping[Interface, _End], seen: Seen, explained: set[Interf
         if here in seen.signals and here not in explained and end.far[0] not in seen.heard.get(here, ())
     }
     return [
-        Fault(
+        CablingFault(
             STRANGER,
             port_text(end.port),
             f"{end.far[0]} should be seen at {text(here)}{_who(seen, here) or ': nobody answers'}",
@@ -119,7 +121,7 @@ def walk(interfaces: Mapping[Port, Interface], free: Iterable[Port]) -> tuple[Po
 
 def traced(
     lightings: Sequence[tuple[PortPair, frozenset[Interface]]], interfaces: Mapping[Port, Interface]
-) -> tuple[frozenset[Port], tuple[Fault, ...]]:
+) -> tuple[frozenset[Port], tuple[CablingFault, ...]]:
     """From each cross-connect of a walk and the interfaces that had a signal meanwhile: the ports whose fibre ends
     where it should, and what is wrong with the others."""
     came: dict[Port, list[frozenset[Interface]]] = {}
@@ -144,7 +146,9 @@ def traced(
         seen_at = sorted(frozenset().union(*came[port]))
         where = f"it comes out at {', '.join(map(text, seen_at))}" if seen_at else "it comes out nowhere"
         faults.append(
-            Fault(DARK, port_text(port), f"light that it sends does not get to {text(interfaces[port])}: {where}")
+            CablingFault(
+                DARK, port_text(port), f"light that it sends does not get to {text(interfaces[port])}: {where}"
+            )
         )
     return good, tuple(faults)
 
@@ -171,8 +175,8 @@ def _found(
         found |= more
 
 
-def wrong_cable(port: Port, expected: Interface, found: Interface) -> Fault:
-    return Fault(
+def wrong_cable(port: Port, expected: Interface, found: Interface) -> CablingFault:
+    return CablingFault(
         WRONG_CABLE, port_text(port), f"its fibre ends at {text(found)}, by the site it ends at {text(expected)}"
     )
 
@@ -195,6 +199,6 @@ def _ends(lits: Sequence[Lit], interfaces: Mapping[Port, Interface]) -> dict[Int
     return found
 
 
-def _who(seen: Seen, here: Interface) -> str:
+def _who(seen: ObservedCables, here: Interface) -> str:
     heard = sorted(seen.heard.get(here, ()))
     return f": {', '.join(heard)} answers there" if heard else ""

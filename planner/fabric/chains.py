@@ -27,7 +27,7 @@ LOOK_WORK, STEP_WORK = 8_000, 4_000  # what calls cost apart from the elements t
 NEVER = -np.inf
 
 
-class Chains:
+class PairChains:
     """Improves choices until its work is spent. All arrays of sides have each pair twice, as seen from either end."""
 
     def __init__(self, demanded: Demanded, work: int) -> None:
@@ -90,7 +90,7 @@ def needs(larger_bytes: Floats, limit_bytes: float, most: int) -> Ints:
 
 
 class _Choice:
-    def __init__(self, chains: Chains, need: Ints, value: Floats, served: list[int]) -> None:
+    def __init__(self, chains: PairChains, need: Ints, value: Floats, served: list[int]) -> None:
         self.chains = chains
         self.need = need  # [pair]
         self.value = value  # [pair]

@@ -14,7 +14,7 @@ MOST_AGE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ClockExchange:
     """`sent_s` and `back_s` in our clock, `received_s` and `answered_s` in the other's."""
 
     sent_s: float
@@ -62,14 +62,14 @@ class OffsetEstimator:
     most_age_s: float = MOST_AGE_S
     steps: int = 0
     refused: int = 0  # exchanges that cannot have been, e.g. answered before it was asked by more than any offset
-    _recent: deque[Exchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
+    _recent: deque[ClockExchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
     _edges: tuple[float, float] | None = None  # what they allow together when the newest came back
 
     def __post_init__(self) -> None:
         if not self.drift_ppm >= 0:
             raise ValueError(f"drift_ppm must be >= 0, got {self.drift_ppm}")
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, exchange: ClockExchange) -> None:
         """In order of time. More time spent there than in between is a clock that was set meanwhile: refused."""
         slack_s = self._drift_s(exchange.back_s - exchange.sent_s)
         if exchange.most_s < exchange.least_s - slack_s:

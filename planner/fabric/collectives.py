@@ -20,7 +20,7 @@ TRANSFERS_AT_ONCE = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Transfers:
+class RankTransfers:
     """`sent_bytes[i]` go from rank `sources[i]` to rank `destinations[i]`."""
 
     sources: Ints
@@ -28,7 +28,7 @@ class Transfers:
     sent_bytes: Floats
 
 
-def transfers_of(traffic: Traffic) -> Iterator[Transfers]:
+def transfers_of(traffic: Traffic) -> Iterator[RankTransfers]:
     """Of all primitives but BROADCAST, which goes along a tree that knows the site.
 
     With n ranks in a group and S `bytes_per_rank`, each `times`:
@@ -91,15 +91,15 @@ def _by_size(groups: Sequence[tuple[int, ...]]) -> Iterator[Ints]:
         yield np.array(sizes[size], dtype=np.int64).reshape(len(sizes[size]), size)
 
 
-def _to_the_next(groups: Ints, sent_bytes: float) -> Transfers:
+def _to_the_next(groups: Ints, sent_bytes: float) -> RankTransfers:
     return _sent(groups, np.roll(groups, -1, axis=1), sent_bytes)
 
 
-def _sent(sources: Ints, destinations: Ints, sent_bytes: float) -> Transfers:
-    return Transfers(sources.ravel(), destinations.ravel(), np.full(sources.size, sent_bytes))
+def _sent(sources: Ints, destinations: Ints, sent_bytes: float) -> RankTransfers:
+    return RankTransfers(sources.ravel(), destinations.ravel(), np.full(sources.size, sent_bytes))
 
 
-def _crosswise(sources: Ints, destinations: Ints, sent_bytes: float) -> Iterator[Transfers]:
+def _crosswise(sources: Ints, destinations: Ints, sent_bytes: float) -> Iterator[RankTransfers]:
     """Each of a row of `sources` to each other of the same row of `destinations`."""
     rows = max(1, TRANSFERS_AT_ONCE // (sources.shape[1] * destinations.shape[1]))
     for first in range(0, len(sources), rows):
@@ -110,7 +110,7 @@ def _crosswise(sources: Ints, destinations: Ints, sent_bytes: float) -> Iterator
         yield _sent(one[apart], other[apart], sent_bytes)
 
 
-def _bipartite(traffic: Traffic, message_bytes: float) -> Iterator[Transfers]:
+def _bipartite(traffic: Traffic, message_bytes: float) -> Iterator[RankTransfers]:
     shapes: dict[tuple[int, int], list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
     for group, receivers in zip(traffic.groups, traffic.receivers, strict=True):
         if group and receivers:

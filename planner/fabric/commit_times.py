@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from planner.fabric.model import OcsId
-from planner.fabric.recent import Recent
+from planner.fabric.recent import RecentSamples
 from planner.fabric.windows import CommitNeed
 
 
@@ -39,9 +39,9 @@ class CommitTimes:
     stated_s: Mapping[OcsId, float]
     q: float = 0.95
     allowance: Allowance = field(default_factory=Allowance)
-    _device: dict[OcsId, Recent] = field(default_factory=dict)
-    _route: dict[OcsId, Recent] = field(default_factory=dict)
-    _control: dict[OcsId, Recent] = field(default_factory=dict)
+    _device: dict[OcsId, RecentSamples] = field(default_factory=dict)
+    _route: dict[OcsId, RecentSamples] = field(default_factory=dict)
+    _control: dict[OcsId, RecentSamples] = field(default_factory=dict)
     _unfit: Counter[OcsId] = field(default_factory=Counter)  # periods without a window since the last commit
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class CommitTimes:
         for memory, value_s in ((self._control, control_s), (self._device, device_s), (self._route, route_s)):
             if not value_s >= 0:
                 raise ValueError(f"times of a commit must be >= 0, got {value_s} on {switch}")
-            memory.setdefault(switch, Recent()).add(value_s)
+            memory.setdefault(switch, RecentSamples()).add(value_s)
         self._unfit.pop(switch, None)
 
     def unfit(self, switches: Iterable[OcsId]) -> None:
@@ -78,7 +78,7 @@ class CommitTimes:
     def _stated_s(self, switch: OcsId) -> float:
         return self.stated_s.get(switch, 0.0) * self.allowance.device_factor + self.allowance.link_up_s
 
-    def _expected_s(self, memory: Mapping[OcsId, Recent], switch: OcsId, unmeasured_s: float) -> float:
+    def _expected_s(self, memory: Mapping[OcsId, RecentSamples], switch: OcsId, unmeasured_s: float) -> float:
         recent = memory.get(switch)
         if recent is None:
             return unmeasured_s

@@ -3,13 +3,15 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from planner.fabric.ground import AggRoom, Ground
+from planner.fabric.ground import AggRoom, PlanGround
 from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, port_pair
-from planner.fabric.place import Placed, PlacingProblem, place
+from planner.fabric.place import PlacedCircuits, PlacingProblem, place
 from planner.fabric.topology import Lane
 
 
-def place_in_core(ground: Ground, lanes: Mapping[EndpointId, Iterable[Lane]], circuits: Mapping[Pair, int]) -> Placed:
+def place_in_core(
+    ground: PlanGround, lanes: Mapping[EndpointId, Iterable[Lane]], circuits: Mapping[Pair, int]
+) -> PlacedCircuits:
     """Between PoDs, on the ports at which these lanes end in the core."""
     ports: dict[OcsId, dict[int, EndpointId]] = defaultdict(dict)
     for pod, own in lanes.items():
@@ -21,7 +23,7 @@ def place_in_core(ground: Ground, lanes: Mapping[EndpointId, Iterable[Lane]], ci
 
 
 def evened_out(
-    placed: Placed, lanes: Mapping[EndpointId, Iterable[Lane]], rooms: Mapping[EndpointId, AggRoom]
+    placed: PlacedCircuits, lanes: Mapping[EndpointId, Iterable[Lane]], rooms: Mapping[EndpointId, AggRoom]
 ) -> tuple[PortPair, ...]:
     """As many circuits on the same switches of the core. New ones take the lanes whose far ends are where ToRs have
     most ports left: two ToRs can only be joined where both have a port, so lifts must not use up one switch of a PoD.

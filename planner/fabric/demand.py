@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.fabric.broadcast import broadcasts_of
-from planner.fabric.collectives import TRANSFERS_AT_ONCE, Floats, Ints, Transfers, transfers_of
-from planner.fabric.intent import Intent, Operation, Primitive
+from planner.fabric.collectives import TRANSFERS_AT_ONCE, Floats, Ints, RankTransfers, transfers_of
+from planner.fabric.intent import Intent, Primitive, TrafficOperation
 from planner.fabric.masks import failed_ports, healthy_lanes, mask_nics
 from planner.fabric.model import EndpointId
-from planner.fabric.placement import NONE, Nics, Placement
-from planner.fabric.plan import Demand, Failures
+from planner.fabric.placement import NONE, Nics, RankPlacement
+from planner.fabric.plan import FabricDemand, FabricFailures
 from planner.fabric.topology import RESPONSES, Site
 
 GENERAL = ""  # the purpose of lanes that are not reserved
@@ -25,7 +25,7 @@ NAMED_AT_MOST = 5  # ranks in a note
 
 
 @dataclass(frozen=True, slots=True)
-class Flows:
+class IntentFlows:
     """What an intent sends. ToRs of a pair may be of different PoDs."""
 
     tors: Mapping[str, Mapping[tuple[EndpointId, EndpointId], float]]  # by purpose, bytes from ToR to another ToR
@@ -41,14 +41,14 @@ class Flows:
         return self.nvlink_bytes + self.below_tor_bytes
 
 
-def flows_of(intent: Intent, site: Site, failures: Failures) -> Flows:
+def flows_of(intent: Intent, site: Site, failures: FabricFailures) -> IntentFlows:
     """Traffic for a reserved purpose is kept apart if the site reserves anything for it."""
     mask = mask_nics(site, failures)
-    placement = Placement.of(site, intent, mask)
+    placement = RankPlacement.of(site, intent, mask)
     reserved = {each.purpose for each in site.reservations}
     tallies = {GENERAL: _Tally(placement)}
     for traffic in intent.traffic:
-        streams = traffic.operation is Operation.RESPONSES and RESPONSES in reserved
+        streams = traffic.operation is TrafficOperation.RESPONSES and RESPONSES in reserved
         tally = tallies.setdefault(RESPONSES if streams else GENERAL, _Tally(placement))
         if traffic.primitive is Primitive.BROADCAST:
             tally.add(broadcasts_of(traffic, placement))
@@ -60,7 +60,7 @@ def flows_of(intent: Intent, site: Site, failures: Failures) -> Flows:
     out_bytes = np.sum([tally.nic_out_bytes for tally in tallies.values()], axis=0)
     in_bytes = np.sum([tally.nic_in_bytes for tally in tallies.values()], axis=0)
     dropped_bytes = sum(tally.dropped_bytes for tally in tallies.values())
-    return Flows(
+    return IntentFlows(
         tors={purpose: tally.between_tors() for purpose, tally in tallies.items()},
         pods=placement.pods(),
         nvlink_bytes=sum(tally.nvlink_bytes for tally in tallies.values()),
@@ -71,7 +71,7 @@ def flows_of(intent: Intent, site: Site, failures: Failures) -> Flows:
     )
 
 
-def demand_of(intent: Intent, site: Site, failures: Failures) -> Demand:
+def demand_of(intent: Intent, site: Site, failures: FabricFailures) -> FabricDemand:
     """Bytes between ToRs and uplinks in each PoD, and between PoDs."""
     flows = flows_of(intent, site, failures)
     agg: dict[EndpointId, dict[tuple[EndpointId, EndpointId], float]] = defaultdict(lambda: defaultdict(float))
@@ -93,7 +93,7 @@ def demand_of(intent: Intent, site: Site, failures: Failures) -> Demand:
             cut_off |= {here, there} - shares.keys()
         lanes = f"lane kept for {purpose}" if purpose else "lane"
         notes += [f"{pod}: no {lanes} to the core is left" for pod in sorted(cut_off)]
-    return Demand(
+    return FabricDemand(
         agg={pod: dict(sorted(agg[pod].items())) for pod in sorted(agg)},
         core=dict(sorted(core.items())),
         local_bytes=flows.local_bytes,
@@ -101,7 +101,9 @@ def demand_of(intent: Intent, site: Site, failures: Failures) -> Demand:
     )
 
 
-def uplink_shares(site: Site, failures: Failures, purpose: str) -> Mapping[EndpointId, Mapping[EndpointId, float]]:
+def uplink_shares(
+    site: Site, failures: FabricFailures, purpose: str
+) -> Mapping[EndpointId, Mapping[EndpointId, float]]:
     """Of each PoD, by how many of its lanes for this purpose are healthy. A PoD without any is not there."""
     lanes: dict[EndpointId, dict[EndpointId, int]] = defaultdict(lambda: defaultdict(int))
     for lane in healthy_lanes(site, failed_ports(site, failures)):
@@ -116,7 +118,7 @@ def uplink_shares(site: Site, failures: Failures, purpose: str) -> Mapping[Endpo
 class _Tally:
     """Bytes as they are counted, transfer by transfer."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: RankPlacement) -> None:
         self._placement = placement
         self._tors = len(placement.site.tors)
         self._between: Floats = np.zeros(self._tors * self._tors)
@@ -125,10 +127,10 @@ class _Tally:
         self.nvlink_bytes = 0.0
         self.below_tor_bytes = 0.0
         self.dropped_bytes = 0.0
-        self._waiting: list[Transfers] = []
+        self._waiting: list[RankTransfers] = []
         self._waiting_count = 0
 
-    def add(self, transfers: Transfers) -> None:
+    def add(self, transfers: RankTransfers) -> None:
         """Many small ones are counted together: see `flush`."""
         self._waiting.append(transfers)
         self._waiting_count += len(transfers.sources)
@@ -139,14 +141,14 @@ class _Tally:
         if self._waiting:
             waiting, self._waiting, self._waiting_count = self._waiting, [], 0
             self._count(
-                Transfers(
+                RankTransfers(
                     np.concatenate([each.sources for each in waiting]),
                     np.concatenate([each.destinations for each in waiting]),
                     np.concatenate([each.sent_bytes for each in waiting]),
                 )
             )
 
-    def _count(self, transfers: Transfers) -> None:
+    def _count(self, transfers: RankTransfers) -> None:
         placement, nics = self._placement, self._placement.nics
         sources, destinations = placement.places(transfers.sources), placement.places(transfers.destinations)
         servers = placement.server[sources]
@@ -188,7 +190,7 @@ def _on_one_rail(
     return np.where(before != NONE, before, source), np.where(after != NONE, after, destination)
 
 
-def _homeless(placement: Placement, dropped_bytes: float) -> Iterator[str]:
+def _homeless(placement: RankPlacement, dropped_bytes: float) -> Iterator[str]:
     ranks = placement.homeless()
     if ranks:
         named = ", ".join(map(str, ranks[:NAMED_AT_MOST])) + (", ..." if len(ranks) > NAMED_AT_MOST else "")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from planner.cost.models import Model
 from planner.cost.roofline import ACTIVATION_BYTES
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.model import EngineId, GpuId, Parallelism
 
 RESPONSE_BYTES_PER_TOKEN = 8.0  # its id and its log-probability
@@ -49,7 +49,7 @@ def deployment_intent(
 ) -> Intent:
     """Engines of one layout and one volume share their traffic's entries; `trainers` take responses in turn."""
     ordered = sorted(engines, key=lambda engine: engine.id)
-    alike: dict[tuple[Operation, Primitive, float, float, bool], list[tuple[tuple[int, ...], tuple[int, ...]]]]
+    alike: dict[tuple[TrafficOperation, Primitive, float, float, bool], list[tuple[tuple[int, ...], tuple[int, ...]]]]
     alike = defaultdict(list)
     for number, engine in enumerate(ordered):
         for each in _engine_traffic(model, engine, per_node, activation_bytes):
@@ -59,7 +59,7 @@ def deployment_intent(
         if engine.response_tokens and trainers:
             sent_bytes = engine.response_tokens * RESPONSE_BYTES_PER_TOKEN
             stream = int(engine.gpus[0]), int(trainers[number % len(trainers)])
-            alike[Operation.RESPONSES, Primitive.PIPELINE, sent_bytes, 1.0, False].append((stream, ()))
+            alike[TrafficOperation.RESPONSES, Primitive.PIPELINE, sent_bytes, 1.0, False].append((stream, ()))
     return Intent(
         period,
         Stage.GEN,
@@ -94,14 +94,14 @@ def _engine_traffic(model: Model, engine: DeployedEngine, per_node: int, activat
         groups = tuple(tuple(gpu for each in stages[stage :: layout.pp] for gpu in each) for stage in range(layout.pp))
         # To its experts and back; tokens of a replica are split over its TP ranks.
         sent_bytes = model.experts_per_token * replica_bytes / layout.tp
-        yield Traffic(Operation.EP, Primitive.ALL_TO_ALL, groups, sent_bytes, 2 * layers)
+        yield Traffic(TrafficOperation.EP, Primitive.ALL_TO_ALL, groups, sent_bytes, 2 * layers)
     if layout.pp > 1:
         chains = tuple(
             tuple(stages[replica * layout.pp + stage][rank] for stage in range(layout.pp))
             for replica in range(layout.dp)
             for rank in range(layout.tp)
         )
-        yield Traffic(Operation.PP, Primitive.PIPELINE, chains, replica_bytes / layout.tp)
+        yield Traffic(TrafficOperation.PP, Primitive.PIPELINE, chains, replica_bytes / layout.tp)
 
 
 def _afd_traffic(
@@ -112,7 +112,7 @@ def _afd_traffic(
     attention, ffn = gpus[: layout.attention_gpus], gpus[layout.attention_gpus :]
     copies = min(model.experts_per_token, len(ffn)) if model.moe else 1
     sent_bytes, layers = all_bytes * copies / len(attention), float(model.layers)
-    yield Traffic(Operation.AFD, Primitive.BIPARTITE, (attention,), sent_bytes, layers, (ffn,), both_ways=True)
+    yield Traffic(TrafficOperation.AFD, Primitive.BIPARTITE, (attention,), sent_bytes, layers, (ffn,), both_ways=True)
     replicas = tuple(attention[first : first + layout.tp] for first in range(0, len(attention), layout.tp))
     yield from _all_reduce(replicas, all_bytes / len(replicas), layers, per_node)
     if not model.moe:
@@ -125,10 +125,10 @@ def _all_reduce(groups: Groups, buffer_bytes: float, times: float, per_node: int
     if size == 1:
         return
     if size <= per_node:
-        yield Traffic(Operation.TP, Primitive.RING_ALL_REDUCE, groups, buffer_bytes, times)
+        yield Traffic(TrafficOperation.TP, Primitive.RING_ALL_REDUCE, groups, buffer_bytes, times)
         return
     nodes = tuple(group[first : first + per_node] for group in groups for first in range(0, size, per_node))
     rings = tuple(group[rank::per_node] for group in groups for rank in range(per_node))
-    yield Traffic(Operation.TP, Primitive.REDUCE_SCATTER, nodes, buffer_bytes, times)
-    yield Traffic(Operation.TP, Primitive.RING_ALL_REDUCE, rings, buffer_bytes / per_node, times)
-    yield Traffic(Operation.TP, Primitive.ALL_GATHER, nodes, buffer_bytes / per_node, times)
+    yield Traffic(TrafficOperation.TP, Primitive.REDUCE_SCATTER, nodes, buffer_bytes, times)
+    yield Traffic(TrafficOperation.TP, Primitive.RING_ALL_REDUCE, rings, buffer_bytes / per_node, times)
+    yield Traffic(TrafficOperation.TP, Primitive.ALL_GATHER, nodes, buffer_bytes / per_node, times)

@@ -7,13 +7,13 @@ from planner.fabric.demand import flows_of
 from planner.fabric.intent import Intent
 from planner.fabric.masks import failed_ports, healthy_lanes
 from planner.fabric.materialize import materialize
-from planner.fabric.plan import FabricPlan, FabricState, Failures
+from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
 from planner.fabric.topology import Site
 from planner.model import Hold
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class FailureCost:
     """Each as it was and as it is. Seconds of a period are those of its slowest pair of endpoints that has circuits,
     and of its most loaded NIC. `unserved`: pairs with demand that have no circuit any more."""
 
@@ -40,7 +40,7 @@ class Cost:
         return max(self.completion_s, self.nic_s) / before if before else 1.0
 
 
-def cost_of(site: Site, intent: Intent, failures: Failures) -> Cost | Hold:
+def cost_of(site: Site, intent: Intent, failures: FabricFailures) -> FailureCost | Hold:
     """Both plans start from a fabric on which nothing is up. A server that failed has lost its traffic, which comes
     back with its ranks: place these elsewhere first to learn what remains. Hold: either plan has none."""
     healthy = materialize(site, intent, FabricState())
@@ -49,11 +49,11 @@ def cost_of(site: Site, intent: Intent, failures: Failures) -> Cost | Hold:
         return healthy
     if isinstance(left, Hold):
         return left
-    sound, broken = (flows_of(intent, site, each) for each in (Failures(), failures))
+    sound, broken = (flows_of(intent, site, each) for each in (FabricFailures(), failures))
     failed = failed_ports(site, failures)
     fibred = {(switch.id, port) for switch in site.switches for ports in switch.ports.values() for port in ports}
     before = {pair for tier in healthy.tiers for pair in tier.unserved}
-    return Cost(
+    return FailureCost(
         healthy_gbps=_gbps(site, healthy),
         left_gbps=_gbps(site, left),
         healthy_completion_s=healthy.completion_s,

@@ -9,17 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, zip_longest
 
 from planner.fabric.model import EndpointId, OcsId
-from planner.fabric.shape import Fault, Impossible, Shape
+from planner.fabric.shape import ImpossibleSite, ShapeFault, SiteShape
 from planner.fabric.topology import (
     RESPONSES,
-    Device,
     Pod,
+    PodRole,
     Reservation,
-    Role,
     Server,
     ServerId,
     Site,
     Switch,
+    SwitchModel,
     Tier,
     Tor,
     Uplink,
@@ -27,9 +27,9 @@ from planner.fabric.topology import (
 from planner.model import GpuId
 
 
-def regular_site(shape: Shape) -> Site:
+def regular_site(shape: SiteShape) -> Site:
     """Sound by `orchestrrl/fabric/site_checks.py`. Raises Impossible."""
-    faults: list[Fault] = []
+    faults: list[ShapeFault] = []
     agg = _fewest_switches(_agg_fibres(shape), shape.agg_device.ports, shape.agg_switches)
     core = _fewest_switches(_core_fibres(shape), shape.core_device.ports, shape.core_switches)
     if agg is None:
@@ -37,16 +37,16 @@ def regular_site(shape: Shape) -> Site:
     if core is None:
         faults.append(_core_too_small(shape))
     if agg is None or core is None:
-        raise Impossible(faults)
+        raise ImpossibleSite(faults)
     return _site(shape, agg, core)
 
 
-def _agg_fibres(shape: Shape) -> Counter[int]:
+def _agg_fibres(shape: SiteShape) -> Counter[int]:
     """How many endpoints of a PoD have how many fibres."""
     return Counter({shape.tor_fibres: shape.blocks * shape.rail_count}) + Counter({shape.uplink_lanes: shape.uplinks})
 
 
-def _core_fibres(shape: Shape) -> Counter[int]:
+def _core_fibres(shape: SiteShape) -> Counter[int]:
     return Counter({shape.uplink_lanes: shape.pods * shape.uplinks})
 
 
@@ -66,7 +66,7 @@ def _most_ports(fibres: Counter[int], switches: int) -> int:
     return sum(endpoints * -(-count // switches) for count, endpoints in fibres.items())
 
 
-def _agg_too_small(shape: Shape) -> Fault:
+def _agg_too_small(shape: SiteShape) -> ShapeFault:
     fibres = _agg_fibres(shape)
     endpoints = f"{_number(shape.blocks * shape.rail_count, 'ToR')} and {_number(shape.uplinks, 'uplink')} of a PoD"
     if shape.agg_switches is not None:
@@ -80,14 +80,14 @@ def _agg_too_small(shape: Shape) -> Fault:
     most = min(fibres)
     need = _most_ports(fibres, most)
     message = f"has too few ports for the {endpoints}: even over {most} switches one needs {need}; {change}"
-    return Fault("agg_device", message, f"{shape.agg_device.name} ({shape.agg_device.ports} ports)")
+    return ShapeFault("agg_device", message, f"{shape.agg_device.name} ({shape.agg_device.ports} ports)")
 
 
 def _number(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _core_too_small(shape: Shape) -> Fault:
+def _core_too_small(shape: SiteShape) -> ShapeFault:
     fibres = _core_fibres(shape)
     if shape.core_switches is not None:
         return _given(shape, "core", shape.core_switches, fibres, shape.core_device)
@@ -95,23 +95,23 @@ def _core_too_small(shape: Shape) -> Fault:
         f"has too few ports for one fibre of each of {fibres.total()} uplinks;"
         " take fewer PoDs or uplinks_per_pod, or another device"
     )
-    return Fault("core_device", message, f"{shape.core_device.name} ({shape.core_device.ports} ports)")
+    return ShapeFault("core_device", message, f"{shape.core_device.name} ({shape.core_device.ports} ports)")
 
 
-def _given(shape: Shape, tier: str, switches: int, fibres: Counter[int], device: Device) -> Fault:
+def _given(shape: SiteShape, tier: str, switches: int, fibres: Counter[int], device: SwitchModel) -> ShapeFault:
     if switches > min(fibres):
         message = f"must be <= {min(fibres)}, as each endpoint has a fibre to each switch, and some have no more"
-        return Fault(f"{tier}_switches", message, switches)
+        return ShapeFault(f"{tier}_switches", message, switches)
     need = _most_ports(fibres, switches)
-    return Fault(
+    return ShapeFault(
         f"{tier}_switches", f"one of them needs {need} ports, and a {device.name} has {device.ports}", switches
     )
 
 
-def _site(shape: Shape, agg: int, core: int) -> Site:
+def _site(shape: SiteShape, agg: int, core: int) -> Site:
     pods = [
         Pod(EndpointId(name), role)
-        for role, count in ((Role.TRAIN, shape.train_pods), (Role.GEN, shape.gen_pods))
+        for role, count in ((PodRole.TRAIN, shape.train_pods), (PodRole.GEN, shape.gen_pods))
         for name in _names(role, count)
     ]
     tors = {pod.id: _tors(shape, pod.id) for pod in pods}
@@ -150,7 +150,7 @@ def _names(stem: str, count: int) -> list[str]:
     return [f"{stem}{number:0{width}}" for number in range(count)]
 
 
-def _tors(shape: Shape, pod: EndpointId) -> list[Tor]:
+def _tors(shape: SiteShape, pod: EndpointId) -> list[Tor]:
     """By block and rail. A ToR of several NICs of a server is of no rail."""
     blocks = [f"{name}-" for name in _names(f"{pod}/b", shape.blocks)] if shape.blocks > 1 else [f"{pod}/"]
     return [
@@ -160,7 +160,7 @@ def _tors(shape: Shape, pod: EndpointId) -> list[Tor]:
     ]
 
 
-def _servers(shape: Shape, pods: Iterable[Pod], tors: Mapping[EndpointId, list[Tor]]) -> Iterator[Server]:
+def _servers(shape: SiteShape, pods: Iterable[Pod], tors: Mapping[EndpointId, list[Tor]]) -> Iterator[Server]:
     """GPUs are numbered through the site; blocks differ by no more than one server."""
     gpu = 0
     for pod in pods:
@@ -173,7 +173,7 @@ def _servers(shape: Shape, pods: Iterable[Pod], tors: Mapping[EndpointId, list[T
 
 
 def _switches(
-    name: str, count: int, fibres: Mapping[EndpointId, int], tier: Tier, pod: EndpointId | None, device: Device
+    name: str, count: int, fibres: Mapping[EndpointId, int], tier: Tier, pod: EndpointId | None, device: SwitchModel
 ) -> list[Switch]:
     """Every endpoint on each of them, in ports side by side. What does not divide evenly goes to the first switches,
     for all alike: so the ports of any two endpoints match."""
@@ -189,7 +189,7 @@ def _switches(
     return switches
 
 
-def _response_lanes(shape: Shape) -> int:
+def _response_lanes(shape: SiteShape) -> int:
     """Of each Gen PoD. Raises Impossible where nothing would be left."""
     train, gen = shape.train_pods, shape.gen_pods
     lanes = shape.uplink_lanes * shape.uplinks
@@ -203,20 +203,20 @@ def _response_lanes(shape: Shape) -> int:
             f"takes {taken} of the {lanes} lanes of a PoD, as {gen} Gen PoDs stream to {train} Train PoDs, and must"
             " leave one; lower it (0: none are kept) or raise core_lanes"
         )
-        raise Impossible([Fault("response_lanes", message, shape.response_lanes)])
+        raise ImpossibleSite([ShapeFault("response_lanes", message, shape.response_lanes)])
     return shape.response_lanes
 
 
 def _responses(
-    shape: Shape, pods: Iterable[Pod], uplinks: Mapping[EndpointId, list[Uplink]], core: Iterable[Switch]
+    shape: SiteShape, pods: Iterable[Pod], uplinks: Mapping[EndpointId, list[Uplink]], core: Iterable[Switch]
 ) -> Iterator[Reservation]:
     """Each lane of a Gen PoD with one of a Train PoD on the same switch: the last ports of each, the switches in turn.
 
     PoDs are cabled alike, so the n-th lanes of any two end on one switch. Within a run of as many lanes as there are
     PoDs of the rarer role, each PoD gives its n-th lane at most once.
     """
-    of_role = {role: [pod.id for pod in pods if pod.role is role] for role in Role}
-    train, gen = of_role[Role.TRAIN], of_role[Role.GEN]
+    of_role = {role: [pod.id for pod in pods if pod.role is role] for role in PodRole}
+    train, gen = of_role[PodRole.TRAIN], of_role[PodRole.GEN]
     kept: dict[OcsId, set[int]] = defaultdict(set)
     lanes: dict[EndpointId, list[tuple[OcsId, int]]] = {}
     for pod in (*train, *gen):

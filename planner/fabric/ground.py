@@ -13,7 +13,7 @@ from planner.fabric.topology import RESPONSES, Lane, Site
 
 
 @dataclass(frozen=True)
-class Ground:
+class PlanGround:
     """`touched`: the PoDs whose circuits are decided anew; all others keep theirs."""
 
     site: Site
@@ -90,7 +90,7 @@ class Ground:
 class AggRoom:
     """The aggregation layer of one PoD while its ports are handed out. What stays has its ports already."""
 
-    def __init__(self, ground: Ground, pod: EndpointId) -> None:
+    def __init__(self, ground: PlanGround, pod: EndpointId) -> None:
         switches = ground.site.agg_switches_of[pod]
         self._tors = ground.site.tor
         self._owner = ground.owner

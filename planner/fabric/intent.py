@@ -17,7 +17,7 @@ class Stage(StrEnum):
     WEIGHT_SYNC = "weight_sync"
 
 
-class Operation(StrEnum):
+class TrafficOperation(StrEnum):
     DP = "DP"
     TP = "TP"
     PP = "PP"
@@ -47,7 +47,7 @@ class Traffic:
     `groups`: of ranks; `receivers`: of BIPARTITE and BROADCAST, one tuple for each group.
     """
 
-    operation: Operation
+    operation: TrafficOperation
     primitive: Primitive
     groups: tuple[tuple[int, ...], ...]
     bytes_per_rank: float

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from planner.fabric.coupling import partners
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, PortPair, port_pair
-from planner.fabric.steering import Link
+from planner.fabric.steering import RoutedLink
 from planner.fabric.topology import Site, Tier
 
 Interface = tuple[EndpointId, str]  # a ToR, and what it calls the interface
@@ -21,7 +21,7 @@ Interface = tuple[EndpointId, str]  # a ToR, and what it calls the interface
 class Lit:
     """A link, and what carries its light."""
 
-    link: Link
+    link: RoutedLink
     over: tuple[PortPair, ...]  # from its end `a` to its end `b`
 
     def goes_over(self, cross_connects: Iterable[PortPair]) -> bool:
@@ -54,12 +54,12 @@ def links_up(site: Site, cross_connects: Iterable[PortPair], interfaces: Mapping
     for lane in site.lanes:
         far_end[lane.agg, lane.agg_port] = (lane.core, lane.core_port)
         far_end[lane.core, lane.core_port] = (lane.agg, lane.agg_port)
-    found: dict[Link, Lit] = {}
+    found: dict[RoutedLink, Lit] = {}
     for start, (tor, interface) in interfaces.items():
         end, over = _follow(start, joined, far_end)
         if end not in interfaces or interfaces[end][0] == tor:
             continue
-        link = Link.of(tor, interface, *interfaces[end])
+        link = RoutedLink.of(tor, interface, *interfaces[end])
         if link.ends[0] == (tor, interface):
             found[link] = Lit(link, over)
     return tuple(sorted(found.values()))

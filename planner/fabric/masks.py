@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.fabric.model import OcsId
-from planner.fabric.plan import Failures
+from planner.fabric.plan import FabricFailures
 from planner.fabric.topology import Lane, Server, ServerId, Site
 
 Port = tuple[OcsId, int]
 
 
-def failed_ports(site: Site, failures: Failures) -> frozenset[Port]:
+def failed_ports(site: Site, failures: FabricFailures) -> frozenset[Port]:
     """All ports that nothing may end at, those of failed switches included."""
     of_switches = {
         (switch.id, port)
@@ -45,7 +45,7 @@ class NicMask:
     notes: tuple[str, ...]
 
 
-def mask_nics(site: Site, failures: Failures) -> NicMask:
+def mask_nics(site: Site, failures: FabricFailures) -> NicMask:
     """Traffic of a failed NIC goes over NVLink to a healthy one: one on the same ToR if there is, else the next one.
 
     Several failed ones do not share a stand-in as long as there is another.

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from planner.fabric.allocate import BITS_PER_BYTE
 from planner.fabric.core_lanes import evened_out, place_in_core
 from planner.fabric.coupling import check_coupling
-from planner.fabric.demand import GENERAL, Flows, flows_of
-from planner.fabric.ground import AggRoom, Ground
+from planner.fabric.demand import GENERAL, IntentFlows, flows_of
+from planner.fabric.ground import AggRoom, PlanGround
 from planner.fabric.intent import Intent
 from planner.fabric.lifts import Due, Lifted, lift_all
 from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
 from planner.fabric.place import PlacingProblem, place
 from planner.fabric.plan import Directed, FabricPlan, FabricState, TierPlan
-from planner.fabric.reserved_slice import Slice, lift_any, reserve
-from planner.fabric.sizing import Sizes, Wanted, size_with, spread, wanted_of
-from planner.fabric.templates import Spare, Template, template_of
+from planner.fabric.reserved_slice import ReservedSlice, lift_any, reserve
+from planner.fabric.sizing import CircuitSizes, WantedBytes, size_with, spread, wanted_of
+from planner.fabric.templates import SpareCapacity, StageTemplate, template_of
 from planner.fabric.topology import RESPONSES, Site, Switch
 from planner.model import Hold
 
@@ -32,7 +32,7 @@ def materialize(
     site: Site,
     intent: Intent,
     state: FabricState,
-    template: Template | None = None,
+    template: StageTemplate | None = None,
     bridges: frozenset[Pair] = frozenset(),
 ) -> FabricPlan | Hold:
     """`template` None: that of the intent. `bridges`: pairs of ToRs that have a circuit even if they send nothing;
@@ -54,7 +54,7 @@ def materialize(
 
 def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair]) -> tuple[str, ...]:
     """Why these cannot be committed under this state: the final check of section 5.3. Empty: they can."""
-    ground = Ground(site, state, frozenset(site.pod))
+    ground = PlanGround(site, state, frozenset(site.pod))
     wanted = frozenset(cross_connects)
     ends = Counter((each.switch, port) for each in wanted for port in each.ports)
     faults = [f"port {port} of {switch} is used {count} times" for (switch, port), count in ends.items() if count > 1]
@@ -92,8 +92,8 @@ class _Draft:
         site: Site,
         intent: Intent,
         state: FabricState,
-        template: Template,
-        flows: Flows,
+        template: StageTemplate,
+        flows: IntentFlows,
         touched: frozenset[EndpointId],
         bridges: frozenset[Pair],
     ) -> None:
@@ -103,7 +103,7 @@ class _Draft:
         self._flows = flows
         self._touched = touched
         self._bridges = bridges
-        self._ground = Ground(site, state, touched)
+        self._ground = PlanGround(site, state, touched)
         self._state = state
         self._notes = list(flows.notes)
         self._rooms = {pod.id: AggRoom(self._ground, pod.id) for pod in site.pods}
@@ -169,7 +169,7 @@ class _Draft:
         self._notes += notes
         return [*foreign, *core], lifts
 
-    def _in_pod(self, pod: EndpointId, sizes: Sizes, carrying: Iterable[PortPair]) -> "_InPod":
+    def _in_pod(self, pod: EndpointId, sizes: CircuitSizes, carrying: Iterable[PortPair]) -> "_InPod":
         """Circuits from ToR to ToR and lifts of the lanes that the core uses, placed together."""
         room, ground = self._rooms[pod], self._ground
         lanes = [ground.lane_at[each.switch, port] for each in carrying for port in each.ports]
@@ -193,7 +193,7 @@ class _Draft:
         """What becomes of ports that are left over."""
         room = self._rooms[pod]
         spare: Iterable[PortPair] = room.up_between_tors()
-        if self._template.spare is Spare.SPREAD:
+        if self._template.spare is SpareCapacity.SPREAD:
             circuits = spread(self._site.link_gbps, room.ports(), room.tors_up())
             spare = place(PlacingProblem(room.cabling(), circuits, room.up_between_tors())).cross_connects
         room.take(spare)
@@ -203,7 +203,7 @@ class _Draft:
         self,
         pod: EndpointId,
         cross_connects: frozenset[PortPair],
-        wanted: Wanted,
+        wanted: WantedBytes,
         general_lifts: frozenset[PortPair],
         unplaced: Mapping[Pair, int],
     ) -> TierPlan:
@@ -231,8 +231,8 @@ class _Draft:
     def _core_tier(
         self,
         cross_connects: frozenset[PortPair],
-        wanted: Wanted,
-        responses: Slice,
+        wanted: WantedBytes,
+        responses: ReservedSlice,
         general: frozenset[PortPair],
         unplaced: Mapping[Pair, int],
     ) -> TierPlan:
@@ -272,7 +272,7 @@ class _Draft:
                     unserved.add(pair)
         return slowest * BITS_PER_BYTE / (self._site.link_gbps * 1e9), tuple(sorted(unserved))
 
-    def _note_left_out(self, wanted: Wanted) -> None:
+    def _note_left_out(self, wanted: WantedBytes) -> None:
         stage = self._intent.stage
         if wanted.ineligible_bytes:
             self._notes.append(f"{wanted.ineligible_bytes:.4g} bytes are between PoDs that {stage} gives no circuits")

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, port_pair
-from planner.fabric.place_chains import Chains
-from planner.fabric.place_counts import Counting, Layout
+from planner.fabric.place_chains import CircuitChains
+from planner.fabric.place_counts import CircuitLayout, Counting
 from planner.fabric.place_ruin import ruin_and_recreate
 
 CHAIN_WORK = 300  # by circuit and switch, looks at a circuit that might move
@@ -48,7 +48,7 @@ class PlacingProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedCircuits:
     """The cross-connects that shall be, in order. No placement has more than `bound_circuits`, and none with as many as
     this one keeps more than `bound_kept`: where both are met, this is the best there is."""
 
@@ -63,7 +63,7 @@ class Placed:
         return (len(self.cross_connects), len(self.kept)) == (self.bound_circuits, self.bound_kept)
 
 
-def place(problem: PlacingProblem, work: float = WORK) -> Placed:
+def place(problem: PlacingProblem, work: float = WORK) -> PlacedCircuits:
     """As many circuits as can be, then with the fewest cross-connects to remove and to add."""
     ports = _healthy_ports(problem)
     up = _worth_keeping(problem)
@@ -89,7 +89,7 @@ def place(problem: PlacingProblem, work: float = WORK) -> Placed:
         for (one, other), switch, count in new:
             for _ in range(count):
                 added.append(port_pair(switch, ports[one, switch].pop(0), ports[other, switch].pop(0)))
-    return Placed(
+    return PlacedCircuits(
         tuple(sorted(added + kept)),
         tuple(sorted(kept)),
         {pair: count for pair, count in sorted(unplaced.items()) if count},
@@ -107,7 +107,7 @@ class _Part:
     counting: Counting
 
 
-def _lay_out(counting: Counting, work: float) -> tuple[Layout, int, int]:
+def _lay_out(counting: Counting, work: float) -> tuple[CircuitLayout, int, int]:
     most_placed, most_kept = counting.most_placed(), counting.most_kept()
     layout = _chained(counting, gently=True)
     if layout.total < most_placed:
@@ -134,9 +134,9 @@ def small(counting: Counting) -> bool:
     return len(counting.ends) * counting.switches <= WHOLE
 
 
-def _chained(counting: Counting, gently: bool) -> Layout:
-    layout = Layout(counting)
-    chains = Chains(layout, CHAIN_WORK * counting.switches * counting.most_placed())
+def _chained(counting: Counting, gently: bool) -> CircuitLayout:
+    layout = CircuitLayout(counting)
+    chains = CircuitChains(layout, CHAIN_WORK * counting.switches * counting.most_placed())
     chains.keep()
     chains.fill(gently)
     while chains.bring_home():

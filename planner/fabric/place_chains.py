@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from planner.fabric.place_counts import Layout
+from planner.fabric.place_counts import CircuitLayout
 
 NOWHERE = -1
 BATCH = 8  # pairs that one search is for
@@ -22,10 +22,10 @@ LOSS = 1 << 12  # a kept circuit given up, in moves: always worse than a longer 
 MOST_LOST = (0, 1, 2, 1 << 20)  # kept circuits that one chain may give up: as few as do, so tried in turn
 
 
-class Chains:
+class CircuitChains:
     """Puts circuits into a layout. `work_left` counts what it looked at, and is the same on every machine."""
 
-    def __init__(self, layout: Layout, work: int) -> None:
+    def __init__(self, layout: CircuitLayout, work: int) -> None:
         self.layout = layout
         self.work_left = work
         self.most_placed = layout.counting.most_placed()

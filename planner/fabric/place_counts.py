@@ -49,7 +49,7 @@ class Counting:
         return min(self.wanted[pair], sum(map(min, self.ports[one], self.ports[other])))
 
 
-class Layout:
+class CircuitLayout:
     """Circuits of each pair on each switch, as they are being placed."""
 
     def __init__(self, counting: Counting) -> None:

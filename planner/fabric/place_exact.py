@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from planner.fabric.place_counts import Layout
+from planner.fabric.place_counts import CircuitLayout
 
 WHOLE_WORK = 2.0  # for each of the two aims; a unit takes about a second
 GROUP = 5  # switches that exchange circuits
@@ -30,7 +30,7 @@ class Bounds:
 class _Program:
     """Which of `switches` carry the circuits that the layout has on them, and those that it misses."""
 
-    def __init__(self, layout: Layout, switches: Sequence[int]) -> None:
+    def __init__(self, layout: CircuitLayout, switches: Sequence[int]) -> None:
         self.layout = layout
         self.model = cp_model.CpModel()
         self.on: dict[tuple[int, int], cp_model.IntVar] = {}  # circuits of (pair, switch)
@@ -108,7 +108,7 @@ class _Program:
                 self.layout.add(pair, switch)
 
 
-def settle(layout: Layout, bounds: Bounds) -> Bounds:
+def settle(layout: CircuitLayout, bounds: Bounds) -> Bounds:
     """The best layout, first by circuits placed and then by those kept, and what is proven of it."""
     everywhere = range(layout.counting.switches)
     if layout.total < bounds.placed:
@@ -126,7 +126,7 @@ def settle(layout: Layout, bounds: Bounds) -> Bounds:
     return bounds
 
 
-def exchange(layout: Layout, bounds: Bounds, work: float) -> None:
+def exchange(layout: CircuitLayout, bounds: Bounds, work: float) -> None:
     """Better layouts, by placing anew what a few switches carry, group after group, until the work is done."""
     rng = random.Random(SEED)
     order = list(range(layout.counting.switches))

@@ -7,18 +7,18 @@ the Ruin and Recreate Principle, 2000).
 
 import random
 
-from planner.fabric.place_chains import Chains
-from planner.fabric.place_counts import Layout
+from planner.fabric.place_chains import CircuitChains
+from planner.fabric.place_counts import CircuitLayout
 
 SEED = 1
 MOST_FORCED = 8  # circuits put back at once
 WORK = 600_000  # looks at a circuit that might move, in about a second
 
 
-def ruin_and_recreate(layout: Layout, most_placed: int, most_kept: int, work: float) -> None:
+def ruin_and_recreate(layout: CircuitLayout, most_placed: int, most_kept: int, work: float) -> None:
     """At least as many circuits, and of as many at least as many kept. `work` is in about seconds."""
     rng = random.Random(SEED)
-    chains = Chains(layout, round(work * WORK))
+    chains = CircuitChains(layout, round(work * WORK))
     while chains.work_left > 0 and (layout.total, layout.kept) < (most_placed, most_kept):
         missing = _missing(layout) if layout.total < most_placed else []
         wanting = missing or _given_up(layout)
@@ -34,7 +34,7 @@ def ruin_and_recreate(layout: Layout, most_placed: int, most_kept: int, work: fl
             layout.go_back()
 
 
-def _missing(layout: Layout) -> list[tuple[int, int]]:
+def _missing(layout: CircuitLayout) -> list[tuple[int, int]]:
     """Pairs that miss a circuit, with the switches on which both ends have ports."""
     counting = layout.counting
     return [
@@ -46,7 +46,7 @@ def _missing(layout: Layout) -> list[tuple[int, int]]:
     ]
 
 
-def _given_up(layout: Layout) -> list[tuple[int, int]]:
+def _given_up(layout: CircuitLayout) -> list[tuple[int, int]]:
     """Pairs that might keep more, with the switches on which they might."""
     counting = layout.counting
     return [
@@ -58,7 +58,7 @@ def _given_up(layout: Layout) -> list[tuple[int, int]]:
     ]
 
 
-def _force(layout: Layout, pair: int, home: int, rng: random.Random) -> None:
+def _force(layout: CircuitLayout, pair: int, home: int, rng: random.Random) -> None:
     """A circuit of the pair on `home`, whatever has to go for it."""
     up = layout.counting.up
     away = [switch for switch, count in enumerate(layout.placed[pair]) if switch != home and count > up[pair][switch]]

@@ -45,7 +45,7 @@ class Nics:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """`server` and `nic` of each rank are NONE where it has none; `nic` is the one that stands in for its own."""
 
     site: Site
@@ -55,7 +55,7 @@ class Placement:
     nic: Ints  # [rank's place in `ranks`]
 
     @classmethod
-    def of(cls, site: Site, intent: Intent, mask: NicMask) -> "Placement":
+    def of(cls, site: Site, intent: Intent, mask: NicMask) -> "RankPlacement":
         ranks = np.array(sorted(intent.ranks), dtype=np.int64)
         numbers: dict[ServerId, int] = {}
         firsts: dict[ServerId, int] = {}

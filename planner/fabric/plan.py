@@ -11,7 +11,7 @@ Directed = Mapping[tuple[EndpointId, EndpointId], float]  # bytes from one endpo
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class FabricDemand:
     """`agg`: of each PoD, between its ToRs and uplinks; `core`: between PoDs."""
 
     agg: Mapping[EndpointId, Directed]
@@ -21,7 +21,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Failures:
+class FabricFailures:
     """What is not to be used. A server that failed has its ranks replaced by whoever placed them."""
 
     ports: frozenset[tuple[OcsId, int]] = frozenset()
@@ -30,8 +30,8 @@ class Failures:
     nics: frozenset[tuple[ServerId, int]] = frozenset()  # their traffic is relayed over NVLink to a healthy one
     servers: frozenset[ServerId] = frozenset()
 
-    def __or__(self, other: "Failures") -> "Failures":
-        return Failures(
+    def __or__(self, other: "FabricFailures") -> "FabricFailures":
+        return FabricFailures(
             self.ports | other.ports,
             self.switches | other.switches,
             self.cross_connects | other.cross_connects,
@@ -45,7 +45,7 @@ class FabricState:
     """What is up, what is broken, and what an operator wants to stay."""
 
     current: frozenset[PortPair] = frozenset()
-    failures: Failures = field(default_factory=Failures)
+    failures: FabricFailures = field(default_factory=FabricFailures)
     pinned: frozenset[PortPair] = frozenset()  # their ports are nobody else's
 
 

@@ -20,7 +20,7 @@ ROUNDING = 1e-9  # of sums of weights
 
 
 @dataclass(frozen=True, slots=True)
-class Trust:
+class SampleTrust:
     """When a promise is made. Fewer values than a quantile takes give their least one, shrunk."""
 
     min_samples: int = 4
@@ -41,7 +41,7 @@ class Trust:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class QuantileBound:
     """The next value lies beyond `value_s`, but for a probability of at most `risk`."""
 
     value_s: float
@@ -56,7 +56,7 @@ def samples_needed(q: float) -> int:
     return ceil(1 / q - 1e-9) - 1
 
 
-class Recent:
+class RecentSamples:
     """The last `memory` values. A run of values beyond most of the older ones is a new regime: the older ones go."""
 
     __slots__ = ("_added", "_asked", "_edges", "_half_life", "_least", "_memory", "_next", "_run", "_side", "_values")
@@ -72,7 +72,7 @@ class Recent:
         self._next = 0  # where the oldest of a full ring is
         self._edges = (-inf, inf)  # a tenth of the values lies on either side, as of lately
         self._least: float | None = None  # of the values
-        self._asked: tuple[float, Bound | None] | None = None  # a lower bound, by its q
+        self._asked: tuple[float, QuantileBound | None] | None = None  # a lower bound, by its q
         self._side, self._run = 0, 0  # the newest `_run` values all lie on that side
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class Recent:
                 return value
         return None
 
-    def lower(self, q: float, above: float = -inf) -> Bound | None:
+    def lower(self, q: float, above: float = -inf) -> QuantileBound | None:
         """What the next value exceeds but for a probability of `q`, given that it exceeds `above`. None: too few.
 
         The answer is kept until a value is added: asked before it is needed, it is there at once.
@@ -127,17 +127,17 @@ class Recent:
             self._asked = q, _bound(*self._sorted(-inf), q)
         return self._asked[1]
 
-    def upper(self, q: float) -> Bound | None:
+    def upper(self, q: float) -> QuantileBound | None:
         """What the next value does not exceed but for a probability of `1 - q`. None: too few."""
         pairs, total = self._sorted(-inf)
         return _bound(pairs[::-1], total, 1 - q)
 
-    def least(self, above: float = -inf) -> Bound | None:
+    def least(self, above: float = -inf) -> QuantileBound | None:
         """The least remembered value, with the risk that the next one is less. None where some do not exceed `above`:
         those that do say too little."""
         if not self._values or self._minimum() <= above:
             return None
-        return Bound(self._minimum(), 1 / (_weight(self._half_life, len(self)) + 1), len(self))
+        return QuantileBound(self._minimum(), 1 / (_weight(self._half_life, len(self)) + 1), len(self))
 
     def _minimum(self) -> float:
         if self._least is None:
@@ -163,21 +163,21 @@ class Recent:
         self._set_edges()
 
 
-def recent_of(values: Iterable[float], memory: int = MEMORY, half_life: float = HALF_LIFE) -> Recent:
-    made = Recent(memory, half_life)
+def recent_of(values: Iterable[float], memory: int = MEMORY, half_life: float = HALF_LIFE) -> RecentSamples:
+    made = RecentSamples(memory, half_life)
     for value in values:
         made.add(value)
     return made
 
 
-def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> Bound | None:
+def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> QuantileBound | None:
     """The last value, in order of `pairs`, before which no more than q lies, the next one being counted there too."""
     budget, passed = q * (total + 1) - 1 + ROUNDING, 0.0
     if budget < 0:
         return None
     for value, weight in pairs:
         if passed + weight > budget:
-            return Bound(value, (1 + passed) / (total + 1), len(pairs))
+            return QuantileBound(value, (1 + passed) / (total + 1), len(pairs))
         passed += weight
     return None
 

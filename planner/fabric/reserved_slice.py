@@ -6,30 +6,30 @@ from dataclasses import dataclass
 
 from planner.fabric.allocate import AllocationProblem, algorithm3
 from planner.fabric.core_lanes import place_in_core
-from planner.fabric.ground import AggRoom, Ground
+from planner.fabric.ground import AggRoom, PlanGround
 from planner.fabric.model import EndpointId, Pair, PortPair
-from planner.fabric.topology import RESPONSES, Lane, Role
+from planner.fabric.topology import RESPONSES, Lane, PodRole
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class ReservedSlice:
     core: tuple[PortPair, ...]
     lifts: tuple[PortPair, ...]
     notes: tuple[str, ...]
 
 
-def reserve(ground: Ground, rooms: Mapping[EndpointId, AggRoom]) -> Slice:
+def reserve(ground: PlanGround, rooms: Mapping[EndpointId, AggRoom]) -> ReservedSlice:
     """Circuits between Gen and Train PoDs over the lanes kept for responses, each lane lifted to a ToR; takes ports of
     the rooms. What is up stays. Every Gen PoD gets one first."""
     lanes = ground.lanes_for(RESPONSES)
     wanted = _circuits(ground, {pod: len(own) for pod, own in lanes.items()})
     placed = place_in_core(ground, lanes, wanted)
     core, lifts, notes = lift_any(ground, rooms, placed.cross_connects)
-    return Slice(core, lifts, tuple(f"the slice for responses: {note}" for note in notes))
+    return ReservedSlice(core, lifts, tuple(f"the slice for responses: {note}" for note in notes))
 
 
 def lift_any(
-    ground: Ground, rooms: Mapping[EndpointId, AggRoom], cross_connects: Iterable[PortPair]
+    ground: PlanGround, rooms: Mapping[EndpointId, AggRoom], cross_connects: Iterable[PortPair]
 ) -> tuple[tuple[PortPair, ...], tuple[PortPair, ...], tuple[str, ...]]:
     """Those that can be carried, what lifts their lanes, and what cannot be carried. ToRs take turns."""
     turns: Counter[EndpointId] = Counter()
@@ -65,11 +65,11 @@ def _tor(
     return min(free, key=lambda tor: (turns[tor], tor), default=None)
 
 
-def _circuits(ground: Ground, ports: Mapping[EndpointId, int]) -> Mapping[Pair, int]:
+def _circuits(ground: PlanGround, ports: Mapping[EndpointId, int]) -> Mapping[Pair, int]:
     """As for a demand that is alike between all of them, but for the one that each Gen PoD is served first."""
     gen, train = (
         sorted(pod.id for pod in ground.site.pods if pod.role is role and ports.get(pod.id))
-        for role in (Role.GEN, Role.TRAIN)
+        for role in (PodRole.GEN, PodRole.TRAIN)
     )
     demand = {
         (one, other): 2.0 if number % len(train) == turn else 1.0

@@ -1,15 +1,16 @@
 """Where in its iteration a rank is, from the order of its collectives alone. Pure.
 
 An iteration is a sequence of collectives, by number (`slack.py` numbers signatures). A place is how many of them have
-begun; at each place is remembered how long it is quiet there. Either the trainer marks iterations (`Marked`), or
-their repetition is found (`Found`): then the end of an outer loop is a surprise until it has come round twice.
+begun; at each place is remembered how long it is quiet there. Either the trainer marks iterations (`MarkedIterations`),
+or their repetition is found (`RepetitionFinder`): then the end of an outer loop is a surprise until it has come round
+twice.
 """
 
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from planner.fabric.recent import HALF_LIFE, MEMORY, RUN, Recent
+from planner.fabric.recent import HALF_LIFE, MEMORY, RUN, RecentSamples
 from planner.model import Hold
 
 MOST_SAMPLES = 1 << 20  # of one rank, over all places: 8 MiB
@@ -24,11 +25,11 @@ PLACE_UNKNOWN = "place_unknown"
 
 
 @dataclass(slots=True)
-class Gap:
+class IterationGap:
     """What is known of the quiet at one place: when it begins in its iteration, and how long it lasts."""
 
-    lengths_s: Recent
-    offsets_s: Recent
+    lengths_s: RecentSamples
+    offsets_s: RecentSamples
     passed: int = 0  # how often the next collective began, be it that it was quiet before or not
     mark: str = ""  # the trainer's last mark before it
 
@@ -38,15 +39,15 @@ class Gap:
 
 
 @dataclass(slots=True)
-class Known:
+class KnownSequence:
     """`gaps[k]` is before `ids[k]`, and the last one after all of them. Variants share those of a common beginning."""
 
     ids: "array[int]"
-    gaps: list[Gap]
+    gaps: list[IterationGap]
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
+class QuietSpan:
     """It was quiet before a collective: since when, and for how long."""
 
     opened_s: float
@@ -54,24 +55,24 @@ class Quiet:
     length_s: float
 
 
-def _gaps(count: int, places: int) -> list[Gap]:
+def _gaps(count: int, places: int) -> list[IterationGap]:
     memory = min(MEMORY, max(2 * RUN, MOST_SAMPLES // max(1, places)))
     half_life = min(HALF_LIFE, memory / 4)
-    return [Gap(Recent(memory, half_life), Recent(2 * RUN, RUN)) for _ in range(count)]
+    return [IterationGap(RecentSamples(memory, half_life), RecentSamples(2 * RUN, RUN)) for _ in range(count)]
 
 
 @dataclass(slots=True)
-class Marked:
+class MarkedIterations:
     """Iterations as the trainer marks them. One that is like none before is learned when it comes again, but the very
     first at once; until the next mark its place is unknown from where it differs."""
 
-    known: list[Known] = field(default_factory=list)  # the last one seen first
-    here: Known | None = None
+    known: list[KnownSequence] = field(default_factory=list)  # the last one seen first
+    here: KnownSequence | None = None
     depth: int = 0  # collectives since the mark
     relearned: int = 0
     reason: str = ""
     _seen: "array[int]" = field(default_factory=lambda: array("l"))
-    _quiets: list[tuple[int, Quiet]] = field(default_factory=list)  # of the present iteration, by place
+    _quiets: list[tuple[int, QuietSpan]] = field(default_factory=list)  # of the present iteration, by place
     _trials: "list[array[int]]" = field(default_factory=list)  # seen once
     _before: "array[int] | None" = None
     _odd: Hold | None = None
@@ -84,7 +85,7 @@ class Marked:
         self._seen, self._quiets, self.depth = array("l"), [], 0
         self.here, self._odd, self._complete = (self.known[0] if self.known else None), None, True
 
-    def step(self, id: int, quiet: Quiet | None) -> Gap | None:
+    def step(self, id: int, quiet: QuietSpan | None) -> IterationGap | None:
         """A collective begins. The gap before it, where that is known."""
         if len(self._seen) >= MOST_COLLECTIVES:
             self.lose(f"more than {MOST_COLLECTIVES} collectives since the last mark of an iteration")
@@ -112,7 +113,7 @@ class Marked:
         self._odd = Hold(PLACE_UNKNOWN, detail)
 
     @property
-    def place(self) -> tuple[int, Gap] | Hold:
+    def place(self) -> tuple[int, IterationGap] | Hold:
         if self.here is not None:
             return self.depth, self.here.gaps[self.depth]
         if self._odd is not None:
@@ -134,8 +135,8 @@ class Marked:
         self._trials = [trial for trial in self._trials if trial != ids]
         self.known = [self._learnt(ids), *self.known[: MOST_VARIANTS - 1]]
 
-    def _learnt(self, ids: "array[int]") -> Known:
-        shared: list[Gap] = []
+    def _learnt(self, ids: "array[int]") -> KnownSequence:
+        shared: list[IterationGap] = []
         for known in self.known:
             common = _common(known.ids, ids) + 1
             if common > len(shared):
@@ -144,7 +145,7 @@ class Marked:
         for place, quiet in self._quiets:
             if place >= len(shared):
                 gaps[place].add(quiet.offset_s, quiet.length_s)
-        return Known(ids, gaps)
+        return KnownSequence(ids, gaps)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -153,17 +154,17 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 @dataclass(slots=True)
-class Found:
+class RepetitionFinder:
     """Iterations by their repetition. What breaks after r collectives, before it has come round more often than
     layers do, may have been a loop inside an iteration: nothing is believed until it has held for longer than r."""
 
-    sequence: Known | None = None
+    sequence: KnownSequence | None = None
     depth: int | None = None  # None: the place is not certain
     rounds: int = 0  # in which the sequence has come
     relearned: int = 0
     reason: str = ""
     _ids: "array[int]" = field(default_factory=lambda: array("l"))  # history
-    _quiets: list[Quiet | None] = field(default_factory=list)  # before each of them
+    _quiets: list[QuietSpan | None] = field(default_factory=list)  # before each of them
     _since: int = 0  # collectives since the last one that did not fit
     _due: int = LEAST_COVERED  # of those, when a repetition is sought again
     _tolerant: bool = False  # it has gone on after something that did not fit: that was no end of a loop
@@ -172,7 +173,7 @@ class Found:
     _maybe: list[int] = field(default_factory=list)  # places that fit the last `_run` collectives
     _why: str = ""
 
-    def step(self, id: int, quiet: Quiet | None) -> Gap | None:
+    def step(self, id: int, quiet: QuietSpan | None) -> IterationGap | None:
         """A collective begins. The gap before it, where that is known."""
         self._ids.append(id)
         self._quiets.append(quiet)
@@ -193,14 +194,14 @@ class Found:
         self._needed = 0 if self.sequence is None else len(self.sequence.ids)
 
     @property
-    def place(self) -> tuple[int, Gap] | Hold:
+    def place(self) -> tuple[int, IterationGap] | Hold:
         if self.sequence is None:
             return Hold(UNLEARNT, f"no repetition found in {len(self._ids)} collectives; mark iterations to say it")
         if self.depth is None:
             return Hold(PLACE_UNKNOWN, f"{self._why}; {self._run} of {self._needed} collectives have fitted since")
         return self.depth, self.sequence.gaps[self.depth]
 
-    def _follow(self, id: int) -> Gap | None:
+    def _follow(self, id: int) -> IterationGap | None:
         sequence = self.sequence
         if sequence is None:
             return None
@@ -256,7 +257,9 @@ class Found:
         if self.sequence is not None:
             self.relearned += 1
             self.reason = f"repeats every {length} collectives, no longer every {len(self.sequence.ids)}"
-        self.sequence = Known(array("l", (self._ids[start + (turn - start + k) % length] for k in range(length))), gaps)
+        self.sequence = KnownSequence(
+            array("l", (self._ids[start + (turn - start + k) % length] for k in range(length))), gaps
+        )
         self.depth, self._run = (len(self._ids) - turn) % length, covered
         self._needed, self._tolerant, self.rounds = 0, False, covered // length
 

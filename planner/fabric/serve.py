@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from planner.fabric.chains import Chains
+from planner.fabric.chains import PairChains
 from planner.fabric.greedy import Demanded, evenly, spend
 
 LOWER = (0.5, 0.8, 0.95, 1.0)  # of the slowest pair's bytes per circuit: what is tried as a limit below it
@@ -22,7 +22,7 @@ CIRCUIT_WORK = 200  # what dealing out one costs, in such elements
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ServedScore:
     pairs: int
     total_bytes: float
     slowest_bytes: float  # per circuit
@@ -35,7 +35,7 @@ class Score:
             max((demanded.larger_bytes[pair] / count for pair, count in circuits.items()), default=0.0),
         )
 
-    def no_worse(self, other: "Score") -> bool:
+    def no_worse(self, other: "ServedScore") -> bool:
         return (
             self.pairs >= other.pairs
             and self.total_bytes >= other.total_bytes
@@ -65,9 +65,9 @@ class _Search:
     ) -> None:
         self.demanded = demanded
         self.bytes_first = bytes_first
-        self.least = Score.of(demanded, reference)
-        self.best, self.score = known, Score.of(demanded, known)
-        self.chains = Chains(demanded, WORK)
+        self.least = ServedScore.of(demanded, reference)
+        self.best, self.score = known, ServedScore.of(demanded, known)
+        self.chains = PairChains(demanded, WORK)
         self.sum_bytes = math.fsum(demanded.total_bytes)
         self.share = share = np.asarray(demanded.total_bytes) / self.sum_bytes
         few = 1.0 / max(1, len(share))
@@ -118,7 +118,7 @@ class _Search:
     def _keep(self, served: list[int]) -> bool:
         circuits = spend(self.demanded, served)
         self.chains.work -= CIRCUIT_WORK * sum(circuits.values())
-        score = Score.of(self.demanded, circuits)
+        score = ServedScore.of(self.demanded, circuits)
         if not score.no_worse(self.least) or score.rank(self.bytes_first) <= self.score.rank(self.bytes_first):
             return False
         self.best, self.score = circuits, score

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from planner.fabric.topology import DEVICES, Device
+from planner.fabric.topology import DEVICES, SwitchModel
 
 MOST_GPUS = 2**20  # beyond any site; what is more is a slip, and would take all memory
 MOST_FIBRES = 2**22
@@ -13,7 +13,7 @@ _TOR_NICS = 32  # of a ToR with 64 ports, one half goes down
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ShapeFault:
     """What is wrong with a parameter, or what to change. `value`: what it is."""
 
     parameter: str
@@ -21,16 +21,16 @@ class Fault:
     value: object
 
 
-class Impossible(ValueError):
+class ImpossibleSite(ValueError):
     """No site has these parameters. With all faults."""
 
-    def __init__(self, faults: Iterable[Fault]) -> None:
+    def __init__(self, faults: Iterable[ShapeFault]) -> None:
         self.faults = tuple(faults)
         super().__init__("\n".join(f"{each.parameter}: {each.message}, got {each.value}" for each in self.faults))
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SiteShape:
     """What a regular site is made of; None: as it usually is. Raises Impossible.
 
     By default NICs, links and switches are those of the paper's simulations (section 7), ToRs have as much capacity up
@@ -50,15 +50,15 @@ class Shape:
     response_lanes: int | None = None  # of each Gen PoD, kept for responses; 1 where Train PoDs keep half of theirs
     link_gbps: float = 200.0
     nic_gbps: float = 200.0
-    agg_device: Device = DEVICES["piezo_polatis"]
-    core_device: Device = DEVICES["piezo_polatis"]
+    agg_device: SwitchModel = DEVICES["piezo_polatis"]
+    core_device: SwitchModel = DEVICES["piezo_polatis"]
     agg_switches: int | None = None  # of each PoD; as few as have the ports
     core_switches: int | None = None
 
     def __post_init__(self) -> None:
         faults = list(_out_of_bounds(self)) or list(_at_odds(self))
         if faults:
-            raise Impossible(faults)
+            raise ImpossibleSite(faults)
 
     @property
     def pods(self) -> int:
@@ -113,33 +113,35 @@ _LEAST = {
 }
 
 
-def _out_of_bounds(shape: Shape) -> Iterator[Fault]:
+def _out_of_bounds(shape: SiteShape) -> Iterator[ShapeFault]:
     for name, least in _LEAST.items():
         value = getattr(shape, name)
         if value is not None and not least <= value <= MOST_GPUS:
-            yield Fault(name, f"must be >= {least} and <= {MOST_GPUS}", value)
+            yield ShapeFault(name, f"must be >= {least} and <= {MOST_GPUS}", value)
     for name in ("link_gbps", "nic_gbps"):
         if not 0 < getattr(shape, name) <= MOST_GBPS:
-            yield Fault(name, f"must be > 0 and <= {MOST_GBPS:g}", getattr(shape, name))
+            yield ShapeFault(name, f"must be > 0 and <= {MOST_GBPS:g}", getattr(shape, name))
 
 
-def _at_odds(shape: Shape) -> Iterator[Fault]:
+def _at_odds(shape: SiteShape) -> Iterator[ShapeFault]:
     gpus, nics = shape.gpus_per_server, shape.nics_per_server
     if not shape.pods:
-        yield Fault("gen_pods", "there must be PoDs, of train_pods or gen_pods", shape.gen_pods)
+        yield ShapeFault("gen_pods", "there must be PoDs, of train_pods or gen_pods", shape.gen_pods)
     if gpus % nics and nics % gpus:
-        yield Fault("nics_per_server", f"must share {gpus} GPUs of a server evenly", nics)
+        yield ShapeFault("nics_per_server", f"must share {gpus} GPUs of a server evenly", nics)
     if nics % shape.rail_count:
-        yield Fault("rails", f"must divide the {nics} NICs of a server", shape.rail_count)
+        yield ShapeFault("rails", f"must divide the {nics} NICs of a server", shape.rail_count)
         return
     if shape.core_lanes is not None and shape.core_lanes % shape.uplinks_per_pod:
         message = f"must be a multiple of the {shape.uplinks_per_pod} uplinks of a PoD"
-        yield Fault("core_lanes", message, shape.core_lanes)
+        yield ShapeFault("core_lanes", message, shape.core_lanes)
     total = shape.pods * shape.servers_per_pod * max(gpus, nics)
     if total > MOST_GPUS:
-        yield Fault("servers_per_pod", f"all servers together have {total} GPUs or NICs, more than {MOST_GPUS}", total)
+        yield ShapeFault(
+            "servers_per_pod", f"all servers together have {total} GPUs or NICs, more than {MOST_GPUS}", total
+        )
     fibres = shape.blocks * shape.rail_count * shape.tor_fibres + 2 * shape.uplinks * shape.uplink_lanes
     if shape.pods * fibres > MOST_FIBRES:
         worst = "tor_uplinks" if shape.tor_uplinks else "core_lanes" if shape.core_lanes else "servers_per_pod"
         message = f"all PoDs together have {shape.pods * fibres} fibres on switches, more than {MOST_FIBRES}"
-        yield Fault(worst, message, getattr(shape, worst))
+        yield ShapeFault(worst, message, getattr(shape, worst))

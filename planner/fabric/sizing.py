@@ -14,7 +14,7 @@ from planner.fabric.allocate import AllocationProblem, algorithm3, allocate
 from planner.fabric.direct import direct
 from planner.fabric.model import EndpointId, Pair, pair_of
 from planner.fabric.plan import Directed
-from planner.fabric.templates import Template
+from planner.fabric.templates import StageTemplate
 from planner.fabric.topology import Site
 
 Tors = tuple[EndpointId, EndpointId]  # that of the smaller PoD first
@@ -22,7 +22,7 @@ ROUNDS = 16  # of the PoDs and the core coming to terms; each takes circuits awa
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedBytes:
     """What the touched PoDs have to move. `lifts`: of each PoD, between its ToRs and the PoD itself as its boundary."""
 
     tors: Mapping[EndpointId, Directed]  # of each PoD, between its ToRs
@@ -34,7 +34,7 @@ class Wanted:
     elsewhere_bytes: float  # in or to PoDs that this stage does not touch
 
 
-def wanted_of(site: Site, touched: frozenset[EndpointId], eligible: frozenset[Pair], flows: Directed) -> Wanted:
+def wanted_of(site: Site, touched: frozenset[EndpointId], eligible: frozenset[Pair], flows: Directed) -> WantedBytes:
     tors: dict[EndpointId, dict[tuple[EndpointId, EndpointId], float]] = {pod: {} for pod in sorted(touched)}
     lifts: dict[EndpointId, dict[tuple[EndpointId, EndpointId], float]] = {
         pod: defaultdict(float) for pod in sorted(touched)
@@ -61,11 +61,11 @@ def wanted_of(site: Site, touched: frozenset[EndpointId], eligible: frozenset[Pa
             continue
         tors_of_pair = pair_of(source, destination)
         larger_bytes[tors_of_pair] = max(larger_bytes.get(tors_of_pair, 0.0), sent_bytes)
-    return Wanted(tors, lifts, core, between, larger_bytes, ineligible_bytes, elsewhere_bytes)
+    return WantedBytes(tors, lifts, core, between, larger_bytes, ineligible_bytes, elsewhere_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CircuitSizes:
     core: Mapping[Pair, int]
     lifts: Mapping[EndpointId, int]  # of each ToR
     tors: Mapping[EndpointId, Mapping[Pair, int]]  # of each PoD
@@ -76,13 +76,13 @@ class Sizes:
 def size_with(
     bridges: Iterable[Pair],
     site: Site,
-    template: Template,
-    wanted: Wanted,
+    template: StageTemplate,
+    wanted: WantedBytes,
     lanes: Mapping[EndpointId, int],
     ports: Mapping[EndpointId, Mapping[EndpointId, int]],
     *,
     by_tors: bool,
-) -> Sizes:
+) -> CircuitSizes:
     """`by_tors`: by what they send each other, or by what PoDs do. `lanes` of each PoD and `ports` of its ToRs are what
     may be used. Of `bridges`, those that there is room for have a circuit before anything else, and no more unless they
     send."""
@@ -102,7 +102,7 @@ def size_with(
     return _beside(site, laid, sizes) if laid else sizes
 
 
-def _beside(site: Site, bridges: Iterable[Pair], sizes: Sizes) -> Sizes:
+def _beside(site: Site, bridges: Iterable[Pair], sizes: CircuitSizes) -> CircuitSizes:
     core, lifts, most = Counter(sizes.core), Counter(sizes.lifts), Counter(sizes.most)
     tors = {pod: Counter(of_pod) for pod, of_pod in sizes.tors.items()}
     between = {pods: dict(of_pods) for pods, of_pods in sizes.between.items()}
@@ -117,12 +117,15 @@ def _beside(site: Site, bridges: Iterable[Pair], sizes: Sizes) -> Sizes:
         if (one, other) not in weights or (one, other) in most:
             most[one, other] += 1
         weights[one, other] = 2 * max(weights.values(), default=1.0)
-    return Sizes(core, lifts, tors, between, most)
+    return CircuitSizes(core, lifts, tors, between, most)
 
 
 def size_directly(
-    site: Site, wanted: Wanted, lanes: Mapping[EndpointId, int], ports: Mapping[EndpointId, Mapping[EndpointId, int]]
-) -> Sizes:
+    site: Site,
+    wanted: WantedBytes,
+    lanes: Mapping[EndpointId, int],
+    ports: Mapping[EndpointId, Mapping[EndpointId, int]],
+) -> CircuitSizes:
     """By what ToRs send each other."""
     room = {**lanes, **{tor: count for of_pod in ports.values() for tor, count in of_pod.items()}}
     circuits = direct(wanted.larger_bytes, site.pod_of, room)
@@ -140,16 +143,16 @@ def size_directly(
         between[here, there][one, other] = most[one, other] = count
         for tor in pair:
             lifts[tor] += count
-    return Sizes(core, lifts, tors, between, most)
+    return CircuitSizes(core, lifts, tors, between, most)
 
 
 def size(
     site: Site,
-    template: Template,
-    wanted: Wanted,
+    template: StageTemplate,
+    wanted: WantedBytes,
     lanes: Mapping[EndpointId, int],
     ports: Mapping[EndpointId, Mapping[EndpointId, int]],
-) -> Sizes:
+) -> CircuitSizes:
     """By what PoDs send each other, whichever ToRs do.
 
     They come to terms by Algorithm 3; what serves more pairs or bytes is taken where it leaves the terms as they are.
@@ -176,7 +179,7 @@ def size(
         if _incident(better)[pod] == _incident(agg[pod])[pod]:
             agg[pod] = better
     better = allocate(core_problem).circuits
-    return Sizes(
+    return CircuitSizes(
         core=better if _incident(better) == _incident(core) else core,
         lifts={
             pair[0] if pair[1] == pod else pair[1]: count
@@ -193,7 +196,7 @@ def size(
 
 
 def _in_pod(
-    site: Site, wanted: Wanted, pod: EndpointId, ports: Mapping[EndpointId, int], boundary: int
+    site: Site, wanted: WantedBytes, pod: EndpointId, ports: Mapping[EndpointId, int], boundary: int
 ) -> AllocationProblem:
     return AllocationProblem(site.link_gbps, {**ports, pod: boundary}, {**wanted.tors[pod], **wanted.lifts[pod]})
 

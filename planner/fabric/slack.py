@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from planner.fabric.recent import Trust
-from planner.fabric.sequence import UNLEARNT, Found, Gap, Known, Marked, Quiet
+from planner.fabric.recent import SampleTrust
+from planner.fabric.sequence import UNLEARNT, IterationGap, KnownSequence, MarkedIterations, QuietSpan, RepetitionFinder
 from planner.fabric.slack_histogram import SlackHistogram
 from planner.model import Hold
 
@@ -35,7 +35,7 @@ class Signature(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Remaining:
+class RemainingQuiet:
     """It is quiet and stays so until `until_s`, but for a probability of `risk`."""
 
     position: int  # collectives since the iteration began
@@ -50,7 +50,7 @@ class _Asked(NamedTuple):
 
     q: float
     until_s: float
-    place: Remaining
+    place: RemainingQuiet
 
 
 @dataclass(slots=True)
@@ -58,11 +58,11 @@ class SlackLearner:
     """One rank. `relearned` counts changes of the sequence, `reason` says the last one."""
 
     rank: int
-    trust: Trust = field(default_factory=Trust)
+    trust: SampleTrust = field(default_factory=SampleTrust)
     histograms: dict[str, SlackHistogram] = field(default_factory=dict)  # by operation
     unmatched: int = 0  # ends of collectives that nobody saw begin
     losses: int = 0
-    _follower: Marked | Found = field(default_factory=Found)
+    _follower: MarkedIterations | RepetitionFinder = field(default_factory=RepetitionFinder)
     _numbers: dict[Signature, int] = field(default_factory=dict)
     _fresh: Iterator[int] = field(default_factory=count)
     _sizes: dict[tuple[str, int], int] = field(default_factory=dict)  # distinct ones
@@ -71,7 +71,7 @@ class SlackLearner:
     _handles: int = 0
     _opened_s: float | None = None  # since when it is quiet; None: nothing was ever in flight, or it is lost
     _ended_s: float | None = None  # the latest end
-    _opened_at: Gap | None = None
+    _opened_at: IterationGap | None = None
     _opened_offset_s: float = 0.0
     _iteration_s: float = 0.0
     _marked: int = 0  # iterations
@@ -85,11 +85,11 @@ class SlackLearner:
         quiet = None
         if not self._flying and self._opened_s is not None:
             opened_s = self._opened_s
-            quiet = Quiet(opened_s, opened_s - self._iteration_s, max(0.0, at_s - opened_s))
+            quiet = QuietSpan(opened_s, opened_s - self._iteration_s, max(0.0, at_s - opened_s))
             self._grade(at_s)
         self._count(signature.op, quiet)
         gap = self._follower.step(self._number(signature), quiet)
-        if isinstance(self._follower, Found) and self._follower.depth == 1 % self._length:
+        if isinstance(self._follower, RepetitionFinder) and self._follower.depth == 1 % self._length:
             self._iteration_s = at_s
         if gap is not None:
             gap.passed += 1
@@ -128,8 +128,8 @@ class SlackLearner:
 
     def iteration(self, _number: int, at_s: float) -> None:
         """The trainer begins an iteration."""
-        if not isinstance(self._follower, Marked):
-            self._follower = Marked()
+        if not isinstance(self._follower, MarkedIterations):
+            self._follower = MarkedIterations()
             self._opened_at = None
         self._follower.begin()
         self._marked += 1
@@ -150,7 +150,7 @@ class SlackLearner:
         if not isinstance(place, Hold):
             place[1].lengths_s.lower(self._levels.get(q, q))
 
-    def remaining(self, now_s: float, q: float) -> Remaining | Hold:
+    def remaining(self, now_s: float, q: float) -> RemainingQuiet | Hold:
         """Until when it stays quiet, but for a probability of `q`, given that it has lasted until now."""
         if self._flying:
             first = next(iter(self._flying.values()))
@@ -169,7 +169,7 @@ class SlackLearner:
             self._asked = _Asked(q, max(now_s, until_s), said)
         if until_s <= now_s:
             return Hold(OUTLASTED, f"rank {self.rank}, position {position}: windows have just become shorter")
-        return Remaining(said.position, said.opened_s, until_s, said.samples, said.risk)
+        return RemainingQuiet(said.position, said.opened_s, until_s, said.samples, said.risk)
 
     def _grade(self, at_s: float) -> None:
         """Promises that are broken more often than they may, e.g. while windows shrink, are made more carefully from
@@ -184,31 +184,33 @@ class SlackLearner:
         kept = (at_s - opened_s) / (expected_s - opened_s) if expected_s > opened_s else 1.0
         self._pace = min(self._pace, max(LEAST_PACE, kept)) if kept < 1 else (1 + self._pace) / 2
 
-    def _promise(self, position: int, gap: Gap, opened_s: float, now_s: float, q: float) -> Remaining | Hold:
+    def _promise(
+        self, position: int, gap: IterationGap, opened_s: float, now_s: float, q: float
+    ) -> RemainingQuiet | Hold:
         lengths, lasted_s = gap.lengths_s, max(0.0, now_s - opened_s)
         where = f"rank {self.rank}, position {position}"
         if len(lengths) < self.trust.min_samples:
             return Hold(FEW_SAMPLES, f"{where}: seen {len(lengths)} times, {self.trust.min_samples} needed")
         bound = lengths.lower(self._levels.get(q, q), lasted_s)
         if bound is not None:
-            return Remaining(position, opened_s, opened_s + bound.value_s, bound.samples, bound.risk)
+            return RemainingQuiet(position, opened_s, opened_s + bound.value_s, bound.samples, bound.risk)
         least = lengths.least(lasted_s)
         if least is None:
             return Hold(OUTLASTED, f"{where}: quiet for {lasted_s * 1e3:.1f} ms, too seldom longer to say how long")
         until_s = now_s + self.trust.shrunk(least.risk, q) * (opened_s + least.value_s - now_s)
-        return Remaining(position, opened_s, until_s, least.samples, least.risk)
+        return RemainingQuiet(position, opened_s, until_s, least.samples, least.risk)
 
     @property
-    def known(self) -> Known | None:
+    def known(self) -> KnownSequence | None:
         """The sequence of an iteration: of those that differ, the one that came last."""
-        if isinstance(self._follower, Found):
+        if isinstance(self._follower, RepetitionFinder):
             return self._follower.sequence
         return self._follower.known[0] if self._follower.known else None
 
     @property
     def iterations(self) -> int:
         """That were marked, or in which the sequence was found."""
-        return self._follower.rounds if isinstance(self._follower, Found) else self._marked
+        return self._follower.rounds if isinstance(self._follower, RepetitionFinder) else self._marked
 
     @property
     def relearned(self) -> int:
@@ -251,6 +253,6 @@ class SlackLearner:
             return self._numbers[signature]
         return self._numbers.setdefault(signature, next(self._fresh))
 
-    def _count(self, op: str, quiet: Quiet | None) -> None:
+    def _count(self, op: str, quiet: QuietSpan | None) -> None:
         if self._flying or quiet is not None:
             self.histograms.setdefault(op, SlackHistogram()).add(0.0 if quiet is None else quiet.length_s)

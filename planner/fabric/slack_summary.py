@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from planner.fabric.sequence import Gap
+from planner.fabric.sequence import IterationGap
 from planner.fabric.slack import Signature, SlackLearner
 from planner.fabric.slack_histogram import SlackHistogram
 
@@ -106,7 +106,9 @@ def merged(summaries: Iterable[SlackSummary]) -> SlackSummary:
     )
 
 
-def _position(position: int, signature: Signature, gap: Gap, learner: SlackLearner, q: float) -> PositionSummary:
+def _position(
+    position: int, signature: Signature, gap: IterationGap, learner: SlackLearner, q: float
+) -> PositionSummary:
     lengths, trust = gap.lengths_s, learner.trust
     promised_s, risk = None, None
     if len(lengths) >= trust.min_samples:

@@ -47,8 +47,9 @@ class NextHop:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Route:
-    """One destination and its next hops, in order; their weights have no common divisor. `Route.of` makes them so."""
+class PacketRoute:
+    """One destination and its next hops, in order; their weights have no common divisor. `PacketRoute.of` makes them
+    so."""
 
     prefix: str
     next_hops: tuple[NextHop, ...]
@@ -81,7 +82,7 @@ class Route:
 class RouteTable:
     """The routes of one router that are ours, by prefix."""
 
-    routes: Mapping[str, Route] = field(default_factory=dict)
+    routes: Mapping[str, PacketRoute] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for prefix, route in self.routes.items():
@@ -89,9 +90,9 @@ class RouteTable:
                 raise ValueError(f"the route to {route.prefix} stands under {prefix}")
 
     @classmethod
-    def of(cls, routes: Iterable[Route]) -> Self:
+    def of(cls, routes: Iterable[PacketRoute]) -> Self:
         """Raises ValueError where a prefix has two routes."""
-        table: dict[str, Route] = {}
+        table: dict[str, PacketRoute] = {}
         for route in sorted(routes):
             if route.prefix in table:
                 raise ValueError(f"{route.prefix} has two routes: {table[route.prefix]} and {route}")
@@ -108,7 +109,7 @@ class RouteChange:
     """What a prefix is to have: this route, or, with None, no route of ours."""
 
     prefix: str
-    route: Route | None
+    route: PacketRoute | None
 
     def __str__(self) -> str:
         return str(self.route) if self.route else f"{self.prefix} gone"
@@ -127,7 +128,7 @@ class PacketSide:
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class TorRouter:
     """A ToR as packets see it. `address` is its own, answered on every interface (a loopback's); circuits need none."""
 
     address: str
@@ -141,11 +142,11 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
-class Domain:
+class RoutingDomain:
     """All routers that are steered. `packet_hops`: as how many circuits in a row the packet side counts; None: as more
     than there can be, so that it is taken only where no circuits lead."""
 
-    routers: Mapping[EndpointId, Router]
+    routers: Mapping[EndpointId, TorRouter]
     packet_hops: int | None = None
 
     def __post_init__(self) -> None:
@@ -179,8 +180,9 @@ class Domain:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Link:
-    """A circuit as its routers know it: an interface of each. The smaller end stands first; `Link.of` sees to it."""
+class RoutedLink:
+    """A circuit as its routers know it: an interface of each. The smaller end stands first; `RoutedLink.of` sees to
+    it."""
 
     a: EndpointId
     b: EndpointId
@@ -209,7 +211,7 @@ class Link:
 
 def links_of(
     fibres: Mapping[OcsId, Mapping[int, tuple[EndpointId, str]]], cross_connects: Iterable[PortPair]
-) -> tuple[Link, ...]:
+) -> tuple[RoutedLink, ...]:
     """The circuits that cross-connects make. `fibres`: which router's interface each port of each switch is fibred to.
     A cross-connect with a port without a fibre, or with both at one router, makes none."""
     links = []
@@ -217,12 +219,12 @@ def links_of(
         ends = [fibres.get(cross_connect.switch, {}).get(port) for port in cross_connect.ports]
         one, other = ends
         if one and other and one[0] != other[0]:
-            links.append(Link.of(*one, *other))
+            links.append(RoutedLink.of(*one, *other))
     return tuple(sorted(links))
 
 
 @dataclass(frozen=True, slots=True)
-class Steer:
+class ReroutingPlan:
     """What every router is to have. `unreachable`: (from, to) that neither circuits nor the packet side join."""
 
     tables: Mapping[EndpointId, RouteTable]
@@ -230,12 +232,12 @@ class Steer:
     on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to) whose first hop is the packet side
 
 
-def steer(domain: Domain, links: Collection[Link]) -> Steer:
+def steer(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPlan:
     """Routes over these links. A router with several nearest neighbours shares its packets out by how many circuits
     lead on over each: no more than the fewest on the way, as wide as that way is for this router alone."""
     _check_links(domain, links)
     neighbours = _neighbours(domain, links)
-    routes: dict[EndpointId, list[Route]] = {name: [] for name in domain.routers}
+    routes: dict[EndpointId, list[PacketRoute]] = {name: [] for name in domain.routers}
     unreachable: list[tuple[EndpointId, EndpointId]] = []
     on_packet_side: list[tuple[EndpointId, EndpointId]] = []
     for destination in sorted(domain.routers):
@@ -250,12 +252,12 @@ def steer(domain: Domain, links: Collection[Link]) -> Steer:
             side = domain.routers[name].packet_side
             if side and any(interface == side.interface for _, interface in shares[name]):
                 on_packet_side.append((name, destination))
-            routes[name] += [Route.of(prefix, shares[name]) for prefix in domain.routers[destination].prefixes]
+            routes[name] += [PacketRoute.of(prefix, shares[name]) for prefix in domain.routers[destination].prefixes]
     tables = {name: RouteTable.of(routes[name]) for name in domain.routers}
-    return Steer(tables, tuple(unreachable), tuple(on_packet_side))
+    return ReroutingPlan(tables, tuple(unreachable), tuple(on_packet_side))
 
 
-def drain(domain: Domain, links: Collection[Link], going: Collection[Link]) -> Steer:
+def drain(domain: RoutingDomain, links: Collection[RoutedLink], going: Collection[RoutedLink]) -> ReroutingPlan:
     """Routes without the circuits that are about to go, to be in place before they do."""
     return steer(domain, [link for link in links if link not in set(going)])
 
@@ -277,29 +279,29 @@ def changes(before: RouteTable, after: RouteTable) -> tuple[RouteChange, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RouteStage:
     """Changes that may be made in any order, and all at once. The next stage waits until these are in place."""
 
     changes: Mapping[EndpointId, tuple[RouteChange, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class RouteUpdate:
     """From tables to tables. A packet under way meets old routes, then new ones, and never turns back to old.
     `lost`: (router, prefix) whose route goes and has no other: these packets are dropped from their stage on.
     `held`: changes that have to wait for a router that cannot be changed."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[RouteStage, ...]
     lost: tuple[tuple[EndpointId, str], ...]
     held: tuple[tuple[EndpointId, str], ...] = ()
 
 
 def update(
-    domain: Domain,
+    domain: RoutingDomain,
     before: Mapping[EndpointId, RouteTable],
     after: Mapping[EndpointId, RouteTable],
     stuck: Collection[tuple[EndpointId, str]] = (),
-) -> Update:
+) -> RouteUpdate:
     """The order in which no packet loops and none is lost that has a way before and after.
 
     A route is changed once all those that its packets will meet further on have been: what is changed then leads to
@@ -321,9 +323,9 @@ def update(
             else:
                 by_level[level][name].append(change)
     ordered = [by_level[level] for level in sorted(by_level)] + ([last] if last else [])
-    stages = tuple(Stage({name: tuple(some) for name, some in stage.items()}) for stage in ordered)
+    stages = tuple(RouteStage({name: tuple(some) for name, some in stage.items()}) for stage in ordered)
     lost = tuple((name, change.prefix) for name, some in sorted(last.items()) for change in some)
-    return Update(stages, lost, tuple(held))
+    return RouteUpdate(stages, lost, tuple(held))
 
 
 class _Levels:
@@ -331,7 +333,7 @@ class _Levels:
 
     def __init__(
         self,
-        domain: Domain,
+        domain: RoutingDomain,
         before: Mapping[EndpointId, RouteTable],
         after: Mapping[EndpointId, RouteTable],
         stuck: frozenset[tuple[EndpointId, str]],
@@ -371,7 +373,7 @@ class _Levels:
 _Neighbours = Mapping[EndpointId, Mapping[EndpointId, list[str]]]
 
 
-def _neighbours(domain: Domain, links: Iterable[Link]) -> _Neighbours:
+def _neighbours(domain: RoutingDomain, links: Iterable[RoutedLink]) -> _Neighbours:
     found: dict[EndpointId, dict[EndpointId, list[str]]] = {name: {} for name in domain.routers}
     for link in sorted(links):
         found[link.a].setdefault(link.b, []).append(link.interface_a)
@@ -379,7 +381,7 @@ def _neighbours(domain: Domain, links: Iterable[Link]) -> _Neighbours:
     return found
 
 
-def _distances(domain: Domain, neighbours: _Neighbours, destination: EndpointId) -> dict[EndpointId, int]:
+def _distances(domain: RoutingDomain, neighbours: _Neighbours, destination: EndpointId) -> dict[EndpointId, int]:
     """Of every router that has a way to the destination."""
     distance = {destination: 0}
     done: set[EndpointId] = set()
@@ -407,7 +409,7 @@ def _distances(domain: Domain, neighbours: _Neighbours, destination: EndpointId)
 
 
 def _shares(
-    domain: Domain, neighbours: _Neighbours, distance: Mapping[EndpointId, int], destination: EndpointId
+    domain: RoutingDomain, neighbours: _Neighbours, distance: Mapping[EndpointId, int], destination: EndpointId
 ) -> dict[EndpointId, dict[tuple[str, str], int]]:
     """Per router, what each way, (gateway, interface), gets, in proportion to the circuits that lead on."""
     routers = domain.routers
@@ -437,14 +439,14 @@ def _shares(
     return shares
 
 
-def _fit_route(route: Route, max_next_hops: int, max_weight: int) -> Route:
+def _fit_route(route: PacketRoute, max_next_hops: int, max_weight: int) -> PacketRoute:
     heaviest = max(hop.weight for hop in route.next_hops)
     if len(route.next_hops) <= max_next_hops and heaviest <= max_weight:
         return route
     hops = sorted(sorted(route.next_hops, key=lambda hop: -hop.weight)[:max_next_hops])
     largest = max(hop.weight for hop in hops)
     if largest <= max_weight:
-        return Route.of(route.prefix, {hop.way: hop.weight for hop in hops})
+        return PacketRoute.of(route.prefix, {hop.way: hop.weight for hop in hops})
     fitted: dict[tuple[str, str], int] = {}
     total, given = 0, 0
     for hop in hops:
@@ -453,11 +455,11 @@ def _fit_route(route: Route, max_next_hops: int, max_weight: int) -> Route:
         given += weight
         if weight:
             fitted[hop.way] = weight
-    return Route.of(route.prefix, fitted)
+    return PacketRoute.of(route.prefix, fitted)
 
 
-def _check_links(domain: Domain, links: Iterable[Link]) -> None:
-    used: dict[tuple[EndpointId, str], Link] = {}
+def _check_links(domain: RoutingDomain, links: Iterable[RoutedLink]) -> None:
+    used: dict[tuple[EndpointId, str], RoutedLink] = {}
     for link in links:
         for end in link.ends:
             name, interface = end

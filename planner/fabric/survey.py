@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from planner.fabric.model import EndpointId, OcsId
-from planner.fabric.topology import RESPONSES, Pod, Role, Site, Switch, Tier
+from planner.fabric.topology import RESPONSES, Pod, PodRole, Site, Switch, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class SwitchPorts:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class SiteSurvey:
     pods: tuple[PodCapacity, ...]
     switches: tuple[SwitchPorts, ...]
     warnings: tuple[str, ...]
 
 
-def survey(site: Site) -> Survey:
+def survey(site: Site) -> SiteSurvey:
     nics = Counter(tor for server in site.servers for tor in server.tors)
     lanes = Counter(site.pod_of[lane.uplink] for lane in site.lanes)
     pods = tuple(_capacity(site, pod, nics, lanes[pod.id]) for pod in site.pods)
@@ -63,7 +63,7 @@ def survey(site: Site) -> Survey:
         SwitchPorts(switch, sum(map(len, switch.ports.values())), reserved[switch.id]) for switch in site.switches
     )
     warnings = (*_oversubscribed(pods), *_idle(site, nics), *_strangers(site), *_without_responses(site))
-    return Survey(pods, switches, warnings)
+    return SiteSurvey(pods, switches, warnings)
 
 
 def _capacity(site: Site, pod: Pod, nics: Mapping[EndpointId, int], lanes: int) -> PodCapacity:
@@ -104,7 +104,7 @@ def _idle(site: Site, nics: Mapping[EndpointId, int]) -> Iterator[str]:
     for switch in site.switches:
         if len(switch.ports) < 2:
             yield f"{switch.id}: makes no circuit, it has fibres of {len(switch.ports)} endpoints"
-    for role in Role:
+    for role in PodRole:
         if all(pod.role is not role for pod in site.pods):
             yield f"there is no PoD of role {role}"
 
@@ -143,14 +143,14 @@ def _apart(
 
 def _without_responses(site: Site) -> Iterator[str]:
     roles = {pod.role for pod in site.pods}
-    if roles != set(Role):
+    if roles != set(PodRole):
         return
     kept = {
         site.core_cabling.endpoint(switch, port)
         for (switch, port), purpose in site.reserved.items()
         if purpose == RESPONSES
     }
-    without = [pod.id for pod in site.pods if pod.role is Role.GEN and pod.id not in kept]
+    without = [pod.id for pod in site.pods if pod.role is PodRole.GEN and pod.id not in kept]
     if without:
         yield f"no lane is kept for responses from {_some(without)}"
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from planner.fabric.intent import Intent, Operation, Primitive, Stage
+from planner.fabric.intent import Intent, Primitive, Stage, TrafficOperation
 from planner.fabric.model import Pair, pair_of
-from planner.fabric.topology import Pod, Role
+from planner.fabric.topology import Pod, PodRole
 
 
-class Spare(StrEnum):
+class SpareCapacity(StrEnum):
     """What is done with ports that demand leaves over."""
 
     SPREAD = "spread"  # over all pairs of ToRs: bisection for what nobody announced
@@ -27,15 +27,15 @@ class Spare(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PeriodShape:
     """What makes two announcements of a period alike: everything but places and volumes. `operations`: with their
     primitive, how many groups, and the sizes of these."""
 
     stage: Stage
-    operations: tuple[tuple[Operation, Primitive, int, tuple[int, ...]], ...]
+    operations: tuple[tuple[TrafficOperation, Primitive, int, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, intent: Intent) -> "Shape":
+    def of(cls, intent: Intent) -> "PeriodShape":
         return cls(
             intent.stage,
             tuple(
@@ -46,14 +46,14 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class StageTemplate:
     """Topology and way of allocating of a recurring period."""
 
     period: str
-    shape: Shape
-    touched: frozenset[Role]
-    core_roles: frozenset[tuple[Role, Role]]  # that the core may join, either way round
-    spare: Spare
+    shape: PeriodShape
+    touched: frozenset[PodRole]
+    core_roles: frozenset[tuple[PodRole, PodRole]]  # that the core may join, either way round
+    spare: SpareCapacity
     bipartite: bool  # hot endpoints on two sides: the allocator's tie-break for that is used in the PoDs
 
     def core_pairs(self, pods: Iterable[Pod]) -> frozenset[Pair]:
@@ -67,25 +67,25 @@ class Template:
         )
 
 
-_TOUCHED: Mapping[Stage, frozenset[Role]] = {
-    Stage.TRAIN: frozenset({Role.TRAIN}),
-    Stage.GEN: frozenset({Role.GEN}),
-    Stage.WEIGHT_SYNC: frozenset(Role),
+_TOUCHED: Mapping[Stage, frozenset[PodRole]] = {
+    Stage.TRAIN: frozenset({PodRole.TRAIN}),
+    Stage.GEN: frozenset({PodRole.GEN}),
+    Stage.WEIGHT_SYNC: frozenset(PodRole),
 }
-_CORE: Mapping[Stage, frozenset[tuple[Role, Role]]] = {
-    Stage.TRAIN: frozenset({(Role.TRAIN, Role.TRAIN)}),
+_CORE: Mapping[Stage, frozenset[tuple[PodRole, PodRole]]] = {
+    Stage.TRAIN: frozenset({(PodRole.TRAIN, PodRole.TRAIN)}),
     Stage.GEN: frozenset(),
-    Stage.WEIGHT_SYNC: frozenset({(Role.TRAIN, Role.GEN)}),
+    Stage.WEIGHT_SYNC: frozenset({(PodRole.TRAIN, PodRole.GEN)}),
 }
 
 
-def template_of(intent: Intent) -> Template:
-    return Template(
+def template_of(intent: Intent) -> StageTemplate:
+    return StageTemplate(
         period=intent.period,
-        shape=Shape.of(intent),
+        shape=PeriodShape.of(intent),
         touched=_TOUCHED[intent.stage],
         core_roles=_CORE[intent.stage],
-        spare=Spare.KEEP if intent.stage is Stage.WEIGHT_SYNC else Spare.SPREAD,
+        spare=SpareCapacity.KEEP if intent.stage is Stage.WEIGHT_SYNC else SpareCapacity.SPREAD,
         bipartite=_mostly_bipartite(intent),
     )
 
@@ -103,19 +103,19 @@ class TemplateBook:
     whose shape has changed is learned anew."""
 
     def __init__(self) -> None:
-        self._templates: dict[str, Template] = {}
+        self._templates: dict[str, StageTemplate] = {}
 
-    def learn(self, intent: Intent) -> Template:
+    def learn(self, intent: Intent) -> StageTemplate:
         known = self._templates.get(intent.period)
-        if known is None or known.shape != Shape.of(intent):
+        if known is None or known.shape != PeriodShape.of(intent):
             known = self._templates[intent.period] = template_of(intent)
         return known
 
     def knows(self, intent: Intent) -> bool:
         known = self._templates.get(intent.period)
-        return known is not None and known.shape == Shape.of(intent)
+        return known is not None and known.shape == PeriodShape.of(intent)
 
     @property
-    def templates(self) -> tuple[Template, ...]:
+    def templates(self) -> tuple[StageTemplate, ...]:
         """By period."""
         return tuple(self._templates[period] for period in sorted(self._templates))

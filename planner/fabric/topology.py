@@ -19,7 +19,7 @@ from planner.model import GpuId
 ServerId = NewType("ServerId", str)
 
 
-class Role(StrEnum):
+class PodRole(StrEnum):
     TRAIN = "train"
     GEN = "gen"
 
@@ -30,7 +30,7 @@ class Tier(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class SwitchModel:
     """A model of optical switch: how long its mirrors take, and how many ports it has. Table 2 of the paper."""
 
     name: str
@@ -47,11 +47,11 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device("rotornet_infocus", 1e-5, 128),
-        Device("mems_3d_calient", 0.010, 320),
-        Device("piezo_polatis", 0.025, 576),
-        Device("liquid_crystal_coherent", 0.100, 512),
-        Device("robotic_telescent", 120.0, 1008),
+        SwitchModel("rotornet_infocus", 1e-5, 128),
+        SwitchModel("mems_3d_calient", 0.010, 320),
+        SwitchModel("piezo_polatis", 0.025, 576),
+        SwitchModel("liquid_crystal_coherent", 0.100, 512),
+        SwitchModel("robotic_telescent", 120.0, 1008),
     )
 }
 
@@ -59,7 +59,7 @@ DEVICES = {
 @dataclass(frozen=True, slots=True)
 class Pod:
     id: EndpointId
-    role: Role
+    role: PodRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Switch:
     id: OcsId
     tier: Tier
     pod: EndpointId | None  # None in the core
-    device: Device
+    device: SwitchModel
     ports: Mapping[EndpointId, tuple[int, ...]]
 
 

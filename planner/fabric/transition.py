@@ -12,8 +12,8 @@ from typing import Literal
 
 from planner.fabric.model import Cabling, EndpointId, Pair, PortPair
 from planner.fabric.transition_exact import fewest_missed, fewest_stages
-from planner.fabric.transition_moves import Moves, Subject, circuits, lit_floors, moves_between, subjects
-from planner.fabric.transition_order import Order, doomed, replayed
+from planner.fabric.transition_moves import Subject, TransitionMoves, circuits, lit_floors, moves_between, subjects
+from planner.fabric.transition_order import RemovalOrder, doomed, replayed
 from planner.fabric.transition_stages import HABITS, StageOf, packed, smoothed, stages_at_least
 
 PointKind = Literal["start", "removed", "added"]
@@ -73,7 +73,7 @@ class TransitionFault(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TransitionPoint:
     """What is up before the first stage, and after the removals and the additions of each; `stage` counts from 1."""
 
     stage: int
@@ -82,7 +82,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Light:
+class CircuitsUp:
     """Circuits at one point, of the pairs and endpoints that have any before or after."""
 
     stage: int
@@ -114,7 +114,7 @@ def transition(problem: TransitionProblem) -> Transition:
     return _transition(problem, moves, stage_of, at_least, proven)
 
 
-def _not_to_count_on(moves: Moves, order: Order) -> frozenset[int]:
+def _not_to_count_on(moves: TransitionMoves, order: RemovalOrder) -> frozenset[int]:
     """The floors that another order with as few that suffer may miss.
 
     The hopeless, and where other pairs or other endpoints are missed, all pairs or all endpoints.
@@ -124,7 +124,7 @@ def _not_to_count_on(moves: Moves, order: Order) -> frozenset[int]:
     return hopeless | {number for number, floor in enumerate(moves.floors) if floor.is_pair in chosen}
 
 
-def _staged(max_moves: int, moves: Moves, order: Order, spared: frozenset[int]) -> tuple[StageOf, int]:
+def _staged(max_moves: int, moves: TransitionMoves, order: RemovalOrder, spared: frozenset[int]) -> tuple[StageOf, int]:
     if not moves.count:
         return [], 0
     at_least = stages_at_least(moves, max_moves, spared)
@@ -148,7 +148,9 @@ def _staged(max_moves: int, moves: Moves, order: Order, spared: frozenset[int]) 
     return smoothed(moves, best, max_moves), at_least
 
 
-def _transition(problem: TransitionProblem, moves: Moves, stage_of: StageOf, at_least: int, proven: bool) -> Transition:
+def _transition(
+    problem: TransitionProblem, moves: TransitionMoves, stage_of: StageOf, at_least: int, proven: bool
+) -> Transition:
     count = max(stage_of, default=-1) + 1
     remove: list[list[PortPair]] = [[] for _ in range(count)]
     add: list[list[PortPair]] = [[] for _ in range(count)]
@@ -163,24 +165,24 @@ def _transition(problem: TransitionProblem, moves: Moves, stage_of: StageOf, at_
     return Transition(stages, dark, thin, at_least, proven)
 
 
-def points(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> Iterator[Point]:
+def points(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> Iterator[TransitionPoint]:
     """What is up at each point, in turn. Between two points there is never less than at the one with less."""
     up = problem.current
-    yield Point(0, "start", up)
+    yield TransitionPoint(0, "start", up)
     for number, stage in enumerate(stages, start=1):
         up = up - set(stage.remove)
-        yield Point(number, "removed", up)
+        yield TransitionPoint(number, "removed", up)
         up = up | set(stage.add)
-        yield Point(number, "added", up)
+        yield TransitionPoint(number, "added", up)
 
 
-def bandwidth(problem: TransitionProblem, planned: Transition, link_gbps: float) -> tuple[Light, ...]:
+def bandwidth(problem: TransitionProblem, planned: Transition, link_gbps: float) -> tuple[CircuitsUp, ...]:
     """The circuits that pairs and endpoints have at each point."""
     known = {*circuits(problem.cabling, problem.current), *circuits(problem.cabling, problem.target)}
     pairs = sorted(subject for subject in known if isinstance(subject, tuple))
     endpoints = sorted(subject for subject in known if isinstance(subject, str))
     return tuple(
-        Light(
+        CircuitsUp(
             stage,
             kind,
             {pair: up[pair] for pair in pairs},

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from planner.fabric.transition_moves import Moves
+from planner.fabric.transition_moves import TransitionMoves
 from planner.fabric.transition_order import (
-    Order,
-    Replay,
+    RemovalOrder,
+    TransitionReplay,
     doomed,
     harmless,
     kept_order,
@@ -34,7 +34,7 @@ MOST_STAGE_VARIABLES = 12_000  # over all numbers of stages that are tried
 StageNumbers = tuple[tuple[int, ...], tuple[int, ...]]  # the stage of each removal, and of each addition, from 0
 
 
-def fewest_missed(moves: Moves) -> tuple[Order, bool]:
+def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
     """An order that misses as few floors as can be, and whether that is proven.
 
     Pairs come before endpoints, so that they are asked about alone first: how many of them go dark is a bound that
@@ -56,7 +56,7 @@ def fewest_missed(moves: Moves) -> tuple[Order, bool]:
     return _fewest(moves, known, at_least)
 
 
-def _fewest(moves: Moves, known: Order, at_least: tuple[int, int]) -> tuple[Order, bool]:
+def _fewest(moves: TransitionMoves, known: RemovalOrder, at_least: tuple[int, int]) -> tuple[RemovalOrder, bool]:
     """An order that is no worse than `known`; none costs less than `at_least`.
 
     What is harmless comes first and what nobody waits for last; neither is asked about. The rest falls into parts that
@@ -80,7 +80,7 @@ def _fewest(moves: Moves, known: Order, at_least: tuple[int, int]) -> tuple[Orde
     return best, proven or best.cost(moves) == at_least
 
 
-def _parts(moves: Moves, start: Replay, asked: set[int]) -> Iterator[list[int]]:
+def _parts(moves: TransitionMoves, start: TransitionReplay, asked: set[int]) -> Iterator[list[int]]:
     """The removals in question, in groups that have nothing to do with each other, the smallest first."""
     parent = list(range(len(moves.removals)))
 
@@ -104,7 +104,9 @@ def _parts(moves: Moves, start: Replay, asked: set[int]) -> Iterator[list[int]]:
     return iter(sorted(members.values(), key=lambda part: (len(part), part)))
 
 
-def _order_of(moves: Moves, start: Replay, hint: list[int], work: float) -> tuple[list[int], float, bool]:
+def _order_of(
+    moves: TransitionMoves, start: TransitionReplay, hint: list[int], work: float
+) -> tuple[list[int], float, bool]:
     """The best order of the removals in `hint`, the work that it took, and whether it is proven to be the best."""
     rounds = len(hint)
     if rounds == 1:
@@ -164,7 +166,7 @@ def _both(model: "cp_model.CpModel", needed: list[Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class ExactStages:
     """`stages` is None where none was found; `at_least` is proven."""
 
     stages: StageNumbers | None
@@ -172,8 +174,8 @@ class Staged:
 
 
 def fewest_stages(
-    moves: Moves, max_moves: int, cost: tuple[int, int], at_least: int, known: Sequence[int], known_count: int
-) -> Staged:
+    moves: TransitionMoves, max_moves: int, cost: tuple[int, int], at_least: int, known: Sequence[int], known_count: int
+) -> ExactStages:
     """Fewer stages than `known_count`, with no more pairs and endpoints missed than `cost`.
 
     `known` is the stage of each move, removals first, of a transition to begin from.
@@ -184,15 +186,15 @@ def fewest_stages(
         found, spent, sure = _in_stages(moves, max_moves, cost, count, known, work / 2)
         work -= spent
         if found is not None:
-            return Staged(found, at_least)
+            return ExactStages(found, at_least)
         at_least += sure and count == at_least
         count += 1
         variables += moves.count * count
-    return Staged(None, at_least)
+    return ExactStages(None, at_least)
 
 
 def _in_stages(
-    moves: Moves, max_moves: int, cost: tuple[int, int], count: int, known: Sequence[int], work: float
+    moves: TransitionMoves, max_moves: int, cost: tuple[int, int], count: int, known: Sequence[int], work: float
 ) -> tuple[StageNumbers | None, float, bool]:
     """A transition in `count` stages, the work that it took, and whether there is surely none."""
     from ortools.sat.python import cp_model

@@ -16,7 +16,7 @@ Subject = Pair | EndpointId  # what suffers where too few circuits are left
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class CircuitFloor:
     """A pair or an endpoint that may lose no more than `room` circuits beyond those that it is given meanwhile."""
 
     of: Subject
@@ -30,14 +30,14 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class TransitionMoves:
     """Removals and additions by number, in sorted order, and the floors that could be missed at all."""
 
     removals: tuple[PortPair, ...]
     additions: tuple[PortPair, ...]
     blockers: tuple[tuple[int, ...], ...]  # of each addition: the removals that free its ports
     opens: tuple[tuple[int, ...], ...]  # of each removal: the additions on its ports
-    floors: tuple[Floor, ...]
+    floors: tuple[CircuitFloor, ...]
     removal_floors: tuple[tuple[int, ...], ...]
     addition_floors: tuple[tuple[int, ...], ...]
 
@@ -45,11 +45,11 @@ class Moves:
     def count(self) -> int:
         return len(self.removals) + len(self.additions)
 
-    def of_pairs_only(self) -> "Moves":
+    def of_pairs_only(self) -> "TransitionMoves":
         """The same as though endpoints had no floors."""
         return self.with_floors(tuple(floor for floor in self.floors if floor.is_pair))
 
-    def with_floors(self, floors: tuple[Floor, ...]) -> "Moves":
+    def with_floors(self, floors: tuple[CircuitFloor, ...]) -> "TransitionMoves":
         return replace(
             self,
             floors=floors,
@@ -95,7 +95,7 @@ def subjects(cabling: Cabling, cross_connect: PortPair) -> tuple[Subject, Subjec
 
 def moves_between(
     cabling: Cabling, current: frozenset[PortPair], target: frozenset[PortPair], min_fraction: float
-) -> Moves:
+) -> TransitionMoves:
     removals, additions = tuple(sorted(current - target)), tuple(sorted(target - current))
     holder = {port: number for number, removal in enumerate(removals) for port in _ports(removal)}
     blockers = tuple(
@@ -106,7 +106,9 @@ def moves_between(
         for removal in needed:
             opens[removal].append(addition)
     floors = _floors(cabling, current, removals, additions, lit_floors(cabling, current, target, min_fraction))
-    return Moves(removals, additions, blockers, tuple(map(tuple, opens)), (), (), ()).with_floors(tuple(floors))
+    return TransitionMoves(removals, additions, blockers, tuple(map(tuple, opens)), (), (), ()).with_floors(
+        tuple(floors)
+    )
 
 
 def _ports(cross_connect: PortPair) -> list[tuple[OcsId, int]]:
@@ -119,14 +121,14 @@ def _floors(
     removals: tuple[PortPair, ...],
     additions: tuple[PortPair, ...],
     fewest: Mapping[Subject, int],
-) -> Iterator[Floor]:
+) -> Iterator[CircuitFloor]:
     """Pairs first, both in sorted order; without those that could lose all that they ever lose at once."""
     before = circuits(cabling, current)
     down, up = _by_subject(cabling, removals), _by_subject(cabling, additions)
     for subject in sorted(fewest, key=lambda subject: (isinstance(subject, str), subject)):
         room = before[subject] - fewest[subject]
         if len(down[subject]) > room:
-            yield Floor(subject, room, tuple(down[subject]), tuple(up[subject]))
+            yield CircuitFloor(subject, room, tuple(down[subject]), tuple(up[subject]))
 
 
 def _by_subject(cabling: Cabling, cross_connects: tuple[PortPair, ...]) -> dict[Subject, list[int]]:

@@ -10,28 +10,28 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.fabric.transition_moves import Moves
+from planner.fabric.transition_moves import TransitionMoves
 
 TRIES_STEPS = 60_000  # removals that are put in order while looking for fewer that suffer
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RemovalOrder:
     """Every removal, and the floors that are missed on the way."""
 
     removals: tuple[int, ...]
     missed: frozenset[int]
 
-    def cost(self, moves: Moves) -> tuple[int, int]:
+    def cost(self, moves: TransitionMoves) -> tuple[int, int]:
         """Pairs that go dark, then endpoints that grow thin: what is to be least, in this order."""
         pairs = sum(moves.floors[floor].is_pair for floor in self.missed)
         return pairs, len(self.missed) - pairs
 
 
-class Replay:
+class TransitionReplay:
     """The cross-connects after some removals, each followed by the additions that it makes possible."""
 
-    def __init__(self, moves: Moves) -> None:
+    def __init__(self, moves: TransitionMoves) -> None:
         self.moves = moves
         self.room = [floor.room for floor in moves.floors]
         self.left = [len(floor.removals) for floor in moves.floors]  # removals still to come
@@ -81,18 +81,18 @@ class Replay:
         """The floors that it would miss."""
         return [floor for floor in self.moves.removal_floors[removal] if self.room[floor] < 1]
 
-    def order(self) -> Order:
-        return Order(tuple(self.down), frozenset(self.missed))
+    def order(self) -> RemovalOrder:
+        return RemovalOrder(tuple(self.down), frozenset(self.missed))
 
 
-def replayed(moves: Moves, removals: Iterable[int]) -> Order:
-    replay = Replay(moves)
+def replayed(moves: TransitionMoves, removals: Iterable[int]) -> RemovalOrder:
+    replay = TransitionReplay(moves)
     for removal in removals:
         replay.remove(removal)
     return replay.order()
 
 
-def doomed(moves: Moves) -> frozenset[int]:
+def doomed(moves: TransitionMoves) -> frozenset[int]:
     """Floors that every order misses, whatever else may suffer: nothing may be lost before the first removal, and
     nothing of theirs can be added before it."""
     missed = set()
@@ -103,13 +103,13 @@ def doomed(moves: Moves) -> frozenset[int]:
     return frozenset(missed)
 
 
-def harmless(moves: Moves, given_up: frozenset[int]) -> Replay:
+def harmless(moves: TransitionMoves, given_up: frozenset[int]) -> TransitionReplay:
     """As far as one gets by removals that leave every floor at least as far away as it was: no order is spoilt by
     beginning with them. (Counts are supermodular in what is down: what has come down early opens no less later.)"""
     return _Walk(moves, given_up, range(len(moves.removals))).run(harmless_only=True)
 
 
-def postponed(moves: Moves, start: Replay) -> list[int]:
+def postponed(moves: TransitionMoves, start: TransitionReplay) -> list[int]:
     """Removals that may as well come last, in this order, once all others are down.
 
     They open no addition of a floor that may yet be missed; and without them fewer floors may be, and so forth.
@@ -134,7 +134,9 @@ def postponed(moves: Moves, start: Replay) -> list[int]:
         pending = [removal for removal in pending if removal not in gone]
 
 
-def short_order(moves: Moves, given_up: frozenset[int] = frozenset(), turn: Sequence[int] = ()) -> Order:
+def short_order(
+    moves: TransitionMoves, given_up: frozenset[int] = frozenset(), turn: Sequence[int] = ()
+) -> RemovalOrder:
     """A good order, quickly: by walks along chains of ports, each carried on as long as it can be.
 
     It does without the floors `given_up`, and takes the removals in `turn` where nothing else decides.
@@ -142,12 +144,12 @@ def short_order(moves: Moves, given_up: frozenset[int] = frozenset(), turn: Sequ
     return _Walk(moves, doomed(moves) | given_up, turn or range(len(moves.removals))).run().order()
 
 
-def kept_order(moves: Moves, known: Order) -> Order:
+def kept_order(moves: TransitionMoves, known: RemovalOrder) -> RemovalOrder:
     """The order of `known` as far as the floors allow it, and without those that it misses."""
     return _Walk(moves, doomed(moves) | known.missed, known.removals, strict=True).run().order()
 
 
-def tried_again(moves: Moves, best: Order, at_least: tuple[int, int]) -> Order:
+def tried_again(moves: TransitionMoves, best: RemovalOrder, at_least: tuple[int, int]) -> RemovalOrder:
     """A better order, if there is one among many: with all floors, and without those that the best one misses but one.
 
     Stops at the cost `at_least`.
@@ -170,18 +172,20 @@ def tried_again(moves: Moves, best: Order, at_least: tuple[int, int]) -> Order:
 class _Walk:
     """One removal after the other, the least harmful first; where each that is left misses a floor, some give way."""
 
-    def __init__(self, moves: Moves, given_up: frozenset[int], ties: Sequence[int], strict: bool = False) -> None:
+    def __init__(
+        self, moves: TransitionMoves, given_up: frozenset[int], ties: Sequence[int], strict: bool = False
+    ) -> None:
         self._moves = moves
         self._strict = strict  # nothing but the turn decides
         self._given_up = set(given_up)
-        self._replay = Replay(moves)
+        self._replay = TransitionReplay(moves)
         self._rank = [0] * len(moves.removals)
         for place, removal in enumerate(ties):
             self._rank[removal] = place
         self._heap: list[tuple[int, int, int, int, int]] = []
         self._parked: dict[int, set[int]] = {}  # floor -> removals that it bars
 
-    def run(self, harmless_only: bool = False) -> Replay:
+    def run(self, harmless_only: bool = False) -> TransitionReplay:
         replay = self._replay
         for removal in range(len(self._moves.removals)):
             self._push(removal)

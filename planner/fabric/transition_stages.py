@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Literal
 
-from planner.fabric.transition_moves import Moves
-from planner.fabric.transition_order import Order, Replay
+from planner.fabric.transition_moves import TransitionMoves
+from planner.fabric.transition_order import RemovalOrder, TransitionReplay
 
 Habit = Literal["plain", "keen", "tidy", "far"]
 # As the order has it; those first that make room for an addition at once; without those that make room for none; those
@@ -19,7 +19,7 @@ CHAIN = 100  # links of a chain of removals that are looked at
 StageOf = list[int]  # [move]: its stage from 0; removals first, additions after them
 
 
-def packed(moves: Moves, order: Order, max_moves: int, habit: Habit) -> StageOf:
+def packed(moves: TransitionMoves, order: RemovalOrder, max_moves: int, habit: Habit) -> StageOf:
     """Stage by stage: additions whose ports are free, then whatever may come down, in the order's turn.
 
     What is left of the order stays a way to the end throughout, so that no stage can run into a dead end: a removal is
@@ -29,7 +29,7 @@ def packed(moves: Moves, order: Order, max_moves: int, habit: Habit) -> StageOf:
 
 
 class _Packing:
-    def __init__(self, moves: Moves, order: Order, max_moves: int, habit: Habit) -> None:
+    def __init__(self, moves: TransitionMoves, order: RemovalOrder, max_moves: int, habit: Habit) -> None:
         self._moves, self._order, self._max_moves, self._habit = moves, order, max_moves, habit
         self._room = [floor.room for floor in moves.floors]  # with all that is taken so far
         self._stage_room = list(self._room)  # without this stage's additions
@@ -140,7 +140,7 @@ class _Packing:
         self._taken += 1
 
 
-def _behind(moves: Moves, order: Order) -> list[int]:
+def _behind(moves: TransitionMoves, order: RemovalOrder) -> list[int]:
     """How many stages have to follow each removal: an addition that it opens may be what others wait for, and so on."""
     behind = [0] * len(moves.removals)
     bare = [floor for number, floor in enumerate(moves.floors) if floor.room == 0 and number not in order.missed]
@@ -159,10 +159,10 @@ def _behind(moves: Moves, order: Order) -> list[int]:
     return behind
 
 
-def _events(moves: Moves, order: Order) -> list[list[int]]:
+def _events(moves: TransitionMoves, order: RemovalOrder) -> list[list[int]]:
     """For each floor the moves that touch it, in turn, each addition as soon as its ports are free."""
     events: list[list[int]] = [[] for _ in moves.floors]
-    replay = Replay(moves)
+    replay = TransitionReplay(moves)
     for addition, needed in enumerate(moves.blockers):
         if not needed:
             for floor in moves.addition_floors[addition]:
@@ -176,7 +176,7 @@ def _events(moves: Moves, order: Order) -> list[list[int]]:
     return events
 
 
-def smoothed(moves: Moves, stage_of: StageOf, max_moves: int) -> StageOf:
+def smoothed(moves: TransitionMoves, stage_of: StageOf, max_moves: int) -> StageOf:
     """The same stages with more light: additions as early, removals as late as moves and ports allow. No count falls at
     any point."""
     stage_of, removals = list(stage_of), len(moves.removals)
@@ -202,7 +202,7 @@ def smoothed(moves: Moves, stage_of: StageOf, max_moves: int) -> StageOf:
     return stage_of
 
 
-def stages_at_least(moves: Moves, max_moves: int, missed: frozenset[int]) -> int:
+def stages_at_least(moves: TransitionMoves, max_moves: int, missed: frozenset[int]) -> int:
     """No transition has fewer stages that keeps every floor but those `missed`: from the number of moves, from how many
     circuits each floor can spare at once, and from chains of moves that wait for each other."""
     floors = [number for number in range(len(moves.floors)) if number not in missed]
@@ -214,7 +214,7 @@ def stages_at_least(moves: Moves, max_moves: int, missed: frozenset[int]) -> int
     return max([bound, *(_last(moves, number, up) for number in floors)])
 
 
-def _rounds(moves: Moves, number: int) -> int:
+def _rounds(moves: TransitionMoves, number: int) -> int:
     """Stages until a floor's removals are over, when each stage takes down all that it can spare, those first that make
     room for most additions."""
     floor = moves.floors[number]
@@ -231,13 +231,13 @@ def _rounds(moves: Moves, number: int) -> int:
     return stages
 
 
-def _last(moves: Moves, number: int, up: list[int]) -> int:
+def _last(moves: TransitionMoves, number: int, up: list[int]) -> int:
     floor = moves.floors[number]
     short = len(floor.removals) - floor.room
     return sorted(up[addition] for addition in floor.additions)[short - 1] + 2 if short <= len(floor.additions) else 0
 
 
-def _earliest(moves: Moves, floors: list[int]) -> tuple[list[int], list[int]]:
+def _earliest(moves: TransitionMoves, floors: list[int]) -> tuple[list[int], list[int]]:
     """The first stage, from 0, of each removal and addition.
 
     Where a floor can spare nothing, each of its removals waits for one of its additions.

@@ -9,7 +9,7 @@ from math import inf
 
 from planner.fabric.clocks import ClockOffset
 from planner.fabric.intent import Stage
-from planner.fabric.slack import Remaining
+from planner.fabric.slack import RemainingQuiet
 from planner.model import Act, Hold, Verdict
 
 # Codes of holds, beside those that a rank gives itself.
@@ -33,7 +33,7 @@ class HostWindows:
 
     host: str
     said_s: float
-    ranks: tuple[tuple[int, Remaining | Hold], ...]
+    ranks: tuple[tuple[int, RemainingQuiet | Hold], ...]
     clock: ClockOffset | None  # host minus ours; None: not known
 
 

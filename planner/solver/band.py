@@ -3,21 +3,21 @@ requests moved so that it misses it by less."""
 
 import numpy as np
 
-from planner.solver.columns import Columns, Floats, Ints
-from planner.solver.evaluate import Placement, moves_s, place
+from planner.solver.columns import Floats, Ints, ProblemColumns
+from planner.solver.evaluate import FleetPlacement, moves_s, place
 
 STEPS = 400  # requests that are moved at most
 PARTNERS = 4  # instances that are tried with the one that misses most
 
 
-def violation(columns: Columns, placement: Placement) -> float:
+def violation(columns: ProblemColumns, placement: FleetPlacement) -> float:
     """By how much the worst instance misses the band; 0 without one."""
     if columns.problem.kv_balance is None or not len(placement.fleet):
         return 0.0
     return max(0.0, float(_Band(columns, placement, 0.0).misses().max()))
 
 
-def balanced(columns: Columns, placement: Placement, limit_s: float) -> Placement:
+def balanced(columns: ProblemColumns, placement: FleetPlacement, limit_s: float) -> FleetPlacement:
     """The placement, or one that misses the band by less and ends by `limit_s`."""
     before = violation(columns, placement)
     if not before > 0:
@@ -33,7 +33,7 @@ def balanced(columns: Columns, placement: Placement, limit_s: float) -> Placemen
 
 
 class _Band:
-    def __init__(self, columns: Columns, placement: Placement, limit_s: float) -> None:
+    def __init__(self, columns: ProblemColumns, placement: FleetPlacement, limit_s: float) -> None:
         assert columns.problem.kv_balance is not None
         self.columns, self.fleet, self.limit_s = columns, placement.fleet, limit_s
         self.mu, self.delta = columns.problem.kv_balance.mu, columns.problem.kv_balance.delta

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from planner.solver.columns import Columns, Floats, Ints
+from planner.solver.columns import Floats, Ints, ProblemColumns
 
 SAFETY = 1e-9  # sums in another order than a makespan's own may differ in the last places
 PRECISION = 5e-5
@@ -20,7 +20,7 @@ MOST_PARTS = 8  # into which KV room is cut
 WORTH = 1.02  # times as much room as without cutting it, from which on that is looked at
 
 
-def lower_bound_s(columns: Columns) -> float:
+def lower_bound_s(columns: ProblemColumns) -> float:
     if columns.count == 0:
         return 0.0
     options = options_of(columns, np.arange(columns.count))
@@ -41,7 +41,7 @@ def lower_bound_s(columns: Columns) -> float:
     return max(low_s, alone_s) * (1 - SAFETY)
 
 
-class Option:
+class InstanceOption:
     """Requests on one kind of instance: a configuration, new or kept."""
 
     def __init__(self, configuration: int, price: float, alpha_s: float, switch_s: float, cost_s: Floats) -> None:
@@ -63,14 +63,14 @@ class Option:
         return share
 
 
-def _refused(options: list[Option], remaining: Floats, makespan_s: float, allowed: float) -> bool:
+def _refused(options: list[InstanceOption], remaining: Floats, makespan_s: float, allowed: float) -> bool:
     shares = options[0].share(remaining, makespan_s)
     for option in options[1:]:
         np.minimum(shares, option.share(remaining, makespan_s), out=shares)
     return float(shares.sum()) > allowed * (1 + SAFETY)
 
 
-def options_of(columns: Columns, requests: Ints) -> list[Option]:
+def options_of(columns: ProblemColumns, requests: Ints) -> list[InstanceOption]:
     """What the requests given take on each kind of instance."""
     options = []
     for configuration in np.flatnonzero(columns.placeable).tolist():
@@ -79,14 +79,14 @@ def options_of(columns: Columns, requests: Ints) -> list[Option]:
         moved_s = least_move_s(columns, configuration, requests)
         work_s = np.where(columns.fits(configuration), columns.work_s[configuration], math.inf)[requests]
         switch_s = float(columns.switch_s[configuration])
-        options.append(Option(configuration, cost, alpha_s, switch_s, work_s + moved_s))
+        options.append(InstanceOption(configuration, cost, alpha_s, switch_s, work_s + moved_s))
         if (columns.current_configuration == configuration).any():
             stays = columns.current_configuration[np.maximum(columns.source[requests], 0)] == configuration
-            options.append(Option(configuration, cost, alpha_s, 0.0, work_s + np.where(stays, 0.0, moved_s)))
+            options.append(InstanceOption(configuration, cost, alpha_s, 0.0, work_s + np.where(stays, 0.0, moved_s)))
     return options
 
 
-def least_move_s(columns: Columns, configuration: int, requests: Ints) -> Floats:
+def least_move_s(columns: ProblemColumns, configuration: int, requests: Ints) -> Floats:
     """[request] what moving each to another instance of the configuration costs at least, wherever that lies."""
     least_s: Floats = columns.moved_s[configuration, requests]
     running = np.flatnonzero(columns.source[requests] >= 0)
@@ -97,26 +97,26 @@ def least_move_s(columns: Columns, configuration: int, requests: Ints) -> Floats
     return least_s
 
 
-def _unit(columns: Columns) -> int:
+def _unit(columns: ProblemColumns) -> int:
     """GPUs that are only ever taken together inside a node."""
     small = columns.gpus[(columns.placeable > 0) & (columns.gpus <= columns.problem.per_node)]
     return int(np.gcd.reduce(small)) if len(small) else columns.problem.per_node
 
 
-def price(columns: Columns, configuration: int) -> float:
+def price(columns: ProblemColumns, configuration: int) -> float:
     """Units that an instance takes."""
     gpus, per_node, unit = int(columns.gpus[configuration]), columns.problem.per_node, _unit(columns)
     return gpus / unit if gpus <= per_node else gpus / per_node * (per_node // unit)
 
 
-def units(columns: Columns) -> int:
+def units(columns: ProblemColumns) -> int:
     """Units that the nodes have."""
     nodes, rest = divmod(columns.problem.gpus_count, columns.problem.per_node)
     unit = _unit(columns)
     return nodes * (columns.problem.per_node // unit) + rest // unit
 
 
-def room_shares(columns: Columns, configuration: int, requests: Ints) -> list[Floats]:
+def room_shares(columns: ProblemColumns, configuration: int, requests: Ints) -> list[Floats]:
     """[request] shares of the instance's KV room such that those of requests that run at once are at most 1 together.
 
     Of footprint over capacity this holds, which comes first, and of what dual feasible functions make of it (Fekete

@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, PlanId, PlannedMove
 from planner.solver.from_snapshot import LiveFleet
-from planner.solver.problem import NOWHERE, RUNNING, Instance, Problem, Solution
+from planner.solver.problem import NOWHERE, RUNNING, CurrentInstance, MakespanProblem, Solution
 
 Indices = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 
 
-class Unusable(ValueError):
+class UnusableFleet(ValueError):
     """A fleet that cannot be proposed, and why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class CandidateFleet:
     """A fleet and who decodes what on it. Requests are indices into the problem's."""
 
     name: str
-    instances: tuple[Instance, ...]
+    instances: tuple[CurrentInstance, ...]
     limits: tuple[Configuration, ...]  # [instance], step time and room of each
     kept: NDArray[np.bool_]  # [instance]
     order: Indices  # [request], instance after instance, each in order of admission
@@ -52,8 +52,13 @@ class Candidate:
 
 
 def candidate(
-    name: str, problem: Problem, fleet: LiveFleet, instances: Sequence[Instance], requests: Indices, at: Indices
-) -> Candidate:
+    name: str,
+    problem: MakespanProblem,
+    fleet: LiveFleet,
+    instances: Sequence[CurrentInstance],
+    requests: Indices,
+    at: Indices,
+) -> CandidateFleet:
     """`instances` of the problem's configurations with all `requests` `at` places among them, each instance's in order
     of admission.
 
@@ -75,20 +80,20 @@ def candidate(
     costs_s, moved = _moves(problem, instances, homes, order, at)
     migration_s = np.bincount(at, weights=costs_s, minlength=len(instances))
     switch_s = np.array([0.0 if stays else limit.switch_s for limit, stays in zip(limits, kept, strict=True)])
-    return Candidate(
+    return CandidateFleet(
         name, tuple(instances), limits, kept, order, starts, migration_s.astype(np.float64), switch_s, moved
     )
 
 
-def solved(name: str, problem: Problem, fleet: LiveFleet, solution: Solution) -> Candidate:
+def solved(name: str, problem: MakespanProblem, fleet: LiveFleet, solution: Solution) -> CandidateFleet:
     """The solver's fleet."""
-    instances = [Instance(placed.id, placed.configuration, placed.gpus) for placed in solution.instances]
+    instances = [CurrentInstance(placed.id, placed.configuration, placed.gpus) for placed in solution.instances]
     requests = np.concatenate([np.empty(0, dtype=np.int64), *(placed.requests for placed in solution.instances)])
     at = np.repeat(np.arange(len(instances)), [len(placed.requests) for placed in solution.instances])
     return candidate(name, problem, fleet, instances, requests.astype(np.int64), at)
 
 
-def as_it_stands(problem: Problem, fleet: LiveFleet) -> Candidate:
+def as_it_stands(problem: MakespanProblem, fleet: LiveFleet) -> CandidateFleet:
     """Every request where it is, the running before the waiting; those on no engine dealt to whoever has fewest."""
     at, state = problem.requests.instance.astype(np.int64), problem.requests.state
     homeless = np.flatnonzero(at == NOWHERE)
@@ -106,12 +111,12 @@ def as_it_stands(problem: Problem, fleet: LiveFleet) -> Candidate:
     return candidate("as it stands", problem, fleet, problem.current, requests, at[requests])
 
 
-def longest(problem: Problem) -> Indices:
+def longest(problem: MakespanProblem) -> Indices:
     """[request], longest first; of equals, the first in input order."""
     return np.argsort(-problem.requests.remaining_tokens, kind="stable")
 
 
-def rebalanced(problem: Problem, fleet: LiveFleet, order: Indices) -> Candidate:
+def rebalanced(problem: MakespanProblem, fleet: LiveFleet, order: Indices) -> CandidateFleet:
     """The current engines, in `order` each request onto the one that would be through with it first, the move paid for:
     most requests stay where they are."""
     requests, limits = problem.requests, fleet.limits
@@ -148,16 +153,20 @@ def rebalanced(problem: Problem, fleet: LiveFleet, order: Indices) -> Candidate:
 
 
 def longest_first(
-    problem: Problem, fleet: LiveFleet, order: Indices, configuration: Configuration, instances: Sequence[Instance]
-) -> Candidate:
+    problem: MakespanProblem,
+    fleet: LiveFleet,
+    order: Indices,
+    configuration: Configuration,
+    instances: Sequence[CurrentInstance],
+) -> CandidateFleet:
     """A whole fleet of one configuration, `instances`, longest request first (`order`) onto the least loaded. Raises
     Unusable where there are none, or a request fits none."""
     if not instances:
-        raise Unusable(_why_none_fits(configuration, problem))
+        raise UnusableFleet(_why_none_fits(configuration, problem))
     remaining, context = problem.requests.remaining_tokens[order], problem.requests.context_tokens[order]
     if len(remaining) and int((remaining + context).max()) > configuration.kv_capacity_tokens:
         footprint = int((remaining + context).max())
-        raise Unusable(
+        raise UnusableFleet(
             f"a request of {footprint} tokens does not fit into a KV cache of {configuration.kv_capacity_tokens}"
         )
     work_s = added_s(configuration.beta_s, configuration.gamma_s, context, remaining)
@@ -175,15 +184,20 @@ def longest_first(
 
 
 def _dealt(
-    name: str, problem: Problem, fleet: LiveFleet, instances: Sequence[Instance], order: Indices, places: Sequence[int]
-) -> Candidate:
+    name: str,
+    problem: MakespanProblem,
+    fleet: LiveFleet,
+    instances: Sequence[CurrentInstance],
+    order: Indices,
+    places: Sequence[int],
+) -> CandidateFleet:
     """Requests in `order`, each at its place; the running are admitted before the others."""
     running_first = np.argsort(problem.requests.state[order] != RUNNING, kind="stable")
     at = np.array(places, dtype=np.int64)
     return candidate(name, problem, fleet, instances, order[running_first], at[running_first])
 
 
-def homogeneous(problem: Problem, configuration: Configuration) -> tuple[Instance, ...]:
+def homogeneous(problem: MakespanProblem, configuration: Configuration) -> tuple[CurrentInstance, ...]:
     """As many instances of one configuration as fit, around those that run already."""
     kept = [instance for instance in problem.current if instance.configuration == configuration.id]
     used = {gpu for instance in kept for gpu in instance.gpus}
@@ -201,11 +215,11 @@ def homogeneous(problem: Problem, configuration: Configuration) -> tuple[Instanc
                 groups.append(tuple(row))
                 row = []
     names = _fresh_names({instance.id for instance in problem.current}, configuration.id)
-    new = [Instance(next(names), configuration.id, gpus) for gpus in groups]
+    new = [CurrentInstance(next(names), configuration.id, gpus) for gpus in groups]
     return (*kept, *new)
 
 
-def moves_of(problem: Problem, fleet: Candidate) -> tuple[PlannedMove, ...]:
+def moves_of(problem: MakespanProblem, fleet: CandidateFleet) -> tuple[PlannedMove, ...]:
     """The requests that change engine: the running with their cheaper method, then those that are queued elsewhere."""
     moved, ids = fleet.moved, problem.requests.ids
     place_of = np.empty(len(fleet.order), dtype=np.int64)
@@ -238,19 +252,19 @@ def added_s(
     return result
 
 
-def _same(problem: Problem, current: dict[EngineId, int], instance: Instance) -> bool:
+def _same(problem: MakespanProblem, current: dict[EngineId, int], instance: CurrentInstance) -> bool:
     place = current.get(instance.id)
     return place is not None and problem.current[place] == instance
 
 
-def _homes(problem: Problem, instances: Sequence[Instance], kept: NDArray[np.bool_]) -> Indices:
+def _homes(problem: MakespanProblem, instances: Sequence[CurrentInstance], kept: NDArray[np.bool_]) -> Indices:
     """[current instance], its place among `instances`; NOWHERE where it is not kept."""
     place_of = {instance.id: place for place, instance in enumerate(instances) if kept[place]}
     return np.array([place_of.get(instance.id, NOWHERE) for instance in problem.current], dtype=np.int64)
 
 
 def _with_immovable(
-    problem: Problem, fleet: LiveFleet, homes: Indices, all_stay: bool, requests: Indices, at: Indices
+    problem: MakespanProblem, fleet: LiveFleet, homes: Indices, all_stay: bool, requests: Indices, at: Indices
 ) -> tuple[Indices, Indices]:
     """`requests` and their places, with those that must stay back where they are, ahead of the others."""
     source = problem.requests.instance
@@ -260,13 +274,13 @@ def _with_immovable(
     staying = np.flatnonzero(stuck)
     leaving = int((homes[source[staying]] == NOWHERE).sum())
     if leaving:
-        raise Unusable(f"{leaving} requests would have to move that cannot")
+        raise UnusableFleet(f"{leaving} requests would have to move that cannot")
     others = ~stuck[requests]
     return np.concatenate([staying, requests[others]]), np.concatenate([homes[source[staying]], at[others]])
 
 
 def _moves(
-    problem: Problem, instances: Sequence[Instance], homes: Indices, order: Indices, at: Indices
+    problem: MakespanProblem, instances: Sequence[CurrentInstance], homes: Indices, order: Indices, at: Indices
 ) -> tuple[Seconds, Indices]:
     """Seconds that each place of `order` costs its instance, and which requests change engine."""
     source = problem.requests.instance[order]
@@ -284,7 +298,9 @@ def _moves(
     return costs_s, np.concatenate([order[running], order[moves & ~running]])
 
 
-def _move_s(problem: Problem, instances: Sequence[Instance], requests: Indices, to: Indices) -> tuple[Seconds, Seconds]:
+def _move_s(
+    problem: MakespanProblem, instances: Sequence[CurrentInstance], requests: Indices, to: Indices
+) -> tuple[Seconds, Seconds]:
     """Seconds to bring each of `requests` from where it is to instance `to`: by transfer, by recompute."""
     context = problem.requests.context_tokens[requests].astype(np.float64)
     source = problem.requests.instance[requests]
@@ -298,7 +314,7 @@ def _move_s(problem: Problem, instances: Sequence[Instance], requests: Indices, 
     return transfer_s, transfer.recompute_s(context, prefill[to])
 
 
-def _shape(instances: Sequence[Instance], per_node: int) -> Indices:
+def _shape(instances: Sequence[CurrentInstance], per_node: int) -> Indices:
     """[instance, 2]: GPUs, and the node, or -1 where there are several."""
     return np.array(
         [
@@ -309,7 +325,7 @@ def _shape(instances: Sequence[Instance], per_node: int) -> Indices:
     ).reshape(-1, 2)
 
 
-def _why_none_fits(configuration: Configuration, problem: Problem) -> str:
+def _why_none_fits(configuration: Configuration, problem: MakespanProblem) -> str:
     per_node = problem.per_node
     if configuration.gpus > per_node and configuration.gpus % per_node:
         return f"an instance of {configuration.gpus} GPUs is neither inside a node of {per_node} nor whole nodes"
@@ -325,7 +341,7 @@ def _fresh_names(taken: set[EngineId], prefix: str) -> Iterator[EngineId]:
             yield name
 
 
-def with_fresh_names(fleet: Candidate, plan: PlanId) -> Candidate:
+def with_fresh_names(fleet: CandidateFleet, plan: PlanId) -> CandidateFleet:
     """New instances named after the plan, so that no engine of another plan ever has the same id."""
     instances = [
         instance if stays else replace(instance, id=EngineId(f"{plan}.{place}"))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.solver.band import balanced, violation
-from planner.solver.columns import Columns
-from planner.solver.evaluate import Placement
+from planner.solver.columns import ProblemColumns
+from planner.solver.evaluate import FleetPlacement
 from planner.solver.settle import moves, settled
 
 STEADY = 0.002  # share of the makespan, but no more than epsilon, that may be lost where less changes for it
@@ -16,8 +16,11 @@ FEW = 20_000  # requests up to which it is so many, and moves are saved in sever
 
 
 def chosen(
-    table: Columns, current: Placement | None, static: Sequence[Placement], found: Sequence[Placement]
-) -> Placement | None:
+    table: ProblemColumns,
+    current: FleetPlacement | None,
+    static: Sequence[FleetPlacement],
+    found: Sequence[FleetPlacement],
+) -> FleetPlacement | None:
     """Of what ends about as soon as the best: what misses equation 2 by least, or else what changes least."""
     best = min(found, key=lambda placement: placement.makespan_s, default=None)
     epsilon_s = table.problem.epsilon_s

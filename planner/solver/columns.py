@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.model import Configuration
-from planner.solver.problem import RUNNING, Infeasible, Problem
+from planner.solver.problem import RUNNING, Infeasible, MakespanProblem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -16,10 +16,10 @@ SEVERAL = -1  # node of an instance that takes several
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ProblemColumns:
     """[configuration] columns are in the problem's order, [request] ones in input order."""
 
-    problem: Problem
+    problem: MakespanProblem
     gpus: Ints  # [configuration]
     alpha_s: Floats  # [configuration]
     switch_s: Floats  # [configuration]
@@ -63,7 +63,7 @@ class Columns:
         return transfer.transfer_s(context, self.problem.kv_bytes_per_token, narrow, inside), recompute_s
 
 
-def columns(problem: Problem) -> Columns:
+def columns(problem: MakespanProblem) -> ProblemColumns:
     """Raises Infeasible where a request fits no configuration that the GPUs hold."""
     configurations = problem.configurations
     remaining = problem.requests.remaining_tokens.astype(np.int64)
@@ -71,7 +71,7 @@ def columns(problem: Problem) -> Columns:
     tokens = remaining.astype(np.float64)
     held = context * tokens + tokens * (tokens - 1) / 2
     order = {configuration.id: index for index, configuration in enumerate(configurations)}
-    made = Columns(
+    made = ProblemColumns(
         moved_s=np.zeros((len(configurations), len(remaining))),
         problem=problem,
         gpus=np.array([each.gpus for each in configurations], dtype=np.int64),
@@ -115,7 +115,7 @@ def node_of(gpus: tuple[int, ...], per_node: int) -> int:
     return first if all(gpu // per_node == first for gpu in gpus) else SEVERAL
 
 
-def _check(columns: Columns) -> None:
+def _check(columns: ProblemColumns) -> None:
     """Raises Infeasible. One instance of the roomiest configuration can serve all, so that room alone decides."""
     if columns.count == 0:
         return
@@ -137,7 +137,7 @@ def _check(columns: Columns) -> None:
         )
 
 
-def _unplaceable(problem: Problem, configuration: Configuration) -> Infeasible:
+def _unplaceable(problem: MakespanProblem, configuration: Configuration) -> Infeasible:
     """Why no instance can be placed."""
     gpus, per_node = configuration.gpus, problem.per_node
     if gpus > per_node and gpus % per_node:

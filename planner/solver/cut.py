@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.solver.bound import price, units
-from planner.solver.columns import Columns, Floats
+from planner.solver.columns import Floats, ProblemColumns
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RequestCut:
     """Requests for one instance, as ranges of positions in descending order, in order of admission."""
 
     configuration: int
@@ -36,10 +36,10 @@ class _Option:
     capacity: int
 
 
-class Cutter:
+class RequestCutter:
     """Prepared once for a problem; `cut` is asked for several makespans."""
 
-    def __init__(self, columns: Columns, staying: float = 0.0, every: int = 1) -> None:
+    def __init__(self, columns: ProblemColumns, staying: float = 0.0, every: int = 1) -> None:
         """The share `staying` of what moves cost is not paid on kept instances. Of the requests one in `every` is
         looked at, and as many of the GPUs."""
         order = columns.longest_first[every // 2 :: every]
@@ -75,12 +75,12 @@ class Cutter:
                     )
                 )
 
-    def cut(self, makespan_s: float, only: frozenset[int] | None = None) -> list[Cut] | None:
+    def cut(self, makespan_s: float, only: frozenset[int] | None = None) -> list[RequestCut] | None:
         """Cuts that end by `makespan_s`, or None where the GPUs do not suffice. `only`: configurations to use."""
         chosen = [place for place, option in enumerate(self._options) if only is None or option.configuration in only]
         after = self._after(makespan_s, chosen)
         options = [self._options[place] for place in chosen]
-        instances: list[Cut] = []
+        instances: list[RequestCut] = []
         # Instances that have time left, by that, for each configuration.
         gaps: dict[int, list[tuple[float, int]]] = {option.configuration: [] for option in options}
         left_kept = self._kept.tolist()
@@ -110,7 +110,7 @@ class Cutter:
                     return None
                 left_kept[best.configuration] -= best.kept
                 gap_s, instance = makespan_s - best.switch_s, len(instances)
-                instances.append(Cut(best.configuration, best.kept, [(position, best_end)]))
+                instances.append(RequestCut(best.configuration, best.kept, [(position, best_end)]))
             if gap_s - best_height > 0.01 * makespan_s:
                 insort(waiting, (gap_s - best_height, instance))
             position = best_end

@@ -10,8 +10,8 @@ themselves, so nothing rests on its rounding or on its classes.
 
 import numpy as np
 
-from planner.solver.bound import SAFETY, Option, options_of, room_shares, units
-from planner.solver.columns import Columns, Floats, Ints
+from planner.solver.bound import SAFETY, InstanceOption, options_of, room_shares, units
+from planner.solver.columns import Floats, Ints, ProblemColumns
 
 AMPLE, CROWDED = (16, 0), (8, 16)  # classes of lengths: of as many tokens each, and as long as each other
 HALF = 0.5  # of what the GPUs hold at once, from which on it is crowded
@@ -26,11 +26,11 @@ Weights = dict[tuple[int, int], tuple[float, ...]]  # by (option, class), of eac
 class _Shares:
     """Requests, shortest first, with what each takes of the limits."""
 
-    def __init__(self, columns: Columns, every: int) -> None:
+    def __init__(self, columns: ProblemColumns, every: int) -> None:
         order = columns.longest_first[every // 2 :: every][::-1]
         self.remaining = columns.remaining[order].astype(np.float64)
         self.units = units(columns) * len(order) / columns.count
-        self.options: list[Option] = options_of(columns, order)
+        self.options: list[InstanceOption] = options_of(columns, order)
         self.more_s: list[list[Floats]] = []  # [option] what of each limit but the first they take beside work
         for each in self.options:
             plain, *cut = room_shares(columns, each.configuration, order)
@@ -68,7 +68,7 @@ class _Shares:
         return float(shares.sum()) > self.units * (1 + SAFETY)
 
 
-def tightened_s(columns: Columns, bound_s: float, high_s: float) -> float:
+def tightened_s(columns: ProblemColumns, bound_s: float, high_s: float) -> float:
     """A bound at least as high as `bound_s`; no placement is known to end before `high_s`."""
     every = max(1, columns.count // SAMPLE)
     sample = _Shares(columns, every)
@@ -113,7 +113,7 @@ def tightened_s(columns: Columns, bound_s: float, high_s: float) -> float:
     return bound_s
 
 
-def _crowded(columns: Columns) -> bool:
+def _crowded(columns: ProblemColumns) -> bool:
     """Whether the requests take more than half of what runs at once, whatever the configuration."""
     kinds = np.flatnonzero(columns.placeable)
     rooms = columns.placeable[kinds] * columns.capacity[kinds]

@@ -3,13 +3,17 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.solver.candidates import Candidate, added_s
+from planner.solver.candidates import CandidateFleet, added_s
 from planner.solver.iterations import iterations
-from planner.solver.problem import RUNNING, Requests
+from planner.solver.problem import RUNNING, ProblemRequests
 
 
 def decode_s(
-    fleet: Candidate, context_tokens: NDArray[np.int64], remaining_tokens: NDArray[np.int64], *, roughly: bool = False
+    fleet: CandidateFleet,
+    context_tokens: NDArray[np.int64],
+    remaining_tokens: NDArray[np.int64],
+    *,
+    roughly: bool = False,
 ) -> NDArray[np.float64]:
     """[sample, instance], seconds until each instance's last request ends, by the step times of its configuration.
 
@@ -50,9 +54,9 @@ def decode_s(
 
 
 def ends_if_later_s(
-    fleet: Candidate,
-    now: Candidate,
-    columns: Requests,
+    fleet: CandidateFleet,
+    now: CandidateFleet,
+    columns: ProblemRequests,
     remaining_tokens: NDArray[np.int64],
     wait_s: float,
     correction: float,

@@ -11,11 +11,11 @@ import numpy as np
 
 from planner.model import GpuId
 from planner.solver.admission_order import admit
-from planner.solver.columns import Columns, Floats, Ints, node_of
+from planner.solver.columns import Floats, Ints, ProblemColumns, node_of
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SolverFleet:
     """Instances to be, each a current one that is kept or a new one."""
 
     configuration: Ints  # [instance]
@@ -27,7 +27,7 @@ class Fleet:
         return len(self.gpus)
 
     @classmethod
-    def of(cls, columns: Columns, parts: Sequence[tuple[int, int, tuple[GpuId, ...]]]) -> "Fleet":
+    def of(cls, columns: ProblemColumns, parts: Sequence[tuple[int, int, tuple[GpuId, ...]]]) -> "SolverFleet":
         """Of (configuration, current, gpus). What comes to lie where a current one of its kind lies, is that one."""
         per_node = columns.problem.per_node
         running = {
@@ -44,17 +44,17 @@ class Fleet:
         )
 
 
-def current_fleet(columns: Columns) -> Fleet:
+def current_fleet(columns: ProblemColumns) -> SolverFleet:
     parts = zip(columns.current_configuration.tolist(), columns.problem.current, strict=True)
-    return Fleet.of(columns, [(at, index, each.gpus) for index, (at, each) in enumerate(parts)])
+    return SolverFleet.of(columns, [(at, index, each.gpus) for index, (at, each) in enumerate(parts)])
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class FleetPlacement:
     """A fleet and who decodes where: `order` holds the requests of instance j, in order of admission, at
     `starts[j]:starts[j + 1]`."""
 
-    fleet: Fleet
+    fleet: SolverFleet
     order: Ints  # [request]
     starts: Ints  # [instance + 1]
     decode_s: Floats  # [instance]
@@ -79,7 +79,7 @@ class Placement:
         return assigned
 
 
-def with_idle(columns: Columns, placement: Placement) -> Placement:
+def with_idle(columns: ProblemColumns, placement: FleetPlacement) -> FleetPlacement:
     """With the current instances, idle, in whose place nothing comes: stopping them gains nothing."""
     taken = {gpu for gpus in placement.fleet.gpus for gpu in gpus}
     current = columns.problem.current
@@ -87,12 +87,12 @@ def with_idle(columns: Columns, placement: Placement) -> Placement:
     if not idle:
         return placement
     fleet = placement.fleet
-    more = Fleet.of(
+    more = SolverFleet.of(
         columns, [(int(columns.current_configuration[index]), index, current[index].gpus) for index in idle]
     )
     nothing = np.zeros(len(idle))
-    return Placement(
-        Fleet(
+    return FleetPlacement(
+        SolverFleet(
             np.concatenate((fleet.configuration, more.configuration)),
             np.concatenate((fleet.current, more.current)),
             np.concatenate((fleet.node, more.node)),
@@ -106,7 +106,7 @@ def with_idle(columns: Columns, placement: Placement) -> Placement:
     )
 
 
-def place(columns: Columns, fleet: Fleet, assigned: Ints, ranks: Ints | None = None) -> Placement:
+def place(columns: ProblemColumns, fleet: SolverFleet, assigned: Ints, ranks: Ints | None = None) -> FleetPlacement:
     """Requests on the instances `assigned` to them, admitted by ascending `ranks`: longest first where not given."""
     if ranks is None:
         order = columns.longest_first[np.argsort(assigned[columns.longest_first], kind="stable")]
@@ -116,11 +116,11 @@ def place(columns: Columns, fleet: Fleet, assigned: Ints, ranks: Ints | None = N
     return evaluate(columns, fleet, order, starts)
 
 
-def evaluate(columns: Columns, fleet: Fleet, order: Ints, starts: Ints) -> Placement:
+def evaluate(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: Ints) -> FleetPlacement:
     """What the placement takes. New instances without requests are left out: nothing starts them."""
     used = (np.diff(starts) > 0) | (fleet.current >= 0)
     if not used.all():
-        fleet = Fleet(
+        fleet = SolverFleet(
             fleet.configuration[used],
             fleet.current[used],
             fleet.node[used],
@@ -131,7 +131,7 @@ def evaluate(columns: Columns, fleet: Fleet, order: Ints, starts: Ints) -> Place
     configuration = fleet.configuration[at]
     work_s = np.bincount(at, weights=columns.work_s[configuration, order], minlength=len(fleet))
     iterations = _iterations(columns, fleet, order, starts, at)
-    return Placement(
+    return FleetPlacement(
         fleet,
         order,
         starts,
@@ -147,7 +147,7 @@ def _alpha_s(alpha_s: Floats, iterations: Floats) -> Floats:
         return np.where(np.isfinite(iterations), alpha_s * iterations, np.inf)
 
 
-def moves_s(columns: Columns, fleet: Fleet, requests: Ints, at: Ints) -> Floats:
+def moves_s(columns: ProblemColumns, fleet: SolverFleet, requests: Ints, at: Ints) -> Floats:
     """[request] what bringing each to the instance `at` costs; 0 where it stays, and where it does not run."""
     costs_s = np.zeros(len(requests))
     moving = np.flatnonzero((columns.source[requests] >= 0) & (columns.source[requests] != fleet.current[at]))
@@ -157,7 +157,7 @@ def moves_s(columns: Columns, fleet: Fleet, requests: Ints, at: Ints) -> Floats:
     return costs_s
 
 
-def _iterations(columns: Columns, fleet: Fleet, order: Ints, starts: Ints, at: Ints) -> Floats:
+def _iterations(columns: ProblemColumns, fleet: SolverFleet, order: Ints, starts: Ints, at: Ints) -> Floats:
     """[instance]; infinite where a request does not fit its instance."""
     footprint, remaining = columns.footprint[order], columns.remaining[order]
     counts = np.diff(starts)

@@ -11,12 +11,12 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
-from planner.solver.columns import Columns, Floats, Ints
-from planner.solver.cut import Cut
-from planner.solver.evaluate import Fleet
+from planner.solver.columns import Floats, Ints, ProblemColumns
+from planner.solver.cut import RequestCut
+from planner.solver.evaluate import SolverFleet
 
 
-def match(columns: Columns, cuts: Sequence[Cut], kept: Sequence[int]) -> list[int]:
+def match(columns: ProblemColumns, cuts: Sequence[RequestCut], kept: Sequence[int]) -> list[int]:
     """[cut] the current instance of `kept` that it goes to, or -1: where its requests cost most to move first."""
     to = [-1] * len(cuts)
     if not kept:
@@ -48,7 +48,7 @@ def match(columns: Columns, cuts: Sequence[Cut], kept: Sequence[int]) -> list[in
     return to
 
 
-def cut_of_requests(columns: Columns, cuts: Sequence[Cut]) -> Ints:
+def cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Ints:
     """[request] the place of its cut."""
     blocks = sorted((first, end, place) for place, cut in enumerate(cuts) for first, end in cut.blocks)
     places = np.array([place for _, _, place in blocks], dtype=np.int64)
@@ -57,7 +57,9 @@ def cut_of_requests(columns: Columns, cuts: Sequence[Cut]) -> Ints:
     return cut_of
 
 
-def fill(columns: Columns, fleet: Fleet, opened: Ints, makespan_s: float, filler: float = 0.5) -> Ints | None:
+def fill(
+    columns: ProblemColumns, fleet: SolverFleet, opened: Ints, makespan_s: float, filler: float = 0.5
+) -> Ints | None:
     """[request] its instance, all at once on each. `opened[instance]`: the longest that it was cut for. None where
     they do not fit in time; the shortest that even out may be late."""
     count = len(fleet)
@@ -162,7 +164,7 @@ def _even_out(
     return True
 
 
-def _staying(columns: Columns, fleet: Fleet, opened: Ints, free_s: Floats) -> Ints:
+def _staying(columns: ProblemColumns, fleet: SolverFleet, opened: Ints, free_s: Floats) -> Ints:
     """[..., 2] running requests that stay, and their instances."""
     instance_of = np.full(len(columns.current_configuration) + 1, -1, dtype=np.int64)
     kept = np.flatnonzero(fleet.current >= 0)

@@ -7,8 +7,8 @@ from itertools import combinations, islice, product
 import numpy as np
 
 from planner.model import GpuId
-from planner.solver.columns import Columns
-from planner.solver.evaluate import Fleet
+from planner.solver.columns import ProblemColumns
+from planner.solver.evaluate import SolverFleet
 
 ANY_KEPT = 3  # instances of a node of which every subset is looked at
 SPANS = 10  # sets of nodes that are looked at for an instance of several
@@ -16,14 +16,14 @@ SPANS = 10  # sets of nodes that are looked at for an instance of several
 Part = tuple[int, int, tuple[GpuId, ...]]  # configuration, current or -1, GPUs
 
 
-def fleets(columns: Columns, most: int) -> Iterator[Fleet]:
+def fleets(columns: ProblemColumns, most: int) -> Iterator[SolverFleet]:
     """At most that many, without those that leave room for another instance."""
     for parts in islice(_Walk(columns).fleets(), most):
-        yield Fleet.of(columns, parts)
+        yield SolverFleet.of(columns, parts)
 
 
 class _Walk:
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: ProblemColumns) -> None:
         self.columns = columns
         problem = columns.problem
         self.per_node = problem.per_node

@@ -20,10 +20,19 @@ from planner.model import (
     RequestView,
     Snapshot,
 )
-from planner.solver.problem import NEW, NOWHERE, RUNNING, WAITING, Instance, Problem, Requests, Transfer
+from planner.solver.problem import (
+    NEW,
+    NOWHERE,
+    RUNNING,
+    WAITING,
+    CurrentInstance,
+    KvTransferCost,
+    MakespanProblem,
+    ProblemRequests,
+)
 
 ANSWERING = (EngineHealth.OK, EngineHealth.SLOW)
-NO_TRANSFER = Transfer(0.0, 0.0, 0.0)  # moved requests are prefilled again
+NO_TRANSFER = KvTransferCost(0.0, 0.0, 0.0)  # moved requests are prefilled again
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +42,13 @@ class LiveFleet:
     `requests` are those on them and those that no engine holds, in the snapshot's order; all arrays follow it.
     """
 
-    instances: tuple[Instance, ...]  # by engine id
+    instances: tuple[CurrentInstance, ...]  # by engine id
     limits: tuple[Configuration, ...]  # [instance], with the engine's own KV capacity and slots
     configurations: tuple[Configuration, ...]  # to choose from, with capacities as the engines report them
     gpus_count: int
     requests: tuple[RequestView, ...]
     rows: NDArray[np.int64]  # [request], its place in the snapshot
-    columns: Requests  # remaining_tokens are 1: the lengths are not decided here
+    columns: ProblemRequests  # remaining_tokens are 1: the lengths are not decided here
     may_leave: NDArray[np.bool_]  # [request]: it can be moved at all
     may_rebalance: NDArray[np.bool_]  # [request]: and has not been moved too often
     blocked: Hold | None  # why engines must not be changed, though requests may move
@@ -75,7 +84,7 @@ def live_fleet(
     requests = tuple(snapshot.requests[row] for row in rows)
     place = {engine.id: index for index, engine in enumerate(engines)}
     return LiveFleet(
-        instances=tuple(Instance(e.id, _id_of(e), gpus.of[e.id]) for e in engines),
+        instances=tuple(CurrentInstance(e.id, _id_of(e), gpus.of[e.id]) for e in engines),
         limits=tuple(_with_own_limits(known[_id_of(engine)], engine) for engine in engines),
         configurations=tuple(_as_reported(configuration, engines) for configuration in configurations),
         gpus_count=gpus.count,
@@ -95,16 +104,16 @@ def problem_of(
     *,
     per_node: int,
     kv_bytes_per_token: float,
-    transfer: Transfer,
+    transfer: KvTransferCost,
     work_budget: int | None,
-) -> Problem:
+) -> MakespanProblem:
     """The problem for one estimate of the lengths. Gain is judged by the gate, so epsilon is 0.
 
     An engine admits what fits at its longest, so an estimate beyond the largest KV cache means: until that is full.
     """
     room = max(configuration.kv_capacity_tokens for configuration in fleet.configurations)
     context = np.minimum(fleet.columns.context_tokens, room - 1)
-    return Problem(
+    return MakespanProblem(
         gpus_count=fleet.gpus_count,
         per_node=per_node,
         configurations=fleet.configurations,
@@ -124,9 +133,9 @@ def words(instances: Sequence[ConfigurationId]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in sorted(Counter(instances).items()))
 
 
-def _columns(requests: Sequence[RequestView], place: Mapping[EngineId, int]) -> Requests:
+def _columns(requests: Sequence[RequestView], place: Mapping[EngineId, int]) -> ProblemRequests:
     instance = [NOWHERE if r.engine is None else place.get(r.engine, NOWHERE) for r in requests]
-    return Requests(
+    return ProblemRequests(
         ids=tuple(request.id for request in requests),
         context_tokens=np.array([request.context_tokens for request in requests], dtype=np.int64),
         remaining_tokens=np.ones(len(requests), dtype=np.int64),

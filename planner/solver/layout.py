@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from planner.model import GpuId
-from planner.solver.columns import Columns
-from planner.solver.evaluate import Fleet
+from planner.solver.columns import ProblemColumns
+from planner.solver.evaluate import SolverFleet
 
 
-def lay_out(columns: Columns, kept: Iterable[int], new: Sequence[int]) -> Fleet | None:
+def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) -> SolverFleet | None:
     """`kept` are current instances, `new` configurations. None where they do not fit; largest first, fullest node
     first."""
     problem = columns.problem
@@ -29,10 +29,12 @@ def lay_out(columns: Columns, kept: Iterable[int], new: Sequence[int]) -> Fleet 
         if gpus is None:
             return None
         placed[place] = gpus
-    return Fleet.of(columns, parts + [(new[place], -1, gpus) for place, gpus in enumerate(placed) if gpus is not None])
+    return SolverFleet.of(
+        columns, parts + [(new[place], -1, gpus) for place, gpus in enumerate(placed) if gpus is not None]
+    )
 
 
-def in_a_row(columns: Columns, kept: Iterable[int], configuration: int, most: int) -> Fleet:
+def in_a_row(columns: ProblemColumns, kept: Iterable[int], configuration: int, most: int) -> SolverFleet:
     """`kept` are current instances; beside them at most that many new ones of one configuration, on the lowest GPUs."""
     problem = columns.problem
     kept = sorted(kept)
@@ -50,7 +52,7 @@ def in_a_row(columns: Columns, kept: Iterable[int], configuration: int, most: in
             free, whole = (whole, []) if len(whole) == size else ([], whole)
         fresh += [tuple(map(GpuId, free[at : at + size])) for at in range(0, len(free) - size + 1, size)]
     parts = [(int(columns.current_configuration[index]), index, problem.current[index].gpus) for index in kept]
-    return Fleet.of(columns, parts + [(configuration, -1, gpus) for gpus in fresh[: max(0, most)]])
+    return SolverFleet.of(columns, parts + [(configuration, -1, gpus) for gpus in fresh[: max(0, most)]])
 
 
 def _take(free: list[list[int]], rooms: list[list[int]], gpus: int, per_node: int) -> tuple[GpuId, ...] | None:

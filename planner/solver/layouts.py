@@ -7,8 +7,8 @@ attention to FFN GPUs that keep both sides busy; many narrow engines while batch
 from collections.abc import Sequence
 from enum import StrEnum
 
-from planner.cost.engines import Engine
-from planner.cost.hardware import Gpu
+from planner.cost.engines import EngineModel
+from planner.cost.hardware import GpuModel
 from planner.cost.models import Model
 from planner.cost.predict import DoesNotFit, predict
 from planner.cost.profile import EngineProfile, Parallelism
@@ -29,15 +29,15 @@ TAIL_SEQUENCES_PER_GPU = 2
 BIAS = 1.5
 
 
-class Phase(StrEnum):
+class StepPhase(StrEnum):
     """Where a generation step stands."""
 
     BULK = "bulk"  # large batches of moderate length: throughput counts
     TAIL = "tail"  # few long sequences: latency counts
 
 
-def phase_of(sequences: float, gpus_count: int) -> Phase:
-    return Phase.TAIL if sequences < TAIL_SEQUENCES_PER_GPU * gpus_count else Phase.BULK
+def phase_of(sequences: float, gpus_count: int) -> StepPhase:
+    return StepPhase.TAIL if sequences < TAIL_SEQUENCES_PER_GPU * gpus_count else StepPhase.BULK
 
 
 def layouts(model: Model, gpus_count: int, per_node: int) -> list[Parallelism]:
@@ -60,11 +60,11 @@ def layouts(model: Model, gpus_count: int, per_node: int) -> list[Parallelism]:
 
 def candidates(
     model: Model,
-    gpu: Gpu,
+    gpu: GpuModel,
     gpus_count: int,
     per_node: int,
-    engine: Engine,
-    phase: Phase | None = None,
+    engine: EngineModel,
+    phase: StepPhase | None = None,
     precision: Precision | None = None,
     cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> list[EngineProfile]:
@@ -86,11 +86,11 @@ def candidates(
     return kept if phase is None else biased(kept, phase)
 
 
-def biased(profiles: Sequence[EngineProfile], phase: Phase) -> list[EngineProfile]:
+def biased(profiles: Sequence[EngineProfile], phase: StepPhase) -> list[EngineProfile]:
     """Those that are not far behind the best of the phase, in their order."""
     if not profiles:
         return []
-    cost = bulk_cost if phase is Phase.BULK else tail_cost
+    cost = bulk_cost if phase is StepPhase.BULK else tail_cost
     best = min(map(cost, profiles))
     narrowest = min(profiles, key=lambda profile: profile.parallelism.gpus)
     return [profile for profile in profiles if profile is narrowest or cost(profile) <= BIAS * best]

@@ -13,13 +13,22 @@ from planner.model import EngineId
 from planner.solver.band import violation
 from planner.solver.bound import lower_bound_s as _lower_bound_s
 from planner.solver.choose import chosen
-from planner.solver.columns import Columns, columns
+from planner.solver.columns import ProblemColumns, columns
 from planner.solver.dual import tightened_s
-from planner.solver.evaluate import Fleet, Placement, current_fleet, place, with_idle
+from planner.solver.evaluate import FleetPlacement, SolverFleet, current_fleet, place, with_idle
 from planner.solver.layout import in_a_row
 from planner.solver.packed import packed, soonest_cut
-from planner.solver.problem import NOWHERE, RUNNING, Homogeneous, Infeasible, Migration, Placed, Problem, Solution
-from planner.solver.search import Work
+from planner.solver.problem import (
+    NOWHERE,
+    RUNNING,
+    Homogeneous,
+    Infeasible,
+    MakespanProblem,
+    Migration,
+    PlacedInstance,
+    Solution,
+)
+from planner.solver.search import SearchBudget
 from planner.solver.small import ENOUGH, best_of_all, is_small, polished
 from planner.solver.spread import MANY, USUAL, least_loaded, least_s, loads, one_by_one, orders
 from planner.solver.waves import sooner
@@ -43,7 +52,7 @@ _never = np.errstate(over="ignore", divide="ignore", invalid="ignore")
 
 
 @_never
-def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solution:
+def solve(problem: MakespanProblem, stop: Callable[[], bool] = lambda: False) -> Solution:
     """The best fleet and placement found, with what it takes and what no other can beat. Raises Infeasible.
 
     `stop` is asked now and then whether to end with what has been found; with it, sameness is not promised.
@@ -68,7 +77,7 @@ def solve(problem: Problem, stop: Callable[[], bool] = lambda: False) -> Solutio
     return _solution(table, current, best, bound_s, homogeneous)
 
 
-def _raised_s(table: Columns, bound_s: float, high_s: float) -> float:
+def _raised_s(table: ProblemColumns, bound_s: float, high_s: float) -> float:
     """The bound, looked at closely where what was found does not come near it."""
     budget = table.problem.work_budget
     if not np.isfinite(high_s) or high_s <= bound_s * (1 + CLOSE) or (budget is not None and budget < PROOF):
@@ -77,19 +86,19 @@ def _raised_s(table: Columns, bound_s: float, high_s: float) -> float:
     return raised_s(table, tight_s, high_s, tight_s > bound_s)
 
 
-def _readmitted(table: Columns, candidates: Sequence[Placement], bound_s: float) -> list[Placement]:
+def _readmitted(table: ProblemColumns, candidates: Sequence[FleetPlacement], bound_s: float) -> list[FleetPlacement]:
     """Those of the best candidates that admit in waves, admitted in a better order and evened out."""
     budget = table.problem.work_budget
-    work = Work(WAVES_WORK + WAVES_EACH * table.count if budget is None else budget // 2)
+    work = SearchBudget(WAVES_WORK + WAVES_EACH * table.count if budget is None else budget // 2)
     return sooner(table, candidates, bound_s * (1 + ENOUGH), work)
 
 
 def _searched(
-    table: Columns, candidates: Sequence[Placement], bound_s: float, stop: Callable[[], bool]
-) -> list[Placement]:
+    table: ProblemColumns, candidates: Sequence[FleetPlacement], bound_s: float, stop: Callable[[], bool]
+) -> list[FleetPlacement]:
     """What a local search makes of the best candidates."""
     budget = table.problem.work_budget
-    work = Work((SMALL_WORK if is_small(table) else POLISH_WORK) if budget is None else budget)
+    work = SearchBudget((SMALL_WORK if is_small(table) else POLISH_WORK) if budget is None else budget)
     starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
     if not table.count or work.left <= 0 or (starts and starts[0].makespan_s <= bound_s * (1 + ENOUGH)):
         return []
@@ -101,25 +110,25 @@ def _searched(
 
 
 @_never
-def evaluate_placement(problem: Problem) -> list[float]:
+def evaluate_placement(problem: MakespanProblem) -> list[float]:
     """Seconds that each current instance takes for what it has, new requests dealt in turn; infinite where one of its
     requests does not fit. Raises Infeasible."""
     return as_placed(columns(problem)).finish_s.tolist() if problem.current else []
 
 
 @_never
-def lower_bound(problem: Problem) -> float:
+def lower_bound(problem: MakespanProblem) -> float:
     """Seconds below which no placement ends. Raises Infeasible."""
     return _lower_bound_s(columns(problem))
 
 
 @_never
-def alternatives(problem: Problem) -> list[Homogeneous]:
+def alternatives(problem: MakespanProblem) -> list[Homogeneous]:
     """What each configuration alone would take. Raises Infeasible."""
     return _homogeneous(columns(problem))[1]
 
 
-def as_placed(table: Columns) -> Placement:
+def as_placed(table: ProblemColumns) -> FleetPlacement:
     """The current fleet: each admits its running, then its waiting requests; new ones are dealt in turn."""
     requests = table.problem.requests
     assigned = requests.instance.astype(np.int64)
@@ -129,11 +138,11 @@ def as_placed(table: Columns) -> Placement:
     return place(table, current_fleet(table), assigned, ranks)
 
 
-def _packed(table: Columns, bound_s: float, high_s: float) -> list[Placement]:
+def _packed(table: ProblemColumns, bound_s: float, high_s: float) -> list[FleetPlacement]:
     """With long requests together; once as if every running request moved, once as if most stayed where they can."""
     if not table.count:
         return []
-    found: list[Placement] = []
+    found: list[FleetPlacement] = []
     for staying in (0.0, STAYING) if len(table.current_node) else (0.0,):
         near = NEAR if table.count <= FEW else NEAR_ENOUGH
         if found and (table.count > MANY or min(each.makespan_s for each in found) <= bound_s * (1 + near)):
@@ -144,9 +153,9 @@ def _packed(table: Columns, bound_s: float, high_s: float) -> list[Placement]:
     return found
 
 
-def _homogeneous(table: Columns) -> tuple[list[Placement], list[Homogeneous]]:
+def _homogeneous(table: ProblemColumns) -> tuple[list[FleetPlacement], list[Homogeneous]]:
     """Static fleets: one configuration, longest first onto the least loaded."""
-    found: list[Placement] = []
+    found: list[FleetPlacement] = []
     listed: list[Homogeneous] = []
     for index, configuration in enumerate(table.problem.configurations):
         fleets = _fleets_of(table, index)
@@ -164,13 +173,13 @@ def _homogeneous(table: Columns) -> tuple[list[Placement], list[Homogeneous]]:
     return found, listed
 
 
-def _spread(table: Columns, below_s: float) -> list[Placement]:
+def _spread(table: ProblemColumns, below_s: float) -> list[FleetPlacement]:
     """Static fleets filled in the other ways, where those may end before `below_s`."""
     kinds = [kind for kind in np.flatnonzero(table.placeable).tolist() if table.count and table.fits(kind).all()]
     least = {kind: least_s(table, kind, int(table.placeable[kind])) for kind in kinds}
     kinds = sorted((kind for kind in kinds if least[kind] < below_s), key=least.__getitem__)
     sequences = orders(table) if kinds else []
-    found: list[Placement] = []
+    found: list[FleetPlacement] = []
     for kind in kinds if table.count <= MANY else kinds[:CLOSEST]:
         fleets = _fleets_of(table, kind)
         for usual, sequence in enumerate(sequences):
@@ -181,7 +190,7 @@ def _spread(table: Columns, below_s: float) -> list[Placement]:
     return found
 
 
-def _fleets_of(table: Columns, configuration: int) -> list[Fleet]:
+def _fleets_of(table: ProblemColumns, configuration: int) -> list[SolverFleet]:
     """As many instances as there is room for: from the first GPU on, and around those that run."""
     count = min(int(table.placeable[configuration]), max(1, table.count))
     if not count:
@@ -193,9 +202,9 @@ def _fleets_of(table: Columns, configuration: int) -> list[Fleet]:
 
 
 def _solution(
-    table: Columns,
-    current: Placement | None,
-    best: Placement | None,
+    table: ProblemColumns,
+    current: FleetPlacement | None,
+    best: FleetPlacement | None,
     bound_s: float,
     homogeneous: Sequence[Homogeneous],
 ) -> Solution:
@@ -214,7 +223,9 @@ def _solution(
     )
 
 
-def _decide(table: Columns, current: Placement | None, best: Placement | None) -> tuple[str, Placement | None, str]:
+def _decide(
+    table: ProblemColumns, current: FleetPlacement | None, best: FleetPlacement | None
+) -> tuple[str, FleetPlacement | None, str]:
     if current is None:
         return "reconfigure", best, "there is no current fleet: a first deployment"
     epsilon_s = table.problem.epsilon_s
@@ -231,10 +242,10 @@ def _decide(table: Columns, current: Placement | None, best: Placement | None) -
     return ("rebalance" if same else "reconfigure"), best, f"{what} {gain}"
 
 
-def _instances(table: Columns, placement: Placement) -> tuple[Placed, ...]:
+def _instances(table: ProblemColumns, placement: FleetPlacement) -> tuple[PlacedInstance, ...]:
     problem, fleet = table.problem, placement.fleet
     return tuple(
-        Placed(
+        PlacedInstance(
             id=name,
             configuration=problem.configurations[configuration].id,
             gpus=gpus,
@@ -259,7 +270,7 @@ def _instances(table: Columns, placement: Placement) -> tuple[Placed, ...]:
     )
 
 
-def _names(table: Columns, placement: Placement) -> list[EngineId]:
+def _names(table: ProblemColumns, placement: FleetPlacement) -> list[EngineId]:
     """Kept instances keep their ids; new ones are called by their lowest GPU, unless a current one is called so."""
     taken = {instance.id for instance in table.problem.current}
     names: list[EngineId] = []
@@ -275,7 +286,7 @@ def _names(table: Columns, placement: Placement) -> list[EngineId]:
     return names
 
 
-def _migrations(table: Columns, placement: Placement) -> tuple[Migration, ...]:
+def _migrations(table: ProblemColumns, placement: FleetPlacement) -> tuple[Migration, ...]:
     problem, fleet = table.problem, placement.fleet
     if not problem.current:
         return ()

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from planner.model import Alternative, ConfigurationId, FleetPart
 from planner.solver.candidates import (
-    Candidate,
-    Unusable,
+    CandidateFleet,
+    UnusableFleet,
     added_s,
     as_it_stands,
     homogeneous,
@@ -28,8 +28,8 @@ from planner.solver.candidates import (
 from planner.solver.end_times import decode_s, ends_if_later_s
 from planner.solver.from_snapshot import LiveFleet
 from planner.solver.makespan import lower_bound, solve
-from planner.solver.problem import Infeasible, Problem
-from planner.workload.sampled_lengths import Lengths
+from planner.solver.problem import Infeasible, MakespanProblem
+from planner.workload.sampled_lengths import SampledLengths
 
 REBALANCED, MIXED = "rebalanced", "mixed"
 # Requests up to which the solver is asked with every estimate of the lengths, and with every configuration.
@@ -39,15 +39,15 @@ FAR_MORE = 1.1
 # Times the seconds of the best fleet that was dealt, beyond which the solver has packed what merely might be long.
 FOUND_OUT = 1.5
 
-MakeProblem = Callable[[NDArray[np.int64]], Problem]
-Try = Callable[[], Candidate]
+MakeProblem = Callable[[NDArray[np.int64]], MakespanProblem]
+Try = Callable[[], CandidateFleet]
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class FleetOption:
     """A candidate and its seconds over the samples."""
 
-    fleet: Candidate
+    fleet: CandidateFleet
     decode_s: NDArray[np.float64]  # [sample, instance], corrected
     ends_s: NDArray[np.float64]  # [sample], costs included
     alternative: Alternative
@@ -60,12 +60,12 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class FleetOptions:
     """Everything that was considered. No fleet, and no placement even by the lengths of each sample, ends before
     `bound_s` in the mean."""
 
-    current: Option | None
-    found: tuple[Option, ...]  # the current one included
+    current: FleetOption | None
+    found: tuple[FleetOption, ...]  # the current one included
     ruled_out: tuple[Alternative, ...]
     bound_s: float
 
@@ -75,7 +75,7 @@ class _Member(NamedTuple):
 
     screened_s: float
     estimate: int  # of the lengths that it was dealt by
-    fleet: Candidate
+    fleet: CandidateFleet
 
 
 class _Family(NamedTuple):
@@ -90,12 +90,12 @@ class _Family(NamedTuple):
 class _Weigher:
     """Judges candidates on the same samples. `correction` multiplies decoding seconds, never costs."""
 
-    def __init__(self, columns_context: NDArray[np.int64], lengths: Lengths, correction: float) -> None:
+    def __init__(self, columns_context: NDArray[np.int64], lengths: SampledLengths, correction: float) -> None:
         self._context = columns_context
         self._lengths = lengths
         self._correction = correction
 
-    def screen(self, fleet: Candidate) -> float:
+    def screen(self, fleet: CandidateFleet) -> float:
         """Seconds to the end, roughly: enough to tell the members of one family apart."""
         ends_s = decode_s(fleet, self._context, self._lengths.samples, roughly=True) * self._correction
         return float((ends_s + fleet.migration_s + fleet.switch_s).max(axis=1, initial=0.0).mean())
@@ -106,13 +106,13 @@ class _Weigher:
         for estimate, attempt in enumerate(tries):
             try:
                 fleet = attempt()
-            except (Unusable, Infeasible) as error:
+            except (UnusableFleet, Infeasible) as error:
                 why = why or str(error)
             else:
                 members.append(_Member(self.screen(fleet), estimate, fleet))
         return _Family(name, configuration, members, why)
 
-    def weigh(self, fleet: Candidate) -> Option:
+    def weigh(self, fleet: CandidateFleet) -> FleetOption:
         ends_s = decode_s(fleet, self._context, self._lengths.samples) * self._correction
         decoding_s = ends_s.max(axis=1, initial=0.0)
         moved_s = (ends_s + fleet.migration_s).max(axis=1, initial=0.0)
@@ -120,7 +120,7 @@ class _Weigher:
         makespan_s, with_moves_s = float(decoding_s.mean()), float(moved_s.mean())
         names = fleet.configurations
         parts = tuple(FleetPart(name, names.count(name)) for name in sorted(set(names)))
-        return Option(
+        return FleetOption(
             fleet,
             ends_s,
             total_s,
@@ -138,7 +138,7 @@ class _Weigher:
             ),
         )
 
-    def with_later(self, option: Option, current: Option, fleet: LiveFleet, wait_s: float) -> Option:
+    def with_later(self, option: FleetOption, current: FleetOption, fleet: LiveFleet, wait_s: float) -> FleetOption:
         """A change of engines can be made later: then fewer requests move."""
         ends_s = ends_if_later_s(
             option.fleet, current.fleet, fleet.columns, self._lengths.samples, wait_s, self._correction
@@ -148,14 +148,14 @@ class _Weigher:
 
 def consider(
     fleet: LiveFleet,
-    lengths: Lengths,
+    lengths: SampledLengths,
     problem: MakeProblem,
     correction: float,
     only: ConfigurationId | None = None,
     wait_s: float = 0.0,
     *,
     only_as_deployed: bool = False,
-) -> Options:
+) -> FleetOptions:
     """Every family of fleets; with `only`, those of that one configuration, as far as engines would change.
     `wait_s`: so long until they can be considered again; 0: never. `only_as_deployed`: engines stay as they are."""
     weigher = _Weigher(fleet.columns.context_tokens, lengths, correction)
@@ -182,17 +182,17 @@ def consider(
         ]
     bounds_s = _bounds_s([problem(tokens) for tokens in lengths.samples])
     bound_s = float(np.mean(bounds_s)) * min(correction, 1.0) if bounds_s else 0.0
-    return Options(current, tuple(found), tuple(ruled_out), bound_s)
+    return FleetOptions(current, tuple(found), tuple(ruled_out), bound_s)
 
 
-def _estimates(lengths: Lengths) -> list[NDArray[np.int64]]:
+def _estimates(lengths: SampledLengths) -> list[NDArray[np.int64]]:
     if len(lengths.samples) == 1:
         return [lengths.expected]
     return [lengths.expected, lengths.long, lengths.samples[0]]
 
 
 def _dealt(
-    fleet: LiveFleet, problems: Sequence[Problem], only: ConfigurationId | None, only_as_deployed: bool
+    fleet: LiveFleet, problems: Sequence[MakespanProblem], only: ConfigurationId | None, only_as_deployed: bool
 ) -> Iterator[tuple[str, ConfigurationId | None, Sequence[Try]]]:
     """The families that take no solver: name, configuration where there is but one, and a try for each estimate."""
     ordered = [(made, longest(made)) for made in problems]
@@ -205,7 +205,9 @@ def _dealt(
             yield f"{configuration.id} spread", configuration.id, tries
 
 
-def _for_the_solver(problems: Sequence[Problem], dealt: _Member | None, correction: float) -> Sequence[Problem]:
+def _for_the_solver(
+    problems: Sequence[MakespanProblem], dealt: _Member | None, correction: float
+) -> Sequence[MakespanProblem]:
     """With few requests, every estimate. Else the one by which the best of the other fleets was `dealt`, with the
     configurations alone that pay for some request: from the same estimate the solver either does a little better, or
     packs requests that merely might be long, and so it does from each of the others."""
@@ -222,7 +224,7 @@ def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
     return mixed._replace(members=(), why_none=why)
 
 
-def _narrowed(problem: Problem, within_s: float) -> Problem:
+def _narrowed(problem: MakespanProblem, within_s: float) -> MakespanProblem:
     """Without configurations on which every request takes far more GPU time than on another one: the room it takes
     until `within_s`, as the solver's lower bound counts it."""
     requests = problem.requests
@@ -243,11 +245,11 @@ def _narrowed(problem: Problem, within_s: float) -> Problem:
     return replace(problem, configurations=kept) if pays.any() else problem
 
 
-def _mixed(problem: Problem, fleet: LiveFleet) -> Candidate:
+def _mixed(problem: MakespanProblem, fleet: LiveFleet) -> CandidateFleet:
     return solved(MIXED, problem, fleet, solve(problem))
 
 
-def _total_s(option: Option) -> float:
+def _total_s(option: FleetOption) -> float:
     return option.total_s
 
 
@@ -255,7 +257,7 @@ def _screened_s(member: _Member) -> float:
     return member.screened_s
 
 
-def _bounds_s(problems: Sequence[Problem]) -> list[float]:
+def _bounds_s(problems: Sequence[MakespanProblem]) -> list[float]:
     try:
         return [lower_bound(problem) for problem in problems]
     except Infeasible:

@@ -5,9 +5,9 @@ from itertools import combinations
 
 import numpy as np
 
-from planner.solver.columns import Columns, Ints
-from planner.solver.cut import Cut, Cutter
-from planner.solver.evaluate import Placement, place
+from planner.solver.columns import Ints, ProblemColumns
+from planner.solver.cut import RequestCut, RequestCutter
+from planner.solver.evaluate import FleetPlacement, place
 from planner.solver.fill import cut_of_requests, fill, match
 from planner.solver.layout import lay_out
 
@@ -16,14 +16,16 @@ LEAST_GPUS = 128  # of a sample
 GAIN = 0.996  # what it takes to prefer fewer configurations
 
 
-def soonest_cut(columns: Columns, low_s: float, high_s: float, staying: float = 0.0) -> tuple[float, list[Cut]] | None:
+def soonest_cut(
+    columns: ProblemColumns, low_s: float, high_s: float, staying: float = 0.0
+) -> tuple[float, list[RequestCut]] | None:
     """The soonest time found between `low_s` (that may be too soon) and `high_s` at which the cuts fit.
 
     With fewer configurations to choose from, a choice made block by block is sometimes better.
     """
-    whole = Cutter(columns, staying)
+    whole = RequestCutter(columns, staying)
     every = min(columns.count // SAMPLE, columns.problem.gpus_count // LEAST_GPUS)
-    sampled = Cutter(columns, staying, every) if every > 1 else whole
+    sampled = RequestCutter(columns, staying, every) if every > 1 else whole
     best, only = _bisect(sampled, low_s * 1.002, high_s * 1.02, 0.004, None, 10), None
     placeable = np.flatnonzero(columns.placeable).tolist()
     for some in _subsets(placeable):
@@ -39,10 +41,10 @@ def soonest_cut(columns: Columns, low_s: float, high_s: float, staying: float = 
 
 
 def homogeneous_cut(
-    columns: Columns, configuration: int, low_s: float, high_s: float
-) -> tuple[float, list[Cut]] | None:
+    columns: ProblemColumns, configuration: int, low_s: float, high_s: float
+) -> tuple[float, list[RequestCut]] | None:
     """The same of one configuration alone."""
-    return _bisect(Cutter(columns), low_s * 1.002, high_s, 0.004, frozenset([configuration]), 10)
+    return _bisect(RequestCutter(columns), low_s * 1.002, high_s, 0.004, frozenset([configuration]), 10)
 
 
 def _subsets(placeable: list[int]) -> list[frozenset[int]]:
@@ -52,11 +54,11 @@ def _subsets(placeable: list[int]) -> list[frozenset[int]]:
 
 
 def _bisect(
-    cutter: Cutter, trial_s: float, high_s: float, step: float, only: frozenset[int] | None, rounds: int
-) -> tuple[float, list[Cut]] | None:
+    cutter: RequestCutter, trial_s: float, high_s: float, step: float, only: frozenset[int] | None, rounds: int
+) -> tuple[float, list[RequestCut]] | None:
     """Up and down from `trial_s` in growing steps until it lies between one that works and one that does not."""
     low_s, best_s, first_s = 0.0, high_s, trial_s
-    best: list[Cut] | None = None
+    best: list[RequestCut] | None = None
     while best is None or rounds > 0:
         rounds -= 1
         cuts = cutter.cut(trial_s, only)
@@ -81,7 +83,7 @@ def _bisect(
     return (best_s, best) if best is not None else None
 
 
-def packed(columns: Columns, found: tuple[float, list[Cut]], trials: int) -> list[Placement]:
+def packed(columns: ProblemColumns, found: tuple[float, list[RequestCut]], trials: int) -> list[FleetPlacement]:
     """Placements of the cuts: as they are, and with what may stay where it is."""
     makespan_s, cuts = found
     to = match(columns, cuts, _kept(columns, cuts))
@@ -100,8 +102,10 @@ def packed(columns: Columns, found: tuple[float, list[Cut]], trials: int) -> lis
     return [whole, filled] if filled else [whole]
 
 
-def _filled(columns: Columns, whole: Placement, opened: Ints, makespan_s: float, trials: int) -> Placement | None:
-    best: Placement | None = None
+def _filled(
+    columns: ProblemColumns, whole: FleetPlacement, opened: Ints, makespan_s: float, trials: int
+) -> FleetPlacement | None:
+    best: FleetPlacement | None = None
     low_s, high_s, trial_s = makespan_s * 0.96, makespan_s * 1.02, makespan_s
     for _ in range(trials):
         assigned = fill(columns, whole.fleet, opened, trial_s)
@@ -124,7 +128,7 @@ def _inverse(to: Sequence[int], kept: Sequence[int]) -> list[int]:
     return [cut_of[instance] for instance in sorted(kept)]
 
 
-def _kept(columns: Columns, cuts: Sequence[Cut]) -> list[int]:
+def _kept(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> list[int]:
     """Current instances that may be kept: as many of each configuration as cuts want."""
     wanted = np.bincount([cut.configuration for cut in cuts if cut.kept], minlength=len(columns.gpus))
     kept: list[int] = []

@@ -20,7 +20,7 @@ RUNNING, WAITING, NEW = 0, 1, 2  # values of Requests.state
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class KvTransferCost:
     """What moving KV costs: per-GPU rates between and within nodes, and a fixed part. A rate of 0: no such link.
 
     And what rebuilding it costs: as many tokens at an engine's prefill rate, or as `rebuilt_tokens` has it, and a fixed
@@ -60,7 +60,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class CurrentInstance:
     """An engine: a configuration on certain GPUs."""
 
     id: EngineId
@@ -69,7 +69,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class ProblemRequests:
     """All requests, in input order."""
 
     ids: tuple[RequestId, ...]
@@ -88,21 +88,21 @@ class KvBalance:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class MakespanProblem:
     gpus_count: int
     per_node: int
     configurations: tuple[Configuration, ...]
     kv_bytes_per_token: float
-    transfer: Transfer
-    current: tuple[Instance, ...]
-    requests: Requests
+    transfer: KvTransferCost
+    current: tuple[CurrentInstance, ...]
+    requests: ProblemRequests
     epsilon_s: float
     kv_balance: KvBalance | None = None
     work_budget: int | None = None  # deterministic bound on the search
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedInstance:
     """One instance of a solution. `requests` are indices into the problem's, in order of admission."""
 
     id: EngineId
@@ -150,7 +150,7 @@ class Solution:
     current_makespan_s: float | None  # None without a current fleet, or where a request does not fit its instance
     lower_bound_s: float  # proven for the contract's model
     kv_balance_violation: float
-    instances: tuple[Placed, ...]
+    instances: tuple[PlacedInstance, ...]
     migrations: tuple[Migration, ...]
     alternatives: tuple[Homogeneous, ...] = ()  # one for each configuration, in the problem's order
 

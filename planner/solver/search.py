@@ -13,8 +13,8 @@ from itertools import islice, permutations
 import numpy as np
 
 from planner.solver.admission_order import ENOUGH, admit, orders
-from planner.solver.columns import Columns, Ints
-from planner.solver.evaluate import Fleet, Placement, evaluate, moves_s
+from planner.solver.columns import Ints, ProblemColumns
+from planner.solver.evaluate import FleetPlacement, SolverFleet, evaluate, moves_s
 
 ALL_ORDERS = 6  # requests up to which every order of admission is tried
 
@@ -23,7 +23,7 @@ TRIES = 2  # of them without blocking
 
 
 @dataclass(slots=True)
-class Work:
+class SearchBudget:
     """What is left of the budget, in placements of one request that may still be weighed."""
 
     left: int
@@ -33,10 +33,10 @@ class Work:
         return self.left > 0
 
 
-class Orders:
+class AdmissionOrders:
     """The fewest iterations found for requests that do not all run at once, and in which order. Remembered."""
 
-    def __init__(self, columns: Columns, work: Work) -> None:
+    def __init__(self, columns: ProblemColumns, work: SearchBudget) -> None:
         self.work = work
         self.remaining: list[int] = columns.remaining.tolist()
         self.footprint: list[int] = columns.footprint.tolist()
@@ -111,10 +111,10 @@ class _Load:
         self.work_s += cost_s
 
 
-class Search:
+class PlacementSearch:
     """Requests on the instances of one fleet, moved about."""
 
-    def __init__(self, columns: Columns, fleet: Fleet, orders: Orders) -> None:
+    def __init__(self, columns: ProblemColumns, fleet: SolverFleet, orders: AdmissionOrders) -> None:
         self.columns, self.fleet, self.orders, self.work = columns, fleet, orders, orders.work
         everything = np.arange(columns.count)
         self.configuration: list[int] = fleet.configuration.tolist()
@@ -163,7 +163,7 @@ class Search:
                 high = middle
         return [*requests[:low], request, *requests[low:]]
 
-    def copy(self) -> "Search":
+    def copy(self) -> "PlacementSearch":
         """Another that goes its own way from here."""
         other = copy.copy(self)
         other.held, other.finish_s = list(self.held), list(self.finish_s)
@@ -330,7 +330,7 @@ class Search:
             if self.makespan_s > before[2]:
                 self.held, self.finish_s = before[0], before[1]
 
-    def placement(self) -> Placement:
+    def placement(self) -> FleetPlacement:
         """What was found, each instance's requests in the order in which it ends soonest."""
         order: list[int] = []
         for instance, requests in enumerate(self.held):

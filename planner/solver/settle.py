@@ -3,15 +3,17 @@ moves that the instance which they leave can do without are undone."""
 
 import numpy as np
 
-from planner.solver.columns import Columns, Floats, Ints
-from planner.solver.evaluate import Placement, place
+from planner.solver.columns import Floats, Ints, ProblemColumns
+from planner.solver.evaluate import FleetPlacement, place
 from planner.solver.fill import running_sum
 
 LEAST = 0.1  # share of the moves that leave an instance that stays, from which on it is worth a look
 WIDTHS = (0.2, 0.05, 0.01)  # lengths that far apart count as equal, tried in turn; then only equal ones
 
 
-def settled(columns: Columns, placement: Placement, limit_s: float, tries: int = len(WIDTHS)) -> Placement:
+def settled(
+    columns: ProblemColumns, placement: FleetPlacement, limit_s: float, tries: int = len(WIDTHS)
+) -> FleetPlacement:
     """The placement, or one with fewer moves that ends by `limit_s`."""
     home = _home(columns, placement)
     at = placement.assigned()
@@ -30,13 +32,13 @@ def settled(columns: Columns, placement: Placement, limit_s: float, tries: int =
     return undone if undone.makespan_s <= limit_s and moves(columns, undone) < away else placement
 
 
-def moves(columns: Columns, placement: Placement) -> int:
+def moves(columns: ProblemColumns, placement: FleetPlacement) -> int:
     """Running requests that change instance."""
     at = placement.assigned()
     return int(((columns.source >= 0) & (columns.source != placement.fleet.current[at])).sum())
 
 
-def _home(columns: Columns, placement: Placement) -> Ints:
+def _home(columns: ProblemColumns, placement: FleetPlacement) -> Ints:
     """[request] the instance where it runs, -1 where there is none."""
     instance_of = np.full(len(columns.current_configuration) + 1, -1, dtype=np.int64)
     kept = np.flatnonzero(placement.fleet.current >= 0)
@@ -45,7 +47,7 @@ def _home(columns: Columns, placement: Placement) -> Ints:
     return instance_of[columns.source]
 
 
-def _swapped(columns: Columns, at: Ints, home: Ints, width: float) -> Ints:
+def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Ints:
     """[request] its instance, as many of each class of lengths on each as before, and of them as many at home as can
     be."""
     lengths = columns.remaining
@@ -68,7 +70,7 @@ def _swapped(columns: Columns, at: Ints, home: Ints, width: float) -> Ints:
     return assigned
 
 
-def _undone(columns: Columns, placement: Placement, home: Ints, limit_s: float) -> Placement:
+def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limit_s: float) -> FleetPlacement:
     """With requests back at home, the quickest first, where all run at once and it ends by `limit_s` all the same."""
     fleet, at = placement.fleet, placement.assigned()
     count = len(fleet)

@@ -3,10 +3,10 @@ improved."""
 
 from collections.abc import Callable
 
-from planner.solver.columns import Columns
-from planner.solver.evaluate import Fleet, Placement
+from planner.solver.columns import ProblemColumns
+from planner.solver.evaluate import FleetPlacement, SolverFleet
 from planner.solver.fleets import fleets
-from planner.solver.search import Orders, Search, Work
+from planner.solver.search import AdmissionOrders, PlacementSearch, SearchBudget
 
 MOST_FLEETS = 3000
 CELLS = 40_000  # requests times GPUs up to which a problem is small
@@ -19,9 +19,11 @@ ENOUGH = 5e-4  # gap that is none
 POLISHED = 500_000  # requests times instances up to which a placement is improved
 
 
-def polished(columns: Columns, starts: list[Placement], work: Work, stop: Callable[[], bool]) -> list[Placement]:
+def polished(
+    columns: ProblemColumns, starts: list[FleetPlacement], work: SearchBudget, stop: Callable[[], bool]
+) -> list[FleetPlacement]:
     """`starts`, each improved where it is not too large for that."""
-    orders = Orders(columns, work)
+    orders = AdmissionOrders(columns, work)
     found = []
     for start in starts:
         if stop() or work.left <= 0:
@@ -33,15 +35,15 @@ def polished(columns: Columns, starts: list[Placement], work: Work, stop: Callab
     return found
 
 
-def is_small(columns: Columns) -> bool:
+def is_small(columns: ProblemColumns) -> bool:
     return columns.problem.gpus_count <= 16 and columns.count * columns.problem.gpus_count <= CELLS
 
 
 def best_of_all(
-    columns: Columns, starts: list[Placement], bound_s: float, work: Work, stop: Callable[[], bool]
-) -> list[Placement]:
+    columns: ProblemColumns, starts: list[FleetPlacement], bound_s: float, work: SearchBudget, stop: Callable[[], bool]
+) -> list[FleetPlacement]:
     """The best placements found; `starts` are improved as well."""
-    orders = Orders(columns, work)
+    orders = AdmissionOrders(columns, work)
     least = work.left // 2
     closely = [_taken(columns, start, orders) for start in starts]
     for fleet in _promising(columns, orders):
@@ -49,7 +51,7 @@ def best_of_all(
             break
         closely += _filled(columns, fleet, orders, bound_s)
     closely.sort(key=lambda search: search.makespan_s)
-    best: list[Search] = []
+    best: list[PlacementSearch] = []
     for search in closely[: 2 * CLOSELY]:
         if stop():
             break
@@ -64,15 +66,15 @@ def best_of_all(
     return [search.placement() for search in best[:CLOSELY]]
 
 
-def _taken(columns: Columns, start: Placement, orders: Orders) -> Search:
-    search = Search(columns, start.fleet, orders)
+def _taken(columns: ProblemColumns, start: FleetPlacement, orders: AdmissionOrders) -> PlacementSearch:
+    search = PlacementSearch(columns, start.fleet, orders)
     search.take(start.assigned())
     return search
 
 
-def _promising(columns: Columns, orders: Orders) -> list[Fleet]:
+def _promising(columns: ProblemColumns, orders: AdmissionOrders) -> list[SolverFleet]:
     """Fleets whose kinds of instances do best, by a first filling of one of them."""
-    alike: dict[tuple[tuple[int, bool], ...], list[Fleet]] = {}
+    alike: dict[tuple[tuple[int, bool], ...], list[SolverFleet]] = {}
     for fleet in fleets(columns, MOST_FLEETS):
         kinds = zip(fleet.configuration.tolist(), (fleet.current >= 0).tolist(), strict=True)
         alike.setdefault(tuple(sorted(kinds)), []).append(fleet)
@@ -81,13 +83,13 @@ def _promising(columns: Columns, orders: Orders) -> list[Fleet]:
     for place, members in enumerate(alike.values()):
         if orders.work.left <= least:
             break
-        search = Search(columns, members[0], orders)
+        search = PlacementSearch(columns, members[0], orders)
         if search.insert():
             if columns.count <= FEW:
                 search.improve()
             scored.append((search.makespan_s, place))
     pools = list(alike.values())
-    found: list[Fleet] = []
+    found: list[SolverFleet] = []
     for _, place in sorted(scored):
         found += pools[place][:8]
         if len(found) >= LOOKED_AT:
@@ -95,14 +97,16 @@ def _promising(columns: Columns, orders: Orders) -> list[Fleet]:
     return found[:LOOKED_AT]
 
 
-def _filled(columns: Columns, fleet: Fleet, orders: Orders, bound_s: float) -> list[Search]:
+def _filled(
+    columns: ProblemColumns, fleet: SolverFleet, orders: AdmissionOrders, bound_s: float
+) -> list[PlacementSearch]:
     """The fleet filled evenly, and with long requests together as soon as that works."""
-    even = Search(columns, fleet, orders)
+    even = PlacementSearch(columns, fleet, orders)
     if not even.insert():
         return []
-    packed = Search(columns, fleet, orders)
+    packed = PlacementSearch(columns, fleet, orders)
     low_s, high_s = bound_s, even.makespan_s
-    found: list[Search] = []
+    found: list[PlacementSearch] = []
     for _ in range(TRIALS):
         trial_s = (low_s + high_s) / 2
         if packed.insert(trial_s):

@@ -4,13 +4,13 @@ from heapq import heapreplace
 
 import numpy as np
 
-from planner.solver.columns import Columns, Floats, Ints
+from planner.solver.columns import Floats, Ints, ProblemColumns
 
 MANY = 1 << 15  # requests from which on they are dealt in rounds
 USUAL = 3  # ways to count load: by work, by tokens, by requests
 
 
-def loads(columns: Columns, configuration: int) -> list[tuple[Floats, bool]]:
+def loads(columns: ProblemColumns, configuration: int) -> list[tuple[Floats, bool]]:
     """[request] what an instance is taken to be loaded with by each, in several ways, the usual ones last; and whether
     the first, longest one adds alpha for all its iterations."""
     work_s, alpha_s = columns.work_s[configuration], columns.alpha_s[configuration]
@@ -20,7 +20,7 @@ def loads(columns: Columns, configuration: int) -> list[tuple[Floats, bool]]:
     return [(work_s, True), (area_s, False), (work_s, False), (tokens, False), (np.ones(columns.count), False)]
 
 
-def least_s(columns: Columns, configuration: int, instances: int) -> float:
+def least_s(columns: ProblemColumns, configuration: int, instances: int) -> float:
     """Seconds below which no way to spread them ends: each of the longest has an instance to itself at first."""
     instances = min(instances, max(1, columns.count))
     remaining = columns.remaining.astype(np.float64)
@@ -32,7 +32,7 @@ def least_s(columns: Columns, configuration: int, instances: int) -> float:
     return float(columns.alpha_s[configuration] * iterations + columns.work_s[configuration].sum()) / instances
 
 
-def orders(columns: Columns) -> list[Ints]:
+def orders(columns: ProblemColumns) -> list[Ints]:
     """[place] the requests, longest first; of equals the first in input order, and the first by id."""
     ids = columns.problem.requests.ids
     if columns.count > 4 * MANY or len(np.unique(columns.remaining)) == columns.count:
@@ -42,14 +42,16 @@ def orders(columns: Columns) -> list[Ints]:
     return [columns.longest_first] if (by_id == columns.longest_first).all() else [columns.longest_first, by_id]
 
 
-def least_loaded(columns: Columns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
+def least_loaded(columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
     """[request] its place among equal instances, longest first onto the least loaded; many requests in rounds."""
     if columns.count > MANY:
         return _in_rounds(columns, configuration, instances, load, first)
     return one_by_one(columns, configuration, instances, load, first, columns.longest_first)
 
 
-def one_by_one(columns: Columns, configuration: int, instances: int, load: Floats, first: bool, order: Ints) -> Ints:
+def one_by_one(
+    columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool, order: Ints
+) -> Ints:
     """[request] its place among equal instances, in `order` onto the least loaded, the lowest of equals."""
     assigned = np.empty(len(order), dtype=np.int64)
     if not first and len(load) and (load == load[0]).all() and load[0] > 0:
@@ -70,7 +72,7 @@ def one_by_one(columns: Columns, configuration: int, instances: int, load: Float
     return assigned
 
 
-def _in_rounds(columns: Columns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
+def _in_rounds(columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:
     """Some requests at a time, longest to least loaded: almost the same, and quick."""
     order = columns.longest_first
     ordered, alpha_s = load[order], columns.alpha_s[configuration] if first else 0.0

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.solver.admission_order import ENOUGH, admit, least, orders
-from planner.solver.columns import Columns, Floats, Ints
-from planner.solver.evaluate import Placement, evaluate, moves_s
-from planner.solver.search import Work
+from planner.solver.columns import Floats, Ints, ProblemColumns
+from planner.solver.evaluate import FleetPlacement, evaluate, moves_s
+from planner.solver.search import SearchBudget
 
 LOOKED_AT, LEVELLED = 4, 2  # placements of which orders are tried, and between whose instances requests move
 FEW = 4096  # requests up to which it is so many, not one
@@ -21,11 +21,13 @@ TO, WHICH = 3, 3  # instances, and requests for each, tried of the instance that
 STEP = 1e-6  # share of the makespan that a move has to gain
 
 
-def sooner(columns: Columns, candidates: Sequence[Placement], enough_s: float, work: Work) -> list[Placement]:
+def sooner(
+    columns: ProblemColumns, candidates: Sequence[FleetPlacement], enough_s: float, work: SearchBudget
+) -> list[FleetPlacement]:
     """Of the candidates that admit in waves those that might end soonest, each with a quicker order of admission; the
     best of those evened out."""
     soonest_s = min((each.makespan_s for each in candidates), default=np.inf)
-    promising: dict[tuple[int, float], tuple[float, Placement]] = {}
+    promising: dict[tuple[int, float], tuple[float, FleetPlacement]] = {}
     for each in candidates:
         ends = (len(each.fleet), each.makespan_s)
         if ends in promising or not np.isfinite(each.makespan_s) or not _in_waves(columns, each).any():
@@ -45,12 +47,12 @@ def sooner(columns: Columns, candidates: Sequence[Placement], enough_s: float, w
     best = found[:LEVELLED]
     left = work.left
     for waves in best:
-        waves.work = Work(left // len(best))
+        waves.work = SearchBudget(left // len(best))
         waves.level(enough_s)
     return [waves.placement() for waves in best]
 
 
-def _at_best_s(columns: Columns, placement: Placement) -> float:
+def _at_best_s(columns: ProblemColumns, placement: FleetPlacement) -> float:
     """When it would end with the fewest iterations that there must be on each instance."""
     fleet, order = placement.fleet, placement.order
     count = len(fleet)
@@ -70,7 +72,7 @@ def _at_best_s(columns: Columns, placement: Placement) -> float:
     return float(ends_s.max())
 
 
-def _in_waves(columns: Columns, placement: Placement) -> NDArray[np.bool_]:
+def _in_waves(columns: ProblemColumns, placement: FleetPlacement) -> NDArray[np.bool_]:
     """[instance] whether not all run at once."""
     fleet, counts = placement.fleet, np.diff(placement.starts)
     at = np.repeat(np.arange(len(fleet)), counts)
@@ -84,7 +86,7 @@ def _in_waves(columns: Columns, placement: Placement) -> NDArray[np.bool_]:
 class Waves:
     """The requests of each instance and the best order of admission known of them."""
 
-    def __init__(self, columns: Columns, placement: Placement, work: Work) -> None:
+    def __init__(self, columns: ProblemColumns, placement: FleetPlacement, work: SearchBudget) -> None:
         self.columns, self.fleet, self.work = columns, placement.fleet, work
         fleet = placement.fleet
         self.remaining: list[int] = columns.remaining.tolist()
@@ -123,7 +125,7 @@ class Waves:
     def _last(self) -> int:
         return max(range(len(self.finish_s)), key=self.finish_s.__getitem__)
 
-    def placement(self) -> Placement:
+    def placement(self) -> FleetPlacement:
         starts = np.concatenate(([0], np.cumsum([len(order) for order in self.order]))).astype(np.int64)
         order = np.array([request for order in self.order for request in order], dtype=np.int64)
         return evaluate(self.columns, self.fleet, order, starts)

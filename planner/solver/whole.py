@@ -14,8 +14,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from planner.solver.bound import SAFETY, Option, options_of, room_shares, units
-from planner.solver.columns import Columns, Floats, Ints
+from planner.solver.bound import SAFETY, InstanceOption, options_of, room_shares, units
+from planner.solver.columns import Floats, Ints, ProblemColumns
 
 MOST_REQUESTS, MOST_UNITS = 4096, 512
 MANY_WEIGHTS = 256  # requests up to which all weights are tried
@@ -26,7 +26,7 @@ PRECISION = 1e-4
 STEP = 0.002  # by which a bound first is raised
 
 
-def raised_s(columns: Columns, bound_s: float, high_s: float, tight: bool) -> float:
+def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool) -> float:
     """A bound at least as high as `bound_s`; no placement is known to end before `high_s`. `tight`: whether KV room or
     sequences are short."""
     if not 0 < columns.count <= MOST_REQUESTS or units(columns) > MOST_UNITS:
@@ -52,7 +52,7 @@ def raised_s(columns: Columns, bound_s: float, high_s: float, tight: bool) -> fl
     return raised * (1 - SAFETY) if raised > bound_s else bound_s
 
 
-def _weights(columns: Columns, tight: bool) -> Iterator[Floats]:
+def _weights(columns: ProblemColumns, tight: bool) -> Iterator[Floats]:
     """What the requests take of an instance of each configuration; then between two configurations."""
     kinds = np.flatnonzero(columns.placeable).tolist()
     for kind in kinds:
@@ -72,7 +72,7 @@ def _weights(columns: Columns, tight: bool) -> Iterator[Floats]:
 class _Stairs:
     """Requests with weights, longest first, prepared once for several makespans."""
 
-    def __init__(self, columns: Columns, weights: Floats, tight: bool) -> None:
+    def __init__(self, columns: ProblemColumns, weights: Floats, tight: bool) -> None:
         order = columns.longest_first
         count = len(order)
         self.units = units(columns)
@@ -119,7 +119,7 @@ class _Stairs:
             most.append(best)
         return most[-1] < enough
 
-    def _served(self, place: int, option: Option, makespan_s: float) -> list[float]:
+    def _served(self, place: int, option: InstanceOption, makespan_s: float) -> list[float]:
         """[class] the most that one instance serves whose longest request is of the class, or of one before."""
         free_s = makespan_s - option.switch_s
         limit = min(_filled(*knapsack, free_s) for knapsack in self.rooms[place])

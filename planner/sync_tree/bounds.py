@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.sync_tree.model import BITS, Floats, Ints, Pairs, Shard, SyncProblem, Unreachable
+from planner.sync_tree.model import BITS, Floats, Ints, Shard, ShardPairs, SyncProblem, Unreachable
 
 _SOLVERS_ROUNDING = 1 - 1e-6  # it may miss its limits by 1e-7: a bound must not
 
@@ -140,7 +140,7 @@ def _cuts_s(problem: SyncProblem, shards: Sequence[Shard], capacity: Floats, amo
     return longest_s
 
 
-def _reach(problem: SyncProblem, pairs: Pairs, held: set[int], needed: set[int]) -> None:
+def _reach(problem: SyncProblem, pairs: ShardPairs, held: set[int], needed: set[int]) -> None:
     """Raises Unreachable where something is needed that pods on the way do not need, nor have."""
     reached, queue = set(held), sorted(held)
     while queue:
@@ -160,7 +160,7 @@ def _are_joined(problem: SyncProblem, shard: Shard) -> bool:
     return all(pod in held or circuits[sorted(held), pod].any() for pod in needed)
 
 
-def _between_gbps(pairs: Pairs) -> Floats:
+def _between_gbps(pairs: ShardPairs) -> Floats:
     """In each direction."""
     return np.asarray(pairs.circuits * pairs.gbps, dtype=np.float64)
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from planner.sync_tree.fanout import LocalPiece, LocalPod, LocalTree, spread
-from planner.sync_tree.model import BITS, Edges, Ints, SyncProblem
-from planner.sync_tree.pieces import Crossing, Load, Piece, cut
+from planner.sync_tree.model import BITS, Ints, SyncProblem, WaveEdges
+from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveLoad, cut
 from planner.sync_tree.rates import seconds_together
 
 
-class Laying:
+class EdgeLaying:
     """Of one site. `stripes`: trees that each piece has inside a pod, for equal parts of it."""
 
     def __init__(self, problem: SyncProblem, stripes: int) -> None:
@@ -25,7 +25,9 @@ class Laying:
         for members in self._members:
             self._place[members] = np.arange(len(members))
 
-    def edges(self, load: Load, crossings: Sequence[Crossing], filled: Mapping[int, Sequence[Piece]]) -> Edges:
+    def edges(
+        self, load: WaveLoad, crossings: Sequence[PodCrossing], filled: Mapping[int, Sequence[ShardPiece]]
+    ) -> WaveEdges:
         """Phase A and phase B with their rates."""
         floor_s = _floor_s(load)
         for crossing in crossings:
@@ -49,7 +51,7 @@ class Laying:
         return columns.edges(self._problem)
 
     def _above(
-        self, crossings: Sequence[Crossing], trees: dict[tuple[int, int], list[LocalTree]]
+        self, crossings: Sequence[PodCrossing], trees: dict[tuple[int, int], list[LocalTree]]
     ) -> dict[tuple[int, int], int]:
         """Edges above the seed of each piece in each pod that it crosses into, its own one included."""
         above: dict[tuple[int, int], int] = {}
@@ -70,16 +72,16 @@ class Laying:
             find(key)
         return above
 
-    def _parts(self, piece: Piece) -> list[tuple[int, int]]:
+    def _parts(self, piece: ShardPiece) -> list[tuple[int, int]]:
         """Its stripes: offset in the shard, bytes."""
         stripes = cut(piece.bytes, min(self._stripes, piece.bytes))
         return [(piece.offset + offset, size) for offset, size in stripes]
 
     def _local(
         self,
-        load: Load,
+        load: WaveLoad,
         pod: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ShardPiece],
         seeds: dict[tuple[int, int], int],
         floor_s: float,
     ) -> LocalPod:
@@ -112,19 +114,19 @@ class _Columns:
     def __init__(self) -> None:
         self._parts: list[tuple[Ints, ...]] = []
 
-    def add_one(self, crossing: Crossing, above: int) -> None:
+    def add_one(self, crossing: PodCrossing, above: int) -> None:
         piece = crossing.piece
         row = (piece.shard, piece.offset, piece.bytes, crossing.src, crossing.dst, crossing.circuits, above)
         self._parts.append(tuple(np.array([value]) for value in (*row, piece.offset)))
 
-    def add_tree(self, piece: Piece, offset: int, size: int, members: Ints, tree: LocalTree, base: int) -> None:
+    def add_tree(self, piece: ShardPiece, offset: int, size: int, members: Ints, tree: LocalTree, base: int) -> None:
         """`base`: edges above its sources."""
         same = np.ones(len(tree.parents), dtype=np.int64)
         src, dst = members[tree.parents], members[tree.children]
         columns = (same * piece.shard, same * offset, same * size, src, dst, same * 0, tree.above + base)
         self._parts.append((*columns, same * piece.offset))
 
-    def edges(self, problem: SyncProblem) -> Edges:
+    def edges(self, problem: SyncProblem) -> WaveEdges:
         columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
         shard, offset, size, src, dst, circuits, above, whole = columns
         # All edges that a piece runs over are given time for the chunks that the last one waits for: none gets slower.
@@ -133,10 +135,10 @@ class _Columns:
         np.maximum.at(deepest, piece, above)
         gigabits = np.asarray((size + deepest[piece] * problem.chunk_bytes) * BITS, dtype=np.float64)
         rate_gbps = gigabits / seconds_together(problem, src, dst, circuits, gigabits)
-        return Edges(shard, offset, size, src, dst, circuits, rate_gbps, above)
+        return WaveEdges(shard, offset, size, src, dst, circuits, rate_gbps, above)
 
 
-def equalise(problem: SyncProblem, crossings: Sequence[Crossing], left: Ints, between: Ints | None) -> None:
+def equalise(problem: SyncProblem, crossings: Sequence[PodCrossing], left: Ints, between: Ints | None) -> None:
     """Circuits left over go one by one to the edge that would take longest, where both of its pods have one. `between`:
     of those, where only some lead to each other."""
     gbps = [problem.circuit_gbps(int(problem.pod[each.src]), int(problem.pod[each.dst])) for each in crossings]
@@ -158,5 +160,5 @@ def equalise(problem: SyncProblem, crossings: Sequence[Crossing], left: Ints, be
         heapq.heappush(queue, (-each.piece.gigabits / scale[number] / each.circuits, number))
 
 
-def _floor_s(load: Load) -> float:
+def _floor_s(load: WaveLoad) -> float:
     return float(max(load.received_s.max(initial=0.0), load.tor_in_s.max(initial=0.0)))

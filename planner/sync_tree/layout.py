@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from planner.sync_tree.parameters import Box, Parameter, Split, Where
+from planner.sync_tree.parameters import Box, Parameter, ParameterSplit, Where
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalShard:
     """A tensor of one rank. `part`: of a fused parameter that the trainer keeps apart, which; else empty."""
 
     part: str
@@ -56,7 +56,7 @@ class EngineLayout:
     def stages(self, where: Where) -> tuple[int, ...]:
         return _stages(where, self.pp, self.stage_of_layer)
 
-    def local(self, parameter: Parameter, rank: int) -> tuple[Local, ...]:
+    def local(self, parameter: Parameter, rank: int) -> tuple[LocalShard, ...]:
         """Raises ValueError where vLLM could not divide it."""
         dp, stage, tp = rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
         if stage not in self.stages(parameter.where):
@@ -109,7 +109,7 @@ class TrainerLayout:
     def _expert_fsdp(self) -> int:
         return self.fsdp if self.expert_fsdp is None else self.expert_fsdp
 
-    def local(self, parameter: Parameter, rank: int) -> tuple[Local, ...]:
+    def local(self, parameter: Parameter, rank: int) -> tuple[LocalShard, ...]:
         """Raises ValueError where Megatron could not divide it."""
         stage, number = divmod(rank, len(self.endpoints) // self.pp)
         if stage not in self.stages(parameter.where):
@@ -130,7 +130,7 @@ class TrainerLayout:
             padded = _padded(shape, split, self.tp, self.vocab_multiple) // self.tp
         return tuple(each for each in (_first_axis(each, part, of, padded) for each in whole) if each.boxes)
 
-    def _divided(self, shape: tuple[int, ...], split: Split, tp: int, of: int) -> tuple[Local, ...]:
+    def _divided(self, shape: tuple[int, ...], split: ParameterSplit, tp: int, of: int) -> tuple[LocalShard, ...]:
         if self.fused == "apart":
             return _apart(shape, split, tp, of)
         if any(part.heads for part in split.parts):
@@ -155,7 +155,9 @@ def megatron_stages(layers: int, pp: int, chunks: int = 1) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _blocks(shape: tuple[int, ...], split: Split, rank: int, of: int, vocab_multiple: int) -> tuple[Local, ...]:
+def _blocks(
+    shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int, vocab_multiple: int
+) -> tuple[LocalShard, ...]:
     """Even shares of each part. Heads fewer than ranks are copied, to ranks side by side."""
     axis = split.axis
     if axis is None:
@@ -182,7 +184,7 @@ def _blocks(shape: tuple[int, ...], split: Split, rank: int, of: int, vocab_mult
 
 
 @lru_cache(maxsize=4096)
-def _by_groups(shape: tuple[int, ...], split: Split, rank: int, of: int) -> tuple[Local, ...]:
+def _by_groups(shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int) -> tuple[LocalShard, ...]:
     """An even share of the rows as Megatron has them: KV group by KV group."""
     axis = split.axis or 0
     if shape[axis] % of:
@@ -199,12 +201,12 @@ def _by_groups(shape: tuple[int, ...], split: Split, rank: int, of: int) -> tupl
 
 
 @lru_cache(maxsize=4096)
-def _apart(shape: tuple[int, ...], split: Split, rank: int, of: int) -> tuple[Local, ...]:
+def _apart(shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int) -> tuple[LocalShard, ...]:
     """Each part a tensor, divided as torch.chunk does: the last may be shorter, or empty."""
     axis = split.axis
     if axis is None:
         return _local(shape, 0, [(0, shape[0])])
-    found: list[Local] = []
+    found: list[LocalShard] = []
     start = 0
     for name, length in [(part.name, part.length) for part in split.parts] or [("", shape[axis])]:
         first, last = chunk(length, rank, of)
@@ -213,7 +215,7 @@ def _apart(shape: tuple[int, ...], split: Split, rank: int, of: int) -> tuple[Lo
     return tuple(found)
 
 
-def _padded(shape: tuple[int, ...], split: Split, of: int, multiple: int) -> int:
+def _padded(shape: tuple[int, ...], split: ParameterSplit, of: int, multiple: int) -> int:
     """Rows of a vocabulary with those that are there to fill it up."""
     rows = -(-shape[split.axis or 0] // multiple) * multiple
     if rows % of:
@@ -221,20 +223,22 @@ def _padded(shape: tuple[int, ...], split: Split, of: int, multiple: int) -> int
     return rows
 
 
-def _local(shape: tuple[int, ...], axis: int, ranges: Sequence[Range], part: str = "") -> tuple[Local, ...]:
+def _local(shape: tuple[int, ...], axis: int, ranges: Sequence[Range], part: str = "") -> tuple[LocalShard, ...]:
     whole = tuple((0, length) for length in shape)
     boxes = tuple((*whole[:axis], each, *whole[axis + 1 :]) for each in ranges if each[0] < each[1])
-    return (Local(part, axis, boxes),) if boxes else ()
+    return (LocalShard(part, axis, boxes),) if boxes else ()
 
 
-def _within(whole: tuple[Local, ...], first: int, last: int) -> tuple[Local, ...]:
+def _within(whole: tuple[LocalShard, ...], first: int, last: int) -> tuple[LocalShard, ...]:
     """Some of the experts."""
     if first == last:
         return ()
-    return tuple(Local(each.part, each.axis, tuple(((first, last), *box[1:]) for box in each.boxes)) for each in whole)
+    return tuple(
+        LocalShard(each.part, each.axis, tuple(((first, last), *box[1:]) for box in each.boxes)) for each in whole
+    )
 
 
-def _first_axis(local: Local, part: int, of: int, padded: int) -> Local:
+def _first_axis(local: LocalShard, part: int, of: int, padded: int) -> LocalShard:
     """What FSDP leaves of it. `padded`: its rows where some at its end are padding; else 0."""
     if of == 1:
         return local
@@ -242,9 +246,9 @@ def _first_axis(local: Local, part: int, of: int, padded: int) -> Local:
     if local.axis:  # all have the same
         first, last = chunk(rows[0][1] - rows[0][0], part, of)
         own = (rows[0][0] + first, rows[0][0] + last)
-        return Local(local.part, local.axis, tuple((own, *box[1:]) for box in local.boxes) if first < last else ())
+        return LocalShard(local.part, local.axis, tuple((own, *box[1:]) for box in local.boxes) if first < last else ())
     kept = between(rows, *chunk(padded or sum(last - first for first, last in rows), part, of))
-    return Local(local.part, 0, tuple((each, *local.boxes[0][1:]) for each in kept))
+    return LocalShard(local.part, 0, tuple((each, *local.boxes[0][1:]) for each in kept))
 
 
 def chunk(length: int, part: int, of: int) -> Range:

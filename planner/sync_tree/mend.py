@@ -16,7 +16,7 @@ Weight = Callable[[str, str], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class RepairFeed:
     """Bytes of a shard from one peer to another."""
 
     id: str
@@ -33,20 +33,20 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
-    feeds: tuple[Feed, ...]  # beside those that run
+class RepairedEdges:
+    feeds: tuple[RepairFeed, ...]  # beside those that run
     lost: Mapping[str, Mapping[str, tuple[Range, ...]]]  # [peer][shard]: nobody who may send to it has them, or will
 
 
 def mend(
-    feeds: Iterable[Feed],
+    feeds: Iterable[RepairFeed],
     broken: Collection[str],
     missing: Missing,
     *,
     name: str,
     weight: Weight = lambda src, dst: 1.0,
     part_bytes: int = 2**28,
-) -> Mended:
+) -> RepairedEdges:
     """`feeds`: all that have not brought everything; of these `broken` ones, by id, and any whose ends have died bring
     no more. `missing`: of each living peer and each shard that it has or is to have, what it lacks now. `name`: what
     ids of new ones begin with. `weight`: how long a byte takes from one to another against others; None: there is no
@@ -69,9 +69,9 @@ def mend(
             found += mending.new(sending, weight)
             for peer in mending.left():
                 lost.setdefault(peer, {}).setdefault(shard, []).append((first, last - first))
-    return Mended(
+    return RepairedEdges(
         tuple(
-            Feed(f"{name}{number}", each.shard, each.first, each.last - each.first, each.src, each.dst, each.wave)
+            RepairFeed(f"{name}{number}", each.shard, each.first, each.last - each.first, each.src, each.dst, each.wave)
             for number, each in enumerate(_joined(found))
         ),
         {peer: {shard: _neighbours(ranges) for shard, ranges in each.items()} for peer, each in lost.items()},
@@ -97,13 +97,13 @@ class _Mending:
         first: int,
         last: int,
         lacking: Mapping[str, Sequence[Range]],
-        running: Sequence[Feed],
-        ended: Sequence[Feed],
+        running: Sequence[RepairFeed],
+        ended: Sequence[RepairFeed],
     ) -> None:
         self._shard, self._first, self._last = shard, first, last
         lack = {peer for peer, ranges in lacking.items() if any(at <= first < at + size for at, size in ranges)}
         self._wave = {peer: -1 for peer in lacking if peer not in lack}  # of who has it, or is going to: since when
-        self._below: defaultdict[str, list[Feed]] = defaultdict(list)
+        self._below: defaultdict[str, list[RepairFeed]] = defaultdict(list)
         for each in running:
             if each.dst in lack and each.src in lacking and each.offset <= first < each.end:
                 self._below[each.src].append(each)
@@ -165,14 +165,14 @@ class _Mending:
                     queue.append(each.dst)
 
 
-def _by_shard(feeds: Iterable[Feed]) -> defaultdict[str, list[Feed]]:
-    found: defaultdict[str, list[Feed]] = defaultdict(list)
+def _by_shard(feeds: Iterable[RepairFeed]) -> defaultdict[str, list[RepairFeed]]:
+    found: defaultdict[str, list[RepairFeed]] = defaultdict(list)
     for each in feeds:
         found[each.shard].append(each)
     return found
 
 
-def _is_fed(peer: str, ranges: Sequence[Range], running: Sequence[Feed]) -> bool:
+def _is_fed(peer: str, ranges: Sequence[Range], running: Sequence[RepairFeed]) -> bool:
     own = sorted((each.offset, each.end) for each in running if each.dst == peer) if ranges else []
     for first, size in ranges:
         at = first
@@ -184,7 +184,7 @@ def _is_fed(peer: str, ranges: Sequence[Range], running: Sequence[Feed]) -> bool
     return True
 
 
-def _parts(lacking: Mapping[str, Sequence[Range]], feeds: Sequence[Feed], most: int) -> Iterator[Range]:
+def _parts(lacking: Mapping[str, Sequence[Range]], feeds: Sequence[RepairFeed], most: int) -> Iterator[Range]:
     """From and to: what somebody lacks, cut where anything changes."""
     points = {at for ranges in lacking.values() for first, size in ranges for at in (first, first + size)}
     if not points:

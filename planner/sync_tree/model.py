@@ -33,7 +33,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class ShardPairs:
     """What joins pods as they are: circuits that exist, or a network across sites. There is no way but these."""
 
     circuits: Ints  # [pod, pod], in each direction
@@ -49,13 +49,13 @@ class Pairs:
             raise ValueError("circuits between pods must have gbps > 0")
 
 
-def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float]]) -> Pairs:
+def pairs_of(pods: Mapping[str, int], links: Iterable[tuple[str, str, int, float]]) -> ShardPairs:
     """`pods`: the place of each; `links`: between which two, how many circuits each way, and the rate of each."""
     circuits, gbps = np.zeros((len(pods), len(pods)), dtype=np.int64), np.zeros((len(pods), len(pods)))
     for a, b, count, rate_gbps in links:
         for one, other in ((pods[a], pods[b]), (pods[b], pods[a])):
             circuits[one, other], gbps[one, other] = count, rate_gbps
-    return Pairs(circuits, gbps)
+    return ShardPairs(circuits, gbps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class SyncProblem:
     seeds_per_pod: int
     chunk_bytes: int
     hop_latency_s: float
-    pairs: Pairs | None = None  # None: circuits between any two pods, at `link_gbps`, as boundaries allow
+    pairs: ShardPairs | None = None  # None: circuits between any two pods, at `link_gbps`, as boundaries allow
 
     def __post_init__(self) -> None:
         if self.pairs is not None and len(self.pairs.circuits) != len(self.pods):
@@ -98,7 +98,7 @@ class SyncProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Edges:
+class WaveEdges:
     """What runs at once in one wave, one edge at each place of the columns."""
 
     shard: Ints
@@ -114,7 +114,7 @@ class Edges:
 @dataclass(frozen=True, slots=True)
 class Wave:
     seconds: float
-    edges: Edges
+    edges: WaveEdges
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Unreachable(ValueError):
     """No plan can carry what is asked for: there is no way into or out of a pod or a ToR that it has to pass."""
 
 
-def edge_seconds(problem: SyncProblem, edges: Edges) -> Floats:
+def edge_seconds(problem: SyncProblem, edges: WaveEdges) -> Floats:
     """Each edge's time: its bytes at its rate, after one chunk and one hop for each edge above it."""
     chunk_s = problem.chunk_bytes * BITS / edges.rate_gbps
     return edges.bytes * BITS / edges.rate_gbps + edges.above * (chunk_s + problem.hop_latency_s)

@@ -12,7 +12,7 @@ Where = int | Literal["first", "last", "both"]  # a layer's number, or the stage
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FusedPart:
     """One of a fused parameter's tensors; `heads` are not divided but copied where TP exceeds them. 0: it has none."""
 
     name: str
@@ -25,11 +25,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ParameterSplit:
     """What TP divides, and whether the first axis is of experts. `axis` None: every rank has it whole."""
 
     axis: int | None
-    parts: tuple[Part, ...] = ()  # fused along that axis; of any, each is divided on its own
+    parts: tuple[FusedPart, ...] = ()  # fused along that axis; of any, each is divided on its own
     is_vocab: bool = False  # its rows are padded before they are divided
     has_experts: bool = False
 
@@ -38,32 +38,32 @@ class Split:
             raise ValueError("a fused parameter needs the axis of its parts")
 
 
-REPLICATED = Split(None)
-COLUMN = Split(0)  # [out, in]: outputs are divided; biases and all of one axis, too
-ROW = Split(1)  # [out, in]: inputs are divided
-VOCAB = Split(0, is_vocab=True)
+REPLICATED = ParameterSplit(None)
+COLUMN = ParameterSplit(0)  # [out, in]: outputs are divided; biases and all of one axis, too
+ROW = ParameterSplit(1)  # [out, in]: inputs are divided
+VOCAB = ParameterSplit(0, is_vocab=True)
 
 
-def qkv(heads: int, kv_heads: int, head_size: int) -> Split:
+def qkv(heads: int, kv_heads: int, head_size: int) -> ParameterSplit:
     """Grouped-query attention: `heads / kv_heads` query heads go with each KV head."""
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
     kv = kv_heads * head_size
-    query = Part("q_proj", heads * head_size, heads)
-    return Split(0, (query, Part("k_proj", kv, kv_heads), Part("v_proj", kv, kv_heads)))
+    query = FusedPart("q_proj", heads * head_size, heads)
+    return ParameterSplit(0, (query, FusedPart("k_proj", kv, kv_heads), FusedPart("v_proj", kv, kv_heads)))
 
 
-def gate_up(intermediate: int) -> Split:
-    return Split(0, (Part("gate_proj", intermediate), Part("up_proj", intermediate)))
+def gate_up(intermediate: int) -> ParameterSplit:
+    return ParameterSplit(0, (FusedPart("gate_proj", intermediate), FusedPart("up_proj", intermediate)))
 
 
-def experts(split: Split) -> Split:
+def experts(split: ParameterSplit) -> ParameterSplit:
     """The same for [experts, out, in]."""
     return replace(split, axis=None if split.axis is None else split.axis + 1, has_experts=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class ParameterPayload:
     """What travels of a slice: everything as it is; or fewer bits, in blocks with scales; or what has changed.
 
     Blocks begin with the slice. A delta is at most `changed` of the elements, each with its place. Where an engine
@@ -91,7 +91,7 @@ class Payload:
         return size + (elements * self.index_bytes if self.changed < 1 else 0)
 
 
-WHOLE = Payload()
+WHOLE = ParameterPayload()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class Parameter:
     name: str  # as vLLM has it
     shape: tuple[int, ...]  # elements, of the whole tensor without padding
     dtype_bytes: int
-    split: Split
+    split: ParameterSplit
     where: Where
-    payload: Payload = WHOLE
+    payload: ParameterPayload = WHOLE
 
     def __post_init__(self) -> None:
         axis = self.split.axis
@@ -116,7 +116,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Transformer:
+class TransformerParameters:
     """A decoder of Llama's and Qwen's kind, for its list of parameters."""
 
     layers: int
@@ -146,7 +146,7 @@ class Transformer:
     def _layer(self, layer: int) -> list[Parameter]:
         attention = qkv(self.heads, self.kv_heads, self.head_size)
         rows = sum(part.length for part in attention.parts)
-        named: list[tuple[str, tuple[int, ...], Split]] = [
+        named: list[tuple[str, tuple[int, ...], ParameterSplit]] = [
             ("input_layernorm.weight", (self.hidden,), REPLICATED),
             ("self_attn.qkv_proj.weight", (rows, self.hidden), attention),
             ("self_attn.o_proj.weight", (self.hidden, self.heads * self.head_size), ROW),
@@ -170,7 +170,7 @@ class Transformer:
             ]
         return [self._of(f"model.layers.{layer}.{name}", shape, split, layer) for name, shape, split in named]
 
-    def _of(self, name: str, shape: tuple[int, ...], split: Split, where: Where) -> Parameter:
+    def _of(self, name: str, shape: tuple[int, ...], split: ParameterSplit, where: Where) -> Parameter:
         return Parameter(name, shape, self.dtype_bytes, split, where)
 
 

@@ -18,7 +18,7 @@ def cut_to(size: int, most: int) -> list[tuple[int, int]]:
 
 
 @dataclass(slots=True)
-class Piece:
+class ShardPiece:
     shard: int
     offset: int
     bytes: int
@@ -33,15 +33,15 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Crossing:
-    piece: Piece
+class PodCrossing:
+    piece: ShardPiece
     src: int
     dst: int
     circuits: int = 1
 
 
 @dataclass(slots=True)
-class Load:
+class WaveLoad:
     """What a wave takes of everything, in seconds, and the circuits that it leaves."""
 
     sent_s: Floats  # [endpoint]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.sync_tree.bounds import lower_bound_s, naive_s
-from planner.sync_tree.model import Pairs, Shard, SyncPlan, SyncProblem, Wave
+from planner.sync_tree.model import Shard, ShardPairs, SyncPlan, SyncProblem, Wave
 from planner.sync_tree.rounds import rounds
-from planner.sync_tree.waves import Style, waves
+from planner.sync_tree.waves import BroadcastStrategy, waves
 
 MOST_WORK = 230_000  # of all ways that are tried together: so long as a site of 2,048 endpoints takes for two or three
 MOST_ROUNDS_WORK = 60_000  # of rounds that are tried instead of the best of these
@@ -122,9 +122,9 @@ def _with_islands(problem: SyncProblem) -> SyncProblem:
     )
 
 
-def _with_more(pairs: Pairs | None, pods: int) -> Pairs | None:
+def _with_more(pairs: ShardPairs | None, pods: int) -> ShardPairs | None:
     """Of which no circuit leads anywhere."""
-    return pairs and Pairs(np.pad(pairs.circuits, (0, pods)), np.pad(pairs.gbps, (0, pods)))
+    return pairs and ShardPairs(np.pad(pairs.circuits, (0, pods)), np.pad(pairs.gbps, (0, pods)))
 
 
 def _with_boundaries(problem: SyncProblem) -> SyncProblem:
@@ -137,7 +137,7 @@ def _with_boundaries(problem: SyncProblem) -> SyncProblem:
     return replace(problem, boundary_circuits=boundary_circuits, pairs=replace(problem.pairs, circuits=circuits))
 
 
-def _styles(problem: SyncProblem, most_work: int, needs_one: bool) -> Iterator[Style]:
+def _styles(problem: SyncProblem, most_work: int, needs_one: bool) -> Iterator[BroadcastStrategy]:
     needed = [shard for shard in problem.shards if shard.receivers]
     if not needed:
         return
@@ -159,7 +159,7 @@ def _styles(problem: SyncProblem, most_work: int, needs_one: bool) -> Iterator[S
         if (work or not needs_one) and work + more > most_work:
             continue
         work += more
-        yield Style(size, entering, stripes, together)
+        yield BroadcastStrategy(size, entering, stripes, together)
 
 
 def _work(problem: SyncProblem, shard: Shard, stripes: int) -> int:

@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from planner.sync_tree.layout import EngineLayout, TrainerLayout
 from planner.sync_tree.model import Ints, Shard
-from planner.sync_tree.parameters import WHOLE, Box, Parameter, Payload
+from planner.sync_tree.parameters import WHOLE, Box, Parameter, ParameterPayload
 
 Ends = tuple[int, ...]  # endpoints, in order
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class ShardSlice:
     parameter: str
     box: Box  # of the whole tensor
     offset: int  # bytes into the shard
@@ -29,18 +29,18 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Resharded:
+class ReshardedVersion:
     """A shard, and what it is made of. `at_home` are endpoints that need it and have it: nothing is sent to them, but
     it has to be put in its new place there. A shard may be needed only so, and then has no receivers."""
 
     shard: Shard
     at_home: Ends
-    slices: tuple[Slice, ...]
+    slices: tuple[ShardSlice, ...]
 
 
 def reshard(
     parameters: Sequence[Parameter], trainer: TrainerLayout, engines: Sequence[EngineLayout]
-) -> tuple[Resharded, ...]:
+) -> tuple[ReshardedVersion, ...]:
     """Raises ValueError where a layout cannot divide a parameter, or somebody needs what nobody has."""
     parts: _Parts = {}
     known: dict[tuple[object, ...], list[_Cell]] = {}
@@ -57,7 +57,7 @@ def reshard_boxes(
     tensors: Mapping[str, tuple[tuple[int, ...], int]],
     having: Mapping[int, Mapping[str, Sequence[Box]]],
     needing: Mapping[int, Mapping[str, Sequence[Box]]],
-) -> tuple[Resharded, ...]:
+) -> tuple[ReshardedVersion, ...]:
     """The same from boxes alone. `tensors`: shape, and the bytes of an element; `having` and `needing`: what each
     endpoint has, and needs, of them. It is quick where endpoints that are alike have one mapping. Raises ValueError
     where somebody needs what nobody has."""
@@ -78,7 +78,7 @@ def reshard_boxes(
 class _Of:
     name: str
     dtype_bytes: int
-    payload: Payload
+    payload: ParameterPayload
 
 
 _Cell = tuple[Ends, Ends, list[Box]]  # who has these, who needs them
@@ -90,25 +90,25 @@ def _add(parts: _Parts, cells: Iterable[_Cell], of: _Of) -> None:
         parts.setdefault((holders, needing), []).extend((of, box) for box in boxes)
 
 
-def _numbered(parts: _Parts) -> tuple[Resharded, ...]:
+def _numbered(parts: _Parts) -> tuple[ReshardedVersion, ...]:
     return tuple(
         _resharded(f"shard{number:04}", holders, needing, pieces)
         for number, ((holders, needing), pieces) in enumerate(sorted(parts.items(), key=lambda each: each[0]))
     )
 
 
-def _resharded(name: str, holders: Ends, needing: Ends, pieces: Iterable[tuple[_Of, Box]]) -> Resharded:
-    slices: list[Slice] = []
+def _resharded(name: str, holders: Ends, needing: Ends, pieces: Iterable[tuple[_Of, Box]]) -> ReshardedVersion:
+    slices: list[ShardSlice] = []
     offset = 0
     for of, box in pieces:
         elements = math.prod(last - first for first, last in box)
         size = of.payload.bytes_of(elements, of.dtype_bytes)
-        slices.append(Slice(of.name, box, offset, size))
+        slices.append(ShardSlice(of.name, box, offset, size))
         offset += size
     held = set(holders)
     receivers = tuple(end for end in needing if end not in held)
     at_home = tuple(end for end in needing if end in held)
-    return Resharded(Shard(name, offset, holders, receivers), at_home, tuple(slices))
+    return ReshardedVersion(Shard(name, offset, holders, receivers), at_home, tuple(slices))
 
 
 def _alike(ends: Mapping[int, Mapping[str, Sequence[Box]]]) -> list[tuple[list[int], Mapping[str, Sequence[Box]]]]:

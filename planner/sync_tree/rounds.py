@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.sync_tree.model import BITS, Edges, Floats, Ints, SyncProblem, Unreachable, Wave
+from planner.sync_tree.model import BITS, Floats, Ints, SyncProblem, Unreachable, Wave, WaveEdges
 from planner.sync_tree.pieces import cut_to
 from planner.sync_tree.rates import seconds_together
 
@@ -272,7 +272,7 @@ class _Rounds:
         edges = self._edges()
         return Wave(float((edges.bytes * BITS / edges.rate_gbps).max()), edges)
 
-    def _edges(self) -> Edges:
+    def _edges(self) -> WaveEdges:
         lengths = [len(src) for _, src, _, _ in self._rows]
 
         def column(values: list[int]) -> Ints:
@@ -284,7 +284,7 @@ class _Rounds:
         circuits = column([circuits for *_, circuits in self._rows])
         gigabits = np.asarray(size * BITS, dtype=np.float64)
         rate_gbps = gigabits / seconds_together(self._problem, src, dst, circuits, gigabits)
-        return Edges(
+        return WaveEdges(
             shard=column([piece.shard for piece, *_ in self._rows]),
             offset=column([piece.offset for piece, *_ in self._rows]),
             bytes=size,

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.sync_tree.edges import Laying, equalise
+from planner.sync_tree.edges import EdgeLaying, equalise
 from planner.sync_tree.model import Floats, Ints, SyncProblem, Unreachable, Wave, edge_seconds
-from planner.sync_tree.pieces import Crossing, Load, Piece, cut_to
+from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveLoad, cut_to
 
 _LESS = 1 - 1e-9  # what rounding may cost
 _LOOK_AHEAD = 16  # pieces that a pod may choose from
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class BroadcastStrategy:
     """What is tried."""
 
     piece_bytes: int  # shards are cut into equal pieces of at most this
@@ -31,12 +31,12 @@ class Style:
 
 
 @dataclass(slots=True)
-class Group:
+class PieceGroup:
     """Pieces that the same receivers of a pod miss, in order."""
 
     pod: int
     receivers: Ints
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ShardPiece] = field(default_factory=list)
     left: float = 0.0  # bytes
 
 
@@ -44,18 +44,18 @@ class Group:
 class _Wave:
     """One in the making."""
 
-    load: Load
+    load: WaveLoad
     floor_s: float = 0.0  # what it takes as far as is known
     delivered: float = 0.0  # bytes
-    crossings: list[Crossing] = field(default_factory=list)
-    filled: dict[int, list[Piece]] = field(default_factory=dict)  # [pod]
+    crossings: list[PodCrossing] = field(default_factory=list)
+    filled: dict[int, list[ShardPiece]] = field(default_factory=dict)  # [pod]
     # Edges from pods that need nothing: their circuits are shared by families and pieces, which else spread by relays.
     roots: Counter[int] = field(default_factory=Counter)  # [piece]
     family_roots: Counter[int] = field(default_factory=Counter)  # [family]
     seeds: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # [piece][pod], and the pods above it
 
 
-def waves(problem: SyncProblem, style: Style) -> Iterator[Wave]:
+def waves(problem: SyncProblem, style: BroadcastStrategy) -> Iterator[Wave]:
     """Raises Unreachable where something is missing that no wave can bring."""
     filling = _Filling(problem, style)
     while filling.left:
@@ -63,10 +63,10 @@ def waves(problem: SyncProblem, style: Style) -> Iterator[Wave]:
 
 
 class _Filling:
-    def __init__(self, problem: SyncProblem, style: Style) -> None:
+    def __init__(self, problem: SyncProblem, style: BroadcastStrategy) -> None:
         self._problem = problem
         self._style = style
-        self._laying = Laying(problem, style.stripes)
+        self._laying = EdgeLaying(problem, style.stripes)
         self._groups = _grouped(problem, style)
         lengths = [len(group.receivers) for group in self._groups]
         self._starts = np.cumsum([0, *lengths[:-1]])
@@ -102,7 +102,7 @@ class _Filling:
             group.left = sum(piece.bytes for piece in group.pieces)
         return Wave(float(edge_seconds(self._problem, edges).max()), edges)
 
-    def _new_load(self, average: float) -> Load:
+    def _new_load(self, average: float) -> WaveLoad:
         """`average`: circuits that a pod keeps for what it has to receive."""
         problem = self._problem
         wanting = np.zeros(len(problem.pods), dtype=np.int64)
@@ -116,7 +116,7 @@ class _Filling:
         ends, tors = len(problem.endpoints), len(problem.tors)
         circuits = problem.boundary_circuits.copy()
         relaying = np.maximum(0, circuits - reserved)
-        return Load(
+        return WaveLoad(
             sent_s=np.zeros(ends),
             received_s=np.zeros(ends),
             seeded_s=np.zeros(ends),
@@ -145,7 +145,7 @@ class _Filling:
                 taken[number].add(id(piece))
                 self._turn += 1
 
-    def _most_roots(self, load: Load) -> tuple[int, int]:
+    def _most_roots(self, load: WaveLoad) -> tuple[int, int]:
         """Of a piece, and of all pieces of a family, in one wave."""
         needed = {group.pod for group in self._groups if group.pieces}
         free = [pod for pod in range(len(self._problem.pods)) if pod not in needed]
@@ -153,18 +153,18 @@ class _Filling:
         families = {piece.family for group in self._groups for piece in group.pieces[:1]}
         return max(1, int(circuits / self._style.crossing)), max(1, circuits // max(1, len(families)))
 
-    def _next_group(self, load: Load, refused: "np.typing.NDArray[np.bool_]") -> int:
+    def _next_group(self, load: WaveLoad, refused: "np.typing.NDArray[np.bool_]") -> int:
         most_s = np.maximum.reduceat(load.received_s[self._everyone], self._starts)
         most_s[refused] = np.inf
         least = np.flatnonzero(most_s <= most_s.min() / _LESS)
         return int(max(least, key=lambda number: (self._groups[number].left, -number)))
 
     def _take(
-        self, making: _Wave, group: Group, candidates: Sequence[Piece], most_roots: tuple[int, int]
-    ) -> Piece | None:
+        self, making: _Wave, group: PieceGroup, candidates: Sequence[ShardPiece], most_roots: tuple[int, int]
+    ) -> ShardPiece | None:
         """The one of the candidates that disturbs the wave least is in it then; None: none can be."""
         load = making.load
-        best: tuple[tuple[float, ...], Piece, int, int] | None = None
+        best: tuple[tuple[float, ...], ShardPiece, int, int] | None = None
         for order, piece in enumerate(candidates):
             after_s = self._received_s(load, group, piece)
             floor_s = self._floor_s(making, group, piece, after_s)
@@ -190,26 +190,26 @@ class _Filling:
         floor_s = max(floor_s, piece.gigabits / self._problem.circuit_gbps(self._pod(sender), group.pod))
         return self._booked(making, group, piece, floor_s)
 
-    def _floor_s(self, making: _Wave, group: Group, piece: Piece, received_s: float) -> float:
+    def _floor_s(self, making: _Wave, group: PieceGroup, piece: ShardPiece, received_s: float) -> float:
         own_s = received_s if making.delivered else received_s * self._style.together
         if group.pod not in piece.sources:  # over one circuit, where NICs are faster
             own_s = max(own_s, piece.gigabits / self._into_gbps[group.pod])
         return max(making.floor_s, own_s)
 
-    def _can_spread(self, load: Load, group: Group, piece: Piece, floor_s: float) -> bool:
+    def _can_spread(self, load: WaveLoad, group: PieceGroup, piece: ShardPiece, floor_s: float) -> bool:
         """Whether its receivers can send it to each other beside what they send already."""
         number = piece.groups[group.pod]
         inside = self._sent_inside(group, piece) * piece.gigabits
         return not inside or load.group_sent[number] + inside <= floor_s * self._group_gbps[number] / _LESS
 
-    def _sent_inside(self, group: Group, piece: Piece) -> int:
+    def _sent_inside(self, group: PieceGroup, piece: ShardPiece) -> int:
         return len(group.receivers) - (group.pod not in piece.sources)
 
-    def _received_s(self, load: Load, group: Group, piece: Piece) -> float:
+    def _received_s(self, load: WaveLoad, group: PieceGroup, piece: ShardPiece) -> float:
         nic_gbps = self._problem.nic_gbps[group.receivers]
         return float((load.received_s[group.receivers] + piece.gigabits / nic_gbps).max())
 
-    def _booked(self, making: _Wave, group: Group, piece: Piece, floor_s: float) -> Piece:
+    def _booked(self, making: _Wave, group: PieceGroup, piece: ShardPiece, floor_s: float) -> ShardPiece:
         problem, load, pod = self._problem, making.load, group.pod
         load.received_s[group.receivers] += piece.gigabits / problem.nic_gbps[group.receivers]
         there = set(problem.tor[piece.sources[pod]].tolist()) if pod in piece.sources else set()
@@ -223,7 +223,7 @@ class _Filling:
         return piece
 
     def _ways(
-        self, making: _Wave, piece: Piece, into: int, floor_s: float, most_roots: tuple[int, int]
+        self, making: _Wave, piece: ShardPiece, into: int, floor_s: float, most_roots: tuple[int, int]
     ) -> Iterator[tuple[tuple[float, ...], int, int]]:
         """Senders for a piece into another pod: how they rank, who they are, and the pods above."""
         load = making.load
@@ -243,13 +243,13 @@ class _Filling:
                 other = self._least_busy(load, piece, piece.missing[pod], pod)
                 yield self._rank(load, piece, other, into, above + 1, floor_s)
 
-    def _may_send(self, load: Load, pod: int, into: int) -> bool:
+    def _may_send(self, load: WaveLoad, pod: int, into: int) -> bool:
         if load.between is not None and load.between[pod, into] <= 0:
             return False
         return bool(load.relaying[pod] > 0 and load.circuits[pod] > 0)
 
     def _rank(
-        self, load: Load, piece: Piece, sender: int, into: int, above: int, floor_s: float
+        self, load: WaveLoad, piece: ShardPiece, sender: int, into: int, above: int, floor_s: float
     ) -> tuple[tuple[float, ...], int, int]:
         after_s = self._after_sending_s(load, piece, sender)
         if load.between is not None:
@@ -260,18 +260,18 @@ class _Filling:
             above,
         )
 
-    def _cross(self, making: _Wave, group: Group, piece: Piece, sender: int, above: int) -> None:
+    def _cross(self, making: _Wave, group: PieceGroup, piece: ShardPiece, sender: int, above: int) -> None:
         seed = self._least_busy(making.load, piece, group.receivers, group.pod)
         self._send(making.load, piece, sender, seed)
         making.load.seeded_s[seed] += piece.gigabits / self._problem.nic_gbps[seed]
         making.load.changes[group.pod] += 1
-        making.crossings.append(Crossing(piece, sender, seed))
+        making.crossings.append(PodCrossing(piece, sender, seed))
         making.seeds.setdefault(id(piece), {})[group.pod] = seed, above + 1
         if self._pod(sender) not in piece.groups:
             making.roots[id(piece)] += 1
             making.family_roots[piece.family] += 1
 
-    def _least_busy(self, load: Load, piece: Piece, ends: Ints, pod: int) -> int:
+    def _least_busy(self, load: WaveLoad, piece: ShardPiece, ends: Ints, pod: int) -> int:
         """Of these in a pod, by what they and their ToRs send; all else equal in turn, so that senders go round."""
         key = id(ends), piece.bytes
         known = load.least.get(key)
@@ -279,7 +279,7 @@ class _Filling:
             known = load.least[key] = load.changes[pod], self._least(load, piece, ends)
         return int(known[1][self._turn % len(known[1])])
 
-    def _least(self, load: Load, piece: Piece, ends: Ints) -> Ints:
+    def _least(self, load: WaveLoad, piece: ShardPiece, ends: Ints) -> Ints:
         problem = self._problem
         tors = problem.tor[ends]
         sent_s = load.sent_s[ends] + load.seeded_s[ends]
@@ -291,7 +291,7 @@ class _Filling:
         freest: Ints = ends[least[beside_s <= beside_s.min() / _LESS]]
         return freest
 
-    def _after_sending_s(self, load: Load, piece: Piece, sender: int) -> float:
+    def _after_sending_s(self, load: WaveLoad, piece: ShardPiece, sender: int) -> float:
         problem = self._problem
         tor, group = problem.tor[sender], piece.groups.get(self._pod(sender))
         if problem.tor_gbps[tor] <= 0:
@@ -304,7 +304,7 @@ class _Filling:
             return after_s
         return max(after_s, float(load.group_sent[group] + piece.gigabits) / self._group_gbps[group])
 
-    def _send(self, load: Load, piece: Piece, src: int, dst: int) -> None:
+    def _send(self, load: WaveLoad, piece: ShardPiece, src: int, dst: int) -> None:
         problem = self._problem
         load.sent_s[src] += piece.gigabits / problem.nic_gbps[src]
         load.tor_out_s[problem.tor[src]] += piece.gigabits / problem.tor_gbps[problem.tor[src]]
@@ -331,8 +331,8 @@ def _into(problem: SyncProblem) -> Floats:
     return fastest
 
 
-def _grouped(problem: SyncProblem, style: Style) -> list[Group]:
-    groups: list[Group] = []
+def _grouped(problem: SyncProblem, style: BroadcastStrategy) -> list[PieceGroup]:
+    groups: list[PieceGroup] = []
     number_of: dict[tuple[int, tuple[int, ...]], int] = {}
     families: dict[tuple[int, ...], int] = {}
     same: dict[tuple[int, ...], Ints] = {}  # one array for the same endpoints: what is known of it is known of all
@@ -344,11 +344,11 @@ def _grouped(problem: SyncProblem, style: Style) -> list[Group]:
             key = pod, tuple(receivers.tolist())
             if key not in number_of:
                 number_of[key] = len(groups)
-                groups.append(Group(pod, receivers))
+                groups.append(PieceGroup(pod, receivers))
             own[pod] = number_of[key]
         family = families.setdefault(tuple(sorted(shard.receivers)), len(families))
         pieces = [
-            Piece(number, offset, size, dict(missing), own, family, dict(held))
+            ShardPiece(number, offset, size, dict(missing), own, family, dict(held))
             for offset, size in cut_to(shard.bytes, style.piece_bytes)
         ]
         for place in own.values():

@@ -32,7 +32,7 @@ class NotForecast(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
+class LengthComponent:
     """One forecast component: the direction's coordinate in the next step, in units of the noise of one request."""
 
     order: tuple[int, int, int]
@@ -41,7 +41,7 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class FittedArima:
     """The order and parameters that one component was fitted with. `scale` is what its values were divided by."""
 
     order: tuple[int, int, int]
@@ -59,26 +59,26 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Components:
+class LengthComponents:
     """Directions, and a model of the movement along each."""
 
     centre: Shares  # [bin]
     bin_scale: Shares  # [bin], square root of the share
     directions: NDArray[np.float64]  # [bin, component], of unit length
-    models: tuple[Model, ...]
+    models: tuple[FittedArima, ...]
 
     def coordinates(self, history: Shares) -> NDArray[np.float64]:
         """[step, component], or [component] of a single step."""
         projected: NDArray[np.float64] = ((history - self.centre) / self.bin_scale) @ self.directions
         return projected
 
-    def forecast(self, history: Shares, average: Shares) -> tuple[Shares, tuple[Component, ...]]:
+    def forecast(self, history: Shares, average: Shares) -> tuple[Shares, tuple[LengthComponent, ...]]:
         """The next step: `average`, moved along the components towards where they are expected."""
         values = self.coordinates(history)
         found = [model.forecast(values[:, place]) for place, model in enumerate(self.models)]
         ahead = np.array([mean for mean, _ in found]) - self.coordinates(average)
         shares = np.maximum(average + AHEAD_SHARE * self.bin_scale * (self.directions @ ahead), 0.0)
-        told = tuple(Component(model.order, *at) for model, at in zip(self.models, found, strict=True))
+        told = tuple(LengthComponent(model.order, *at) for model, at in zip(self.models, found, strict=True))
         return shares / shares.sum(), told
 
     def astray(self, history: Shares, steps: int) -> bool:
@@ -93,7 +93,7 @@ class Components:
         return float(np.mean(squares)) > ASTRAY
 
 
-def fit_components(history: Shares, requests: float) -> Components:
+def fit_components(history: Shares, requests: float) -> LengthComponents:
     """Components of `history` [step, bin] with steps of about `requests`. Raises NotForecast."""
     steps = len(history)
     if steps < MIN_STEPS:
@@ -110,12 +110,14 @@ def fit_components(history: Shares, requests: float) -> Components:
     # Signs are free; the largest entry is made positive, so that the same history gives the same components.
     chosen = directions[used]
     chosen = chosen * np.sign(chosen[np.arange(len(used)), np.abs(chosen).argmax(axis=1)])[:, None]
-    found = Components(centre, bin_scale, chosen.T, ())
+    found = LengthComponents(centre, bin_scale, chosen.T, ())
     values = found.coordinates(history)
-    return Components(centre, bin_scale, chosen.T, tuple(choose_order(values[:, place]) for place in range(len(used))))
+    return LengthComponents(
+        centre, bin_scale, chosen.T, tuple(choose_order(values[:, place]) for place in range(len(used)))
+    )
 
 
-def choose_order(values: NDArray[np.float64], orders: Sequence[tuple[int, int, int]] = ORDERS) -> Model:
+def choose_order(values: NDArray[np.float64], orders: Sequence[tuple[int, int, int]] = ORDERS) -> FittedArima:
     """The order with the least AICc. Raises NotForecast where none can be fitted."""
     scale = float(values.std())
     if not np.isfinite(scale) or scale <= 0:
@@ -134,7 +136,7 @@ def choose_order(values: NDArray[np.float64], orders: Sequence[tuple[int, int, i
     return best
 
 
-def _fit(values: NDArray[np.float64], order: tuple[int, int, int], scale: float) -> Model:
+def _fit(values: NDArray[np.float64], order: tuple[int, int, int], scale: float) -> FittedArima:
     model = _arima(values / scale, order)
     parameters, seen = len(model.param_names), len(values) - BURNT_STEPS
     if seen <= parameters + 1:
@@ -146,7 +148,7 @@ def _fit(values: NDArray[np.float64], order: tuple[int, int, int], scale: float)
     aicc = -2.0 * found.llf + 2.0 * parameters * seen / (seen - parameters - 1)
     if not np.isfinite(aicc):
         raise ValueError(f"likelihood is {found.llf}")
-    return Model(order, tuple(found.params.tolist()), scale, float(aicc))
+    return FittedArima(order, tuple(found.params.tolist()), scale, float(aicc))
 
 
 def _arima(values: NDArray[np.float64], order: tuple[int, int, int]) -> Any:

@@ -18,14 +18,14 @@ MEAN_POINTS = 32  # quantiles whose average is a request's mean
 LONG_QUANTILE = 0.8
 
 
-class Quantiles(Protocol):
+class LengthQuantiles(Protocol):
     """A forecast, as far as samples are drawn from it."""
 
     def remaining_at(self, quantiles: ArrayLike) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class SampledLengths:
     """Remaining tokens, at least 1 each. `samples` are equally likely; `expected` and `long` are one estimate each, the
     mean and a high quantile of a request's own distribution."""
 
@@ -33,12 +33,12 @@ class Lengths:
     expected: NDArray[np.int64]  # [request]
     long: NDArray[np.int64]  # [request]
 
-    def at(self, requests: NDArray[np.int64]) -> "Lengths":
+    def at(self, requests: NDArray[np.int64]) -> "SampledLengths":
         """Those of some requests."""
-        return Lengths(self.samples[:, requests], self.expected[requests], self.long[requests])
+        return SampledLengths(self.samples[:, requests], self.expected[requests], self.long[requests])
 
 
-def sampled(expected: Quantiles, requests: int, count: int, seed: int) -> Lengths:
+def sampled(expected: LengthQuantiles, requests: int, count: int, seed: int) -> SampledLengths:
     """`count` samples of the forecast."""
     rng = np.random.default_rng(seed)
     samples = np.empty((count, requests), dtype=np.int64)
@@ -46,10 +46,10 @@ def sampled(expected: Quantiles, requests: int, count: int, seed: int) -> Length
         row[:] = expected.remaining_at(rng.random(requests))
     middles = (np.arange(MEAN_POINTS) + 0.5) / MEAN_POINTS
     means = np.mean([expected.remaining_at(u) for u in middles], axis=0)
-    return Lengths(samples, _whole(means), expected.remaining_at(LONG_QUANTILE))
+    return SampledLengths(samples, _whole(means), expected.remaining_at(LONG_QUANTILE))
 
 
-def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_output_tokens: int) -> Lengths:
+def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_output_tokens: int) -> SampledLengths:
     """As if every output had the mean length; one that has outgrown it is about to end."""
     mean_tokens = float(np.mean(output_tokens)) if len(output_tokens) else max_output_tokens / 2
     limits = np.array([_limit_tokens(request, max_output_tokens) for request in requests], dtype=np.int64)
@@ -57,7 +57,9 @@ def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_
     return _certain(np.minimum(_whole(np.full(len(requests), mean_tokens)), limits) - generated)
 
 
-def told(requests: Sequence[RequestView], output_tokens: Mapping[RequestId, int], otherwise: Lengths) -> Lengths:
+def told(
+    requests: Sequence[RequestView], output_tokens: Mapping[RequestId, int], otherwise: SampledLengths
+) -> SampledLengths:
     """The lengths of outputs as told; a request that nobody told of keeps its estimate."""
     remaining = [
         output_tokens[request.id] - request.generated_tokens if request.id in output_tokens else int(estimate)
@@ -66,9 +68,9 @@ def told(requests: Sequence[RequestView], output_tokens: Mapping[RequestId, int]
     return _certain(np.array(remaining, dtype=np.int64))
 
 
-def _certain(remaining: NDArray[np.int64]) -> Lengths:
+def _certain(remaining: NDArray[np.int64]) -> SampledLengths:
     remaining = np.maximum(remaining, 1)
-    return Lengths(remaining[None, :], remaining, remaining)
+    return SampledLengths(remaining[None, :], remaining, remaining)
 
 
 def _whole(tokens: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.model import FinishedLength, Histogram
-from planner.workload.arima import Component, Components, NotForecast, fit_components
+from planner.workload.arima import LengthComponent, LengthComponents, NotForecast, fit_components
 
 STEPS_REMEMBERED = 48
 TAGS_REMEMBERED = 64  # of a step, the most frequent ones; the others count as untagged
@@ -117,7 +117,7 @@ class StepForecast:
     why: str  # this method and no other
     dispersion: float  # mean squared error by that of sampling alone, as recent forecasts had it; 1 at best
     worth_requests: float  # the forecast knows as much of the step as that many of its requests would
-    components: tuple[Component, ...] = ()  # what ARIMA forecasts, in standard units of sampling noise
+    components: tuple[LengthComponent, ...] = ()  # what ARIMA forecasts, in standard units of sampling noise
     backtest: tuple[MethodError, ...] = ()
     tags: tuple[tuple[str, LengthCounts], ...] = ()  # what recent steps tell of each, the newest counting most
 
@@ -142,7 +142,7 @@ class SeriesForecaster:
     forecasts: Mapping[str, Shares] = field(default_factory=dict, compare=False)  # of the next step, by method
     errors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of recent steps by method, newest last
     dispersions: tuple[float, ...] = ()  # of the chosen method, newest last
-    components: Components | None = field(default=None, compare=False)
+    components: LengthComponents | None = field(default=None, compare=False)
     fit_age_steps: int = 0
     fits: int = 0  # how often orders were chosen anew
 
@@ -188,7 +188,7 @@ class SeriesForecaster:
         ewma = self._best([_ewma_name(alpha) for alpha in ALPHAS]) or _ewma_name(FIRST_ALPHA)
         forecasts["ewma"] = forecasts[ewma]
         components, age, fits = self.components, self.fit_age_steps + 1, self.fits
-        told: tuple[Component, ...] = ()
+        told: tuple[LengthComponent, ...] = ()
         refused = ""
         try:
             if components is None or self._refit_pays(components, history, age):
@@ -240,7 +240,7 @@ class SeriesForecaster:
         errors = self.errors[method]
         return MethodError(method, _weighted(errors), len(errors))
 
-    def _refit_pays(self, components: Components, history: Shares, age: int) -> bool:
+    def _refit_pays(self, components: LengthComponents, history: Shares, age: int) -> bool:
         """A fit ages, the faster when its forecasts are in use; one whose forecasts have gone astray is renewed."""
         in_use = self.next is not None and self.next.method == "arima"
         return age >= (REFIT_STEPS if in_use else 2 * REFIT_STEPS) or components.astray(history, min(age, 4))

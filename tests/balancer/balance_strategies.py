@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from balancer.load_index import Problem, Request, Worker
+from balancer.load_index import BalanceProblem, LoadRequest, Worker
 from planner.model import EngineId, RequestId
 
 CONTEXTS = st.sampled_from([0, 1, 2, 3, 5, 8, 40, 100, 101, 900])
@@ -13,11 +13,11 @@ RATES = st.one_of(st.none(), st.just(0.0), st.sampled_from([1.0, 2.0, 100.0, 100
 
 
 @st.composite
-def problems(draw: st.DrawFn, max_workers: int = 5, max_requests: int = 6) -> Problem:
+def problems(draw: st.DrawFn, max_workers: int = 5, max_requests: int = 6) -> BalanceProblem:
     names = [f"w{i}" for i in draw(st.permutations(range(draw(st.integers(0, max_workers)))))]
     # Ids in an order of their own, so that ties between equal contexts are settled by them and by nothing else.
     ids = iter(draw(st.permutations([f"r{i:02}" for i in range(2 * max_requests * len(names))])))
-    return Problem(
+    return BalanceProblem(
         theta=draw(st.sampled_from([0.0, 0.001, 0.1, 1.0])),
         workers=tuple(draw(_workers(name, ids, max_requests)) for name in names),
     )
@@ -25,9 +25,9 @@ def problems(draw: st.DrawFn, max_workers: int = 5, max_requests: int = 6) -> Pr
 
 @st.composite
 def _workers(draw: st.DrawFn, name: str, ids: Iterator[str], max_requests: int) -> Worker:
-    def requests() -> tuple[Request, ...]:
+    def requests() -> tuple[LoadRequest, ...]:
         contexts = draw(st.lists(CONTEXTS, max_size=max_requests))
-        return tuple(Request(RequestId(next(ids)), context) for context in contexts)
+        return tuple(LoadRequest(RequestId(next(ids)), context) for context in contexts)
 
     return Worker(
         id=EngineId(name),
@@ -40,16 +40,16 @@ def _workers(draw: st.DrawFn, name: str, ids: Iterator[str], max_requests: int) 
     )
 
 
-def random_problem(rng: random.Random) -> Problem:
+def random_problem(rng: random.Random) -> BalanceProblem:
     """A fleet of up to 10 workers under one of several kinds of pressure, quicker to make than a drawn one."""
     stalls, unknown = rng.choice([0.0, 0.0, 0.3]), rng.choice([0.0, 0.3])
     longest, room = rng.choice([3, 50, 4000]), rng.choice([0, 500, 20_000])
     busiest = rng.choice([2, 8])
 
-    def requests(kind: str, place: int) -> tuple[Request, ...]:
+    def requests(kind: str, place: int) -> tuple[LoadRequest, ...]:
         held = rng.randint(0, busiest) if rng.random() < 0.7 else 0
         return tuple(
-            Request(RequestId(f"{kind}{rng.random():.6f}-{place}"), rng.randint(0, longest)) for _ in range(held)
+            LoadRequest(RequestId(f"{kind}{rng.random():.6f}-{place}"), rng.randint(0, longest)) for _ in range(held)
         )
 
     def rate() -> float | None:
@@ -69,4 +69,4 @@ def random_problem(rng: random.Random) -> Problem:
         )
         for place in range(rng.randint(1, 10))
     )
-    return Problem(rng.choice([0.0, 1e-4, 1e-3, 1e-2]), workers)
+    return BalanceProblem(rng.choice([0.0, 1e-4, 1e-3, 1e-2]), workers)

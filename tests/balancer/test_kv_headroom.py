@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.kv_headroom import ARRIVES_LATE, BLOCK_TOKENS, MOST_LOOKED_AT, FutureRoom, Stay, Tenancy
+from balancer.kv_headroom import ARRIVES_LATE, BLOCK_TOKENS, MOST_LOOKED_AT, ForecastKvHeadroom, Stay, Tenancy
 from planner.model import EngineId, RequestId
 
 SOURCE, DESTINATION = EngineId("source"), EngineId("destination")
@@ -21,10 +21,12 @@ def stay(*remaining: int, context: int = 100, runs: bool = True) -> Stay:
     return Stay(context, remaining, runs)
 
 
-def room(held: dict[str, Stay], mover: Stay, *, kv_tokens: int, seats: int = 64, risk: float = 0.0) -> FutureRoom:
+def room(
+    held: dict[str, Stay], mover: Stay, *, kv_tokens: int, seats: int = 64, risk: float = 0.0
+) -> ForecastKvHeadroom:
     stays = {RequestId(name): one for name, one in held.items()}
     tenancies = {SOURCE: Tenancy(10**6, 64, {MOVER: mover}), DESTINATION: Tenancy(kv_tokens, seats, stays)}
-    return FutureRoom(tenancies.__getitem__, risk)
+    return ForecastKvHeadroom(tenancies.__getitem__, risk)
 
 
 def needed_blocks(held: Sizes, newcomer: tuple[int, int], late: int) -> int:
@@ -112,7 +114,7 @@ def test_room_is_counted_from_move_to_move(
         for i, stays in enumerate(held)
     }
     plain = {name: Plain(tenancy, risk) for name, tenancy in tenancies.items()}
-    asked = FutureRoom(tenancies.__getitem__, risk)
+    asked = ForecastKvHeadroom(tenancies.__getitem__, risk)
     places = [(name, request, one) for name, tenancy in tenancies.items() for request, one in tenancy.stays.items()]
     for moving in (False, True):
         for source, request, mover in data.draw(st.permutations(places)):
@@ -170,7 +172,7 @@ def test_moves_take_and_give_room() -> None:
         b: Tenancy(1_500, 8, {three: stay(300)}),
         c: Tenancy(9_000, 8, {}),
     }
-    both = FutureRoom(tenancies.__getitem__, 0.0)
+    both = ForecastKvHeadroom(tenancies.__getitem__, 0.0)
     assert both.fits(one, a, b)
     assert both.fits(two, a, b)
     both.moved(one, a, b)
@@ -187,7 +189,7 @@ def test_beyond_so_many_engines_none_is_looked_at() -> None:
         looked.append(engine)
         return Tenancy(10**6, 64, {MOVER: stay(1)} if engine == SOURCE else {})
 
-    many = FutureRoom(look_up, 0.0)
+    many = ForecastKvHeadroom(look_up, 0.0)
     answers = [many.fits(MOVER, SOURCE, EngineId(f"e{i}")) for i in range(MOST_LOOKED_AT + 5)]
     assert answers == [True] * MOST_LOOKED_AT + [False] * 5
     assert len(looked) == len(set(looked)) == MOST_LOOKED_AT + 1
@@ -196,7 +198,7 @@ def test_beyond_so_many_engines_none_is_looked_at() -> None:
 @pytest.mark.parametrize("risk", [-0.1, 1.0, float("nan")])
 def test_a_risk_that_is_none_is_refused(risk: float) -> None:
     with pytest.raises(ValueError, match="risk must be >= 0 and < 1"):
-        FutureRoom({}.__getitem__, risk)
+        ForecastKvHeadroom({}.__getitem__, risk)
 
 
 @pytest.mark.parametrize("changes", [{"kv_tokens": -1}, {"seats": -1}])

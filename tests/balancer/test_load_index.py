@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.load_index import Problem, Request, Worker, concurrency_cap, load_index, problem_of, stand_in_tokens_per_s
+from balancer.load_index import (
+    BalanceProblem,
+    LoadRequest,
+    Worker,
+    concurrency_cap,
+    load_index,
+    problem_of,
+    stand_in_tokens_per_s,
+)
 from planner.model import EngineHealth, EngineId, EngineView, RequestId, RequestState, RequestView, Snapshot
 
 COUNTS = st.integers(0, 1000)
@@ -58,19 +66,19 @@ def test_the_stand_in_rate_is_a_median_of_what_is_known_and_positive() -> None:
 
 def test_values_check_themselves() -> None:
     idle = Worker(EngineId("w"), (), (), 0, 0, 0, 0.0)
-    assert Problem(0.0, (idle,)).workers == (idle,)
+    assert BalanceProblem(0.0, (idle,)).workers == (idle,)
     assert not idle.stalled
-    assert replace(idle, running=(Request(RequestId("r"), 0),)).stalled
+    assert replace(idle, running=(LoadRequest(RequestId("r"), 0),)).stalled
     with pytest.raises(ValueError, match="theta must be >= 0, got -1"):
-        Problem(-1, ())
+        BalanceProblem(-1, ())
     with pytest.raises(ValueError, match="theta must be >= 0, got nan"):
-        Problem(math.nan, ())
+        BalanceProblem(math.nan, ())
     with pytest.raises(ValueError, match="kv_free_tokens must be >= 0, got -5"):
         Worker(EngineId("w"), (), (), 1, -5, 1, None)
     with pytest.raises(ValueError, match="decode_tokens_per_s must be >= 0, got nan"):
         Worker(EngineId("w"), (), (), 1, 1, 1, math.nan)
     with pytest.raises(ValueError, match="context_tokens must be >= 0, got -1"):
-        Request(RequestId("r"), -1)
+        LoadRequest(RequestId("r"), -1)
 
 
 def engine(name: str, health: EngineHealth = EngineHealth.OK, age_s: float | None = 0.1) -> EngineView:
@@ -95,8 +103,8 @@ def test_the_live_fleet_as_a_problem() -> None:
     )
     problem = problem_of(snapshot, theta=0.5, stall_grace_s=5.0)
     (worker,) = problem.workers  # b does not answer, c never reported
-    assert worker.running == (Request(RequestId("r1"), 107),)
-    assert worker.waiting == (Request(RequestId("r2"), 107),)
+    assert worker.running == (LoadRequest(RequestId("r1"), 107),)
+    assert worker.waiting == (LoadRequest(RequestId("r2"), 107),)
     assert worker.stalled
     in_grace = problem_of(snapshot, theta=0.5, stall_grace_s=10.1)
     assert in_grace.workers[0].decode_tokens_per_s is None

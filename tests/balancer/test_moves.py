@@ -10,7 +10,7 @@ from balance_strategies import problems, random_problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.load_index import Problem, Request, Worker
+from balancer.load_index import BalanceProblem, LoadRequest, Worker
 from balancer.moves import Balance, decide
 from planner.model import EngineId, RequestId
 
@@ -26,8 +26,8 @@ def worker(
     slots: int = 16,
     rate: float | None = 100.0,
 ) -> Worker:
-    def queue(contexts: dict[str, int] | None) -> tuple[Request, ...]:
-        return tuple(Request(RequestId(name), tokens) for name, tokens in (contexts or {}).items())
+    def queue(contexts: dict[str, int] | None) -> tuple[LoadRequest, ...]:
+        return tuple(LoadRequest(RequestId(name), tokens) for name, tokens in (contexts or {}).items())
 
     return Worker(EngineId(name), queue(running), queue(waiting), 20_000, free, slots, rate)
 
@@ -37,12 +37,12 @@ def moves_of(balance: Balance) -> list[tuple[str, str, str, str]]:
 
 
 def decided(*workers: Worker, theta: float = 0.0, **knobs: object) -> Balance:
-    return decide(Problem(theta, workers), **knobs)  # type: ignore[arg-type]
+    return decide(BalanceProblem(theta, workers), **knobs)  # type: ignore[arg-type]
 
 
 @pytest.mark.exact
 @given(problems())
-def test_the_oracle_agrees(problem: Problem) -> None:
+def test_the_oracle_agrees(problem: BalanceProblem) -> None:
     oracle = Oracle(problem)
     before = oracle.indices()
     balance = decide(problem)
@@ -68,7 +68,7 @@ def test_the_oracle_agrees_on_thousands_of_fleets(seed: int) -> None:
 
 
 @given(problems(), st.integers(0, 4))
-def test_a_limit_cuts_the_same_moves_short(problem: Problem, limit: int) -> None:
+def test_a_limit_cuts_the_same_moves_short(problem: BalanceProblem, limit: int) -> None:
     unlimited, limited = decide(problem), decide(problem, max_moves=limit)
     assert limited.moves == unlimited.moves[:limit]
     assert (limited.stopped_because == "max_moves") == (len(unlimited.moves) > limit) or (
@@ -77,7 +77,7 @@ def test_a_limit_cuts_the_same_moves_short(problem: Problem, limit: int) -> None
 
 
 @given(problems(), st.data())
-def test_excluded_requests_stay_and_nothing_moves_twice(problem: Problem, data: st.DataObject) -> None:
+def test_excluded_requests_stay_and_nothing_moves_twice(problem: BalanceProblem, data: st.DataObject) -> None:
     ids = sorted(request.id for worker in problem.workers for request in worker.running + worker.waiting)
     excluded = frozenset(data.draw(st.sets(st.sampled_from(ids))) if ids else ())
     moved = [move.request for move in decide(problem, excluded=excluded, forget_stuck=True).moves]
@@ -86,13 +86,13 @@ def test_excluded_requests_stay_and_nothing_moves_twice(problem: Problem, data: 
 
 
 @given(problems())
-def test_the_order_in_which_a_fleet_is_listed_changes_nothing(problem: Problem) -> None:
-    mirrored = Problem(problem.theta, tuple(reversed(problem.workers)))
+def test_the_order_in_which_a_fleet_is_listed_changes_nothing(problem: BalanceProblem) -> None:
+    mirrored = BalanceProblem(problem.theta, tuple(reversed(problem.workers)))
     assert decide(problem).moves == decide(mirrored).moves
 
 
 @given(problems())
-def test_without_stalls_moves_only_ever_lower_the_spread(problem: Problem) -> None:
+def test_without_stalls_moves_only_ever_lower_the_spread(problem: BalanceProblem) -> None:
     balance = decide(problem)
     if balance.spread_before is not None:
         assert balance.spread_after is not None
@@ -100,7 +100,7 @@ def test_without_stalls_moves_only_ever_lower_the_spread(problem: Problem) -> No
 
 
 @given(problems())
-def test_forgetting_the_stuck_only_adds_moves(problem: Problem) -> None:
+def test_forgetting_the_stuck_only_adds_moves(problem: BalanceProblem) -> None:
     plain, forgetting = decide(problem), decide(problem, forget_stuck=True)
     assert forgetting.moves[: len(plain.moves)] == plain.moves
     assert forgetting.load_before == plain.load_before
@@ -112,14 +112,14 @@ def test_the_contracts_example() -> None:
         pytest.skip(f"{SNAPSHOT} is not there: the contract's examples are kept beside the repository")
     example = json.loads(SNAPSHOT.read_text())
 
-    def queue(entries: list[dict[str, int | str]]) -> tuple[Request, ...]:
-        return tuple(Request(**entry) for entry in entries)  # type: ignore[arg-type]
+    def queue(entries: list[dict[str, int | str]]) -> tuple[LoadRequest, ...]:
+        return tuple(LoadRequest(**entry) for entry in entries)  # type: ignore[arg-type]
 
     workers = tuple(
         Worker(**{**entry, "running": queue(entry["running"]), "waiting": queue(entry["waiting"])})
         for entry in example["workers"]
     )
-    balance = decide(Problem(example["theta"], workers))
+    balance = decide(BalanceProblem(example["theta"], workers))
     assert balance.load_before == {"w0": 4 / 2 / 180, "w1": 1 / 8 / 120}
     assert moves_of(balance) == [
         ("c", "w0", "w1", "waiting"),

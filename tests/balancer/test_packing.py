@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.moves import MAX_MOVES
-from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, SOURCES, Engine, Outlook, Packing, _Load, pack
+from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, SOURCES, Packing, PackingEngine, PackingRequest, _Load, pack
 from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestState
 
 CONFIGURATION = Configuration(
@@ -24,32 +24,34 @@ CONFIGURATION = Configuration(
 TOLERANCE = 0.05
 
 
-def outlook(name: str, remaining: float, context: int = 500, *, movable: bool = True, waits: bool = False) -> Outlook:
+def outlook(
+    name: str, remaining: float, context: int = 500, *, movable: bool = True, waits: bool = False
+) -> PackingRequest:
     state = RequestState.WAITING if waits else RequestState.RUNNING
-    return Outlook(RequestId(name), state, context, remaining, movable)
+    return PackingRequest(RequestId(name), state, context, remaining, movable)
 
 
 def engine(
     name: str,
-    *requests: Outlook,
+    *requests: PackingRequest,
     free: int | None = None,
     configuration: Configuration = CONFIGURATION,
     slowdown: float = 1.0,
-) -> Engine:
+) -> PackingEngine:
     resident = sum(request.context_tokens for request in requests if request.state is RequestState.RUNNING)
     room = max(0, configuration.kv_capacity_tokens - resident) if free is None else free
-    return Engine(EngineId(name), configuration, requests, room, slowdown)
+    return PackingEngine(EngineId(name), configuration, requests, room, slowdown)
 
 
-def alike(name: str, count: int, remaining: float, context: int = 500) -> Engine:
+def alike(name: str, count: int, remaining: float, context: int = 500) -> PackingEngine:
     return engine(name, *(outlook(f"{name}-r{i:02d}", remaining, context) for i in range(count)))
 
 
-def packing(*engines: Engine, max_moves: int = 1000, tolerance: float = TOLERANCE) -> Packing:
+def packing(*engines: PackingEngine, max_moves: int = 1000, tolerance: float = TOLERANCE) -> Packing:
     return pack(engines, max_moves=max_moves, tolerance=tolerance)
 
 
-def stepped_s(engine: Engine) -> float:
+def stepped_s(engine: PackingEngine) -> float:
     """The end of an engine that runs all it holds at once, iteration by iteration."""
     configuration, seconds, done = engine.configuration, 0.0, 0
     while running := [request for request in engine.requests if request.remaining_tokens > done]:
@@ -63,7 +65,7 @@ outlooks = st.tuples(st.integers(1, 400), st.integers(1, 3000), st.booleans(), s
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[Engine]:
+def fleets(draw: st.DrawFn) -> list[PackingEngine]:
     """Few engines, some unlike others, some with too little KV, seats or free room."""
     fleet = []
     for index in range(draw(st.integers(1, 5))):
@@ -93,7 +95,7 @@ def test_an_engine_with_room_ends_when_its_iterations_do(held: list[tuple[int, i
 
 
 @given(fleets(), st.integers(0, 6))
-def test_moves_are_of_what_is_there_and_within_limits(fleet: list[Engine], max_moves: int) -> None:
+def test_moves_are_of_what_is_there_and_within_limits(fleet: list[PackingEngine], max_moves: int) -> None:
     result = packing(*fleet, max_moves=max_moves)
     held = {(request.id, engine.id): request for engine in fleet for request in engine.requests}
     assert len(result.moves) <= max_moves
@@ -108,7 +110,7 @@ def test_moves_are_of_what_is_there_and_within_limits(fleet: list[Engine], max_m
 
 
 @given(fleets())
-def test_no_move_is_expected_to_cost_time(fleet: list[Engine]) -> None:
+def test_no_move_is_expected_to_cost_time(fleet: list[PackingEngine]) -> None:
     result = packing(*fleet)
     assert result.makespan_after_s <= result.makespan_before_s * (1 + 1e-9)
     if not result.moves:
@@ -118,7 +120,7 @@ def test_no_move_is_expected_to_cost_time(fleet: list[Engine]) -> None:
 
 @given(fleets(), st.sampled_from([0.0, 0.05, 0.5]))
 def test_a_move_gains_and_goes_to_an_engine_that_ends_earlier_by_the_tolerance(
-    fleet: list[Engine], tolerance: float
+    fleet: list[PackingEngine], tolerance: float
 ) -> None:
     result = packing(*fleet, max_moves=1, tolerance=tolerance)
     for move in result.moves:
@@ -129,13 +131,13 @@ def test_a_move_gains_and_goes_to_an_engine_that_ends_earlier_by_the_tolerance(
 
 
 @given(fleets())
-def test_order_of_engines_and_requests_does_not_matter(fleet: list[Engine]) -> None:
+def test_order_of_engines_and_requests_does_not_matter(fleet: list[PackingEngine]) -> None:
     shuffled = [replace(one, requests=one.requests[::-1]) for one in fleet[::-1]]
     assert packing(*shuffled).moves == packing(*fleet).moves
 
 
 @given(fleets())
-def test_it_comes_to_rest(fleet: list[Engine]) -> None:
+def test_it_comes_to_rest(fleet: list[PackingEngine]) -> None:
     """Moves carried out, and as many as there are requests allowed, soon nothing is left to gain."""
     for _ in range(40):
         result = packing(*fleet)
@@ -145,7 +147,7 @@ def test_it_comes_to_rest(fleet: list[Engine]) -> None:
     pytest.fail("it moves requests to and fro")
 
 
-def carried_out(fleet: list[Engine], result: Packing) -> list[Engine]:
+def carried_out(fleet: list[PackingEngine], result: Packing) -> list[PackingEngine]:
     """Who moves is prefilled and runs, or waits where there is no room: the engine's free KV says which."""
     engines = {engine.id: engine for engine in fleet}
     for move in result.moves:
@@ -261,10 +263,10 @@ class TestGroups:
     """Samples of one prompt, on engines of which two have the same room and the same time to the end."""
 
     @staticmethod
-    def member(name: str, group: str) -> Outlook:
+    def member(name: str, group: str) -> PackingRequest:
         return replace(outlook(name, 4_000), group=group, prompt_tokens=400)
 
-    def fleet(self) -> list[Engine]:
+    def fleet(self) -> list[PackingEngine]:
         crowd = [self.member(f"e0-{i:02d}", "a" if i == 7 else f"e0-{i}") for i in range(12)]
         return [
             engine("e0", *crowd),
@@ -301,7 +303,7 @@ class TestGroups:
         assert chosen.ends_after_s[EngineId("e1")] == pytest.approx(both_s + prefill_s + late_s, rel=1e-9)
 
     @given(fleets(), st.data())
-    def test_it_is_no_reason_to_move(self, fleet: list[Engine], data: st.DataObject) -> None:
+    def test_it_is_no_reason_to_move(self, fleet: list[PackingEngine], data: st.DataObject) -> None:
         """Moves gain what they must, also with groups."""
         names = st.sampled_from(["", "a", "b"])
         grouped = [
@@ -334,7 +336,7 @@ def test_a_running_request_moves_only_where_that_is_worth_what_it_stands_still_f
 
 
 @given(fleets(), st.floats(0, 100))
-def test_the_fixed_part_of_a_move_passes_at_once_for_all_that_move(fleet: list[Engine], fixed_s: float) -> None:
+def test_the_fixed_part_of_a_move_passes_at_once_for_all_that_move(fleet: list[PackingEngine], fixed_s: float) -> None:
     """Against the same moves without it: an engine ends later by it at most once, and only where running ones came."""
     chosen = pack(fleet, max_moves=5, tolerance=TOLERANCE, move_fixed_s=fixed_s)
     states = {move.destination: set[RequestState]() for move in chosen.moves}
@@ -348,7 +350,7 @@ def test_the_fixed_part_of_a_move_passes_at_once_for_all_that_move(fleet: list[E
             assert late_s == pytest.approx(0.0, abs=1e-6)
 
 
-def _carried_out_s(fleet: list[Engine], chosen: Packing) -> dict[EngineId, float]:
+def _carried_out_s(fleet: list[PackingEngine], chosen: Packing) -> dict[EngineId, float]:
     """When engines end by the same moves with no fixed part."""
     loads = {each.id: _Load(each, False) for each in fleet}
     by_id = {request.id: request for each in fleet for request in each.requests}

@@ -11,7 +11,7 @@ import threading
 
 from orchestrrl.lab.weights_in_memory import InMemory
 from orchestrrl.weights.model import PeerId
-from orchestrrl.weights.orders import Arrived, Carry, Edge, EdgeEvent
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import TransportOptions, make_transport
 from orchestrrl.weights.transports.conformance import pattern
@@ -26,8 +26,8 @@ def main() -> None:
         staged.arrived("s", 0, held)
     line = threading.Lock()
 
-    def tell(news: EdgeEvent | Arrived) -> None:
-        if isinstance(news, Arrived):
+    def tell(news: EdgeEvent | ArrivedBytes) -> None:
+        if isinstance(news, ArrivedBytes):
             return
         there = size - sum(missing for ranges in staged.missing().values() for _, missing in ranges)
         is_right = bytes(staged.bytes["s"][:there]) == whole[:there]
@@ -38,8 +38,8 @@ def main() -> None:
     print(json.dumps(with_bytes.open()), flush=True)
     carrier = ThreadedCarrier(name, {transport: with_bytes}, tell)
     for order in sys.stdin:
-        edges = tuple(Edge(**each) for each in json.loads(order))
-        carrier.carry(staged, Carry(1, edges, chunk_bytes=65536, stall_s=20.0))
+        edges = tuple(CarryEdge(**each) for each in json.loads(order))
+        carrier.carry(staged, CarryEdges(1, edges, chunk_bytes=65536, stall_s=20.0))
     carrier.close()
     with_bytes.close()
     print(json.dumps(["left", [each.name for each in threading.enumerate() if each.name.startswith("weights-")]]))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.cli.main import main
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 
 MARK = Path("mark.json")
 
@@ -24,7 +24,7 @@ class Marked:
         self._append = Journal.append
         self._passed = 0
 
-    def append(self, journal: Journal, at_s: float, kind: Kind, subject: str, body: Any) -> int:
+    def append(self, journal: Journal, at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
         signal, before = self._signal(kind, body), False
         if signal is not None:
             signal, before = signal
@@ -36,9 +36,9 @@ class Marked:
             os.kill(os.getpid(), signal)
         return sequence
 
-    def _signal(self, kind: Kind, body: Any) -> Any:
+    def _signal(self, kind: EntryKind, body: Any) -> Any:
         """(signal, before), or None."""
-        if kind is not Kind.SWITCH_STEP:
+        if kind is not EntryKind.SWITCH_STEP:
             return None
         try:
             mark = json.loads(MARK.read_text())

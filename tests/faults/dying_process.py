@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.cli.main import main
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.lab.simulated_engine.weights import WeightsFace
 from orchestrrl.weights.peer.carry import ThreadedCarrier
-from orchestrrl.weights.peer.orders import Orders
+from orchestrrl.weights.peer.orders import PeerOrders
 
 # What a weight sync writes.
-OURS = (Kind.SYNC_BEGAN, Kind.SYNC_STEP, Kind.WEIGHTS, Kind.SYNC_ENDED, Kind.GATE)
+OURS = (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.WEIGHTS, EntryKind.SYNC_ENDED, EntryKind.GATE)
 
 
 class Marked:
@@ -56,9 +56,9 @@ class Marked:
 
 
 def mark_all(marked: Marked) -> None:
-    append, act, moved, take_s = Journal.append, Orders._act, ThreadedCarrier._moved, WeightsFace._take_s
+    append, act, moved, take_s = Journal.append, PeerOrders._act, ThreadedCarrier._moved, WeightsFace._take_s
 
-    def appending(journal: Journal, at_s: float, kind: Kind, subject: str, body: Any) -> int:
+    def appending(journal: Journal, at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
         here = {"kind": str(kind), "step": body.get("step")} if kind in OURS else None
         if here is not None:
             marked.at("entry", **here)
@@ -67,7 +67,7 @@ def mark_all(marked: Marked) -> None:
             marked.at("entry-after", **here)
         return sequence
 
-    async def acting(orders: Orders, id: str, order: Any) -> Any:
+    async def acting(orders: PeerOrders, id: str, order: Any) -> Any:
         marked.at("order", kind=order.order.kind)
         result = await act(orders, id, order)
         marked.at("order-after", kind=order.order.kind)
@@ -82,7 +82,7 @@ def mark_all(marked: Marked) -> None:
         await take_s(face, virtual_s)
 
     Journal.append = appending  # type: ignore[method-assign, assignment]
-    Orders._act = acting  # type: ignore[method-assign, assignment]
+    PeerOrders._act = acting  # type: ignore[method-assign, assignment]
     ThreadedCarrier._moved = moving  # type: ignore[method-assign, assignment]
     WeightsFace._take_s = taking  # type: ignore[method-assign, assignment]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from orchestrrl.lab.demo.scenario import Sample, Scenario, expected_ids
+from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids
 from orchestrrl.lab.demo.stack import Stack
 from orchestrrl.lab.deployers.attended import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 class Fleet:
     """The engines, OrchestrRL beside them, and a step's requests."""
 
-    scenario: Scenario
+    scenario: DemoScenario
     step: list[Sample]
     engines: list[LocalEngine]
     stack: Stack

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.weights.trainer.client import Publishing, WeightsClient
+from orchestrrl.weights.trainer.client import PublishInProgress, WeightsClient
 
 SHAPE = (256, 256)
 TENSORS = 16  # of 256 KiB
@@ -32,7 +32,7 @@ def main() -> None:
         with line:
             print(json.dumps(words), flush=True)
 
-    def wait(handle: Publishing) -> None:
+    def wait(handle: PublishInProgress) -> None:
         try:
             report = handle.result()
             say("over", handle.version, str(report.state), report.code, report.detail)
@@ -49,7 +49,7 @@ def main() -> None:
         except OrchestrRLError as error:
             say("over", told["version"], type(error).__name__, "", str(error))
             continue
-        assert isinstance(handle, Publishing)
+        assert isinstance(handle, PublishInProgress)
         say("staged", told["version"])
         threading.Thread(target=wait, args=(handle,), daemon=True).start()
 

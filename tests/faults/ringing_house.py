@@ -17,8 +17,8 @@ import yaml
 
 import orchestrrl.integrations.instrument
 from ocs_drivers.model import CircuitState
-from orchestrrl.core.journal.store import JournalReader, Kind
-from orchestrrl.integrations.instrument.rings import Reader, list_rings
+from orchestrrl.core.journal.store import EntryKind, JournalReader
+from orchestrrl.integrations.instrument.rings import RingReader, list_rings
 from orchestrrl.lab.demo.stack import Process
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.ocs_client import GrpcSwitch
@@ -119,7 +119,7 @@ class RingingHouse:
         """SIGKILL, while its ring says that one is in flight."""
         process = self.ranks[rank]
         path = next(path for path in list_rings(self.rings) if f"-{process.pid}-" in path.name)
-        with Reader(path) as reader:
+        with RingReader(path) as reader:
             deadline_s = time.monotonic() + WITHIN_S
             while True:
                 while not reader.in_flight:
@@ -167,11 +167,11 @@ class RingingHouse:
         """Changes of daemons before that one, of which the journal does not say how they ended."""
         reader = JournalReader(self.journal)
         try:
-            entries = reader.since(0, (Kind.CIRCUITS_INTENT, Kind.CIRCUITS_RESULT), limit=100_000)
+            entries = reader.since(0, (EntryKind.CIRCUITS_INTENT, EntryKind.CIRCUITS_RESULT), limit=100_000)
         finally:
             reader.close()
-        ended = {entry.subject for entry in entries if entry.kind == Kind.CIRCUITS_RESULT}
-        begun = [each for each in entries if each.kind == Kind.CIRCUITS_INTENT and each.generation < generation]
+        ended = {entry.subject for entry in entries if entry.kind == EntryKind.CIRCUITS_RESULT}
+        begun = [each for each in entries if each.kind == EntryKind.CIRCUITS_INTENT and each.generation < generation]
         return [entry.subject for entry in begun if entry.subject not in ended]
 
     async def stop(self) -> None:

@@ -26,13 +26,13 @@ from front import WITHIN_S, Question, check, session, until
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.core.journal.store import Entry, JournalReader, Kind
+from orchestrrl.core.journal.store import EntryKind, JournalEntry, JournalReader
 from orchestrrl.daemon.configuration import load_config
 from orchestrrl.fleet.configured_deployer import deployer_of
-from orchestrrl.fleet.deployers.base import Deployed
+from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.conformance import RANGE, free_range
-from orchestrrl.fleet.deployers.local_processes import Found, find_processes
-from orchestrrl.fleet.deployers.local_records import Logs
+from orchestrrl.fleet.deployers.local_processes import FoundProcess, find_processes
+from orchestrrl.fleet.deployers.local_records import EngineLogs
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from tests.orchestrrl.gateway.processes import free_port, operator_url
@@ -128,7 +128,7 @@ class House:
         assert config.fleet.deployer is not None
         self.deployer = deployer
         self._fleet = f"{config.fleet.deployer.name} in {os.path.realpath(config.fleet.deployer.folder)}"
-        self._logs = Logs(Path(config.fleet.deployer.folder), 3)
+        self._logs = EngineLogs(Path(config.fleet.deployer.folder), 3)
         self._journal_path = Path(config.journal.path)
         self._numbers = itertools.count(100, 100)
         self._ports: set[int] = set()
@@ -156,7 +156,7 @@ class House:
 
     # --- what there is
 
-    def found(self) -> dict[str, list[Found]]:
+    def found(self) -> dict[str, list[FoundProcess]]:
         """Processes, by engine."""
         return {str(engine): found for engine, found in find_processes(self._fleet, self._logs).items()}
 
@@ -178,7 +178,7 @@ class House:
 
         await until(ended, 0.005)
 
-    async def engines(self) -> dict[str, Deployed]:
+    async def engines(self) -> dict[str, DeployedInstance]:
         """As the deployer has them."""
         deployed = {str(each.engine): each for each in await self.deployer.list_engines()}
         self._ports.update(int(each.url.rsplit(":", 1)[1]) for each in deployed.values() if each.url)
@@ -198,7 +198,7 @@ class House:
                 for gpu in record.spec.gpus if record is not None else ():
                     assert owner.setdefault(gpu, engine) == engine, f"GPU {gpu}: {owner[gpu]} and {engine}"
 
-    def journal(self, *kinds: Kind) -> list[Entry]:
+    def journal(self, *kinds: EntryKind) -> list[JournalEntry]:
         reader = JournalReader(self._journal_path)
         try:
             return reader.tail(1000, kinds)
@@ -251,7 +251,7 @@ class House:
             await self.begin(targets)
         assert await self.daemon.until_ended() == -signal.SIGKILL
         assert not self.marked
-        return self.journal(Kind.SWITCH_BEGAN)[-1].subject
+        return self.journal(EntryKind.SWITCH_BEGAN)[-1].subject
 
     @contextlib.asynccontextmanager
     async def standing_still(self, targets: Targets, kind: str, state: str) -> AsyncIterator[str]:

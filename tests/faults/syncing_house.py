@@ -22,7 +22,7 @@ from front import until
 from versioned_requests import Clients, ask
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.core.journal.store import Entry, JournalReader, Kind
+from orchestrrl.core.journal.store import EntryKind, JournalEntry, JournalReader
 from orchestrrl.rpc.codecs.weights import report_from_pb, status_from_pb
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2, weights_pb2
@@ -332,7 +332,7 @@ class House:
         assert report is not None
         return report
 
-    def journal(self, *kinds: Kind) -> list[Entry]:
+    def journal(self, *kinds: EntryKind) -> list[JournalEntry]:
         reader = JournalReader(self._journal)
         try:
             return reader.tail(1000, kinds)

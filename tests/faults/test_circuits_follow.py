@@ -16,15 +16,15 @@ from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, fabric_pb2
 from planner.fabric.generate import regular_site
 from planner.fabric.model import EndpointId, port_pair
-from planner.fabric.shape import Shape
-from planner.fabric.topology import Device
+from planner.fabric.shape import SiteShape
+from planner.fabric.topology import SwitchModel
 
 FOUR = (("tp1", 4),)
 PORTS = 32
-DEVICE = Device("tested", 0.025, PORTS)
+DEVICE = SwitchModel("tested", 0.025, PORTS)
 # Four servers of one GPU, each below a ToR of its own. The PoD that trains comes first.
 SITE = regular_site(
-    Shape(1, 1, 4, 1, 1, servers_per_tor=1, tor_uplinks=4, core_lanes=8, response_lanes=4, agg_device=DEVICE)
+    SiteShape(1, 1, 4, 1, 1, servers_per_tor=1, tor_uplinks=4, core_lanes=8, response_lanes=4, agg_device=DEVICE)
 )
 GEN_POD = EndpointId("gen0")
 TORS = tuple(f"gen0/b{server}-r0" for server in range(4))

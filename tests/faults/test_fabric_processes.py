@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ringing_house import DEVICE_S, RANKS, RingingHouse, ringing_house, until
 
-from orchestrrl.integrations.instrument.rings import Reader, list_rings
+from orchestrrl.integrations.instrument.rings import RingReader, list_rings
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 
@@ -134,4 +134,4 @@ async def test_traced_processes_need_neither_agent_nor_daemon(house: RingingHous
         house.start_rank(rank, announces=rank == 0)
     for rank in range(RANKS):
         await goes_on(house, rank)
-    assert sorted(reader.header().rank for reader in map(Reader, list_rings(house.rings))) == list(range(RANKS))
+    assert sorted(reader.header().rank for reader in map(RingReader, list_rings(house.rings))) == list(range(RANKS))

@@ -17,9 +17,9 @@ import aiohttp
 import pytest
 from front import WITHIN_S, Front, Question, check, session, start_engine, until
 
-from orchestrrl.gateway.client import Client, Patience
+from orchestrrl.gateway.client import ClientPatience, GatewayClient
 from orchestrrl.gateway.ledger.file import AnswerFile
-from orchestrrl.gateway.ledger.pieces import Piece, key_of
+from orchestrrl.gateway.ledger.pieces import AnswerPiece, key_of
 from orchestrrl.lab.deployers.attended import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 
@@ -51,7 +51,7 @@ class Restarts(Front):
         super().__init__(engines, gateway, http)
         self._ledger = folder / "ledger"
 
-    def _kept(self, questions: Iterable[Question]) -> list[Sequence[Piece]]:
+    def _kept(self, questions: Iterable[Question]) -> list[Sequence[AnswerPiece]]:
         """What is on the disk of the answers to these."""
         with closing(AnswerFile(self._ledger)) as file:
             stored = [file.read(key_of(question.id), question.id) for question in questions]
@@ -277,8 +277,8 @@ async def test_a_full_disk_stops_nothing(engines: list[LocalEngine], tmp_path: P
 async def test_the_trainers_client_gets_its_answers_from_the_restarted_gateway(front: Restarts) -> None:
     questions = asked(900, 6)
     # However long it takes to start, nobody passes it by.
-    patience = Patience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1, restart_s=WITHIN_S)
-    async with Client(front.url, [engine.url for engine in front.engines], patience=patience) as client:
+    patience = ClientPatience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1, restart_s=WITHIN_S)
+    async with GatewayClient(front.url, [engine.url for engine in front.engines], patience=patience) as client:
         before = await front.generated()
         asking = [asyncio.create_task(client.complete(question.body, request_id=question.id)) for question in questions]
         await front.stopped_midway(before, questions)

@@ -9,7 +9,7 @@ import time
 import pytest
 from fleet import ENGINES, Fleet, until
 
-from orchestrrl.gateway.client import Client
+from orchestrrl.gateway.client import GatewayClient
 from orchestrrl.rpc.pb import telemetry_pb2
 
 
@@ -94,7 +94,7 @@ async def test_without_the_agent_nothing_moves_on_old_news(fleet: Fleet) -> None
 
 
 async def test_around_a_killed_gateway_and_back(fleet: Fleet) -> None:
-    async with Client(fleet.stack.gateway_url, [engine.url for engine in fleet.engines]) as client:
+    async with GatewayClient(fleet.stack.gateway_url, [engine.url for engine in fleet.engines]) as client:
         asking = [
             asyncio.create_task(client.complete(fleet.body(sample), request_id=sample.id)) for sample in fleet.step
         ]

@@ -16,7 +16,7 @@ from front import until
 from switching_house import LENGTHS, NARROW, WIDE, House
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.fleet.deployers.base import Life
+from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.rpc.pb import control_pb2
 
 
@@ -45,7 +45,7 @@ async def check_whole(house: House, report: control_pb2.SwitchReport, *states: s
     wanted = {engine.engine_id: tuple(engine.gpus) for engine in side}
     deployed = await house.engines()
     assert {name: engine.gpus for name, engine in deployed.items()} == wanted
-    assert {engine.life for engine in deployed.values()} == {Life.ALIVE}
+    assert {engine.life for engine in deployed.values()} == {EngineLife.ALIVE}
     assert set(report.engine_ids) == wanted.keys()
     found = house.found()
     assert {name: len(processes) for name, processes in found.items()} == dict.fromkeys(wanted, 1)

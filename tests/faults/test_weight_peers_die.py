@@ -5,7 +5,7 @@ import itertools
 from pathlib import Path
 
 from orchestrrl.weights.model import MODEL_FILE, Peer
-from orchestrrl.weights.orders import Arrived, Check, EdgeState, EndEdges, OpenVersion, Outcome
+from orchestrrl.weights.orders import ArrivedBytes, CheckVersion, EdgeState, EndEdges, OpenVersion, OrderOutcome
 from tests.orchestrrl.weights.peer_house import FakeDaemon, Heard, PeerProcess, carry, daemon_at, edge, peers
 from tests.orchestrrl.weights.weight_versions import HALVES, Contents
 
@@ -14,7 +14,7 @@ VERSION = 4
 
 
 def is_under_way(heard: Heard) -> bool:
-    return any(isinstance(news, Arrived) and news.received_bytes > 0 for news in heard.news)
+    return any(isinstance(news, ArrivedBytes) and news.received_bytes > 0 for news in heard.news)
 
 
 async def stage(daemon: FakeDaemon, folder: Path, contents: Contents) -> OpenVersion:
@@ -23,7 +23,7 @@ async def stage(daemon: FakeDaemon, folder: Path, contents: Contents) -> OpenVer
     parts = [contents.stage(folder / f"v{VERSION}", rank, boxes) for rank, boxes in enumerate(HALVES)]
     map = contents.map(VERSION)
     opened = await daemon.ask("train0", OpenVersion(map, tuple(parts)))
-    assert opened.outcome is Outcome.DONE, opened.detail
+    assert opened.outcome is OrderOutcome.DONE, opened.detail
     return OpenVersion(map)
 
 
@@ -52,8 +52,8 @@ async def fetch_rest(daemon: FakeDaemon, opening: OpenVersion, src: str, dst: Pe
 
 
 async def is_whole(daemon: FakeDaemon, peer: PeerProcess, contents: Contents) -> None:
-    checked = await daemon.ask(peer.name, Check(VERSION))
-    assert (checked.outcome, checked.missing) == (Outcome.DONE, {}), checked.detail
+    checked = await daemon.ask(peer.name, CheckVersion(VERSION))
+    assert (checked.outcome, checked.missing) == (OrderOutcome.DONE, {}), checked.detail
     assert (peer.folder / f"v{VERSION}" / MODEL_FILE).read_bytes() == contents.model_file()
 
 
@@ -70,7 +70,7 @@ async def test_a_peer_that_forwards_is_killed(tmp_path: Path) -> None:
             first.kill()
             await daemon.until("gen0", lambda heard: not heard.is_attached)
             for name in ("train0", "gen1"):
-                assert (await daemon.ask(name, EndEdges(VERSION))).outcome is Outcome.DONE
+                assert (await daemon.ask(name, EndEdges(VERSION))).outcome is OrderOutcome.DONE
             await fetch_rest(daemon, opening, "train0", await daemon.peer("gen1"), "mended")
             await is_whole(daemon, second, contents)
             first.start()
@@ -93,7 +93,7 @@ async def test_the_trainers_peer_is_killed(tmp_path: Path) -> None:
             over = await daemon.carried("gen0", [f"edge-{shard.id}-gen0" for shard in opening.map.shards])
             assert (
                 EdgeState.BROKEN in {event.state for event in over}
-                or not (await daemon.ask("gen0", Check(VERSION))).missing
+                or not (await daemon.ask("gen0", CheckVersion(VERSION))).missing
             )
             train.start()
             assert (await daemon.peer("train0", attached=2)).held[0].complete

@@ -10,9 +10,9 @@ from steady_clock import SteadyClock
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import DriverConformance
-from ocs_drivers.emulators.base import EmulatedDevice, Emulator, Panel
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, Emulator
 from ocs_drivers.emulators.registry import make_emulator
-from ocs_drivers.faults import Fault
+from ocs_drivers.faults import DeviceFault
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
 
@@ -47,7 +47,7 @@ class EmulatedConformance(DriverConformance):
     driver: ClassVar[str]
     protocol: ClassVar[str]
     options: ClassVar[dict[str, Any]] = {}  # of the driver, besides its address
-    panel: ClassVar[Panel] = Panel(reconfiguration_s=0.002)
+    panel: ClassVar[DevicePanel] = DevicePanel(reconfiguration_s=0.002)
     quirks: ClassVar[dict[str, Any]] = {}  # of the emulator
 
     @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ class EmulatedConformance(DriverConformance):
     async def setters(self, driver: OcsDriver) -> Sequence[str]:
         return self.emulators[-1].device.setters
 
-    async def _made(self, panel: Panel) -> OcsDriver:
+    async def _made(self, panel: DevicePanel) -> OcsDriver:
         emulator = make_emulator(self.protocol, panel, **self.quirks)
         address = await emulator.start()
         self.emulators.append(emulator)
@@ -77,5 +77,5 @@ class EmulatedConformance(DriverConformance):
         limits = {"command_timeout_s": PATIENCE_S, "lock_timeout_s": 50.0, "tune_timeout_s": 1.0, "link_timeout_s": 0.5}
         return make_driver(self.driver, "ocs1", {"address": address, **limits, **self.options}, clock)
 
-    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+    async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
         self.emulators[-1].device.inject(fault)

@@ -2,22 +2,22 @@
 
 from collections.abc import Sequence
 
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.registry import make_emulator
-from ocs_drivers.model import Circuit, CrossConnect
+from ocs_drivers.model import CrossConnect, DeviceCircuit
 
 
 class StubbornSwitch:
     """`ignores`: an ingress port whose circuits never come up. `keeps`: one whose circuits never go."""
 
     def __init__(self, protocol: str = "scpi", *, ignores: int = 0, keeps: int = 0) -> None:
-        self.emulator = make_emulator(protocol, Panel(reconfiguration_s=0.005))
+        self.emulator = make_emulator(protocol, DevicePanel(reconfiguration_s=0.005))
         glass = self.emulator.device.glass
         self.glass = glass
         self.readings = 0
         self._circuits, add, remove = glass.circuits, glass.add, glass.remove
 
-        def circuits() -> list[Circuit]:
+        def circuits() -> list[DeviceCircuit]:
             self.readings += 1
             return self._circuits()
 

@@ -11,9 +11,9 @@ import pytest
 from ocs_drivers.arming import Arming
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import DriverConformance, refusal
-from ocs_drivers.errors import Conflict, OutcomeUnknown, Retryable
-from ocs_drivers.faults import Fault
-from ocs_drivers.model import Change, CommitResult, CrossConnect, Diff
+from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverRetryable
+from ocs_drivers.faults import DeviceFault
+from ocs_drivers.model import CircuitChange, CircuitDiff, CommitResult, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.rpc.ocs_client import GrpcSwitch
 from orchestrrl.rpc.ocs_server import OcsDriverService, serve_driver
@@ -25,7 +25,7 @@ ONE, OTHER = CrossConnect(1, 17), CrossConnect(2, 18)
 class ArmedSwitch(GrpcSwitch):
     """Every commit of it is made ready first."""
 
-    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
+    async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         armed = await self.arm(diff, expect_revision, revert_in_s)
         try:
             return await armed.begin()
@@ -67,7 +67,7 @@ class TestArmed(DriverConformance):
         self.served.append((switch, server))
         return ArmedSwitch("lab1", target=f"127.0.0.1:{port}")
 
-    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+    async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
         self.served[-1][0].glass.inject(fault)
 
 
@@ -98,7 +98,7 @@ def switch() -> Switch:
 async def test_nothing_is_done_before_the_word_nor_without_it(switch: Switch) -> None:
     async with served(switch) as (driver, _):
         assert isinstance(driver, Arming)
-        diff = await driver.plan(Change((ONE,)))
+        diff = await driver.plan(CircuitChange((ONE,)))
         unwanted, wanted = await driver.arm(diff, diff.revision), await driver.arm(diff, diff.revision)
         assert not (await driver.cross_connects()).circuits
         unwanted.disarm()
@@ -110,11 +110,11 @@ async def test_nothing_is_done_before_the_word_nor_without_it(switch: Switch) ->
 
 async def test_a_switch_that_has_changed_meanwhile_refuses_at_the_word(switch: Switch) -> None:
     async with served(switch) as (driver, _):
-        diff = await driver.plan(Change((ONE,)))
+        diff = await driver.plan(CircuitChange((ONE,)))
         armed = await driver.arm(diff, diff.revision)
-        other = await driver.plan(Change((OTHER,)))
+        other = await driver.plan(CircuitChange((OTHER,)))
         await driver.commit(other, other.revision)
-        async with refusal(Conflict, "expected"):
+        async with refusal(CircuitConflict, "expected"):
             await armed.begin()
         assert (await driver.cross_connects()).cross_connects == {OTHER}
 
@@ -128,7 +128,7 @@ async def test_a_process_that_does_not_know_it_is_asked_to_commit(switch: Switch
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     driver = GrpcSwitch("lab1", target=f"127.0.0.1:{port}")
-    diff = await driver.plan(Change((ONE,)))
+    diff = await driver.plan(CircuitChange((ONE,)))
     armed = await driver.arm(diff, diff.revision)
     assert (await armed.begin()).done
     await driver.close()
@@ -138,7 +138,7 @@ async def test_a_process_that_does_not_know_it_is_asked_to_commit(switch: Switch
 async def test_a_process_that_was_started_anew_is_asked_to_commit(switch: Switch) -> None:
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = GrpcSwitch("lab1", target=f"127.0.0.1:{port}", command_timeout_s=30.0)
-    diff = await driver.plan(Change((ONE,)))
+    diff = await driver.plan(CircuitChange((ONE,)))
     armed = await driver.arm(diff, diff.revision)
     await server.stop(None)
     server, _ = await serve_driver(switch, f"127.0.0.1:{port}")
@@ -154,19 +154,19 @@ async def test_a_process_that_was_started_anew_is_asked_to_commit(switch: Switch
 async def test_one_that_dies_in_the_middle_is_unknown_not_failed() -> None:
     switch = Switch("served", reconfiguration_s=0.5)
     async with served(switch) as (driver, server):
-        diff = await driver.plan(Change((ONE,)))
+        diff = await driver.plan(CircuitChange((ONE,)))
         armed = await driver.arm(diff, diff.revision)
         heard = switch.glass.listen()
         commit = asyncio.ensure_future(armed.begin())
         await asyncio.wait_for(heard.get(), 30)
         await server.stop(None)
-        async with refusal(OutcomeUnknown, "lab1"):
+        async with refusal(DriverOutcomeUnknown, "lab1"):
             await commit
 
 
 async def test_what_has_begun_is_carried_on_with(switch: Switch) -> None:
     async with served(switch) as (driver, _):
-        diff = await driver.plan(Change((ONE,)))
+        diff = await driver.plan(CircuitChange((ONE,)))
         armed = await driver.arm(diff, diff.revision)
         heard = switch.glass.listen()
         commit = asyncio.ensure_future(armed.begin())
@@ -179,6 +179,6 @@ async def test_what_has_begun_is_carried_on_with(switch: Switch) -> None:
 
 async def test_a_process_that_is_not_there_is_retryable() -> None:
     driver = GrpcSwitch("lab1", target="127.0.0.1:1")
-    async with refusal(Retryable, "lab1"):
-        await driver.arm(Diff("safe", 0, frozenset(), (), (ONE,)), 0)  # type: ignore[arg-type]
+    async with refusal(DriverRetryable, "lab1"):
+        await driver.arm(CircuitDiff("safe", 0, frozenset(), (), (ONE,)), 0)  # type: ignore[arg-type]
     await driver.close()

@@ -26,8 +26,8 @@ def test_a_port_as_a_switch_has_told_it() -> None:
         "outas": "OOS-NP", "outos": "OOS", "outoc": "NOHW", "outpower": "-4.8", "outcircuit": "", "inowner": "TRANSIT",
     }  # fmt: skip
     one, other = parse.ports([row, {**row, "port": "3.3.2", "inas": "OOS-MA", "inpower": ""}])
-    assert one == parse.Port("3.3.1", PortStatus.ENABLED, -3.4)
-    assert other == parse.Port("3.3.2", PortStatus.DISABLED, None)
+    assert one == parse.CalientPort("3.3.1", PortStatus.ENABLED, -3.4)
+    assert other == parse.CalientPort("3.3.2", PortStatus.DISABLED, None)
 
 
 def test_connections_of_one_and_of_both_directions() -> None:
@@ -43,8 +43,8 @@ def test_connections_of_one_and_of_both_directions() -> None:
 
 def test_status_0_is_failure_whatever_http_says() -> None:
     single = [{"status": "0", "msg": "Failure", "description": "port in use"}]
-    assert parse.results(single, 1) == [parse.Result(False, "Failure: port in use")]
-    assert parse.results(single, 3) == [parse.Result(False, "Failure: port in use")] * 3
+    assert parse.results(single, 1) == [parse.CalientItemResult(False, "Failure: port in use")]
+    assert parse.results(single, 3) == [parse.CalientItemResult(False, "Failure: port in use")] * 3
     bulk = [{"response": {"status": "1"}}, {"response": {"status": 0}}]
     assert [told.is_done for told in parse.results(bulk, 2)] == [True, False]
     for wrong in ([], [{}], [{"response": {"status": "1"}}], [{"status": True}] * 2):

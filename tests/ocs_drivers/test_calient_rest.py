@@ -9,14 +9,14 @@ from emulated import EmulatedConformance
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import carry_out, connected, refusal
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.calient_rest import CalientRestEmulator
-from ocs_drivers.errors import InvalidOptions, Permanent
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import BootBehaviour, Change, CrossConnect, PortStatus
+from ocs_drivers.errors import DriverPermanent, InvalidOptions
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import BootBehaviour, CircuitChange, CrossConnect, PortStatus
 from ocs_drivers.registry import make_driver
 
-PANEL = Panel(32, 32, reconfiguration_s=0.001)
+PANEL = DevicePanel(32, 32, reconfiguration_s=0.001)
 FAST = {"bulk_s": 0.0, "conflict_s": 0.0}
 ONE, TWO = CrossConnect(1, 9), CrossConnect(2, 10)
 
@@ -24,7 +24,7 @@ ONE, TWO = CrossConnect(1, 9), CrossConnect(2, 10)
 class TestCalientUni(EmulatedConformance):
     driver = "calient_rest"
     protocol = "calient_rest"
-    panel = Panel(320, 320, reconfiguration_s=0.002, boot=BootBehaviour.RESTORE)
+    panel = DevicePanel(320, 320, reconfiguration_s=0.002, boot=BootBehaviour.RESTORE)
     options: ClassVar[dict[str, Any]] = {"reconfiguration_s": 0.002, "port_source": "detail"}
     quirks: ClassVar[dict[str, Any]] = FAST
 
@@ -34,7 +34,7 @@ class TestCalientBi(EmulatedConformance):
 
     driver = "calient_rest"
     protocol = "calient_rest"
-    panel = Panel(32, 32, reconfiguration_s=0.002, jitter_s=0.003)
+    panel = DevicePanel(32, 32, reconfiguration_s=0.002, jitter_s=0.003)
     options: ClassVar[dict[str, Any]] = {
         "reconfiguration_s": 0.006,
         "dir": "bi",
@@ -53,7 +53,7 @@ class TestCalientBi(EmulatedConformance):
 
 @asynccontextmanager
 async def switch(
-    quirks: dict[str, Any] | None = None, panel: Panel = PANEL, **options: Any
+    quirks: dict[str, Any] | None = None, panel: DevicePanel = PANEL, **options: Any
 ) -> AsyncIterator[tuple[OcsDriver, CalientRestEmulator, str]]:
     emulator = CalientRestEmulator(panel, **{**FAST, **(quirks or {})})
     address = await emulator.start()
@@ -66,7 +66,7 @@ async def switch(
 
 
 async def test_320_ports_are_one_badd_and_one_bdel() -> None:
-    async with switch(panel=Panel(320, 320, reconfiguration_s=0.001)) as (driver, emulator, _):
+    async with switch(panel=DevicePanel(320, 320, reconfiguration_s=0.001)) as (driver, emulator, _):
         pairs = tuple(CrossConnect(port, 321 - port) for port in range(1, 321))
         assert (await carry_out(driver, pairs)).commands_sent == 1
         assert (await carry_out(driver, disconnect=pairs[1:])).commands_sent == 1
@@ -76,23 +76,23 @@ async def test_320_ports_are_one_badd_and_one_bdel() -> None:
 
 async def test_a_failure_inside_http_200_is_told_per_item() -> None:
     async with switch() as (driver, emulator, _):
-        diff = await driver.plan(Change((ONE, TWO)))
-        emulator.device.inject(Fault(FaultKind.FAIL_PORT, 10))
+        diff = await driver.plan(CircuitChange((ONE, TWO)))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 10))
         result = await driver.commit(diff, diff.revision)
         assert [item.done for item in result.items] == [True, False]
         assert "1 of 2 failed" in result.items[1].detail
         assert "1.1.2>1.2.2: FAILED: PORT 10 FAILED" in result.items[1].detail
         states = {port.port: port.status for port in await driver.ports()}
         assert states[10] is PortStatus.FAILED
-        emulator.device.inject(Fault(FaultKind.MEND_PORT, 10))
-        emulator.device.inject(Fault(FaultKind.DISABLE_PORT, 10))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.MEND_PORT, 10))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 10))
         states = {port.port: port.status for port in await driver.ports()}
         assert states[10] is PortStatus.DISABLED
 
 
 async def test_a_wrong_password_is_permanent_and_not_told() -> None:
     async with switch({"user": "admin", "password": "pxc***"}, user="admin", password="guess") as (driver, _, _address):
-        async with refusal(Permanent, "user and password") as refused:
+        async with refusal(DriverPermanent, "user and password") as refused:
             await driver.ports()
         assert "guess" not in str(refused[0])
 
@@ -101,13 +101,13 @@ async def test_a_switch_that_lists_other_ports_is_not_touched() -> None:
     async with switch() as (driver, emulator, _):
         await carry_out(driver, (ONE,))
         emulator._names = type(emulator._names)([*emulator._names.names, "1.0.1"])
-        async with refusal(Permanent, "other ports than before (2 differ, 1.0.1 first)"):
+        async with refusal(DriverPermanent, "other ports than before (2 differ, 1.0.1 first)"):
             await driver.ports()
 
 
 async def test_numbers_hold_only_for_as_many_ports_as_expected() -> None:
     async with switch(ports=320) as (driver, _, _address):
-        async with refusal(Permanent, "lists 32 ports, option ports says 320"):
+        async with refusal(DriverPermanent, "lists 32 ports, option ports says 320"):
             await driver.facts()
 
 

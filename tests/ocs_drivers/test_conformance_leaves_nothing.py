@@ -11,9 +11,17 @@ from stubborn import StubbornSwitch
 from ocs_drivers import conformance_run
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import carry_out
-from ocs_drivers.conformance_run import MOST_CALLS, LabConformance, Leftover, Outcome, State, parse_ports, run_suite
+from ocs_drivers.conformance_run import (
+    MOST_CALLS,
+    LabConformance,
+    LabTestOutcome,
+    LabTestState,
+    Leftover,
+    parse_ports,
+    run_suite,
+)
 from ocs_drivers.emulators.registry import DRIVER_OPTIONS
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
 
@@ -33,7 +41,7 @@ async def lab(
     await switch.emulator.stop()
 
 
-async def outcomes(suite: LabConformance, *only: str) -> list[Outcome]:
+async def outcomes(suite: LabConformance, *only: str) -> list[LabTestOutcome]:
     return [outcome async for outcome in run_suite(suite, only)]
 
 
@@ -48,7 +56,7 @@ async def test_a_circuit_that_never_comes_up_costs_few_commands_and_leaves_none(
     switch = StubbornSwitch(protocol, ignores=1)
     async with lab(switch, protocol) as suite:
         (outcome,) = await outcomes(suite, MANY_WRITERS)
-    assert outcome.state is State.FAILED
+    assert outcome.state is LabTestState.FAILED
     assert "the device does not show it" in outcome.detail
     assert switch.up() == []
     assert not suite.leftover
@@ -123,10 +131,10 @@ async def test_a_driver_that_is_cancelled_from_within_fails_its_test() -> None:
     async with lab(switch, kind=LosingSessions) as suite:
         found = await outcomes(suite, "test_plan_sends_nothing", "test_diff_is_empty_after_commit")
     assert {outcome.name: outcome.state for outcome in found} == {
-        "test_plan_sends_nothing": State.FAILED,
-        "test_diff_is_empty_after_commit": State.PASSED,
+        "test_plan_sends_nothing": LabTestState.FAILED,
+        "test_diff_is_empty_after_commit": LabTestState.PASSED,
     }
-    (failed,) = (outcome for outcome in found if outcome.state is State.FAILED)
+    (failed,) = (outcome for outcome in found if outcome.state is LabTestState.FAILED)
     assert failed.detail.startswith("the driver was cancelled from within: the session is lost")
     assert switch.up() == []
 
@@ -152,7 +160,7 @@ async def test_a_driver_that_is_cancelled_from_within_at_the_first_look_is_an_er
             await lose_a_session()
 
     async with lab(StubbornSwitch(), kind=LosingTheFirst) as suite:
-        with pytest.raises(Permanent, match="the driver was cancelled from within: the session is lost"):
+        with pytest.raises(DriverPermanent, match="the driver was cancelled from within: the session is lost"):
             await outcomes(suite, "test_plan_sends_nothing")
 
 
@@ -208,7 +216,7 @@ async def test_circuits_that_do_not_go_are_named_with_the_way_to_free_them() -> 
     async with lab(switch) as suite:
         found = await outcomes(suite, "test_plan_sends_nothing", "test_diff_is_empty_after_commit")
     assert switch.up() == ["2:34"]
-    assert [outcome.state for outcome in found] == [State.PASSED, State.PASSED, State.FAILED]
+    assert [outcome.state for outcome in found] == [LabTestState.PASSED, LabTestState.PASSED, LabTestState.FAILED]
     assert found[-1].name == "clean up after test_diff_is_empty_after_commit"
     assert "still up: 2:34 (remove 2:34: the device still shows it)" in found[-1].detail
     assert "orchestrrl ocs take-over SWITCH 2:34, then orchestrrl ocs disconnect SWITCH 2:34" in found[-1].detail
@@ -259,7 +267,7 @@ async def test_circuits_of_others_that_vanish_are_named() -> None:
         await asyncio.sleep(0.001)
     async with lab(switch, kind=Wiping) as suite:
         (outcome,) = await outcomes(suite, "test_plan_sends_nothing")
-    assert outcome.state is State.PASSED
+    assert outcome.state is LabTestState.PASSED
     assert suite.leftover.gone == (theirs,)
     assert "orchestrrl ocs connect SWITCH 9:41" in str(suite.leftover)
 

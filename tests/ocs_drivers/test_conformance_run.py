@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import carry_out, refusal
-from ocs_drivers.conformance_run import LabConformance, Outcome, State, parse_ports, run_suite
-from ocs_drivers.errors import Conflict, InvalidOptions
-from ocs_drivers.model import CommitResult, CrossConnect, Diff
+from ocs_drivers.conformance_run import LabConformance, LabTestOutcome, LabTestState, parse_ports, run_suite
+from ocs_drivers.errors import CircuitConflict, InvalidOptions
+from ocs_drivers.model import CircuitDiff, CommitResult, CrossConnect
 from ocs_drivers.registry import make_driver
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.cli.main import application
@@ -36,7 +36,7 @@ def virtual(kind: type[VirtualSwitch] = VirtualSwitch) -> VirtualSwitch:
     return kind("served", reconfiguration_s=0.002, link_timeout_s=0.2)
 
 
-async def outcomes(suite: LabConformance, *only: str) -> dict[str, Outcome]:
+async def outcomes(suite: LabConformance, *only: str) -> dict[str, LabTestOutcome]:
     return {outcome.name: outcome async for outcome in run_suite(suite, only)}
 
 
@@ -46,13 +46,13 @@ async def test_a_switch_that_others_use_is_left_to_them() -> None:
     await carry_out(switch, (OWN,))
     async with lab(switch) as suite:
         found = await outcomes(suite)
-    failed = {name: outcome.detail for name, outcome in found.items() if outcome.state is State.FAILED}
+    failed = {name: outcome.detail for name, outcome in found.items() if outcome.state is LabTestState.FAILED}
     assert failed == {}
     assert found["test_overwrite_leaves_only_what_is_named"].detail.startswith("the device has other circuits")
-    assert found["test_a_failed_port_is_refused_before_anything_is_sent"].state is State.SKIPPED
-    assert found["test_other_changes_wait_for_the_one_on_trial"].state is State.PASSED
-    assert found["test_rollback_restores_from_every_prefix"].state is State.PASSED
-    assert len([outcome for outcome in found.values() if outcome.state is State.PASSED]) >= 20
+    assert found["test_a_failed_port_is_refused_before_anything_is_sent"].state is LabTestState.SKIPPED
+    assert found["test_other_changes_wait_for_the_one_on_trial"].state is LabTestState.PASSED
+    assert found["test_rollback_restores_from_every_prefix"].state is LabTestState.PASSED
+    assert len([outcome for outcome in found.values() if outcome.state is LabTestState.PASSED]) >= 20
     assert (await switch.cross_connects()).cross_connects == {THEIRS, OWN}
     assert (await switch.cross_connects()).foreign == {THEIRS}
     sent = {pair for setter in switch.wire.setters for pair in setter.split()[1:]} - {str(OWN)}
@@ -64,7 +64,7 @@ async def test_ports_in_use_are_refused_before_anything_is_sent() -> None:
     switch = virtual()
     switch.glass.add([CrossConnect(2, 30)])
     async with lab(switch) as suite:
-        async with refusal(Conflict, "2:30", "free them first"):
+        async with refusal(CircuitConflict, "2:30", "free them first"):
             await outcomes(suite)
     assert switch.wire.setters == []
 
@@ -81,7 +81,7 @@ async def test_ports_that_the_device_has_not_are_named_at_once() -> None:
 class Liar(VirtualSwitch):
     """Its word is taken for what happened."""
 
-    async def rollback(self, diff: Diff) -> CommitResult:
+    async def rollback(self, diff: CircuitDiff) -> CommitResult:
         return CommitResult((), 0, 0)
 
 
@@ -90,9 +90,9 @@ async def test_a_driver_that_lies_fails_by_name_and_its_ports_are_freed() -> Non
     name = "test_verify_tells_missing_from_lingering"
     async with lab(switch) as suite:
         found = await outcomes(suite, "test_rollback_restores_from_every_prefix", name)
-    assert found["test_rollback_restores_from_every_prefix"].state is State.FAILED
+    assert found["test_rollback_restores_from_every_prefix"].state is LabTestState.FAILED
     assert "of conformance.py: assert" in found["test_rollback_restores_from_every_prefix"].detail
-    assert found[name].state is State.PASSED
+    assert found[name].state is LabTestState.PASSED
     assert (await switch.cross_connects()).circuits == ()
 
 

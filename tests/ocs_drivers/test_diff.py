@@ -7,45 +7,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ocs_drivers import diff as diffs
-from ocs_drivers.errors import Conflict, InvalidChange
+from ocs_drivers.errors import CircuitConflict, InvalidChange
 from ocs_drivers.model import (
-    Change,
     ChangeMode,
-    Circuit,
+    CircuitChange,
+    CircuitDiff,
     Connectivity,
     CrossConnect,
-    Diff,
-    Facts,
+    CrossConnectReading,
+    DeviceCircuit,
     PortState,
     PortStatus,
-    Reading,
+    SwitchFacts,
     fingerprint,
 )
 
-SIDES = Facts("v", "m", "s", "1", Connectivity.INGRESS_EGRESS, range(1, 6), range(6, 11), 0.01)
-SHARED = Facts("v", "m", "s", "1", Connectivity.INGRESS_EGRESS, range(1, 6), range(1, 6), 0.01)
-ANY = Facts("v", "m", "s", "1", Connectivity.ANY_TO_ANY, range(1, 9), range(1, 9), 0.01)
+SIDES = SwitchFacts("v", "m", "s", "1", Connectivity.INGRESS_EGRESS, range(1, 6), range(6, 11), 0.01)
+SHARED = SwitchFacts("v", "m", "s", "1", Connectivity.INGRESS_EGRESS, range(1, 6), range(1, 6), 0.01)
+ANY = SwitchFacts("v", "m", "s", "1", Connectivity.ANY_TO_ANY, range(1, 9), range(1, 9), 0.01)
 
 Pairs = frozenset[CrossConnect]
 
 
-def reading(pairs: Pairs) -> Reading:
-    return Reading(tuple(Circuit(pair, ours=True) for pair in sorted(pairs)), fingerprint(pairs))
+def reading(pairs: Pairs) -> CrossConnectReading:
+    return CrossConnectReading(tuple(DeviceCircuit(pair, ours=True) for pair in sorted(pairs)), fingerprint(pairs))
 
 
-def clash(facts: Facts, one: CrossConnect, two: CrossConnect) -> bool:
-    """Whether two different cross-connects need one and the same port, said without `Facts.ends`."""
+def clash(facts: SwitchFacts, one: CrossConnect, two: CrossConnect) -> bool:
+    """Whether two different cross-connects need one and the same port, said without `SwitchFacts.ends`."""
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return bool({one.ingress_port, one.egress_port} & {two.ingress_port, two.egress_port})
     return one.ingress_port == two.ingress_port or one.egress_port == two.egress_port
 
 
-def no_port_twice(facts: Facts, pairs: Pairs) -> bool:
+def no_port_twice(facts: SwitchFacts, pairs: Pairs) -> bool:
     return not any(clash(facts, one, two) for one, two in itertools.combinations(pairs, 2))
 
 
 @st.composite
-def matchings(draw: st.DrawFn, facts: Facts) -> Pairs:
+def matchings(draw: st.DrawFn, facts: SwitchFacts) -> Pairs:
     """Some cross-connects, no port twice."""
     count = draw(st.integers(0, 4))
     if facts.connectivity is Connectivity.ANY_TO_ANY:
@@ -57,18 +57,18 @@ def matchings(draw: st.DrawFn, facts: Facts) -> Pairs:
 
 
 @st.composite
-def planned(draw: st.DrawFn) -> tuple[Facts, Pairs, Change, Diff]:
+def planned(draw: st.DrawFn) -> tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff]:
     """A device, what it shows, a change in a mode that may evict, and its diff."""
     facts = draw(st.sampled_from([SIDES, SHARED, ANY]))
     present = draw(matchings(facts))
     connect = draw(matchings(facts))
     mode = draw(st.sampled_from([ChangeMode.UPDATE, ChangeMode.OVERWRITE] if connect else [ChangeMode.UPDATE]))
     leaving = draw(st.sets(st.sampled_from(sorted(present)))) if present and mode is ChangeMode.UPDATE else set()
-    change = Change(tuple(sorted(connect)), tuple(sorted(leaving - connect)))
+    change = CircuitChange(tuple(sorted(connect)), tuple(sorted(leaving - connect)))
     return facts, present, change, diffs.plan(facts, (), reading(present), change, mode)
 
 
-def prefixes(diff: Diff) -> list[Pairs]:
+def prefixes(diff: CircuitDiff) -> list[Pairs]:
     """What the device shows after each step of the diff, before the first included."""
     shown = [diff.before]
     for pair in diff.remove:
@@ -79,14 +79,16 @@ def prefixes(diff: Diff) -> list[Pairs]:
 
 
 @given(planned())
-def test_no_port_is_used_twice_at_any_step(case: tuple[Facts, Pairs, Change, Diff]) -> None:
+def test_no_port_is_used_twice_at_any_step(case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff]) -> None:
     facts, _, _, diff = case
     assert all(no_port_twice(facts, shown) for shown in prefixes(diff))
     assert prefixes(diff)[-1] == diff.after
 
 
 @given(planned())
-def test_the_change_is_true_afterwards_and_then_asks_for_nothing(case: tuple[Facts, Pairs, Change, Diff]) -> None:
+def test_the_change_is_true_afterwards_and_then_asks_for_nothing(
+    case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff],
+) -> None:
     facts, _, change, diff = case
     assert frozenset(change.connect) <= diff.after
     assert not frozenset(change.disconnect) & diff.after
@@ -95,7 +97,7 @@ def test_the_change_is_true_afterwards_and_then_asks_for_nothing(case: tuple[Fac
 
 
 @given(planned())
-def test_evictions_are_exactly_those_in_the_way(case: tuple[Facts, Pairs, Change, Diff]) -> None:
+def test_evictions_are_exactly_those_in_the_way(case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff]) -> None:
     facts, present, change, diff = case
     unnamed = present - frozenset(change.connect) - frozenset(change.disconnect)
     if diff.mode is ChangeMode.OVERWRITE:
@@ -108,7 +110,7 @@ def test_evictions_are_exactly_those_in_the_way(case: tuple[Facts, Pairs, Change
 
 @given(planned())
 def test_from_every_prefix_the_rest_completes_and_the_way_back_restores(
-    case: tuple[Facts, Pairs, Change, Diff],
+    case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff],
 ) -> None:
     facts, _, _, diff = case
     for shown in prefixes(diff):
@@ -121,11 +123,13 @@ def test_from_every_prefix_the_rest_completes_and_the_way_back_restores(
 
 @given(planned(), st.sets(st.integers(0, 3)))
 def test_what_is_not_ours_is_refused_exactly_where_it_would_go(
-    case: tuple[Facts, Pairs, Change, Diff], theirs: set[int]
+    case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff], theirs: set[int]
 ) -> None:
     facts, present, change, diff = case
     foreign = frozenset(pair for index, pair in enumerate(sorted(present)) if index in theirs)
-    seen = Reading(tuple(Circuit(pair, ours=pair not in foreign) for pair in sorted(present)), fingerprint(present))
+    seen = CrossConnectReading(
+        tuple(DeviceCircuit(pair, ours=pair not in foreign) for pair in sorted(present)), fingerprint(present)
+    )
     named = frozenset(change.disconnect) & present
     clashing = {held for held in present for wanted in change.connect if held != wanted and clash(facts, held, wanted)}
     in_the_way = foreign & (named | clashing)
@@ -134,7 +138,7 @@ def test_what_is_not_ours_is_refused_exactly_where_it_would_go(
         assert not foreign & frozenset(planned.remove)
         assert frozenset(planned.remove) == frozenset(diff.remove) - foreign
         return
-    with pytest.raises(Conflict) as refused:
+    with pytest.raises(CircuitConflict) as refused:
         diffs.plan(facts, (), seen, change, diff.mode, "ocs1")
     assert refused.value.faults == [
         f"{pair}: is not ours and stays as it is; take it over first: orchestrrl ocs take-over ocs1 {pair}"
@@ -143,14 +147,16 @@ def test_what_is_not_ours_is_refused_exactly_where_it_would_go(
 
 
 @given(planned())
-def test_safe_refuses_exactly_when_somebody_would_be_evicted(case: tuple[Facts, Pairs, Change, Diff]) -> None:
+def test_safe_refuses_exactly_when_somebody_would_be_evicted(
+    case: tuple[SwitchFacts, Pairs, CircuitChange, CircuitDiff],
+) -> None:
     facts, present, change, diff = case
     if diff.mode is ChangeMode.OVERWRITE:
         return
     if not diff.evicted:
         assert diffs.plan(facts, (), reading(present), change).remove == diff.remove
         return
-    with pytest.raises(Conflict) as refused:
+    with pytest.raises(CircuitConflict) as refused:
         diffs.plan(facts, (), reading(present), change)
     assert all(str(pair) in str(refused.value) for pair in diff.evicted)
 
@@ -162,7 +168,7 @@ def test_a_change_is_malformed_exactly_when_it_could_not_stand_alone(
     well_formed = all(
         pair.ingress_port in SIDES.ingress_ports and pair.egress_port in SIDES.egress_ports for pair in wanted
     ) and not any(clash(SIDES, one, two) for one, two in itertools.combinations(wanted, 2))
-    change = Change(tuple(wanted))
+    change = CircuitChange(tuple(wanted))
     if well_formed:
         assert diffs.plan(SIDES, (), reading(present), change, ChangeMode.UPDATE).after >= frozenset(wanted)
     else:
@@ -173,9 +179,9 @@ def test_a_change_is_malformed_exactly_when_it_could_not_stand_alone(
 def test_unusable_ports_are_refused_only_where_something_is_to_be_added() -> None:
     ports = [PortState(1, PortStatus.FAILED), PortState(7, PortStatus.DISABLED)]
     there = frozenset({CrossConnect(1, 6)})
-    assert diffs.plan(SIDES, ports, reading(there), Change((CrossConnect(1, 6),))).empty
-    with pytest.raises(Conflict) as refused:
-        diffs.plan(SIDES, ports, reading(frozenset()), Change((CrossConnect(1, 6), CrossConnect(2, 7))))
+    assert diffs.plan(SIDES, ports, reading(there), CircuitChange((CrossConnect(1, 6),))).empty
+    with pytest.raises(CircuitConflict) as refused:
+        diffs.plan(SIDES, ports, reading(frozenset()), CircuitChange((CrossConnect(1, 6), CrossConnect(2, 7))))
     assert refused.value.faults == [
         "connect[0].ingress_port: port is failed, got 1",
         "connect[1].egress_port: port is disabled, got 7",
@@ -184,20 +190,24 @@ def test_unusable_ports_are_refused_only_where_something_is_to_be_added() -> Non
 
 def test_one_number_may_serve_on_both_sides_where_the_device_numbers_so() -> None:
     loop, crossing = CrossConnect(3, 3), CrossConnect(2, 1)
-    assert diffs.plan(SHARED, (), reading(frozenset()), Change((loop, crossing))).add == (crossing, loop)
+    assert diffs.plan(SHARED, (), reading(frozenset()), CircuitChange((loop, crossing))).add == (crossing, loop)
     with pytest.raises(InvalidChange, match="connected to itself"):
-        diffs.plan(ANY, (), reading(frozenset()), Change((loop,)))
+        diffs.plan(ANY, (), reading(frozenset()), CircuitChange((loop,)))
 
 
 def test_any_to_any_has_one_way_to_write_a_circuit() -> None:
     there = frozenset({CrossConnect(2, 5)})
-    assert diffs.plan(ANY, (), reading(there), Change((CrossConnect(5, 2),))).empty
-    assert diffs.plan(ANY, (), reading(there), Change(disconnect=(CrossConnect(5, 2),))).remove == (CrossConnect(2, 5),)
+    assert diffs.plan(ANY, (), reading(there), CircuitChange((CrossConnect(5, 2),))).empty
+    assert diffs.plan(ANY, (), reading(there), CircuitChange(disconnect=(CrossConnect(5, 2),))).remove == (
+        CrossConnect(2, 5),
+    )
 
 
 def test_what_others_hold_is_not_overrun_by_either_way() -> None:
-    diff = diffs.plan(SIDES, (), reading(frozenset({CrossConnect(1, 6)})), Change(disconnect=(CrossConnect(1, 6),)))
+    diff = diffs.plan(
+        SIDES, (), reading(frozenset({CrossConnect(1, 6)})), CircuitChange(disconnect=(CrossConnect(1, 6),))
+    )
     theirs = frozenset({CrossConnect(1, 7)})
     assert diffs.remaining(SIDES, diff, theirs).empty
-    with pytest.raises(Conflict, match="1:7"):
+    with pytest.raises(CircuitConflict, match="1:7"):
         diffs.way_back(SIDES, diff, theirs)

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from ocs_drivers.conformance import carry_out
-from ocs_drivers.driver import Limits, SwitchDriver
-from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Change, Circuit, CrossConnect
-from ocs_drivers.virtual import VirtualSwitch, VirtualWire
+from ocs_drivers.driver import DriverTimeouts, SwitchDriver
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import CircuitChange, CrossConnect, DeviceCircuit
+from ocs_drivers.virtual import VirtualSwitch, VirtualSwitchWire
 from orchestrrl.core.clock import VirtualClock
 
 ONE, TWO = CrossConnect(1, 17), CrossConnect(2, 18)
@@ -29,7 +29,7 @@ async def clock() -> AsyncIterator[VirtualClock]:
     running.cancel()
 
 
-class RecordingWire(VirtualWire):
+class RecordingWire(VirtualSwitchWire):
     """Notes what is asked of it; can be made unreadable once a setter was sent."""
 
     def __init__(self, switch: VirtualSwitch, clock: VirtualClock, *, bulk: bool = True) -> None:
@@ -44,13 +44,13 @@ class RecordingWire(VirtualWire):
         self._fail_at("open")
         await super().open()
 
-    async def read_circuits(self) -> Sequence[Circuit]:
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
         self.under_way += 1
         assert self.under_way == 1, "two commands share a session"
         try:
             await asyncio.sleep(0)
             if self.goes_silent and "add" in self.calls:
-                raise Retryable("no route to host", answer="EHOSTUNREACH")
+                raise DriverRetryable("no route to host", answer="EHOSTUNREACH")
             self._fail_at("read")
             return await super().read_circuits()
         finally:
@@ -73,7 +73,7 @@ def wire(clock: VirtualClock) -> RecordingWire:
 
 @pytest.fixture
 def driver(wire: RecordingWire, clock: VirtualClock) -> SwitchDriver:
-    return SwitchDriver("ocs1", wire, clock=clock, limits=Limits(command_s=0.5, lock_s=0.5))
+    return SwitchDriver("ocs1", wire, clock=clock, limits=DriverTimeouts(command_s=0.5, lock_s=0.5))
 
 
 async def test_nothing_is_opened_before_the_first_call(driver: SwitchDriver, wire: RecordingWire) -> None:
@@ -88,11 +88,11 @@ async def test_one_session_carries_one_command_at_a_time(driver: SwitchDriver) -
 
 
 async def test_a_writer_waits_for_the_other_and_then_says_so(driver: SwitchDriver, wire: RecordingWire) -> None:
-    diff = await driver.plan(Change((ONE,)))
-    wire._glass.inject(Fault(FaultKind.STICK_MIRROR, 1))  # the first commit waits a second for the mirror
+    diff = await driver.plan(CircuitChange((ONE,)))
+    wire._glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))  # the first commit waits a second for the mirror
     first = asyncio.ensure_future(driver.commit(diff, diff.revision))
     await asyncio.sleep(0)
-    with pytest.raises(Retryable, match="another change is under way"):
+    with pytest.raises(DriverRetryable, match="another change is under way"):
         await driver.commit(diff, diff.revision)
     assert not (await first).done
     assert (await driver.rollback(diff)).done
@@ -101,9 +101,9 @@ async def test_a_writer_waits_for_the_other_and_then_says_so(driver: SwitchDrive
 async def test_if_the_device_cannot_be_read_afterwards_the_outcome_is_unknown(
     driver: SwitchDriver, wire: RecordingWire
 ) -> None:
-    diff = await driver.plan(Change((ONE,)))
+    diff = await driver.plan(CircuitChange((ONE,)))
     wire.goes_silent = True
-    with pytest.raises(OutcomeUnknown) as unknown:
+    with pytest.raises(DriverOutcomeUnknown) as unknown:
         await driver.commit(diff, diff.revision)
     assert (unknown.value.device, unknown.value.answer) == ("ocs1", "EHOSTUNREACH")
     wire.goes_silent = False
@@ -122,10 +122,10 @@ async def test_one_answer_that_nobody_expected_is_asked_for_again(
 async def test_an_answer_to_a_setter_that_nobody_expected_leaves_its_outcome_unknown(
     driver: SwitchDriver, wire: RecordingWire
 ) -> None:
-    diff = await driver.plan(Change((ONE,)))
+    diff = await driver.plan(CircuitChange((ONE,)))
     wire.defects = {"add": KeyError("status")}
     wire.goes_silent = True
-    with pytest.raises(OutcomeUnknown):
+    with pytest.raises(DriverOutcomeUnknown):
         await driver.commit(diff, diff.revision)
 
 
@@ -139,8 +139,8 @@ async def test_what_a_test_asserts_in_a_wire_gets_out_of_the_driver(
 
 
 async def test_a_cancelled_commit_frees_the_device_for_the_next(driver: SwitchDriver, wire: RecordingWire) -> None:
-    diff = await driver.plan(Change((ONE,)))
-    wire._glass.inject(Fault(FaultKind.SLOW_ANSWER, delay_s=0.4))
+    diff = await driver.plan(CircuitChange((ONE,)))
+    wire._glass.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.4))
     commit = asyncio.ensure_future(driver.commit(diff, diff.revision))
     while "add" not in wire.calls:
         await asyncio.sleep(0)
@@ -154,8 +154,8 @@ async def test_a_cancelled_commit_frees_the_device_for_the_next(driver: SwitchDr
 async def test_without_bulk_the_first_refusal_ends_the_sending(clock: VirtualClock) -> None:
     wire = RecordingWire(VirtualSwitch("ocs1", clock=clock), clock, bulk=False)
     driver = SwitchDriver("ocs1", wire, clock=clock)
-    diff = await driver.plan(Change((ONE, TWO, CrossConnect(3, 19))))
-    wire._glass.inject(Fault(FaultKind.FAIL_PORT, 18))
+    diff = await driver.plan(CircuitChange((ONE, TWO, CrossConnect(3, 19))))
+    wire._glass.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 18))
     result = await driver.commit(diff, diff.revision)
     assert [item.done for item in result.items] == [True, False, False]
     assert "PORT 18 FAILED" in result.items[1].detail
@@ -171,10 +171,10 @@ async def test_the_wire_itself_refuses_an_empty_list(clock: VirtualClock, wire: 
 
 
 def test_errors_name_device_command_and_the_devices_words() -> None:
-    error = Permanent("refused", device="ocs1", command="connect 1:17", answer="PORT 17 FAILED")
+    error = DriverPermanent("refused", device="ocs1", command="connect 1:17", answer="PORT 17 FAILED")
     assert str(error) == "ocs1: refused; command: connect 1:17; the device said: PORT 17 FAILED"
 
 
 def test_limits_check_themselves() -> None:
     with pytest.raises(ValueError, match="lock_s must be > 0, got 0"):
-        Limits(lock_s=0)
+        DriverTimeouts(lock_s=0)

@@ -20,17 +20,17 @@ from garbling import Garbler, garble_message, garbled_json, garbled_text
 from ocs_drivers.base import OcsDriver, SystemClock
 from ocs_drivers.emulators import gnmi as gnmi_emulator
 from ocs_drivers.emulators import netconf as netconf_emulator
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.registry import DRIVER_OPTIONS, make_emulator
 from ocs_drivers.errors import DriverError
-from ocs_drivers.model import Change, ChangeMode, CrossConnect, Diff
+from ocs_drivers.model import ChangeMode, CircuitChange, CircuitDiff, CrossConnect
 from ocs_drivers.registry import make_driver
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.rpc import ocs_server
 
 ROUNDS = int(os.environ.get("ORCHESTRRL_FUZZ_ROUNDS", "4"))
 SEED = int(os.environ.get("ORCHESTRRL_FUZZ_SEED", "1"))
-PANEL = Panel(ingress_ports=4, egress_ports=4, reconfiguration_s=0.002)
+PANEL = DevicePanel(ingress_ports=4, egress_ports=4, reconfiguration_s=0.002)
 TCP = ("scpi", "scpi-dicon", "tl1-polatis", "tl1-calient", "tl1-glimmerglass", "restconf", "calient_rest")
 
 
@@ -68,10 +68,10 @@ async def use(driver: OcsDriver, rng: random.Random, attempt: Attempts) -> None:
         egress = facts.egress_ports if facts else range(5, 9)
         pairs = (CrossConnect(1, egress[0]), CrossConnect(2, egress[-1]))
         mode = rng.choice(list(ChangeMode))
-        diff = await attempt(driver.plan(Change(pairs), mode))
+        diff = await attempt(driver.plan(CircuitChange(pairs), mode))
         if diff is None:
             revision = reading.revision if reading else 0
-            diff = Diff(ChangeMode.SAFE, revision, frozenset(), (), tuple(sorted(pairs)))
+            diff = CircuitDiff(ChangeMode.SAFE, revision, frozenset(), (), tuple(sorted(pairs)))
         result = await attempt(driver.commit(diff, diff.revision, rng.choice((None, 5.0))))
         await attempt(driver.verify(diff))
         await attempt(driver.confirm(result.revision if result else 0))
@@ -125,7 +125,7 @@ async def test_over_tcp(protocol: str, defects: pytest.LogCaptureFixture) -> Non
 async def test_over_gnmi(protocol: str, monkeypatch: pytest.MonkeyPatch, defects: pytest.LogCaptureFixture) -> None:
     rng = random.Random(f"{protocol} {SEED}")
 
-    class Service(gnmi_emulator.Service):
+    class Service(gnmi_emulator.GnmiService):
         async def Capabilities(self, request: Any, context: Any) -> Any:
             return self._sent(await super().Capabilities(request, context))
 

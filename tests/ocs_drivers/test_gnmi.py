@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.model import BootBehaviour
 from tests.ocs_drivers.emulated import EmulatedConformance
 
@@ -22,7 +22,7 @@ class TestSonicImage(EmulatedConformance):
     driver = "gnmi"
     protocol = "gnmi"
     options: ClassVar[dict[str, Any]] = {"tls": False, "user": "admin", "password": "YourPaSsWoRd"}
-    panel: ClassVar[Panel] = Panel(24, 32, reconfiguration_s=0.002, boot=BootBehaviour.RESTORE)
+    panel: ClassVar[DevicePanel] = DevicePanel(24, 32, reconfiguration_s=0.002, boot=BootBehaviour.RESTORE)
     quirks: ClassVar[dict[str, Any]] = {
         "tables": "image",
         "origin": "sonic_db",
@@ -44,5 +44,5 @@ class TestOpenConfigAnyToAny(EmulatedConformance):
     driver = "gnmi"
     protocol = "gnmi-openconfig"
     options: ClassVar[dict[str, Any]] = {"tls": False, "model": "openconfig"}
-    panel: ClassVar[Panel] = Panel(64, 64, reconfiguration_s=0.002)
+    panel: ClassVar[DevicePanel] = DevicePanel(64, 64, reconfiguration_s=0.002)
     quirks: ClassVar[dict[str, Any]] = {"any_to_any": True, "mirrored": True, "first_index": 10}

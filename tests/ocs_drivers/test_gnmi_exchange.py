@@ -23,18 +23,26 @@ from pygnmi.create_gnmi_path import gnmi_path_generator
 from ocs_drivers import gnmi_openconfig, gnmi_sonic
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import carry_out, connected, refusal
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.gnmi import GnmiEmulator, openconfig, sonic
-from ocs_drivers.errors import Conflict, InvalidOptions, OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverPermanent, DriverRetryable, InvalidOptions
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.gnmi_data import Elem, path, path_from_pb, path_to_pb, shown, tree
-from ocs_drivers.gnmi_openconfig import Topology
-from ocs_drivers.gnmi_session import Notice, _translated
-from ocs_drivers.gnmi_sonic import Sides
-from ocs_drivers.model import Change, Circuit, CircuitState, Connectivity, CrossConnect, EventKind, PortStatus
+from ocs_drivers.gnmi_openconfig import OpenConfigTopology
+from ocs_drivers.gnmi_session import GnmiNotice, _translated
+from ocs_drivers.gnmi_sonic import SonicPorts
+from ocs_drivers.model import (
+    CircuitChange,
+    CircuitState,
+    Connectivity,
+    CrossConnect,
+    DeviceCircuit,
+    EventKind,
+    PortStatus,
+)
 from ocs_drivers.registry import make_driver
 
-FAST = Panel(8, 8, reconfiguration_s=0.002)
+FAST = DevicePanel(8, 8, reconfiguration_s=0.002)
 ROW = "sonic-db:CONFIG_DB/localhost/OCS_CROSS_CONNECT/{}"
 CONNECTION = "/optical-switch/port-connections/port-connection[slot=1][port={}]"
 
@@ -56,7 +64,7 @@ async def at(emulator: GnmiEmulator, use: Callable[[str], Awaitable[None]], host
 
 @given(st.integers(1, 1024), st.integers(1, 1024), st.data())
 def test_ports_and_their_names_are_one_to_one(a_ports: int, b_ports: int, data: st.DataObject) -> None:
-    sides = Sides(a_ports, b_ports)
+    sides = SonicPorts(a_ports, b_ports)
     a, b = data.draw(st.integers(1, a_ports)), data.draw(st.integers(1, b_ports))
     pair = CrossConnect(a, a_ports + b)
     assert (sides.port(f"{a}A"), sides.port(f"{b}B")) == (pair.ingress_port, pair.egress_port)
@@ -73,10 +81,10 @@ def test_whatever_is_not_a_cross_connect_is_refused(text: str) -> None:
         and all(1 <= int(name[:-1]) <= 64 for name in (a, b))
     )
     if is_one:
-        assert Sides(64, 64).key(Sides(64, 64).cross_connect(text)) == text
+        assert SonicPorts(64, 64).key(SonicPorts(64, 64).cross_connect(text)) == text
         return
     with pytest.raises(ValueError, match="must be"):
-        Sides(64, 64).cross_connect(text)
+        SonicPorts(64, 64).cross_connect(text)
 
 
 @pytest.mark.parametrize("names", [["1A", "2A"], ["1A", "3A", "1B"], ["1A", "1B", "1-1A"], ["01A", "1B"], []])
@@ -103,22 +111,22 @@ def test_ports_must_be_numbered_without_gaps(names: list[str]) -> None:
 def test_a_circuit_is_tuned_only_if_both_sides_are(row: dict[str, str], state: CircuitState) -> None:
     ordered = {"1A-2B": {"a_side": "1A", "b_side": "2B"}}
     shown = {"1A-2B": row} if row else {}
-    assert gnmi_sonic.circuits(Sides(16, 16), ordered, shown) == [Circuit(CrossConnect(1, 18), state)]
+    assert gnmi_sonic.circuits(SonicPorts(16, 16), ordered, shown) == [DeviceCircuit(CrossConnect(1, 18), state)]
 
 
 def test_what_is_ordered_or_shown_alone_is_there() -> None:
     shown = {"2A-1B": {"a_side_status": "tuned", "b_side_status": "tuned"}}
-    found = gnmi_sonic.circuits(Sides(16, 16), {"1A-16B": {"a_side": "1A", "b_side": "16B"}}, shown)
+    found = gnmi_sonic.circuits(SonicPorts(16, 16), {"1A-16B": {"a_side": "1A", "b_side": "16B"}}, shown)
     assert [str(circuit.cross_connect) for circuit in found] == ["1:32", "2:17"]
     with pytest.raises(ValueError, match="1A-16B says"):
-        gnmi_sonic.circuits(Sides(16, 16), {"1A-16B": {"a_side": "1A", "b_side": "2B"}}, {})
+        gnmi_sonic.circuits(SonicPorts(16, 16), {"1A-16B": {"a_side": "1A", "b_side": "2B"}}, {})
 
 
 def test_ports_of_both_designs() -> None:
     ordered = {"1A": {"label": "router1_port1", "state": "force_blocked"}, "1B": {"config_status": "normal"}}
     ordered |= {"2A": {"config_status": "powered_off"}, "2B": {"state": "normal"}, "3A": {}, "3B": {}}
     shown = {"2B": {"oper_status": "failed"}, "3A": {"status": "failed"}, "1B": {"oper_status": "connected"}}
-    states = {state.port: state.status for state in gnmi_sonic.port_states(Sides(3, 3), ordered, shown)}
+    states = {state.port: state.status for state in gnmi_sonic.port_states(SonicPorts(3, 3), ordered, shown)}
     disabled, failed, enabled = PortStatus.DISABLED, PortStatus.FAILED, PortStatus.ENABLED
     assert states == {1: disabled, 2: disabled, 3: failed, 4: enabled, 5: failed, 6: enabled}
 
@@ -139,7 +147,7 @@ def test_paths_are_what_pygnmi_makes_of_them(elems: tuple[Elem, ...], origin: st
 def test_a_deletion_names_one_circuit(a: int, b: int) -> None:
     where = gnmi_sonic.cross_connect_path(f"{a}A-{b}B")
     assert shown(where) == f"/CONFIG_DB/localhost/OCS_CROSS_CONNECT/{a}A-{b}B"
-    known = Topology("1", Connectivity.INGRESS_EGRESS, range(1, 65), range(65, 129))
+    known = OpenConfigTopology("1", Connectivity.INGRESS_EGRESS, range(1, 65), range(65, 129))
     where = gnmi_openconfig.connection_path(known, a)
     assert shown(where) == f"/optical-switch/port-connections/port-connection[port={a}][slot=1]"
     for nothing in ("", "1A", "1A-", "*", "1A-2B/a_side"):
@@ -159,13 +167,13 @@ def test_trees_grow_from_whole_rows_or_leaves() -> None:
 
 
 def test_a_connection_listed_under_both_ports_is_one() -> None:
-    known = Topology("1", Connectivity.ANY_TO_ANY, range(1, 33), range(1, 33))
+    known = OpenConfigTopology("1", Connectivity.ANY_TO_ANY, range(1, 33), range(1, 33))
     ends = [("7", "3", "config"), ("7", "3", "state"), ("3", "7", "config"), ("4", "5", "config"), ("9", "", "config")]
     listed = [{"slot": "1", "port": port, kind: {"peer-slot": "1", "peer-port": peer}} for port, peer, kind in ends]
     listed.append({"slot": "2", "port": "4", "config": {"peer-slot": "2", "peer-port": "6"}})
     assert gnmi_openconfig.circuits(known, {"port-connection": listed}) == {
-        Circuit(CrossConnect(3, 7)): {3, 7},
-        Circuit(CrossConnect(4, 5), CircuitState.TUNING): {4},
+        DeviceCircuit(CrossConnect(3, 7)): {3, 7},
+        DeviceCircuit(CrossConnect(4, 5), CircuitState.TUNING): {4},
     }
     wrong = {"slot": "1", "port": "4", "config": {"peer-slot": "2", "peer-port": "6"}}
     with pytest.raises(ValueError, match="another optical module"):
@@ -254,7 +262,7 @@ async def test_pygnmi_drives_openconfig_and_is_told_of_changes() -> None:
 
 @pytest.mark.parametrize("make", [sonic, openconfig])
 async def test_320_ports_are_one_transaction(make: Callable[..., GnmiEmulator]) -> None:
-    emulator = make(Panel(320, 320, reconfiguration_s=0.002))
+    emulator = make(DevicePanel(320, 320, reconfiguration_s=0.002))
     pairs = tuple(CrossConnect(port, 641 - port) for port in range(1, 321))
     model = "sonic" if make is sonic else "openconfig"
 
@@ -281,7 +289,7 @@ async def test_the_origin_is_the_one_that_the_device_announces(origin: str) -> N
         assert (facts.model, facts.ingress_ports, facts.egress_ports) == ("OCS-V", range(1, 9), range(9, 17))
         await driver.close()
         driver = driver_for(address, origin="openconfig")
-        async with refusal(Permanent, "origin 'openconfig' is not supported"):
+        async with refusal(DriverPermanent, "origin 'openconfig' is not supported"):
             await driver.facts()
         await driver.close()
 
@@ -294,13 +302,13 @@ async def test_what_the_hardware_did_not_take_is_neither_free_nor_tuned() -> Non
 
     async def use(address: str) -> None:
         driver = driver_for(address, tune_timeout_s=0.05)
-        diff = await driver.plan(Change(pairs))
-        emulator.device.inject(Fault(FaultKind.PARTIAL_COMMIT, items=1, silent=True))
+        diff = await driver.plan(CircuitChange(pairs))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1, silent=True))
         result = await driver.commit(diff, diff.revision)
         assert [item.done for item in result.items] == [True, False]
         assert "tuning" in result.items[1].detail
-        async with refusal(Conflict, "2:10"):
-            await driver.plan(Change((CrossConnect(2, 11),)))
+        async with refusal(CircuitConflict, "2:10"):
+            await driver.plan(CircuitChange((CrossConnect(2, 11),)))
         assert (await driver.rollback(diff)).done
         assert await connected(driver) == frozenset()
         assert (await carry_out(driver, (CrossConnect(2, 11),))).done
@@ -322,8 +330,8 @@ async def test_events_end_when_the_connection_breaks() -> None:
             event = await asyncio.wait_for(first, 60)
             assert event.kind is EventKind.CIRCUIT
             assert event.cross_connect in {CrossConnect(port, port + 8) for port in range(1, 9)}
-            emulator.device.inject(Fault(FaultKind.RESTART))
-            async with refusal(Retryable, "Subscribe"):
+            emulator.device.inject(DeviceFault(DeviceFaultKind.RESTART))
+            async with refusal(DriverRetryable, "Subscribe"):
                 while True:
                     await asyncio.wait_for(anext(events), 60)
         assert await connected(driver) == frozenset()  # over a new connection, to a device that forgot
@@ -333,16 +341,18 @@ async def test_events_end_when_the_connection_breaks() -> None:
 
 
 def test_a_port_is_told_of_when_its_status_changes() -> None:
-    watch = gnmi_sonic.Watch(Sides(4, 4), {f"{port}{side}": {} for port in range(1, 5) for side in "AB"}, {})
+    watch = gnmi_sonic.SonicPortWatch(
+        SonicPorts(4, 4), {f"{port}{side}": {} for port in range(1, 5) for side in "AB"}, {}
+    )
     ports = path("STATE_DB", "localhost", "OCS_PORT")
-    assert watch.told(Notice((*ports, Elem("1A")), {"status": "tuning"})) == []
-    (news,) = watch.told(Notice((*ports, Elem("2B")), {"status": "failed"}))
+    assert watch.told(GnmiNotice((*ports, Elem("1A")), {"status": "tuning"})) == []
+    (news,) = watch.told(GnmiNotice((*ports, Elem("2B")), {"status": "failed"}))
     assert (news.kind, news.port, news.text) == (EventKind.PORT, 6, "port 2B failed")
-    assert watch.told(Notice((*ports, Elem("2B"), Elem("status")), "failed")) == []
-    assert watch.told(Notice(ports, {"2B": {"status": "tuned"}}))[0].text == "port 2B enabled"
-    blocked = Notice(path("CONFIG_DB", "localhost", "OCS_PORT", "3A"), {"state": "force_blocked"})
+    assert watch.told(GnmiNotice((*ports, Elem("2B"), Elem("status")), "failed")) == []
+    assert watch.told(GnmiNotice(ports, {"2B": {"status": "tuned"}}))[0].text == "port 2B enabled"
+    blocked = GnmiNotice(path("CONFIG_DB", "localhost", "OCS_PORT", "3A"), {"state": "force_blocked"})
     assert watch.told(blocked)[0].text == "port 3A disabled"
-    gone = Notice(path("STATE_DB", "localhost", "OCS_CROSS_CONNECT", "1A-2B"), None)
+    gone = GnmiNotice(path("STATE_DB", "localhost", "OCS_CROSS_CONNECT", "1A-2B"), None)
     assert (watch.told(gone)[0].text, watch.told(gone)[0].cross_connect) == ("1A-2B is gone", CrossConnect(1, 6))
 
 
@@ -353,8 +363,8 @@ async def test_only_a_refusal_says_that_a_setter_did_nothing(code: grpc.StatusCo
 
     refused = {"INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED", "UNAUTHENTICATED"}
     refused |= {"FAILED_PRECONDITION", "OUT_OF_RANGE", "UNIMPLEMENTED"}
-    for is_setter, otherwise in ((True, OutcomeUnknown), (False, Retryable)):
-        with pytest.raises(Permanent if code.name in refused else otherwise) as raised:
+    for is_setter, otherwise in ((True, DriverOutcomeUnknown), (False, DriverRetryable)):
+        with pytest.raises(DriverPermanent if code.name in refused else otherwise) as raised:
             await _translated("Set", fail(), is_setter=is_setter)
         assert raised.value.answer == f"{code.name}: its words"
 
@@ -364,7 +374,7 @@ async def test_who_may_not_come_in_is_told_so() -> None:
 
     async def use(address: str) -> None:
         driver = driver_for(address, model="openconfig", user="admin", password="wrong")
-        async with refusal(Permanent, "ocs1", "UNAUTHENTICATED: Invalid Username or Password"):
+        async with refusal(DriverPermanent, "ocs1", "UNAUTHENTICATED: Invalid Username or Password"):
             await driver.facts()
         await driver.close()
 
@@ -374,7 +384,7 @@ async def test_who_may_not_come_in_is_told_so() -> None:
 async def test_a_switch_of_another_kind_is_told_by_name() -> None:
     async def use(address: str) -> None:
         driver = driver_for(address)
-        async with refusal(Permanent, "ocs1"):
+        async with refusal(DriverPermanent, "ocs1"):
             await driver.facts()
         await driver.close()
 
@@ -385,7 +395,7 @@ async def test_a_switch_that_is_not_there_is_retryable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     driver = driver_for(f"127.0.0.1:{port}")
-    async with refusal(Retryable, "ocs1", "UNAVAILABLE"):
+    async with refusal(DriverRetryable, "ocs1", "UNAVAILABLE"):
         await driver.facts()
     # Not remembered against the address: when the switch is there, it is found at once.
     emulator = sonic(FAST)
@@ -432,11 +442,11 @@ async def test_tls_proves_both_sides(tmp_path: Path) -> None:
         strange = {"tls_ca_file": str(tmp_path / "stranger.crt")}
         for wrong in ({**trusted}, {**trusted, **ours, **strange}, {**trusted, **ours, "tls_server_name": "other"}):
             driver = driver_for(address, **wrong)
-            async with refusal(Retryable, "ocs1"):
+            async with refusal(DriverRetryable, "ocs1"):
                 await driver.facts()
             await driver.close()
         driver = driver_for(address, **trusted, tls_cert_file=str(tmp_path / "no"), tls_key_file=files["ours.key"])
-        async with refusal(Permanent, "no cannot be read: No such file or directory"):
+        async with refusal(DriverPermanent, "no cannot be read: No such file or directory"):
             await driver.facts()
         await driver.close()
 

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from ocs_drivers.conformance import carry_out, refusal, until
-from ocs_drivers.errors import Conflict, InvalidOptions, OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.model import Change, ChangeMode, CrossConnect, Diff
+from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverPermanent, DriverRetryable, InvalidOptions
+from ocs_drivers.model import ChangeMode, CircuitChange, CircuitDiff, CrossConnect
 from ocs_drivers.registry import make_driver
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.rpc.ocs_server import OcsDriverService, serve_driver
@@ -17,7 +17,7 @@ from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
 
 async def test_a_process_that_is_not_there_is_retryable() -> None:
     driver = make_driver("grpc", "lab1", {"target": "127.0.0.1:1"})
-    async with refusal(Retryable, "lab1", "127.0.0.1:1"):
+    async with refusal(DriverRetryable, "lab1", "127.0.0.1:1"):
         await driver.cross_connects()
     await driver.close()
 
@@ -37,7 +37,7 @@ async def test_an_answer_that_makes_no_sense_is_not_believed() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
-    async with refusal(Permanent, "lab1", "status"):
+    async with refusal(DriverPermanent, "lab1", "status"):
         await driver.ports()
     result = await carry_out(driver, (CrossConnect(1, 17),))
     assert result.done
@@ -48,8 +48,8 @@ async def test_an_answer_that_makes_no_sense_is_not_believed() -> None:
 
 async def test_a_commit_that_reaches_no_process_has_done_nothing() -> None:
     driver = make_driver("grpc", "lab1", {"target": "127.0.0.1:1", "command_timeout_s": 0.1})
-    async with refusal(Retryable, "nothing was sent"):
-        await driver.commit(Diff(ChangeMode.SAFE, 0, frozenset(), (), (CrossConnect(1, 17),)), 0)
+    async with refusal(DriverRetryable, "nothing was sent"):
+        await driver.commit(CircuitDiff(ChangeMode.SAFE, 0, frozenset(), (), (CrossConnect(1, 17),)), 0)
     await driver.close()
 
 
@@ -57,12 +57,12 @@ async def test_a_commit_whose_process_dies_is_unknown_not_failed() -> None:
     switch = VirtualSwitch("served", reconfiguration_s=0.5)
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
-    diff = await driver.plan(Change((CrossConnect(1, 17),)))
+    diff = await driver.plan(CircuitChange((CrossConnect(1, 17),)))
     heard = switch.glass.listen()
     commit = asyncio.ensure_future(driver.commit(diff, diff.revision))
     await asyncio.wait_for(heard.get(), 30)
     await server.stop(None)
-    async with refusal(OutcomeUnknown, "lab1"):
+    async with refusal(DriverOutcomeUnknown, "lab1"):
         await commit
     await driver.close()
 
@@ -83,14 +83,14 @@ async def test_a_process_that_was_started_anew_is_told_what_is_ours() -> None:
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
     assert (await carry_out(driver, (one, two))).done
-    diff = await driver.plan(Change(disconnect=(one,)))
+    diff = await driver.plan(CircuitChange(disconnect=(one,)))
     await server.stop(None)
     server, again = await _restarted(switch, port)
     assert (await again.cross_connects()).foreign == {one, two, theirs}
     assert (await driver.commit(diff, diff.revision)).done  # refused at first, and given back
     assert (await again.cross_connects()).foreign == {theirs}
-    async with refusal(Conflict, "3:19", "is not ours"):
-        await driver.plan(Change(disconnect=(theirs,)))
+    async with refusal(CircuitConflict, "3:19", "is not ours"):
+        await driver.plan(CircuitChange(disconnect=(theirs,)))
     await server.stop(None)
     server, again = await _restarted(switch, port)
     assert (await driver.cross_connects()).foreign == {theirs}
@@ -102,7 +102,7 @@ async def test_the_serving_process_reverts_when_nobody_is_left_to_confirm() -> N
     switch = VirtualSwitch("served", reconfiguration_s=0.002)
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
-    diff = await driver.plan(Change((CrossConnect(1, 17),)))
+    diff = await driver.plan(CircuitChange((CrossConnect(1, 17),)))
     assert (await driver.commit(diff, diff.revision, 0.05)).done
     await driver.close()
     await until(switch, lambda reading: reading.unconfirmed is None, "reverted")
@@ -114,7 +114,7 @@ async def test_a_commit_on_trial_whose_answer_is_lost_says_until_when() -> None:
     switch = VirtualSwitch("served", reconfiguration_s=0.2)
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}", "commit_timeout_s": 0.05})
-    diff = await driver.plan(Change((CrossConnect(1, 17),)))
+    diff = await driver.plan(CircuitChange((CrossConnect(1, 17),)))
     await driver.commit(diff, diff.revision, 50.0)
     reading = await until(driver, lambda reading: bool(reading.unconfirmed and reading.unconfirmed.until_s), "done")
     await switch.confirm(reading.revision)

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ocs_drivers.base import SystemClock, Wire
-from ocs_drivers.calient_rest import CalientRestWire, Direction, PortSource
-from ocs_drivers.errors import DriverError, OutcomeUnknown
-from ocs_drivers.http_session import Answer
+from ocs_drivers.base import SwitchWire, SystemClock
+from ocs_drivers.calient_rest import CalientRestWire, CrossConnectDirection, PortSource
+from ocs_drivers.errors import DriverError, DriverOutcomeUnknown
+from ocs_drivers.http_session import DeviceResponse
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.restconf import ChangeWith, RestconfWire
 
@@ -34,7 +34,7 @@ BODIES = st.one_of(
     (JSON | st.sampled_from([PORTS, LISTED, []])).map(lambda value: json.dumps(value).encode()),
 )
 ANSWERS = st.builds(
-    Answer,
+    DeviceResponse,
     st.sampled_from([200, 200, 200, 201, 204, 301, 401, 404, 409, 500, 503]),
     st.just({}),
     BODIES,
@@ -44,7 +44,7 @@ ANSWERS = st.builds(
 class Scripted:
     """In the place of a session: the same answers again and again."""
 
-    def __init__(self, answers: list[Answer]) -> None:
+    def __init__(self, answers: list[DeviceResponse]) -> None:
         self._answers = answers
         self._asked = 0
 
@@ -52,7 +52,7 @@ class Scripted:
 
     async def close(self) -> None: ...
 
-    async def ask(self, *words: object, **more: object) -> Answer:
+    async def ask(self, *words: object, **more: object) -> DeviceResponse:
         self._asked += 1
         return self._answers[self._asked % len(self._answers)]
 
@@ -65,17 +65,17 @@ async def failure(verb: Awaitable[object]) -> DriverError | None:
     return None
 
 
-async def drive(wire: Wire) -> None:
+async def drive(wire: SwitchWire) -> None:
     for verb in (wire.open, wire.read_facts, wire.read_ports, wire.read_circuits):
         error = await failure(verb())
-        assert not isinstance(error, OutcomeUnknown)
+        assert not isinstance(error, DriverOutcomeUnknown)
         assert str(error).isprintable()
     for setter in (wire.add, wire.remove):
         assert str(await failure(setter(PAIRS))).isprintable()
 
 
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=6), change_with=st.sampled_from(ChangeWith))
-def test_restconf(answers: list[Answer], change_with: ChangeWith) -> None:
+def test_restconf(answers: list[DeviceResponse], change_with: ChangeWith) -> None:
     session: Any = Scripted(answers)
     wire = RestconfWire(
         session, SystemClock(), root="/api", size=None, yang_revision=None, reconfiguration_s=0.0, power=True,
@@ -84,8 +84,8 @@ def test_restconf(answers: list[Answer], change_with: ChangeWith) -> None:
     asyncio.run(drive(wire))
 
 
-@given(answers=st.lists(ANSWERS, min_size=1, max_size=6), direction=st.sampled_from(Direction))
-def test_calient(answers: list[Answer], direction: Direction) -> None:
+@given(answers=st.lists(ANSWERS, min_size=1, max_size=6), direction=st.sampled_from(CrossConnectDirection))
+def test_calient(answers: list[DeviceResponse], direction: CrossConnectDirection) -> None:
     session: Any = Scripted(answers)
     wire = CalientRestWire(
         session, SystemClock(), direction=direction, group="", port_source=PortSource.DETAIL, ports=None,

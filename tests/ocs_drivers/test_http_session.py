@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ocs_drivers.base import SystemClock
 from ocs_drivers.conformance import refusal
-from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.http_session import (
     MAX_BODY_BYTES,
-    Answer,
-    Endpoint,
+    DeviceResponse,
+    HttpEndpoint,
     HttpSession,
     check_status,
     parse_json,
@@ -47,7 +47,7 @@ async def server(answer: bytes, tls: ssl.SSLContext | None = None) -> AsyncItera
 
 @asynccontextmanager
 async def session(address: str, limit_s: float = PATIENCE_S) -> AsyncIterator[HttpSession]:
-    http = HttpSession(Endpoint(f"http://{address}"), SystemClock(), limit_s)
+    http = HttpSession(HttpEndpoint(f"http://{address}"), SystemClock(), limit_s)
     await http.open()
     yield http
     await http.close()
@@ -56,14 +56,14 @@ async def session(address: str, limit_s: float = PATIENCE_S) -> AsyncIterator[Ht
 @pytest.mark.parametrize(
     ("answer", "read", "setter"),
     [
-        (b"", Retryable, OutcomeUnknown),  # taken or not, the connection is gone
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n[]", Permanent, OutcomeUnknown),  # cut short
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n[]", Permanent, OutcomeUnknown),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", Permanent, OutcomeUnknown),
-        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", Permanent, OutcomeUnknown),
-        (b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", Permanent, OutcomeUnknown),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: -4\r\n\r\n", Permanent, OutcomeUnknown),
-        (b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (MAX_BODY_BYTES + 1), Retryable, OutcomeUnknown),
+        (b"", DriverRetryable, DriverOutcomeUnknown),  # taken or not, the connection is gone
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n[]", DriverPermanent, DriverOutcomeUnknown),  # cut short
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n[]", DriverPermanent, DriverOutcomeUnknown),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", DriverPermanent, DriverOutcomeUnknown),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", DriverPermanent, DriverOutcomeUnknown),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", DriverPermanent, DriverOutcomeUnknown),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -4\r\n\r\n", DriverPermanent, DriverOutcomeUnknown),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (MAX_BODY_BYTES + 1), DriverRetryable, DriverOutcomeUnknown),
     ],
 )
 async def test_an_answer_that_is_none(answer: bytes, read: type[DriverError], setter: type[DriverError]) -> None:
@@ -75,9 +75,9 @@ async def test_an_answer_that_is_none(answer: bytes, read: type[DriverError], se
 
 async def test_a_setter_that_could_not_be_sent_has_done_nothing() -> None:
     async with session("127.0.0.1:1") as http:
-        async with refusal(Retryable, "the connection failed"):
+        async with refusal(DriverRetryable, "the connection failed"):
             await http.ask("POST", "/x", is_setter=True)
-    async with refusal(Retryable, "the session is closed"):
+    async with refusal(DriverRetryable, "the session is closed"):
         await http.ask("POST", "/x", is_setter=True)
 
 
@@ -86,9 +86,9 @@ async def test_silence_is_bounded_in_time() -> None:
     async with silent:
         host, port = silent.sockets[0].getsockname()[:2]
         async with session(f"{host}:{port}", limit_s=0.05) as http:
-            async with refusal(Retryable, "no answer within 0.05 s"):
+            async with refusal(DriverRetryable, "no answer within 0.05 s"):
                 await http.ask("GET", "/x")
-            async with refusal(OutcomeUnknown, "no answer within 0.05 s"):
+            async with refusal(DriverOutcomeUnknown, "no answer within 0.05 s"):
                 await http.ask("POST", "/x", is_setter=True)
 
 
@@ -97,22 +97,22 @@ async def test_silence_is_bounded_in_time() -> None:
     [
         (200, None, None),
         (204, None, None),
-        (302, Permanent, Permanent),
-        (400, Permanent, Permanent),
-        (401, Permanent, Permanent),
-        (403, Permanent, Permanent),
-        (404, Permanent, Permanent),
-        (408, Retryable, OutcomeUnknown),
-        (409, Permanent, Permanent),
-        (429, Retryable, Retryable),
-        (500, Retryable, OutcomeUnknown),
-        (501, Permanent, Permanent),
-        (503, Retryable, OutcomeUnknown),
-        (999, Retryable, OutcomeUnknown),
+        (302, DriverPermanent, DriverPermanent),
+        (400, DriverPermanent, DriverPermanent),
+        (401, DriverPermanent, DriverPermanent),
+        (403, DriverPermanent, DriverPermanent),
+        (404, DriverPermanent, DriverPermanent),
+        (408, DriverRetryable, DriverOutcomeUnknown),
+        (409, DriverPermanent, DriverPermanent),
+        (429, DriverRetryable, DriverRetryable),
+        (500, DriverRetryable, DriverOutcomeUnknown),
+        (501, DriverPermanent, DriverPermanent),
+        (503, DriverRetryable, DriverOutcomeUnknown),
+        (999, DriverRetryable, DriverOutcomeUnknown),
     ],
 )
 def test_what_a_status_means(status: int, read: type[DriverError] | None, setter: type[DriverError] | None) -> None:
-    answer = Answer(status, {"Location": "http://elsewhere/", "Retry-After": "7"}, b"no \x1b[31m way")
+    answer = DeviceResponse(status, {"Location": "http://elsewhere/", "Retry-After": "7"}, b"no \x1b[31m way")
     for is_setter, kind in ((False, read), (True, setter)):
         if kind is None:
             check_status(answer, "GET /x", is_setter)
@@ -121,7 +121,7 @@ def test_what_a_status_means(status: int, read: type[DriverError] | None, setter
             check_status(answer, "GET /x", is_setter)
         assert type(raised.value) is kind
         assert "\x1b" not in str(raised.value)
-        if isinstance(raised.value, Retryable):
+        if isinstance(raised.value, DriverRetryable):
             assert raised.value.after_s == 7.0
 
 
@@ -131,7 +131,7 @@ async def test_redirects_are_not_followed() -> None:
         async with server(moved) as address:
             for name in ("restconf", "calient_rest"):
                 driver = make_driver(name, "ocs1", {"address": address, "user": "u", "password": "secret"})
-                async with refusal(Permanent, "redirects to", target, "not followed"):
+                async with refusal(DriverPermanent, "redirects to", target, "not followed"):
                     await driver.cross_connects()
                 await driver.close()
 
@@ -150,6 +150,6 @@ def test_bytes_are_json_or_a_value_error(body: bytes) -> None:
 
 @given(body=st.binary(max_size=60), status=st.integers(100, 999))
 def test_words_can_be_shown(body: bytes, status: int) -> None:
-    shown = Answer(status, {}, body).words
+    shown = DeviceResponse(status, {}, body).words
     assert shown.isprintable()
     assert len(shown) < 400

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.model import BootBehaviour
 from tests.ocs_drivers.emulated import EmulatedConformance
 
@@ -27,7 +27,7 @@ class TestNetconfOld(EmulatedConformance):
     driver = "netconf"
     protocol = "netconf"
     options: ClassVar[dict[str, Any]] = {**LOGIN, "power": True}
-    panel: ClassVar[Panel] = Panel(reconfiguration_s=0.002, boot=BootBehaviour.RESTORE)
+    panel: ClassVar[DevicePanel] = DevicePanel(reconfiguration_s=0.002, boot=BootBehaviour.RESTORE)
     quirks: ClassVar[dict[str, Any]] = {"revision": "2016-04-22", "base": "1.0", "one_session": True, "power": True}
 
 

@@ -20,15 +20,15 @@ from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import carry_out, connected, refusal
 from ocs_drivers.emulators import netconf_text as text
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.netconf import NetconfEmulator
-from ocs_drivers.errors import InvalidOptions, Permanent, Retryable
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Action, BootBehaviour, Change, CrossConnect, PortState, PortStatus
+from ocs_drivers.errors import DriverPermanent, DriverRetryable, InvalidOptions
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import Action, BootBehaviour, CircuitChange, CrossConnect, PortState, PortStatus
 from ocs_drivers.registry import make_driver
 
 NS = 'xmlns="http://www.polatis.com/yang/optical-switch"'
-FAST = Panel(8, 8, reconfiguration_s=0.002)
+FAST = DevicePanel(8, 8, reconfiguration_s=0.002)
 PATIENCE = {"command_timeout_s": 60.0}
 
 
@@ -223,7 +223,7 @@ async def test_another_client_that_holds_the_lock_is_waited_for() -> None:
 
 
 async def test_facts_of_a_switch() -> None:
-    emulator = NetconfEmulator(Panel(24, 24, boot=BootBehaviour.RESTORE))
+    emulator = NetconfEmulator(DevicePanel(24, 24, boot=BootBehaviour.RESTORE))
 
     async def use(address: str) -> None:
         driver = driver_for(emulator, address)
@@ -238,7 +238,7 @@ async def test_facts_of_a_switch() -> None:
 
 @pytest.mark.parametrize("quirks", [{}, {"candidate": True}, {"revision": "2016-04-22", "base": "1.0"}])
 async def test_320_ports_are_one_edit(quirks: dict[str, Any]) -> None:
-    emulator = NetconfEmulator(Panel(320, 320, reconfiguration_s=0.002), **quirks)
+    emulator = NetconfEmulator(DevicePanel(320, 320, reconfiguration_s=0.002), **quirks)
     pairs = tuple(CrossConnect(port, 641 - port) for port in range(1, 321))
 
     async def use(address: str) -> None:
@@ -259,8 +259,8 @@ async def test_a_part_that_the_device_refuses_is_told_in_its_words() -> None:
 
     async def use(address: str) -> None:
         driver = driver_for(emulator, address)
-        diff = await driver.plan(Change((CrossConnect(1, 9), CrossConnect(2, 10))))
-        emulator.device.inject(Fault(FaultKind.PARTIAL_COMMIT, items=1))
+        diff = await driver.plan(CircuitChange((CrossConnect(1, 9), CrossConnect(2, 10))))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
         result = await driver.commit(diff, diff.revision)
         assert [item.done for item in result.items] == [True, False]
         assert "operation-failed: MIRROR DRIVER ERROR AFTER 1 OF 2" in result.items[1].detail
@@ -276,7 +276,7 @@ async def test_a_second_session_is_refused_where_there_is_one_only() -> None:
     async def use(address: str) -> None:
         one, other = driver_for(emulator, address), driver_for(emulator, address)
         await one.cross_connects()
-        async with refusal(Retryable, "ocs1", "the session broke"):
+        async with refusal(DriverRetryable, "ocs1", "the session broke"):
             await other.cross_connects()
         await one.close()
         assert await connected(other) == frozenset()
@@ -292,8 +292,8 @@ async def test_threads_end_with_their_sessions() -> None:
 
     async def use(address: str) -> None:
         driver = driver_for(emulator, address)
-        diff = await driver.plan(Change((CrossConnect(1, 9),)))
-        emulator.device.inject(Fault(FaultKind.SLOW_ANSWER, delay_s=86400.0))
+        diff = await driver.plan(CircuitChange((CrossConnect(1, 9),)))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=86400.0))
         commit = asyncio.ensure_future(driver.commit(diff, diff.revision))
         await asyncio.wait_for(emulator.device.holding_back.wait(), 60)
         left = [thread for thread in threading.enumerate() if thread.name.startswith("netconf-127.0.0.1")]
@@ -313,7 +313,7 @@ async def test_the_revision_may_be_told_by_the_user_alone() -> None:
 
     async def use(address: str) -> None:
         driver = driver_for(emulator, address)
-        async with refusal(Permanent, "revision", yang.NAMESPACE):
+        async with refusal(DriverPermanent, "revision", yang.NAMESPACE):
             await driver.facts()
         await driver.close()
         driver = driver_for(emulator, address, revision="2018-03-22")
@@ -339,7 +339,7 @@ async def test_a_device_proves_who_it_is(tmp_path: Path) -> None:
             await driver.close()
         for wrong in ({"host_key": other.host_key}, {"host_key": "", "known_hosts": str(strange)}):
             driver = driver_for(emulator, address, **wrong)
-            async with refusal(Permanent, "ocs1", "Unknown host key"):
+            async with refusal(DriverPermanent, "ocs1", "Unknown host key"):
                 await driver.cross_connects()
             await driver.close()
         assert emulator.device.setters == []
@@ -354,7 +354,7 @@ async def test_a_key_opens_what_a_password_does_not(tmp_path: Path) -> None:
 
     async def use(address: str) -> None:
         driver = driver_for(emulator, address, password="wrong")
-        async with refusal(Permanent, "not let in"):
+        async with refusal(DriverPermanent, "not let in"):
             await driver.cross_connects()
         await driver.close()
         driver = driver_for(emulator, address, password="", key_file=str(tmp_path / "key"))
@@ -368,7 +368,7 @@ async def test_a_switch_that_is_not_there_is_retryable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     driver = make_driver("netconf", "ocs1", {"address": f"127.0.0.1:{port}", "password": "x", **PATIENCE})
-    async with refusal(Retryable, "ocs1", "Connection refused"):
+    async with refusal(DriverRetryable, "ocs1", "Connection refused"):
         await driver.facts()
     await driver.close()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers import restconf_json as parse
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import BootBehaviour, Connectivity, CrossConnect, PortState, PortStatus
 
 PARSERS = (
@@ -87,7 +87,7 @@ def test_the_model_name_tells_the_sides(text: str, ingress: range, egress: range
 
 @pytest.mark.parametrize(("model", "size"), [("I-OST-LU1", None), ("8x8", None), ("16x16", "8x8"), ("0x32", None)])
 def test_where_it_does_not_the_user_must(model: str, size: str | None) -> None:
-    with pytest.raises(Permanent, match="set option size"):
+    with pytest.raises(DriverPermanent, match="set option size"):
         yang.sides(model, range(1, 33), size)
 
 

@@ -10,15 +10,15 @@ from emulated import EmulatedConformance
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import carry_out, connected, refusal
-from ocs_drivers.emulators.base import Panel
-from ocs_drivers.emulators.http import Reply
+from ocs_drivers.emulators.base import DevicePanel
+from ocs_drivers.emulators.http import EmulatedReply
 from ocs_drivers.emulators.restconf import RestconfEmulator
-from ocs_drivers.errors import InvalidOptions, Permanent, Retryable
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import BootBehaviour, Change, ChangeMode, CrossConnect
+from ocs_drivers.errors import DriverPermanent, DriverRetryable, InvalidOptions
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import BootBehaviour, ChangeMode, CircuitChange, CrossConnect
 from ocs_drivers.registry import make_driver
 
-PANEL = Panel(16, 16, reconfiguration_s=0.001)
+PANEL = DevicePanel(16, 16, reconfiguration_s=0.001)
 ONE, TWO = CrossConnect(1, 17), CrossConnect(2, 18)
 
 
@@ -27,7 +27,7 @@ class TestRestconf(EmulatedConformance):
 
     driver = "restconf"
     protocol = "restconf"
-    panel = Panel(reconfiguration_s=0.002, jitter_s=0.003, boot=BootBehaviour.RESTORE)
+    panel = DevicePanel(reconfiguration_s=0.002, jitter_s=0.003, boot=BootBehaviour.RESTORE)
     options: ClassVar[dict[str, Any]] = {"reconfiguration_s": 0.006}
     quirks: ClassVar[dict[str, Any]] = {"lists_late": True, "chunked": True}
 
@@ -55,7 +55,7 @@ class TestRestconfOld(EmulatedConformance):
 
 @asynccontextmanager
 async def switch(
-    quirks: dict[str, Any] | None = None, panel: Panel = PANEL, **options: Any
+    quirks: dict[str, Any] | None = None, panel: DevicePanel = PANEL, **options: Any
 ) -> AsyncIterator[tuple[OcsDriver, RestconfEmulator, str]]:
     emulator = RestconfEmulator(panel, **(quirks or {}))
     address = await emulator.start()
@@ -78,7 +78,7 @@ async def switch(
 async def test_requests_for_320_ports(
     options: dict[str, Any], quirks: dict[str, Any], first: list[str], then: list[str]
 ) -> None:
-    async with switch(quirks, Panel(160, 160, reconfiguration_s=0.001), **options) as (driver, emulator, _):
+    async with switch(quirks, DevicePanel(160, 160, reconfiguration_s=0.001), **options) as (driver, emulator, _):
         pairs = tuple(CrossConnect(port, 160 + port) for port in range(1, 161))
         assert (await carry_out(driver, pairs)).commands_sent == len(first)
         assert [command.split()[0] for command in emulator.device.setters] == first
@@ -99,10 +99,10 @@ async def test_a_port_that_somebody_took_after_our_reading(way: str, refused: li
     """Refused by the switch itself, but for a plain patch: that one re-routes, as its documentation says."""
     theirs = CrossConnect(2, 20)
     async with switch(change_with=way) as (driver, emulator, _):
-        diff = await driver.plan(Change((ONE, TWO)))
+        diff = await driver.plan(CircuitChange((ONE, TWO)))
         answer, times = emulator._dispatch, []
 
-        async def dispatch(method: str, path: str, body: bytes) -> Reply:
+        async def dispatch(method: str, path: str, body: bytes) -> EmulatedReply:
             if method == "GET" and path.endswith("cross-connects"):
                 times.append(path)
                 reply = await answer(method, path, body)
@@ -119,34 +119,34 @@ async def test_a_port_that_somebody_took_after_our_reading(way: str, refused: li
 
 
 async def test_facts_are_read_from_the_model() -> None:
-    async with switch(panel=Panel(8, 24, boot=BootBehaviour.RESTORE)) as (driver, _, _address):
+    async with switch(panel=DevicePanel(8, 24, boot=BootBehaviour.RESTORE)) as (driver, _, _address):
         facts = await driver.facts()
         assert (facts.vendor, facts.model, facts.serial) == ("Polatis", "I-OST-8x24-LU1-DMHNS", "002414")
         assert (facts.ingress_ports, facts.egress_ports) == (range(1, 9), range(9, 33))
         assert facts.boot is BootBehaviour.RESTORE
     async with switch(size="8x8") as (driver, _, _address):
-        async with refusal(Permanent, "option size", "ports 1..16", "32 ports from 1 to 32"):
+        async with refusal(DriverPermanent, "option size", "ports 1..16", "32 ports from 1 to 32"):
             await driver.facts()
 
 
 async def test_refusals_are_told_in_the_switchs_words() -> None:
     async with switch() as (driver, emulator, _):
-        diff = await driver.plan(Change((ONE, TWO)))
-        emulator.device.inject(Fault(FaultKind.FAIL_PORT, 18))
+        diff = await driver.plan(CircuitChange((ONE, TWO)))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 18))
         result = await driver.commit(diff, diff.revision)
         assert "resource-denied: PORT 18 FAILED" in result.items[1].detail
     async with switch({"user": "admin", "password": "root"}, user="admin", password="guess") as (driver, _, _address):
-        async with refusal(Permanent, "user and password") as refused:
+        async with refusal(DriverPermanent, "user and password") as refused:
             await driver.ports()
         assert "guess" not in str(refused[0])
     async with switch(root="/restconf") as (driver, _, _address):
-        async with refusal(Permanent, "option root"):
+        async with refusal(DriverPermanent, "option root"):
             await driver.facts()
 
 
 async def test_nobody_there_is_retryable_and_nothing_was_sent() -> None:
     driver = make_driver("restconf", "ocs1", {"address": "127.0.0.1:1"})
-    async with refusal(Retryable, "ocs1", "the connection failed"):
+    async with refusal(DriverRetryable, "ocs1", "the connection failed"):
         await driver.cross_connects()
 
 

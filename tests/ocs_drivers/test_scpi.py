@@ -6,15 +6,15 @@ from typing import Any, ClassVar
 import pytest
 
 from ocs_drivers.conformance import carry_out, connected
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.scpi import polatis
 from ocs_drivers.errors import InvalidOptions
-from ocs_drivers.faults import FaultKind
+from ocs_drivers.faults import DeviceFaultKind
 from ocs_drivers.model import BootBehaviour, CrossConnect
 from ocs_drivers.registry import make_driver
 from tests.ocs_drivers.emulated import EmulatedConformance
 
-FAST = Panel(reconfiguration_s=0.002)
+FAST = DevicePanel(reconfiguration_s=0.002)
 
 
 class TestScpi(EmulatedConformance):
@@ -37,16 +37,18 @@ class TestScpiDicon(EmulatedConformance):
         "boot": "restore",
         "reconfiguration_s": 0.006,
     }
-    panel: ClassVar[Panel] = Panel(reconfiguration_s=0.002, jitter_s=0.004, boot=BootBehaviour.RESTORE, seed=7)
+    panel: ClassVar[DevicePanel] = DevicePanel(
+        reconfiguration_s=0.002, jitter_s=0.004, boot=BootBehaviour.RESTORE, seed=7
+    )
     quirks: ClassVar[dict[str, Any]] = {"one_session": True, "longest_line_chars": 2000, "lists_at_once": True}
     cannot_inject = MappingProxyType(
-        {FaultKind.STICK_MIRROR: "this switch lists a connection as it is commanded, wherever the mirrors are"}
+        {DeviceFaultKind.STICK_MIRROR: "this switch lists a connection as it is commanded, wherever the mirrors are"}
     )
 
 
 async def test_a_whole_device_is_one_line_however_long() -> None:
     ports = 160
-    emulator = polatis(Panel(ports, ports, reconfiguration_s=0.002))
+    emulator = polatis(DevicePanel(ports, ports, reconfiguration_s=0.002))
     driver = make_driver("scpi", "ocs1", {"address": await emulator.start()})
     pairs = tuple(CrossConnect(port, 2 * ports + 1 - port) for port in range(1, ports + 1))
     result = await carry_out(driver, pairs)
@@ -62,7 +64,7 @@ async def test_a_whole_device_is_one_line_however_long() -> None:
 
 
 async def test_an_input_buffer_that_is_too_short_is_told_and_can_be_configured() -> None:
-    emulator = polatis(Panel(64, 64, reconfiguration_s=0.002), longest_line_chars=100)
+    emulator = polatis(DevicePanel(64, 64, reconfiguration_s=0.002), longest_line_chars=100)
     address = await emulator.start()
     pairs = tuple(CrossConnect(port, port + 64) for port in range(1, 65))
     driver = make_driver("scpi", "ocs1", {"address": address, "port_states": False})

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ocs_drivers.conformance import carry_out, connected, refusal
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.scpi import ScpiEmulator, dicon, polatis
-from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.model import Change, ChangeMode, Circuit, CircuitState, CrossConnect, PortStatus
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
+from ocs_drivers.model import ChangeMode, CircuitChange, CircuitState, CrossConnect, DeviceCircuit, PortStatus
 from ocs_drivers.registry import make_driver
 from ocs_drivers.scpi import ScpiSwitch, ScpiWire
 from orchestrrl.core.clock import VirtualClock
@@ -83,7 +83,7 @@ async def client_of(emulator: ScpiEmulator) -> AsyncIterator[Client]:
 
 
 async def test_the_emulator_answers_as_it_is_documented() -> None:
-    async with client_of(polatis(Panel(16, 16, reconfiguration_s=0.0))) as client:
+    async with client_of(polatis(DevicePanel(16, 16, reconfiguration_s=0.0))) as client:
         for command, answer in DOCUMENTED:
             await client.say(command)
             if answer is not None:
@@ -112,7 +112,7 @@ def test_the_lines_are_those_of_the_tables() -> None:
 
 async def test_headers_are_those_of_scpi() -> None:
     """Either form, any case, relative to the header before; what is neither is an error and ends the line."""
-    async with client_of(polatis(Panel(4, 4, reconfiguration_s=0.0))) as client:
+    async with client_of(polatis(DevicePanel(4, 4, reconfiguration_s=0.0))) as client:
         await client.say(
             "*IDN?",
             ":OXC:SWITch:SIZE?",
@@ -132,7 +132,7 @@ async def test_headers_are_those_of_scpi() -> None:
 
 
 async def test_the_error_queue_of_a_dicon_holds_8() -> None:
-    async with client_of(dicon(Panel(4, 4))) as client:
+    async with client_of(dicon(DevicePanel(4, 4))) as client:
         await client.say(*["nonsense"] * 12, *["SYSTem:ERRor?"] * 9)
         errors = [await client.hear() for _ in range(9)]
         assert errors[:7] == ['-113,"Undefined header;nonsense"\r\n'] * 7
@@ -153,14 +153,14 @@ async def test_the_error_queue_of_a_dicon_holds_8() -> None:
     ],
 )
 async def test_what_is_wrong_takes_nothing_and_is_in_the_queue(command: str, error: str) -> None:
-    async with client_of(polatis(Panel(4, 4, reconfiguration_s=0.0))) as client:
+    async with client_of(polatis(DevicePanel(4, 4, reconfiguration_s=0.0))) as client:
         await client.say(command, ":syst:err?", ":oxc:swit:conn:stat?")
         assert await client.hear() == f"{error}\n"
         assert await client.hear() == "(@),(@)\n"
 
 
 async def test_a_second_session_is_refused_until_the_first_is_over() -> None:
-    async with client_of(polatis(Panel(4, 4), one_session=True)) as client:
+    async with client_of(polatis(DevicePanel(4, 4), one_session=True)) as client:
         await client.say("*opc?")
         assert await client.hear() == "1\n"
         address = client.peer
@@ -174,7 +174,7 @@ async def test_a_second_session_is_refused_until_the_first_is_over() -> None:
 
 
 async def test_answers_to_one_line_can_come_apart() -> None:
-    async with client_of(polatis(Panel(4, 4), answers_apart=True, crlf=True)) as client:
+    async with client_of(polatis(DevicePanel(4, 4), answers_apart=True, crlf=True)) as client:
         await client.say(":oxc:swit:size?;*opc?")
         assert [await client.hear(), await client.hear()] == ["4,4\r\n", "1\r\n"]
 
@@ -268,7 +268,7 @@ async def test_the_driver_speaks_as_it_is_documented(end: bytes, piece_bytes: in
         assert [state.status for state in await wire.read_ports()] == states
         assert await wire.read_circuits() == []
         await wire.add(pairs)
-        circuits = [*(Circuit(pair) for pair in pairs[:2]), Circuit(pairs[2], CircuitState.FAILED)]
+        circuits = [*(DeviceCircuit(pair) for pair in pairs[:2]), DeviceCircuit(pairs[2], CircuitState.FAILED)]
         assert await wire.read_circuits() == circuits
         await wire.remove(pairs[:1])
     assert peer.script == []
@@ -295,16 +295,18 @@ async def test_until_the_stated_time_has_passed_a_listed_connection_may_still_mo
     async with wire_to(peer, clock=clock, reconfiguration_s=0.025) as wire:
         await wire.add([ONE])
         await clock.advance(0.024)
-        assert await wire.read_circuits() == [Circuit(ONE, CircuitState.TUNING)]
+        assert await wire.read_circuits() == [DeviceCircuit(ONE, CircuitState.TUNING)]
         await clock.advance(0.001)
-        assert await wire.read_circuits() == [Circuit(ONE, CircuitState.TUNED)]
+        assert await wire.read_circuits() == [DeviceCircuit(ONE, CircuitState.TUNED)]
 
 
 async def test_errors_are_told_in_the_words_of_the_device() -> None:
     errors = (b'-222,"Data out of range;99"\n', b'-200,"Mirror 3"\r\n', b'-350,"Queue overflow"\n')
     peer = Peer(commanded(":oxc:swit:conn:add (@1),(@17)", *errors))
     async with wire_to(peer) as wire:
-        async with refusal(Permanent, "-222 Data out of range;99; -200 Mirror 3; -350 Queue overflow", ":add (@1)"):
+        async with refusal(
+            DriverPermanent, "-222 Data out of range;99; -200 Mirror 3; -350 Queue overflow", ":add (@1)"
+        ):
             await wire.add([ONE])
 
 
@@ -315,7 +317,7 @@ async def test_an_error_queue_without_an_end_is_not_read_forever(profile: str, q
     begin = [("*cls", b""), (":oxc:swit:conn:add (@1),(@17)", b"")]
     peer = Peer([*begin, *[(query, b'-310,"System error"\n')] * (queue + 2)])
     async with wire_to(peer, profile=profile) as wire:
-        async with refusal(OutcomeUnknown, "no end", "-310 System error"):
+        async with refusal(DriverOutcomeUnknown, "no end", "-310 System error"):
             await wire.add([ONE])
     assert len(peer.script) <= 1
 
@@ -323,14 +325,14 @@ async def test_an_error_queue_without_an_end_is_not_read_forever(profile: str, q
 async def test_a_query_that_is_not_known_is_told_with_the_reason() -> None:
     """SCPI answers it with silence; the reason is in the error queue."""
     clock = VirtualClock()
-    emulator = polatis(Panel(4, 4), unknown=["OXC:SWITch:PORT:STATe?"])
+    emulator = polatis(DevicePanel(4, 4), unknown=["OXC:SWITch:PORT:STATe?"])
     address = await emulator.start()
     driver = ScpiSwitch("ocs1", address=address, clock=clock)
     ports = asyncio.ensure_future(driver.ports())
     while not emulator.errors:
         await asyncio.sleep(0.001)
     await clock.advance(2.5)
-    async with refusal(Permanent, "ocs1", ":oxc:swit:port:stat? (@1,2", "-113 Undefined header"):
+    async with refusal(DriverPermanent, "ocs1", ":oxc:swit:port:stat? (@1,2", "-113 Undefined header"):
         await ports
     await driver.close()
     told = ScpiSwitch("ocs1", address=address, clock=clock, port_states=False)
@@ -348,7 +350,7 @@ async def test_a_device_that_says_nothing_at_all_is_given_up() -> None:
             while len(peer.script) > left:
                 await asyncio.sleep(0.001)
             await clock.advance(2.6)
-        async with refusal(Retryable, "ocs1", "no answer within 5 s"):
+        async with refusal(DriverRetryable, "ocs1", "no answer within 5 s"):
             await facts
     assert peer.sessions == 2
 
@@ -356,16 +358,16 @@ async def test_a_device_that_says_nothing_at_all_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        (b"Welcome\n", Permanent, ("vendor,model,serial,software", "Welcome")),
-        (b"\n", Permanent, ("vendor,model,serial,software",)),
-        (b"\xff\xfb\x01\n", Retryable, ("not text", "\\xff\\xfb\\x01")),
-        (b"Polatis,half a li", Retryable, ("closed the connection", "Polatis,half a li")),
-        (b"x" * ((1 << 20) + 70_000), Retryable, ("longer than 1048576 bytes", "xxx")),
+        (b"Welcome\n", DriverPermanent, ("vendor,model,serial,software", "Welcome")),
+        (b"\n", DriverPermanent, ("vendor,model,serial,software",)),
+        (b"\xff\xfb\x01\n", DriverRetryable, ("not text", "\\xff\\xfb\\x01")),
+        (b"Polatis,half a li", DriverRetryable, ("closed the connection", "Polatis,half a li")),
+        (b"x" * ((1 << 20) + 70_000), DriverRetryable, ("longer than 1048576 bytes", "xxx")),
     ],
     ids=["words", "nothing", "bytes", "broken off", "endless"],
 )
 async def test_an_answer_that_makes_no_sense_is_a_typed_error(
-    answer: bytes, kind: type[Permanent | Retryable], words: tuple[str, ...]
+    answer: bytes, kind: type[DriverPermanent | DriverRetryable], words: tuple[str, ...]
 ) -> None:
     class Rude(Peer):
         async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -382,7 +384,7 @@ async def test_an_answer_that_makes_no_sense_is_a_typed_error(
         async with refusal(kind):
             await driver.facts()
     # Not one more question on a session that is out of step.
-    assert peer.sessions == (2 if kind is Permanent else 4)
+    assert peer.sessions == (2 if kind is DriverPermanent else 4)
 
 
 @pytest.mark.parametrize(
@@ -399,9 +401,9 @@ async def test_an_answer_that_makes_no_sense_is_a_typed_error(
 )
 async def test_lists_that_make_no_sense_are_not_believed(question: str, answer: bytes, words: str) -> None:
     async with wire_to(Peer([(question, answer)])) as wire:
-        async with refusal(Permanent, words, question):
+        async with refusal(DriverPermanent, words, question):
             await (wire.read_circuits() if "conn" in question else wire.read_ports())
-        async with refusal(Retryable, "closed"):
+        async with refusal(DriverRetryable, "closed"):
             await wire.read_circuits()
 
 
@@ -409,7 +411,7 @@ async def test_lists_that_make_no_sense_are_not_believed(question: str, answer: 
 async def test_states_of_other_ports_are_not_believed(letters: bytes) -> None:
     script = [(":oxc:swit:size?", b"1,1\n"), (":oxc:swit:port:stat? (@1,2)", letters)]
     async with wire_to(Peer(script)) as wire:
-        async with refusal(Permanent, "port:stat? (@1,2)"):
+        async with refusal(DriverPermanent, "port:stat? (@1,2)"):
             await wire.read_ports()
 
 
@@ -423,7 +425,7 @@ async def test_a_setter_whose_errors_cannot_be_read_is_unknown_not_done() -> Non
                 while len(peer.script) > 1:
                     await asyncio.sleep(0)
                 peer.hang_up()
-            async with refusal(OutcomeUnknown, "conn:sub (@1),(@17)"):
+            async with refusal(DriverOutcomeUnknown, "conn:sub (@1),(@17)"):
                 await remove
 
 
@@ -437,18 +439,18 @@ async def test_the_wire_itself_refuses_an_empty_list() -> None:
 
 async def test_nobody_at_the_address_is_retryable() -> None:
     driver = make_driver("scpi", "ocs1", {"address": "127.0.0.1:1"})
-    async with refusal(Retryable, "ocs1", "127.0.0.1:1"):
+    async with refusal(DriverRetryable, "ocs1", "127.0.0.1:1"):
         await driver.facts()
     await driver.close()
 
 
 async def test_whatever_is_changed_no_command_can_wipe() -> None:
     """Also where everything else goes: never `only`, `disc:all` or an empty list."""
-    emulator = polatis(Panel(4, 4, reconfiguration_s=0.0))
+    emulator = polatis(DevicePanel(4, 4, reconfiguration_s=0.0))
     driver = make_driver("scpi", "ocs1", {"address": await emulator.start(), "reconfiguration_s": 0.0})
     pairs = tuple(CrossConnect(port, port + 4) for port in range(1, 5))
     await carry_out(driver, pairs)
-    diff = await driver.plan(Change(pairs[:1]), ChangeMode.OVERWRITE)
+    diff = await driver.plan(CircuitChange(pairs[:1]), ChangeMode.OVERWRITE)
     assert (await driver.commit(diff, diff.revision)).done
     assert (await driver.rollback(diff)).done
     await carry_out(driver, disconnect=pairs)

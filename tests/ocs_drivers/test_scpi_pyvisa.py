@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.scpi import ScpiEmulator, dicon, polatis
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 
 pyvisa = pytest.importorskip("pyvisa", reason="pyvisa is not installed: uv sync")
 
@@ -17,7 +17,7 @@ TIMEOUT_MS = 60_000
 
 @pytest.fixture(params=[polatis, dicon], ids=["polatis", "dicon"])
 async def emulator(request: pytest.FixtureRequest) -> AsyncIterator[ScpiEmulator]:
-    emulator: ScpiEmulator = request.param(Panel(16, 16, reconfiguration_s=0.0), one_session=True)
+    emulator: ScpiEmulator = request.param(DevicePanel(16, 16, reconfiguration_s=0.0), one_session=True)
     yield emulator
     await emulator.stop()
 
@@ -44,7 +44,7 @@ def _session(address: str, emulator: ScpiEmulator) -> None:
         switch.write(":oxc:swit:conn:add (@1),(@20)")  # re-routed without a word
         assert switch.query(":oxc:swit:conn:only (@2),(@18); stat?") == "(@2),(@18)"
         assert switch.query("SYSTem:ERRor?") == '0,"No error"'
-        emulator.device.inject(Fault(FaultKind.FAIL_PORT, 17))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 17))
         assert switch.query(":oxc:swit:port:stat? (@1,2,17)") == "(E,E,F)"
         switch.write(":oxc:swit:conn:add (@1),(@17)")
         switch.write("*rst")  # it has none

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ocs_drivers import scpi_text as text
 from ocs_drivers.emulators import scpi as emulated
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.model import Action, BootBehaviour, CrossConnect, PortStatus
-from ocs_drivers.scpi import DIALECTS, Profile, ScpiWire, Setup
+from ocs_drivers.scpi import DIALECTS, ScpiProfile, ScpiSetup, ScpiWire
 
 port_numbers = st.integers(1, 99_999)
 lists_of_ports = st.lists(port_numbers, min_size=1, max_size=40, unique=True)
@@ -76,10 +76,10 @@ def test_states_of_ports_are_read_as_the_emulator_writes_them(states: list[PortS
 
 @given(st.integers(-999, 999), st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters='"')))
 def test_errors_are_read_in_every_way_they_are_written(code: int, words: str) -> None:
-    assert text.read_complaint(f'{code:+d},"{words}"') == text.Complaint(code, words)
-    assert text.read_complaint(f' {code} , "{words}" ') == text.Complaint(code, words)
-    assert text.read_complaint(f"{code},{words}") == text.Complaint(code, words.strip())
-    assert text.read_complaint(str(code)) == text.Complaint(code, "")
+    assert text.read_complaint(f'{code:+d},"{words}"') == text.ErrorQueueEntry(code, words)
+    assert text.read_complaint(f' {code} , "{words}" ') == text.ErrorQueueEntry(code, words)
+    assert text.read_complaint(f"{code},{words}") == text.ErrorQueueEntry(code, words.strip())
+    assert text.read_complaint(str(code)) == text.ErrorQueueEntry(code, "")
 
 
 @given(st.one_of(st.text(), st.text("(@),:0123456789 EDF\"'-;", max_size=40)))
@@ -99,7 +99,7 @@ def test_nothing_that_is_said_gives_another_error_than_a_typed_one(line: str) ->
 @given(st.text(st.characters(min_codepoint=1, max_codepoint=126), max_size=60))
 def test_nothing_that_is_heard_upsets_the_emulator(line: str) -> None:
     async def hear() -> None:
-        emulator = emulated.polatis(Panel(4, 4))
+        emulator = emulated.polatis(DevicePanel(4, 4))
         await emulator.line(line)
         assert await emulator.line("*idn?") == ["Polatis,I-OST-4x4-LU1-DMHNS,002414,6.5.2.18"]
 
@@ -111,7 +111,7 @@ def test_lines_arrive_in_whatever_pieces(ports: list[int], cuts: Sequence[int], 
     """A setter's errors, then an answer: cut anywhere, also within the end of a line, each is read as one."""
     said = f'-222,"Data out of range"{end}0,"No error"{end}{text.port_list(ports)}{end}'.encode()
 
-    async def read() -> tuple[list[text.Complaint], str]:
+    async def read() -> tuple[list[text.ErrorQueueEntry], str]:
         wire = ScpiWire(SETUP, clock=None)  # type: ignore[arg-type]  # it never looks at the time
         reader = asyncio.StreamReader()
         wire._streams = (reader, _Mute())  # type: ignore[assignment]
@@ -129,7 +129,7 @@ def test_lines_arrive_in_whatever_pieces(ports: list[int], cuts: Sequence[int], 
         return heard
 
     complaints, line = asyncio.run(read())
-    assert complaints == [text.Complaint(-222, "Data out of range")]
+    assert complaints == [text.ErrorQueueEntry(-222, "Data out of range")]
     assert text.read_ports(line) == tuple(ports)
 
 
@@ -141,10 +141,10 @@ class _Mute:
     async def drain(self) -> None: ...
 
 
-SETUP = Setup(
+SETUP = ScpiSetup(
     host="192.0.2.7",
     port=5025,
-    dialect=DIALECTS[Profile.POLATIS],
+    dialect=DIALECTS[ScpiProfile.POLATIS],
     reconfiguration_s=0.025,
     boot=BootBehaviour.UNKNOWN,
     ports=None,

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.model import BootBehaviour
 from tests.ocs_drivers.emulated import EmulatedConformance
 
@@ -20,7 +20,7 @@ QUIRKS: dict[str, Any] = {
 }
 BIG = "the plain device shows it, in a fraction of the time"
 # Restarts with its circuits, and no two mirrors take the same time.
-UNEVEN = Panel(reconfiguration_s=0.004, jitter_s=0.004, boot=BootBehaviour.RESTORE, seed=7)
+UNEVEN = DevicePanel(reconfiguration_s=0.004, jitter_s=0.004, boot=BootBehaviour.RESTORE, seed=7)
 
 
 class TestPolatis(EmulatedConformance):

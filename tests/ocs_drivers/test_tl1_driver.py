@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 
 from ocs_drivers.conformance import carry_out
-from ocs_drivers.driver import Limits
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.driver import DriverTimeouts
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.registry import make_emulator
 from ocs_drivers.emulators.tl1 import Tl1Emulator
-from ocs_drivers.errors import InvalidOptions, Permanent, Retryable
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import BootBehaviour, Change, CrossConnect, Event, EventKind
+from ocs_drivers.errors import DriverPermanent, DriverRetryable, InvalidOptions
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import BootBehaviour, CircuitChange, CrossConnect, EventKind, SwitchEvent
 from ocs_drivers.registry import make_driver
 from ocs_drivers.tl1 import Tl1Switch
 
 DIALECTS = ("polatis", "calient", "glimmerglass")
-FAST = Panel(16, 16, reconfiguration_s=0.001)
+FAST = DevicePanel(16, 16, reconfiguration_s=0.001)
 
 
 @asynccontextmanager
 async def emulated(
-    dialect: str, panel: Panel = FAST, quirks: dict[str, Any] | None = None, **options: Any
+    dialect: str, panel: DevicePanel = FAST, quirks: dict[str, Any] | None = None, **options: Any
 ) -> AsyncIterator[tuple[Tl1Emulator, Tl1Switch]]:
     emulator = make_emulator(f"tl1-{dialect}", panel, **(quirks or {}))
     assert isinstance(emulator, Tl1Emulator)
@@ -49,7 +49,7 @@ def pairs_of(dialect: str, count: int, ports: int) -> tuple[CrossConnect, ...]:
 async def test_reports_are_events_where_they_are_watched(dialect: str) -> None:
     async with emulated(dialect, messages="watch") as (emulator, driver):
         assert (await driver.capabilities()).events
-        seen: list[Event] = []
+        seen: list[SwitchEvent] = []
 
         async def listen() -> None:
             async with aclosing(driver.watch()) as events:
@@ -57,7 +57,7 @@ async def test_reports_are_events_where_they_are_watched(dialect: str) -> None:
                     seen.append(event)
                     heard.set()
 
-        async def until(kind: EventKind) -> Event:
+        async def until(kind: EventKind) -> SwitchEvent:
             while not any(event.kind is kind for event in seen):
                 await heard.wait()
                 heard.clear()
@@ -70,11 +70,11 @@ async def test_reports_are_events_where_they_are_watched(dialect: str) -> None:
         (pair,) = pairs_of(dialect, 1, 16)
         await carry_out(driver, (pair,))
         assert (await until(EventKind.CIRCUIT)).cross_connect == pair
-        emulator.device.inject(Fault(FaultKind.FAIL_PORT, 5))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 5))
         event = await until(EventKind.PORT)
         assert event.port == 5
         assert "REPT" in event.text
-        emulator.device.inject(Fault(FaultKind.RESTART))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.RESTART))
         assert "lost" in (await until(EventKind.ALARM)).text  # said, instead of silence
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
@@ -96,13 +96,13 @@ async def test_reports_are_asked_for_or_silenced_only_on_request(dialect: str, m
     async with emulated(dialect) as (emulator, driver):
         await driver.facts()
         assert not any(command.startswith(verb.partition(":")[0]) for command in emulator.commands)
-        with pytest.raises(Permanent, match="no events"):
+        with pytest.raises(DriverPermanent, match="no events"):
             await anext(driver.watch())
 
 
 @pytest.mark.parametrize("dialect", ["polatis", "glimmerglass"])
 async def test_a_whole_switch_is_one_line_and_as_many_as_a_device_takes(dialect: str) -> None:
-    pairs, panel = pairs_of(dialect, 320, 320), Panel(320, 320, reconfiguration_s=0.001)
+    pairs, panel = pairs_of(dialect, 320, 320), DevicePanel(320, 320, reconfiguration_s=0.001)
     length = {"polatis": 2466, "glimmerglass": 3857}[dialect]
     async with emulated(dialect, panel) as (emulator, driver):
         assert (await carry_out(driver, pairs)).done
@@ -123,8 +123,8 @@ async def test_a_whole_switch_is_one_line_and_as_many_as_a_device_takes(dialect:
 async def test_a_second_part_that_fails_leaves_the_first_in_place_and_says_so() -> None:
     pairs = pairs_of("polatis", 16, 16)
     async with emulated("polatis", line_limit=60) as (emulator, driver):
-        diff = await driver.plan(Change(pairs))
-        emulator.device.inject(Fault(FaultKind.FAIL_PORT, 16))
+        diff = await driver.plan(CircuitChange(pairs))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 16))
         result = await driver.commit(diff, diff.revision)
         assert 0 < sum(item.done for item in result.items) < 16
         assert "PORT 16 FAILED" in result.items[-1].detail
@@ -133,10 +133,10 @@ async def test_a_second_part_that_fails_leaves_the_first_in_place_and_says_so() 
 
 @pytest.mark.parametrize("boot", [BootBehaviour.DARK, BootBehaviour.RESTORE])
 async def test_polatis_tells_what_becomes_of_patches_at_a_restart(boot: BootBehaviour) -> None:
-    async with emulated("polatis", Panel(4, 4, reconfiguration_s=0.001, boot=boot)) as (emulator, driver):
+    async with emulated("polatis", DevicePanel(4, 4, reconfiguration_s=0.001, boot=boot)) as (emulator, driver):
         assert (await driver.facts()).boot is boot
         await carry_out(driver, (CrossConnect(1, 5),))
-        emulator.device.inject(Fault(FaultKind.RESTART))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.RESTART))
         assert bool((await driver.cross_connects()).circuits) is (boot is BootBehaviour.RESTORE)
 
 
@@ -146,7 +146,7 @@ async def test_a_device_with_one_session_is_shared_in_turns(monkeypatch: pytest.
         await driver.facts()
         access = driver._wire._access
         other = Tl1Switch("ocs1", address=f"{access.host}:{access.port}")
-        with pytest.raises(Retryable, match="no session left"):
+        with pytest.raises(DriverRetryable, match="no session left"):
             await other.facts()
         await driver.close()
         assert (await other.facts()).ports == 32  # free again
@@ -171,7 +171,7 @@ async def test_the_prompt_is_awaited_before_the_login() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     driver = Tl1Switch("ocs1", address=f"{host}:{port}", dialect="calient", prompt="agent>", command_timeout_s=60.0)
-    with pytest.raises(Retryable, match="the connection broke"):
+    with pytest.raises(DriverRetryable, match="the connection broke"):
         await driver.facts()
     await driver.close()
     server.close()
@@ -229,4 +229,4 @@ def test_every_faulty_quirk_is_named_at_once() -> None:
 
 def test_limits_are_those_that_are_set() -> None:
     driver = Tl1Switch("ocs1", address="192.0.2.7", command_timeout_s=1.5, lock_timeout_s=2, link_timeout_s=3)
-    assert driver._limits == Limits(1.5, 2, None, 3)
+    assert driver._limits == DriverTimeouts(1.5, 2, None, 3)

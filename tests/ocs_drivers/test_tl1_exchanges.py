@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.registry import make_emulator
-from ocs_drivers.errors import DriverError, OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.model import BootBehaviour, Circuit, CircuitState, CrossConnect, PortStatus
+from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
+from ocs_drivers.model import BootBehaviour, CircuitState, CrossConnect, DeviceCircuit, PortStatus
 from ocs_drivers.tl1 import Tl1Switch
-from ocs_drivers.tl1_session import Session, ctags
+from ocs_drivers.tl1_session import Tl1Session, ctags
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference" / "ocs-protocols.md"
 
@@ -82,7 +82,7 @@ def talk(address: str, commands: bytes, ends: int) -> str:
 
 @pytest.mark.parametrize("protocol", TABLES)
 async def test_a_client_that_knows_only_the_table_is_served(protocol: str) -> None:
-    emulator = make_emulator(protocol, Panel(16, 16, reconfiguration_s=0.0))
+    emulator = make_emulator(protocol, DevicePanel(16, 16, reconfiguration_s=0.0))
     address = await emulator.start()
     try:
         table = TABLES[protocol]
@@ -192,7 +192,10 @@ async def test_polatis_word_for_word() -> None:
             BootBehaviour.RESTORE,
         )
         seen = (await driver.cross_connects()).circuits
-        assert seen == (Circuit(CrossConnect(1, 17)), Circuit(CrossConnect(11, 28)))  # whichever side is listed first
+        assert seen == (
+            DeviceCircuit(CrossConnect(1, 17)),
+            DeviceCircuit(CrossConnect(11, 28)),
+        )  # whichever side is listed first
         assert [port.status for port in await driver.ports()] == [
             PortStatus.ENABLED,
             PortStatus.DISABLED,
@@ -257,13 +260,13 @@ async def test_calient_word_for_word() -> None:
         assert [port.status for port in ports[:3]] == [PortStatus.ENABLED, PortStatus.FAILED, PortStatus.DISABLED]
         assert [port.power_dbm for port in ports] == [-12.5, None, None, -3.0]
         assert (await driver.cross_connects()).circuits == (
-            Circuit(CrossConnect(1, 2)),
-            Circuit(CrossConnect(2, 1)),
-            Circuit(CrossConnect(3, 4), CircuitState.TUNING),
+            DeviceCircuit(CrossConnect(1, 2)),
+            DeviceCircuit(CrossConnect(2, 1)),
+            DeviceCircuit(CrossConnect(3, 4), CircuitState.TUNING),
         )
         wire = driver._wire
         del script.received[1:]
-        with pytest.raises(Permanent, match="half of the two-way connection"):
+        with pytest.raises(DriverPermanent, match="half of the two-way connection"):
             await wire.remove([CrossConnect(1, 2)])
         await wire.remove([CrossConnect(3, 4)])
         await wire.add([CrossConnect(1, 4)])
@@ -284,7 +287,7 @@ async def test_calient_what_a_cut_off_change_left_provisioned_is_cleared_away() 
     ):
         await driver.cross_connects()
         script.received.clear()
-        with pytest.raises(Permanent, match="Invalid Connection"):
+        with pytest.raises(DriverPermanent, match="Invalid Connection"):
             await driver._wire.add([CrossConnect(4, 3)])
         assert [command.split(":")[0] for command in script.received] == ["ENT-CRS", "RTRV-CRS", "DLT-CRS", "ENT-CRS"]
         assert script.received[2].endswith('::"old; one";')
@@ -297,7 +300,7 @@ async def test_calient_what_others_have_provisioned_stays() -> None:
     async with scripted(says, dialect="calient") as (script, driver):
         await driver.cross_connects()
         script.received.clear()
-        with pytest.raises(Permanent, match="Invalid Connection"):
+        with pytest.raises(DriverPermanent, match="Invalid Connection"):
             await driver._wire.add([CrossConnect(4, 3)])
         assert [command.split(":")[0] for command in script.received] == ["ENT-CRS", "RTRV-CRS"]
 
@@ -307,7 +310,7 @@ async def test_calient_other_ports_than_before_are_an_error() -> None:
         await driver.facts()
         await driver.close()
         script.answers["RTRV-PORT-SUM"] = str(CALIENT_SAYS["RTRV-PORT-SUM"]) + '\n"1.1.1:ALIAS=NONE"'
-        with pytest.raises(Permanent, match="other ports than before"):
+        with pytest.raises(DriverPermanent, match="other ports than before"):
             await driver.ports()
 
 
@@ -316,7 +319,7 @@ async def test_calient_ports_can_be_pinned() -> None:
         assert (await driver.facts()).ingress_ports == range(1, 3)
         assert [port.power_dbm for port in await driver.ports()] == [-3.0, -12.5]
     async with scripted(CALIENT_SAYS, dialect="calient", port_names=["10.1.1", "7.7.7"]) as (_, driver):
-        with pytest.raises(Permanent, match=r"no ports 7\.7\.7"):
+        with pytest.raises(DriverPermanent, match=r"no ports 7\.7\.7"):
             await driver.facts()
 
 
@@ -348,8 +351,8 @@ async def test_glimmerglass_word_for_word() -> None:
         assert [port.status for port in ports[:2]] == [PortStatus.FAILED, PortStatus.DISABLED]
         assert ports[0].power_dbm == -49.162
         assert (await driver.cross_connects()).circuits == (
-            Circuit(CrossConnect(2, 3), CircuitState.FAILED),
-            Circuit(CrossConnect(4, 4)),
+            DeviceCircuit(CrossConnect(2, 3), CircuitState.FAILED),
+            DeviceCircuit(CrossConnect(4, 4)),
         )
         script.received.clear()
         await driver._wire.add([CrossConnect(1, 2), CrossConnect(2, 1)])
@@ -368,7 +371,7 @@ async def test_already_logged_in_is_a_success(words: str) -> None:
 
 async def test_a_wrong_password_is_permanent_and_not_repeated_to_anybody() -> None:
     async with scripted({"ACT-USER": "DENY PICC wrong password"}, password="s3cr;et") as (script, driver):
-        with pytest.raises(Permanent, match="wrong password") as refused:
+        with pytest.raises(DriverPermanent, match="wrong password") as refused:
             await driver.facts()
         assert "s3cr" not in str(refused.value)
         assert refused.value.command == "ACT-USER::root"
@@ -378,13 +381,13 @@ async def test_a_wrong_password_is_permanent_and_not_repeated_to_anybody() -> No
 @pytest.mark.parametrize(
     ("answer", "is_setter", "kind"),
     [
-        ("!\r\n\nRL <ctag>\r\n<", True, Retryable),
-        ("!\r\n\nNG <ctag>\r\n<", True, Permanent),
-        ("!\r\n\nNA <ctag>\r\n<", True, OutcomeUnknown),
-        ("!\r\n\nNA <ctag>\r\n<", False, Retryable),
-        (None, True, OutcomeUnknown),
-        (None, False, Retryable),
-        ("DENY SROF no", True, Permanent),
+        ("!\r\n\nRL <ctag>\r\n<", True, DriverRetryable),
+        ("!\r\n\nNG <ctag>\r\n<", True, DriverPermanent),
+        ("!\r\n\nNA <ctag>\r\n<", True, DriverOutcomeUnknown),
+        ("!\r\n\nNA <ctag>\r\n<", False, DriverRetryable),
+        (None, True, DriverOutcomeUnknown),
+        (None, False, DriverRetryable),
+        ("DENY SROF no", True, DriverPermanent),
     ],
 )
 async def test_how_each_bad_end_is_told(answer: str | None, is_setter: bool, kind: type[DriverError]) -> None:
@@ -418,7 +421,7 @@ async def test_a_late_reply_is_not_taken_for_another() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    session = await Session.connect(host, port, ctags(), lambda report: None, lambda: None)
+    session = await Tl1Session.connect(host, port, ctags(), lambda report: None, lambda: None)
     abandoned = asyncio.create_task(session.ask("RTRV-PATCH:::<ctag>:;"))
     await first_is_sent.wait()
     abandoned.cancel()

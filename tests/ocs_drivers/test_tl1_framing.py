@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ocs_drivers.tl1_framing import Acknowledgement, Framer, Message, Reply, Report, fields, quote
+from ocs_drivers.tl1_framing import Acknowledgement, Message, Tl1Framer, Tl1Reply, Tl1Report, fields, quote
 
 HEADER = "   Polatis 26-11-22 02:30:00"
 
@@ -46,7 +46,7 @@ def replies(draw: st.DrawFn, ctag: int) -> Told:
     body = [code] if is_refusal else [quoted(line) for line in lines]
     completion = "DENY" if is_refusal else "COMPLD"
     first = f"M  {ctag} {completion}"
-    return Told(draw(rendered(first, body, comment)), Reply(str(ctag), completion, tuple(lines), code, comment))
+    return Told(draw(rendered(first, body, comment)), Tl1Reply(str(ctag), completion, tuple(lines), code, comment))
 
 
 @st.composite
@@ -58,7 +58,7 @@ def reports(draw: st.DrawFn, tag: int) -> Told:
     body = [quoted(line) for line in lines]
     return Told(
         draw(rendered(f"{severity}  {tag} {verb}", body, comment)),
-        Report(severity, str(tag), verb, tuple(lines), comment),
+        Tl1Report(severity, str(tag), verb, tuple(lines), comment),
     )
 
 
@@ -107,7 +107,7 @@ def test_whatever_is_said_is_read_the_same_however_it_is_cut(
     said: tuple[bytes, list[Message]], cuts: list[int]
 ) -> None:
     stream, expected = said
-    framer, read = Framer(), []
+    framer, read = Tl1Framer(), []
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     for start, end in itertools.pairwise(places):
         read += framer.feed(stream[start:end])
@@ -117,14 +117,14 @@ def test_whatever_is_said_is_read_the_same_however_it_is_cut(
 @given(conversations())
 def test_byte_by_byte_is_no_different(said: tuple[bytes, list[Message]]) -> None:
     stream, expected = said
-    framer = Framer()
+    framer = Tl1Framer()
     assert [message for byte in stream for message in framer.feed(bytes((byte,)))] == expected
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=4))
 def test_no_garbage_brings_it_down_nor_depends_on_the_cut(garbage: bytes, cuts: list[int]) -> None:
-    whole = Framer().feed(garbage)
-    framer, read = Framer(), []
+    whole = Tl1Framer().feed(garbage)
+    framer, read = Tl1Framer(), []
     places = sorted({0, len(garbage), *(cut for cut in cuts if cut < len(garbage))})
     for start, end in itertools.pairwise(places):
         read += framer.feed(garbage[start:end])
@@ -137,9 +137,9 @@ def test_a_report_between_two_parts_of_a_reply() -> None:
         b'\r\n\n   OXC 26-11-22 02:30:00\r\n*C  12 REPT ALM CRS\r\n   "2,18:CR,LOS"\r\n;'
         b'\r\n\n   OXC 26-11-22 02:30:00\r\nM  7 COMPLD\r\n   "3,19"\r\n;'
     )
-    assert Framer().feed(stream) == [
-        Report("*C", "12", "REPT ALM CRS", ("2,18:CR,LOS",)),
-        Reply("7", "COMPLD", ("1,17", "3,19")),
+    assert Tl1Framer().feed(stream) == [
+        Tl1Report("*C", "12", "REPT ALM CRS", ("2,18:CR,LOS",)),
+        Tl1Reply("7", "COMPLD", ("1,17", "3,19")),
     ]
 
 
@@ -147,21 +147,21 @@ def test_a_comment_may_go_over_lines_that_look_like_ends() -> None:
     stream = (
         b'\r\n   OXC 26-11-22 02:30:00\r\nM  1 COMPLD\r\n   /* NOTICE private\r\n; go away\r\n> now */\r\n   "x"\r\n;'
     )
-    assert Framer().feed(stream) == [Reply("1", "COMPLD", ("x",), text="NOTICE private ; go away > now")]
+    assert Tl1Framer().feed(stream) == [Tl1Reply("1", "COMPLD", ("x",), text="NOTICE private ; go away > now")]
 
 
 def test_a_refusal_keeps_code_and_words() -> None:
     stream = (
         b"\r\n\n   OXC 26-11-22 02:30:00\r\nM  2 DENY\r\n   SROF\r\n   /* Status, Requested Operation Failed */\r\n;"
     )
-    (reply,) = Framer().feed(stream)
-    assert isinstance(reply, Reply)
+    (reply,) = Tl1Framer().feed(stream)
+    assert isinstance(reply, Tl1Reply)
     assert not reply.done
     assert reply.words == "DENY SROF /* Status, Requested Operation Failed */"
 
 
 def test_telnet_options_are_refused_once() -> None:
-    framer = Framer()
+    framer = Tl1Framer()
     framer.feed(b"\xff\xfb\x01\xff")
     framer.feed(b"\xfd\x03")
     assert framer.refusals() == b"\xff\xfe\x01\xff\xfc\x03"  # DONT echo, WONT suppress-go-ahead
@@ -169,15 +169,15 @@ def test_telnet_options_are_refused_once() -> None:
 
 
 def test_lines_without_quotes_are_kept_and_the_prompt_is_seen() -> None:
-    framer = Framer()
+    framer = Tl1Framer()
     assert framer.feed(b"\r\n   OXC 26-11-22 02:30:00\r\nM  1 COMPLD\r\n   16x16\r\n;\r\nagent> ") == [
-        Reply("1", "COMPLD", ("16x16",))
+        Tl1Reply("1", "COMPLD", ("16x16",))
     ]
     assert framer.line_so_far == "agent> "
 
 
 def test_a_peer_that_never_ends_its_line_is_not_kept() -> None:
-    framer = Framer()
+    framer = Tl1Framer()
     for _ in range(3):
         assert framer.feed(b"x" * 700_000) == []
     assert len(framer.line_so_far) <= 1 << 20

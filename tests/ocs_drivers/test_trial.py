@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import carry_out, connected, heard, refusal
-from ocs_drivers.diff import Steps, occupants
-from ocs_drivers.errors import Conflict, OutcomeUnknown, Retryable
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.diff import CommandSteps, occupants
+from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverRetryable
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import (
-    Change,
     ChangeMode,
-    Circuit,
+    CircuitChange,
+    CircuitDiff,
     Connectivity,
     CrossConnect,
-    Diff,
+    CrossConnectReading,
+    DeviceCircuit,
     EventKind,
-    Facts,
-    Reading,
+    SwitchFacts,
     Unconfirmed,
     fingerprint,
 )
@@ -52,9 +52,9 @@ def switch(clock: VirtualClock) -> VirtualSwitch:
     return VirtualSwitch("ocs1", clock=clock, command_timeout_s=0.5, lock_timeout_s=5.0, link_timeout_s=0.2)
 
 
-async def on_trial(switch: OcsDriver, revert_in_s: float = 10.0) -> Diff:
+async def on_trial(switch: OcsDriver, revert_in_s: float = 10.0) -> CircuitDiff:
     await carry_out(switch, NOW)
-    diff = await switch.plan(Change(WANTED), ChangeMode.UPDATE)
+    diff = await switch.plan(CircuitChange(WANTED), ChangeMode.UPDATE)
     assert (await switch.commit(diff, diff.revision, revert_in_s)).done
     return diff
 
@@ -65,7 +65,7 @@ async def trial_of(switch: OcsDriver) -> Unconfirmed | None:
 
 async def test_its_time_begins_when_the_commit_is_over(switch: VirtualSwitch, clock: VirtualClock) -> None:
     await carry_out(switch, NOW)
-    diff = await switch.plan(Change(WANTED), ChangeMode.UPDATE)
+    diff = await switch.plan(CircuitChange(WANTED), ChangeMode.UPDATE)
     result = await switch.commit(diff, diff.revision, 10.0)
     assert result.revert_at_s == pytest.approx(clock.now_s() + 10.0, abs=0.02)
     await clock.sleep(9.5)
@@ -81,7 +81,7 @@ async def test_a_confirmation_that_comes_too_late_is_told_what_happened(
     await on_trial(switch)
     revision = (await switch.cross_connects()).revision
     await clock.sleep(11.0)
-    async with refusal(Conflict, "reverted", "1970-01-01 00:16", "-1:17", "+1:18"):
+    async with refusal(CircuitConflict, "reverted", "1970-01-01 00:16", "-1:17", "+1:18"):
         await switch.confirm(revision)
 
 
@@ -94,8 +94,8 @@ async def test_it_is_confirmed_by_what_the_device_shows_where_the_result_was_los
 
 async def test_a_commit_that_is_cut_off_is_on_trial_all_the_same(switch: VirtualSwitch, clock: VirtualClock) -> None:
     await carry_out(switch, NOW)
-    diff = await switch.plan(Change(WANTED), ChangeMode.UPDATE)
-    switch.glass.inject(Fault(FaultKind.SLOW_ANSWER, delay_s=0.4))
+    diff = await switch.plan(CircuitChange(WANTED), ChangeMode.UPDATE)
+    switch.glass.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.4))
     commit = asyncio.ensure_future(switch.commit(diff, diff.revision, 3.0))
     while await connected(switch) == frozenset(NOW):
         await asyncio.sleep(0)
@@ -115,18 +115,18 @@ async def test_a_revert_that_fails_is_shown_told_and_repeated(switch: VirtualSwi
     alarm = asyncio.ensure_future(heard(events, EventKind.ALARM))
     await asyncio.sleep(0)
     for port in (17, 18):
-        switch.glass.inject(Fault(FaultKind.DISABLE_PORT, port))  # what it evicted cannot come back
+        switch.glass.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, port))  # what it evicted cannot come back
     await clock.sleep(12.0)
     assert "cannot be reverted" in (await alarm).text
     await events.aclose()
     for trial in (await trial_of(switch), (await switch.verify(diff)).unconfirmed):
         assert trial is not None
         assert "PORT 17 DISABLED" in trial.failure
-    other = await switch.plan(Change((OTHER,)))
-    async with refusal(Conflict, "cannot be reverted", "PORT 17 DISABLED"):
+    other = await switch.plan(CircuitChange((OTHER,)))
+    async with refusal(CircuitConflict, "cannot be reverted", "PORT 17 DISABLED"):
         await switch.commit(other, other.revision)
     for port in (17, 18):
-        switch.glass.inject(Fault(FaultKind.MEND_PORT, port))
+        switch.glass.inject(DeviceFault(DeviceFaultKind.MEND_PORT, port))
     await clock.sleep(40.0)
     assert await trial_of(switch) is None
     assert await connected(switch) == frozenset(NOW)
@@ -137,9 +137,9 @@ async def test_a_revert_that_fails_can_be_ended_by_naming_what_is_there(
 ) -> None:
     await on_trial(switch)
     result_revision = (await switch.cross_connects()).revision
-    switch.glass.inject(Fault(FaultKind.DISABLE_PORT, 17))
+    switch.glass.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 17))
     await clock.sleep(12.0)
-    async with refusal(Conflict, "look at it and confirm what is there"):
+    async with refusal(CircuitConflict, "look at it and confirm what is there"):
         await switch.confirm(result_revision)
     await switch.confirm((await switch.cross_connects()).revision)
     assert await trial_of(switch) is None
@@ -163,7 +163,7 @@ async def test_what_others_have_put_on_the_ports_meanwhile_stays_and_is_told(
 
 
 async def test_only_what_the_commit_sent_is_taken_back(switch: VirtualSwitch, clock: VirtualClock) -> None:
-    diff = await switch.plan(Change((*NOW, OTHER)))
+    diff = await switch.plan(CircuitChange((*NOW, OTHER)))
     await carry_out(switch, NOW)
     revision = (await switch.cross_connects()).revision
     await switch.commit(diff, revision, 5.0)
@@ -179,8 +179,8 @@ async def test_who_closes_the_driver_has_the_change_reverted(switch: VirtualSwit
 
 async def test_who_closes_the_driver_is_told_what_could_not_be_reverted(switch: VirtualSwitch) -> None:
     await on_trial(switch)
-    switch.glass.inject(Fault(FaultKind.DISABLE_PORT, 17))
-    with pytest.raises(Retryable, match="cannot be reverted"):
+    switch.glass.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 17))
+    with pytest.raises(DriverRetryable, match="cannot be reverted"):
         await switch.close()
 
 
@@ -188,9 +188,9 @@ async def test_a_device_that_cannot_be_read_is_reverted_once_it_can(clock: Virtu
     class Unreadable(VirtualSwitch):
         reachable = True
 
-        async def cross_connects(self) -> Reading:
+        async def cross_connects(self) -> CrossConnectReading:
             if not self.reachable:
-                raise OutcomeUnknown("no route to host", device=self.device)
+                raise DriverOutcomeUnknown("no route to host", device=self.device)
             return await super().cross_connects()
 
     switch = Unreadable("ocs1", clock=clock)
@@ -205,7 +205,7 @@ async def test_a_device_that_cannot_be_read_is_reverted_once_it_can(clock: Virtu
     assert await connected(switch) == frozenset(NOW)
 
 
-FACTS = Facts("v", "m", "s", "1", Connectivity.INGRESS_EGRESS, range(1, 5), range(5, 9), 0.01)
+FACTS = SwitchFacts("v", "m", "s", "1", Connectivity.INGRESS_EGRESS, range(1, 5), range(5, 9), 0.01)
 PAIRS = [CrossConnect(a, b) for a in FACTS.ingress_ports for b in FACTS.egress_ports]
 
 
@@ -230,8 +230,10 @@ def test_a_revert_never_touches_what_is_not_ours_and_never_shares_a_port(
     shown: frozenset[CrossConnect],
     foreign: set[CrossConnect],
 ) -> None:
-    sent = Steps(tuple(sorted(before - after)), tuple(sorted(after - before)))
-    reading = Reading(tuple(Circuit(pair, ours=pair not in foreign) for pair in sorted(shown)), fingerprint(shown))
+    sent = CommandSteps(tuple(sorted(before - after)), tuple(sorted(after - before)))
+    reading = CrossConnectReading(
+        tuple(DeviceCircuit(pair, ours=pair not in foreign) for pair in sorted(shown)), fingerprint(shown)
+    )
     steps, lost = revert_steps(FACTS, sent, reading)
     left = (shown - frozenset(steps.remove)) | frozenset(steps.add)
     assert not foreign & frozenset(steps.remove)

@@ -9,8 +9,8 @@ import pytest
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import DriverConformance, carry_out
-from ocs_drivers.faults import Fault, FaultKind, FaultSchedule, parse_schedule
-from ocs_drivers.model import CircuitState, CrossConnect, Event
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind, FaultSchedule, parse_schedule
+from ocs_drivers.model import CircuitState, CrossConnect, SwitchEvent
 from ocs_drivers.registry import make_driver
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
@@ -57,7 +57,7 @@ class TestVirtual(DriverConformance):
         options = {"command_timeout_s": 0.5, "link_timeout_s": 0.5, **self.options, **more}
         return make_driver("virtual", "ocs1", options, self.clock)
 
-    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+    async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
         assert isinstance(driver, VirtualSwitch)
         driver.glass.inject(fault)
 
@@ -100,7 +100,7 @@ async def test_faults_come_about_on_schedule_and_are_reported(clock: VirtualCloc
     assert 1020.0 <= events[1].at_s < 1020.1
 
 
-async def _first(count: int, driver: VirtualSwitch) -> AsyncIterator[Event]:
+async def _first(count: int, driver: VirtualSwitch) -> AsyncIterator[SwitchEvent]:
     async with aclosing(driver.watch()) as events:
         async for event in events:
             yield event
@@ -133,9 +133,9 @@ async def test_the_same_seed_gives_the_same_times() -> None:
 def test_a_schedule_reads_as_it_is_written() -> None:
     schedule = FaultSchedule().at(12.0).fail_port(7).at(3.0).drop_connection().slow_answer(2.0)
     assert [(at_s, fault.kind, fault.port) for at_s, fault in schedule.due] == [
-        (3.0, FaultKind.DROP_CONNECTION, None),
-        (3.0, FaultKind.SLOW_ANSWER, None),
-        (12.0, FaultKind.FAIL_PORT, 7),
+        (3.0, DeviceFaultKind.DROP_CONNECTION, None),
+        (3.0, DeviceFaultKind.SLOW_ANSWER, None),
+        (12.0, DeviceFaultKind.FAIL_PORT, 7),
     ]
     plain = [{"at_s": 12, "kind": "fail_port", "port": 7}, {"at_s": 3, "kind": "drop_connection"}]
     assert parse_schedule(plain)[0].due == schedule.due[:1] + schedule.due[2:]

@@ -11,7 +11,7 @@ import sys
 
 from steady_clock import SteadyClock
 
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.rpc.ocs_server import serve_driver
@@ -30,7 +30,7 @@ async def main() -> None:
             switch.glass.add([CrossConnect(*pair) for pair in values["foreign"]])
             print("injected", flush=True)
             continue
-        switch.glass.inject(Fault(FaultKind(values.pop("kind")), **values))
+        switch.glass.inject(DeviceFault(DeviceFaultKind(values.pop("kind")), **values))
         print("injected", flush=True)
     await server.stop(None)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Capabilities, Chunk, EngineMetrics, GenerationRequest
+from orchestrrl.engines.base import Chunk, EngineCapabilities, EngineMetrics, GenerationRequest
 
 
 @dataclass
@@ -15,7 +15,7 @@ class FakeEngine:
     clock: Clock
     url: str = "http://127.0.0.1:8000"
     current: EngineMetrics = field(default_factory=lambda: EngineMetrics(2, 0, 0.1, 1000, 0, 0, 0))
-    offers: Capabilities = field(default_factory=lambda: Capabilities("fake", "1", ("m",), pause=True))
+    offers: EngineCapabilities = field(default_factory=lambda: EngineCapabilities("fake", "1", ("m",), pause=True))
     error: Exception | None = None
     capabilities_error: Exception | None = None
     answer_s: float = 0.0  # how long metrics take
@@ -31,7 +31,7 @@ class FakeEngine:
     def generate_tokens(self, tokens: int) -> None:
         self.current = replace(self.current, generation_tokens_total=self.current.generation_tokens_total + tokens)
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> EngineCapabilities:
         self.calls.append("capabilities")
         if self.capabilities_error:
             raise self.capabilities_error

@@ -5,7 +5,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from planner.cost.profile import EngineProfile
-from planner.cost.requests import Pending, work_s
+from planner.cost.requests import RemainingWork, work_s
 from planner.model import Configuration
 
 
@@ -13,7 +13,7 @@ class DoesNotFit(ValueError):
     """A request that an instance of this configuration could never admit."""
 
 
-def step_by_step_s(configuration: Configuration, requests: Sequence[Pending]) -> float:
+def step_by_step_s(configuration: Configuration, requests: Sequence[RemainingWork]) -> float:
     """Seconds until the last ends: admit in order while there is room, decode one token each, drop the ended."""
     queue = list(requests)
     running: list[list[int]] = []  # [held, left, footprint]
@@ -30,7 +30,7 @@ def step_by_step_s(configuration: Configuration, requests: Sequence[Pending]) ->
     return elapsed_s
 
 
-def along_the_curve_s(profile: EngineProfile, requests: Sequence[Pending]) -> float:
+def along_the_curve_s(profile: EngineProfile, requests: Sequence[RemainingWork]) -> float:
     """The same with the profile's own step time, where KV tokens beyond the GPU's go to CPU memory."""
     queue = list(requests)
     running: list[list[int]] = []  # [held, left, footprint]
@@ -49,7 +49,7 @@ def along_the_curve_s(profile: EngineProfile, requests: Sequence[Pending]) -> fl
     return elapsed_s
 
 
-def decode_s(configuration: Configuration, requests: Sequence[Pending]) -> float:
+def decode_s(configuration: Configuration, requests: Sequence[RemainingWork]) -> float:
     """Seconds until the last of `requests` ends, admitted strictly in the order given.
 
     One is admitted when fewer than `max_sequences` run and its footprint fits beside theirs. Raises DoesNotFit.
@@ -58,7 +58,7 @@ def decode_s(configuration: Configuration, requests: Sequence[Pending]) -> float
     return configuration.alpha_s * iterations + sum(work_s(configuration, pending) for pending in requests)
 
 
-def _iterations(configuration: Configuration, requests: Sequence[Pending]) -> int:
+def _iterations(configuration: Configuration, requests: Sequence[RemainingWork]) -> int:
     """Decode iterations until all have ended: a walk over admissions and completions."""
     ends: list[tuple[int, int]] = []  # heap of (iteration at which it ends, footprint)
     now = free_tokens = 0
@@ -80,7 +80,7 @@ def _iterations(configuration: Configuration, requests: Sequence[Pending]) -> in
     return last
 
 
-def curve_decode_s(profile: EngineProfile, requests: Sequence[Pending]) -> float:
+def curve_decode_s(profile: EngineProfile, requests: Sequence[RemainingWork]) -> float:
     """As `decode_s`, with the step time's own curve, and with KV tokens beyond the capacity spilled or made to wait.
 
     A request is admitted where its footprint fits beside the others into GPU and CPU memory. Raises DoesNotFit.
@@ -109,7 +109,7 @@ class _Stretch(NamedTuple):
         return count * first + self.sequences * count * (count - 1) / 2
 
 
-def _stretches(room_tokens: int, max_sequences: int, requests: Sequence[Pending]) -> Iterator[_Stretch]:
+def _stretches(room_tokens: int, max_sequences: int, requests: Sequence[RemainingWork]) -> Iterator[_Stretch]:
     """A walk over admissions, strictly in order, and completions."""
     running: list[tuple[int, int]] = []  # heap of (iteration at which it ends, footprint)
     now = held_tokens = kv_tokens = 0

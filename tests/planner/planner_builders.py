@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from planner.cost.requests import Pending
+from planner.cost.requests import RemainingWork
 from planner.model import (
     Configuration,
     ConfigurationId,
@@ -46,8 +46,8 @@ def configurations(capacity: int = 10_000) -> st.SearchStrategy[Configuration]:
     )
 
 
-def pendings(max_size: int = 12, context: int = 20, remaining: int = 20) -> st.SearchStrategy[list[Pending]]:
-    one = st.builds(Pending, st.integers(0, context), st.integers(1, remaining))
+def pendings(max_size: int = 12, context: int = 20, remaining: int = 20) -> st.SearchStrategy[list[RemainingWork]]:
+    one = st.builds(RemainingWork, st.integers(0, context), st.integers(1, remaining))
     return st.lists(one, max_size=max_size)
 
 

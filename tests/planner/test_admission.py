@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.admission import FREE, Control, ControlState, Limits, Proposal, judge
+from planner.admission import FREE, AdmissionLimits, ControlState, OperatorControl, PlanProposal, judge
 from planner.model import Act, ConfigurationId, Hold, Mode
 
-LIMITS = Limits(epsilon_s=1.0, cooldown_s=60.0, stale_after_s=5.0)
-GOOD = Proposal(
+LIMITS = AdmissionLimits(epsilon_s=1.0, cooldown_s=60.0, stale_after_s=5.0)
+GOOD = PlanProposal(
     now_s=1000.0,
     decision="reconfigure",
     current="4 x tp2",
@@ -22,8 +22,8 @@ GOOD = Proposal(
     inputs_age_s=0.5,
 )
 MOVES = replace(GOOD, decision="rebalance", proposed="4 x tp2", moves=7, cost_s=2.0)
-PINNED = Control(ControlState.PINNED, reason="benchmark running")
-OVERRIDE = Control(ControlState.OVERRIDDEN, ConfigurationId("tp4"), "trial")
+PINNED = OperatorControl(ControlState.PINNED, reason="benchmark running")
+OVERRIDE = OperatorControl(ControlState.OVERRIDDEN, ConfigurationId("tp4"), "trial")
 NO_DEPLOYER = Hold("no_deployer", "nobody can start engines")
 OPEN = Hold("moves_open", "3 earlier operations have no result yet")
 
@@ -126,13 +126,13 @@ def test_an_override_needs_no_gain_but_fresh_inputs_and_somebody_to_do_it() -> N
 
 def test_a_configuration_belongs_to_an_override_only() -> None:
     with pytest.raises(ValueError, match="a configuration belongs to an override"):
-        Control(ControlState.PINNED, ConfigurationId("tp2"))
+        OperatorControl(ControlState.PINNED, ConfigurationId("tp2"))
     with pytest.raises(ValueError, match="a configuration belongs to an override"):
-        Control(ControlState.OVERRIDDEN)
+        OperatorControl(ControlState.OVERRIDDEN)
 
 
 PROPOSALS = st.builds(
-    Proposal,
+    PlanProposal,
     now_s=st.just(1000.0),
     decision=st.sampled_from(["reconfigure", "rebalance", "keep"]),
     current=st.sampled_from(["", "4 x tp2"]),
@@ -151,7 +151,7 @@ CONTROLS = st.sampled_from([FREE, FREE, PINNED, OVERRIDE, replace(PINNED, expire
 
 
 @given(PROPOSALS, st.sampled_from(list(Mode)), CONTROLS)
-def test_it_acts_exactly_when_all_is_well(proposal: Proposal, mode: Mode, control: Control) -> None:
+def test_it_acts_exactly_when_all_is_well(proposal: PlanProposal, mode: Mode, control: OperatorControl) -> None:
     changes_engines = proposal.decision == "reconfigure"
     safe = (
         proposal.requests > 0
@@ -178,7 +178,7 @@ def test_it_acts_exactly_when_all_is_well(proposal: Proposal, mode: Mode, contro
 
 
 @given(PROPOSALS, CONTROLS)
-def test_advice_differs_from_acting_only_in_being_held(proposal: Proposal, control: Control) -> None:
+def test_advice_differs_from_acting_only_in_being_held(proposal: PlanProposal, control: OperatorControl) -> None:
     acting, advising = (judge(proposal, LIMITS, mode, control) for mode in (Mode.ACT, Mode.ADVISE))
     assert isinstance(advising, Hold)
     if isinstance(acting, Act):
@@ -188,7 +188,7 @@ def test_advice_differs_from_acting_only_in_being_held(proposal: Proposal, contr
 
 
 @given(PROPOSALS, CONTROLS, st.sampled_from([0.5, 5.0, 50.0]))
-def test_a_larger_gain_never_makes_it_hold(proposal: Proposal, control: Control, more_s: float) -> None:
+def test_a_larger_gain_never_makes_it_hold(proposal: PlanProposal, control: OperatorControl, more_s: float) -> None:
     if proposal.current_makespan_s is None or not isinstance(judge(proposal, LIMITS, Mode.ACT, control), Act):
         return
     better = replace(proposal, current_makespan_s=proposal.current_makespan_s + more_s)

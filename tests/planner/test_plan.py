@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner_builders import configuration, engine, request, snapshot
 
 import planner.solver.options
-from planner.admission import FREE, Control, ControlState
+from planner.admission import FREE, ControlState, OperatorControl
 from planner.model import (
     Act,
     Configuration,
@@ -29,12 +29,12 @@ from planner.model import (
 )
 from planner.plan import NO_HISTORY, History, PlannerConfig, make_plan
 from planner.solver.makespan import solve
-from planner.solver.problem import Problem, Solution
+from planner.solver.problem import MakespanProblem, Solution
 
 TP2 = configuration("tp2", 2)
 TP4 = configuration("tp4", 4, alpha_s=0.0092, beta_s=0.00004, gamma_s=2e-8, switch_s=5.0)
 CONFIG = PlannerConfig((TP2, TP4), gpus_count=8)
-PINNED = Control(ControlState.PINNED, reason="benchmark")
+PINNED = OperatorControl(ControlState.PINNED, reason="benchmark")
 
 
 def at(view: EngineView, *gpus: int) -> EngineView:
@@ -48,7 +48,7 @@ def plan_of(
     view: Snapshot,
     config: PlannerConfig = CONFIG,
     mode: Mode = Mode.ACT,
-    control: Control = FREE,
+    control: OperatorControl = FREE,
     history: History = NO_HISTORY,
 ) -> Plan:
     return make_plan(PlanId("p1"), view, config, mode=mode, control=control, history=history)
@@ -351,7 +351,7 @@ def test_without_a_deployer_a_change_of_engines_is_held_and_says_what_it_would_g
     ],
 )
 def test_where_engines_must_stay_requests_move_and_what_is_forgone_is_said(
-    config: PlannerConfig, control: Control, history: History, code: str
+    config: PlannerConfig, control: OperatorControl, history: History, code: str
 ) -> None:
     fast = replace(TP4, alpha_s=0.0005, beta_s=0.0001)
     slow = replace(TP2, alpha_s=0.001, beta_s=0.001)
@@ -380,18 +380,18 @@ def test_cooldown_counts_from_the_last_switch() -> None:
 
 
 def test_an_override_proposes_the_operators_configuration_even_at_a_loss() -> None:
-    control = Control(ControlState.OVERRIDDEN, ConfigurationId("tp4"), "trial")
+    control = OperatorControl(ControlState.OVERRIDDEN, ConfigurationId("tp4"), "trial")
     nearly_done = snapshot(FLEET, [request("r0", 7900)], [8000] * 20)
     plan = plan_of(nearly_done, control=control)
     assert (plan.decision, plan.proposed_configuration, plan.verdict.code) == ("reconfigure", "tp4", "overridden")
-    unknown = Control(ControlState.OVERRIDDEN, ConfigurationId("exotic"), "trial")
+    unknown = OperatorControl(ControlState.OVERRIDDEN, ConfigurationId("exotic"), "trial")
     assert plan_of(nearly_done, control=unknown).verdict.code == "infeasible"
     expired = replace(control, expires_s=999.0)
     assert plan_of(nearly_done, control=expired).verdict.code == "already_deployed"
 
 
 def test_an_override_to_what_is_deployed_changes_no_engine() -> None:
-    control = Control(ControlState.OVERRIDDEN, ConfigurationId("tp2"), "trial")
+    control = OperatorControl(ControlState.OVERRIDDEN, ConfigurationId("tp2"), "trial")
     plan = plan_of(long_step(), control=control)
     assert (plan.decision, plan.proposed_configuration) == ("keep", "tp2")
 
@@ -504,7 +504,7 @@ def test_with_many_requests_the_solver_is_asked_once_and_never_changes_what_else
     view = snapshot(FLEET, requests, [600, 900, 1500, 3000, 4000] * 4)
     asked: list[int] = []
 
-    def counted(problem: Problem) -> Solution:
+    def counted(problem: MakespanProblem) -> Solution:
         asked.append(len(problem.configurations))
         return solve(problem)
 
@@ -526,7 +526,7 @@ def test_with_many_requests_the_solver_is_not_offered_what_takes_more_gpu_time_f
     wasteful = replace(TP4, id=ConfigurationId("slow"), alpha_s=1.0, beta_s=0.01)
     offered: list[list[str]] = []
 
-    def counted(problem: Problem) -> Solution:
+    def counted(problem: MakespanProblem) -> Solution:
         offered.append([kind.id for kind in problem.configurations])
         return solve(problem)
 

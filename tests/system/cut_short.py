@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.fleet.deployers.base import FleetIdentity
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.local import LocalDeployer
 
 MOST_PLACES = 100
@@ -28,7 +28,7 @@ def fleet_at(folder: Path, place: int) -> FleetIdentity:
     return FleetIdentity(f"cut-{place}", str(folder / str(place)))
 
 
-def launch_at(launch: Launch, place: int) -> Launch:
+def launch_at(launch: EngineLaunch, place: int) -> EngineLaunch:
     """The ports of processes that answer nobody are not held, so fleets do not share them."""
     return replace(launch, first_port=launch.first_port + 8 * place)
 
@@ -71,7 +71,7 @@ def _run(change: str, deployer: LocalDeployer, spec: EngineSpec, folder: Path, p
 
 def main() -> None:
     folder, change = Path(sys.argv[1]), sys.argv[2]
-    launch = TypeAdapter(Launch).validate_python(json.loads(sys.argv[3]))
+    launch = TypeAdapter(EngineLaunch).validate_python(json.loads(sys.argv[3]))
     spec = TypeAdapter(EngineSpec).validate_python(json.loads(sys.argv[4]))
     for place in range(MOST_PLACES):
         pid = os.fork()

@@ -15,24 +15,24 @@ from typing import Any
 
 import aiohttp
 
-from orchestrrl.agent.health import Limits as AgentLimits
+from orchestrrl.agent.health import HealthLimits as AgentLimits
 from orchestrrl.agent.sidecar import Agent
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import Config, EngineSettings, Listen
+from orchestrrl.core.config.schema import Config, EngineSettings, ListenSettings
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.core.operations import Route
+from orchestrrl.core.operations import EngineRoute
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.engines.base import connect
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import Server as GatewayServer
+from orchestrrl.gateway.http.server import GatewayServer as GatewayServer
 from orchestrrl.gateway.link import GatewayLink
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
-from orchestrrl.lab.sim.scenario import ControlSection
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
+from orchestrrl.lab.sim.scenario import GenerationControlSection
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.server import SimulatedServer
-from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
 from planner.model import EngineHealth, EngineId, NodeId
 
@@ -141,7 +141,7 @@ async def engines(options: SimulatedOptions, count: int) -> AsyncIterator[House]
 
 @asynccontextmanager
 async def controlled(
-    options: SimulatedOptions, count: int, config: Config, control: ControlSection, folder: Path
+    options: SimulatedOptions, count: int, config: Config, control: GenerationControlSection, folder: Path
 ) -> AsyncIterator[House]:
     """Engines with an agent, a gateway and a daemon, as `orchestrrl daemon`, `agent` and `gateway` wire them."""
     async with engines(options, count) as house, AsyncExitStack() as stack:
@@ -149,17 +149,19 @@ async def controlled(
         journal = stack.enter_context(Journal(folder / "journal.sqlite", clock.now_s()))
         plane = ControlPlane(_with_engines(config, house.engines), journal, clock)
         plane.plans.pin("engines stay as they are", 0.0)
-        server = await Server.start(plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
+        server = await DaemonServer.start(
+            plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
+        )
         stack.push_async_callback(server.stop, 0.5)
         stack.push_async_callback(plane.close, 0.0)
-        fleet = Fleet(lambda url: connect("simulated", url), clock=clock)
+        fleet = EngineBackends(lambda url: connect("simulated", url), clock=clock)
         stack.push_async_callback(fleet.close)
-        gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(stall_s=NO_END_S), clock=clock)
+        gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(stall_s=NO_END_S), clock=clock)
         door = GatewayServer(gateway)
         house.gateway_url = gateway.url = await door.start("127.0.0.1", 0)
         stack.push_async_callback(door.close)
         gateway.set_routes(
-            tuple(Route(id, each.url, EngineHealth.OK) for id, each in zip(ids, house.engines, strict=True))
+            tuple(EngineRoute(id, each.url, EngineHealth.OK) for id, each in zip(ids, house.engines, strict=True))
         )
         clients = {id: connect("simulated", each.url) for id, each in zip(ids, house.engines, strict=True)}
         for client in clients.values():

@@ -3,7 +3,7 @@
 from curl import curl
 
 from ocs_drivers.conformance import carry_out, connected
-from ocs_drivers.model import Change, CircuitState, Connectivity, CrossConnect
+from ocs_drivers.model import CircuitChange, CircuitState, Connectivity, CrossConnect
 from tests.ocs_drivers.test_calient_rest import ONE, TWO, switch
 
 
@@ -46,7 +46,7 @@ async def test_the_password_is_sent_once_and_again_when_the_cookie_is_gone() -> 
         await carry_out(driver, (ONE,))
         assert emulator._given == 1
         await curl("-u", "admin:pxc***", f"http://{address}/rest/ports/?id=summary")  # one session only: ours is out
-        diff = await driver.plan(Change((TWO,)))
+        diff = await driver.plan(CircuitChange((TWO,)))
         await curl("-u", "admin:pxc***", f"http://{address}/rest/ports/?id=summary")
         assert (await driver.commit(diff, diff.revision)).done
         assert emulator._given == 5

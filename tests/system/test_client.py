@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from orchestrrl.core.errors import Retryable
-from orchestrrl.engines.base import Refused
-from orchestrrl.gateway.client import Client, Patience
+from orchestrrl.engines.base import RequestRefused
+from orchestrrl.gateway.client import ClientPatience, GatewayClient
 from orchestrrl.lab.deployers.attended import LocalEngine, start_simulated
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
@@ -19,7 +19,7 @@ DEADLINE_S = 120.0
 ARGUMENTS = ("--speed", "10", "--tick-s", "0.005")
 # About 4 s each, so that they are under way when something is killed.
 BODY: dict[str, Any] = {"model": "simulated", "temperature": 0, "max_tokens": 2000, "ignore_eos": True}
-PATIENCE = Patience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1, nobody_s=20.0)
+PATIENCE = ClientPatience(connect_s=2.0, probe_first_s=0.05, probe_cap_s=0.2, watch_s=0.1, nobody_s=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ async def until_running(engines: list[LocalEngine], count: int) -> None:
 async def test_around_a_gateway_that_is_killed_and_back_through_it(
     engines: list[LocalEngine], gateway: GatewayProcess
 ) -> None:
-    async with Client(gateway.url, [engine.url for engine in engines], patience=PATIENCE) as client:
+    async with GatewayClient(gateway.url, [engine.url for engine in engines], patience=PATIENCE) as client:
         asking = [
             asyncio.create_task(client.complete({**BODY, "prompt": prompt(index), "return_token_ids": True}))
             for index in range(6)
@@ -102,7 +102,7 @@ async def test_around_a_gateway_that_is_killed_and_back_through_it(
 async def test_a_gateway_that_is_stopped_hands_its_requests_over(
     engines: list[LocalEngine], gateway: GatewayProcess
 ) -> None:
-    async with Client(gateway.url, [engine.url for engine in engines], patience=PATIENCE) as client:
+    async with GatewayClient(gateway.url, [engine.url for engine in engines], patience=PATIENCE) as client:
         asking = [asyncio.create_task(client.complete({**BODY, "prompt": prompt(index)})) for index in range(3)]
         await until_running(engines, 3)
         assert await gateway.stop() == 0
@@ -113,7 +113,7 @@ async def test_a_gateway_that_is_stopped_hands_its_requests_over(
 async def test_an_engine_that_was_never_there_is_passed_over(engines: list[LocalEngine]) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     urls = [nowhere, engines[0].url]
-    async with Client(f"http://127.0.0.1:{free_port()}", urls, patience=PATIENCE) as client:
+    async with GatewayClient(f"http://127.0.0.1:{free_port()}", urls, patience=PATIENCE) as client:
         answers = await asyncio.gather(
             *(
                 client.chat({"model": "simulated", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
@@ -124,15 +124,15 @@ async def test_an_engine_that_was_never_there_is_passed_over(engines: list[Local
 
 
 async def test_a_wrong_request_is_refused_once_and_for_all(engines: list[LocalEngine], gateway: GatewayProcess) -> None:
-    async with Client(gateway.url, [engine.url for engine in engines], patience=PATIENCE) as client:
-        with pytest.raises(Refused) as refusal:
+    async with GatewayClient(gateway.url, [engine.url for engine in engines], patience=PATIENCE) as client:
+        with pytest.raises(RequestRefused) as refusal:
             await client.complete({**BODY, "prompt": prompt(0), "max_tokens": -1})
         assert refusal.value.status == 400
         assert client.through_gateway
 
 
 async def test_nobody_answers() -> None:
-    patience = Patience(probe_first_s=0.01, probe_cap_s=0.02, nobody_s=0.2)
-    async with Client(f"http://127.0.0.1:{free_port()}", patience=patience) as client:
+    patience = ClientPatience(probe_first_s=0.01, probe_cap_s=0.02, nobody_s=0.2)
+    async with GatewayClient(f"http://127.0.0.1:{free_port()}", patience=patience) as client:
         with pytest.raises(Retryable):
             await client.complete({"prompt": "x"})

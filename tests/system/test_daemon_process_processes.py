@@ -16,8 +16,8 @@ import yaml
 from builders import GATEWAY, engine_report, gateway_hello, gateway_report, request, sample
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.journal.store import JournalReader, Kind
-from orchestrrl.core.operations import ItemResult, OperationId, OperationResult, OperationStatus
+from orchestrrl.core.journal.store import EntryKind, JournalReader
+from orchestrrl.core.operations import OperationId, OperationItemResult, OperationResult, OperationStatus
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.node import NodeLink, ReportStream
@@ -95,7 +95,7 @@ def test_it_says_where_it_listens_and_stops_in_order(start: Callable[..., Daemon
     assert asyncio.run(ask_status(f"unix:{tmp_path / 's'}")).generation == status.generation
     assert daemon.end() == 0
     assert not daemon.says("Traceback")
-    assert JournalReader(tmp_path / "journal.sqlite").tail(1)[0].kind == Kind.DAEMON_STOPPED
+    assert JournalReader(tmp_path / "journal.sqlite").tail(1)[0].kind == EntryKind.DAEMON_STOPPED
 
 
 def test_a_port_or_a_journal_in_use_is_said_plainly(start: Callable[..., Daemon], tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ async def test_a_killed_daemon_finds_its_node_and_its_open_operation_again(start
         if operation.HasField("move_requests"):
             carrying_out.set()
             await killed.wait()
-        items = tuple(ItemResult(move.request_id, True) for move in operation.move_requests.moves)
+        items = tuple(OperationItemResult(move.request_id, True) for move in operation.move_requests.moves)
         id = OperationId(operation.operation_id)
         return node_codec.result_to_pb(OperationResult(id, GATEWAY, OperationStatus.DONE, items=items))
 

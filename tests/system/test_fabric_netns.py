@@ -12,18 +12,18 @@ import yaml
 from namespaces import Lab, Ocs, Stream, laboratory, sent_packets
 
 from ocs_drivers.model import CrossConnect
-from ocs_drivers.virtual import VirtualSwitch, VirtualWire
+from ocs_drivers.virtual import VirtualSwitch, VirtualSwitchWire
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.fabric_wiring import fabric_of, routing_of
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
-from orchestrrl.fabric.coordinator import Coordinator
+from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.fabric.windows import TraceHub
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 
 PODS = ("train0", "gen0")
 TORS = tuple(f"{pod}/r{i}" for pod in PODS for i in (0, 1))
@@ -53,12 +53,12 @@ SITE = {
 SYNC = Intent(
     "sync",
     Stage.WEIGHT_SYNC,
-    (Traffic(Operation.WEIGHT_SYNC, Primitive.BROADCAST, ((0,),), 8e9, receivers=((2, 3),)),),
+    (Traffic(TrafficOperation.WEIGHT_SYNC, Primitive.BROADCAST, ((0,),), 8e9, receivers=((2, 3),)),),
 )
-GEN = Intent("gen", Stage.GEN, (Traffic(Operation.EP, Primitive.ALL_TO_ALL, ((2, 3),), 4e9),))
+GEN = Intent("gen", Stage.GEN, (Traffic(TrafficOperation.EP, Primitive.ALL_TO_ALL, ((2, 3),), 4e9),))
 
 
-class BridgeWire(VirtualWire):
+class BridgeWire(VirtualSwitchWire):
     """A session with a virtual switch whose every mirror moves a bridge, while the event loop goes on."""
 
     bridges: Ocs
@@ -90,7 +90,7 @@ class Plant:
         (folder / "site.yaml").write_text(yaml.safe_dump(SITE))
         self.config = parse_config(yaml.safe_dump(self._document()), folder)
         self.folder = folder
-        self.coordinator: Coordinator
+        self.coordinator: CircuitCoordinator
         self.routing: FabricRouting
 
     def _document(self) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import pytest
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench import ways
-from orchestrrl.lab.bench.gateway import Load, gateway_cpu
+from orchestrrl.lab.bench.gateway import GatewayLoad, gateway_cpu
 from orchestrrl.lab.bench.processes import serving
 
-LITTLE = Load(rounds=1, whole_requests=20, streams=2, in_flight=4, lone_requests=4, bursts=(8,))
+LITTLE = GatewayLoad(rounds=1, whole_requests=20, streams=2, in_flight=4, lone_requests=4, bursts=(8,))
 
 
 def test_it_measures_requests_chunks_and_latency(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import DriverConformance
-from ocs_drivers.faults import Fault
+from ocs_drivers.faults import DeviceFault
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
 
@@ -66,7 +66,7 @@ class TestOutOfProcess(DriverConformance):
         patience = {"command_timeout_s": 60.0, "commit_timeout_s": 120.0}
         return make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}", **patience})
 
-    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+    async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
         assert await self._said(asdict(fault)) == b"injected\n"
 
     async def _said(self, values: dict[str, Any]) -> bytes:

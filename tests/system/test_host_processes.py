@@ -2,12 +2,12 @@
 
 import pytest
 
-from orchestrrl.agent.host import Host, host_facts
+from orchestrrl.agent.host import HostReader, host_facts
 from orchestrrl.engines.serving import ServingFacts
 from tests.orchestrrl.agent.test_host import LOCAL, host, install_smi
 
 
-def test_gpus_are_those_of_nvidia_smi(host: Host) -> None:
+def test_gpus_are_those_of_nvidia_smi(host: HostReader) -> None:
     install_smi(host, "printf 'NVIDIA H100 80GB HBM3\\nNVIDIA H100 80GB HBM3\\n'")
     assert host_facts(ServingFacts(), LOCAL, host).gpu == "NVIDIA H100 80GB HBM3"
 
@@ -21,7 +21,7 @@ def test_gpus_are_those_of_nvidia_smi(host: Host) -> None:
         ("true", "the engine's host reports no GPU"),
     ],
 )
-def test_a_gpu_that_is_not_found_has_a_reason(host: Host, script: str, why: str) -> None:
+def test_a_gpu_that_is_not_found_has_a_reason(host: HostReader, script: str, why: str) -> None:
     install_smi(host, script)
     facts = host_facts(ServingFacts(), LOCAL, host)
     assert (facts.gpu, facts.gpu_detail) == ("", why)

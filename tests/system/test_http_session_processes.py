@@ -9,13 +9,13 @@ from emulated import PATIENCE_S
 
 from ocs_drivers.base import SystemClock
 from ocs_drivers.conformance import refusal
-from ocs_drivers.errors import Permanent
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.http_session import (
-    Answer,
+    DeviceResponse,
     HttpSession,
     read_endpoint,
 )
-from ocs_drivers.options import Options
+from ocs_drivers.options import DriverOptions
 from tests.ocs_drivers.test_http_session import OK, server
 
 
@@ -40,8 +40,8 @@ async def test_certificates_are_checked_unless_the_user_says_otherwise(
     pem, context = certificate
     async with server(OK, context) as address:
 
-        async def ask(**tls: object) -> Answer:
-            options = Options("ocs1")
+        async def ask(**tls: object) -> DeviceResponse:
+            options = DriverOptions("ocs1")
             asked = {"scheme": "https", "tls_verify": True, "tls_ca_file": None, "user": "", "password": "", **tls}
             endpoint = read_endpoint(options, address=address, default_ports={"https": 443}, **asked)
             options.check()
@@ -52,10 +52,10 @@ async def test_certificates_are_checked_unless_the_user_says_otherwise(
             finally:
                 await http.close()
 
-        async with refusal(Permanent, "certificate is not trusted", "tls_ca_file"):
+        async with refusal(DriverPermanent, "certificate is not trusted", "tls_ca_file"):
             await ask()
         assert (await ask(tls_ca_file=str(pem))).body == b"[]"
         assert (await ask(tls_verify=False)).body == b"[]"
     async with server(OK) as address:  # plain HTTP where TLS is expected
-        async with refusal(Permanent, "TLS"):
+        async with refusal(DriverPermanent, "TLS"):
             await ask()

@@ -13,7 +13,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.route_drivers.base import RouteDriver
 from orchestrrl.fabric.route_drivers.conformance import ONE, TWO, RouteDriverConformance, gone, put
 from orchestrrl.fabric.route_drivers.registry import make_driver
-from orchestrrl.fabric.route_drivers.virtual import Fault, FaultKind
+from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 
 
 class TestIproute(RouteDriverConformance):
@@ -29,8 +29,8 @@ class TestIproute(RouteDriverConformance):
     async def make_driver(self) -> RouteDriver:
         return make_driver("iproute", "tor1", {"prefix": self.router.prefix, **self.options})
 
-    async def inject(self, driver: RouteDriver, fault: Fault) -> None:
-        if fault.kind is FaultKind.FOREIGN_ROUTE:
+    async def inject(self, driver: RouteDriver, fault: RouterFault) -> None:
+        if fault.kind is RouterFaultKind.FOREIGN_ROUTE:
             where = ("via", self.peer, "dev", "swp3", "onlink", "metric", "10", "table", self.table)
             self.router.inside("ip", "route", "add", fault.prefix, *where, "proto", "static")
         else:
@@ -52,7 +52,7 @@ class TestIproute(RouteDriverConformance):
         async with self.device() as driver:
             wire: Any = driver._wire  # type: ignore[attr-defined]
             now = (await wire.read_routes()).table
-            await self.break_it(driver, FaultKind.FOREIGN_ROUTE, prefix=ONE)
+            await self.break_it(driver, RouterFaultKind.FOREIGN_ROUTE, prefix=ONE)
             with pytest.raises(Permanent, match="File exists"):
                 await wire.send([put(self.route(ONE, 1)), put(self.route(TWO, 1))], now)
             assert await self.others(driver) == {ONE}

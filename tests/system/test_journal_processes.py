@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.core.journal.store import Journal, JournalReader, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalReader
 from tests.orchestrrl.core.journal.test_journal import path
 
 # Writes for as long as it lives, and tells each sequence number once `append` has returned.
@@ -44,4 +44,4 @@ def test_a_killed_writer_leaves_every_entry_it_had_written(path: Path) -> None:
         reader.close()
     with Journal(path, 0.0) as journal:
         assert journal.generation == 4
-        assert journal.append(0.0, Kind.MODE, "", {}) == len(entries) + 1
+        assert journal.append(0.0, EntryKind.MODE, "", {}) == len(entries) + 1

@@ -12,13 +12,13 @@ import pytest
 from kubernetes_harness import House, house
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.launch import Device
+from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.fleet.deployers.base import Deployer, FleetIdentity
-from orchestrrl.fleet.deployers.command_line import Launch
+from orchestrrl.fleet.deployers.command_line import EngineLaunch
 from orchestrrl.fleet.deployers.conformance import STUB, DeployerConformance
 from orchestrrl.fleet.deployers.kubernetes import KubernetesDeployer
-from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, NotFound
+from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, ResourceNotFound
 
 KUBECONFIG = os.environ.get("ORCHESTRRL_TEST_KUBECONFIG", "")
 REAL_NAMESPACE = os.environ.get("ORCHESTRRL_TEST_NAMESPACE", "default")
@@ -51,13 +51,13 @@ class RealKubernetes(DeployerConformance):
         body: dict[str, Any] = {"metadata": {"name": STUB_MAP}, "data": {"stub": stub}}
         try:
             await self.api.patch(f"{maps}/{STUB_MAP}", body)
-        except NotFound:
+        except ResourceNotFound:
             await self.api.create(maps, body)
         yield
         await self.api.close()
 
     async def make_deployer(self, fleet: str) -> Deployer:
-        launch = Launch(python="/stub/stub", model="stub", device=Device.CPU, first_port=8100)
+        launch = EngineLaunch(python="/stub/stub", model="stub", device=EngineDevice.CPU, first_port=8100)
         options = {
             "image": REAL_IMAGE,
             "namespace": REAL_NAMESPACE,

@@ -15,13 +15,13 @@ import pytest
 from kubernetes_harness import House, empty, pods
 from kubernetes_server import Trouble
 
-from orchestrrl.core.config.launch import Device, Product
+from orchestrrl.core.config.launch import EngineDevice, EngineProduct
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.managed import connect_managed
 from orchestrrl.fleet.deployers import kubernetes_api
-from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
-from orchestrrl.fleet.deployers.conformance import LAST_WORDS, Behaviour, until
+from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
+from orchestrrl.fleet.deployers.conformance import LAST_WORDS, EngineBehaviour, until
 from orchestrrl.fleet.deployers.kubernetes_objects import GATE
 from planner.model import EngineId, Parallelism
 from tests.orchestrrl.fleet.deployers.test_kubernetes_deployer import ONE, TWO, place, spec
@@ -48,7 +48,7 @@ async def nobody_at(url: str) -> bool:
 
 
 async def test_gpus_are_counted_by_kubernetes_and_lie_on_the_node_that_the_plan_names(place: House) -> None:
-    launch = replace(place.launch, device=Device.CUDA, per_node=4)
+    launch = replace(place.launch, device=EngineDevice.CUDA, per_node=4)
     deployer = place.deployer(launch=launch, nodes=["node-c", "node-a", "node-b"])
     first = await deployer.start(spec(ONE, (0, 1, 2, 3)))
     second = await deployer.start(spec(TWO, (5, 6)))
@@ -61,11 +61,11 @@ async def test_gpus_are_counted_by_kubernetes_and_lie_on_the_node_that_the_plan_
 
 
 async def test_an_engine_over_nodes_is_a_group_whose_leader_answers(place: House) -> None:
-    launch = replace(place.launch, device=Device.CUDA, per_node=2, nodes=("unused",) * 3)
+    launch = replace(place.launch, device=EngineDevice.CUDA, per_node=2, nodes=("unused",) * 3)
     deployer = place.deployer(launch=launch, nodes=["node-a", "node-b", "node-c"])
     wanted = spec(ONE, (0, 1, 2, 3, 4, 5), Parallelism(tp=2, pp=3))
     started = await deployer.start(wanted)
-    assert started.life is Life.ALIVE
+    assert started.life is EngineLife.ALIVE
     leader, *workers = pods(place)
     assert started.url == f"http://{leader['status']['podIP']}:8100"
     await pid_at(started.url)
@@ -93,13 +93,13 @@ async def argv_of(place: House, pod: dict[str, Any]) -> list[str]:
 
 
 async def test_the_end_of_one_process_of_a_group_is_the_end_of_the_engine(place: House) -> None:
-    launch = replace(place.launch, device=Device.CUDA, per_node=2, nodes=("unused",) * 2)
+    launch = replace(place.launch, device=EngineDevice.CUDA, per_node=2, nodes=("unused",) * 2)
     deployer = place.deployer(launch=launch)
     started = await deployer.start(spec(ONE, (0, 1, 2, 3), Parallelism(tp=2, pp=2)))
     worker = pods(place)[1]
     process = await argv_pid(place, worker)
     os.kill(process, signal.SIGKILL)
-    ended = await until(deployer, ONE, Life.ENDED)
+    ended = await until(deployer, ONE, EngineLife.ENDED)
     assert worker["metadata"]["name"] in ended.detail
     assert ended.url == started.url
     await deployer.stop(ONE)
@@ -113,7 +113,7 @@ async def argv_pid(place: House, pod: dict[str, Any]) -> int:
 
 async def test_without_leader_worker_set_one_is_told_what_to_install(place: House) -> None:
     place.cluster.groups_installed = False
-    launch = replace(place.launch, device=Device.CUDA, per_node=2, nodes=("unused",) * 2)
+    launch = replace(place.launch, device=EngineDevice.CUDA, per_node=2, nodes=("unused",) * 2)
     deployer = place.deployer(launch=launch)
     with pytest.raises(Permanent, match=r"needs LeaderWorkerSet.*installation"):
         await deployer.start(spec(ONE, (0, 1, 2, 3), Parallelism(tp=2, pp=2)))
@@ -123,7 +123,7 @@ async def test_without_leader_worker_set_one_is_told_what_to_install(place: Hous
 
 
 async def test_two_sides_of_an_afd_engine_are_containers_of_one_pod(place: House) -> None:
-    launch = replace(place.launch, device=Device.CUDA, per_node=4)
+    launch = replace(place.launch, device=EngineDevice.CUDA, per_node=4)
     deployer = place.deployer(launch=launch)
     layout = Parallelism(tp=1, attention_gpus=2, ffn_gpus=2)
     started = await deployer.start(spec(ONE, (0, 1, 2, 3), layout))
@@ -135,7 +135,7 @@ async def test_two_sides_of_an_afd_engine_are_containers_of_one_pod(place: House
 
 
 async def test_an_engine_in_a_pod_gives_tokens_and_tells_its_layout(place: House) -> None:
-    launch = Launch(python=sys.executable, engine=Product.SIMULATED, model="tiny", per_node=4)
+    launch = EngineLaunch(python=sys.executable, engine=EngineProduct.SIMULATED, model="tiny", per_node=4)
     deployer = place.deployer(launch=launch)
     started = await deployer.start(replace(spec(), environment={}))
     client = connect_managed("simulated", started.url)
@@ -167,7 +167,7 @@ async def test_a_killed_engine_does_not_come_back_by_itself(place: House) -> Non
     deployer = place.deployer()
     started = await deployer.start(spec())
     os.kill(await pid_at(started.url), signal.SIGKILL)
-    ended = await until(deployer, ONE, Life.ENDED)
+    ended = await until(deployer, ONE, EngineLife.ENDED)
     assert "exit status 137" in ended.detail
     async with asyncio.timeout(60):
         while "is not started again" not in place.cluster.log(pods(place)[0], "engine", previous=False):
@@ -177,7 +177,7 @@ async def test_a_killed_engine_does_not_come_back_by_itself(place: House) -> Non
     assert status["restartCount"] == 1
     assert "running" in status["state"]
     assert await nobody_at(started.url)
-    ended = await until(deployer, ONE, Life.ENDED)
+    ended = await until(deployer, ONE, EngineLife.ENDED)
     assert "the stub" in ended.detail
     await deployer.stop(ONE)
     assert empty(place)
@@ -189,7 +189,7 @@ async def test_the_pod_that_takes_the_place_of_an_evicted_one_never_runs(place: 
     await pid_at(started.url)
     (first,) = pods(place)
     place.cluster.evict(first["metadata"]["name"])
-    ended = await until(deployer, ONE, Life.ENDED)
+    ended = await until(deployer, ONE, EngineLife.ENDED)
     assert "evicted" in ended.detail
     async with asyncio.timeout(60):
         while place.cluster.store.there("pods", first):
@@ -198,7 +198,7 @@ async def test_the_pod_that_takes_the_place_of_an_evicted_one_never_runs(place: 
     await deployer.start(spec())
     assert second["spec"]["schedulingGates"] == [{"name": GATE}]
     assert "nodeName" not in second["spec"]
-    assert (await until(deployer, ONE, Life.ENDED)).gpus == (0, 1)
+    assert (await until(deployer, ONE, EngineLife.ENDED)).gpus == (0, 1)
     await deployer.stop(ONE)
     assert empty(place)
 
@@ -208,7 +208,7 @@ async def test_a_lost_node_is_unknown_and_stopping_says_so_until_it_is_back(plac
     started = await deployer.start(spec())
     await pid_at(started.url)
     place.cluster.lose_node("node-b")
-    found = await until(deployer, ONE, Life.UNKNOWN)
+    found = await until(deployer, ONE, EngineLife.UNKNOWN)
     assert "node-b does not answer" in found.detail
     assert found.gpus == (0, 1)
     with pytest.raises(OutcomeUnknown, match="node-b does not answer"):
@@ -226,7 +226,7 @@ async def test_a_lost_node_is_unknown_and_stopping_says_so_until_it_is_back(plac
 async def test_a_program_that_is_not_there_is_an_end_with_the_shells_words(place: House) -> None:
     deployer = place.deployer(launch=replace(place.launch, python="/no/such/python"))
     await deployer.start(spec())
-    assert "/no/such/python" in (await until(deployer, ONE, Life.ENDED)).detail
+    assert "/no/such/python" in (await until(deployer, ONE, EngineLife.ENDED)).detail
 
 
 async def test_a_quota_is_no_room(place: House) -> None:
@@ -236,23 +236,23 @@ async def test_a_quota_is_no_room(place: House) -> None:
         await deployer.start(spec())
     assert empty(place)
     place.cluster.pod_quota = None
-    assert (await deployer.start(spec())).life is Life.ALIVE
+    assert (await deployer.start(spec())).life is EngineLife.ALIVE
 
 
 async def test_two_daemons_that_want_one_gpu_never_both_have_it(place: House) -> None:
     """That two daemons have one fleet must not be; if it is all the same, no GPU serves two."""
     deployers = [place.deployer(), place.deployer()]
 
-    async def start(number: int, after_s: float) -> Deployed:
+    async def start(number: int, after_s: float) -> DeployedInstance:
         await asyncio.sleep(after_s)
         return await deployers[number].start((spec(ONE, (0, 1)), spec(TWO, (1, 2)))[number])
 
     for ahead_ms in (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16):
         starts = (start(0, max(0, ahead_ms) / 1000), start(1, max(0, -ahead_ms) / 1000))
         results = await asyncio.gather(*starts, return_exceptions=True)
-        started = [each for each in results if isinstance(each, Deployed)]
+        started = [each for each in results if isinstance(each, DeployedInstance)]
         assert len(started) <= 1
-        assert all(isinstance(each, Deployed | Permanent) for each in results), results
+        assert all(isinstance(each, DeployedInstance | Permanent) for each in results), results
         assert [each.engine for each in await deployers[0].list_engines()] == [each.engine for each in started]
         for each in started:
             await deployers[0].stop(each.engine)
@@ -270,7 +270,7 @@ async def test_after_a_write_without_an_answer_the_outcome_is_unknown_and_status
     found = await deployer.status(ONE)
     assert found is not None
     assert found.spec == spec()
-    assert (await deployer.start(spec())).life is Life.ALIVE
+    assert (await deployer.start(spec())).life is EngineLife.ALIVE
     place.server.trouble("DELETE", "deployments", trouble)
     if trouble is Trouble.LOST:  # aiohttp repeats what may be repeated where a connection breaks that was used before
         await deployer.stop(ONE)
@@ -295,13 +295,13 @@ async def test_whichever_request_fails_a_start_can_be_repeated_and_undone(
     for broken in [n for n, request in enumerate(asked) if request.method != "GET" or n % 3 == turn]:
         place.server.trouble_after(broken, trouble)
         (result,) = await asyncio.gather(place.deployer().start(spec()), return_exceptions=True)
-        assert isinstance(result, Deployed | Retryable | OutcomeUnknown)
+        assert isinstance(result, DeployedInstance | Retryable | OutcomeUnknown)
         assert empty(place) or not isinstance(result, Retryable), f"request {broken}: nothing happened, said {result}"
         anew = place.deployer()
         listed = await anew.list_engines()
         assert [each.engine for each in listed] in ([], [ONE])
         if broken % 2:
-            assert (await anew.start(spec())).life is Life.ALIVE
+            assert (await anew.start(spec())).life is EngineLife.ALIVE
             assert len(pods(place)) == 1
         await anew.stop(ONE)
         assert empty(place)
@@ -320,7 +320,7 @@ async def test_whichever_request_fails_a_stop_can_be_repeated(
         assert result is None or isinstance(result, Retryable | OutcomeUnknown)
         # Nothing happened: it is there, and nobody has asked for it to go.
         (found,) = await deployer.list_engines() if isinstance(result, Retryable) else (None,)
-        assert found is None or found.life is Life.ALIVE
+        assert found is None or found.life is EngineLife.ALIVE
         await deployer.stop(ONE)
         assert empty(place)
         await deployer.start(spec())
@@ -352,7 +352,7 @@ async def test_pods_without_their_deployment_are_found_and_removed(place: House)
         place.cluster.store.remove(kind, made["metadata"]["name"])
     pod["metadata"]["ownerReferences"][0]["uid"] = place.cluster.store.get("nodes", "node-a")["metadata"]["uid"]
     (found,) = await place.deployer().list_engines()
-    assert (found.engine, found.life, found.gpus, found.spec) == (ONE, Life.ENDED, (0, 1), None)
+    assert (found.engine, found.life, found.gpus, found.spec) == (ONE, EngineLife.ENDED, (0, 1), None)
     with pytest.raises(Permanent, match=ONE):
         await deployer.start(spec(TWO, (1,)))
     await deployer.stop(ONE)
@@ -371,9 +371,9 @@ ONLY_IN_TROUBLE = (("deployments", "get"), ("leaderworkersets", "get"), ("pods",
 
 
 async def test_every_right_of_the_manifest_is_needed_and_named_where_it_is_missing(place: House) -> None:
-    launch = replace(place.launch, per_node=2, device=Device.CUDA, nodes=("unused",) * 2)
+    launch = replace(place.launch, per_node=2, device=EngineDevice.CUDA, nodes=("unused",) * 2)
     lives = [
-        spec(ONE, (0, 1), behaviour=Behaviour.EXITS),
+        spec(ONE, (0, 1), behaviour=EngineBehaviour.EXITS),
         spec(TWO, (0, 1, 2, 3), Parallelism(tp=2, pp=2)),
     ]
     rules = copy.deepcopy(place.server.rules)
@@ -404,8 +404,8 @@ async def test_without_the_right_to_logs_an_end_is_told_from_the_pods_status(pla
         if rule["resources"] == ["pods/log"]:
             rule["verbs"] = []
     deployer = place.deployer()
-    await deployer.start(spec(behaviour=Behaviour.EXITS))
-    ended = await until(deployer, ONE, Life.ENDED)
+    await deployer.start(spec(behaviour=EngineBehaviour.EXITS))
+    ended = await until(deployer, ONE, EngineLife.ENDED)
     assert LAST_WORDS in ended.detail
     assert "its log cannot be had" in ended.detail
 

@@ -14,9 +14,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.launch import Device
-from orchestrrl.fleet.deployers.base import Life
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from orchestrrl.core.config.launch import EngineDevice
+from orchestrrl.fleet.deployers.base import EngineLife
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.conformance import stub_launch, until
 from orchestrrl.fleet.deployers.local import LocalDeployer
 from orchestrrl.fleet.deployers.local_processes import MARK
@@ -31,10 +31,12 @@ def spec(engine: EngineId = ENGINE, gpus: tuple[int, ...] = (0, 1)) -> EngineSpe
     return EngineSpec(engine, ConfigurationId("afd"), TWO_PROCESSES, tuple(map(GpuId, gpus)))
 
 
-def cut(folder: Path, change: str, launch: Launch) -> list[str]:
+def cut(folder: Path, change: str, launch: EngineLaunch) -> list[str]:
     """The effects of the change; fleets 0 to their number are left behind, the last one undisturbed."""
     script = Path(__file__).with_name("cut_short.py")
-    said = [TypeAdapter(kind).dump_json(value).decode() for kind, value in ((Launch, launch), (EngineSpec, spec()))]
+    said = [
+        TypeAdapter(kind).dump_json(value).decode() for kind, value in ((EngineLaunch, launch), (EngineSpec, spec()))
+    ]
     command = [sys.executable, str(script), str(folder), change, *said]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -57,7 +59,7 @@ def processes(wanted: Callable[[str], bool]) -> list[psutil.Process]:
 class Killed:
     """What a killed deployer of one place has left."""
 
-    def __init__(self, folder: Path, launch: Launch, place: int) -> None:
+    def __init__(self, folder: Path, launch: EngineLaunch, place: int) -> None:
         self.identity = fleet_at(folder, place)
         self.deployer = LocalDeployer(launch_at(launch, place), self.identity, {"grace_s": 0.5}, WallClock())
 
@@ -67,7 +69,7 @@ class Killed:
         return processes(lambda fleet: fleet == mine)
 
     async def check_whole(self) -> None:
-        found = await until(self.deployer, ENGINE, Life.ALIVE)
+        found = await until(self.deployer, ENGINE, EngineLife.ALIVE)
         assert (found.gpus, found.spec) == ((0, 1), spec())
         assert len(self.processes) == 2
 
@@ -82,8 +84,8 @@ class Killed:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    yield replace(stub_launch(tmp_path), device=Device.CUDA)
+def launch(tmp_path: Path) -> Iterator[EngineLaunch]:
+    yield replace(stub_launch(tmp_path), device=EngineDevice.CUDA)
     for process in processes(lambda fleet: str(tmp_path) in fleet):
         process.kill()
 
@@ -91,7 +93,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 @pytest.mark.parametrize("then", ["start", "stop"])
 @pytest.mark.parametrize("change", ["start", "stop", "lend"])
 async def test_what_a_killed_deployer_leaves_is_found_and_started_or_ended(
-    tmp_path: Path, launch: Launch, change: str, then: str
+    tmp_path: Path, launch: EngineLaunch, change: str, then: str
 ) -> None:
     effects = cut(tmp_path, change, launch)
     assert effects.count("os.posix_spawn") == (2 if change == "start" else 0), effects
@@ -101,12 +103,12 @@ async def test_what_a_killed_deployer_leaves_is_found_and_started_or_ended(
         assert len(there) <= 1
         if change != "stop" and left.processes:  # whoever has been signalled is about to go
             assert [each.engine for each in there] == [ENGINE]
-            assert there[0].life is (Life.ALIVE if len(left.processes) == 2 else Life.ENDED)
+            assert there[0].life is (EngineLife.ALIVE if len(left.processes) == 2 else EngineLife.ENDED)
         if change == "lend":
             assert len(left.processes) == 2
             assert there[0].lent or place < len(effects)
         if then == "start":
             started = await left.deployer.start(spec())
-            assert started.life is Life.ALIVE, (place, effects[:place], started)
+            assert started.life is EngineLife.ALIVE, (place, effects[:place], started)
             await left.check_whole()
         await left.check_gone()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.launch import Product
+from orchestrrl.core.config.launch import EngineProduct
 from orchestrrl.fleet.deployers.base import Deployer, FleetIdentity
 from orchestrrl.fleet.deployers.conformance import DeployerConformance, stub_launch
 from orchestrrl.fleet.deployers.local import LocalDeployer
@@ -30,4 +30,4 @@ class TestLocalDeployerOfEnginesThatScale(TestLocalDeployer):
     @pytest.fixture(autouse=True)
     def _in_folder(self, tmp_path: Path) -> None:
         self.folder = tmp_path
-        self.launch = replace(stub_launch(tmp_path), engine=Product.SIMULATED)
+        self.launch = replace(stub_launch(tmp_path), engine=EngineProduct.SIMULATED)

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.launch import Product
+from orchestrrl.core.config.launch import EngineProduct
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.fleet.deployers.base import Deployed, FleetIdentity, Life
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
-from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, LAST_WORDS, Behaviour, free_range, refusal, until
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
+from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, LAST_WORDS, EngineBehaviour, free_range, refusal, until
 from orchestrrl.fleet.deployers.local import LocalDeployer
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from planner.model import EngineId
@@ -35,7 +35,7 @@ worker.wait()
 """
 
 
-def behaving(behaviour: Behaviour, engine: EngineId = ENGINE, gpus: tuple[int, ...] = (0,)) -> EngineSpec:
+def behaving(behaviour: EngineBehaviour, engine: EngineId = ENGINE, gpus: tuple[int, ...] = (0,)) -> EngineSpec:
     return spec(engine, gpus, environment={BEHAVIOUR: behaviour.value})
 
 
@@ -54,8 +54,8 @@ def gone(pid: int) -> bool:
         return True
 
 
-async def end(deployer: LocalDeployer) -> Deployed:
-    return await until(deployer, ENGINE, Life.ENDED)
+async def end(deployer: LocalDeployer) -> DeployedInstance:
+    return await until(deployer, ENGINE, EngineLife.ENDED)
 
 
 async def test_workers_whose_leader_died_are_found_by_their_output_and_ended(tmp_path: Path, fleet: Fleet) -> None:
@@ -111,7 +111,7 @@ async def test_what_only_its_output_tells_of_is_listed_and_stopped(tmp_path: Pat
     (record,) = fleet.records.glob("*.json")
     record.unlink()
     (found,) = await fleet.deployer().list_engines()
-    assert (found.engine, found.life, found.spec, found.gpus) == (ENGINE, Life.ENDED, None, ())
+    assert (found.engine, found.life, found.spec, found.gpus) == (ENGINE, EngineLife.ENDED, None, ())
     assert "record was lost" in found.detail
     with pytest.raises(Permanent, match="e0 is there already"):
         await deployer.start(spec())
@@ -143,13 +143,13 @@ async def test_fleets_of_one_name_in_two_folders_are_two(tmp_path: Path, fleet: 
     other = Fleet(tmp_path / "elsewhere", fleet.launch)
     assert await other.deployer().list_engines() == ()
     await other.deployer().stop(ENGINE)
-    assert [each.life for each in await fleet.deployer().list_engines()] == [Life.ALIVE]
+    assert [each.life for each in await fleet.deployer().list_engines()] == [EngineLife.ALIVE]
 
 
 async def test_of_two_deployers_of_a_fleet_one_gets_the_gpu(fleet: Fleet) -> None:
     specs = [spec(EngineId(f"e{n}"), (0, n + 1)) for n in range(6)]
     outcomes = await asyncio.gather(*(fleet.deployer().start(each) for each in specs), return_exceptions=True)
-    started = [each for each in outcomes if isinstance(each, Deployed)]
+    started = [each for each in outcomes if isinstance(each, DeployedInstance)]
     assert len(started) == 1
     assert all(isinstance(each, Permanent) for each in outcomes if each not in started)
     deployer = fleet.deployer()
@@ -170,10 +170,10 @@ async def test_a_port_that_somebody_has_is_left_to_them(fleet: Fleet) -> None:
 async def test_a_port_stays_an_engines_when_its_deployer_is_gone_and_nobody_listens_yet(
     tmp_path: Path, fleet: Fleet
 ) -> None:
-    mine = await fleet.deployer().start(behaving(Behaviour.HANGS))
+    mine = await fleet.deployer().start(behaving(EngineBehaviour.HANGS))
     assert mine.url == f"http://127.0.0.1:{fleet.launch.first_port}"
     other = Fleet(tmp_path / "elsewhere", fleet.launch)
-    theirs = await other.deployer().start(behaving(Behaviour.HANGS))
+    theirs = await other.deployer().start(behaving(EngineBehaviour.HANGS))
     await other.deployer().stop(ENGINE)
     assert theirs.url != mine.url
 
@@ -221,7 +221,7 @@ async def test_a_port_that_was_asked_for_is_taken_again_right_after_connections_
 async def test_logs_of_some_earlier_starts_are_kept(fleet: Fleet) -> None:
     deployer, pids = fleet.deployer(logs_kept=2), []
     for _ in range(4):
-        await deployer.start(behaving(Behaviour.EXITS))
+        await deployer.start(behaving(EngineBehaviour.EXITS))
         assert LAST_WORDS in (await end(deployer)).detail
         pids.append((fleet.logs / "e0.log").read_text().split()[2])
         await deployer.stop(ENGINE)
@@ -232,16 +232,16 @@ async def test_logs_of_some_earlier_starts_are_kept(fleet: Fleet) -> None:
 
 async def test_an_end_tells_the_status(fleet: Fleet) -> None:
     deployer = fleet.deployer()  # the one that waits for a child has its status: `start` may, where it ends at once
-    await deployer.start(behaving(Behaviour.EXITS))
+    await deployer.start(behaving(EngineBehaviour.EXITS))
     assert "ended with status 3" in (await end(deployer)).detail
 
 
 async def test_nothing_is_left_of_what_was_stopped_not_even_to_be_waited_for(fleet: Fleet) -> None:
     deployer = fleet.deployer()
     before = set(psutil.Process().children())
-    for behaviour in (Behaviour.SERVES, Behaviour.EXITS, Behaviour.HANGS):
+    for behaviour in (EngineBehaviour.SERVES, EngineBehaviour.EXITS, EngineBehaviour.HANGS):
         await deployer.start(behaving(behaviour))
-        if behaviour is Behaviour.EXITS:
+        if behaviour is EngineBehaviour.EXITS:
             await asyncio.sleep(0.2)
         await deployer.stop(ENGINE)
     assert set(psutil.Process().children()) <= before
@@ -266,14 +266,14 @@ async def test_odd_names_are_names(fleet: Fleet) -> None:
 
 async def test_a_stop_while_it_starts_again_is_told_to_wait(fleet: Fleet) -> None:
     deployer = fleet.deployer()
-    await deployer.start(behaving(Behaviour.IGNORES_SIGTERM))
+    await deployer.start(behaving(EngineBehaviour.IGNORES_SIGTERM))
     log = fleet.logs / "e0.log"
     while not log.exists() or "stub" not in log.read_text():
         await asyncio.sleep(0.01)
     stopping = asyncio.create_task(deployer.stop(ENGINE))
     await asyncio.sleep(0.2)
     async with refusal(Retryable, "is being stopped"):
-        await deployer.start(behaving(Behaviour.IGNORES_SIGTERM))
+        await deployer.start(behaving(EngineBehaviour.IGNORES_SIGTERM))
     await stopping
     assert await deployer.list_engines() == ()
 
@@ -287,14 +287,14 @@ async def test_a_caller_that_gives_up_leaves_an_engine_or_none(fleet: Fleet) -> 
             await asyncio.sleep(0.002)
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        assert all(each.life is Life.ALIVE for each in await deployer.list_engines())
+        assert all(each.life is EngineLife.ALIVE for each in await deployer.list_engines())
         await deployer.start(spec())
         await deployer.stop(ENGINE)
         assert await deployer.list_engines() == ()
 
 
 async def test_a_simulated_engine_is_started_adopted_and_stopped(tmp_path: Path) -> None:
-    launch = Launch(python=sys.executable, model="simulated", engine=Product.SIMULATED, first_port=0)
+    launch = EngineLaunch(python=sys.executable, model="simulated", engine=EngineProduct.SIMULATED, first_port=0)
     identity = FleetIdentity("mine", str(tmp_path))
     deployer = LocalDeployer(replace(launch, first_port=free_range()), identity, {}, WallClock())
     wanted = spec(gpus=(8, 9), max_sequences=5, usual={"--alpha-s": "0.001"})
@@ -302,7 +302,7 @@ async def test_a_simulated_engine_is_started_adopted_and_stopped(tmp_path: Path)
     client = SimulatedEngine(started.url)
     began_s = time.monotonic()
     while not await client.healthy():
-        assert (await deployer.status(ENGINE) or started).life is Life.ALIVE
+        assert (await deployer.status(ENGINE) or started).life is EngineLife.ALIVE
         assert time.monotonic() < began_s + 60
         await asyncio.sleep(0.05)
     assert (await client.capabilities()).max_sequences == 5

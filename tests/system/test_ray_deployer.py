@@ -21,11 +21,11 @@ from ray.util import list_named_actors, placement_group, placement_group_table, 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.launch import Device
+from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.fleet.deployers import ray_client
-from orchestrrl.fleet.deployers.base import Deployed, Deployer, FleetIdentity, Life, make_deployer
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife, FleetIdentity, make_deployer
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.conformance import (
     DEADLINE_S,
     ONE,
@@ -77,7 +77,7 @@ class House:
         self.launch = stub_launch(folder)
         self._made: list[RayDeployer] = []
 
-    def deployer(self, launch: Launch | None = None, **options: Any) -> RayDeployer:
+    def deployer(self, launch: EngineLaunch | None = None, **options: Any) -> RayDeployer:
         given = {**SLOTS, "start_within_s": 120.0, "log_folder": str(self.folder / "logs"), **options}
         identity = FleetIdentity(FLEET, str(self.folder / FLEET))
         self._made.append(RayDeployer(launch or self.launch, identity, given, WallClock()))
@@ -114,7 +114,7 @@ async def pid_at(url: str) -> int:
         return int(await response.text())
 
 
-async def running(deployer: Deployer, spec: EngineSpec) -> tuple[Deployed, int]:
+async def running(deployer: Deployer, spec: EngineSpec) -> tuple[DeployedInstance, int]:
     """Started, and the process that answers."""
     await deployer.start(spec)
     found = await STUB.until_it_answers(deployer, spec.engine)
@@ -138,7 +138,7 @@ async def test_a_killed_actor_takes_its_server_with_it(house: House) -> None:
     _, pid = await running(deployer, STUB.spec(ONE))
     ray.kill(ray.get_actor(f"{ONE}#0.0", namespace=NAMESPACE))
     assert until_gone(pid)
-    found = await until(deployer, ONE, Life.ENDED)
+    found = await until(deployer, ONE, EngineLife.ENDED)
     assert f"Ray has ended its actor {ONE}#0.0" in found.detail
     assert found.spec == STUB.spec(ONE)
     await deployer.stop(ONE)
@@ -149,7 +149,7 @@ async def test_a_killed_server_is_told_with_the_end_of_its_log(house: House) -> 
     deployer = house.deployer()
     _, pid = await running(deployer, STUB.spec(ONE))
     os.kill(pid, signal.SIGKILL)
-    found = await until(deployer, ONE, Life.ENDED)
+    found = await until(deployer, ONE, EngineLife.ENDED)
     assert f"process {pid}" in found.detail
     assert "status 137" in found.detail
     assert f"the stub {pid} serves" in found.detail
@@ -161,7 +161,7 @@ async def test_a_killed_supervisor_takes_the_server_with_it(house: House) -> Non
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent, signal.SIGKILL)
     assert until_gone(pid)
-    assert "was killed" in (await until(deployer, ONE, Life.ENDED)).detail
+    assert "was killed" in (await until(deployer, ONE, EngineLife.ENDED)).detail
 
 
 async def test_what_a_server_started_goes_with_it(house: House) -> None:
@@ -173,7 +173,7 @@ async def test_what_a_server_started_goes_with_it(house: House) -> None:
     _, pid = await running(deployer, STUB.spec(ONE))
     (child,) = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     os.kill(pid, signal.SIGKILL)
-    await until(deployer, ONE, Life.ENDED)
+    await until(deployer, ONE, EngineLife.ENDED)
     assert until_gone(child)
 
 
@@ -209,7 +209,7 @@ async def test_engines_of_a_killed_daemon_are_adopted(house: House) -> None:
     await daemon.wait()
     deployer = house.deployer()
     (found,) = await deployer.list_engines()
-    assert (found.engine, found.url, found.life) == (ONE, url, Life.ALIVE)
+    assert (found.engine, found.url, found.life) == (ONE, url, EngineLife.ALIVE)
     spec = STUB.spec(ONE, (0, 1))
     assert found.spec == spec
     pid = await pid_at((await STUB.until_it_answers(deployer, ONE)).url)
@@ -242,7 +242,7 @@ async def test_a_start_that_was_cut_short_is_found_and_stopped_or_begun_anew(
                 await house.deployer().start(spec)
         deployer = house.deployer()
         (found,) = await deployer.list_engines()
-        assert (found.engine, found.gpus, found.life, found.spec) == (ONE, (0, 1), Life.ENDED, spec)
+        assert (found.engine, found.gpus, found.life, found.spec) == (ONE, (0, 1), EngineLife.ENDED, spec)
         async with refusal(Permanent, ONE):
             await deployer.start(STUB.spec(TWO, (1,)))
         if then == "start":
@@ -255,7 +255,7 @@ async def test_groups_and_actors_without_a_record_are_found_and_removed(house: H
     placement_group([{"slot": 1}], name=f"{NAMESPACE}/stray", lifetime="detached")
     deployer = house.deployer()
     (found,) = await deployer.list_engines()
-    assert (found.engine, found.life, found.spec) == ("stray", Life.ENDED, None)
+    assert (found.engine, found.life, found.spec) == ("stray", EngineLife.ENDED, None)
     await deployer.stop(EngineId("stray"))
     assert left_in_ray() == []
 
@@ -312,7 +312,7 @@ async def test_inside_a_group_that_the_job_has_set_aside(house: House) -> None:
     assert until_gone(narrow, 0.2)
     remove_placement_group(offer)
     assert until_gone(wide)
-    await until(deployer, ONE, Life.ENDED)
+    await until(deployer, ONE, EngineLife.ENDED)
     async with refusal(Retryable, "no placement group rollout*"):
         await impatient.start(STUB.spec(TWO, (2,)))
     await deployer.stop(ONE)
@@ -343,7 +343,7 @@ def second(nodes: RayNodes) -> Iterator[int]:
 
 async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(house: House, nodes: RayNodes, second: int) -> None:
     launch = replace(house.launch, nodes=(nodes.head_ip, "127.0.0.2"), per_node=2, host="0.0.0.0")
-    launch = replace(launch, device=Device.CUDA)
+    launch = replace(launch, device=EngineDevice.CUDA)
     deployer = house.deployer(launch, answer_within_s=5.0)
     spec = EngineSpec(ONE, ConfigurationId("wide"), Parallelism(tp=2, pp=2), tuple(map(GpuId, range(4))))
     _, pid = await running(deployer, spec)
@@ -359,13 +359,13 @@ async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(house: House, no
     async with refusal(Permanent, ONE):
         await deployer.start(far)
     nodes.kill(second)
-    lost = await until(deployer, ONE, Life.UNKNOWN)
+    lost = await until(deployer, ONE, EngineLife.UNKNOWN)
     # Its actor is silent some time before Ray gives the node up.
     async with asyncio.timeout(DEADLINE_S):
         while "Ray has lost node 127.0.0.2" not in lost.detail:
-            assert lost.life is Life.UNKNOWN, lost.detail
+            assert lost.life is EngineLife.UNKNOWN, lost.detail
             await asyncio.sleep(0.1)
-            lost = await until(deployer, ONE, Life.UNKNOWN)
+            lost = await until(deployer, ONE, EngineLife.UNKNOWN)
     await deployer.stop(ONE)
     assert until_gone(pid, 1.0)
     async with refusal(Retryable, "no node 127.0.0.2"):
@@ -384,8 +384,8 @@ async def test_a_driver_that_hangs_is_replaced(house: House) -> None:
     process.send_signal(signal.SIGSTOP)
     found = await deployer.status(ONE)
     assert found is not None
-    assert found.life is Life.UNKNOWN
-    assert (await deployer.list_engines())[0].life is Life.ALIVE
+    assert found.life is EngineLife.UNKNOWN
+    assert (await deployer.list_engines())[0].life is EngineLife.ALIVE
     assert await pid_at(found.url) == pid
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.integrations.instrument import recorder
-from orchestrrl.integrations.instrument.rings import Reader, list_rings
+from orchestrrl.integrations.instrument.rings import RingReader, list_rings
 
 STARTUP = Path(recorder.__file__).parent / "startup"
 
@@ -39,7 +39,7 @@ def test_the_variable_switches_it_on_and_the_other_sitecustomize_is_run_as_well(
     on = run(program, path, ORCHESTRRL_RECORDER=str(tmp_path / "rings"), ORCHESTRRL_RECORDER_JOB="rl")
     assert (on.returncode, on.stdout, on.stderr) == (0, "the other\n", "")
     (ring,) = list_rings(tmp_path / "rings")
-    with Reader(ring) as reader:
+    with RingReader(ring) as reader:
         assert reader.header().job == "rl"
         assert not reader.alive
 

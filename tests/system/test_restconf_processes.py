@@ -5,9 +5,9 @@ import asyncio
 from curl import curl
 
 from ocs_drivers.conformance import carry_out, connected, refusal
-from ocs_drivers.emulators.base import Panel
-from ocs_drivers.errors import Retryable
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.emulators.base import DevicePanel
+from ocs_drivers.errors import DriverRetryable
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import CrossConnect, PortStatus
 from tests.ocs_drivers.test_restconf import ONE, TWO, switch
 
@@ -49,7 +49,11 @@ async def test_curl_shuts_a_port_and_we_see_it() -> None:
 
 
 async def test_any_to_any_is_deleted_by_the_port_that_the_switch_names() -> None:
-    async with switch({"any_to_any": True}, Panel(32, 32, reconfiguration_s=0.001)) as (driver, emulator, address):
+    async with switch({"any_to_any": True}, DevicePanel(32, 32, reconfiguration_s=0.001)) as (
+        driver,
+        emulator,
+        address,
+    ):
         url = f"http://{address}/api/data/optical-switch:cross-connects"
         assert (await curl("-d", '{"optical-switch:pair":{"ingress":9,"egress":4}}', url))[0] == 201
         pair = CrossConnect(4, 9)
@@ -62,11 +66,11 @@ async def test_any_to_any_is_deleted_by_the_port_that_the_switch_names() -> None
 async def test_a_switch_that_takes_one_request_at_a_time_is_asked_so() -> None:
     async with switch({"one_request": True}) as (driver, emulator, address):
         await asyncio.gather(*(driver.cross_connects() for _ in range(5)), carry_out(driver, (ONE,)))
-        emulator.device.inject(Fault(FaultKind.SLOW_ANSWER, delay_s=3600.0))
+        emulator.device.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=3600.0))
         url = f"http://{address}/api/data/optical-switch:cross-connects"
         body = '{"optical-switch:pair":{"ingress":2,"egress":18}}'
         held = asyncio.ensure_future(curl("-d", body, url))
         await emulator.device.holding_back.wait()
-        async with refusal(Retryable, "cannot answer now", "another request is under way"):
+        async with refusal(DriverRetryable, "cannot answer now", "another request is under way"):
             await driver.cross_connects()
         held.cancel()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from orchestrrl.integrations.instrument.rings import Reader, Writer, list_rings, remove_dead
+from orchestrrl.integrations.instrument.rings import RingReader, RingWriter, list_rings, remove_dead
 from tests.orchestrrl.integrations.instrument.test_rings import reader, writer
 
 KILLED = """
@@ -19,11 +19,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_process_left_is_recognised_and_removed(tmp_path: Path, writer: Writer) -> None:
+def test_what_a_killed_process_left_is_recognised_and_removed(tmp_path: Path, writer: RingWriter) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
     assert killed.returncode == -signal.SIGKILL
     mine, other = sorted(list_rings(tmp_path), key=lambda path: path != writer.path)
-    with Reader(other) as dead, Reader(mine) as living:
+    with RingReader(other) as dead, RingReader(mine) as living:
         assert (dead.alive, dead.in_flight) == (False, 1)
         assert living.alive
     assert remove_dead(tmp_path, older_than_s=1000) == []
@@ -31,7 +31,7 @@ def test_what_a_killed_process_left_is_recognised_and_removed(tmp_path: Path, wr
     assert list_rings(tmp_path) == [mine]
 
 
-def test_a_forked_child_leaves_its_parents_ring_alone(writer: Writer, reader: Reader) -> None:
+def test_a_forked_child_leaves_its_parents_ring_alone(writer: RingWriter, reader: RingReader) -> None:
     child = os.fork()
     if not child:
         writer.abandon()

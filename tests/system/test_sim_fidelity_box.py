@@ -18,7 +18,7 @@ import pytest
 from orchestrrl.lab.box import enter
 from orchestrrl.lab.sim.net.fluid import finish_s
 from orchestrrl.lab.sim.net.max_min import rates
-from orchestrrl.lab.sim.net.model import Flows, Ints, Network, Routes, Servers, Tier
+from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -45,20 +45,20 @@ TRANSFERS = {
 }
 
 
-def network() -> Network:
+def network() -> LinkNetwork:
     """Lines in the order: up from each host, down to each, ToR 0 to 1 and back."""
     hosts = 2 * PER_TOR
     bytes_per_s = np.array([HOST_MBPS] * 2 * hosts + [TRUNK_MBPS] * 2) * 1e6 / 8 * PAYLOAD_SHARE
 
-    def route(src: Ints, dst: Ints) -> Routes:
+    def route(src: Ints, dst: Ints) -> FlowRoutes:
         ways = [_way(int(source), int(sink)) for source, sink in zip(src, dst, strict=True)]
         begin = np.cumsum([0, *(len(way) for way in ways)])
         link = np.array([each for way in ways for each in way])
-        return Routes(begin, link, np.ones(len(link)), np.zeros(len(ways)))
+        return FlowRoutes(begin, link, np.ones(len(link)), np.zeros(len(ways)))
 
     servers = Servers(hosts, gpus_per_server=1, nics_per_server=1)
-    tiers = (Tier.NIC,) * 2 * hosts + (Tier.CORE,) * 2
-    return Network(servers, bytes_per_s, tiers, route, "box")
+    tiers = (LinkTier.NIC,) * 2 * hosts + (LinkTier.CORE,) * 2
+    return LinkNetwork(servers, bytes_per_s, tiers, route, "box")
 
 
 def _way(source: int, sink: int) -> list[int]:
@@ -89,8 +89,8 @@ async def measured() -> dict[str, Any]:
         await process.wait()
 
 
-def flows_of(rows: Sequence[tuple[float, ...]]) -> Flows:
-    return Flows.of([(int(source), int(sink), of[0] if of else 1.0) for source, sink, *of in rows])
+def flows_of(rows: Sequence[tuple[float, ...]]) -> GpuFlows:
+    return GpuFlows.of([(int(source), int(sink), of[0] if of else 1.0) for source, sink, *of in rows])
 
 
 def expected() -> dict[str, list[float]]:

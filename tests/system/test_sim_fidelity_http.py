@@ -10,7 +10,7 @@ from http_step import HttpStep, Prompt, controlled, engines
 
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import EngineKind, kinds_of
-from orchestrrl.lab.sim.scenario import Scenario, parse_scenario
+from orchestrrl.lab.sim.scenario import GenerationScenario, parse_scenario
 from orchestrrl.lab.sim.static import dealt, run_static
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
@@ -53,12 +53,12 @@ KIND = ConfigurationId("tp1")
 
 
 @pytest.fixture(scope="module")
-def scenario() -> Scenario:
+def scenario() -> GenerationScenario:
     return parse_scenario(TEXT)
 
 
 @pytest.fixture(scope="module")
-def kind(scenario: Scenario) -> EngineKind:
+def kind(scenario: GenerationScenario) -> EngineKind:
     return kinds_of(scenario)[KIND]
 
 
@@ -99,7 +99,7 @@ async def test_a_static_fleet(kind: EngineKind) -> None:
     assert sorted(over_http.finish_s.values()) == pytest.approx(simulated.finish_s, rel=WITHIN, abs=1.0)
 
 
-def test_requests_that_are_moved(scenario: Scenario, kind: EngineKind, tmp_path: Path) -> None:
+def test_requests_that_are_moved(scenario: GenerationScenario, kind: EngineKind, tmp_path: Path) -> None:
     """The real gateway, agent and daemon with its fast loop, against the arm `balancing`."""
     run = ControlledRun(scenario, {KIND: kind}, KIND, "balancing", 1, [same_requests()])
     simulated = run.run(lambda *_: None)

@@ -11,10 +11,10 @@ import pytest
 from namespaces import Lab, Ocs, Stream, laboratory, sent_packets, udp_socket
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.fabric.rerouting import Limits, NotDrained, Steering
+from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingTimeouts
 from orchestrrl.fabric.route_drivers.registry import make_driver
 from planner.fabric.model import EndpointId, OcsId, port_pair
-from planner.fabric.steering import Domain, Link, PacketSide, Router, links_of
+from planner.fabric.steering import PacketSide, RoutedLink, RoutingDomain, TorRouter, links_of
 
 OCS = OcsId("ocs")
 PORTS = 3  # of each ToR
@@ -47,14 +47,14 @@ class Site:
         if packet_side:
             self._packet_switch()
         sides = {n: PacketSide("eps", f"198.51.100.{n}") if packet_side else None for n in range(1, tors + 1)}
-        routers = {tor(n): Router(f"192.0.2.{n}", (f"10.0.{n}.0/24",), sides[n]) for n in range(1, tors + 1)}
+        routers = {tor(n): TorRouter(f"192.0.2.{n}", (f"10.0.{n}.0/24",), sides[n]) for n in range(1, tors + 1)}
         drivers = {
             name: make_driver(
                 "iproute", name, {"prefix": ["ip", "netns", "exec", namespace], "command_timeout_s": 60.0}
             )
             for name, namespace in self.namespace.items()
         }
-        self.steering = Steering(drivers, Domain(routers), WallClock(), Limits(waits_s, waits_s))
+        self.steering = Rerouting(drivers, RoutingDomain(routers), WallClock(), ReroutingTimeouts(waits_s, waits_s))
 
     def connect(self, *circuits: tuple[int, int]) -> None:
         for a, b in circuits:
@@ -64,7 +64,7 @@ class Site:
         for a, b in circuits:
             self.ocs.disconnect(a, b)
 
-    def links(self, *circuits: tuple[int, int]) -> tuple[Link, ...]:
+    def links(self, *circuits: tuple[int, int]) -> tuple[RoutedLink, ...]:
         return links_of(self.fibres, [port_pair(OCS, a, b) for a, b in circuits])
 
     def _packet_switch(self) -> None:
@@ -179,7 +179,7 @@ async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: L
         await near.more(50)
         on_packet_side = sent_packets(site.namespace[tor(1)])["eps"]
         site.disconnect(circuit)
-        site.steering._limits = Limits(1.0, 1.0)  # there is nothing to wait for
+        site.steering._limits = ReroutingTimeouts(1.0, 1.0)  # there is nothing to wait for
         steered = await site.steering.steer(site.links(circuit))  # somebody believes that it is up
         assert not steered.done
         assert tuple(out.link for out in steered.left_out) == site.links(circuit)

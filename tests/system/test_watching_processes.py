@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.daemon.engine_watcher import DeployedWatch
+from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from planner.model import EngineHealth
 from tests.orchestrrl.daemon.test_engine_watcher import E0, Plane
 
@@ -18,7 +18,7 @@ async def test_a_real_engine_is_reported(tmp_path: Path) -> None:
     url = (await process.stdout.readline()).decode().strip()
     clock = WallClock()
     plane = Plane(tmp_path, clock)
-    watch = DeployedWatch(plane, interval_s=0.05)
+    watch = DeployedEngineWatcher(plane, interval_s=0.05)
     watch.follow({E0: (url, "simulated")})
     try:
         async with asyncio.timeout(60):

@@ -17,17 +17,17 @@ from weight_versions import HALVES, SHARDS, Contents
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 from orchestrrl.weights.model import MODEL_FILE, PeerRole
 from orchestrrl.weights.orders import (
-    Carry,
-    Check,
+    CarryEdges,
+    CheckVersion,
     EdgeState,
     EndEdges,
-    Install,
-    Keep,
-    Look,
+    InstallVersion,
+    KeepVersions,
     OpenVersion,
-    Outcome,
-    Probe,
-    Rest,
+    OrderOutcome,
+    ProbeWeights,
+    QueryVersion,
+    RestEngine,
     SumShards,
 )
 from planner.model import EngineId
@@ -46,7 +46,7 @@ async def publish(daemon: FakeDaemon, folder: Path, contents: Contents, version:
     parts = [contents.stage(folder / f"v{version}", rank, boxes) for rank, boxes in enumerate(HALVES)]
     map = contents.map(version, with_sums=False)
     opened = await daemon.ask("train0", OpenVersion(map, tuple(parts)))
-    assert (opened.outcome, opened.missing) == (Outcome.DONE, {}), opened.detail
+    assert (opened.outcome, opened.missing) == (OrderOutcome.DONE, {}), opened.detail
     summed = await daemon.ask("train0", SumShards(version, tuple(SHARDS)))
     assert "GB/s" in summed.detail
     known = replace(map, shards=tuple(replace(shard, sums=summed.sums[shard.id]) for shard in map.shards))
@@ -75,31 +75,33 @@ async def test_a_version_goes_from_trainers_parts_to_an_engine(house: tuple[Fake
             await carry(daemon, 4, edges)
             over = await daemon.carried("gen0", [each.id for each in edges])
             assert {event.state for event in over} == {EdgeState.DONE}
-            checked = await daemon.ask("gen0", Check(4))
-            assert (checked.outcome, checked.missing) == (Outcome.DONE, {})
+            checked = await daemon.ask("gen0", CheckVersion(4))
+            assert (checked.outcome, checked.missing) == (OrderOutcome.DONE, {})
             assert (second.folder / "v4" / MODEL_FILE).read_bytes() == contents.model_file()
             await daemon.until("gen0", lambda heard: heard.peer.held and heard.peer.held[0].complete)
 
-            late = await daemon.ask("gen0", Install(4, ENGINE, time.time() - 1))
-            assert late.outcome is Outcome.FAILED
+            late = await daemon.ask("gen0", InstallVersion(4, ENGINE, time.time() - 1))
+            assert late.outcome is OrderOutcome.FAILED
             assert "at the latest" in late.detail
             until_s = time.time() + 600
-            assert (await daemon.ask("gen0", Rest(ENGINE, True))).detail == "e0 is paused"
-            installed = await daemon.ask("gen0", Install(4, ENGINE, until_s))
-            assert installed.outcome is Outcome.DONE, installed.detail
+            assert (await daemon.ask("gen0", RestEngine(ENGINE, True))).detail == "e0 is paused"
+            installed = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s))
+            assert installed.outcome is OrderOutcome.DONE, installed.detail
             assert installed.loaded_sum
             await daemon.until("gen0", lambda heard: heard.peer.engines[0].installed == 4)
-            assert (await daemon.ask("gen0", Look(ENGINE))).detail == "e0 has version 4"
-            probed = await daemon.ask("gen0", Probe(ENGINE, (1, 2, 3), 5, until_s))
+            assert (await daemon.ask("gen0", QueryVersion(ENGINE))).detail == "e0 has version 4"
+            probed = await daemon.ask("gen0", ProbeWeights(ENGINE, (1, 2, 3), 5, until_s))
             assert len(probed.tokens) == 5, probed.detail
-            assert (await daemon.ask("gen0", Rest(ENGINE, False))).outcome is Outcome.DONE
-            again = await daemon.ask("gen0", Install(4, ENGINE, until_s))
+            assert (await daemon.ask("gen0", RestEngine(ENGINE, False))).outcome is OrderOutcome.DONE
+            again = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s))
             assert again.detail == "e0 has version 4 already"
             assert again.loaded_sum == installed.loaded_sum
-            assert (await daemon.ask("gen0", Rest(ENGINE, True, 30.0))).detail == "e0 is paused"  # nothing is to end
-            assert (await daemon.ask("gen0", Rest(ENGINE, True, ends=True))).detail == "e0 is paused"
-            assert (await daemon.ask("gen0", Rest(ENGINE, False))).outcome is Outcome.DONE
-            again = await daemon.ask("gen0", Install(4, ENGINE, until_s, anew=True))
+            assert (
+                await daemon.ask("gen0", RestEngine(ENGINE, True, 30.0))
+            ).detail == "e0 is paused"  # nothing is to end
+            assert (await daemon.ask("gen0", RestEngine(ENGINE, True, ends=True))).detail == "e0 is paused"
+            assert (await daemon.ask("gen0", RestEngine(ENGINE, False))).outcome is OrderOutcome.DONE
+            again = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s, anew=True))
             assert again.detail.startswith("e0 loaded version 4 in"), again.detail
             # A trainer that was started anew has other weights of the same number.
             other = Contents(99)
@@ -109,10 +111,10 @@ async def test_a_version_goes_from_trainers_parts_to_an_engine(house: tuple[Fake
             edges = [edge(f"n{n}", shard.id, 0, shard.bytes, "train0", gen) for n, shard in enumerate(anew.map.shards)]
             await carry(daemon, 4, edges)
             await daemon.carried("gen0", [each.id for each in edges])
-            replaced = await daemon.ask("gen0", Install(4, ENGINE, until_s))
+            replaced = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s))
             assert replaced.detail.startswith("e0 loaded version 4 in"), replaced.detail
             assert replaced.loaded_sum not in ("", installed.loaded_sum)
-            kept = await daemon.ask("gen0", Keep((), None))
+            kept = await daemon.ask("gen0", KeepVersions((), None))
             assert kept.detail == "discarded 4"
             await daemon.until("gen0", lambda heard: not heard.peer.held)
 
@@ -156,7 +158,7 @@ async def test_a_receiver_killed_in_the_middle_finishes_with_what_it_has(
         await daemon.ask("train0", EndEdges(4))
         await carry(daemon, 4, edges)
         assert {event.state for event in await daemon.carried("gen0", [each.id for each in edges])} == {EdgeState.DONE}
-        assert (await daemon.ask("gen0", Check(4))).missing == {}
+        assert (await daemon.ask("gen0", CheckVersion(4))).missing == {}
         assert file.read_bytes() == contents.model_file()
 
 
@@ -184,13 +186,13 @@ async def test_orders_are_done_once_and_daemons_that_are_no_more_have_no_say(tmp
             await daemon.peer("gen0")
             opening = OpenVersion(Contents(4).map(1))
             first = await daemon.ask("gen0", opening, id="a")
-            again = await daemon.ask("gen0", Keep((), None), id="a")  # delivered twice: whatever it says now
+            again = await daemon.ask("gen0", KeepVersions((), None), id="a")  # delivered twice: whatever it says now
             assert again == first
             assert (peer.folder / "v1").exists()
             daemon.generation = 3
-            assert (await daemon.ask("gen0", Check(1))).outcome is Outcome.DONE
-            stale = await daemon.ask("gen0", Keep((), None), generation=2)
-            assert stale.outcome is Outcome.FAILED
+            assert (await daemon.ask("gen0", CheckVersion(1))).outcome is OrderOutcome.DONE
+            stale = await daemon.ask("gen0", KeepVersions((), None), generation=2)
+            assert stale.outcome is OrderOutcome.FAILED
             assert stale.detail == "generation 2 is over: generation 3 has given orders since"
             assert (peer.folder / "v1").exists()
     # The daemon comes back elsewhere in time, at the same place: it is told everything anew.
@@ -209,8 +211,8 @@ async def test_a_peer_outlives_its_daemon(tmp_path: Path) -> None:
         async with daemon_at(port) as (later, _):
             told = await later.peer("gen0")
             assert [held.version for held in told.held] == [1]
-            result = await later.ask("gen0", Check(1), id="order2")
-            assert result.outcome is Outcome.DONE
+            result = await later.ask("gen0", CheckVersion(1), id="order2")
+            assert result.outcome is OrderOutcome.DONE
 
 
 async def test_what_makes_no_sense_is_refused_with_all_reasons(house: tuple[FakeDaemon, int], tmp_path: Path) -> None:
@@ -221,9 +223,9 @@ async def test_what_makes_no_sense_is_refused_with_all_reasons(house: tuple[Fake
         map = Contents(6).map(1)
         shards = tuple(replace(shard, bytes=shard.bytes + 1) for shard in map.shards)
         refused = await daemon.ask("gen0", OpenVersion(replace(map, shards=shards)))
-        assert refused.outcome is Outcome.FAILED
+        assert refused.outcome is OrderOutcome.FAILED
         assert refused.detail.count(".bytes: must be what its slices have") == len(shards)
-        assert (await daemon.ask("gen0", Check(1))).detail == "version 1 is not held here; held: none"
+        assert (await daemon.ask("gen0", CheckVersion(1))).detail == "version 1 is not held here; held: none"
         await daemon.ask("gen0", OpenVersion(map))
         rows = next(shard for shard in map.shards if shard.id == "rows")
         wrong = (
@@ -231,11 +233,11 @@ async def test_what_makes_no_sense_is_refused_with_all_reasons(house: tuple[Fake
             edge(2, "rows", rows.bytes, 1, "gen1", gen),
             edge(3, "rows", -1, 1, "gen1", gen),
         )
-        refused = await daemon.ask("gen0", Carry(1, wrong, 0, 1.0))
-        assert refused.outcome is Outcome.FAILED
+        refused = await daemon.ask("gen0", CarryEdges(1, wrong, 0, 1.0))
+        assert refused.outcome is OrderOutcome.FAILED
         for words in ("chunk_bytes: must be > 0", "edges.edge1.shard:", "edges.edge2:", "edges.edge3:"):
             assert words in refused.detail
-        assert "no engine 'e0' here" in (await daemon.ask("gen0", Rest(ENGINE, True))).detail
+        assert "no engine 'e0' here" in (await daemon.ask("gen0", RestEngine(ENGINE, True))).detail
         outside = await daemon.ask(
             "gen0", OpenVersion(replace(map, version=2), (Contents(6).stage(tmp_path, 0, HALVES[0]),))
         )

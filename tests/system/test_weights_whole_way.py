@@ -23,8 +23,8 @@ from orchestrrl.rpc.pb import control_pb2, weights_pb2
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.layout import read_layout
 from orchestrrl.weights.model import DTYPE_BYTES, MODEL_FILE, TensorMeta
-from orchestrrl.weights.trainer.boxes import Piece, slices
-from orchestrrl.weights.trainer.client import Publishing, WeightsClient
+from orchestrrl.weights.trainer.boxes import TensorPiece, slices
+from orchestrrl.weights.trainer.client import PublishInProgress, WeightsClient
 from planner.sync_tree.shares import needed_boxes
 from tests.orchestrrl.gateway.processes import free_port
 
@@ -61,7 +61,7 @@ def content(version: int) -> dict[str, Array]:
     }
 
 
-def rows_of(version: int, rank: int) -> list[Piece]:
+def rows_of(version: int, rank: int) -> list[TensorPiece]:
     """As FSDP divides: rows, the last rank's fewer; what has none is everybody's."""
     found = []
     whole = content(version)
@@ -73,7 +73,7 @@ def rows_of(version: int, rank: int) -> list[Piece]:
             if first == last:
                 continue
             box = ((first, last), *box[1:])
-        found.append(Piece(meta, box, whole[meta.name][slices(box)]))
+        found.append(TensorPiece(meta, box, whole[meta.name][slices(box)]))
     return found
 
 
@@ -141,7 +141,7 @@ def publish(address: str, started: dict[str, PeerProcess], version: int) -> list
         client = WeightsClient(address, peer=host.name, folder=host.folder, rank=number, world=WORLD, run="one")
         with client:
             handle = client.publish_arrays(version, rows_of(version, number), wait="staged")
-            assert isinstance(handle, Publishing)
+            assert isinstance(handle, PublishInProgress)
             return handle.result(BEGIN_WITHIN_S)
 
     with ThreadPoolExecutor(WORLD) as ranks:

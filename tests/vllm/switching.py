@@ -15,9 +15,9 @@ import aiohttp
 import yaml
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.launch import Device
+from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.fleet.deployers.base import FleetIdentity, make_deployer
-from orchestrrl.fleet.deployers.command_line import Launch
+from orchestrrl.fleet.deployers.command_line import EngineLaunch
 from orchestrrl.fleet.deployers.conformance import RANGE, free_range
 from orchestrrl.lab.demo.stack import Process
 from orchestrrl.lab.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
@@ -84,7 +84,7 @@ class House:
         for process in reversed(self._processes):
             await process.stop()
         identity = FleetIdentity("orchestrrl", str(self.folder / "engines"))
-        launch = Launch(python=str(VLLM_PYTHON), model=str(self.model), device=Device.CPU)
+        launch = EngineLaunch(python=str(VLLM_PYTHON), model=str(self.model), device=EngineDevice.CPU)
         deployer = make_deployer(self.deployer["product"], launch, identity, self.deployer["options"], WallClock())
         for found in await deployer.list_engines():
             await deployer.stop(found.engine)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from orchestrrl.core.config.launch import Device
-from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, render
+from orchestrrl.core.config.launch import EngineDevice
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render
 from orchestrrl.fleet.deployers.layout_flags import DECIDED
 from orchestrrl.fleet.deployers.user_arguments import SHORT
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
@@ -26,7 +26,7 @@ read = [vars(parser.parse_args(words)) for words in json.load(sys.stdin)]
 json.dump({"flags": flags, "read": read}, sys.stdout, default=str)
 """
 
-LAUNCH = Launch(
+LAUNCH = EngineLaunch(
     python="python3",
     model="org/model",
     nodes=("10.0.0.1", "10.0.0.2", "10.0.0.3"),
@@ -55,7 +55,7 @@ def lines() -> list[CommandLine]:
         spec = EngineSpec(EngineId("e0"), ConfigurationId("c"), layout, gpus, max_sequences=64, weights="/ckpt")
         found += render(spec, LAUNCH)
         if not layout.afd and layout.gpus <= 8:
-            found += render(spec, replace(LAUNCH, device=Device.CPU))
+            found += render(spec, replace(LAUNCH, device=EngineDevice.CPU))
     return found
 
 

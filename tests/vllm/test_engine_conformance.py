@@ -7,7 +7,7 @@ import pytest
 
 from orchestrrl.engines.base import Engine
 from orchestrrl.engines.conformance import EngineConformance
-from orchestrrl.engines.managed import EngineLayout
+from orchestrrl.engines.managed import ReportedLayout
 from orchestrrl.engines.managed_conformance import ManagedConformance
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.lab.deployers.attended import LocalEngine
@@ -22,7 +22,7 @@ class TestVllm(EngineConformance):
 
 
 class TestVllmManaged(ManagedConformance):
-    layout = EngineLayout(tp=1, pp=1, dp=1, ep=False)
+    layout = ReportedLayout(tp=1, pp=1, dp=1, ep=False)
 
     @pytest.fixture
     async def engine(self, vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[VllmEngine]:

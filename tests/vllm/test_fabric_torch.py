@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.fabric.periods import OVER, PeriodState
-from orchestrrl.integrations.instrument.rings import Event
-from orchestrrl.lab.demo.fabric_house import FabricHouse, Outcome
-from orchestrrl.lab.demo.fabric_jobs import RANKS, Job, Launcher
-from orchestrrl.lab.demo.fabric_traffic import Traffic, read_traces
+from orchestrrl.integrations.instrument.rings import RingEvent
+from orchestrrl.lab.demo.fabric_house import FabricDemoStack, PeriodOutcomes
+from orchestrrl.lab.demo.fabric_jobs import RANKS, JobSpec, Launcher
+from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
 from tests.vllm.conftest import VLLM_PYTHON
 
 # Of a rank of lab/demo/fabric_job.py, in each iteration, and in all of them.
@@ -27,17 +27,17 @@ class Ran:
 
     iterations_s: Sequence[float]
     statuses: Sequence[int | None]
-    outcome: Outcome
-    traces: Mapping[int, Sequence[Event]]
+    outcome: PeriodOutcomes
+    traces: Mapping[int, Sequence[RingEvent]]
     lives: bool  # daemon, agent and switches, until the end
 
 
 async def run(folder: Path, iterations: int, *, device_s: float, window_s: float, within_s: float) -> Ran:
     async with (
         Launcher(folder, VLLM_PYTHON) as launcher,
-        FabricHouse(folder, device_s=device_s, within_s=within_s) as house,
+        FabricDemoStack(folder, device_s=device_s, within_s=within_s) as house,
     ):
-        await launcher.start(Job("job", window_s, house.rings))
+        await launcher.start(JobSpec("job", window_s, house.rings))
         await house.reads("job")
         iterations_s = await launcher.turn("job", iterations)
         outcome, traces = await house.outcome(), read_traces(house.rings)
@@ -71,7 +71,7 @@ async def test_circuits_follow_a_job_inside_its_windows(tmp_path: Path) -> None:
     iterations, window_s = 12, 0.4
     ran = await run(tmp_path, iterations, device_s=0.025, window_s=window_s, within_s=10.0)
     check_whole(ran, iterations, window_s)
-    commits, traffic = ran.outcome.commits, Traffic.of(ran.traces)
+    commits, traffic = ran.outcome.commits, RecordedTraffic.of(ran.traces)
     assert {commit.period for commit in commits} == {"gradients", "experts"}
     assert all(commit.has_window and commit.done for commit in commits)
     assert all(commit.received_s is not None and commit.set_s is not None for commit in commits)

@@ -12,11 +12,11 @@ import pytest
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OutcomeUnknown
-from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove, Route
+from orchestrrl.core.operations import EngineRoute, MoveMethod, OperationItemResult, RequestMove
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import Server
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.http.server import GatewayServer
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.lab.deployers.attended import LocalEngine
 from planner.model import EngineId, NodeId, RequestId, RequestState
 from tests.orchestrrl.gateway.held import HeldEngine
@@ -50,13 +50,13 @@ class House:
         self.http = http
         self.holds: deque[int] = deque()
         self.released = asyncio.Event()
-        self.fleet = Fleet(lambda url: HeldEngine(url, self.holds, self.released), clock=WallClock())
-        limits = Limits(coalesce_tokens=4, move_answer_s=DEADLINE_S)
+        self.fleet = EngineBackends(lambda url: HeldEngine(url, self.holds, self.released), clock=WallClock())
+        limits = RelayLimits(coalesce_tokens=4, move_answer_s=DEADLINE_S)
         self.gateway = Gateway(NodeId("gateway"), self.fleet, limits=limits, clock=WallClock())
         self.gateway.set_routes(
-            [Route(EngineId(f"e{i}"), engine.url, kv_version=kv_version) for i, engine in enumerate(engines)]
+            [EngineRoute(EngineId(f"e{i}"), engine.url, kv_version=kv_version) for i, engine in enumerate(engines)]
         )
-        self.server = Server(self.gateway)
+        self.server = GatewayServer(self.gateway)
         self.url = ""
 
     async def ask(self, url: str, path: str, body: dict[str, Any], request_id: str = "", *, stream: bool) -> Answer:
@@ -77,7 +77,7 @@ class House:
 
     async def move(
         self, request_id: str, tokens: int, method: MoveMethod = MoveMethod.RECOMPUTE, other_s: float = 0.0
-    ) -> ItemResult:
+    ) -> OperationItemResult:
         """Move the request once it has this many tokens in all."""
         source = await self.until(request_id, tokens)
         target = EngineId("e1" if source == "e0" else "e0")
@@ -96,10 +96,12 @@ async def house(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[House]:
         await house.fleet.close()
 
 
-async def moved_at(house: House, request_id: str, asking: "asyncio.Task[Answer]", *totals: int) -> list[ItemResult]:
+async def moved_at(
+    house: House, request_id: str, asking: "asyncio.Task[Answer]", *totals: int
+) -> list[OperationItemResult]:
     """Move the request at each total of tokens. Fewer results: vLLM merges outputs that its stream has not taken yet
     (`RequestOutputCollector`), so that after a pause the rest may come in one piece, and nothing is left to move."""
-    results: list[ItemResult] = []
+    results: list[OperationItemResult] = []
     for tokens in totals:
         moving = asyncio.create_task(house.move(request_id, tokens))
         await asyncio.wait({moving, asking}, return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +181,7 @@ async def test_the_text_is_right_where_no_server_decodes_tokens(house: House, mo
 @pytest.mark.smoke
 async def test_a_waiting_request_moves_to_a_free_seat(house: House) -> None:
     """e0 has four seats; the fifth request waits there until it is moved."""
-    house.gateway.set_routes([Route(EngineId("e0"), house.engines[0].url)])
+    house.gateway.set_routes([EngineRoute(EngineId("e0"), house.engines[0].url)])
     path, body = COMPLETION
     long_body = {**body, "max_tokens": 10 * INTERRUPTED_TOKENS, "logprobs": None}
     house.holds.extend([5] * 4)
@@ -187,7 +189,7 @@ async def test_a_waiting_request_moves_to_a_free_seat(house: House) -> None:
     await asyncio.gather(*(house.until(f"l{i}", 5) for i in range(4)))
     late = asyncio.create_task(house.ask(house.url, path, {**body, "max_tokens": 10}, "late", stream=False))
     await house.until("late", 0)
-    house.gateway.set_routes([Route(EngineId(f"e{i}"), engine.url) for i, engine in enumerate(house.engines)])
+    house.gateway.set_routes([EngineRoute(EngineId(f"e{i}"), engine.url) for i, engine in enumerate(house.engines)])
     result = await house.move("late", 0)
     assert result.done, result.detail
     assert result.recomputed_tokens == 0

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.operations import MoveMethod
 from orchestrrl.engines import handover
-from orchestrrl.integrations.instrument.kv_entries import Store
+from orchestrrl.integrations.instrument.kv_entries import KvEntryStore
 from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
 from planner.model import RequestId
 from tests.system.streams import Answer
@@ -56,7 +56,7 @@ class Pair:
     """Two servers that hand requests over through `store`."""
 
     urls: tuple[str, str]
-    store: Store
+    store: KvEntryStore
     http: aiohttp.ClientSession
     entries: list[str] = field(default_factory=list)  # of this test
 
@@ -179,7 +179,7 @@ def handover_servers(
 async def pair(handover_servers: tuple[Path, tuple[LocalEngine, ...]]) -> AsyncIterator[Pair]:
     shared, (first, second) = handover_servers
     async with aiohttp.ClientSession() as http:
-        yield Pair((first.url, second.url), Store(shared, ranks=1), http)
+        yield Pair((first.url, second.url), KvEntryStore(shared, ranks=1), http)
 
 
 async def test_a_running_request_goes_on_elsewhere_with_its_kv(pair: Pair) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.launch import Device
+from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.fleet.deployers.base import FleetIdentity, Life
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from orchestrrl.fleet.deployers.base import EngineLife, FleetIdentity
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.conformance import free_range, until
 from orchestrrl.fleet.deployers.local import LocalDeployer
 from orchestrrl.lab.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
@@ -34,10 +34,10 @@ def of_session(leader: int) -> list[int]:
 
 
 async def test_two_ranks_are_started_and_what_a_crash_leaves_of_them_is_ended(tiny_model: Path, tmp_path: Path) -> None:
-    launch = Launch(
+    launch = EngineLaunch(
         python=str(VLLM_PYTHON),
         model=str(tiny_model),
-        device=Device.CPU,
+        device=EngineDevice.CPU,
         first_port=free_range(),
         arguments=(*VLLM_ARGUMENTS, "--max-model-len", "4096"),
         environment=VLLM_ENVIRONMENT,
@@ -50,7 +50,7 @@ async def test_two_ranks_are_started_and_what_a_crash_leaves_of_them_is_ended(ti
         while not await client.healthy():
             there = await deployer.status(ENGINE)
             assert there is not None
-            assert there.life is Life.ALIVE, there.detail
+            assert there.life is EngineLife.ALIVE, there.detail
             await asyncio.sleep(0.2)
     assert await client.probe() > 0
     assert (await client.layout()).tp == 2
@@ -63,7 +63,7 @@ async def test_two_ranks_are_started_and_what_a_crash_leaves_of_them_is_ended(ti
     leader.kill()
     # A process of many threads shows as ended before the last of them is, and only then says how.
     async with asyncio.timeout(READY_WITHIN_S):
-        while "was ended by SIGKILL" not in (await until(deployer, ENGINE, Life.ENDED)).detail:
+        while "was ended by SIGKILL" not in (await until(deployer, ENGINE, EngineLife.ENDED)).detail:
             await asyncio.sleep(0.05)
     await deployer.stop(ENGINE)
     assert of_session(leader.pid) == []

@@ -13,13 +13,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.operations import Route
+from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import connect
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import Server
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
-from orchestrrl.gateway.routing.strategies import Routing
+from orchestrrl.gateway.http.server import GatewayServer
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
+from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.deployers.attended import start_vllm
 from planner.model import EngineId, NodeId
 from tests.vllm.conftest import VLLM_PYTHON
@@ -38,10 +38,10 @@ DEADLINE_S = 300.0
 async def served(policy: str, urls: list[str]) -> AsyncIterator[str]:
     """A gateway before the servers."""
     clock = WallClock()
-    fleet = Fleet(lambda url: connect("vllm", url), clock=clock, routing=Routing(policy))
-    gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(), clock=clock)
-    gateway.set_routes([Route(EngineId(f"vllm-{index}"), url) for index, url in enumerate(urls)])
-    server = Server(gateway)
+    fleet = EngineBackends(lambda url: connect("vllm", url), clock=clock, routing=RoutingPolicy(policy))
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+    gateway.set_routes([EngineRoute(EngineId(f"vllm-{index}"), url) for index, url in enumerate(urls)])
+    server = GatewayServer(gateway)
     try:
         yield await server.start("127.0.0.1", 0)
     finally:

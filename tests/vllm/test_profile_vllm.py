@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.engines.profiles.measure import Wanted, measure
+from orchestrrl.engines.profiles.measure import MeasurementInputs, measure
 from orchestrrl.engines.profiles.store import as_text, parse_profile
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.lab.deployers.attended import LocalEngine
@@ -14,7 +14,7 @@ from planner.model import ConfigurationId
 @pytest.mark.timeout(900)
 async def test_a_real_engine_gets_a_profile(vllm_servers: tuple[LocalEngine, ...]) -> None:
     engine = VllmEngine(vllm_servers[0].url, timeout_s=100)
-    wanted = Wanted(ConfigurationId("tp1"), Parallelism(), 45.0, "command line", "2026-01-31", budget_s=240)
+    wanted = MeasurementInputs(ConfigurationId("tp1"), Parallelism(), 45.0, "command line", "2026-01-31", budget_s=240)
     try:
         found = await measure(engine, wanted, WallClock())
         metrics = await engine.metrics()

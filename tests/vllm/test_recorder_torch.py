@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.integrations.instrument.rings import ASYNCHRONOUS, WAIT_ONLY, Event, Group, Header, Reader, list_rings
+from orchestrrl.integrations.instrument.rings import (
+    ASYNCHRONOUS,
+    WAIT_ONLY,
+    ProcessGroup,
+    RingEvent,
+    RingHeader,
+    RingReader,
+    list_rings,
+)
 from tests.vllm.conftest import REPOSITORY, VLLM_PYTHON
 
 PROGRAM = Path(__file__).with_name("traced_program.py")
@@ -35,13 +43,13 @@ class Ran:
         *self.out, codes = sorted(done.stdout.splitlines(), reverse=True)
         self.errors = done.stderr
         self.codes = [int(code) for code in codes.split()[1:]]
-        self.headers: dict[int, Header] = {}
-        self.events: dict[int, list[Event]] = {}
-        self.groups: dict[int, Group] = {}
+        self.headers: dict[int, RingHeader] = {}
+        self.events: dict[int, list[RingEvent]] = {}
+        self.groups: dict[int, ProcessGroup] = {}
         self.alive: dict[int, bool] = {}
         self.lost: dict[int, int] = {}
         for path in list_rings(self.rings):
-            with Reader(path) as reader:
+            with RingReader(path) as reader:
                 header = reader.header()
                 rank = header.rank
                 self.headers[rank] = header

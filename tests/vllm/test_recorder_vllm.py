@@ -5,7 +5,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from orchestrrl.integrations.instrument.rings import Event, Reader, list_rings
+from orchestrrl.integrations.instrument.rings import RingEvent, RingReader, list_rings
 from orchestrrl.lab.deployers.attended import start_vllm
 from planner.cost.profile import Parallelism
 from planner.model import GpuId
@@ -55,7 +55,7 @@ class Workers:
     """The rings of both ranks, by rank."""
 
     def __init__(self, directory: Path) -> None:
-        found = [Reader(path) for path in list_rings(directory)]
+        found = [RingReader(path) for path in list_rings(directory)]
         self.readers = sorted(
             (reader for reader in found if reader.header().world_size == 2), key=lambda reader: reader.header().rank
         )
@@ -68,5 +68,5 @@ class Workers:
         for reader in self.readers:
             reader.close()
 
-    def events(self) -> list[list[Event]]:
+    def events(self) -> list[list[RingEvent]]:
         return [[event for event in reader.events()[0] if event.end_ns is not None] for reader in self.readers]

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.engines.profiles.measure import Wanted, measure
+from orchestrrl.engines.profiles.measure import MeasurementInputs, measure
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
 from orchestrrl.lab.sim.engines import EngineKind
@@ -69,7 +69,9 @@ async def test_a_step_on_vllm(server: LocalEngine, tiny_model: Path) -> None:
 
 async def profile_of(server: LocalEngine) -> EngineProfile:
     engine = VllmEngine(server.url, timeout_s=100)
-    wanted = Wanted(ConfigurationId("tp1"), Parallelism(), 45.0, "command line", "2026-01-31", budget_s=BUDGET_S)
+    wanted = MeasurementInputs(
+        ConfigurationId("tp1"), Parallelism(), 45.0, "command line", "2026-01-31", budget_s=BUDGET_S
+    )
     try:
         return (await measure(engine, wanted, WallClock())).engine
     finally:

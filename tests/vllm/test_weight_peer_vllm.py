@@ -4,7 +4,7 @@ runs in ours."""
 from pathlib import Path
 
 from orchestrrl.weights.model import MODEL_FILE
-from orchestrrl.weights.orders import Check, OpenVersion
+from orchestrrl.weights.orders import CheckVersion, OpenVersion
 from tests.orchestrrl.weights.peer_house import PeerProcess, carry, daemon_at, edge, peers
 from tests.orchestrrl.weights.weight_versions import HALVES, Contents
 from tests.vllm.conftest import VLLM_PYTHON
@@ -25,5 +25,5 @@ async def test_a_peer_in_an_environment_of_others(tmp_path: Path) -> None:
             edges = [edge(n, shard.id, 0, shard.bytes, "train0", there) for n, shard in enumerate(map.shards)]
             await carry(daemon, 1, edges)
             await daemon.carried("gen0", [each.id for each in edges])
-            assert (await daemon.ask("gen0", Check(1))).missing == {}
+            assert (await daemon.ask("gen0", CheckVersion(1))).missing == {}
             assert (gen.folder / "v1" / MODEL_FILE).read_bytes() == contents.model_file()

@@ -11,21 +11,21 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
-from ocs_drivers.base import Clock
+from ocs_drivers.base import DeviceClock
 from ocs_drivers.driver import SwitchDriver
-from ocs_drivers.errors import OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.model import (
-    Capabilities,
-    Circuit,
     CircuitState,
     Connectivity,
     CrossConnect,
-    Event,
-    Facts,
+    DeviceCircuit,
     PortState,
     PortStatus,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
 )
-from ocs_drivers.options import Options
+from ocs_drivers.options import DriverOptions
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ MAX_LINE_BYTES = 1024 * 1024
 class LineWire:
     """The verbs of the protocol; what to send when is `SwitchDriver`'s business."""
 
-    capabilities = Capabilities(bulk=True, tuned_state=True)
+    capabilities = SwitchCapabilities(bulk=True, tuned_state=True)
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -46,20 +46,20 @@ class LineWire:
         try:
             self._streams = await asyncio.open_connection(self._host, self._port, limit=MAX_LINE_BYTES)
         except OSError as error:
-            raise Retryable(f"cannot connect to {self._host}:{self._port} ({error})") from None
+            raise DriverRetryable(f"cannot connect to {self._host}:{self._port} ({error})") from None
 
     async def close(self) -> None:
         streams, self._streams = self._streams, None
         if streams is not None:
             streams[1].close()
 
-    async def read_facts(self) -> Facts:
+    async def read_facts(self) -> SwitchFacts:
         return await self._ask("FACTS", _facts)
 
     async def read_ports(self) -> Sequence[PortState]:
         return await self._ask("PORTS", lambda words: [_port(*word.split("=")) for word in words])
 
-    async def read_circuits(self) -> Sequence[Circuit]:
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
         return await self._ask("LIST", lambda words: [_circuit(*word.split("=")) for word in words])
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
@@ -68,14 +68,14 @@ class LineWire:
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
         await self._ask(f"DISCONNECT {' '.join(map(str, pairs))}", _nothing, is_setter=True)
 
-    def events(self) -> AsyncGenerator[Event, None]:
-        raise Permanent("this switch reports no events")
+    def events(self) -> AsyncGenerator[SwitchEvent, None]:
+        raise DriverPermanent("this switch reports no events")
 
     async def _ask(self, line: str, parse: Callable[[list[str]], T], *, is_setter: bool = False) -> T:
         """What `parse` makes of the words after OK. Every failure says whether anything can have happened."""
         assert self._streams is not None
         reader, writer = self._streams
-        unclear = OutcomeUnknown if is_setter else Retryable
+        unclear = DriverOutcomeUnknown if is_setter else DriverRetryable
         try:
             writer.write(f"{line}\n".encode())
             answer = (await reader.readline()).decode("ascii", "replace")
@@ -85,21 +85,21 @@ class LineWire:
             raise unclear("the connection was closed", command=line, answer=answer)
         verdict, *words = answer.split() or [""]
         if verdict == "ERR":
-            raise Permanent("refused", command=line, answer=" ".join(words))
+            raise DriverPermanent("refused", command=line, answer=" ".join(words))
         try:
             if verdict != "OK":
                 raise ValueError("neither OK nor ERR")
             return parse(words)
         except (TypeError, ValueError) as error:
-            raise (OutcomeUnknown if is_setter else Permanent)(
+            raise (DriverOutcomeUnknown if is_setter else DriverPermanent)(
                 f"nonsense: {error}", command=line, answer=answer
             ) from None
 
 
-def _facts(words: list[str]) -> Facts:
+def _facts(words: list[str]) -> SwitchFacts:
     model, serial, software, ingress, egress, seconds = words
     first_egress = int(ingress) + 1
-    return Facts(
+    return SwitchFacts(
         vendor="Example",
         model=model,
         serial=serial,
@@ -115,8 +115,8 @@ def _port(port: str, status: str) -> PortState:
     return PortState(int(port), PortStatus(status))
 
 
-def _circuit(pair: str, state: str) -> Circuit:
-    return Circuit(CrossConnect.parse(pair), CircuitState(state))
+def _circuit(pair: str, state: str) -> DeviceCircuit:
+    return DeviceCircuit(CrossConnect.parse(pair), CircuitState(state))
 
 
 def _nothing(words: list[str]) -> None:
@@ -128,9 +128,9 @@ class LineSwitch(SwitchDriver):
     """Keyword arguments are the options that users may set in `ocs.SWITCH`."""
 
     def __init__(
-        self, device: str, *, clock: Clock | None = None, address: str, command_timeout_s: float = 5.0
+        self, device: str, *, clock: DeviceClock | None = None, address: str, command_timeout_s: float = 5.0
     ) -> None:
-        options = Options(device)
+        options = DriverOptions(device)
         host, port = options.address(address, DEFAULT_PORT)
         limits = options.limits(command_timeout_s, 10.0, None, 2.0)
         options.check()  # raises with every fault at once

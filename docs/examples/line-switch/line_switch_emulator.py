@@ -7,18 +7,18 @@ import asyncio
 import contextlib
 import sys
 
-from ocs_drivers.base import Clock
-from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice, Panel
-from ocs_drivers.errors import Permanent
-from ocs_drivers.model import Action, Connectivity, CrossConnect, Facts
+from ocs_drivers.base import DeviceClock
+from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.errors import DriverPermanent
+from ocs_drivers.model import Action, Connectivity, CrossConnect, SwitchFacts
 
 ACTIONS = {"CONNECT": Action.ADD, "DISCONNECT": Action.REMOVE}
 
 
 class LineEmulator:
-    def __init__(self, panel: Panel, clock: Clock | None = None) -> None:
+    def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
         first_egress = panel.ingress_ports + 1
-        facts = Facts(
+        facts = SwitchFacts(
             vendor="Example",
             model=f"S{panel.ingress_ports}",
             serial="0042",
@@ -65,7 +65,7 @@ class LineEmulator:
         if verb in ACTIONS:
             try:
                 await self.device.set(ACTIONS[verb], [CrossConnect.parse(word) for word in words], line)
-            except Permanent as refusal:
+            except DriverPermanent as refusal:
                 return f"ERR {refusal.answer}"
             except ValueError as error:
                 return f"ERR {error}"
@@ -80,7 +80,7 @@ class LineEmulator:
 
 
 async def main() -> None:
-    emulator = LineEmulator(Panel(8, 8))
+    emulator = LineEmulator(DevicePanel(8, 8))
     sys.stderr.write(f"a switch of 8 ports a side at {await emulator.start(sys.argv[1], int(sys.argv[2]))}\n")
     await asyncio.Event().wait()
 

@@ -7,8 +7,8 @@ from line_switch_emulator import LineEmulator
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import DriverConformance
-from ocs_drivers.emulators.base import Panel
-from ocs_drivers.faults import Fault
+from ocs_drivers.emulators.base import DevicePanel
+from ocs_drivers.faults import DeviceFault
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
 
@@ -26,7 +26,7 @@ class LineHarness(DriverConformance):
     async def make_driver(self) -> OcsDriver:
         return await self.make_big(32)
 
-    async def inject(self, driver: OcsDriver, fault: Fault) -> None:
+    async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
         self.emulators[-1].device.inject(fault)
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
@@ -38,7 +38,7 @@ class LineHarness(DriverConformance):
 
 class TestLineSwitch(LineHarness):
     async def make_big(self, ports: int) -> OcsDriver:
-        emulator = LineEmulator(Panel(ports, ports, reconfiguration_s=0.002))
+        emulator = LineEmulator(DevicePanel(ports, ports, reconfiguration_s=0.002))
         self.emulators.append(emulator)
         address = await emulator.start()
         return make_driver("line", "lab1", {"address": address, "command_timeout_s": 2.0})

@@ -9,7 +9,7 @@ from line_switch_emulator import LineEmulator
 from test_line_switch import LineHarness
 
 from ocs_drivers.base import OcsDriver
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.registry import make_driver
 from orchestrrl.rpc.ocs_server import serve_driver
 
@@ -24,7 +24,7 @@ class TestServedLineSwitch(LineHarness):
             await driver.close()
 
     async def make_big(self, ports: int) -> OcsDriver:
-        emulator = LineEmulator(Panel(ports, ports, reconfiguration_s=0.002))
+        emulator = LineEmulator(DevicePanel(ports, ports, reconfiguration_s=0.002))
         self.emulators.append(emulator)
         driver = LineSwitch("lab1", address=await emulator.start(), command_timeout_s=2.0)
         server, port = await serve_driver(driver, "127.0.0.1:0")

@@ -12,7 +12,7 @@ from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:
     from orchestrrl.lab.demo.run import DemoOutcome, Report
-    from orchestrrl.lab.demo.scenario import Scenario
+    from orchestrrl.lab.demo.scenario import DemoScenario
 
 _Outcome = TypeVar("_Outcome")
 
@@ -76,7 +76,7 @@ def demo(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _demo(scenario: "Scenario", engine: str, seeds: list[int], out: Path, json: bool) -> bool:
+def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path, json: bool) -> bool:
     """Whether nothing was lost, no answer differs, and every engine has the new weights."""
     from orchestrrl.cli.demo.weight_sync import print_sync_demo
     from orchestrrl.lab.demo.report import as_json, write
@@ -96,7 +96,7 @@ def _demo(scenario: "Scenario", engine: str, seeds: list[int], out: Path, json: 
     return outcome.is_well
 
 
-def _demo_sync(scenario: "Scenario", engine: str, out: Path, json: bool) -> bool:
+def _demo_sync(scenario: "DemoScenario", engine: str, out: Path, json: bool) -> bool:
     """Whether every engine has the new weights, and every token is of the version that it should be of."""
     from orchestrrl.cli.demo.weight_sync import print_sync_demo
     from orchestrrl.lab.demo.report import sync_json, write_sync
@@ -113,7 +113,7 @@ def _demo_sync(scenario: "Scenario", engine: str, out: Path, json: bool) -> bool
     return outcome.is_well
 
 
-def _demo_switch(scenario: "Scenario", seeds: list[int], out: Path, json: bool) -> bool:
+def _demo_switch(scenario: "DemoScenario", seeds: list[int], out: Path, json: bool) -> bool:
     """The same, of the demo of a switch."""
     from orchestrrl.cli.demo.redeployment import print_switch_demo
     from orchestrrl.lab.demo.switch_report import as_json, write

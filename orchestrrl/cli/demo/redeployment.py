@@ -7,13 +7,13 @@ from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import print_lines, print_table, stdout
 from orchestrrl.lab.demo.switch_fabric import GEN_POD
 from orchestrrl.lab.demo.switch_report import PAPER, at_s
-from orchestrrl.lab.demo.switch_run import Arm, SwitchDemo, Switched
+from orchestrrl.lab.demo.switch_run import ObservedRedeployment, RedeployArm, RedeployDemo
 from orchestrrl.lab.demo.switch_stack import modelled_switch_s
 
 COLUMNS = ("", "clock, s", "engine s", "predicted", "the paper's")
 
 
-def print_switch_demo(demo: SwitchDemo) -> None:
+def print_switch_demo(demo: RedeployDemo) -> None:
     speed = demo.scenario.speed
     for outcome in demo.seeds:
         for switched in outcome.free.switches:
@@ -50,7 +50,7 @@ def print_switch_demo(demo: SwitchDemo) -> None:
     print_lines(_summary(demo))
 
 
-def _beside_the_paper(demo: SwitchDemo, switched: Switched) -> Iterator[tuple[object, ...]]:
+def _beside_the_paper(demo: RedeployDemo, switched: ObservedRedeployment) -> Iterator[tuple[object, ...]]:
     speed, plan, resumed = demo.scenario.speed, switched.plan, switched.resumption
 
     def row(what: str, wall_s: float, predicted_s: float | None, paper_s: float | None) -> tuple[object, ...]:
@@ -71,7 +71,7 @@ def _beside_the_paper(demo: SwitchDemo, switched: Switched) -> Iterator[tuple[ob
     yield row("in all", switched.total_s, plan["switch_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
 
 
-def _circuits(arm: Arm) -> Iterator[tuple[object, ...]]:
+def _circuits(arm: RedeployArm) -> Iterator[tuple[object, ...]]:
     """Of the PoD that generates. ToRs are named without it."""
     assert arm.fabric_before is not None, "there was a fabric"
     assert arm.fabric_after is not None, "there was a fabric"
@@ -80,7 +80,7 @@ def _circuits(arm: Arm) -> Iterator[tuple[object, ...]]:
         yield a, b, before.get((a, b), 0), after.get((a, b), 0)
 
 
-def _summary(demo: SwitchDemo) -> Iterator[str]:
+def _summary(demo: RedeployDemo) -> Iterator[str]:
     speed = demo.scenario.speed
     switches = [(outcome, switched) for outcome in demo.seeds for switched in outcome.free.switches]
     if not switches:

@@ -16,7 +16,7 @@ MOST_PORTS = 2**16  # of one endpoint; beyond any switch, and circuits are dealt
 SLOWEST_GBPS, FASTEST_GBPS, MOST_BYTES = 1e-9, 1e12, 1e30  # what goes beyond is a slip, and its seconds no number
 
 
-class EndpointPart(ProblemPart):
+class AllocateEndpointPart(ProblemPart):
     id: str
     ports: int = Field(ge=0, le=MOST_PORTS)
 
@@ -37,7 +37,7 @@ EligiblePart = Annotated[list[str], BeforeValidator(_ends), Field(min_length=2, 
 
 class AllocateProblem(ProblemPart):
     link_gbps: float = Field(ge=SLOWEST_GBPS, le=FASTEST_GBPS)
-    endpoints: list[EndpointPart]
+    endpoints: list[AllocateEndpointPart]
     demand: list[DemandPart]
     eligible: list[EligiblePart] | None
     failed_ports: dict[str, Annotated[int, Field(ge=0)]]

@@ -61,10 +61,10 @@ def box(
     as_json: JsonFlag = False,
 ) -> None:
     from orchestrrl.core.documents import read_text
-    from orchestrrl.lab.box.run import SHOWS, Order, run
+    from orchestrrl.lab.box.run import SHOWS, TestbedOrder, run
     from orchestrrl.lab.box.site import SITE
     from orchestrrl.lab.box.switches import PROTOCOLS, protocol_faults
-    from planner.fabric.topology import Role
+    from planner.fabric.topology import PodRole
 
     chosen = tuple(name for name in SHOWS if not shows or name in shows)
     named = tuple(protocols.split(",")) if protocols else PROTOCOLS
@@ -77,7 +77,7 @@ def box(
         text = SITE
         try:
             text = SITE if site is None else read_text(site)
-            faults += site_faults(text, dict.fromkeys(Role, 2))
+            faults += site_faults(text, dict.fromkeys(PodRole, 2))
         except ProblemFaults as error:
             faults += error.faults
         if faults:
@@ -85,7 +85,7 @@ def box(
         prepare_folder(out, text)
         with stderr().status("making the box") as status:
             results = run(
-                Order(str(out.resolve()), chosen, named, circuit_mbps, seconds, iterations),
+                TestbedOrder(str(out.resolve()), chosen, named, circuit_mbps, seconds, iterations),
                 lambda at: status.update(f"{at}: real time, real packets"),
             )
     _keep(results, out)

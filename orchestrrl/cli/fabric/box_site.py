@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from orchestrrl.cli.output import fail
 
 if TYPE_CHECKING:
-    from planner.fabric.topology import Role
+    from planner.fabric.topology import PodRole
 
 JOURNAL = ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm")
 
 
-def site_faults(text: str, needed: "Mapping[Role, int]") -> list[str]:
+def site_faults(text: str, needed: "Mapping[PodRole, int]") -> list[str]:
     """Beside those of any site, which raise ProblemFaults. `needed`: GPUs, by what their PoDs do."""
     from orchestrrl.fabric.site import parse_site
     from orchestrrl.lab.box.intents import gpus_of

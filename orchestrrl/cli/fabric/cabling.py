@@ -15,7 +15,7 @@ Port = Annotated[int, Field(ge=0, lt=2**31)]
 Fibres = dict[str, dict[int, str]]  # of each switch, the endpoint at each port
 
 
-class SwitchPart(ProblemPart):
+class CabledSwitchPart(ProblemPart):
     id: str
     ports: dict[str, list[Port]]
 
@@ -26,7 +26,7 @@ class CrossConnectPart(ProblemPart):
     port_b: Port
 
 
-def cabling(switches: list[SwitchPart]) -> "Cabling":
+def cabling(switches: list[CabledSwitchPart]) -> "Cabling":
     from planner.fabric.model import Cabling, EndpointId, OcsId
 
     return Cabling.of(

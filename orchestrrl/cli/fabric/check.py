@@ -12,7 +12,7 @@ from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
 
 if TYPE_CHECKING:
-    from planner.fabric.survey import PodCapacity, Survey, SwitchPorts
+    from planner.fabric.survey import PodCapacity, SiteSurvey, SwitchPorts
     from planner.fabric.topology import Site
 
 SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The file that describes the site.")]
@@ -129,7 +129,7 @@ def _grouped(rows: Iterable[Row]) -> Iterator[Row]:
         yield (named([str(row[0]) for row in alike]), *rest)
 
 
-def _json(site: "Site", found: "Survey") -> dict[str, Any]:
+def _json(site: "Site", found: "SiteSurvey") -> dict[str, Any]:
     return {
         "link_gbps": site.link_gbps,
         "nic_gbps": site.nic_gbps,

@@ -13,7 +13,7 @@ from orchestrrl.cli.output import JsonFlag, fail, print_lines, reporting_errors
 from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
 
 if TYPE_CHECKING:
-    from planner.fabric.topology import Device
+    from planner.fabric.topology import SwitchModel
 
 HELP = """Write the file of a regular site: rail-aligned PoDs, each ToR and uplink fibred to every switch of its PoD,
 each uplink to every switch of the core, and lanes kept for responses.
@@ -82,13 +82,13 @@ def generate(
     from orchestrrl.cli.fabric.check import summary
     from orchestrrl.fabric.site import site_document, site_text
     from planner.fabric.generate import regular_site
-    from planner.fabric.shape import Impossible, Shape
+    from planner.fabric.shape import ImpossibleSite, SiteShape
 
     with reporting_errors():
         agg, core = _devices(device, core_device)
         try:
             site = regular_site(
-                Shape(
+                SiteShape(
                     train_pods=train_pods,
                     gen_pods=gen_pods,
                     servers_per_pod=servers_per_pod,
@@ -108,7 +108,7 @@ def generate(
                     core_switches=core_switches,
                 )
             )
-        except Impossible as error:
+        except ImpossibleSite as error:
             raise ProblemFaults(
                 [_with_flags(f"{each.parameter}: {each.message}, got {each.value}") for each in error.faults]
             ) from None
@@ -125,14 +125,14 @@ def generate(
 
 def _with_flags(message: str) -> str:
     """Parameters as they are named on the command line."""
-    from planner.fabric.shape import Shape
+    from planner.fabric.shape import SiteShape
 
-    names = "|".join(Shape.__dataclass_fields__)
+    names = "|".join(SiteShape.__dataclass_fields__)
     flagged = re.sub(rf"\b({names})\b", lambda name: f"--{name[0].replace('_', '-')}", message)
     return flagged.replace("--agg-device", "--device")
 
 
-def _devices(agg: str, core: str) -> "tuple[Device, Device]":
+def _devices(agg: str, core: str) -> "tuple[SwitchModel, SwitchModel]":
     """Raises ProblemFaults with the faults of both."""
     faults: list[str] = []
     found = []
@@ -147,11 +147,11 @@ def _devices(agg: str, core: str) -> "tuple[Device, Device]":
     return found[0], found[1]
 
 
-def _device(text: str) -> "Device":
+def _device(text: str) -> "SwitchModel":
     from pydantic import TypeAdapter, ValidationError
 
     from orchestrrl.fabric.site_parts import DevicePart, Id
-    from planner.fabric.topology import DEVICES, Device
+    from planner.fabric.topology import DEVICES, SwitchModel
 
     name, *numbers = text.split(":")
     if not numbers and name in DEVICES:
@@ -171,4 +171,4 @@ def _device(text: str) -> "Device":
         raise ValueError(
             ", ".join(fault.rpartition(", got")[0].removeprefix("(document): ") for fault in faults_of(error))
         ) from None
-    return Device(name, reconfiguration_s, ports)
+    return SwitchModel(name, reconfiguration_s, ports)

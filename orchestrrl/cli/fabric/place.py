@@ -11,7 +11,7 @@ from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_lines
 if TYPE_CHECKING:
     from orchestrrl.cli.fabric.place_problem import PlaceProblem
     from planner.fabric.model import Cabling, Pair, PortPair
-    from planner.fabric.place import Placed, PlacingProblem
+    from planner.fabric.place import PlacedCircuits, PlacingProblem
 
 LINES_SHOWN = 40  # cross-connects to add or remove; beyond that, switches only
 EXAMPLE = {
@@ -82,7 +82,7 @@ def place_circuits(file: ProblemFile, as_json: JsonFlag = False, _example: Examp
         _show(problem, placed)
 
 
-def _json(read: "PlaceProblem", cabling: "Cabling", placed: "Placed") -> dict[str, Any]:
+def _json(read: "PlaceProblem", cabling: "Cabling", placed: "PlacedCircuits") -> dict[str, Any]:
     """Ends stand in the order in which the problem names them."""
     named = {(min(each.a, each.b), max(each.a, each.b)): (each.a, each.b) for each in read.circuits}
     kept = {(each.switch, *each.ports) for each in placed.kept}
@@ -109,7 +109,7 @@ def _cross_connect(
     return {"switch": each.switch, "a": a, "b": b, "port_a": port_a, "port_b": port_b}
 
 
-def _show(problem: "PlacingProblem", placed: "Placed") -> None:
+def _show(problem: "PlacingProblem", placed: "PlacedCircuits") -> None:
     new = set(placed.cross_connects) - set(placed.kept)
     gone = problem.current - set(placed.kept)
     wanted = sum(problem.circuits.values())
@@ -140,7 +140,7 @@ def _show(problem: "PlacingProblem", placed: "Placed") -> None:
         print_table("Unplaced", ("pair", "circuits"), ((_name(pair), count) for pair, count in placed.unplaced.items()))
 
 
-def _proof(placed: "Placed") -> str:
+def _proof(placed: "PlacedCircuits") -> str:
     if placed.proven:
         return "; no placement does better."
     return (

@@ -7,9 +7,9 @@ from pydantic import Field
 
 from orchestrrl.cli.fabric.cabling import (
     CABLING_CHECKS,
+    CabledSwitchPart,
     CrossConnectPart,
     Port,
-    SwitchPart,
     cabling,
     cross_connects,
     fibres,
@@ -28,7 +28,7 @@ class CircuitPart(ProblemPart):
 
 
 class PlaceProblem(ProblemPart):
-    switches: list[SwitchPart]
+    switches: list[CabledSwitchPart]
     circuits: list[CircuitPart]
     current: list[CrossConnectPart]
     failed_ports: dict[str, list[Port]]

@@ -13,7 +13,7 @@ from orchestrrl.cli.groups import group
 from orchestrrl.cli.output import JsonFlag, fail, print_json, reporting_errors
 
 if TYPE_CHECKING:
-    from orchestrrl.fabric.views import Column, Layer, Row
+    from orchestrrl.fabric.views import SiteLayer, SwitchColumn, SwitchRow
 
 GAP = 3  # blanks between columns
 
@@ -60,7 +60,7 @@ def show(
     sys.stdout.write("\n".join(line.rstrip() for line in lines) + "\n")
 
 
-def drawing(layer: "Layer") -> Iterator[str]:
+def drawing(layer: "SiteLayer") -> Iterator[str]:
     """A layer as lines of text."""
     label = max(len(name) for name in (*(row.label for row in layer.rows), "servers", "uplinks")) + 1
     names = [_name(layer, column) for column in layer.columns]
@@ -87,18 +87,18 @@ def drawing(layer: "Layer") -> Iterator[str]:
         yield f"{line(row.label, cells, '═')}═   {_ports(row)}"
 
 
-def _name(layer: "Layer", column: "Column") -> str:
+def _name(layer: "SiteLayer", column: "SwitchColumn") -> str:
     """PoDs in the core are named; of a PoD's own endpoints that share a column their number is enough."""
     if layer.role is None or column.count == 1:
         return column.label
     return f"{column.count} {'uplinks' if column.uplink else 'ToRs'}"
 
 
-def _most_digits(column: "Column") -> int:
+def _most_digits(column: "SwitchColumn") -> int:
     return max((len(str(count)) for count in column.fibres), default=1)
 
 
-def _heading(layer: "Layer") -> str:
+def _heading(layer: "SiteLayer") -> str:
     if layer.role is None:
         uplinks = sum(column.count for column in layer.columns)
         return f"core: {uplinks:,} uplinks with {layer.lanes:,} lanes"
@@ -107,14 +107,14 @@ def _heading(layer: "Layer") -> str:
     return f"{layer.title} ({layer.role}): {layer.servers} servers{each}, GPUs {layer.gpus}, {lanes}"
 
 
-def _ports(row: "Row") -> str:
+def _ports(row: "SwitchRow") -> str:
     kept = f", {row.reserved} reserved" if row.reserved else ""
     each = " each" if row.count > 1 else ""
     device = f"{row.device.name}, {duration(row.device.reconfiguration_s)}"
     return f"{row.fibred} of {row.device.ports} ports{each}{kept} ({device})"
 
 
-def _json(layer: "Layer") -> dict[str, Any]:
+def _json(layer: "SiteLayer") -> dict[str, Any]:
     return {
         "pods": list(layer.pods),
         "role": layer.role,

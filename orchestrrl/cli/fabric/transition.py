@@ -13,7 +13,7 @@ from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_lines
 
 if TYPE_CHECKING:
     from planner.fabric.model import Pair, PortPair
-    from planner.fabric.transition import Light, Transition, TransitionProblem
+    from planner.fabric.transition import CircuitsUp, Transition, TransitionProblem
 
 SHOWN_MOVES = 12  # of a stage; more are counted
 SHOWN_STAGES = 60
@@ -160,7 +160,7 @@ def _escaped(names: Iterable[str]) -> str:
     return escape(", ".join(names)) or "none"
 
 
-def _leasts(lights: "tuple[Light, ...]") -> Iterator[tuple["Light", Least]]:
+def _leasts(lights: "tuple[CircuitsUp, ...]") -> Iterator[tuple["CircuitsUp", Least]]:
     first, last = lights[0].endpoints, lights[-1].endpoints
     whole = {name: min(first[name], last[name]) for name in first if min(first[name], last[name]) > 0}
     for light in lights:
@@ -168,7 +168,7 @@ def _leasts(lights: "tuple[Light, ...]") -> Iterator[tuple["Light", Least]]:
         yield light, Least(None, 0, 0) if name is None else Least(name, light.endpoints[name], whole[name])
 
 
-def _rows(found: "Transition", lights: "tuple[Light, ...]") -> Iterator[tuple[object, ...]]:
+def _rows(found: "Transition", lights: "tuple[CircuitsUp, ...]") -> Iterator[tuple[object, ...]]:
     """One line a point: what moves, what is up, and the endpoint that has least of what it has before or after."""
     for light, least in _leasts(lights):
         moved: tuple[PortPair, ...] = ()

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 MOST_PORTS = 2**20  # beyond any switch
 
 
-class SwitchPart(ProblemPart):
+class TransitionSwitchPart(ProblemPart):
     id: str = Field(min_length=1)
     ports: dict[str, list[Annotated[int, Field(ge=0, lt=MOST_PORTS)]]]
 
 
-class CrossConnectPart(ProblemPart):
+class TransitionCrossConnectPart(ProblemPart):
     switch: str
     port_a: int = Field(ge=0, lt=MOST_PORTS)
     port_b: int = Field(ge=0, lt=MOST_PORTS)
 
 
 class TransitionFile(ProblemPart):
-    switches: list[SwitchPart]
-    current: list[CrossConnectPart]
-    target: list[CrossConnectPart]
+    switches: list[TransitionSwitchPart]
+    current: list[TransitionCrossConnectPart]
+    target: list[TransitionCrossConnectPart]
     max_moves_per_stage: int = Field(ge=1, lt=2**53)
     min_fraction: float = Field(ge=0, le=1)
 
@@ -93,7 +93,7 @@ def problem_of(read: TransitionFile) -> "TransitionProblem":
     from planner.fabric.model import Cabling, EndpointId, OcsId, port_pair
     from planner.fabric.transition import TransitionProblem
 
-    def up(parts: Iterable[CrossConnectPart]) -> "frozenset[PortPair]":
+    def up(parts: Iterable[TransitionCrossConnectPart]) -> "frozenset[PortPair]":
         return frozenset(port_pair(OcsId(part.switch), part.port_a, part.port_b) for part in parts)
 
     cabling = Cabling.of(

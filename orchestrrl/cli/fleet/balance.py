@@ -34,11 +34,11 @@ def register(app: typer.Typer) -> None:
 
 def balance(file: ProblemFile, as_json: JsonFlag = False) -> None:
     from balancer.moves import decide
-    from orchestrrl.cli.fleet.balance_problem import CHECKS, BalanceProblem, problem_of
+    from orchestrrl.cli.fleet.balance_problem import CHECKS, BalanceDocument, problem_of
     from orchestrrl.cli.problem import read_problem
 
     with reporting_errors():
-        result = decide(problem_of(read_problem(file, BalanceProblem, CHECKS)))
+        result = decide(problem_of(read_problem(file, BalanceDocument, CHECKS)))
     if as_json:
         print_json(_json(result))
     else:

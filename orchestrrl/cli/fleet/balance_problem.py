@@ -2,27 +2,27 @@
 
 from pydantic import Field
 
-from balancer.load_index import Problem, Request, Worker
+from balancer.load_index import BalanceProblem, LoadRequest, Worker
 from orchestrrl.cli.problem import ProblemPart, unique
 from planner.model import EngineId, RequestId
 
 
-class RequestPart(ProblemPart):
+class BalanceRequestPart(ProblemPart):
     id: str
     context_tokens: int = Field(ge=0)
 
 
 class WorkerPart(ProblemPart):
     id: str
-    running: list[RequestPart]
-    waiting: list[RequestPart]
+    running: list[BalanceRequestPart]
+    waiting: list[BalanceRequestPart]
     kv_capacity_tokens: int = Field(ge=0)
     kv_free_tokens: int = Field(ge=0)
     max_sequences: int = Field(ge=0)
     decode_tokens_per_s: float | None = Field(ge=0)
 
 
-class BalanceProblem(ProblemPart):
+class BalanceDocument(ProblemPart):
     theta: float = Field(ge=0)
     workers: list[WorkerPart]
 
@@ -30,8 +30,8 @@ class BalanceProblem(ProblemPart):
 CHECKS = (unique("workers[].id"), unique("workers[].running[].id", "workers[].waiting[].id"))
 
 
-def problem_of(read: BalanceProblem) -> Problem:
-    return Problem(
+def problem_of(read: BalanceDocument) -> BalanceProblem:
+    return BalanceProblem(
         read.theta,
         tuple(
             Worker(
@@ -48,5 +48,5 @@ def problem_of(read: BalanceProblem) -> Problem:
     )
 
 
-def _requests(parts: list[RequestPart]) -> tuple[Request, ...]:
-    return tuple(Request(RequestId(part.id), part.context_tokens) for part in parts)
+def _requests(parts: list[BalanceRequestPart]) -> tuple[LoadRequest, ...]:
+    return tuple(LoadRequest(RequestId(part.id), part.context_tokens) for part in parts)

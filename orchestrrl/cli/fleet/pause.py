@@ -21,7 +21,7 @@ USUAL_S = 60.0  # as the daemon has it
 ANSWER_S = 30.0  # beyond what is waited for
 
 
-class PauseMode(StrEnum):
+class PauseModeOption(StrEnum):
     """Those of engines.base, which loads more."""
 
     KEEP = "keep"
@@ -29,7 +29,7 @@ class PauseMode(StrEnum):
     ABORT = "abort"
 
 
-class FrozenRequests(StrEnum):
+class FrozenRequestsOption(StrEnum):
     """Those of operations.py, which loads more."""
 
     RECOMPUTE = "recompute"
@@ -46,10 +46,12 @@ LeaseSeconds = Annotated[float, typer.Option("--lease-s", min=0.0, help="Seconds
 
 
 def pause(
-    mode: Annotated[PauseMode, typer.Option(help="What becomes of what runs: frozen, finished first, ended.")] = (
-        PauseMode.KEEP
+    mode: Annotated[PauseModeOption, typer.Option(help="What becomes of what runs: frozen, finished first, ended.")] = (
+        PauseModeOption.KEEP
     ),
-    frozen: Annotated[FrozenRequests, typer.Option(help="How frozen requests go on.")] = (FrozenRequests.RECOMPUTE),
+    frozen: Annotated[FrozenRequestsOption, typer.Option(help="How frozen requests go on.")] = (
+        FrozenRequestsOption.RECOMPUTE
+    ),
     lease_s: LeaseSeconds = USUAL_S,
     deadline_s: Annotated[float, typer.Option(min=0.0, help="All must be at rest by then; 0: as the lease.")] = 0.0,
     holder: Annotated[str, typer.Option(help="Who asks and why, for others to see.")] = "",

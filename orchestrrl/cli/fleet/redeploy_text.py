@@ -159,7 +159,7 @@ def _named(ids: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StageSteps:
     """Those of one kind in one stage: they run side by side, or their engines' chains do."""
 
     stage: int
@@ -224,13 +224,13 @@ class Steps:
         return f"{named}{detail}{f' (and {others} more)' if others else ''}"
 
 
-def together(report: dict[str, Any]) -> list[Steps]:
+def together(report: dict[str, Any]) -> list[StageSteps]:
     """The steps in their order, those of a kind in a stage together."""
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for step in report["steps"]:
         groups.setdefault((step["direction"], step["stage"], step["kind"]), []).append(step)
     return [
-        Steps(stage, kind, direction, tuple(sorted(steps, key=lambda step: int(step["number"]))))
+        StageSteps(stage, kind, direction, tuple(sorted(steps, key=lambda step: int(step["number"]))))
         for (direction, stage, kind), steps in groups.items()
     ]
 
@@ -270,11 +270,11 @@ def taken_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
         shown = stage
 
 
-def _stage(group: Steps) -> str:
+def _stage(group: StageSteps) -> str:
     return f"{group.stage} back" if group.direction == "back" else str(group.stage)
 
 
-def _took(group: Steps, now_s: float | None = None) -> str | None:
+def _took(group: StageSteps, now_s: float | None = None) -> str | None:
     """From when the first of them began until the last had ended."""
     began_s = group.began_s
     if began_s is None or (now_s is None and any(step["state"] == "running" for step in group.steps)):
@@ -322,7 +322,7 @@ def news(before: dict[str, Any] | None, report: dict[str, Any]) -> Iterator[str]
             yield _news_of(group)
 
 
-def _news_of(group: Steps) -> str:
+def _news_of(group: StageSteps) -> str:
     back = " back" if group.direction == "back" else ""
     engines = f" {_named(group.engines)}" if group.engines else ""
     line = f"{words(group.kind)}{back}{engines}: {group.state}"
@@ -340,7 +340,7 @@ def _news_of(group: Steps) -> str:
 def time_line(report: dict[str, Any], now_s: float) -> Table:
     """A bar for each step that began, from the beginning of the switch to its end or `now_s`."""
     began_s = float(report["created_unix_s"])
-    bars = [Steps(step["stage"], step["kind"], step["direction"], (step,)) for step in report["steps"]]
+    bars = [StageSteps(step["stage"], step["kind"], step["direction"], (step,)) for step in report["steps"]]
     if sum(piece.began_s is not None for piece in bars) > BARS_SHOWN:
         bars = together(report)
     ends = [end for end in (piece.ended_s(now_s) for piece in bars) if end is not None]

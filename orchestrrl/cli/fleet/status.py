@@ -28,7 +28,7 @@ WORKER_COLUMNS = (
 )
 
 
-class Mode(StrEnum):
+class ModeOption(StrEnum):
     """The planner's modes, without its model."""
 
     ADVISE = "advise"
@@ -116,7 +116,7 @@ def requests(
 
 
 def mode(
-    wanted: Annotated[Mode | None, typer.Argument(metavar="[advise|act]", help="Leave out to ask.")] = None,
+    wanted: Annotated[ModeOption | None, typer.Argument(metavar="[advise|act]", help="Leave out to ask.")] = None,
     reason: Annotated[str, typer.Option(help="Who and why, for the journal.")] = "",
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,

@@ -63,8 +63,8 @@ def conformance(
     """
     from ocs_drivers.conformance_run import (
         LabConformance,
-        Outcome,
-        State,
+        LabTestOutcome,
+        LabTestState,
         VirtualConformance,
         parse_ports,
         run_suite,
@@ -102,7 +102,7 @@ def conformance(
 
     logging.getLogger("ocs_drivers").setLevel(logging.ERROR)  # of changes that revert themselves, as they must
 
-    outcomes: list[Outcome] = []
+    outcomes: list[LabTestOutcome] = []
 
     async def run() -> None:
         with stderr().status("the first test") as status:
@@ -129,7 +129,7 @@ def conformance(
             stderr().print(str(suite.leftover), markup=False, soft_wrap=True)
     if stop:
         fail(stop)
-    counts = {state: sum(outcome.state is state for outcome in outcomes) for state in State}
+    counts = {state: sum(outcome.state is state for outcome in outcomes) for state in LabTestState}
     if as_json:
         left = {name: [str(pair) for pair in getattr(suite.leftover, name)] for name in ("up", "gone")}
         signal_name = stopped_by.name if stopped_by is not None else None
@@ -141,7 +141,7 @@ def conformance(
         print_table(title, ("test", "", "took", "why"), rows, left=("", "why"))
     if stopped_by is not None:
         fail(f"stopped by {stopped_by.name}{'' if suite.leftover else ': the ports are free again'}", 128 + stopped_by)
-    if counts[State.FAILED]:
+    if counts[LabTestState.FAILED]:
         raise typer.Exit(EXIT_FAILURE)
 
 

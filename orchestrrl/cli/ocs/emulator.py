@@ -8,14 +8,14 @@ from typing import Any
 import yaml
 from rich.text import Text
 
-from ocs_drivers.base import Clock
+from ocs_drivers.base import DeviceClock
 from ocs_drivers.driver import SwitchDriver, within
-from ocs_drivers.emulators.base import EmulatedDevice, Emulator, Panel
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, Emulator
 from ocs_drivers.emulators.registry import DRIVER_OPTIONS, EMULATORS, make_emulator
 from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.faults import FaultSchedule, parse_schedule
-from ocs_drivers.model import BootBehaviour, Connectivity, Facts
-from ocs_drivers.virtual import VirtualWire
+from ocs_drivers.model import BootBehaviour, Connectivity, SwitchFacts
+from ocs_drivers.virtual import VirtualSwitchWire
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import reporting_errors, stdout
 from orchestrrl.cli.running import until_stopped
@@ -56,10 +56,10 @@ def run(
 class GrpcEmulator:
     """The `Emulator` of any process that serves `OcsDriver`; its setters are seen as what becomes of them."""
 
-    def __init__(self, panel: Panel, clock: Clock | None = None) -> None:
+    def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
         ingress = range(1, panel.ingress_ports + 1)
         self.device = EmulatedDevice(
-            Facts(
+            SwitchFacts(
                 vendor="OrchestrRL",
                 model="virtual",
                 serial=DEVICE,
@@ -79,7 +79,7 @@ class GrpcEmulator:
         from orchestrrl.rpc.ocs_server import serve_driver
 
         clock = self.device.clock
-        driver = SwitchDriver(DEVICE, VirtualWire(self.device.glass, clock), clock=clock)
+        driver = SwitchDriver(DEVICE, VirtualSwitchWire(self.device.glass, clock), clock=clock)
         host = f"[{host}]" if ":" in host else host
         try:
             self._server, port = await serve_driver(driver, f"{host}:{port}")
@@ -137,7 +137,7 @@ async def _show(device: EmulatedDevice) -> None:
             line(event.at_s, event.kind, "cyan", event.text)
 
 
-def _sides(facts: Facts) -> str:
+def _sides(facts: SwitchFacts) -> str:
     ingress, egress = facts.ingress_ports, facts.egress_ports
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return f"ports {ingress[0]}..{ingress[-1]}, any to any"
@@ -151,7 +151,7 @@ def _configured(protocol: str, address: str) -> str:
     return yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000).strip()
 
 
-def _made(protocol: str, panel: Panel, quirks: dict[str, Any], wrong: list[str]) -> Emulator | None:
+def _made(protocol: str, panel: DevicePanel, quirks: dict[str, Any], wrong: list[str]) -> Emulator | None:
     try:
         if protocol == GRPC:
             if quirks:
@@ -175,7 +175,7 @@ def _panel(
     boot: BootBehaviour,
     seed: int,
     schedule: FaultSchedule,
-) -> Panel:
+) -> DevicePanel:
     """What is wrong is replaced by the default, so that the rest can be looked at."""
     ingress, cross, egress = ports.partition("x")
     sizes = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in (ingress, egress)]
@@ -187,7 +187,7 @@ def _panel(
             wrong.append(f"{name}: must be a number >= 0, got {value:g}")
     if wrong:
         delay_ms = jitter_ms = 0.0
-    return Panel(sizes[0], sizes[1], delay_ms / 1000, jitter_ms / 1000, boot, seed, schedule)
+    return DevicePanel(sizes[0], sizes[1], delay_ms / 1000, jitter_ms / 1000, boot, seed, schedule)
 
 
 def _address(listen: str, allow_remote: bool, wrong: list[str]) -> tuple[str, int]:
@@ -227,7 +227,7 @@ def _quirks(given: Sequence[str], wrong: list[str]) -> dict[str, Any]:
     return quirks
 
 
-def _beyond(schedule: FaultSchedule, facts: Facts) -> list[str]:
+def _beyond(schedule: FaultSchedule, facts: SwitchFacts) -> list[str]:
     """Faults of ports that the device does not have."""
     return [
         f"--faults: port must be one of the device's ({_sides(facts)}), got {fault.port}"

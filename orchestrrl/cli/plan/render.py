@@ -14,7 +14,7 @@ from orchestrrl.core.errors import ProblemFaults, shorten
 from planner.model import ConfigurationId, GpuId
 
 if TYPE_CHECKING:
-    from orchestrrl.core.config.schema import Fleet
+    from orchestrrl.core.config.schema import FleetSettings
     from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec
 
 HELP = """Print the environment and the command line of each engine, to be pasted into a shell. Nothing is run.
@@ -61,7 +61,7 @@ def render_lines(
     sys.stdout.write("\n".join(blocks))
 
 
-def _wanted(fleet: "Fleet", configuration: str, gpus: str) -> "list[EngineSpec]":
+def _wanted(fleet: "FleetSettings", configuration: str, gpus: str) -> "list[EngineSpec]":
     from orchestrrl.fleet.launch import configured_engines, filled, launch_of
 
     faults, named = [], None
@@ -89,7 +89,9 @@ def _wanted(fleet: "Fleet", configuration: str, gpus: str) -> "list[EngineSpec]"
     return filled(fleet, ConfigurationId(configuration), named) if configuration else configured_engines(fleet)
 
 
-def _rendered(fleet: "Fleet", specs: "Sequence[EngineSpec]") -> "list[tuple[EngineSpec, tuple[CommandLine, ...]]]":
+def _rendered(
+    fleet: "FleetSettings", specs: "Sequence[EngineSpec]"
+) -> "list[tuple[EngineSpec, tuple[CommandLine, ...]]]":
     """Raises ProblemFaults with those of all engines."""
     from orchestrrl.fleet.deployers.command_line import render
     from orchestrrl.fleet.launch import launch_of

@@ -14,7 +14,7 @@ from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_lines
 from orchestrrl.cli.plan.example import print_example
 
 if TYPE_CHECKING:
-    from planner.solver.problem import Placed, Problem, Solution
+    from planner.solver.problem import MakespanProblem, PlacedInstance, Solution
 
 LINES_SHOWN = 40  # instances; beyond that they are shown in groups
 
@@ -68,7 +68,7 @@ def solve_problem(file: ProblemFile, as_json: JsonFlag = False, _example: Exampl
         _show(solution, result["solve_s"], banded=read.kv_balance is not None)
 
 
-def _json(problem: "Problem", solution: "Solution") -> dict[str, Any]:
+def _json(problem: "MakespanProblem", solution: "Solution") -> dict[str, Any]:
     ids = problem.requests.ids
     return {
         "decision": solution.decision,
@@ -137,7 +137,7 @@ def _gap(solution: "Solution") -> str:
     return "unknown" if solution.gap is None else f"{solution.gap * 100:.2f} %"
 
 
-def _row(placed: "Placed") -> tuple[object, ...]:
+def _row(placed: "PlacedInstance") -> tuple[object, ...]:
     return (
         placed.id,
         placed.configuration,
@@ -151,8 +151,8 @@ def _row(placed: "Placed") -> tuple[object, ...]:
     )
 
 
-def _grouped(instances: "tuple[Placed, ...]") -> Iterator[tuple[object, ...]]:
-    groups: dict[tuple[str, bool], list[Placed]] = {}
+def _grouped(instances: "tuple[PlacedInstance, ...]") -> Iterator[tuple[object, ...]]:
+    groups: dict[tuple[str, bool], list[PlacedInstance]] = {}
     for placed in instances:
         groups.setdefault((placed.configuration, placed.kept), []).append(placed)
     for (configuration, kept), members in groups.items():

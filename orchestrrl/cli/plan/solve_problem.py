@@ -9,7 +9,7 @@ from orchestrrl.cli.problem import ProblemPart, known, unique, values_at
 from orchestrrl.core.errors import path_of, shorten
 
 if TYPE_CHECKING:
-    from planner.solver.problem import Problem
+    from planner.solver.problem import MakespanProblem
 
 MOST_GPUS = 2**20  # beyond any cluster; what is more is a slip, and would take all memory
 
@@ -43,7 +43,7 @@ class InstancePart(ProblemPart):
     gpus: list[int]
 
 
-class RequestPart(ProblemPart):
+class SolveRequestPart(ProblemPart):
     id: str
     context_tokens: int = Field(ge=0, lt=2**40)
     remaining_tokens: int = Field(ge=1, lt=2**40)
@@ -62,7 +62,7 @@ class SolveProblem(ProblemPart):
     kv_bytes_per_token: float = Field(ge=0)
     transfer: TransferPart
     current: list[InstancePart]
-    requests: list[RequestPart]
+    requests: list[SolveRequestPart]
     kv_balance: KvBalancePart | None
     epsilon_s: float = Field(ge=0)
     work_budget: int | None = Field(default=None, ge=0)
@@ -134,30 +134,40 @@ CHECKS = (
 )
 
 
-def problem_of(read: SolveProblem) -> "Problem":
+def problem_of(read: SolveProblem) -> "MakespanProblem":
     import numpy as np
 
     from planner.model import Configuration, ConfigurationId, EngineId, GpuId, RequestId
-    from planner.solver.problem import NEW, NOWHERE, RUNNING, WAITING, Instance, KvBalance, Problem, Requests, Transfer
+    from planner.solver.problem import (
+        NEW,
+        NOWHERE,
+        RUNNING,
+        WAITING,
+        CurrentInstance,
+        KvBalance,
+        KvTransferCost,
+        MakespanProblem,
+        ProblemRequests,
+    )
 
     places: dict[str | None, int] = {each.id: place for place, each in enumerate(read.current)}
     places[None] = NOWHERE
     states = {"running": RUNNING, "waiting": WAITING, "new": NEW}
-    return Problem(
+    return MakespanProblem(
         gpus_count=read.gpus.count,
         per_node=read.gpus.per_node,
         configurations=tuple(
             Configuration(**{**each.model_dump(), "id": ConfigurationId(each.id)}) for each in read.configurations
         ),
         kv_bytes_per_token=read.kv_bytes_per_token,
-        transfer=Transfer(**read.transfer.model_dump()),
+        transfer=KvTransferCost(**read.transfer.model_dump()),
         current=tuple(
-            Instance(
+            CurrentInstance(
                 EngineId(each.id), ConfigurationId(each.configuration), tuple(GpuId(gpu) for gpu in sorted(each.gpus))
             )
             for each in read.current
         ),
-        requests=Requests(
+        requests=ProblemRequests(
             ids=tuple(RequestId(each.id) for each in read.requests),
             context_tokens=np.array([each.context_tokens for each in read.requests], dtype=np.int64),
             remaining_tokens=np.array([each.remaining_tokens for each in read.requests], dtype=np.int64),

@@ -14,7 +14,7 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:  # curves bring numpy: loaded by the commands that run
     from orchestrrl.engines.base import Engine
-    from orchestrrl.engines.profiles.measure import Link, Measured, Wanted
+    from orchestrrl.engines.profiles.measure import MeasuredProfile, MeasurementInputs, MoveLink
     from planner.cost.profile import EngineProfile, Profile, Provenance
 
 # What a change of configuration takes when nobody says: starting an engine process and loading its weights.
@@ -63,7 +63,7 @@ def measure(
     """
     from orchestrrl.engines.base import connect
     from orchestrrl.engines.profiles.importer import layout_id
-    from orchestrrl.engines.profiles.measure import Wanted
+    from orchestrrl.engines.profiles.measure import MeasurementInputs
     from orchestrrl.engines.profiles.store import as_document
     from planner.cost.profile import Parallelism
     from planner.model import ConfigurationId
@@ -74,7 +74,7 @@ def measure(
             raise ProblemFaults([f"--gpus: must be tp x dp, which is {layout.gpus}, got {gpus}"])
         link = _link(kv_bytes_per_token, transfer_gbps)
         existing = _existing(out, gpu)
-        wanted = Wanted(
+        wanted = MeasurementInputs(
             id=ConfigurationId(configuration) if configuration else layout_id(layout),
             parallelism=layout,
             switch_s=COLD_START_S if switch_s is None else switch_s,
@@ -88,7 +88,7 @@ def measure(
             check_url(url)
         except ValueError as error:
             raise ProblemFaults([f"URL: {error}, got {url!r}"]) from None
-        measured: list[Measured] = []
+        measured: list[MeasuredProfile] = []
         until_stopped(_measure(connect(engine, url), wanted, existing, measured))
         if not measured:
             fail(f"stopped: {out} is as it was")
@@ -121,12 +121,12 @@ def import_(
 
     Example: `orchestrrl profile import --model Qwen/Qwen3-32B --system h100_sxm --tp 1,2,4,8 --out profile.yaml`
     """
-    from orchestrrl.engines.profiles.importer import Aiconfigurator, Given, import_profile
+    from orchestrrl.engines.profiles.importer import Aiconfigurator, ImportInputs, import_profile
     from orchestrrl.engines.profiles.store import as_document
 
     with reporting_errors():
         wanted = _layouts(tp, layouts)
-        given = Given(
+        given = ImportInputs(
             max_sequences,
             COLD_START_S if switch_s is None else switch_s,
             "command line" if max_sequences != VLLM_MAX_SEQUENCES else "default: vLLM's on large GPUs",
@@ -166,11 +166,13 @@ def show(
     _table(profile)
 
 
-async def _measure(engine: "Engine", wanted: "Wanted", existing: "Profile | None", found: "list[Measured]") -> None:
+async def _measure(
+    engine: "Engine", wanted: "MeasurementInputs", existing: "Profile | None", found: "list[MeasuredProfile]"
+) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from orchestrrl.core.clock import WallClock
-    from orchestrrl.engines.profiles.measure import Step
+    from orchestrrl.engines.profiles.measure import MeasurementProgress
     from orchestrrl.engines.profiles.measure import measure as measured
 
     columns = (
@@ -185,7 +187,7 @@ async def _measure(engine: "Engine", wanted: "Wanted", existing: "Profile | None
         with Progress(*columns, console=stderr()) as bar:
             task = bar.add_task("", total=1, doing="")
 
-            def on_step(step: Step) -> None:
+            def on_step(step: MeasurementProgress) -> None:
                 bar.update(task, completed=step.done, total=step.total, doing=step.doing)
 
             found.append(await measured(engine, wanted, WallClock(), on_step))
@@ -215,8 +217,8 @@ def _existing(path: Path, gpu: str) -> "Profile | None":
     return profile
 
 
-def _link(kv_bytes_per_token: float | None, transfer_gbps: float | None) -> "Link | None":
-    from orchestrrl.engines.profiles.measure import Link
+def _link(kv_bytes_per_token: float | None, transfer_gbps: float | None) -> "MoveLink | None":
+    from orchestrrl.engines.profiles.measure import MoveLink
 
     if kv_bytes_per_token is None and transfer_gbps is None:
         return None
@@ -228,10 +230,10 @@ def _link(kv_bytes_per_token: float | None, transfer_gbps: float | None) -> "Lin
     ]
     if kv_bytes_per_token is None or transfer_gbps is None or faults:
         raise ProblemFaults(faults)
-    return Link(kv_bytes_per_token, transfer_gbps)
+    return MoveLink(kv_bytes_per_token, transfer_gbps)
 
 
-def _merged(existing: "Profile | None", measured: "Measured", gpu: str, link: "Link | None") -> "Profile":
+def _merged(existing: "Profile | None", measured: "MeasuredProfile", gpu: str, link: "MoveLink | None") -> "Profile":
     from dataclasses import replace
 
     from orchestrrl.engines.profiles.measure import move_costs

@@ -72,7 +72,7 @@ def _predicted(
     from planner.cost.models import MODELS, UnknownModel, model_named
     from planner.cost.predict import move_costs
     from planner.cost.profile import Profile
-    from planner.solver.layouts import Phase, candidates
+    from planner.solver.layouts import StepPhase, candidates
 
     faults = []
     try:
@@ -89,11 +89,11 @@ def _predicted(
         faults.append(f"--weight-bits: must be 4, 8 or 16, got {weight_bits}")
     if kv_bits not in (8, 16):
         faults.append(f"--kv-bits: must be 8 or 16, got {kv_bits}")
-    if phase_name not in ("", *Phase):
-        faults.append(f"--phase: must be one of {', '.join(Phase)}, got {phase_name!r}")
+    if phase_name not in ("", *StepPhase):
+        faults.append(f"--phase: must be one of {', '.join(StepPhase)}, got {phase_name!r}")
     if faults:
         raise ProblemFaults(faults)
-    engine, phase = ENGINES[engine_name], Phase(phase_name) if phase_name else None
+    engine, phase = ENGINES[engine_name], StepPhase(phase_name) if phase_name else None
     precision = _precision(model, weight_bits, kv_bits)
     configurations = candidates(model, gpu, gpus, per_node, engine, phase, precision)
     if not configurations:

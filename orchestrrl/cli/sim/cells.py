@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from orchestrrl.lab.sim.rl.results import Result
-    from orchestrrl.lab.sim.rl.summary import Row
+    from orchestrrl.lab.sim.rl.results import ClusterResult
+    from orchestrrl.lab.sim.rl.summary import SummaryRow
 
 STAGES = ("gen", "train", "sync", "waits", "idle gen", "idle train", "staleness")
 LEGEND = (
@@ -20,26 +20,26 @@ LEGEND = (
 _FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
 
-def stages_of(row: "Row") -> tuple[str, ...]:
+def stages_of(row: "SummaryRow") -> tuple[str, ...]:
     seconds = (f"{value:.1f} s" for value in (row.gen_s, row.train_s))
     finer = (f"{value:.2f} s" for value in (row.sync_s, row.waits_s))
     return (*seconds, *finer, f"{row.idle_gen:.0%}", f"{row.idle_train:.0%}", f"{row.staleness:.2f}")
 
 
-def rate_of(row: "Row") -> str:
+def rate_of(row: "SummaryRow") -> str:
     return digits(row.samples_per_s)
 
 
-def usd_of(row: "Row") -> str | None:
+def usd_of(row: "SummaryRow") -> str | None:
     """Nothing where no prices are known."""
     return f"{row.network_usd / 1e6:.2f} M$" if row.network_usd else None
 
 
-def worth_of(row: "Row") -> str | None:
+def worth_of(row: "SummaryRow") -> str | None:
     return digits(row.samples_per_s_per_musd) if row.network_usd else None
 
 
-def total_of(row: "Row") -> str | None:
+def total_of(row: "SummaryRow") -> str | None:
     return None if row.total_usd is None else f"{row.total_usd / 1e6:.2f} M$"
 
 
@@ -48,7 +48,7 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
-def notes_of(results: "Sequence[Result]", out: Path | None) -> list[str]:
+def notes_of(results: "Sequence[ClusterResult]", out: Path | None) -> list[str]:
     """For rich: each note once, with who has it first; those that differ from it in figures alone are counted."""
     told: dict[str, tuple[str, set[str]]] = {}
     for result in results:

@@ -17,7 +17,7 @@ from orchestrrl.cli.sim.generation import check_folder, or_faults, parts_of, see
 from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
-    from orchestrrl.lab.sim.rl.results import Result
+    from orchestrrl.lab.sim.rl.results import ClusterResult
     from orchestrrl.lab.sim.rl.scenario import ClusterScenario
 
 Cluster = Annotated[
@@ -158,7 +158,9 @@ def daemon_config(
         print_lines(escape(f"wrote {path}") for path in written)
 
 
-def _ran(source: str, fabrics: str, arms: str, seeds: str, out: Path | None) -> "tuple[list[Result], ClusterScenario]":
+def _ran(
+    source: str, fabrics: str, arms: str, seeds: str, out: Path | None
+) -> "tuple[list[ClusterResult], ClusterScenario]":
     from orchestrrl.lab.sim.rl.run import chosen
     from orchestrrl.lab.sim.rl.scenario_file import load_cluster_scenario
     from orchestrrl.lab.sim.scenario import ARMS
@@ -179,13 +181,13 @@ def _ran(source: str, fabrics: str, arms: str, seeds: str, out: Path | None) -> 
         return _run_and_keep(scenario, out), scenario
 
 
-def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[Result]":
+def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[ClusterResult]":
     """Results are written as they come: what ends a run early leaves those before it."""
     from orchestrrl.lab.sim.rl.run import run_cluster
 
     document, kept = scenario.document(), 0
 
-    def keep_those(results: "Sequence[Result]") -> None:
+    def keep_those(results: "Sequence[ClusterResult]") -> None:
         nonlocal kept
         if out is not None:
             keep(out, document, results)
@@ -206,7 +208,7 @@ def _print_example(name: str) -> None:
         typer.echo(cluster_text(name or SMALLEST)[0], nl=False)
 
 
-def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[Result]") -> None:
+def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[ClusterResult]") -> None:
     """What could be written to before the run may be full after it."""
     from orchestrrl.lab.sim.rl.results import write
 
@@ -229,10 +231,10 @@ def _narrowed(
     )
 
 
-def _print_json(scenario: "ClusterScenario", results: "Sequence[Result]") -> None:
+def _print_json(scenario: "ClusterScenario", results: "Sequence[ClusterResult]") -> None:
     from orchestrrl.lab.sim.rl.summary import rows
 
-    def without(result: "Result") -> dict[str, Any]:
+    def without(result: "ClusterResult") -> dict[str, Any]:
         document = asdict(result)
         del document["scenario"]
         return document

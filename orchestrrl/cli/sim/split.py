@@ -15,7 +15,7 @@ from orchestrrl.cli.sim.generation import check_folder, or_faults, with_progress
 from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:
-    from orchestrrl.lab.sim.rl.results import Result
+    from orchestrrl.lab.sim.rl.results import ClusterResult
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +52,7 @@ def split(
             or_faults(faults, lambda: check_folder(out, "--out"))
         if loaded is None or faults:
             raise ProblemFaults(faults)
-        ran: list[Result] = []
+        ran: list[ClusterResult] = []
         found = with_progress(lambda report: splits(loaded, fabric, arm, report, ran.append))
         if out is not None:
             for result in ran:

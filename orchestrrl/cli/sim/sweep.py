@@ -14,8 +14,8 @@ from orchestrrl.cli.sim.generation import check_folder, make_folder, or_faults, 
 from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:
-    from orchestrrl.lab.sim.rl.summary import Row
-    from orchestrrl.lab.sim.rl.sweep import Point, Swept
+    from orchestrrl.lab.sim.rl.summary import SummaryRow
+    from orchestrrl.lab.sim.rl.sweep import SweepPoint, Swept
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +78,7 @@ def sweep(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _document(found: "list[tuple[Point, Row]]", swept: "Swept") -> dict[str, Any]:
+def _document(found: "list[tuple[SweepPoint, SummaryRow]]", swept: "Swept") -> dict[str, Any]:
     return {
         "points": [
             {
@@ -95,7 +95,7 @@ def _document(found: "list[tuple[Point, Row]]", swept: "Swept") -> dict[str, Any
     }
 
 
-def _print(found: "list[tuple[Point, Row]]", swept: "Swept", points: int, out: Path) -> None:
+def _print(found: "list[tuple[SweepPoint, SummaryRow]]", swept: "Swept", points: int, out: Path) -> None:
     cells = [(point.title, row.fabric, row.arm, rate_of(row), usd_of(row)) for point, row in found]
     columns = ("point", "fabric", "arm", "samples/s", "network")
     print_table(f"{len(swept.done)} of {points} points", columns, cells, left=("fabric", "arm"))

@@ -67,10 +67,10 @@ def box(
     as_json: JsonFlag = False,
 ) -> None:
     from orchestrrl.core.documents import read_text
-    from orchestrrl.lab.box.run import SYNC_WAYS, Order, run
+    from orchestrrl.lab.box.run import SYNC_WAYS, TestbedOrder, run
     from orchestrrl.lab.box.switches import PROTOCOLS, protocol_faults
     from orchestrrl.lab.box.weights_site import weights_site
-    from planner.fabric.topology import Role
+    from planner.fabric.topology import PodRole
 
     named = tuple(protocols.split(",")) if protocols else PROTOCOLS
     faults = [f"--way: must be of {', '.join(SYNC_WAYS)}, got {way!r}" for way in ways or () if way not in SYNC_WAYS]
@@ -85,13 +85,13 @@ def box(
         text = ""
         try:
             text = weights_site(max(1e-3, circuit_mbps)) if site is None else read_text(site)
-            faults += site_faults(text, {Role.TRAIN: 1, Role.GEN: 2})
+            faults += site_faults(text, {PodRole.TRAIN: 1, PodRole.GEN: 2})
         except ProblemFaults as error:
             faults += error.faults
         if faults:
             raise ProblemFaults(faults)
         prepare_folder(out, text)
-        order = Order(
+        order = TestbedOrder(
             str(out.resolve()),
             ("weights",),
             named,

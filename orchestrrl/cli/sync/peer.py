@@ -114,9 +114,9 @@ def peer(
     # Imported here so that no other command waits for numpy.
     from orchestrrl.core.clock import WallClock
     from orchestrrl.weights.peer.peer import run_peer
-    from orchestrrl.weights.peer.settings import PeerWords, settings_of
+    from orchestrrl.weights.peer.settings import PeerArguments, settings_of
 
-    words = PeerWords(
+    words = PeerArguments(
         id=id,
         daemon=daemon,
         engines=engines or (),

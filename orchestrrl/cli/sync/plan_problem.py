@@ -15,13 +15,13 @@ SLOWEST_GBPS, FASTEST_GBPS, MOST_BYTES = 1e-9, 1e12, 2**60  # what goes beyond i
 MOST_CIRCUITS = 2**20
 
 
-class PodPart(ProblemPart):
+class SyncPodPart(ProblemPart):
     id: str
     role: Annotated[str, Field(pattern="^(train|gen)$")]
     boundary_circuits: int = Field(ge=0, le=MOST_CIRCUITS)
 
 
-class EndpointPart(ProblemPart):
+class SyncEndpointPart(ProblemPart):
     id: str
     pod: str
     tor: str
@@ -44,8 +44,8 @@ class LinkPart(ProblemPart):
 
 class SyncPlanProblem(ProblemPart):
     link_gbps: float = Field(ge=SLOWEST_GBPS, le=FASTEST_GBPS)
-    pods: list[PodPart]
-    endpoints: list[EndpointPart]
+    pods: list[SyncPodPart]
+    endpoints: list[SyncEndpointPart]
     tor_circuits: dict[str, Annotated[int, Field(ge=0, le=MOST_CIRCUITS)]]
     shards: list[ShardPart]
     seeds_per_pod: int = Field(ge=1)

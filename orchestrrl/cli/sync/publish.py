@@ -20,8 +20,8 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
     from orchestrrl.weights.controller.reports import SyncReport
-    from orchestrrl.weights.trainer.boxes import Piece
-    from orchestrrl.weights.trainer.client import Publishing, WeightsClient
+    from orchestrrl.weights.trainer.boxes import TensorPiece
+    from orchestrrl.weights.trainer.client import PublishInProgress, WeightsClient
 
 LOOK_EVERY_S = 0.25
 LARGEST = 2**64 - 1
@@ -80,7 +80,7 @@ def publish(
         fail(f"version {report.version} is {report.state}: {report.detail or report.code or 'no reason given'}")
 
 
-def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "list[Piece]":
+def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "list[TensorPiece]":
     """Raises ProblemFaults with all that is wrong."""
     from orchestrrl.weights.trainer.checkpoint import checkpoint_pieces
     from orchestrrl.weights.trainer.client import FOLDERS
@@ -92,7 +92,7 @@ def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "
     elif not home.is_dir():
         option = "--peer-folder" if peer_folder else "--peer"
         faults.append(f"{option}: no peer holds versions in {home}: `orchestrrl sync peer` runs here first")
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     try:
         pieces = checkpoint_pieces(folder)
     except Permanent as error:
@@ -103,12 +103,14 @@ def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "
 
 
 def _carried(
-    client: "WeightsClient", version: int, pieces: "list[Piece]", next_gate: bool, quiet: bool
+    client: "WeightsClient", version: int, pieces: "list[TensorPiece]", next_gate: bool, quiet: bool
 ) -> "SyncReport":
     """How it ended, or that it waits for the gate. Raises OrchestrRLError."""
     from orchestrrl.weights.trainer.client import SyncAborted
 
-    handle: Publishing = client.publish_arrays(version, pieces, install="next_gate" if next_gate else "", wait="staged")
+    handle: PublishInProgress = client.publish_arrays(
+        version, pieces, install="next_gate" if next_gate else "", wait="staged"
+    )
     try:
         with _telling(quiet) as tell:
             while not handle.done():

@@ -9,10 +9,10 @@ from orchestrrl.cli.formats import UNKNOWN, bar, duration, percent, ranges, time
 from orchestrrl.weights.controller.advice import Advice, advice
 from orchestrrl.weights.controller.profile import BESIDE, SyncProfile, phase_words, profile
 from orchestrrl.weights.controller.reports import (
-    EdgeTook,
-    EngineStands,
+    EdgeTime,
+    EngineStatus,
     EngineSync,
-    PeerStands,
+    PeerStatus,
     SyncPhase,
     SyncReport,
     SyncState,
@@ -162,7 +162,7 @@ def is_well(report: SyncReport) -> bool:
 # --- rows
 
 
-def peer_rows(peers: Sequence[PeerStands]) -> Iterator[tuple[object, ...]]:
+def peer_rows(peers: Sequence[PeerStatus]) -> Iterator[tuple[object, ...]]:
     for peer in peers:
         yield (
             peer.id,
@@ -176,7 +176,7 @@ def peer_rows(peers: Sequence[PeerStands]) -> Iterator[tuple[object, ...]]:
         )
 
 
-def engine_rows(engines: Sequence[EngineStands]) -> Iterator[tuple[object, ...]]:
+def engine_rows(engines: Sequence[EngineStatus]) -> Iterator[tuple[object, ...]]:
     for engine in engines:
         yield engine.engine, engine.state, duration(engine.install_s or None), engine.detail or None
 
@@ -209,7 +209,7 @@ def phase_rows(took: SyncProfile) -> Iterator[tuple[object, ...]]:
         yield phase_words(None), duration(took.unnamed_s), percent(share_unnamed), _bar(share_unnamed)
 
 
-def edge_rows(edges: Sequence[EdgeTook]) -> Iterator[tuple[object, ...]]:
+def edge_rows(edges: Sequence[EdgeTime]) -> Iterator[tuple[object, ...]]:
     for edge in edges:
         yield (
             f"{edge.src} -> {edge.dst}",

@@ -26,7 +26,7 @@ class RouterSettings(Section):
     packet_side: PacketSideSettings | None = None
 
 
-class SteeringSettings(Section):
+class ReroutingSettings(Section):
     """How routers are changed."""
 
     link_up_s: NonNegativeFloat = 2.0  # how long light is waited for, once switches are done
@@ -57,7 +57,7 @@ class FabricSettings(Section):
     # here), and else before it was measured.
     route_s: NonNegativeFloat = 0.0
     routers: tuple[RouterSettings, ...] = Field(default=(), strict=False)
-    steering: SteeringSettings = SteeringSettings()
+    steering: ReroutingSettings = ReroutingSettings()
     # Where this names a model (see planner/cost/models.py), circuits of Gen follow the deployment at its switches.
     model: Name | None = None
     first_fleet_gpu: NonNegativeInt = 0  # the site's number of the fleet's GPU 0

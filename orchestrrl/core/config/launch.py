@@ -9,12 +9,12 @@ from orchestrrl.core.documents import Name, NonNegativeFloat, NonNegativeInt, Po
 from planner.model import Parallelism
 
 
-class Product(StrEnum):
+class EngineProduct(StrEnum):
     VLLM = "vllm"
     SIMULATED = "simulated"
 
 
-class Device(StrEnum):
+class EngineDevice(StrEnum):
     CUDA = "cuda"
     CPU = "cpu"  # vLLM's CPU build; a GPU's id stands for some cores
 
@@ -42,7 +42,7 @@ class ParallelismSection(Section):
         return Parallelism(**dict(self))
 
 
-class OwnWords(Section):
+class ConfigurationLaunch(Section):
     """What is for the engines of one configuration alone."""
 
     arguments: Words = ()
@@ -52,11 +52,11 @@ class OwnWords(Section):
 class LaunchSettings(Section):
     """How engines are started. Paths are those on the engines' machines."""
 
-    engine: Annotated[Product, Field(strict=False)] = Product.VLLM
+    engine: Annotated[EngineProduct, Field(strict=False)] = EngineProduct.VLLM
     python: Name | None = None  # of the engines' own environment; by default python3, and ours for simulated ones
     model: Name | None = None  # a name or a folder; simulated engines need none
     served_model_name: Name | None = None  # by default the model's
-    device: Annotated[Device, Field(strict=False)] = Device.CUDA
+    device: Annotated[EngineDevice, Field(strict=False)] = EngineDevice.CUDA
     cores_per_gpu: NonNegativeInt = 0  # CPU alone: what a GPU's id stands for; 0: not bound
     host: Name = "127.0.0.1"
     # First and last. Each GPU of a node has its own four of them; an engine uses those of its lowest GPU.
@@ -64,7 +64,7 @@ class LaunchSettings(Section):
     nodes: Words = ()  # addresses, in the order of GPUs
     arguments: Words = ()
     environment: dict[str, str] = Field(default_factory=dict)
-    configurations: dict[Name, OwnWords] = Field(default_factory=dict)  # by id: more, or otherwise
+    configurations: dict[Name, ConfigurationLaunch] = Field(default_factory=dict)  # by id: more, or otherwise
     kv_directory: Name | None = None  # for kv_transfer.connector: a folder in it for each configuration
     weight_backend: bool = False  # vLLM: versions of the weights are checked as they are loaded, and read back
 

@@ -42,7 +42,7 @@ Address = Annotated[str, AfterValidator(_check_address)]
 Url = Annotated[str, AfterValidator(check_url)]
 
 
-class Listen(Section):
+class ListenSettings(Section):
     """Where the gRPC server listens. No authentication yet, so anything but loopback must be asked for."""
 
     # allow_remote stands first because the check of the address reads it.
@@ -125,7 +125,7 @@ class SlowSettings(Section):
     correct_predictions: bool = True  # by how earlier steps came out
 
 
-class Gpus(Section):
+class GpuSettings(Section):
     count: PositiveInt
     per_node: PositiveInt = 8
 
@@ -198,8 +198,8 @@ class KvTransfer(Section):
     kv_bytes_per_token: PositiveFloat | None = None
 
 
-class Fleet(Section):
-    gpus: Gpus | None = None
+class FleetSettings(Section):
+    gpus: GpuSettings | None = None
     kv_transfer: KvTransfer | None = None  # None: moved requests are prefilled again
     profile: Name | None = None  # path of a profile file, from the configuration's own folder
     configurations: tuple[ConfigurationSettings, ...] = Field(default=(), strict=False)  # beside the profile's
@@ -227,7 +227,7 @@ class Fleet(Section):
         return own | {engine.id: engine.parallelism for engine in profiled}
 
 
-class Owns(StrEnum):
+class CircuitOwnership(StrEnum):
     """Which circuits of a switch may be taken down."""
 
     MADE = "made"  # what we made, and what an operator took over by name
@@ -239,7 +239,7 @@ class SwitchSettings(Section):
 
     id: Name
     driver: Name
-    owns: Annotated[Owns, Field(strict=False)] = Owns.MADE
+    owns: Annotated[CircuitOwnership, Field(strict=False)] = CircuitOwnership.MADE
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -260,13 +260,13 @@ class LimitSettings(Section):
 
 class Config(Section):
     mode: Annotated[Mode, Field(strict=False)] = Mode.ADVISE
-    listen: Listen = Listen()
+    listen: ListenSettings = ListenSettings()
     limits: LimitSettings = LimitSettings()
     journal: JournalSettings = JournalSettings()
     metrics: MetricsSettings | None = None
     fast: FastSettings = FastSettings()
     slow: SlowSettings = SlowSettings()
-    fleet: Fleet = Fleet()
+    fleet: FleetSettings = FleetSettings()
     ocs: tuple[SwitchSettings, ...] = Field(default=(), strict=False)
     fabric: FabricSettings | None = None  # None: circuits are changed by hand alone
     weights: WeightSettings = WeightSettings()

@@ -58,7 +58,7 @@ def is_intact(row: Row) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class JournalTail:
     """What the writer of a journal has acknowledged."""
 
     generation: int = 0
@@ -74,7 +74,7 @@ class Tail:
 class TailFile:
     """The open tail of one writer."""
 
-    def __init__(self, journal: Path, tail: Tail) -> None:
+    def __init__(self, journal: Path, tail: JournalTail) -> None:
         """Write `tail` so that it outlasts a power cut. Raises OSError."""
         self.path = tail_path(journal)
         if not self.path.exists():  # there is never one without its record
@@ -90,7 +90,7 @@ class TailFile:
             self.close()
             raise
 
-    def write(self, tail: Tail, *, durable: bool = False) -> None:
+    def write(self, tail: JournalTail, *, durable: bool = False) -> None:
         """Replace the record. A process that is killed meanwhile leaves the one before or this one; one that is
         `durable` outlasts a power cut. Raises OSError."""
         os.pwrite(self._descriptor, tail.encoded(), 0)
@@ -117,7 +117,7 @@ def sync_folder(journal: Path) -> None:
         os.close(folder)
 
 
-def read_tail(journal: Path) -> Tail | None:
+def read_tail(journal: Path) -> JournalTail | None:
     """None where there is none. Raises ValueError where it is damaged."""
     try:
         data = tail_path(journal).read_bytes()
@@ -129,30 +129,30 @@ def read_tail(journal: Path) -> Tail | None:
     magic, format, generation, sequence, total = _TAIL.unpack(record)
     if magic != _MAGIC:
         raise ValueError("its tail file is damaged")
-    return Tail(generation, sequence, total, format)
+    return JournalTail(generation, sequence, total, format)
 
 
 # --- examine
 
 
 @dataclass(slots=True)
-class Examined:
+class JournalExamination:
     """What a journal's files hold. `faults`: empty where nothing is lost."""
 
     faults: list[str] = field(default_factory=list)
     version: int = 0  # of the format; 0: there is no journal yet
-    tail: Tail = field(default_factory=Tail)  # as the entries that are there make it
+    tail: JournalTail = field(default_factory=JournalTail)  # as the entries that are there make it
 
     def fault(self, text: str) -> None:
         if text not in self.faults:
             self.faults.append(text)
 
 
-def examine(path: Path) -> Examined:
+def examine(path: Path) -> JournalExamination:
     """Compare a journal with its checksums and its tail. Changes nothing. Raises Permanent for a file that is no
     journal, or one of a later format."""
-    found = Examined()
-    tail: Tail | None = None
+    found = JournalExamination()
+    tail: JournalTail | None = None
     try:
         tail = read_tail(path)
     except ValueError as error:
@@ -192,7 +192,7 @@ def open_read_only(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _examine_absence(path: Path, tail: Tail | None, found: Examined) -> None:
+def _examine_absence(path: Path, tail: JournalTail | None, found: JournalExamination) -> None:
     log = beside(path, "-wal")
     how = "is empty" if path.exists() else "is missing"
     if tail is not None and tail.generation:
@@ -203,7 +203,7 @@ def _examine_absence(path: Path, tail: Tail | None, found: Examined) -> None:
         found.fault(f"the file {how}")
 
 
-def _identify(path: Path, db: sqlite3.Connection, tail: Tail | None, is_ours: bool) -> int:
+def _identify(path: Path, db: sqlite3.Connection, tail: JournalTail | None, is_ours: bool) -> int:
     """The format's version. Raises Permanent for what is no damage, ValueError for what is."""
     (identity,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -224,7 +224,9 @@ def _identify(path: Path, db: sqlite3.Connection, tail: Tail | None, is_ours: bo
     return int(version)
 
 
-def _examine_database(db: sqlite3.Connection, versions: tuple[int, ...], tail: Tail | None, found: Examined) -> None:
+def _examine_database(
+    db: sqlite3.Connection, versions: tuple[int, ...], tail: JournalTail | None, found: JournalExamination
+) -> None:
     if found.version == 0:
         return
     guarded = found.version == SCHEMA_VERSION
@@ -251,10 +253,12 @@ def _examine_database(db: sqlite3.Connection, versions: tuple[int, ...], tail: T
         found.fault(f"{len(broken)} entries are damaged: {few(broken, between=', ')}")
     _compare(db, tail, found, total & MASK, last)
     whole = (total + sum(each for _, each in later)) & MASK
-    found.tail = Tail(int(meta.get("generation", 0)), last, whole)
+    found.tail = JournalTail(int(meta.get("generation", 0)), last, whole)
 
 
-def _compare(db: sqlite3.Connection, tail: Tail | None, found: Examined, total: int, last: int) -> None:
+def _compare(
+    db: sqlite3.Connection, tail: JournalTail | None, found: JournalExamination, total: int, last: int
+) -> None:
     """With the tail, and with the number that SQLite gave out last."""
     numbered = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'entries'").fetchone()
     if (numbered[0] if numbered else 0) != last:
@@ -310,7 +314,7 @@ def _checksum_of(row: Row) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Replacement:
+class JournalReplacement:
     """A new journal's content beside what could be read of the damaged one."""
 
     schema: str
@@ -318,12 +322,12 @@ class Replacement:
     at_s: float
 
 
-def replace_damaged(path: Path, found: Examined, new: Replacement) -> None:
+def replace_damaged(path: Path, found: JournalExamination, new: JournalReplacement) -> None:
     """Put a journal with everything that can still be read in the place of a damaged one, which is kept beside it. The
     files are exchanged at the end: a process that is killed before leaves them as they were, and one that is killed
     meanwhile leaves the rest to `finish`. Raises OSError and sqlite3.Error."""
     with suppress(ValueError):
-        found.tail = _later(found.tail, read_tail(path) or Tail())
+        found.tail = _later(found.tail, read_tail(path) or JournalTail())
     stamp = datetime.fromtimestamp(datetime.now(UTC).timestamp(), UTC).strftime("%Y%m%dT%H%M%SZ")
     kept_as = next(
         name
@@ -357,7 +361,7 @@ def replace_damaged(path: Path, found: Examined, new: Replacement) -> None:
         )
         write_meta(db, {"generation": generation, "pruned": 0})
         db.execute("COMMIT")
-    tail = Tail(generation, sequence, (total + sum_) & MASK)
+    tail = JournalTail(generation, sequence, (total + sum_) & MASK)
     half = beside(path, ".tail.half")
     half.write_bytes(tail.encoded())
     for written in (draft, half):
@@ -400,8 +404,8 @@ def write_meta(db: sqlite3.Connection, numbers: Mapping[str, int]) -> None:
     db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", {**numbers, **sums}.items())
 
 
-def _later(one: Tail, other: Tail) -> Tail:
-    return Tail(max(one.generation, other.generation), max(one.sequence, other.sequence))
+def _later(one: JournalTail, other: JournalTail) -> JournalTail:
+    return JournalTail(max(one.generation, other.generation), max(one.sequence, other.sequence))
 
 
 def _remove_draft(draft: Path) -> None:

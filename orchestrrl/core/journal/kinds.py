@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class EntryKind(StrEnum):
     """What an entry tells. Operations have an intent before anything is sent and a result when it is known."""
 
     DAEMON_STARTED = "daemon.started"

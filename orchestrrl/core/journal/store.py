@@ -34,10 +34,10 @@ from orchestrrl.core.journal.guard import (
     MASK,
     SCHEMA_VERSION,
     UNGUARDED,
-    Examined,
-    Replacement,
+    JournalExamination,
+    JournalReplacement,
+    JournalTail,
     Row,
-    Tail,
     TailFile,
     checksum,
     examine,
@@ -48,7 +48,7 @@ from orchestrrl.core.journal.guard import (
     roll_back,
     write_meta,
 )
-from orchestrrl.core.journal.kinds import Kind as Kind
+from orchestrrl.core.journal.kinds import EntryKind as EntryKind
 from orchestrrl.core.journal.values import EARLIEST_S, LATEST_S, body_faults, can_be_written
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ PRUNE_EVERY = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """One line of the journal. `subject` is the id of what it is about: an operation, a plan, an engine."""
 
     sequence: int
@@ -79,10 +79,10 @@ CREATE TABLE IF NOT EXISTS entries (
   checksum INTEGER NOT NULL
 );
 CREATE INDEX IF NOT EXISTS entries_by_kind ON entries (kind, sequence);
-CREATE INDEX IF NOT EXISTS results_by_subject ON entries (subject) WHERE kind = '{Kind.OPERATION_RESULT}';
-CREATE INDEX IF NOT EXISTS switches_by_subject ON entries (subject) WHERE kind = '{Kind.SWITCH_ENDED}';
-CREATE INDEX IF NOT EXISTS syncs_by_subject ON entries (subject) WHERE kind = '{Kind.SYNC_ENDED}';
-CREATE INDEX IF NOT EXISTS circuits_by_subject ON entries (subject) WHERE kind = '{Kind.CIRCUITS_RESULT}';
+CREATE INDEX IF NOT EXISTS results_by_subject ON entries (subject) WHERE kind = '{EntryKind.OPERATION_RESULT}';
+CREATE INDEX IF NOT EXISTS switches_by_subject ON entries (subject) WHERE kind = '{EntryKind.SWITCH_ENDED}';
+CREATE INDEX IF NOT EXISTS syncs_by_subject ON entries (subject) WHERE kind = '{EntryKind.SYNC_ENDED}';
+CREATE INDEX IF NOT EXISTS circuits_by_subject ON entries (subject) WHERE kind = '{EntryKind.CIRCUITS_RESULT}';
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
@@ -93,22 +93,29 @@ _ADD_CHECKSUMS = "ALTER TABLE entries ADD COLUMN checksum INTEGER NOT NULL DEFAU
 TRIED = 8
 
 # What was so in the fleet. After damage it has to be observed anew.
-_OF_THE_FLEET = (Kind.GATE, Kind.WEIGHTS, Kind.SWITCH_ENDED)
+_OF_THE_FLEET = (EntryKind.GATE, EntryKind.WEIGHTS, EntryKind.SWITCH_ENDED)
 # An operator's words, which a power cut does not take either: they are few.
 _DURABLE = frozenset(
-    {Kind.MODE, Kind.HOLDS, Kind.ENGINES, Kind.PLAN_CONTROL, Kind.FABRIC_CONTROL, Kind.JOURNAL_CONFIRMED}
+    {
+        EntryKind.MODE,
+        EntryKind.HOLDS,
+        EntryKind.ENGINES,
+        EntryKind.PLAN_CONTROL,
+        EntryKind.FABRIC_CONTROL,
+        EntryKind.JOURNAL_CONFIRMED,
+    }
 )
 
 _RESULT_OF = {
-    Kind.OPERATION_INTENT: Kind.OPERATION_RESULT,
-    Kind.CIRCUITS_INTENT: Kind.CIRCUITS_RESULT,
-    Kind.SWITCH_BEGAN: Kind.SWITCH_ENDED,
-    Kind.SYNC_BEGAN: Kind.SYNC_ENDED,
+    EntryKind.OPERATION_INTENT: EntryKind.OPERATION_RESULT,
+    EntryKind.CIRCUITS_INTENT: EntryKind.CIRCUITS_RESULT,
+    EntryKind.SWITCH_BEGAN: EntryKind.SWITCH_ENDED,
+    EntryKind.SYNC_BEGAN: EntryKind.SYNC_ENDED,
 }
-_STEP_OF = {Kind.SWITCH_STEP: Kind.SWITCH_BEGAN, Kind.SYNC_STEP: Kind.SYNC_BEGAN}
+_STEP_OF = {EntryKind.SWITCH_STEP: EntryKind.SWITCH_BEGAN, EntryKind.SYNC_STEP: EntryKind.SYNC_BEGAN}
 
 
-def _open(intent: Kind) -> str:
+def _open(intent: EntryKind) -> str:
     return f"""
 (kind = '{intent}' AND NOT EXISTS (
   SELECT 1 FROM entries AS result WHERE result.kind = '{_RESULT_OF[intent]}' AND result.subject = entries.subject
@@ -116,20 +123,20 @@ def _open(intent: Kind) -> str:
 
 
 _RECOVERED_FROM_LATEST = (
-    Kind.PLAN_CONTROL,
-    Kind.PLAN_CALIBRATION,
-    Kind.DEPLOYMENT_ENDED,
-    Kind.SWITCH_ENDED,
-    Kind.MODE,
-    Kind.ROUTES,
-    Kind.ENGINES,
-    Kind.GATE,
-    Kind.FABRIC_CONTROL,
-    Kind.STEERED,
-    Kind.HOLDS,
-    Kind.WEIGHTS,
-    Kind.JOURNAL_DAMAGED,
-    Kind.JOURNAL_CONFIRMED,
+    EntryKind.PLAN_CONTROL,
+    EntryKind.PLAN_CALIBRATION,
+    EntryKind.DEPLOYMENT_ENDED,
+    EntryKind.SWITCH_ENDED,
+    EntryKind.MODE,
+    EntryKind.ROUTES,
+    EntryKind.ENGINES,
+    EntryKind.GATE,
+    EntryKind.FABRIC_CONTROL,
+    EntryKind.STEERED,
+    EntryKind.HOLDS,
+    EntryKind.WEIGHTS,
+    EntryKind.JOURNAL_DAMAGED,
+    EntryKind.JOURNAL_CONFIRMED,
 )
 
 
@@ -147,13 +154,13 @@ class JournalReader:
             self._db.text_factory = bytearray
             _check_identity(path, self._db)
 
-    def tail(self, count: int, kinds: Sequence[str] = ()) -> list[Entry]:
+    def tail(self, count: int, kinds: Sequence[str] = ()) -> list[JournalEntry]:
         """The newest `count` entries, oldest first."""
         where, values = _of_kinds(kinds)
         query = f"SELECT {_READ} FROM entries WHERE {where} ORDER BY sequence DESC LIMIT ?"
         return self._read(query, *values, count)[::-1]
 
-    def since(self, sequence: int, kinds: Sequence[str] = (), limit: int = 1000) -> list[Entry]:
+    def since(self, sequence: int, kinds: Sequence[str] = (), limit: int = 1000) -> list[JournalEntry]:
         """Entries after `sequence`, oldest first, at most `limit`."""
         where, values = _of_kinds(kinds)
         query = f"SELECT {_READ} FROM entries WHERE {where} AND sequence > ? ORDER BY sequence LIMIT ?"
@@ -165,21 +172,21 @@ class JournalReader:
         newest = self.tail(1)
         return newest[0].sequence if newest else 0
 
-    def latest(self, kind: Kind) -> Entry | None:
+    def latest(self, kind: EntryKind) -> JournalEntry | None:
         entries = self.tail(1, (kind,))
         return entries[0] if entries else None
 
-    def latest_by_subject(self, kind: Kind) -> dict[str, Entry]:
+    def latest_by_subject(self, kind: EntryKind) -> dict[str, JournalEntry]:
         """The newest entry of this kind of every subject that has one."""
         newest = "SELECT max(sequence) FROM entries WHERE kind = ? GROUP BY subject"
         query = f"SELECT {_READ} FROM entries WHERE sequence IN ({newest}) ORDER BY sequence"
         return {entry.subject: entry for entry in self._read(query, kind)}
 
-    def open_operations(self, intent: Kind = Kind.OPERATION_INTENT) -> list[Entry]:
+    def open_operations(self, intent: EntryKind = EntryKind.OPERATION_INTENT) -> list[JournalEntry]:
         """Intents of this kind without a result, oldest first: what a restarted daemon has to settle."""
         return self._read(f"SELECT {_READ} FROM entries WHERE {_open(intent)} ORDER BY sequence")
 
-    def interpret(self, entry: Entry, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
+    def interpret(self, entry: JournalEntry, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
         """What `parse` makes of the entry's body. None for what this version cannot read: the entry is named in
         `set_aside`, and in the log."""
         try:
@@ -196,7 +203,7 @@ class JournalReader:
                 )
             return None
 
-    def newest(self, kind: Kind, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
+    def newest(self, kind: EntryKind, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
         """The same of the newest entry of this kind that can be read; None where there is none."""
         newest = self.latest(kind)
         if newest is None or (value := self.interpret(newest, parse)) is not None:
@@ -209,19 +216,19 @@ class JournalReader:
     def close(self) -> None:
         self._db.close()
 
-    def _read(self, query: str, *values: object) -> list[Entry]:
+    def _read(self, query: str, *values: object) -> list[JournalEntry]:
         with _naming(self.path):
             rows = self._db.execute(query, values).fetchall()
         return [entry for row in rows if (entry := self._entry(row)) is not None]
 
-    def _entry(self, row: Row) -> Entry | None:
+    def _entry(self, row: Row) -> JournalEntry | None:
         """None of a damaged one, where the reader goes on without it."""
         if not is_intact(row):
             self._damaged(f"entry {row[0]} is damaged")
             return None
         sequence, at_s, generation, kind, subject, body, _ = row
         try:
-            return Entry(sequence, at_s, generation, kind.decode(), subject.decode(), json.loads(body))
+            return JournalEntry(sequence, at_s, generation, kind.decode(), subject.decode(), json.loads(body))
         except (ValueError, RecursionError) as error:
             self._damaged(f"entry {sequence} cannot be read: {error}")
             return None
@@ -258,14 +265,14 @@ class Journal(JournalReader):
             raise
         self._until_prune = PRUNE_EVERY
 
-    def _examined(self, at_s: float) -> Examined:
+    def _examined(self, at_s: float) -> JournalExamination:
         """The journal as it is found, or as it is after a damaged one was replaced."""
         try:
             finish(self.path)
             roll_back(self.path)
             found = self._examine()
             if found.faults:
-                replace_damaged(self.path, found, Replacement(_SCHEMA, Kind.JOURNAL_DAMAGED, at_s))
+                replace_damaged(self.path, found, JournalReplacement(_SCHEMA, EntryKind.JOURNAL_DAMAGED, at_s))
                 found = self._examine()
         except OSError as error:
             raise Permanent(f"{self.path}: is damaged, and cannot be moved aside: {error.strerror or error}") from error
@@ -273,13 +280,13 @@ class Journal(JournalReader):
             raise Permanent(f"{self.path}: is damaged: {'; '.join(found.faults)}; move it away to start a new one")
         return found
 
-    def _examine(self) -> Examined:
+    def _examine(self) -> JournalExamination:
         try:
             return examine(self.path)
         except OSError as error:
             raise Permanent(f"{error.filename or self.path}: cannot be read: {error.strerror or error}") from error
 
-    def _begin(self, first_generation: int, found: Examined) -> int:
+    def _begin(self, first_generation: int, found: JournalExamination) -> int:
         """The tail is written before a first entry can be, and again after the generation is on disk."""
         with _naming_tail(self.path):
             if found.version != SCHEMA_VERSION:
@@ -306,12 +313,12 @@ class Journal(JournalReader):
             self._tail = TailFile(self.path, self._acknowledged())
         return generation
 
-    def _acknowledged(self) -> Tail:
-        return Tail(self.generation, self._sequence, self._total)
+    def _acknowledged(self) -> JournalTail:
+        return JournalTail(self.generation, self._sequence, self._total)
 
     def _find_damage(self) -> None:
         """What an earlier start or this one has found, and no operator has confirmed."""
-        marks, confirmed = self.tail(TRIED, (Kind.JOURNAL_DAMAGED,)), super().latest(Kind.JOURNAL_CONFIRMED)
+        marks, confirmed = self.tail(TRIED, (EntryKind.JOURNAL_DAMAGED,)), super().latest(EntryKind.JOURNAL_CONFIRMED)
         if not marks:
             return
         self._damaged_at = marks[-1].sequence
@@ -326,7 +333,7 @@ class Journal(JournalReader):
     def confirm_damage(self, at_s: float, reason: str) -> None:
         """An operator has seen what is damaged. Raises Permanent as `append` does."""
         if self.damage:
-            self.append(at_s, Kind.JOURNAL_CONFIRMED, "", {"damage": list(self.damage), "reason": reason})
+            self.append(at_s, EntryKind.JOURNAL_CONFIRMED, "", {"damage": list(self.damage), "reason": reason})
             self._confirmed.update(self.damage)
             self.damage = ()
 
@@ -334,19 +341,19 @@ class Journal(JournalReader):
     def last_sequence(self) -> int:
         return self._sequence
 
-    def latest(self, kind: Kind) -> Entry | None:
+    def latest(self, kind: EntryKind) -> JournalEntry | None:
         entry = super().latest(kind)
         stale = entry is not None and kind in _OF_THE_FLEET and entry.sequence < self._damaged_at
         return None if stale else entry
 
-    def latest_by_subject(self, kind: Kind) -> dict[str, Entry]:
+    def latest_by_subject(self, kind: EntryKind) -> dict[str, JournalEntry]:
         found = super().latest_by_subject(kind)
         return {subject: entry for subject, entry in found.items() if entry.sequence > self._damaged_at}
 
-    def open_operations(self, intent: Kind = Kind.OPERATION_INTENT) -> list[Entry]:
+    def open_operations(self, intent: EntryKind = EntryKind.OPERATION_INTENT) -> list[JournalEntry]:
         return [entry for entry in super().open_operations(intent) if entry.sequence > self._damaged_at]
 
-    def append(self, at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+    def append(self, at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
         """Write one entry; its sequence number. Raises Permanent when the file cannot take it, and for what could not
         be read back."""
         try:
@@ -389,7 +396,7 @@ class Journal(JournalReader):
         finally:
             self._db.execute("PRAGMA synchronous = NORMAL")
 
-    async def follow(self, sequence: int, kinds: Sequence[str] = ()) -> AsyncIterator[Entry]:
+    async def follow(self, sequence: int, kinds: Sequence[str] = ()) -> AsyncIterator[JournalEntry]:
         """Entries after `sequence`, then each new one as it is written; never ends by itself."""
         news = asyncio.Event()
         self._followers.add(news)
@@ -429,7 +436,7 @@ class Journal(JournalReader):
                 f" (SELECT max(sequence) FROM entries WHERE kind IN ({kept}) GROUP BY kind)"
                 " AND sequence NOT IN (SELECT max(sequence) FROM entries WHERE kind = ? GROUP BY subject)"
                 " RETURNING checksum",
-                (newest - self._max_entries, *_RECOVERED_FROM_LATEST, Kind.CIRCUITS_OWNED),
+                (newest - self._max_entries, *_RECOVERED_FROM_LATEST, EntryKind.CIRCUITS_OWNED),
             ).fetchall()
             pruned = (meta_of(self._db)["pruned"] + sum(checksum_ for (checksum_,) in gone)) & MASK
             signed = pruned - (MASK + 1) if pruned > MASK // 2 else pruned

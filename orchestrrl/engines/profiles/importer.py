@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.profiles.store import tidy, tidy_moves
-from planner.cost.fit import FitError, Seen, StepSample, fit_curve, fit_rate, fit_step
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source
+from planner.cost.fit import FitError, StepSample, TimedSample, fit_curve, fit_rate, fit_step
+from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, ProfileSource, Provenance
 from planner.model import ConfigurationId
 
 PACKAGE = "aiconfigurator-core"
@@ -33,7 +33,7 @@ PREFILL_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 LARGE_BYTES = 1e10
 
 
-class Handle(Protocol):
+class ImportHandle(Protocol):
     """`aiconfigurator_core.sdk.engine.EngineHandle`, as far as it is used. Batches are per data-parallel rank."""
 
     def decode_step_latency(self, gen_tokens: int, isl: int, osl: int) -> float:
@@ -45,21 +45,21 @@ class Handle(Protocol):
         ...
 
 
-class Room(NamedTuple):
+class KvCacheSize(NamedTuple):
     """KV cache of one data-parallel rank."""
 
     tokens: int
     bytes_per_token: float  # on one GPU
 
 
-class Vendor(Protocol):
+class KernelData(Protocol):
     """The package, for one model, system and backend. `compile` and `room` raise ValueError in its words."""
 
     detail: str
 
-    def compile(self, layout: Parallelism) -> Handle: ...
+    def compile(self, layout: Parallelism) -> ImportHandle: ...
 
-    def room(self, layout: Parallelism, sequences: int) -> Room: ...
+    def room(self, layout: Parallelism, sequences: int) -> KvCacheSize: ...
 
     def kv_bytes_per_token(self) -> float: ...
 
@@ -68,7 +68,7 @@ class Vendor(Protocol):
         ...
 
 
-class Given(NamedTuple):
+class ImportInputs(NamedTuple):
     """What kernel data cannot tell, and where the figures come from."""
 
     max_sequences: int
@@ -78,7 +78,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportedProfile:
     profile: Profile
     left_out: tuple[str, ...]  # layouts without a place in it, and why
 
@@ -105,15 +105,15 @@ def layout_id(layout: Parallelism) -> ConfigurationId:
 
 
 def import_profile(
-    vendor: Vendor,
+    vendor: KernelData,
     model: str,
     system: str,
     backend: str,
     layouts: Sequence[Parallelism],
-    given: Given,
+    given: ImportInputs,
     date: str,
     on_layout: Callable[[str], None] = lambda name: None,
-) -> Imported:
+) -> ImportedProfile:
     """A profile of all layouts that fit. Raises Permanent where none does."""
     engines, left_out, moves = [], [], None
     for layout in layouts:
@@ -122,19 +122,19 @@ def import_profile(
             handle = vendor.compile(layout)
             room = vendor.room(layout, given.max_sequences)
             engines.append(
-                engine_profile(handle, layout, room, given, Provenance(Source.IMPORTED, date, vendor.detail))
+                engine_profile(handle, layout, room, given, Provenance(ProfileSource.IMPORTED, date, vendor.detail))
             )
-            moves = moves or _moves(vendor, handle, Provenance(Source.IMPORTED, date, vendor.detail))
+            moves = moves or _moves(vendor, handle, Provenance(ProfileSource.IMPORTED, date, vendor.detail))
         except ValueError as error:
             left_out.append(f"{layout_id(layout)}: {error}")
     if not engines:
         raise Permanent("no layout can be imported: " + "; ".join(left_out))
     profile = Profile(model, system, backend, tuple(map(tidy, engines)), tidy_moves(moves) if moves else None)
-    return Imported(profile, tuple(left_out))
+    return ImportedProfile(profile, tuple(left_out))
 
 
 def engine_profile(
-    handle: Handle, layout: Parallelism, room: Room, given: Given, provenance: Provenance
+    handle: ImportHandle, layout: Parallelism, room: KvCacheSize, given: ImportInputs, provenance: Provenance
 ) -> EngineProfile:
     """Fits over the batches that fit into the KV cache. Raises ValueError where hardly any does."""
     capacity_tokens = room.tokens * layout.dp
@@ -153,13 +153,13 @@ def engine_profile(
         others=(
             ("prefill_tokens_per_s", _with_error(provenance, prefill_error)),
             ("kv_capacity_tokens", Provenance(provenance.source, provenance.date, estimate)),
-            ("max_sequences", Provenance(Source.GIVEN, provenance.date, given.sequences_detail)),
-            ("switch_s", Provenance(Source.GIVEN, provenance.date, given.switch_detail)),
+            ("max_sequences", Provenance(ProfileSource.GIVEN, provenance.date, given.sequences_detail)),
+            ("switch_s", Provenance(ProfileSource.GIVEN, provenance.date, given.switch_detail)),
         ),
     )
 
 
-def step_table(handle: Handle, layout: Parallelism, rank_tokens: int, max_sequences: int) -> list[StepSample]:
+def step_table(handle: ImportHandle, layout: Parallelism, rank_tokens: int, max_sequences: int) -> list[StepSample]:
     """The decode step over batches (doubling, and once between) and contexts that fit, of the whole engine."""
     samples = []
     for batch in _batches(max(1, max_sequences // layout.dp)):
@@ -177,11 +177,11 @@ def _batches(most: int) -> list[int]:
     return sorted({*powers, *(3 * power // 2 for power in powers if power >= 8 and 3 * power // 2 <= most), most})
 
 
-def _prefill_table(handle: Handle) -> list[Seen]:
-    return [Seen(tokens, handle.predict_prefill_latency(1, tokens) / 1e3) for tokens in PREFILL_TOKENS]
+def _prefill_table(handle: ImportHandle) -> list[TimedSample]:
+    return [TimedSample(tokens, handle.predict_prefill_latency(1, tokens) / 1e3) for tokens in PREFILL_TOKENS]
 
 
-def _moves(vendor: Vendor, handle: Handle, provenance: Provenance) -> MoveCosts | None:
+def _moves(vendor: KernelData, handle: ImportHandle, provenance: Provenance) -> MoveCosts | None:
     """The first layout's prefill, and one GPU's rate between nodes; None where the package does not know the link."""
     link = vendor.link()
     if link is None:
@@ -220,16 +220,16 @@ class Aiconfigurator:
         package = version(PACKAGE)
         self.detail = f"{PACKAGE} {package}, {system}, {backend} {self._version}" + f", {precision}" * bool(precision)
 
-    def compile(self, layout: Parallelism) -> Handle:
+    def compile(self, layout: Parallelism) -> ImportHandle:
         with self._in_our_words():
-            handle: Handle = self._engine.EngineHandle.compile(
+            handle: ImportHandle = self._engine.EngineHandle.compile(
                 self._model, self._system, self._backend, backend_version=self._version, **self._sizes(layout)
             )
             return handle
 
-    def room(self, layout: Parallelism, sequences: int) -> Room:
+    def room(self, layout: Parallelism, sequences: int) -> KvCacheSize:
         told = self._kv(layout, max(1, sequences // layout.dp))
-        return Room(int(told["total_kv_size_tokens"]), float(told["kv_size_per_token_bytes"]))
+        return KvCacheSize(int(told["total_kv_size_tokens"]), float(told["kv_size_per_token_bytes"]))
 
     def kv_bytes_per_token(self) -> float:
         """Of the whole model: what one GPU would hold, had it room for all."""

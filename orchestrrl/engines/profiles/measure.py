@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
-from orchestrrl.engines.base import Capabilities, Endpoint, Engine, GenerationRequest, Refused
+from orchestrrl.engines.base import CompletionEndpoint, Engine, EngineCapabilities, GenerationRequest, RequestRefused
 from orchestrrl.engines.profiles.spill import Spill, overfills, spill_of
-from planner.cost.fit import FitError, Seen, StepSample, TooFewSamples, fit_curve, fit_rate, fit_step
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Provenance, Source
+from planner.cost.fit import FitError, StepSample, TimedSample, TooFewSamples, fit_curve, fit_rate, fit_step
+from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, ProfileSource, Provenance
 from planner.model import ConfigurationId
 
 LEAST_STEPS = 16  # per stream, for a slope
@@ -45,7 +45,7 @@ NO_SPILL = Spill(0.0, 0, FitError(0, 0.0, 0.0))
 VOCABULARIES = (100_000, 30_000, 8_000, 1_000, 400, 100)
 
 
-class Wanted(NamedTuple):
+class MeasurementInputs(NamedTuple):
     """What to call the configuration, and what an engine cannot tell of itself; None: ask the engine."""
 
     id: ConfigurationId
@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineCapacity:
     """What the engine can hold."""
 
     model: str
@@ -69,21 +69,21 @@ class Limits:
     max_model_len_tokens: int
 
 
-class Link(NamedTuple):
+class MoveLink(NamedTuple):
     """What moving KV costs, by somebody's word; an engine cannot tell."""
 
     kv_bytes_per_token: float
     transfer_gbps: float
 
 
-class Point(NamedTuple):
+class GridPoint(NamedTuple):
     """One batch of the grid: how many sequences, and the prompt tokens of each."""
 
     sequences: int
     context_tokens: int
 
 
-class Step(NamedTuple):
+class MeasurementProgress(NamedTuple):
     """How far a measurement is, for a progress bar."""
 
     done: int
@@ -91,20 +91,22 @@ class Step(NamedTuple):
     doing: str
 
 
-OnStep = Callable[[Step], None]
+OnStep = Callable[[MeasurementProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredProfile:
     engine: EngineProfile
     model: str
     engine_name: str
     samples: tuple[StepSample, ...]  # within the KV cache
-    prefill: tuple[Seen, ...]
+    prefill: tuple[TimedSample, ...]
     skipped: tuple[str, ...]  # points without a sample, and why
 
 
-async def measure(engine: Engine, wanted: Wanted, clock: Clock, on_step: OnStep = lambda step: None) -> Measured:
+async def measure(
+    engine: Engine, wanted: MeasurementInputs, clock: Clock, on_step: OnStep = lambda step: None
+) -> MeasuredProfile:
     """The engine's profile. Raises ProblemFaults where the engine does not tell its limits and nobody else does,
     Permanent where it is busy or the budget was too short for a fit."""
     capabilities = await engine.capabilities()
@@ -116,7 +118,7 @@ async def measure(engine: Engine, wanted: Wanted, clock: Clock, on_step: OnStep 
         await run.close()
 
 
-def move_costs(prefill: Sequence[Seen], link: Link, provenance: Provenance) -> MoveCosts:
+def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Provenance) -> MoveCosts:
     """Recomputing as measured, transfer as given. A measurement has always several prompt lengths."""
     recompute = fit_curve(prefill)
     error = recompute.error
@@ -126,7 +128,7 @@ def move_costs(prefill: Sequence[Seen], link: Link, provenance: Provenance) -> M
     return MoveCosts(link.kv_bytes_per_token, transfer_s, recompute.curve, told)
 
 
-def grid(limits: Limits) -> list[Point]:
+def grid(limits: EngineCapacity) -> list[GridPoint]:
     """Points that fit, the corners first: whatever the budget cuts off, what came before spans the range.
 
     Batches double up to the most sequences; contexts quadruple up to what fits beside room to grow.
@@ -143,7 +145,7 @@ def grid(limits: Limits) -> list[Point]:
         fitting = [context for context in (*contexts, longest) if 1 <= context <= most]
         if not fitting or most < longest:
             fitting.append(most)
-        points |= {Point(batch, context) for context in fitting if 1 <= context <= longest}
+        points |= {GridPoint(batch, context) for context in fitting if 1 <= context <= longest}
     ends = {batches[0], batches[-1], batches[len(batches) // 2]}
     corners = [
         corner
@@ -154,11 +156,11 @@ def grid(limits: Limits) -> list[Point]:
     return list(dict.fromkeys([*corners, *sorted(points, key=_work)]))
 
 
-def _work(point: Point) -> int:
+def _work(point: GridPoint) -> int:
     return point.sequences * point.context_tokens
 
 
-async def _limits(engine: Engine, capabilities: Capabilities, wanted: Wanted) -> Limits:
+async def _limits(engine: Engine, capabilities: EngineCapabilities, wanted: MeasurementInputs) -> EngineCapacity:
     metrics = await engine.metrics()
     if metrics.running or metrics.waiting:
         raise Permanent(
@@ -176,7 +178,7 @@ async def _limits(engine: Engine, capabilities: Capabilities, wanted: Wanted) ->
     if faults or not sequences:
         raise ProblemFaults(faults)
     longest = capabilities.max_model_len_tokens or LONGEST_UNKNOWN_TOKENS
-    return Limits(capabilities.models[0], sequences, capacity_tokens, min(longest, capacity_tokens))
+    return EngineCapacity(capabilities.models[0], sequences, capacity_tokens, min(longest, capacity_tokens))
 
 
 @dataclass(slots=True)
@@ -196,7 +198,7 @@ class _Stream:
 class _Run:
     """One measurement, and the requests that it has on the engine."""
 
-    def __init__(self, engine: Engine, limits: Limits, clock: Clock, wanted: Wanted) -> None:
+    def __init__(self, engine: Engine, limits: EngineCapacity, clock: Clock, wanted: MeasurementInputs) -> None:
         self._engine = engine
         self._limits = limits
         self._clock = clock
@@ -209,10 +211,10 @@ class _Run:
         self._started_s = clock.now_s()
         self._end_s = self._started_s + wanted.budget_s
 
-    async def measure(self, capabilities: Capabilities, on_step: OnStep) -> Measured:
+    async def measure(self, capabilities: EngineCapabilities, on_step: OnStep) -> MeasuredProfile:
         points = grid(self._limits)
         total = len(points) + 2
-        on_step(Step(0, total, "prefill"))
+        on_step(MeasurementProgress(0, total, "prefill"))
         await self._learn_vocabulary()
         prefill = await self._prefill()
         try:
@@ -225,7 +227,7 @@ class _Run:
         skipped = []
         number = 0
         # One large point of a short budget would leave no time for the others, and one sample is no fit.
-        waiting: list[Point] = []
+        waiting: list[GridPoint] = []
         for point, may_wait in itertools.chain(((each, True) for each in points), ((each, False) for each in waiting)):
             needed_s, left_s = _work(point) / rate + self._decode_s, self._end_s - self._clock.now_s()
             if may_wait and needed_s > POINT_SHARE * left_s:
@@ -233,7 +235,7 @@ class _Run:
                 waiting.sort(key=_work)
                 continue
             number += 1
-            on_step(Step(number, total, _named(point)))
+            on_step(MeasurementProgress(number, total, _named(point)))
             if needed_s > left_s:
                 skipped.append(f"{_named(point)}: not within the budget")
                 continue
@@ -243,20 +245,22 @@ class _Run:
                 samples.append(sample)
             else:
                 skipped.append(f"{_named(point)}: {sample}")
-        on_step(Step(total - 1, total, "beyond the KV cache"))
+        on_step(MeasurementProgress(total - 1, total, "beyond the KV cache"))
         beyond = await self._beyond(rate, point_s)
-        on_step(Step(total, total, "done"))
+        on_step(MeasurementProgress(total, total, "done"))
         engine = self._profile(capabilities, samples, prefill, skipped, beyond)
-        return Measured(engine, self._limits.model, capabilities.engine, tuple(samples), tuple(prefill), tuple(skipped))
+        return MeasuredProfile(
+            engine, self._limits.model, capabilities.engine, tuple(samples), tuple(prefill), tuple(skipped)
+        )
 
     async def close(self) -> None:
         await self._stop(list(self._tasks))
 
     def _profile(
         self,
-        capabilities: Capabilities,
+        capabilities: EngineCapabilities,
         samples: list[StepSample],
-        prefill: list[Seen],
+        prefill: list[TimedSample],
         skipped: list[str],
         beyond: list[StepSample],
     ) -> EngineProfile:
@@ -274,13 +278,15 @@ class _Run:
         detail = f"{self._engine.url}, {capabilities.engine} {capabilities.version}".rstrip()
 
         def seen(error: FitError) -> Provenance:
-            return Provenance(Source.MEASURED, wanted.date, detail, error.samples, error.mean, error.max)
+            return Provenance(ProfileSource.MEASURED, wanted.date, detail, error.samples, error.mean, error.max)
 
         others = [("prefill_tokens_per_s", seen(prefill_error))]
         for name, told in (("kv_capacity_tokens", wanted.kv_capacity_tokens), ("max_sequences", wanted.max_sequences)):
-            word = Provenance(Source.GIVEN, wanted.date, "command line")
-            others.append((name, word if told else Provenance(Source.MEASURED, wanted.date, f"{detail}, its own word")))
-        others.append(("switch_s", Provenance(Source.GIVEN, wanted.date, wanted.switch_detail)))
+            word = Provenance(ProfileSource.GIVEN, wanted.date, "command line")
+            others.append(
+                (name, word if told else Provenance(ProfileSource.MEASURED, wanted.date, f"{detail}, its own word"))
+            )
+        others.append(("switch_s", Provenance(ProfileSource.GIVEN, wanted.date, wanted.switch_detail)))
         spill = spill_of(beyond, fitted.step, limits.kv_capacity_tokens) or NO_SPILL
         if spill is not NO_SPILL:
             others += [("spill_s_per_token", seen(spill.error)), ("spill_capacity_tokens", seen(spill.error))]
@@ -302,18 +308,18 @@ class _Run:
             stream = _Stream(self._new_id())
             try:
                 await self._read(stream, [size - 1], 1)
-            except Refused:
+            except RequestRefused:
                 continue
             self._vocabulary = size
             return
         raise Permanent(f"{self._engine.url} refuses every prompt of one token that was tried")
 
-    async def _prefill(self) -> list[Seen]:
+    async def _prefill(self) -> list[TimedSample]:
         """Seconds to the first token over prompt lengths; each has a fixed part, which a fit sets apart."""
         longest = min(LONGEST_PREFILL_TOKENS, self._limits.max_model_len_tokens - 2)
         lengths = sorted({max(1, longest // 2**halvings) for halvings in range(5)})
         end_s = self._started_s + PREFILL_SHARE * self._wanted.budget_s
-        seen: list[Seen] = []
+        seen: list[TimedSample] = []
         for length in lengths * PREFILL_ROUNDS:
             if len({found.size for found in seen}) > 1:
                 if self._clock.now_s() > end_s:
@@ -322,7 +328,7 @@ class _Run:
                     continue
             stream, sent_s = _Stream(self._new_id()), self._clock.now_s()
             await self._read(stream, self._prompt(length), 1)
-            seen.append(Seen(length, max(stream.arrived[0][0] - sent_s, 1e-6)))
+            seen.append(TimedSample(length, max(stream.arrived[0][0] - sent_s, 1e-6)))
         return seen
 
     async def _beyond(self, rate: float, point_s: float) -> list[StepSample]:
@@ -330,7 +336,9 @@ class _Run:
         or that the budget has no time for."""
         limits, samples = self._limits, []
         capacity_tokens, longest = limits.kv_capacity_tokens, limits.max_model_len_tokens
-        for point in itertools.starmap(Point, overfills(capacity_tokens, limits.max_sequences, longest, MOST_STEPS)):
+        for point in itertools.starmap(
+            GridPoint, overfills(capacity_tokens, limits.max_sequences, longest, MOST_STEPS)
+        ):
             patience_s = PATIENCE * _work(point) / rate + point_s
             if self._clock.now_s() + patience_s + 2 * point_s > self._end_s:
                 break
@@ -340,7 +348,7 @@ class _Run:
             samples.append(sample)
         return samples
 
-    async def _point(self, point: Point, point_s: float, patience_s: float | None = None) -> StepSample | str:
+    async def _point(self, point: GridPoint, point_s: float, patience_s: float | None = None) -> StepSample | str:
         """The step time of this batch, or why there is none. `patience_s`: for a batch that may never run whole."""
         most_tokens = self._limits.max_model_len_tokens - point.context_tokens
         if patience_s is None:
@@ -403,7 +411,7 @@ class _Run:
             "ignore_eos": True,
             "temperature": 1.0,  # and no seed: an engine samples seeded requests one by one
         }
-        async for chunk in self._engine.generate(GenerationRequest(stream.id, Endpoint.COMPLETIONS, body)):
+        async for chunk in self._engine.generate(GenerationRequest(stream.id, CompletionEndpoint.COMPLETIONS, body)):
             if chunk.token_ids:
                 stream.arrived.append((self._clock.now_s(), stream.tokens + len(chunk.token_ids)))
         if not stream.arrived:
@@ -435,7 +443,7 @@ class _Run:
         return [self._random.randrange(self._vocabulary) for _ in range(tokens)]
 
 
-def sample_of(point: Point, arrivals: Sequence[Sequence[tuple[float, int]]]) -> StepSample | None:
+def sample_of(point: GridPoint, arrivals: Sequence[Sequence[tuple[float, int]]]) -> StepSample | None:
     """The batch's step time: over the time in which all of it ran, the median of its streams' slopes.
 
     `arrivals`: per stream, when how many tokens had arrived. None where too few did for a slope.
@@ -454,5 +462,5 @@ def sample_of(point: Point, arrivals: Sequence[Sequence[tuple[float, int]]]) -> 
     return StepSample(point.sequences, tokens, step_s) if step_s > 0 else None
 
 
-def _named(point: Point) -> str:
+def _named(point: GridPoint) -> str:
     return f"{point.sequences} x {point.context_tokens} tokens"

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from orchestrrl.engines.profiles.silicon import Deployment
+from orchestrrl.engines.profiles.silicon import MeasuredDeployment
 from planner.cost.engine_constants import MOE_ONLY, constants_of, flat_priors, prior_values, stacked
 from planner.cost.roofline import (
-    Work,
+    IterationWork,
     attended_tokens,
     kv_capacity_tokens,
     running_sequences,
@@ -39,10 +39,10 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DeploymentColumns:
     """Deployments in columns, as the roofline takes them."""
 
-    work: Work
+    work: IterationWork
     backends: tuple[str, ...]
     context_tokens: Floats
     prompt_tokens: Floats
@@ -52,13 +52,13 @@ class Rows:
     measured_s: Floats
 
 
-def rows_of(deployments: Sequence[Deployment]) -> Rows:
+def rows_of(deployments: Sequence[MeasuredDeployment]) -> DeploymentColumns:
     works = []
     for row in deployments:
         capacity = kv_capacity_tokens(row.model, row.gpu, row.parallelism, row.precision)
         sequences = running_sequences(row.load, capacity)
         works.append(work_of(row.model, row.gpu, row.parallelism, row.precision, sequences))
-    return Rows(
+    return DeploymentColumns(
         work=stacked_work(works),
         backends=tuple(row.backend for row in deployments),
         context_tokens=np.array([attended_tokens(row.model, row.load) for row in deployments]),
@@ -70,21 +70,21 @@ def rows_of(deployments: Sequence[Deployment]) -> Rows:
     )
 
 
-def predicted_s(rows: Rows, values: Mapping[str, float]) -> Floats:
+def predicted_s(rows: DeploymentColumns, values: Mapping[str, float]) -> Floats:
     """TPOT of every row, with one set of constants."""
     by_backend = {backend: constants_of(values, backend) for backend in sorted(set(rows.backends))}
     constants = stacked([by_backend[backend] for backend in rows.backends])
     return tpot_s(rows.work, constants, rows.context_tokens, rows.prompt_tokens, rows.output_tokens)
 
 
-def fit(deployments: Sequence[Deployment]) -> dict[str, dict[str, float]]:
+def fit(deployments: Sequence[MeasuredDeployment]) -> dict[str, dict[str, float]]:
     """Constants by the model that was left out, and those of all models under `ALL_MODELS`."""
     rows = rows_of(deployments)
     models = np.array(rows.models)
     return {left_out: fit_one(rows, models != left_out) for left_out in (ALL_MODELS, *sorted(set(rows.models)))}
 
 
-def fit_one(rows: Rows, used: NDArray[np.bool_]) -> dict[str, float]:
+def fit_one(rows: DeploymentColumns, used: NDArray[np.bool_]) -> dict[str, float]:
     """The constants that explain the `used` rows best, near their priors."""
     values = prior_values()
     dense = [name for name in values if name not in MOE_ONLY]
@@ -94,7 +94,9 @@ def fit_one(rows: Rows, used: NDArray[np.bool_]) -> dict[str, float]:
     return values
 
 
-def _fitted(rows: Rows, used: NDArray[np.bool_], free: list[str], values: Mapping[str, float]) -> dict[str, float]:
+def _fitted(
+    rows: DeploymentColumns, used: NDArray[np.bool_], free: list[str], values: Mapping[str, float]
+) -> dict[str, float]:
     priors = flat_priors()
     start = np.log([priors[name].value for name in free])
     spread = np.array([priors[name].spread for name in free])
@@ -111,7 +113,7 @@ def _fitted(rows: Rows, used: NDArray[np.bool_], free: list[str], values: Mappin
     return named(least_squares(residuals, start, x_scale=0.3).x)
 
 
-def left_out_errors(deployments: Sequence[Deployment], sets: Mapping[str, Mapping[str, float]]) -> Floats:
+def left_out_errors(deployments: Sequence[MeasuredDeployment], sets: Mapping[str, Mapping[str, float]]) -> Floats:
     """Relative error of every deployment [row], predicted by the set that was fitted without its model."""
     rows = rows_of(deployments)
     models = np.array(rows.models)

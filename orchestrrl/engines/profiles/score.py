@@ -12,23 +12,23 @@ from statistics import fmean, median
 from typing import Any
 
 from orchestrrl.engines.profiles.roofline_fit import ALL_MODELS, predicted_s, rows_of
-from orchestrrl.engines.profiles.silicon import Deployment, Silicon
+from orchestrrl.engines.profiles.silicon import MeasuredDeployment, SiliconData
 from planner.cost.fitted import FITTED, FITTED_TO
-from planner.cost.profile import Source
+from planner.cost.profile import ProfileSource
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     tpot_s: float
-    source: Source
+    source: ProfileSource
     detail: str  # which figures stood behind it
 
 
 # One prediction for each deployment, in order.
-Predictor = Callable[[Sequence[Deployment]], list[Prediction]]
+Predictor = Callable[[Sequence[MeasuredDeployment]], list[Prediction]]
 
 
-def roofline(deployments: Sequence[Deployment]) -> list[Prediction]:
+def roofline(deployments: Sequence[MeasuredDeployment]) -> list[Prediction]:
     """With the constants that were fitted without the model at hand; a model that was in no fit takes those of all."""
     if not deployments:
         return []
@@ -36,7 +36,7 @@ def roofline(deployments: Sequence[Deployment]) -> list[Prediction]:
     sets = {model: model if model in FITTED else ALL_MODELS for model in set(rows.models)}
     by_set = {left_out: predicted_s(rows, FITTED[left_out]) for left_out in set(sets.values())}
     return [
-        Prediction(float(by_set[sets[model]][index]), Source.ROOFLINE, _detail(sets[model]))
+        Prediction(float(by_set[sets[model]][index]), ProfileSource.ROOFLINE, _detail(sets[model]))
         for index, model in enumerate(rows.models)
     ]
 
@@ -46,8 +46,8 @@ def _detail(left_out: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    deployment: Deployment
+class ScoredPrediction:
+    deployment: MeasuredDeployment
     prediction: Prediction
 
     @property
@@ -60,8 +60,8 @@ class Scored:
 class RatioError:
     """Of TPOT at the smaller TP over TPOT at the larger, for two deployments equal but for TP."""
 
-    narrow: Scored
-    wide: Scored
+    narrow: ScoredPrediction
+    wide: ScoredPrediction
 
     @property
     def tps(self) -> tuple[int, int]:
@@ -72,13 +72,13 @@ class RatioError:
         return (1 + self.narrow.error) / (1 + self.wide.error) - 1
 
 
-def score(silicon: Silicon, predict: Predictor = roofline) -> list[Scored]:
+def score(silicon: SiliconData, predict: Predictor = roofline) -> list[ScoredPrediction]:
     predictions = predict(silicon.deployments)
-    return [Scored(row, prediction) for row, prediction in zip(silicon.deployments, predictions, strict=True)]
+    return [ScoredPrediction(row, prediction) for row, prediction in zip(silicon.deployments, predictions, strict=True)]
 
 
-def ratio_errors(scored: Iterable[Scored]) -> list[RatioError]:
-    groups: dict[object, list[Scored]] = defaultdict(list)
+def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[RatioError]:
+    groups: dict[object, list[ScoredPrediction]] = defaultdict(list)
     for row in scored:
         groups[row.deployment.but_for_tp()].append(row)
     return [
@@ -89,14 +89,14 @@ def ratio_errors(scored: Iterable[Scored]) -> list[RatioError]:
     ]
 
 
-def report(silicon: Silicon, scored: Sequence[Scored]) -> dict[str, Any]:
+def report(silicon: SiliconData, scored: Sequence[ScoredPrediction]) -> dict[str, Any]:
     """What `orchestrrl profile score --json` prints. Errors are fractions; null where nothing was compared."""
     kinds = {
         "dense": [row for row in scored if not row.deployment.model.moe],
         "moe": [row for row in scored if row.deployment.model.moe],
         "all": list(scored),
     }
-    groups: dict[tuple[str, str, str, str], list[Scored]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, str], list[ScoredPrediction]] = defaultdict(list)
     for row in scored:
         texts = row.deployment.texts
         groups[texts["system"], texts["backend"], texts["model_path"], row.prediction.source.value].append(row)
@@ -116,12 +116,12 @@ def report(silicon: Silicon, scored: Sequence[Scored]) -> dict[str, Any]:
     }
 
 
-def _errors(rows: Sequence[Scored]) -> dict[str, Any]:
+def _errors(rows: Sequence[ScoredPrediction]) -> dict[str, Any]:
     ratios = [abs(pair.error) for pair in ratio_errors(rows)]
     return {"rows": len(rows), **_mean_median([abs(row.error) for row in rows]), "ratio": _pairs(ratios)}
 
 
-def _by_pair(rows: Sequence[Scored]) -> list[dict[str, Any]]:
+def _by_pair(rows: Sequence[ScoredPrediction]) -> list[dict[str, Any]]:
     pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
     for pair in ratio_errors(rows):
         pairs[pair.tps].append(abs(pair.error))
@@ -138,7 +138,7 @@ def _mean_median(errors: list[float]) -> dict[str, float | None]:
     return {"error_mean": fmean(errors), "error_median": median(errors)}
 
 
-def _prediction(row: Scored) -> dict[str, Any]:
+def _prediction(row: ScoredPrediction) -> dict[str, Any]:
     deployment = row.deployment
     return {
         "row": deployment.row,

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from orchestrrl.core.errors import ProblemFaults, path_of, shorten
 from planner.cost.engine_constants import UnknownBackend, constants_of, prior_values
-from planner.cost.hardware import Gpu, UnknownGpu, gpu_named
+from planner.cost.hardware import GpuModel, UnknownGpu, gpu_named
 from planner.cost.models import BF16_BITS, Model, UnknownModel, model_named
 from planner.cost.profile import Parallelism
-from planner.cost.roofline import Load, Precision
+from planner.cost.roofline import ClosedLoop, Precision
 
 TEXTS = ("backend", "backend_version", "model_path", "system", "precision", "gemm_quant_mode", "moe_quant_mode")
 AT_LEAST_ONE = ("isl", "osl", "batch_size", "tp_size", "pp_size")
@@ -47,17 +47,17 @@ WEIGHT_BITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class MeasuredDeployment:
     """A row that can be predicted."""
 
     row: int  # 1 is the first below the header
     texts: dict[str, str]
     numbers: dict[str, float]  # those given
     model: Model
-    gpu: Gpu
+    gpu: GpuModel
     parallelism: Parallelism
     precision: Precision
-    load: Load
+    load: ClosedLoop
     tpot_s: float
 
     @property
@@ -75,23 +75,23 @@ class Deployment:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpredicted:
+class UnpredictedRow:
     row: int
     model_path: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Silicon:
-    deployments: tuple[Deployment, ...]
-    unpredicted: tuple[Unpredicted, ...]
+class SiliconData:
+    deployments: tuple[MeasuredDeployment, ...]
+    unpredicted: tuple[UnpredictedRow, ...]
 
 
 class NotModelled(ValueError):
     """A well-formed row that the cost model has no answer for."""
 
 
-def read_silicon(path: Path) -> Silicon:
+def read_silicon(path: Path) -> SiliconData:
     """Raises ProblemFaults with every fault of the file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -101,7 +101,7 @@ def read_silicon(path: Path) -> Silicon:
     return parse_silicon(text)
 
 
-def parse_silicon(text: str) -> Silicon:
+def parse_silicon(text: str) -> SiliconData:
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
         header = list(reader.fieldnames or [])
@@ -120,8 +120,8 @@ def parse_silicon(text: str) -> Silicon:
         try:
             deployments.append(_deployment(number, row))
         except (NotModelled, UnknownModel, UnknownGpu, UnknownBackend) as error:
-            unpredicted.append(Unpredicted(number, row["model_path"], str(error)))
-    return Silicon(tuple(deployments), tuple(unpredicted))
+            unpredicted.append(UnpredictedRow(number, row["model_path"], str(error)))
+    return SiliconData(tuple(deployments), tuple(unpredicted))
 
 
 def _header_faults(header: list[str]) -> Iterator[str]:
@@ -164,7 +164,7 @@ def _number_fault(column: str, text: str) -> str:
     return ""
 
 
-def _deployment(number: int, row: dict[str, str]) -> Deployment:
+def _deployment(number: int, row: dict[str, str]) -> MeasuredDeployment:
     missing = [column for column in NEEDED if not row[column].strip()]
     if missing:
         raise NotModelled(f"missing: {', '.join(missing)}")
@@ -174,7 +174,7 @@ def _deployment(number: int, row: dict[str, str]) -> Deployment:
         raise NotModelled(f"pipeline parallelism is not modelled, pp_size is {numbers['pp_size']:g}")
     model = model_named(texts["model_path"])
     constants_of(prior_values(), texts["backend"])  # raises for an unknown one
-    return Deployment(
+    return MeasuredDeployment(
         row=number,
         texts=texts,
         numbers=numbers,
@@ -182,7 +182,7 @@ def _deployment(number: int, row: dict[str, str]) -> Deployment:
         gpu=gpu_named(texts["system"]),
         parallelism=_parallelism(model, numbers),
         precision=_precision(model, texts),
-        load=Load(numbers["batch_size"], numbers["isl"], numbers["osl"]),
+        load=ClosedLoop(numbers["batch_size"], numbers["isl"], numbers["osl"]),
         tpot_s=numbers[MEASURED] / 1e3,
     )
 

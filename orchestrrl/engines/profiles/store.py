@@ -29,7 +29,16 @@ from orchestrrl.core.documents import (
     read_text,
 )
 from orchestrrl.core.errors import ProblemFaults, faults_of, path_of, shorten
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
+from planner.cost.profile import (
+    Curve,
+    EngineProfile,
+    MoveCosts,
+    Parallelism,
+    Profile,
+    ProfileSource,
+    Provenance,
+    StepTime,
+)
 from planner.model import ConfigurationId
 
 # Figures of a configuration that may have a source of their own.
@@ -55,7 +64,7 @@ Seconds = Annotated[tuple[NonNegativeFloat, ...], Field(strict=False)]
 
 
 class ProvenanceSection(Section):
-    source: Annotated[Source, Field(strict=False)]
+    source: Annotated[ProfileSource, Field(strict=False)]
     date: Name
     detail: str = ""
     samples: NonNegativeInt = 0
@@ -109,7 +118,7 @@ class BySequences(_CurveSection):
         return StepTime(self.value(), self.per_kv_token, self.per_spilled_token)
 
 
-class EngineSection(Section):
+class ProfileEngineSection(Section):
     id: Name
     parallelism: ParallelismSection = ParallelismSection()
     step_s: BySequences
@@ -163,7 +172,7 @@ class ProfileSection(Section):
     model: Name
     gpu: Name
     engine: Name
-    configurations: tuple[EngineSection, ...] = Field(strict=False)
+    configurations: tuple[ProfileEngineSection, ...] = Field(strict=False)
     moves: MovesSection | None = None
 
     def value(self) -> Profile:

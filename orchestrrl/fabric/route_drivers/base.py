@@ -2,8 +2,9 @@
 
 A plug point: one module per product, registered in the entry-point group `orchestrrl.route_drivers`, looked up
 by `registry.py`. Every driver passes `conformance.py`. A product need not implement all of `RouteDriver`: it writes a
-`Wire`, the few verbs that it has, and `driver.py` makes the contract of it. A driver owns the routes that bear its mark
-(a protocol number, a tag); it reads, changes and removes those alone. Errors are those of `orchestrrl/core/errors.py`.
+`RouterWire`, the few verbs that it has, and `driver.py` makes the contract of it. A driver owns the routes that bear
+its mark (a protocol number, a tag); it reads, changes and removes those alone. Errors are those of
+`orchestrrl/core/errors.py`.
 """
 
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ from planner.fabric.steering import NextHop, RouteChange, RouteTable
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
+class RouterCapabilities:
     """What a router can hold. `max_weight` 1: all next hops of a route get the same. `link_events`: the router says by
     itself when an interface changes; without, it is asked again and again. `installs_later`: it takes a change before
     it forwards by it, so that reading back may have to wait."""
@@ -26,7 +27,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingRoutes:
     """A change that is not there, and why, with the router's own words."""
 
     change: RouteChange
@@ -34,16 +35,16 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class AppliedRoutes:
     """What became of changes, as read back from the router."""
 
     done: tuple[RouteChange, ...]  # those that were so already included
-    missing: tuple[Missing, ...]
+    missing: tuple[MissingRoutes, ...]
     sent: int  # how many were not so already
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class LinkWait:
     """Which interfaces are up in the end, and after how long. One that the router does not have is down."""
 
     up: frozenset[str]
@@ -52,7 +53,7 @@ class Waited:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RouteReading:
     """Our routes, and the prefixes that others hold where ours would have to go. `idle`: of those that are ours, the
     ones by which the router does not forward yet, or not over all of their next hops."""
 
@@ -67,13 +68,13 @@ class RouteDriver(Protocol):
 
     router: str  # the name it goes by in errors and journals
 
-    async def capabilities(self) -> Capabilities: ...
+    async def capabilities(self) -> RouterCapabilities: ...
 
     async def read(self) -> RouteTable:
         """The routes that are ours, as they are."""
         ...
 
-    async def apply(self, changes: Sequence[RouteChange]) -> Applied:
+    async def apply(self, changes: Sequence[RouteChange]) -> AppliedRoutes:
         """Send what of the changes is not yet so, then read back. A route is replaced in one step: at no time is there
         none. Raises Permanent, before anything is sent, for what this router can never hold and for a prefix that
         somebody else holds; Retryable where it cannot be reached; OutcomeUnknown where it could not be read
@@ -84,7 +85,7 @@ class RouteDriver(Protocol):
         """Every interface: whether it is up and there is a signal."""
         ...
 
-    async def wait_up(self, interfaces: Collection[str], limit_s: float) -> Waited:
+    async def wait_up(self, interfaces: Collection[str], limit_s: float) -> LinkWait:
         """Returns once all are up, or after `limit_s`."""
         ...
 
@@ -96,7 +97,7 @@ class RouteDriver(Protocol):
     async def close(self) -> None: ...
 
 
-class Wire(Protocol):
+class RouterWire(Protocol):
     """The verbs of one product, without policy. `driver.Driver` calls them inside a time limit. A verb raises
 
     - Retryable: the router cannot be reached, or is busy
@@ -104,9 +105,9 @@ class Wire(Protocol):
     - OutcomeUnknown: the connection broke after changes were sent.
     """
 
-    capabilities: Capabilities
+    capabilities: RouterCapabilities
 
-    async def read_routes(self) -> Reading:
+    async def read_routes(self) -> RouteReading:
         """Our routes as the router has been told them: one that is idle now may come to life with its link."""
         ...
 

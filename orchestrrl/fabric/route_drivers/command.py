@@ -13,7 +13,7 @@ RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandOutput:
     status: int
     out: str
     err: str
@@ -26,13 +26,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Shell:
+class RouterShell:
     """How commands get to a router: `prefix` stands before each. Time limits are the caller's: a command that is
     cancelled is killed."""
 
     prefix: tuple[str, ...] = ()
 
-    async def run(self, *command: str, stdin: str = "", is_setter: bool = False) -> Answer:
+    async def run(self, *command: str, stdin: str = "", is_setter: bool = False) -> CommandOutput:
         """Raises Permanent where there is no such program, and, where the way to the router broke, Retryable, or
         OutcomeUnknown for a setter."""
         process = await self._start(command, stdin=asyncio.subprocess.PIPE)
@@ -40,7 +40,7 @@ class Shell:
             out, err = await process.communicate(stdin.encode())
         finally:
             await _end(process)
-        answer = Answer(process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
+        answer = CommandOutput(process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
         if answer.status == SSH_FAILED and self.is_remote:
             text = f"{' '.join(self.prefix)}: {answer.words}"
             raise OutcomeUnknown(text) if is_setter else Retryable(text, RETRY_S)

@@ -20,16 +20,16 @@ from types import MappingProxyType
 from unittest import SkipTest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.fabric.route_drivers.base import Capabilities, RouteDriver
-from orchestrrl.fabric.route_drivers.virtual import Fault, FaultKind
-from planner.fabric.steering import NextHop, Route, RouteChange, RouteTable
+from orchestrrl.fabric.route_drivers.base import RouteDriver, RouterCapabilities
+from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
+from planner.fabric.steering import NextHop, PacketRoute, RouteChange, RouteTable
 
 ONE, TWO, THREE = "10.0.1.0/24", "10.0.2.0/24", "10.0.3.3/32"
 FAR_S = 60.0  # for what is to come: nothing waits so long
 NEAR_S = 0.1  # for what is not to come
 
 
-def put(route: Route) -> RouteChange:
+def put(route: PacketRoute) -> RouteChange:
     return RouteChange(route.prefix, route)
 
 
@@ -42,13 +42,13 @@ class RouteDriverConformance:
 
     interfaces: tuple[str, str, str] = ("swp1", "swp2", "swp3")
     peer: str = "192.0.2.2"
-    cannot_inject: Mapping[FaultKind, str] = MappingProxyType({})
+    cannot_inject: Mapping[RouterFaultKind, str] = MappingProxyType({})
 
     async def make_driver(self) -> RouteDriver:
         """A driver for a router as the module says. Override it."""
         raise AssertionError("this harness does not say how to make a driver")
 
-    async def inject(self, driver: RouteDriver, fault: Fault) -> None:
+    async def inject(self, driver: RouteDriver, fault: RouterFault) -> None:
         """Make this go wrong. Override it, or fill `cannot_inject`."""
         raise AssertionError(f"this harness neither injects {fault.kind} nor says why it cannot")
 
@@ -64,17 +64,17 @@ class RouteDriverConformance:
         finally:
             await driver.close()
 
-    async def break_it(self, driver: RouteDriver, kind: FaultKind, interface: str = "", prefix: str = "") -> None:
+    async def break_it(self, driver: RouteDriver, kind: RouterFaultKind, interface: str = "", prefix: str = "") -> None:
         if kind in self.cannot_inject:
             raise SkipTest(f"{kind}: {self.cannot_inject[kind]}")
-        await self.inject(driver, Fault(kind, interface, prefix))
+        await self.inject(driver, RouterFault(kind, interface, prefix))
 
-    def route(self, prefix: str, *weights: int) -> Route:
+    def route(self, prefix: str, *weights: int) -> PacketRoute:
         """Over as many interfaces as there are weights."""
         ways = zip(self.interfaces, weights, strict=False)
-        return Route.of(prefix, {(self.peer, interface): weight for interface, weight in ways if weight})
+        return PacketRoute.of(prefix, {(self.peer, interface): weight for interface, weight in ways if weight})
 
-    def weighted(self, can: Capabilities) -> tuple[int, int]:
+    def weighted(self, can: RouterCapabilities) -> tuple[int, int]:
         return (3, 2) if can.max_weight >= 3 else (1, 1)
 
     # Routes.
@@ -111,7 +111,7 @@ class RouteDriverConformance:
         async with self.device() as driver:
             await driver.apply([put(self.route(TWO, 1))])
             before = await self.others(driver)
-            await self.break_it(driver, FaultKind.FOREIGN_ROUTE, prefix=ONE)
+            await self.break_it(driver, RouterFaultKind.FOREIGN_ROUTE, prefix=ONE)
             assert await self.others(driver) == before | {ONE}
             for change in (put(self.route(ONE, 1)), put(self.route(ONE, 1, 1))):
                 await self.refused(driver, [change, put(self.route(TWO, 0, 1))], ONE)
@@ -125,7 +125,7 @@ class RouteDriverConformance:
             can = await driver.capabilities()
             heavy = self.route(ONE, can.max_weight + 1, 1)
             ways = {(self.peer, f"swp{n}"): 1 for n in range(can.max_next_hops + 1)}
-            await self.refused(driver, [put(heavy), put(Route.of(TWO, ways))], ONE, TWO)
+            await self.refused(driver, [put(heavy), put(PacketRoute.of(TWO, ways))], ONE, TWO)
             await self.refused(driver, [put(self.route(ONE, 1)), gone(ONE)], "twice")
             assert await driver.read() == RouteTable()
 
@@ -143,7 +143,7 @@ class RouteDriverConformance:
 
     async def test_what_did_not_take_is_told_and_the_rest_is_done(self) -> None:
         async with self.device() as driver:
-            nowhere = Route.of(ONE, {(self.peer, "nosuch0"): 1})
+            nowhere = PacketRoute.of(ONE, {(self.peer, "nosuch0"): 1})
             applied = await driver.apply([put(nowhere), put(self.route(TWO, 1))])
             assert [missing.change.prefix for missing in applied.missing] == [ONE]
             assert applied.missing[0].why
@@ -155,14 +155,14 @@ class RouteDriverConformance:
 
     async def test_a_connection_lost_after_the_change_is_read_back_as_done(self) -> None:
         async with self.device() as driver:
-            await self.break_it(driver, FaultKind.DROP_CONNECTION)
+            await self.break_it(driver, RouterFaultKind.DROP_CONNECTION)
             applied = await driver.apply([put(self.route(ONE, 1))])
             assert applied.missing == ()
             assert await driver.read() == RouteTable.of([self.route(ONE, 1)])
 
     async def test_a_connection_lost_before_the_change_is_read_back_as_missing(self) -> None:
         async with self.device() as driver:
-            await self.break_it(driver, FaultKind.DROP_COMMAND)
+            await self.break_it(driver, RouterFaultKind.DROP_COMMAND)
             applied = await driver.apply([put(self.route(ONE, 1))])
             assert [missing.change.prefix for missing in applied.missing] == [ONE]
             assert await driver.read() == RouteTable()
@@ -179,7 +179,7 @@ class RouteDriverConformance:
 
     async def test_a_link_that_stays_down_is_told(self) -> None:
         async with self.device() as driver:
-            await self.break_it(driver, FaultKind.LINK_DOWN, self.interfaces[0])
+            await self.break_it(driver, RouterFaultKind.LINK_DOWN, self.interfaces[0])
             assert not (await driver.links())[self.interfaces[0]]
             waited = await driver.wait_up((*self.interfaces[:2], "nosuch0"), NEAR_S)
             assert waited.up == {self.interfaces[1]}
@@ -188,11 +188,11 @@ class RouteDriverConformance:
 
     async def test_a_link_that_comes_up_ends_the_wait(self) -> None:
         async with self.device() as driver:
-            await self.break_it(driver, FaultKind.LINK_DOWN, self.interfaces[0])
+            await self.break_it(driver, RouterFaultKind.LINK_DOWN, self.interfaces[0])
             waiting = asyncio.ensure_future(driver.wait_up(self.interfaces, FAR_S))
             await asyncio.sleep(0.05)
             assert not waiting.done()
-            await self.break_it(driver, FaultKind.LINK_UP, self.interfaces[0])
+            await self.break_it(driver, RouterFaultKind.LINK_UP, self.interfaces[0])
             assert (await waiting).down == frozenset()
 
     async def test_who_is_at_the_far_end_is_found(self) -> None:

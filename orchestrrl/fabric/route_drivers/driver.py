@@ -9,8 +9,15 @@ from typing import TypeVar
 from ocs_drivers.driver import within
 from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.fabric.route_drivers.base import Applied, Capabilities, Missing, Reading, Waited, Wire
-from planner.fabric.steering import NextHop, Route, RouteChange, RouteTable
+from orchestrrl.fabric.route_drivers.base import (
+    AppliedRoutes,
+    LinkWait,
+    MissingRoutes,
+    RouterCapabilities,
+    RouteReading,
+    RouterWire,
+)
+from planner.fabric.steering import NextHop, PacketRoute, RouteChange, RouteTable
 
 T = TypeVar("T")
 
@@ -18,7 +25,7 @@ RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RouterTimeouts:
     """How long one command may take, how long to wait for another writer, and how often to look again."""
 
     command_s: float = 5.0
@@ -36,23 +43,25 @@ class Limits:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
-class Driver:
+class RouterDriver:
     """A RouteDriver over one wire. See `base.RouteDriver` for what each call promises."""
 
-    def __init__(self, router: str, wire: Wire, *, clock: Clock | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self, router: str, wire: RouterWire, *, clock: Clock | None = None, limits: RouterTimeouts | None = None
+    ) -> None:
         self.router = router
         self._wire = wire
         self._clock = clock or WallClock()
-        self._limits = limits or Limits()
+        self._limits = limits or RouterTimeouts()
         self._writer = asyncio.Lock()
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> RouterCapabilities:
         return self._wire.capabilities
 
     async def read(self) -> RouteTable:
         return (await self._read_routes()).table
 
-    async def apply(self, changes: Sequence[RouteChange]) -> Applied:
+    async def apply(self, changes: Sequence[RouteChange]) -> AppliedRoutes:
         self._check(changes)
         async with self._writing():
             before = await self._read_routes()
@@ -63,21 +72,21 @@ class Driver:
                     f"{self.router}: nothing sent, somebody else holds {', '.join(sorted(c.prefix for c in taken))}"
                 )
             if not todo and before.idle.isdisjoint(change.prefix for change in changes):
-                return Applied(tuple(changes), (), 0)
+                return AppliedRoutes(tuple(changes), (), 0)
             why = "the router does not forward by it"
             if todo:
                 try:
                     await self._command("routes", self._wire.send(todo, before.table), OutcomeUnknown)
                 except (Permanent, OutcomeUnknown) as error:  # what counts is what the router shows
                     why = str(error)
-            missing = tuple(Missing(change, why) for change in await self._missing(changes, why))
+            missing = tuple(MissingRoutes(change, why) for change in await self._missing(changes, why))
             lacking = {each.change.prefix for each in missing}
-            return Applied(tuple(c for c in changes if c.prefix not in lacking), missing, len(todo))
+            return AppliedRoutes(tuple(c for c in changes if c.prefix not in lacking), missing, len(todo))
 
     async def links(self) -> Mapping[str, bool]:
         return await self._command("links", self._wire.read_links())
 
-    async def wait_up(self, interfaces: Collection[str], limit_s: float) -> Waited:
+    async def wait_up(self, interfaces: Collection[str], limit_s: float) -> LinkWait:
         began_s = self._clock.now_s()
         async with self._link_changes() as changed:
             while True:
@@ -86,7 +95,7 @@ class Driver:
                 up = frozenset(interface for interface in interfaces if links.get(interface))
                 took_s = self._clock.now_s() - began_s
                 if len(up) == len(set(interfaces)) or took_s >= limit_s:
-                    return Waited(up, frozenset(interfaces) - up, took_s)
+                    return LinkWait(up, frozenset(interfaces) - up, took_s)
                 with suppress(TimeoutError):
                     await within(self._clock, min(self._pause_s, limit_s - took_s), changed.wait())
 
@@ -128,7 +137,7 @@ class Driver:
             raise Permanent(f"{self.router}: nothing sent: {'; '.join(wrong)}")
 
     @staticmethod
-    def _faults_of(route: Route, can: Capabilities) -> list[str]:
+    def _faults_of(route: PacketRoute, can: RouterCapabilities) -> list[str]:
         wrong = []
         if len(route.next_hops) > can.max_next_hops:
             wrong.append(f"{route.prefix}: next hops must be <= {can.max_next_hops}, got {len(route.next_hops)}")
@@ -137,7 +146,7 @@ class Driver:
             wrong.append(f"{route.prefix}: weights must be <= {can.max_weight}, got {largest}")
         return wrong
 
-    async def _read_routes(self) -> Reading:
+    async def _read_routes(self) -> RouteReading:
         return await self._command("read routes", self._wire.read_routes())
 
     async def _missing(self, changes: Sequence[RouteChange], why: str) -> tuple[RouteChange, ...]:

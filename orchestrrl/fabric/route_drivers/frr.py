@@ -19,12 +19,12 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
-from orchestrrl.fabric.route_drivers.base import Capabilities, Reading
-from orchestrrl.fabric.route_drivers.command import Answer, Shell
-from orchestrrl.fabric.route_drivers.driver import Driver, Limits
+from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
+from orchestrrl.fabric.route_drivers.command import CommandOutput, RouterShell
+from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterTimeouts
 from orchestrrl.fabric.route_drivers.iproute import options_of_commands
 from orchestrrl.fabric.route_drivers.linux import LinuxHost
-from planner.fabric.steering import Route, RouteChange, RouteTable
+from planner.fabric.steering import PacketRoute, RouteChange, RouteTable
 
 TAG = 160
 RETRY_S = 1.0
@@ -46,21 +46,21 @@ class FrrOptions:
 class FrrWire(LinuxHost):
     """The `base.Wire` of a router with FRRouting. 64 next hops are what it is commonly built for."""
 
-    capabilities = Capabilities(max_next_hops=64, max_weight=1, link_events=True, installs_later=True)
+    capabilities = RouterCapabilities(max_next_hops=64, max_weight=1, link_events=True, installs_later=True)
 
-    def __init__(self, shell: Shell, options: FrrOptions) -> None:
+    def __init__(self, shell: RouterShell, options: FrrOptions) -> None:
         super().__init__(shell)
         self._options = options
 
-    async def read_routes(self) -> Reading:
+    async def read_routes(self) -> RouteReading:
         ours, foreign = await self._configured()
         answer = await self._vtysh("zebra", "show ip route static json")
         if answer.status:
             raise Retryable(f"vtysh: {answer.words}", RETRY_S)
         installed = _installed(json.loads(answer.out or "{}"), self._options.tag)
         idle = frozenset(prefix for prefix, ways in ours.items() if ways != installed.get(prefix))
-        routes = (Route.of(prefix, dict.fromkeys(ways, 1)) for prefix, ways in ours.items())
-        return Reading(RouteTable.of(routes), frozenset(foreign), idle)
+        routes = (PacketRoute.of(prefix, dict.fromkeys(ways, 1)) for prefix, ways in ours.items())
+        return RouteReading(RouteTable.of(routes), frozenset(foreign), idle)
 
     async def _configured(self) -> tuple[dict[str, set[tuple[str, str]]], set[str]]:
         """Prefix -> ways that are ours; prefixes that are somebody else's."""
@@ -97,7 +97,7 @@ class FrrWire(LinuxHost):
         distance = f" {self._options.distance}" if self._options.distance != 1 else ""
         return f"ip route {prefix} {gateway} {interface} tag {self._options.tag}{distance} onlink"
 
-    async def _vtysh(self, daemon: str, *commands: str, is_setter: bool = False) -> Answer:
+    async def _vtysh(self, daemon: str, *commands: str, is_setter: bool = False) -> CommandOutput:
         """To one daemon: asked of all, one that is not there would pass for one that has nothing."""
         # Over ssh the words are read by a shell once more.
         quoted = [f"'{command}'" for command in commands] if self.shell.is_ssh else list(commands)
@@ -129,7 +129,7 @@ def _default_vrf(configuration: str) -> list[str]:
     return lines
 
 
-class FrrRouter(Driver):
+class FrrRouter(RouterDriver):
     """The driver `frr`. `prefix`: the words that stand before each command. `tag`, `distance`: of our static routes.
     `vtysh_arguments`: for daemons whose sockets are not at the usual place."""
 
@@ -154,5 +154,5 @@ class FrrRouter(Driver):
             faults.append(f"options.vtysh_arguments: must be a list of words, got {vtysh_arguments!r}")
         if wrong + faults:
             raise ProblemFaults(wrong + faults)
-        wire = FrrWire(Shell(words), FrrOptions(tag, distance, ("vtysh", *vtysh_arguments)))
-        super().__init__(router, wire, clock=clock, limits=Limits(command_s=command_timeout_s))
+        wire = FrrWire(RouterShell(words), FrrOptions(tag, distance, ("vtysh", *vtysh_arguments)))
+        super().__init__(router, wire, clock=clock, limits=RouterTimeouts(command_s=command_timeout_s))

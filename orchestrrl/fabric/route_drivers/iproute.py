@@ -11,11 +11,11 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fabric.route_drivers.base import Capabilities, Reading
-from orchestrrl.fabric.route_drivers.command import Shell, prefix_of
-from orchestrrl.fabric.route_drivers.driver import Driver, Limits
+from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
+from orchestrrl.fabric.route_drivers.command import RouterShell, prefix_of
+from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterTimeouts
 from orchestrrl.fabric.route_drivers.linux import LinuxHost
-from planner.fabric.steering import NextHop, Route, RouteChange, RouteTable
+from planner.fabric.steering import NextHop, PacketRoute, RouteChange, RouteTable
 
 MAIN_TABLE = 254
 # No daemon's: 1-4 are the kernel's and the boot's, 8-18 and 186-192 are taken by routing daemons in rt_protos.
@@ -25,15 +25,15 @@ PROTOCOL = 160
 class IprouteWire(LinuxHost):
     """The `base.Wire` of a Linux router. A weight is carried in eight bits; so many next hops fit into one message."""
 
-    capabilities = Capabilities(max_next_hops=128, max_weight=256, link_events=True)
+    capabilities = RouterCapabilities(max_next_hops=128, max_weight=256, link_events=True)
 
-    def __init__(self, shell: Shell, table: int, protocol: int, metric: int) -> None:
+    def __init__(self, shell: RouterShell, table: int, protocol: int, metric: int) -> None:
         super().__init__(shell)
         self._table = table
         self._protocol = protocol
         self._metric = metric
 
-    async def read_routes(self) -> Reading:
+    async def read_routes(self) -> RouteReading:
         # Of all tables: one that is empty does not exist, and asking for it alone is an error.
         rows = await self.show("-N", "-4", "route", "show", "table", "all", "metric", str(self._metric))
         ours, foreign = [], set()
@@ -42,10 +42,10 @@ class IprouteWire(LinuxHost):
                 continue
             prefix, shares = _prefix(row["dst"]), _shares(row)
             if shares and int(row.get("protocol", 0)) == self._protocol:
-                ours.append(Route.of(prefix, shares))
+                ours.append(PacketRoute.of(prefix, shares))
             else:
                 foreign.add(prefix)
-        return Reading(RouteTable.of(ours), frozenset(foreign))
+        return RouteReading(RouteTable.of(ours), frozenset(foreign))
 
     async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
         await self.batch([self._line(change, now) for change in changes])
@@ -77,7 +77,7 @@ def _shares(row: dict[str, Any]) -> dict[tuple[str, str], int]:
     return {(hop["gateway"], hop["dev"]): int(hop.get("weight", 1)) for hop in hops}
 
 
-class IprouteRouter(Driver):
+class IprouteRouter(RouterDriver):
     """The driver `iproute`. `prefix`: the words that stand before each command. `table`, `protocol`, `metric`: where
     our routes are, and what marks them."""
 
@@ -104,8 +104,8 @@ class IprouteRouter(Driver):
         words, faults = options_of_commands(prefix, command_timeout_s)
         if wrong + faults:
             raise ProblemFaults(wrong + faults)
-        wire = IprouteWire(Shell(words), table, protocol, metric)
-        super().__init__(router, wire, clock=clock, limits=Limits(command_s=command_timeout_s))
+        wire = IprouteWire(RouterShell(words), table, protocol, metric)
+        super().__init__(router, wire, clock=clock, limits=RouterTimeouts(command_s=command_timeout_s))
 
 
 def options_of_commands(prefix: object, command_timeout_s: object) -> tuple[tuple[str, ...], list[str]]:

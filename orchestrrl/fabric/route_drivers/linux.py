@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent
-from orchestrrl.fabric.route_drivers.command import Answer, Shell
+from orchestrrl.fabric.route_drivers.command import CommandOutput, RouterShell
 from planner.fabric.steering import NextHop
 
 # As what a neighbour stands that has answered.
@@ -15,7 +15,7 @@ ANSWERED = {"REACHABLE", "STALE", "DELAY", "PROBE", "PERMANENT"}
 class LinuxHost:
     """The verbs that every wire to a Linux router shares."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: RouterShell) -> None:
         self.shell = shell
 
     async def read_links(self) -> Mapping[str, bool]:
@@ -60,7 +60,7 @@ def _is_up(link: dict[str, Any]) -> bool:
     return {"UP", "LOWER_UP"} <= set(link["flags"]) and link.get("operstate") in ("UP", "UNKNOWN")
 
 
-def rows_of(answer: Answer, command: tuple[str, ...]) -> list[Any]:
+def rows_of(answer: CommandOutput, command: tuple[str, ...]) -> list[Any]:
     """`ip -json` says nothing at all where there is nothing."""
     try:
         rows = json.loads(answer.out or "[]")

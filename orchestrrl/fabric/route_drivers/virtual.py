@@ -1,7 +1,7 @@
 """A virtual router that behaves like one: it refuses what it cannot hold, forwards, and loses its links and sessions.
 
-`VirtualRouter` is the device: it says where a packet goes. `VirtualWire` is a session with it. `VirtualRouterDriver` is
-the driver `virtual`. Two routers are joined by `join`, as circuits come, and parted by `part`.
+`VirtualRouter` is the device: it says where a packet goes. `VirtualRouterWire` is a session with it.
+`VirtualRouterDriver` is the driver `virtual`. Two routers are joined by `join`, as circuits come, and parted by `part`.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from ipaddress import IPv4Address, IPv4Network
 
 from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
-from orchestrrl.fabric.route_drivers.base import Capabilities, Reading
-from orchestrrl.fabric.route_drivers.driver import Driver, Limits
-from planner.fabric.steering import INTERFACE, NextHop, Route, RouteChange, RouteTable
+from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
+from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterTimeouts
+from planner.fabric.steering import INTERFACE, NextHop, PacketRoute, RouteChange, RouteTable
 
 
-class FaultKind(StrEnum):
+class RouterFaultKind(StrEnum):
     LINK_DOWN = "link_down"
     LINK_UP = "link_up"
     FOREIGN_ROUTE = "foreign_route"  # somebody else comes to hold a prefix
@@ -28,8 +28,8 @@ class FaultKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    kind: FaultKind
+class RouterFault:
+    kind: RouterFaultKind
     interface: str = ""
     prefix: str = ""
 
@@ -41,9 +41,9 @@ class VirtualRouter:
         self.address = address
         self.signal = dict.fromkeys(interfaces, False)
         self.far_end: dict[str, tuple[VirtualRouter, str]] = {}
-        self.routes: dict[str, Route] = {}
+        self.routes: dict[str, PacketRoute] = {}
         self.foreign: set[str] = set()
-        self.pending: list[FaultKind] = []
+        self.pending: list[RouterFaultKind] = []
         self.is_reachable = True
         self.changed = asyncio.Event()
 
@@ -63,14 +63,14 @@ class VirtualRouter:
         self.signal[interface] = up
         self.changed.set()
 
-    def inject(self, fault: Fault) -> None:
+    def inject(self, fault: RouterFault) -> None:
         """Let this go wrong now, or with the next change."""
-        if fault.kind in (FaultKind.LINK_DOWN, FaultKind.LINK_UP):
-            self.set_signal(fault.interface, fault.kind is FaultKind.LINK_UP)
-        elif fault.kind is FaultKind.FOREIGN_ROUTE:
+        if fault.kind in (RouterFaultKind.LINK_DOWN, RouterFaultKind.LINK_UP):
+            self.set_signal(fault.interface, fault.kind is RouterFaultKind.LINK_UP)
+        elif fault.kind is RouterFaultKind.FOREIGN_ROUTE:
             self.foreign.add(fault.prefix)
-        elif fault.kind in (FaultKind.UNREACHABLE, FaultKind.REACHABLE):
-            self.is_reachable = fault.kind is FaultKind.REACHABLE
+        elif fault.kind in (RouterFaultKind.UNREACHABLE, RouterFaultKind.REACHABLE):
+            self.is_reachable = fault.kind is RouterFaultKind.REACHABLE
         else:
             self.pending.append(fault.kind)
 
@@ -89,27 +89,27 @@ class VirtualRouter:
         return far if far.address == hop.gateway else None
 
 
-class VirtualWire:
+class VirtualRouterWire:
     """A session with a `VirtualRouter`: the `base.Wire` of it."""
 
-    def __init__(self, device: VirtualRouter, clock: Clock, capabilities: Capabilities) -> None:
+    def __init__(self, device: VirtualRouter, clock: Clock, capabilities: RouterCapabilities) -> None:
         self.capabilities = capabilities
         self.sends = 0
         self._device = device
         self._clock = clock
 
-    async def read_routes(self) -> Reading:
+    async def read_routes(self) -> RouteReading:
         self._check()
-        return Reading(RouteTable.of(self._device.routes.values()), frozenset(self._device.foreign))
+        return RouteReading(RouteTable.of(self._device.routes.values()), frozenset(self._device.foreign))
 
     async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
         self._check()
         self.sends += 1
         pending = self._device.pending.pop(0) if self._device.pending else None
-        if pending is FaultKind.DROP_COMMAND:
+        if pending is RouterFaultKind.DROP_COMMAND:
             raise OutcomeUnknown("the connection broke")
         refused = [change for change in changes if not self._take(change)]
-        if pending is FaultKind.DROP_CONNECTION:
+        if pending is RouterFaultKind.DROP_CONNECTION:
             raise OutcomeUnknown("the connection broke")
         if refused:
             raise Permanent(f"NO SUCH INTERFACE OR NO SIGNAL: {', '.join(map(str, refused))}")
@@ -149,7 +149,7 @@ class VirtualWire:
             raise Retryable("no route to host", 1.0)
 
 
-class VirtualRouterDriver(Driver):
+class VirtualRouterDriver(RouterDriver):
     """The driver `virtual`: a router in this very process."""
 
     def __init__(
@@ -178,5 +178,5 @@ class VirtualRouterDriver(Driver):
             raise ProblemFaults(wrong)
         clock = clock or WallClock()
         self.device = VirtualRouter(address, interfaces)
-        self.wire = VirtualWire(self.device, clock, Capabilities(max_next_hops, max_weight, link_events))
-        super().__init__(router, self.wire, clock=clock, limits=Limits(command_s=command_timeout_s))
+        self.wire = VirtualRouterWire(self.device, clock, RouterCapabilities(max_next_hops, max_weight, link_events))
+        super().__init__(router, self.wire, clock=clock, limits=RouterTimeouts(command_s=command_timeout_s))

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from planner.model import ConfigurationId, EngineId, GpuId
 
 
-class Life(StrEnum):
+class EngineLife(StrEnum):
     """Of an engine's processes. Whether they answer is to be asked of the engine itself."""
 
     ALIVE = "alive"
@@ -28,7 +28,7 @@ class Life(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Deployed:
+class DeployedInstance:
     """One engine of the fleet that holds GPUs. An empty `url`: its place is not known yet. `spec` is what it was
     started with, None where that was lost: such an engine can be stopped, and not started again."""
 
@@ -36,7 +36,7 @@ class Deployed:
     configuration: ConfigurationId
     gpus: tuple[GpuId, ...]
     url: str = ""
-    life: Life = Life.ALIVE
+    life: EngineLife = EngineLife.ALIVE
     detail: str = ""  # of an end: how, with the end of its log
     spec: EngineSpec | None = None
     lent: bool = False  # it sleeps, and its GPUs may serve another
@@ -53,7 +53,7 @@ class Deployer(Protocol):
         what could never start so: a switch asks before it stops anybody."""
         ...
 
-    async def start(self, spec: EngineSpec) -> Deployed:
+    async def start(self, spec: EngineSpec) -> DeployedInstance:
         """Begin to start an engine; returns when its processes are there and its URL is known, which is before it
         answers. Raises Permanent when a GPU is taken, when the id runs with another spec, or when it can never start
         so; ProblemFaults for what cannot be put into command lines. Retryable while room may come."""
@@ -64,11 +64,11 @@ class Deployer(Protocol):
         not there is none."""
         ...
 
-    async def status(self, engine: EngineId) -> Deployed | None:
+    async def status(self, engine: EngineId) -> DeployedInstance | None:
         """How it is now; None: nothing of it is left."""
         ...
 
-    async def list_engines(self) -> tuple[Deployed, ...]:
+    async def list_engines(self) -> tuple[DeployedInstance, ...]:
         """All of this fleet, by id, whoever started them: what holds GPUs now, ended ones and lost ones included."""
         ...
 
@@ -77,7 +77,7 @@ class Deployer(Protocol):
         False, where there is no such engine, and when one that is to have its GPUs back shares them with another."""
         ...
 
-    async def scale(self, spec: EngineSpec) -> Deployed:
+    async def scale(self, spec: EngineSpec) -> DeployedInstance:
         """An engine that runs has the GPUs of `spec` from now on, and counts as started so; its processes are scaled by
         whoever asks. Raises Permanent where `can_scale` is False, where there is no such engine, and for a GPU that is
         taken."""
@@ -105,7 +105,7 @@ def known_deployers() -> list[str]:
 
 
 def make_deployer(
-    product: str, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock
+    product: str, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock
 ) -> Deployer:
     """A deployer by its product's name. Raises Permanent for an unknown name, listing the known ones, and where its
     extra is not installed; ProblemFaults for what is wrong with `options`, with paths that begin with `options.`"""

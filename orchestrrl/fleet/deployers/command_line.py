@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from orchestrrl.core.config.launch import Device, Product
+from orchestrrl.core.config.launch import EngineDevice, EngineProduct
 from orchestrrl.core.errors import ProblemFaults, shorten
 from orchestrrl.engines import handover, vllm_weight_flags
 from orchestrrl.fleet.deployers.layout_flags import (
     ADDITIONAL,
     AFD_MICRO_BATCHES,
-    Group,
-    Part,
-    Role,
+    NodeProcesses,
+    ProcessRole,
+    VllmProcesses,
     additional_config,
     decided_for,
     groups,
@@ -27,20 +27,20 @@ from orchestrrl.fleet.deployers.layout_flags import (
     shares,
 )
 from orchestrrl.fleet.deployers.simulator_flags import SIMULATED_DECIDED, SIMULATED_PROGRAM, simulated_layout
-from orchestrrl.fleet.deployers.user_arguments import SET, Argument, Owned, read_arguments, replaced
+from orchestrrl.fleet.deployers.user_arguments import SET, OwnedFlags, VllmArgument, read_arguments, replaced
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class EngineLaunch:
     """What engines have in common. Paths are those on the engines' machines."""
 
     python: str  # of the engines' own environment
     model: str  # a name or a folder
-    engine: Product = Product.VLLM
-    device: Device = Device.CUDA
+    engine: EngineProduct = EngineProduct.VLLM
+    device: EngineDevice = EngineDevice.CUDA
     host: str = "127.0.0.1"  # that they listen on
     served_model_name: str = ""  # by default the model's
     nodes: tuple[str, ...] = ()  # addresses; node n has the GPUs from n * per_node
@@ -75,7 +75,7 @@ class EngineSpec:
 class CommandLine:
     """One process: what it is started with, and on which node."""
 
-    role: Role
+    role: ProcessRole
     node: int
     gpus: tuple[GpuId, ...]
     environment: Mapping[str, str]
@@ -98,9 +98,9 @@ class CommandLine:
         return " \\\n".join(lines)
 
 
-def render(spec: EngineSpec, launch: Launch) -> tuple[CommandLine, ...]:
+def render(spec: EngineSpec, launch: EngineLaunch) -> tuple[CommandLine, ...]:
     """The processes of one engine, the one that answers requests first. Raises ProblemFaults with every fault."""
-    if launch.engine is Product.SIMULATED:
+    if launch.engine is EngineProduct.SIMULATED:
         return (_render_simulated(spec, launch),)
     misplaced = _layout_faults(spec, launch)
     given, faults = _given(spec, launch)
@@ -118,7 +118,7 @@ def render(spec: EngineSpec, launch: Launch) -> tuple[CommandLine, ...]:
     return tuple(lines)
 
 
-def url_of(spec: EngineSpec, launch: Launch) -> str:
+def url_of(spec: EngineSpec, launch: EngineLaunch) -> str:
     """Where the engine will answer requests."""
     group = _groups(spec, launch)[0]
     host, node = launch.host, group.parts[0].node
@@ -127,7 +127,7 @@ def url_of(spec: EngineSpec, launch: Launch) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{_http_port(spec, group)}"
 
 
-def _render_simulated(spec: EngineSpec, launch: Launch) -> CommandLine:
+def _render_simulated(spec: EngineSpec, launch: EngineLaunch) -> CommandLine:
     """One process, whatever the layout, and no GPU in fact. Raises ProblemFaults."""
     given, faults = _given(spec, launch)
     group = _groups(spec, launch)[0]
@@ -139,12 +139,12 @@ def _render_simulated(spec: EngineSpec, launch: Launch) -> CommandLine:
     usual = {"--model-name": launch.served_model_name or launch.model, **spec.usual}
     if spec.max_sequences is not None:
         usual["--max-num-seqs"] = str(max(1, spec.max_sequences // spec.parallelism.dp))
-    words, more = Owned(values, {}, SIMULATED_DECIDED, spec.configuration).merge(given, usual)
+    words, more = OwnedFlags(values, {}, SIMULATED_DECIDED, spec.configuration).merge(given, usual)
     faults = [*_gpu_faults(spec), *faults, *_environment_faults(spec, launch), *more]
     if faults:
         raise ProblemFaults(list(dict.fromkeys(faults)))
     return CommandLine(
-        role=Role.SERVER,
+        role=ProcessRole.SERVER,
         node=group.parts[0].node,
         gpus=tuple(sorted(spec.gpus)),
         environment={**launch.environment, **spec.environment},
@@ -153,7 +153,7 @@ def _render_simulated(spec: EngineSpec, launch: Launch) -> CommandLine:
     )
 
 
-def _layout_faults(spec: EngineSpec, launch: Launch) -> list[str]:
+def _layout_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
     p, name = spec.parallelism, spec.configuration
     faults = []
     ranks = p.tp * p.dp
@@ -168,7 +168,7 @@ def _layout_faults(spec: EngineSpec, launch: Launch) -> list[str]:
             faults.append(f"{name}.micro_batches: afd-plugin overlaps two at most, got {p.micro_batches}")
         if p.pp > 1:
             faults.append(f"{name}.pp: must be 1 under AFD, got {p.pp}")
-        if launch.device is Device.CPU:
+        if launch.device is EngineDevice.CPU:
             faults.append(f"{launch.where}.device: must be cuda for {name}, which is AFD, got 'cpu'")
     faults += _gpu_faults(spec)
     if not spec.gpus and p.afd:
@@ -186,7 +186,7 @@ def _gpu_faults(spec: EngineSpec) -> list[str]:
     return faults
 
 
-def _placement_faults(spec: EngineSpec, launch: Launch) -> list[str]:
+def _placement_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
     """Where the GPUs lie: in equal shares, so that replicas fit on nodes or nodes into replicas."""
     faults = []
     for group in _groups(spec, launch):
@@ -201,18 +201,18 @@ def _placement_faults(spec: EngineSpec, launch: Launch) -> list[str]:
     if len(nodes) > 1 and unknown:
         missing = ", ".join(map(str, unknown))
         faults.append(f"{launch.where}.nodes: must have the addresses of nodes {missing} too, got {list(launch.nodes)}")
-    if launch.device is Device.CPU and len(nodes) > 1:
+    if launch.device is EngineDevice.CPU and len(nodes) > 1:
         faults.append(f"{spec.engine}.gpus: must lie on one node where device is cpu, got nodes {sorted(nodes)}")
     return faults
 
 
-def _given(spec: EngineSpec, launch: Launch) -> tuple[list[Argument], list[str]]:
+def _given(spec: EngineSpec, launch: EngineLaunch) -> tuple[list[VllmArgument], list[str]]:
     common, faults = read_arguments(f"{launch.where}.arguments", launch.arguments)
     own, more = read_arguments(f"{launch.where}.configurations.{spec.configuration}.arguments", spec.arguments)
     return replaced(common, own), faults + more
 
 
-def _environment_faults(spec: EngineSpec, launch: Launch) -> list[str]:
+def _environment_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
     pinned, faults = _pinned(spec.gpus, launch), []
     for path, variables in _environments(spec, launch):
         for name, value in variables.items():
@@ -225,23 +225,23 @@ def _environment_faults(spec: EngineSpec, launch: Launch) -> list[str]:
     return faults
 
 
-def _environments(spec: EngineSpec, launch: Launch) -> tuple[tuple[str, Mapping[str, str]], ...]:
+def _environments(spec: EngineSpec, launch: EngineLaunch) -> tuple[tuple[str, Mapping[str, str]], ...]:
     own = f"{launch.where}.configurations.{spec.configuration}.environment"
     return (f"{launch.where}.environment", launch.environment), (own, spec.environment)
 
 
-def _groups(spec: EngineSpec, launch: Launch) -> tuple[Group, ...]:
-    layout = spec.parallelism if launch.engine is Product.VLLM else Parallelism()
+def _groups(spec: EngineSpec, launch: EngineLaunch) -> tuple[VllmProcesses, ...]:
+    layout = spec.parallelism if launch.engine is EngineProduct.VLLM else Parallelism()
     return groups(layout, spec.gpus, launch.per_node, launch.nodes, launch.first_port)
 
 
 def _command_line(
-    spec: EngineSpec, launch: Launch, group: Group, place: int, given: Sequence[Argument]
+    spec: EngineSpec, launch: EngineLaunch, group: VllmProcesses, place: int, given: Sequence[VllmArgument]
 ) -> tuple[CommandLine, list[str]]:
     part = group.parts[place]
     model, serving = spec.weights or launch.model, place == 0
     # The CPU build's own `vllm serve` does not start: it asks for a distribution of another name.
-    if launch.device is Device.CPU:
+    if launch.device is EngineDevice.CPU:
         program = [launch.python, "-m", "vllm.entrypoints.openai.api_server"]
         values = {"--model": model}
     else:
@@ -254,14 +254,14 @@ def _command_line(
     if group.afd is not None:
         values |= {"--enable-dbo": SET} if spec.parallelism.micro_batches > 1 else {}
         values[ADDITIONAL], given, faults = additional_config(group.afd, given)
-    if launch.kv_directory and group.roles[0] is Role.SERVER:
+    if launch.kv_directory and group.roles[0] is ProcessRole.SERVER:
         flag, config = handover.vllm_arguments(_kv_folder(spec, launch))
         values[flag] = config
     usual = _usual(spec, launch)
-    if launch.weight_backend and group.roles[0] is Role.SERVER:
+    if launch.weight_backend and group.roles[0] is ProcessRole.SERVER:
         usual |= dict([vllm_weight_flags.VLLM_ARGUMENTS])
     by = spec.configuration if group.afd is None else f"{spec.configuration}'s {group.afd['role']} side"
-    words, more = Owned(values, {"--model": model}, decided_for(group), by).merge(given, usual)
+    words, more = OwnedFlags(values, {"--model": model}, decided_for(group), by).merge(given, usual)
     line = CommandLine(
         role=group.roles[0 if serving else 1],
         node=part.node,
@@ -273,15 +273,15 @@ def _command_line(
     return line, faults + more
 
 
-def _kv_folder(spec: EngineSpec, launch: Launch) -> Path:
+def _kv_folder(spec: EngineSpec, launch: EngineLaunch) -> Path:
     return Path(launch.kv_directory) / quote(spec.configuration, safe="+")
 
 
-def _http_port(spec: EngineSpec, group: Group) -> int:
-    return spec.port if spec.port is not None and group.roles[0] is Role.SERVER else group.port
+def _http_port(spec: EngineSpec, group: VllmProcesses) -> int:
+    return spec.port if spec.port is not None and group.roles[0] is ProcessRole.SERVER else group.port
 
 
-def _usual(spec: EngineSpec, launch: Launch) -> dict[str, str]:
+def _usual(spec: EngineSpec, launch: EngineLaunch) -> dict[str, str]:
     """What a user may say otherwise."""
     usual = dict(spec.usual)
     if spec.weights:
@@ -295,21 +295,25 @@ def _usual(spec: EngineSpec, launch: Launch) -> dict[str, str]:
     return usual
 
 
-def _pinned(gpus: Sequence[GpuId], launch: Launch) -> dict[str, str]:
+def _pinned(gpus: Sequence[GpuId], launch: EngineLaunch) -> dict[str, str]:
     """What binds a process to its GPUs, numbered as its node does."""
     local = [gpu % launch.per_node for gpu in sorted(gpus)]
-    if not local or launch.engine is Product.SIMULATED or (launch.device is Device.CPU and not launch.cores_per_gpu):
+    if (
+        not local
+        or launch.engine is EngineProduct.SIMULATED
+        or (launch.device is EngineDevice.CPU and not launch.cores_per_gpu)
+    ):
         return {}
-    if launch.device is Device.CUDA:
+    if launch.device is EngineDevice.CUDA:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))}
     n = launch.cores_per_gpu
     cores = (str(g * n) if n == 1 else f"{g * n}-{g * n + n - 1}" for g in local)
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores)}
 
 
-def _environment(spec: EngineSpec, launch: Launch, group: Group, part: Part) -> dict[str, str]:
+def _environment(spec: EngineSpec, launch: EngineLaunch, group: VllmProcesses, part: NodeProcesses) -> dict[str, str]:
     ours = {"VLLM_SERVER_DEV_MODE": "1"}  # /pause, /abort_requests and the other control endpoints
-    if launch.device is Device.CPU:
+    if launch.device is EngineDevice.CPU:
         ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by itself each server binds to the same core as the others
     if group.afd is not None:
         ours["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # as the plugin's examples have it
@@ -317,6 +321,6 @@ def _environment(spec: EngineSpec, launch: Launch, group: Group, part: Part) -> 
     for _, variables in _environments(spec, launch):
         made |= variables
     made |= _pinned(part.gpus, launch)
-    if (launch.kv_directory or launch.weight_backend) and group.roles[0] is Role.SERVER:
+    if (launch.kv_directory or launch.weight_backend) and group.roles[0] is ProcessRole.SERVER:
         made["PYTHONPATH"] = ":".join(filter(None, (str(handover.MODULE_FOLDER), made.get("PYTHONPATH"))))
     return made

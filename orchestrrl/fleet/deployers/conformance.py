@@ -31,10 +31,10 @@ from unittest import SkipTest
 
 import aiohttp
 
-from orchestrrl.core.config.launch import Device
+from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
-from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 E = TypeVar("E", bound=OrchestrRLError)
@@ -52,7 +52,7 @@ LOCKS = PORTS + RANGE * RANGES
 _locks: deque[socket.socket] = deque(maxlen=10)  # of this process's latest ranges
 
 
-class Behaviour(StrEnum):
+class EngineBehaviour(StrEnum):
     """Of the stub, and of what the conformance suite asks for."""
 
     SERVES = "serves"
@@ -87,12 +87,14 @@ while True:
 """
 
 
-def stub_launch(folder: Path, first_port: int = 0) -> Launch:
+def stub_launch(folder: Path, first_port: int = 0) -> EngineLaunch:
     """A launch whose `python` is the stub, written to `folder`. By default its ports are nobody's now."""
     program = folder / "stub"
     program.write_text(f"#!{sys.executable} -IS\n{STUB}")
     program.chmod(0o755)
-    return Launch(python=str(program), model="stub", device=Device.CPU, first_port=first_port or free_range())
+    return EngineLaunch(
+        python=str(program), model="stub", device=EngineDevice.CPU, first_port=first_port or free_range()
+    )
 
 
 def free_range() -> int:
@@ -127,7 +129,7 @@ def _taken(port: int) -> socket.socket | None:
     return taker
 
 
-class Bench:
+class DeployersUnderTest:
     """The deployers of one test, by name of their fleet."""
 
     def __init__(self, harness: "DeployerConformance") -> None:
@@ -166,7 +168,7 @@ async def refusal(kind: type[E], *words: str) -> AsyncIterator[None]:
     assert not unnamed, f"{unnamed} not named in: {caught}"
 
 
-async def until(deployer: Deployer, engine: EngineId, life: Life) -> Deployed:
+async def until(deployer: Deployer, engine: EngineId, life: EngineLife) -> DeployedInstance:
     """Poll its status until it lives so."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -181,21 +183,25 @@ def replicas(spec: EngineSpec, gpus: Sequence[int]) -> EngineSpec:
     return replace(spec, gpus=tuple(map(GpuId, gpus)), parallelism=Parallelism(dp=len(gpus), ep=len(gpus)))
 
 
-def names(engines: Iterable[Deployed]) -> list[str]:
+def names(engines: Iterable[DeployedInstance]) -> list[str]:
     return [each.engine for each in engines]
 
 
 class DeployerConformance:
     """See the module."""
 
-    cannot: Mapping[Behaviour | str, str] = MappingProxyType({})
+    cannot: Mapping[EngineBehaviour | str, str] = MappingProxyType({})
 
     async def make_deployer(self, fleet: str) -> Deployer:
         """A deployer for the fleet of this name. Override it."""
         raise AssertionError("this harness does not say how to make a deployer")
 
     def spec(
-        self, engine: EngineId, gpus: Sequence[int] = (0,), behaviour: Behaviour = Behaviour.SERVES, tp: int = 0
+        self,
+        engine: EngineId,
+        gpus: Sequence[int] = (0,),
+        behaviour: EngineBehaviour = EngineBehaviour.SERVES,
+        tp: int = 0,
     ) -> EngineSpec:
         """An engine that behaves so. Override it where the stub cannot be started."""
         parallelism = Parallelism(tp=tp or len(gpus))
@@ -217,22 +223,22 @@ class DeployerConformance:
             return False
 
     @asynccontextmanager
-    async def bench(self, *needs: Behaviour | str) -> AsyncIterator[Bench]:
+    async def bench(self, *needs: EngineBehaviour | str) -> AsyncIterator[DeployersUnderTest]:
         for need in needs:
             if need in self.cannot:
                 raise SkipTest(f"{need}: {self.cannot[need]}")
-        bench = Bench(self)
+        bench = DeployersUnderTest(self)
         try:
             yield bench
         finally:
             await bench.clear()
 
-    async def until_it_answers(self, deployer: Deployer, engine: EngineId) -> Deployed:
+    async def until_it_answers(self, deployer: Deployer, engine: EngineId) -> DeployedInstance:
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 found = await deployer.status(engine)
                 assert found is not None
-                assert found.life is not Life.ENDED, found.detail
+                assert found.life is not EngineLife.ENDED, found.detail
                 if found.url and await self.answers(found.url):
                     return found
                 await asyncio.sleep(POLL_S)
@@ -249,12 +255,12 @@ class DeployerConformance:
         async with self.bench() as bench:
             deployer, spec = await bench.deployer(), self.spec(ONE, (0, 1))
             started = await deployer.start(spec)
-            assert started.life is not Life.ENDED, started.detail
+            assert started.life is not EngineLife.ENDED, started.detail
             assert (started.engine, started.configuration, started.gpus) == (ONE, spec.configuration, spec.gpus)
             assert started.url
             assert not started.lent
             found = await self.until_it_answers(deployer, ONE)
-            assert found.life is Life.ALIVE
+            assert found.life is EngineLife.ALIVE
             assert found.url == started.url
             assert found.spec is not None
             assert (found.spec.engine, found.spec.parallelism, found.spec.gpus) == (ONE, spec.parallelism, spec.gpus)
@@ -320,7 +326,7 @@ class DeployerConformance:
         async with self.bench() as bench:
             deployer = await bench.deployer()
             before = await deployer.start(self.spec(ONE, (0,)))
-            for other in (self.spec(ONE, (1,)), self.spec(ONE, (0, 1)), self.spec(ONE, (0,), Behaviour.HANGS)):
+            for other in (self.spec(ONE, (1,)), self.spec(ONE, (0, 1)), self.spec(ONE, (0,), EngineBehaviour.HANGS)):
                 async with refusal(Permanent, ONE):
                     await deployer.start(other)
             assert (await self.until_it_answers(deployer, ONE)).url == before.url
@@ -341,8 +347,8 @@ class DeployerConformance:
         async with self.bench() as bench:
             deployer, spec = await bench.deployer(), self.spec(ONE)
             both = await asyncio.gather(*(deployer.start(spec) for _ in range(4)), return_exceptions=True)
-            started = [each for each in both if isinstance(each, Deployed)]
-            refused = [each for each in both if not isinstance(each, Deployed)]
+            started = [each for each in both if isinstance(each, DeployedInstance)]
+            refused = [each for each in both if not isinstance(each, DeployedInstance)]
             assert started
             assert all(isinstance(each, Retryable) for each in refused), refused
             assert len({each.url for each in started}) == 1
@@ -354,8 +360,8 @@ class DeployerConformance:
             deployer = await bench.deployer()
             specs = [self.spec(ONE, (0, 1)), self.spec(TWO, (1, 2))]
             both = await asyncio.gather(*map(deployer.start, specs), return_exceptions=True)
-            (started,) = [each for each in both if isinstance(each, Deployed)]
-            (refused,) = [each for each in both if not isinstance(each, Deployed)]
+            (started,) = [each for each in both if isinstance(each, DeployedInstance)]
+            (refused,) = [each for each in both if not isinstance(each, DeployedInstance)]
             assert isinstance(refused, Permanent), refused
             assert names(await deployer.list_engines()) == [started.engine]
             await self.until_it_answers(deployer, started.engine)
@@ -386,7 +392,7 @@ class DeployerConformance:
             deployer = await bench.anew()
             (found,) = await deployer.list_engines()
             assert (found.engine, found.gpus, found.url) == (ONE, (0, 1), started.url)
-            assert found.life is Life.ALIVE
+            assert found.life is EngineLife.ALIVE
             assert found.configuration == spec.configuration
             assert found.spec == started.spec
             assert (await deployer.start(spec)).url == started.url
@@ -412,33 +418,33 @@ class DeployerConformance:
     # Ends.
 
     async def test_an_engine_that_exits_is_told_with_its_last_words_and_keeps_its_gpus_until_stopped(self) -> None:
-        async with self.bench(Behaviour.EXITS) as bench:
-            deployer, spec = await bench.deployer(), self.spec(ONE, (0,), Behaviour.EXITS)
+        async with self.bench(EngineBehaviour.EXITS) as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE, (0,), EngineBehaviour.EXITS)
             await deployer.start(spec)
-            ended = await until(deployer, ONE, Life.ENDED)
+            ended = await until(deployer, ONE, EngineLife.ENDED)
             assert LAST_WORDS in ended.detail
             assert ended.gpus == (0,)
             assert names(await deployer.list_engines()) == [ONE]
             async with refusal(Permanent, ONE):
                 await deployer.start(self.spec(TWO, (0,)))
             deployer = await bench.anew()
-            assert LAST_WORDS in (await until(deployer, ONE, Life.ENDED)).detail
+            assert LAST_WORDS in (await until(deployer, ONE, EngineLife.ENDED)).detail
             await deployer.stop(ONE)
             assert await deployer.list_engines() == ()
             await deployer.start(self.spec(TWO, (0,)))
             await self.until_it_answers(deployer, TWO)
 
     async def test_an_engine_that_has_ended_is_not_started_again_by_itself(self) -> None:
-        async with self.bench(Behaviour.EXITS) as bench:
-            deployer, spec = await bench.deployer(), self.spec(ONE, (0,), Behaviour.EXITS)
+        async with self.bench(EngineBehaviour.EXITS) as bench:
+            deployer, spec = await bench.deployer(), self.spec(ONE, (0,), EngineBehaviour.EXITS)
             await deployer.start(spec)
-            await until(deployer, ONE, Life.ENDED)
-            assert (await deployer.start(spec)).life is Life.ENDED
+            await until(deployer, ONE, EngineLife.ENDED)
+            assert (await deployer.start(spec)).life is EngineLife.ENDED
 
     async def test_an_engine_is_stopped_during_its_start_up(self) -> None:
-        async with self.bench(Behaviour.HANGS) as bench:
+        async with self.bench(EngineBehaviour.HANGS) as bench:
             deployer = await bench.deployer()
-            await deployer.start(self.spec(ONE, (0,), Behaviour.HANGS))
+            await deployer.start(self.spec(ONE, (0,), EngineBehaviour.HANGS))
             await deployer.stop(ONE)
             assert await deployer.list_engines() == ()
             starting = asyncio.create_task(deployer.start(self.spec(TWO, (0,))))
@@ -448,9 +454,9 @@ class DeployerConformance:
             assert await deployer.list_engines() == ()
 
     async def test_an_engine_that_ignores_sigterm_is_ended_by_force(self) -> None:
-        async with self.bench(Behaviour.IGNORES_SIGTERM) as bench:
+        async with self.bench(EngineBehaviour.IGNORES_SIGTERM) as bench:
             deployer = await bench.deployer()
-            await deployer.start(self.spec(ONE, (0,), Behaviour.IGNORES_SIGTERM))
+            await deployer.start(self.spec(ONE, (0,), EngineBehaviour.IGNORES_SIGTERM))
             started = await self.until_it_answers(deployer, ONE)
             async with asyncio.timeout(DEADLINE_S):
                 await deployer.stop(ONE)
@@ -533,7 +539,7 @@ class DeployerConformance:
             wide = replicas(spec, (0, 1, 2))
             for _ in range(2):
                 scaled = await deployer.scale(wide)
-                assert (scaled.gpus, scaled.url, scaled.life) == ((0, 1, 2), started.url, Life.ALIVE)
+                assert (scaled.gpus, scaled.url, scaled.life) == ((0, 1, 2), started.url, EngineLife.ALIVE)
             deployer = await bench.anew()
             found = await self.until_it_answers(deployer, ONE)
             assert (found.gpus, found.spec) == ((0, 1, 2), wide)

@@ -17,9 +17,9 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.fleet.deployers.base import Deployed, FleetIdentity, Life
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
-from orchestrrl.fleet.deployers.kubernetes_api import Conflict, KubernetesApi, NotFound
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
+from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, ResourceConflict, ResourceNotFound
 from orchestrrl.fleet.deployers.kubernetes_life import (
     LogPlace,
     cannot_be_made,
@@ -61,7 +61,7 @@ class KubernetesDeployer:
     can_lend = False
     can_scale = False
 
-    def __init__(self, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
+    def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         self._launch = launch
         self._fleet = identity.name
         self._options = read_options(options)
@@ -75,7 +75,7 @@ class KubernetesDeployer:
     def check(self, spec: EngineSpec) -> None:
         workload(spec, self._launch, self._options, self._fleet)
 
-    async def start(self, spec: EngineSpec) -> Deployed:
+    async def start(self, spec: EngineSpec) -> DeployedInstance:
         wanted = workload(spec, self._launch, self._options, self._fleet)
         clash = _clash(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})
         if clash is not None:
@@ -101,13 +101,13 @@ class KubernetesDeployer:
                 raise OutcomeUnknown(f"engine {engine} is still there: {found.detail or 'its pods do not end'}")
             await self._clock.sleep(self._options.poll_s)
 
-    async def status(self, engine: EngineId) -> Deployed | None:
+    async def status(self, engine: EngineId) -> DeployedInstance | None:
         made, pods = await self._view.find(name_of(self._fleet, engine))
         if made is None and not pods:
             return None
         return await self._deployed(made, pods, await self._view.answering(pods))
 
-    async def list_engines(self) -> tuple[Deployed, ...]:
+    async def list_engines(self) -> tuple[DeployedInstance, ...]:
         everyone = (await self._view.all()).values()
         answering = await self._view.answering([pod for _, pods in everyone for pod in pods])
         found = [await self._deployed(made, pods, answering) for made, pods in everyone]
@@ -116,7 +116,7 @@ class KubernetesDeployer:
     async def lend(self, engine: EngineId, lent: bool) -> None:
         raise Permanent(f"the GPUs of {engine} cannot be lent: Kubernetes gives them to a pod for as long as it lives")
 
-    async def scale(self, spec: EngineSpec) -> Deployed:
+    async def scale(self, spec: EngineSpec) -> DeployedInstance:
         raise Permanent(
             f"the GPUs of {spec.engine} cannot change: Kubernetes gives them to a pod for as long as it lives"
         )
@@ -143,10 +143,10 @@ class KubernetesDeployer:
         kind = workloads_path(self._options.namespace, wanted["apiVersion"] == LWS)
         try:
             await self._api.create(kind, wanted)
-        except Conflict:
+        except ResourceConflict:
             # Another daemon of this fleet, or an earlier request of ours whose answer was lost.
             self._check_same(spec, await self._api.get(f"{kind}/{name}"))
-        except NotFound as error:
+        except ResourceNotFound as error:
             raise Permanent(INSTALL_LWS if "namespaces" not in str(error) else str(error)) from error
 
     def _check_same(self, spec: EngineSpec, made: Object) -> None:
@@ -155,18 +155,18 @@ class KubernetesDeployer:
             held = f"as {configuration} on GPUs {list(gpus)}"
             raise Permanent(f"engine {engine} is there already, {held}, and was started with another spec")
 
-    async def _bring_up(self, engine: EngineId) -> Deployed:
+    async def _bring_up(self, engine: EngineId) -> DeployedInstance:
         """Let its first pods through, and wait until all of their containers run, or one has ended. How long images may
         take to be pulled is for the caller to say: cut short, it goes on in the cluster, and `start` joins it again."""
         with _begun(True, f"starting engine {engine}"):
             up = await self._until_it_runs(engine)
-        if isinstance(up, Deployed):
+        if isinstance(up, DeployedInstance):
             return up
         # It has never run. To its callers nothing has happened.
         await self.stop(engine)
         raise up
 
-    async def _until_it_runs(self, engine: EngineId) -> Deployed | Retryable | Permanent:
+    async def _until_it_runs(self, engine: EngineId) -> DeployedInstance | Retryable | Permanent:
         """An error to be raised: it cannot have its pods now, or never."""
         waiting_since_s: float | None = None
         while True:
@@ -184,7 +184,7 @@ class KubernetesDeployer:
             await self._let_through(made, pods)
             answering = await self._view.answering(pods)
             read = read_life(made, pods, answering)
-            if read.life is not Life.ALIVE or read.running:
+            if read.life is not EngineLife.ALIVE or read.running:
                 return await self._deployed(made, pods, answering)
             if not read.no_room:
                 waiting_since_s = None
@@ -206,7 +206,7 @@ class KubernetesDeployer:
         elif len(first) >= size_of(made):
             written = " ".join(sorted(pod["metadata"]["uid"] for pod in first))
             mark = {"resourceVersion": made["metadata"]["resourceVersion"], "annotations": {PODS: written}}
-            with contextlib.suppress(Conflict, NotFound):
+            with contextlib.suppress(ResourceConflict, ResourceNotFound):
                 await self._open_gates(await self._api.patch(self._path_of(made), {"metadata": mark}), pods)
 
     async def _open_gates(self, made: Object, pods: Sequence[Object]) -> None:
@@ -216,7 +216,7 @@ class KubernetesDeployer:
                 continue
             version = {"resourceVersion": pod["metadata"]["resourceVersion"]}
             opened = {"metadata": version, "spec": {"schedulingGates": others or None}}
-            with contextlib.suppress(Conflict, NotFound):
+            with contextlib.suppress(ResourceConflict, ResourceNotFound):
                 await self._api.patch(f"{self._pods}/{pod['metadata']['name']}", opened)
 
     # Stopping.
@@ -231,19 +231,23 @@ class KubernetesDeployer:
             if deleting(one) or uid in asked:
                 continue
             order = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
-            with contextlib.suppress(NotFound, Conflict):  # it is gone, and perhaps another is there by that name
+            with contextlib.suppress(
+                ResourceNotFound, ResourceConflict
+            ):  # it is gone, and perhaps another is there by that name
                 await self._api.delete(path, {**order, "propagationPolicy": "Foreground"})
             asked.add(uid)
 
     # Looking.
 
-    async def _deployed(self, made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> Deployed:
+    async def _deployed(
+        self, made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]
+    ) -> DeployedInstance:
         source = made if made is not None else pods[0]
         engine, configuration, gpus = identity_of(source)
         read = read_life(made, pods, answering)
         port = annotation(source, PORT)
         host = f"[{read.address}]" if ":" in read.address else read.address
-        return Deployed(
+        return DeployedInstance(
             engine=engine,
             configuration=configuration,
             gpus=gpus,

@@ -26,11 +26,11 @@ RETRY_AFTER_S = 1.0
 READ_AGAIN_S = (0.1, 0.4)  # a server that is replaced, or a connection that broke, is no news
 
 
-class NotFound(Permanent):
+class ResourceNotFound(Permanent):
     """404: there is no such object, or no such kind of object."""
 
 
-class Conflict(Permanent):
+class ResourceConflict(Permanent):
     """409: it is there already, or is not any more as it was read."""
 
 
@@ -145,9 +145,9 @@ def _refusal(method: str, path: str, status: int, headers: Mapping[str, str], co
     message, reason = _words(content)
     said = f"{method} {path} was answered with {status}: {message}"
     if status == 404:
-        return NotFound(message)
+        return ResourceNotFound(message)
     if status == 409:
-        return Conflict(message)
+        return ResourceConflict(message)
     if status == 403 and "exceeded quota" not in message:
         return Permanent(f"a right is missing: {message}; {MANIFEST} has those that are needed")
     if status == 401:

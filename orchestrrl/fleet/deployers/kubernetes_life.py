@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrrl.fleet.deployers.base import Life
+from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.kubernetes_objects import PODS, Object, annotation
 
 # A container that waits for one of these does not start by itself, or only by luck.
@@ -35,10 +35,10 @@ class LogPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class WorkloadReading:
     """`running`: all of its containers are. `waits`: why they are not yet. `no_room`: because no node has room."""
 
-    life: Life
+    life: EngineLife
     detail: str = ""
     running: bool = False
     no_room: bool = False
@@ -46,27 +46,29 @@ class Reading:
     log: LogPlace | None = None
 
 
-def read_life(made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> Reading:
+def read_life(made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> WorkloadReading:
     """`answering`: the nodes of these pods, by name, and whether each answers."""
     mine = list(pods) if made is None else let_through(made, pods)
     address = _address(mine)
     lost = sorted(node for pod in pods if (node := _node(pod)) and not answering.get(node, True))
     if lost:
-        return Reading(Life.UNKNOWN, f"node {', '.join(lost)} does not answer", address=address)
+        return WorkloadReading(EngineLife.UNKNOWN, f"node {', '.join(lost)} does not answer", address=address)
     if made is None:
-        return Reading(Life.ENDED, "its workload was deleted, its pods are still there", address=address)
+        return WorkloadReading(EngineLife.ENDED, "its workload was deleted, its pods are still there", address=address)
     if deleting(made):
-        return Reading(Life.ENDED, "is being removed", address=address)
+        return WorkloadReading(EngineLife.ENDED, "is being removed", address=address)
     if len(mine) < len(uids(made)):
         why = "Kubernetes removed its pod: evicted, preempted, drained, or deleted by somebody"
-        return Reading(Life.ENDED, why, address=address)
+        return WorkloadReading(EngineLife.ENDED, why, address=address)
     end = next(filter(None, map(_end_of, mine)), None)
     if end is not None:
         return replace(end, address=address)
     if not mine:
-        return Reading(Life.ALIVE, cannot_be_made(made) or "its start was cut short: no process of it runs")
+        return WorkloadReading(
+            EngineLife.ALIVE, cannot_be_made(made) or "its start was cut short: no process of it runs"
+        )
     waits = next(_waiting(mine), "" if address else "has no address yet")
-    return Reading(Life.ALIVE, waits, running=not waits, no_room=_without_room(mine), address=address)
+    return WorkloadReading(EngineLife.ALIVE, waits, running=not waits, no_room=_without_room(mine), address=address)
 
 
 def uids(made: Object) -> list[str]:
@@ -109,7 +111,7 @@ def _address(pods: Iterable[Object]) -> str:
     return ""
 
 
-def _end_of(pod: Object) -> Reading | None:
+def _end_of(pod: Object) -> WorkloadReading | None:
     name, status = pod["metadata"]["name"], pod.get("status", {})
     for container in _containers(status):
         end = _end_of_container(name, container)
@@ -117,24 +119,28 @@ def _end_of(pod: Object) -> Reading | None:
             return end
     if status.get("phase") in ("Failed", "Succeeded"):
         why = status.get("message") or status.get("reason") or "no reason given"
-        return Reading(Life.ENDED, f"pod {name} has {status['phase'].lower()}: {why}")
+        return WorkloadReading(EngineLife.ENDED, f"pod {name} has {status['phase'].lower()}: {why}")
     if deleting(pod):
-        return Reading(Life.ENDED, f"pod {name} is being removed: evicted, preempted, drained, or deleted by somebody")
+        return WorkloadReading(
+            EngineLife.ENDED, f"pod {name} is being removed: evicted, preempted, drained, or deleted by somebody"
+        )
     return None
 
 
-def _end_of_container(pod: str, container: Mapping[str, Any]) -> Reading | None:
+def _end_of_container(pod: str, container: Mapping[str, Any]) -> WorkloadReading | None:
     state, before = container.get("state") or {}, (container.get("lastState") or {}).get("terminated")
     terminated = before or state.get("terminated")
     if terminated is not None or container.get("restartCount", 0) > 0:
         facts = terminated or {}
         how = f"{facts.get('reason', 'ended')}, exit status {facts.get('exitCode', 'unknown')}"
         log = LogPlace(pod, container["name"], before is not None, facts.get("message", ""))
-        return Reading(Life.ENDED, f"container {container['name']} of pod {pod} has ended: {how}", log=log)
+        return WorkloadReading(
+            EngineLife.ENDED, f"container {container['name']} of pod {pod} has ended: {how}", log=log
+        )
     waiting = state.get("waiting") or {}
     if waiting.get("reason") in _HOPELESS:
         why = f"{waiting['reason']}: {waiting.get('message', '')}"
-        return Reading(Life.ENDED, f"container {container['name']} of pod {pod} cannot start: {why}")
+        return WorkloadReading(EngineLife.ENDED, f"container {container['name']} of pod {pod} cannot start: {why}")
     return None
 
 

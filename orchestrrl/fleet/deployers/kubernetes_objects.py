@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrrl.core.config.launch import Device, Product
+from orchestrrl.core.config.launch import EngineDevice, EngineProduct
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, render, url_of
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
 from orchestrrl.fleet.deployers.kubernetes_options import KubernetesOptions
-from orchestrrl.fleet.deployers.layout_flags import Role
+from orchestrrl.fleet.deployers.layout_flags import ProcessRole
 from planner.model import ConfigurationId, EngineId, GpuId
 
 Object = dict[str, Any]
@@ -67,7 +67,7 @@ def selector(fleet: str) -> str:
     return f"{FLEET}={name_of(fleet)}"
 
 
-def workload(spec: EngineSpec, launch: Launch, options: KubernetesOptions, fleet: str) -> Object:
+def workload(spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions, fleet: str) -> Object:
     """The engine's one object. Raises ProblemFaults with every fault."""
     launch = _in_pods(spec, launch)
     lines = render(spec, launch)
@@ -172,7 +172,7 @@ def literal(word: str) -> str:
     return word.replace("$", "$$").replace("$" + LEADER, LEADER)
 
 
-def _in_pods(spec: EngineSpec, launch: Launch) -> Launch:
+def _in_pods(spec: EngineSpec, launch: EngineLaunch) -> EngineLaunch:
     """A pod has an address of its own, which is not known before it is there."""
     host = "0.0.0.0" if launch.host in _LOOPBACK else launch.host
     return replace(launch, host=host, nodes=(LEADER,) * (1 + max(spec.gpus, default=0) // launch.per_node))
@@ -182,7 +182,7 @@ def _labels(fleet: str, engine: EngineId) -> dict[str, str]:
     return {FLEET: name_of(fleet), ENGINE: name_of(fleet, engine)}
 
 
-def _annotations(spec: EngineSpec, launch: Launch, fleet: str) -> dict[str, str]:
+def _annotations(spec: EngineSpec, launch: EngineLaunch, fleet: str) -> dict[str, str]:
     return {
         FLEET_NAME: fleet,
         ENGINE_ID: spec.engine,
@@ -201,14 +201,14 @@ def _faults(
     if unnamed:
         missing = ", ".join(map(str, unnamed))
         faults.append(f"options.nodes: must name nodes {missing} too, got {list(options.nodes)}")
-    if len(nodes) > 1 and any(line.role in (Role.FFN, Role.FFN_NODE) for line in lines):
+    if len(nodes) > 1 and any(line.role in (ProcessRole.FFN, ProcessRole.FFN_NODE) for line in lines):
         lies = ", ".join(map(str, nodes))
         faults.append(f"{engine}.gpus: must lie on one node under Kubernetes where a layout is AFD, got nodes {lies}")
     return faults
 
 
 def _container(
-    place: int, lines: Sequence[CommandLine], spec: EngineSpec, launch: Launch, options: KubernetesOptions
+    place: int, lines: Sequence[CommandLine], spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions
 ) -> Object:
     """One process of each of these nodes' pods. Where there are several, each pod picks its own by its index."""
     first, name = lines[0], "engine" if place == 0 else f"process-{place}"
@@ -243,18 +243,18 @@ def _container(
     return made
 
 
-def _environment(line: CommandLine, launch: Launch) -> dict[str, str]:
+def _environment(line: CommandLine, launch: EngineLaunch) -> dict[str, str]:
     """Without what binds a process to GPUs or cores of its machine: a container sees its own alone, and they are
     numbered anew in it."""
     made = {key: value for key, value in line.environment.items() if key not in _PINNED}
-    return {**made, "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device is Device.CPU else made
+    return {**made, "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device is EngineDevice.CPU else made
 
 
-def _resources(line: CommandLine, spec: EngineSpec, launch: Launch, options: KubernetesOptions) -> dict[str, str]:
+def _resources(line: CommandLine, spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions) -> dict[str, str]:
     held = len(line.gpus) or spec.parallelism.gpus
-    if launch.engine is Product.SIMULATED:
+    if launch.engine is EngineProduct.SIMULATED:
         return {}
-    if launch.device is Device.CUDA:
+    if launch.device is EngineDevice.CUDA:
         return {options.gpu_resource: str(held)}
     return {"cpu": str(held * launch.cores_per_gpu)} if launch.cores_per_gpu else {}
 

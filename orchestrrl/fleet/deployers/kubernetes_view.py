@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, NotFound
+from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, ResourceNotFound
 from orchestrrl.fleet.deployers.kubernetes_objects import ENGINE, LWS, Object, selector
 
 Found = tuple[Object | None, list[Object]]  # an engine's workload, and its pods
@@ -85,7 +85,7 @@ class FleetView:
         made: list[Object] = (await self._api.get(workloads_path(self._namespace, False), query))["items"]
         for each in made:
             each.setdefault("apiVersion", "apps/v1")  # items of a list leave it out
-        with contextlib.suppress(NotFound):  # LeaderWorkerSet is not installed
+        with contextlib.suppress(ResourceNotFound):  # LeaderWorkerSet is not installed
             made += (await self._api.get(workloads_path(self._namespace, True), query))["items"]
         pods: dict[str, list[Object]] = defaultdict(list)
         for pod in (await self._api.get(pods_path(self._namespace), query))["items"]:
@@ -96,7 +96,7 @@ class FleetView:
     async def _node_answers(self, name: str) -> bool:
         try:
             node = await self._api.get(f"/api/v1/nodes/{name}")
-        except NotFound:
+        except ResourceNotFound:
             return False
         conditions = node.get("status", {}).get("conditions") or []
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from orchestrrl.fleet.deployers.user_arguments import SET, UNSET, Argument
+from orchestrrl.fleet.deployers.user_arguments import SET, UNSET, VllmArgument
 from planner.model import GpuId, Parallelism
 
 PORTS_PER_GPU = 4  # HTTP, data parallel, the group's own rendezvous, AFD's
@@ -54,7 +54,7 @@ DECIDED: Mapping[str, str | None] = {
 }
 
 
-def decided_for(group: "Group") -> dict[str, str | None]:
+def decided_for(group: "VllmProcesses") -> dict[str, str | None]:
     """Those of DECIDED that users may not say otherwise for this one."""
     decided = dict(DECIDED)
     if len(group.parts) == 1:  # on one node Ray may place the replicas, as elastic EP needs it
@@ -64,7 +64,7 @@ def decided_for(group: "Group") -> dict[str, str | None]:
     return decided
 
 
-class Role(StrEnum):
+class ProcessRole(StrEnum):
     """What one process of an engine does."""
 
     SERVER = "server"  # it answers requests
@@ -73,36 +73,36 @@ class Role(StrEnum):
     FFN_NODE = "ffn node"
 
 
-class Part(NamedTuple):
+class NodeProcesses(NamedTuple):
     """What of a group lies on one node."""
 
     node: int
     gpus: tuple[GpuId, ...]
 
 
-class Group(NamedTuple):
+class VllmProcesses(NamedTuple):
     """Processes that make up one vLLM: a whole engine, or one side of it under AFD."""
 
     parallelism: Parallelism
-    parts: tuple[Part, ...]
-    roles: tuple[Role, Role]  # of the first process, of the others
+    parts: tuple[NodeProcesses, ...]
+    roles: tuple[ProcessRole, ProcessRole]  # of the first process, of the others
     port: int  # the first of four
     afd: Mapping[str, object] | None = None
 
 
 def groups(
     p: Parallelism, gpus: Sequence[GpuId], per_node: int, nodes: Sequence[str], first_port: int
-) -> tuple[Group, ...]:
+) -> tuple[VllmProcesses, ...]:
     """The vLLMs that a layout takes, the one that answers requests first. Without GPUs it is one, on no node."""
-    gpus, whole = sorted(gpus), (Role.SERVER, Role.NODE)
+    gpus, whole = sorted(gpus), (ProcessRole.SERVER, ProcessRole.NODE)
 
     def port_of(held: Sequence[GpuId]) -> int:
         """No other engine has the GPU, so none has its ports."""
         return first_port + PORTS_PER_GPU * (min(held, default=0) % per_node)
 
     if not p.afd:
-        parts = shares(gpus, per_node) or (Part(0, ()),)
-        return (Group(p, parts, whole, port_of(gpus)),)
+        parts = shares(gpus, per_node) or (NodeProcesses(0, ()),)
+        return (VllmProcesses(p, parts, whole, port_of(gpus)),)
     attention, ffn = gpus[: p.attention_gpus], gpus[p.attention_gpus :]
     attending, serving, port = shares(attention, per_node), shares(ffn, per_node), port_of(ffn)
     head = serving[0].node
@@ -119,18 +119,18 @@ def groups(
         Parallelism(dp=p.ffn_gpus, ep=p.ffn_gpus),
     )
     return (
-        Group(sides[0], attending, whole, port_of(attention), {"role": "attention", **afd}),
-        Group(sides[1], serving, (Role.FFN, Role.FFN_NODE), port, {"role": "ffn", **afd}),
+        VllmProcesses(sides[0], attending, whole, port_of(attention), {"role": "attention", **afd}),
+        VllmProcesses(sides[1], serving, (ProcessRole.FFN, ProcessRole.FFN_NODE), port, {"role": "ffn", **afd}),
     )
 
 
-def shares(gpus: Sequence[GpuId], per_node: int) -> tuple[Part, ...]:
+def shares(gpus: Sequence[GpuId], per_node: int) -> tuple[NodeProcesses, ...]:
     """The GPUs by node, both in order."""
     nodes = sorted({gpu // per_node for gpu in gpus})
-    return tuple(Part(node, tuple(sorted(gpu for gpu in gpus if gpu // per_node == node))) for node in nodes)
+    return tuple(NodeProcesses(node, tuple(sorted(gpu for gpu in gpus if gpu // per_node == node))) for node in nodes)
 
 
-def parallel_flags(group: Group, place: int, nodes: Sequence[str]) -> dict[str, str]:
+def parallel_flags(group: VllmProcesses, place: int, nodes: Sequence[str]) -> dict[str, str]:
     """How the GPUs of a group work together, for its process on one of the nodes."""
     p, parts = group.parallelism, group.parts
     flags = {"--tensor-parallel-size": str(p.tp)}
@@ -161,9 +161,11 @@ def parallel_flags(group: Group, place: int, nodes: Sequence[str]) -> dict[str, 
     return flags
 
 
-def additional_config(afd: Mapping[str, object], given: Sequence[Argument]) -> tuple[str, list[Argument], list[str]]:
+def additional_config(
+    afd: Mapping[str, object], given: Sequence[VllmArgument]
+) -> tuple[str, list[VllmArgument], list[str]]:
     """The plugin's settings inside whatever else the user has there; the user's other arguments; faults."""
-    others: list[Argument] = []
+    others: list[VllmArgument] = []
     faults: list[str] = []
     merged: dict[str, object] = {}
     for argument in given:

@@ -21,14 +21,14 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.config.launch import Product
+from orchestrrl.core.config.launch import EngineProduct
 from orchestrrl.core.documents import NonNegativeInt, PositiveFloat, Section
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable, faults_of
-from orchestrrl.fleet.deployers.base import Deployed, FleetIdentity, Life
-from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, render, url_of
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
 from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU
 from orchestrrl.fleet.deployers.local_processes import (
-    Found,
+    FoundProcess,
     exit_status,
     find_processes,
     hold_port,
@@ -36,7 +36,7 @@ from orchestrrl.fleet.deployers.local_processes import (
     same,
     spawn,
 )
-from orchestrrl.fleet.deployers.local_records import Logs, Record, Records, State
+from orchestrrl.fleet.deployers.local_records import EngineLogs, EngineRecord, EngineRecords, RecordState
 from planner.model import ConfigurationId, EngineId
 
 POLL_S = 0.05
@@ -55,11 +55,11 @@ class _Seen:
     """An engine as records and processes show it. No `record`: neither file nor environment tells."""
 
     engine: EngineId
-    record: Record | None
-    found: tuple[Found, ...]
+    record: EngineRecord | None
+    found: tuple[FoundProcess, ...]
 
     @property
-    def leaders(self) -> list[Found]:
+    def leaders(self) -> list[FoundProcess]:
         """Those that were spawned for it and live."""
         if self.record is None or not self.record.leaders:
             return [found for found in self.found if found.leads]
@@ -72,9 +72,9 @@ class _Seen:
     @property
     def cut_short(self) -> bool:
         """Its start or its stop was, by the end of whoever did it."""
-        if self.record is None or self.record.state is State.STARTED:
+        if self.record is None or self.record.state is RecordState.STARTED:
             return False
-        return self.record.state is State.STOPPING or not self.whole
+        return self.record.state is RecordState.STOPPING or not self.whole
 
 
 class LocalDeployer:
@@ -82,7 +82,7 @@ class LocalDeployer:
 
     can_lend = True
 
-    def __init__(self, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
+    def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         try:
             self._options = LocalOptions.model_validate(dict(options))
         except ValidationError as error:
@@ -91,8 +91,8 @@ class LocalDeployer:
         self._identity = identity
         self._clock = clock
         folder = Path(os.path.abspath(identity.folder))
-        self._records = Records(folder)
-        self._logs = Logs(folder, self._options.logs_kept)
+        self._records = EngineRecords(folder)
+        self._logs = EngineLogs(folder, self._options.logs_kept)
         self._stopping: Counter[EngineId] = Counter()
         self._exits: dict[tuple[int, float], int] = {}  # status of our own children, by leader
 
@@ -107,7 +107,7 @@ class LocalDeployer:
         if faults:
             raise ProblemFaults(faults)
 
-    async def start(self, spec: EngineSpec) -> Deployed:
+    async def start(self, spec: EngineSpec) -> DeployedInstance:
         return await asyncio.to_thread(self._start, spec)
 
     async def stop(self, engine: EngineId) -> None:
@@ -125,13 +125,13 @@ class LocalDeployer:
         pids = [found.process.pid for found in left]
         raise OutcomeUnknown(f"engine {engine}: processes {pids} do not end on SIGKILL")
 
-    async def status(self, engine: EngineId) -> Deployed | None:
+    async def status(self, engine: EngineId) -> DeployedInstance | None:
         running = await asyncio.to_thread(self._running, engine)
         if running is not None:
             return running
         return next((each for each in await self.list_engines() if each.engine == engine), None)
 
-    async def list_engines(self) -> tuple[Deployed, ...]:
+    async def list_engines(self) -> tuple[DeployedInstance, ...]:
         return await asyncio.to_thread(self._list)
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
@@ -143,9 +143,9 @@ class LocalDeployer:
         replicas (never run: that needs GPUs)."""
         words = self._launch.arguments
         by_ray = ("--data-parallel-backend", "ray") in pairwise(words) or "--data-parallel-backend=ray" in words
-        return self._launch.engine is Product.SIMULATED or by_ray
+        return self._launch.engine is EngineProduct.SIMULATED or by_ray
 
-    async def scale(self, spec: EngineSpec) -> Deployed:
+    async def scale(self, spec: EngineSpec) -> DeployedInstance:
         return await asyncio.to_thread(self._scale, spec)
 
     async def close(self) -> None:
@@ -153,7 +153,7 @@ class LocalDeployer:
 
     # What follows runs in threads.
 
-    def _start(self, spec: EngineSpec) -> Deployed:
+    def _start(self, spec: EngineSpec) -> DeployedInstance:
         self.check(spec)
         try:
             with self._records.alone():
@@ -172,10 +172,10 @@ class LocalDeployer:
 
     def _check_place(self, lines: Sequence[CommandLine]) -> None:
         nodes = sorted({line.node for line in lines})
-        if nodes != [0] and self._launch.engine is not Product.SIMULATED:
+        if nodes != [0] and self._launch.engine is not EngineProduct.SIMULATED:
             raise Permanent(f"deployer local starts engines on node 0 alone, which is this machine, got nodes {nodes}")
 
-    def _held(self, held: _Seen, spec: EngineSpec) -> Deployed:
+    def _held(self, held: _Seen, spec: EngineSpec) -> DeployedInstance:
         """The engine that is there already, if it is as wanted."""
         if held.record is None or held.record.spec != spec:
             there = self._deployed(held)
@@ -183,7 +183,7 @@ class LocalDeployer:
                 f"engine {spec.engine} is there already, as {there.configuration or 'nobody knows what'} on GPUs "
                 f"{list(there.gpus)}, and with another specification"
             )
-        if held.record.state is State.STARTING:
+        if held.record.state is RecordState.STARTING:
             held = self._note(held.record, held.found)
         return self._deployed(held)
 
@@ -231,7 +231,7 @@ class LocalDeployer:
         with holder:
             placed = replace(spec, port=port)
             lines = render(placed, self._launch)
-            record = Record(spec, url_of(placed, self._launch), len(lines))
+            record = EngineRecord(spec, url_of(placed, self._launch), len(lines))
             self._records.write(record)
             log, spawned = self._logs.rotate(spec.engine), []
             try:
@@ -241,14 +241,14 @@ class LocalDeployer:
                 self._clear(_Seen(spec.engine, record, self._look_for(spec.engine)))
                 self._records.remove(spec.engine)
                 raise Permanent(f"engine {spec.engine}: {lines[0].argv[0]}: {error.strerror}") from error
-        noted = replace(record, state=State.STARTED, leaders=tuple(spawned))
+        noted = replace(record, state=RecordState.STARTED, leaders=tuple(spawned))
         self._records.write(noted)
         return _Seen(spec.engine, noted, self._look_for(spec.engine))
 
-    def _note(self, record: Record, found: Sequence[Found]) -> _Seen:
+    def _note(self, record: EngineRecord, found: Sequence[FoundProcess]) -> _Seen:
         """A start that was cut short when all of it was there is a start."""
         leaders = tuple((each.process.pid, each.created_s) for each in found if each.leads)
-        noted = replace(record, state=State.STARTED, leaders=leaders)
+        noted = replace(record, state=RecordState.STARTED, leaders=leaders)
         self._records.write(noted)
         return _Seen(record.spec.engine, noted, tuple(found))
 
@@ -259,7 +259,7 @@ class LocalDeployer:
         if not launch.last_port:
             yield 0
 
-    def _signal(self, engine: EngineId, number: signal.Signals) -> tuple[Found, ...]:
+    def _signal(self, engine: EngineId, number: signal.Signals) -> tuple[FoundProcess, ...]:
         """To all that is left of an engine, which is returned; with nothing left, it is forgotten."""
         with self._records.alone():
             held = self._look().get(engine)
@@ -268,25 +268,25 @@ class LocalDeployer:
             if not held.found:
                 self._forget(held)
                 return ()
-            if held.record is not None and held.record.state is not State.STOPPING:
-                self._records.write(replace(held.record, state=State.STOPPING))
+            if held.record is not None and held.record.state is not RecordState.STOPPING:
+                self._records.write(replace(held.record, state=RecordState.STOPPING))
             for found in held.found:
                 found.signal(number)
             return held.found
 
-    async def _until_gone(self, processes: Sequence[Found], within_s: float) -> None:
+    async def _until_gone(self, processes: Sequence[FoundProcess], within_s: float) -> None:
         deadline_s = self._clock.now_s() + within_s
         while any(found.alive for found in processes) and self._clock.now_s() < deadline_s:
             await self._clock.sleep(POLL_S)
 
-    def _running(self, engine: EngineId) -> Deployed | None:
+    def _running(self, engine: EngineId) -> DeployedInstance | None:
         """The usual answer, without a look at every process of the machine; None: that has to be had."""
         record = self._records.read_one(engine)
-        if record is None or record.state is not State.STARTED:
+        if record is None or record.state is not RecordState.STARTED:
             return None
         return _told(record) if all(map(is_alive, record.leaders)) else None
 
-    def _list(self) -> tuple[Deployed, ...]:
+    def _list(self) -> tuple[DeployedInstance, ...]:
         with self._records.alone():
             seen = self._look()
         return tuple(self._deployed(seen[engine]) for engine in sorted(seen))
@@ -302,7 +302,7 @@ class LocalDeployer:
             if held.record.lent != lent:
                 self._records.write(replace(held.record, lent=lent))
 
-    def _scale(self, spec: EngineSpec) -> Deployed:
+    def _scale(self, spec: EngineSpec) -> DeployedInstance:
         if not self.can_scale:
             raise Permanent(f"engine {spec.engine} has the GPUs that it was started with")
         with self._records.alone():
@@ -320,7 +320,7 @@ class LocalDeployer:
         """Whose processes are whose. The folder tells apart what two people called the same."""
         return f"{self._identity.name} in {os.path.realpath(self._identity.folder)}"
 
-    def _look_for(self, engine: EngineId) -> tuple[Found, ...]:
+    def _look_for(self, engine: EngineId) -> tuple[FoundProcess, ...]:
         return tuple(find_processes(self._fleet, self._logs).get(engine, ()))
 
     def _look(self) -> dict[EngineId, _Seen]:
@@ -332,15 +332,15 @@ class LocalDeployer:
             seen[engine] = _Seen(engine, records.get(engine) or next(told, None), processes)
         return seen
 
-    def _deployed(self, seen: _Seen) -> Deployed:
+    def _deployed(self, seen: _Seen) -> DeployedInstance:
         record, alive = seen.record, seen.whole
         if record is None:
             detail = f"its record was lost; {self._logs.tail(seen.engine)}"
-            life = Life.ALIVE if alive else Life.ENDED
-            return Deployed(seen.engine, ConfigurationId(""), (), life=life, detail=detail)
-        return _told(record) if alive else _told(record, Life.ENDED, self._obituary(seen, record))
+            life = EngineLife.ALIVE if alive else EngineLife.ENDED
+            return DeployedInstance(seen.engine, ConfigurationId(""), (), life=life, detail=detail)
+        return _told(record) if alive else _told(record, EngineLife.ENDED, self._obituary(seen, record))
 
-    def _obituary(self, seen: _Seen, record: Record) -> str:
+    def _obituary(self, seen: _Seen, record: EngineRecord) -> str:
         living = {found.process.pid for found in seen.leaders}
         ends = []
         for leader in record.leaders:
@@ -349,13 +349,13 @@ class LocalDeployer:
                 continue
             ends.append(f"process {pid} {_how(self._exit_status(leader))}")
         if seen.cut_short:
-            what = "is being stopped" if record.state is State.STOPPING else "was not started to the end"
+            what = "is being stopped" if record.state is RecordState.STOPPING else "was not started to the end"
             ends.append(f"it {what}: {len(living)} of {record.processes} processes are there")
         return f"{', '.join(ends)}; {self._logs.tail(seen.engine)}"
 
 
-def _told(record: Record, life: Life = Life.ALIVE, detail: str = "") -> Deployed:
-    return Deployed(
+def _told(record: EngineRecord, life: EngineLife = EngineLife.ALIVE, detail: str = "") -> DeployedInstance:
+    return DeployedInstance(
         engine=record.spec.engine,
         configuration=record.spec.configuration,
         gpus=record.spec.gpus,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from orchestrrl.fleet.deployers.local_records import Logs, Record, read_record
+from orchestrrl.fleet.deployers.local_records import EngineLogs, EngineRecord, read_record
 from planner.model import EngineId
 
 MARK = "ORCHESTRRL_LOCAL_ENGINE"
@@ -23,13 +23,13 @@ CREATED_WITHIN_S = 1.0  # a process is the same if created then: the boot time t
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundProcess:
     """A process of an engine. `record`: as it was when it was spawned, None where its environment no longer tells."""
 
     process: psutil.Process
     created_s: float
     leads: bool  # it was spawned by a deployer, and is no child of such a one
-    record: Record | None
+    record: EngineRecord | None
 
     def signal(self, number: signal.Signals) -> None:
         """To this process alone. One that has gone, its id with another process by now included, takes none."""
@@ -46,7 +46,7 @@ class Found:
 
 
 def spawn(
-    argv: Sequence[str], environment: Mapping[str, str], fleet: str, record: Record, log: Path, port_holder: int
+    argv: Sequence[str], environment: Mapping[str, str], fleet: str, record: EngineRecord, log: Path, port_holder: int
 ) -> tuple[int, float]:
     """Start a process in a session of its own, and return its id and when it was created. It keeps the descriptor
     `port_holder`, and with it the port, for as long as it lives. Raises OSError where there is no such program."""
@@ -69,9 +69,9 @@ def spawn(
     return pid, psutil.Process(pid).create_time()
 
 
-def find_processes(fleet: str, logs: Logs) -> dict[EngineId, list[Found]]:
+def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundProcess]]:
     """All processes of a fleet's engines. Looks at every process of the machine; those of other users are not ours."""
-    engines: dict[EngineId, list[Found]] = {}
+    engines: dict[EngineId, list[FoundProcess]] = {}
     for pid in psutil.pids():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
             found = _look_at(psutil.Process(pid), fleet, logs) if pid != os.getpid() else None
@@ -80,7 +80,7 @@ def find_processes(fleet: str, logs: Logs) -> dict[EngineId, list[Found]]:
     return engines
 
 
-def same(found: Found, leader: tuple[int, float]) -> bool:
+def same(found: FoundProcess, leader: tuple[int, float]) -> bool:
     """Whether it is the process that was noted down, and no later one of its id."""
     pid, created_s = leader
     return found.process.pid == pid and abs(found.created_s - created_s) <= CREATED_WITHIN_S
@@ -133,16 +133,16 @@ def _bound(host: str, port: int, reuse: bool) -> tuple[socket.socket, int]:
     return holder, holder.getsockname()[1]
 
 
-def _look_at(process: psutil.Process, fleet: str, logs: Logs) -> tuple[EngineId, Found] | None:
+def _look_at(process: psutil.Process, fleet: str, logs: EngineLogs) -> tuple[EngineId, FoundProcess] | None:
     record = _marked(process, fleet)
     engine = record.spec.engine if record is not None else _writes_to(process.pid, logs)
     if engine is None or process.status() == psutil.STATUS_ZOMBIE:
         return None
     leads = os.getsid(process.pid) == process.pid
-    return engine, Found(process, process.create_time(), leads, record)
+    return engine, FoundProcess(process, process.create_time(), leads, record)
 
 
-def _marked(process: psutil.Process, fleet: str) -> Record | None:
+def _marked(process: psutil.Process, fleet: str) -> EngineRecord | None:
     text = process.environ().get(MARK)
     if text is None:
         return None
@@ -155,7 +155,7 @@ def _marked(process: psutil.Process, fleet: str) -> Record | None:
     return read_record(mark.get("record"))
 
 
-def _writes_to(pid: int, logs: Logs) -> EngineId | None:
+def _writes_to(pid: int, logs: EngineLogs) -> EngineId | None:
     """Only where the system shows open files (Linux)."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):

@@ -29,20 +29,20 @@ LOG_TAIL_BYTES = 16_384
 _LOG_NAME = re.compile(r"(.+)\.log(?:\.\d+)?(?: \(deleted\))?")
 
 
-class State(StrEnum):
+class RecordState(StrEnum):
     STARTING = "starting"  # what was spawned of it, if anything, is to be looked for
     STARTED = "started"
     STOPPING = "stopping"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class EngineRecord:
     """One engine. `spec` is what was asked for; the port in `url` may be another."""
 
     spec: EngineSpec
     url: str
     processes: int  # that lead a session each
-    state: State = State.STARTING
+    state: RecordState = RecordState.STARTING
     leaders: tuple[tuple[int, float], ...] = ()  # their ids, and when they were created (s since the epoch)
     lent: bool = False
 
@@ -50,10 +50,10 @@ class Record:
         return _RECORD.dump_python(self, mode="json")
 
 
-_RECORD = TypeAdapter(Record)
+_RECORD = TypeAdapter(EngineRecord)
 
 
-def read_record(document: Any) -> Record | None:
+def read_record(document: Any) -> EngineRecord | None:
     """None: it is none."""
     try:
         return _RECORD.validate_python(document)
@@ -61,7 +61,7 @@ def read_record(document: Any) -> Record | None:
         return None
 
 
-class Records:
+class EngineRecords:
     """Those of one fleet, in `folder/engines`. Construction touches nothing."""
 
     def __init__(self, folder: Path) -> None:
@@ -78,15 +78,15 @@ class Records:
         finally:
             os.close(descriptor)
 
-    def read(self) -> dict[EngineId, Record]:
+    def read(self) -> dict[EngineId, EngineRecord]:
         """A record that cannot be read counts as lost: its processes are found without."""
         records = map(_read, sorted(self._folder.glob("*.json")))
         return {record.spec.engine: record for record in records if record is not None}
 
-    def read_one(self, engine: EngineId) -> Record | None:
+    def read_one(self, engine: EngineId) -> EngineRecord | None:
         return _read(self._path(engine))
 
-    def write(self, record: Record) -> None:
+    def write(self, record: EngineRecord) -> None:
         path = self._path(record.spec.engine)
         draft = path.with_suffix(".draft")
         # A record has the engine's environment, which may have secrets.
@@ -112,7 +112,7 @@ class Records:
             os.close(descriptor)
 
 
-def _read(path: Path) -> Record | None:
+def _read(path: Path) -> EngineRecord | None:
     try:
         record = read_record(json.loads(path.read_bytes()))
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def _read(path: Path) -> Record | None:
     return record
 
 
-class Logs:
+class EngineLogs:
     """One file for each engine and start, in `folder/logs`: `ENGINE.log`, and earlier ones as `ENGINE.log.1` and up."""
 
     def __init__(self, folder: Path, kept: int) -> None:

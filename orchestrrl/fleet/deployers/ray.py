@@ -28,10 +28,10 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.documents import Name, PositiveFloat, Section
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable, faults_of
-from orchestrrl.fleet.deployers.base import Deployed, FleetIdentity, Life
-from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, render, url_of
-from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU, Part, shares
-from orchestrrl.fleet.deployers.ray_client import RETRY_AFTER_S, Lost, RayDriver
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
+from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU, NodeProcesses, shares
+from orchestrrl.fleet.deployers.ray_client import RETRY_AFTER_S, RayConnectionLost, RayDriver
 from planner.model import ConfigurationId, EngineId, GpuId
 
 _SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
@@ -72,7 +72,7 @@ class RayDeployer:
     can_lend = False
     can_scale = False
 
-    def __init__(self, launch: Launch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
+    def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         del clock  # Ray's time is real
         try:
             self._options = RayOptions.model_validate(dict(options))
@@ -89,7 +89,7 @@ class RayDeployer:
         )
         self._turns: defaultdict[EngineId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._starting: dict[EngineId, EngineSpec] = {}
-        self._seen: dict[EngineId, Deployed] = {}
+        self._seen: dict[EngineId, DeployedInstance] = {}
 
     def _settings(self, identity: FleetIdentity) -> dict[str, Any]:
         chosen = self._options
@@ -114,21 +114,21 @@ class RayDeployer:
             known = ", ".join(nodes)
             raise Permanent(f"engine {spec.engine}: node {max(places)} of the fleet has no address; known: {known}")
 
-    async def start(self, spec: EngineSpec) -> Deployed:
+    async def start(self, spec: EngineSpec) -> DeployedInstance:
         self.check(spec)
         lines = render(spec, self._launch)
         async with self._turns[spec.engine]:
             self._starting[spec.engine] = spec
             try:
                 deployed = await self._start(spec, lines)
-            except Lost as error:
+            except RayConnectionLost as error:
                 raise OutcomeUnknown(f"engine {spec.engine}: Ray was lost during its start: {error}") from error
             finally:
                 del self._starting[spec.engine]
         self._seen[spec.engine] = deployed
         return deployed
 
-    async def _start(self, spec: EngineSpec, lines: tuple[CommandLine, ...]) -> Deployed:
+    async def _start(self, spec: EngineSpec, lines: tuple[CommandLine, ...]) -> DeployedInstance:
         host = self._launch.host
         held = await self._driver.call(
             "hold",
@@ -163,26 +163,26 @@ class RayDeployer:
         # Not in turn: a start that is under way gives up.
         try:
             await self._driver.call("stop", self._stop_limit_s, engine=engine)
-        except Lost as error:
+        except RayConnectionLost as error:
             raise OutcomeUnknown(f"engine {engine}: Ray was lost while it was stopped: {error}") from error
         self._seen.pop(engine, None)
 
-    async def status(self, engine: EngineId) -> Deployed | None:
+    async def status(self, engine: EngineId) -> DeployedInstance | None:
         try:
             found = await self._driver.call("look", self._look_limit_s, engine=engine)
-        except (Lost, Retryable) as error:
+        except (RayConnectionLost, Retryable) as error:
             if engine in self._seen:
-                return replace(self._seen[engine], life=Life.UNKNOWN, detail=str(error))
+                return replace(self._seen[engine], life=EngineLife.UNKNOWN, detail=str(error))
             raise Retryable(f"engine {engine}: {error}", RETRY_AFTER_S) from error
         if found is None:
             self._seen.pop(engine, None)
             return None
         return self._noted(found)
 
-    async def list_engines(self) -> tuple[Deployed, ...]:
+    async def list_engines(self) -> tuple[DeployedInstance, ...]:
         try:
             found = await self._driver.call("list_engines", self._look_limit_s)
-        except Lost as error:
+        except RayConnectionLost as error:
             raise Retryable(f"Ray was lost: {error}", RETRY_AFTER_S) from error
         self._seen.clear()
         return tuple(self._noted(state) for state in found)
@@ -190,7 +190,7 @@ class RayDeployer:
     async def lend(self, engine: EngineId, lent: bool) -> None:
         raise Permanent(f"engine {engine}: in Ray its GPUs stay with its actor while that lives")
 
-    async def scale(self, spec: EngineSpec) -> Deployed:
+    async def scale(self, spec: EngineSpec) -> DeployedInstance:
         raise Permanent(f"engine {spec.engine}: in Ray it has the bundles that it was started with")
 
     async def close(self) -> None:
@@ -208,7 +208,7 @@ class RayDeployer:
     def _parts(self, spec: EngineSpec, process: int, line: CommandLine) -> list[dict[str, Any]]:
         """What a process needs of each node. Without GPUs by number it is as many as its layout has."""
         size = self._launch.per_node
-        held = shares(line.gpus, size) or (Part(line.node, tuple(map(GpuId, range(spec.parallelism.gpus)))),)
+        held = shares(line.gpus, size) or (NodeProcesses(line.node, tuple(map(GpuId, range(spec.parallelism.gpus)))),)
         return [
             {"process": process, "node": part.node, "local": [gpu % size for gpu in part.gpus], "units": len(part.gpus)}
             for part in held
@@ -225,31 +225,31 @@ class RayDeployer:
     def _host(self, node_address: str) -> str:
         return node_address if self._launch.host in _ANYWHERE else self._launch.host
 
-    def _same(self, spec: EngineSpec, found: Deployed) -> Deployed:
+    def _same(self, spec: EngineSpec, found: DeployedInstance) -> DeployedInstance:
         if found.spec != spec:
             what = f"as {found.configuration} on GPUs {list(found.gpus)}"
             raise Permanent(f"engine {spec.engine} is there already with another spec: {what}")
         return found
 
-    def _noted(self, state: Mapping[str, Any]) -> Deployed:
+    def _noted(self, state: Mapping[str, Any]) -> DeployedInstance:
         deployed = _deployed(state)
         if deployed.engine in self._starting:  # half of it is there
-            deployed = replace(deployed, url="", life=Life.ALIVE, detail="")
+            deployed = replace(deployed, url="", life=EngineLife.ALIVE, detail="")
         self._seen[deployed.engine] = deployed
         return deployed
 
 
-def _deployed(state: Mapping[str, Any]) -> Deployed:
+def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
     """What the driver says of an engine. Its record is lost where somebody has emptied Ray's store."""
     record, engine = state["record"], EngineId(state["engine"])
     if record is None:
-        return Deployed(engine, ConfigurationId(""), (), life=Life(state["life"]), detail=state["detail"])
-    return Deployed(
+        return DeployedInstance(engine, ConfigurationId(""), (), life=EngineLife(state["life"]), detail=state["detail"])
+    return DeployedInstance(
         engine=engine,
         configuration=ConfigurationId(record["spec"]["configuration"]),
         gpus=tuple(GpuId(gpu) for gpu in record["gpus"]),
         url=record["url"],
-        life=Life(state["life"]),
+        life=EngineLife(state["life"]),
         detail=state["detail"],
         spec=_SPEC.validate_python(record["spec"]),
     )

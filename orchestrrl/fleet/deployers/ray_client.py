@@ -26,7 +26,7 @@ main()
 LINE_BYTES = 64 * 1024 * 1024
 
 
-class Lost(Exception):
+class RayConnectionLost(Exception):
     """The driver or its cluster is gone or hangs: what was asked may or may not have happened."""
 
 
@@ -85,13 +85,13 @@ class RayDriver:
         self._reader = asyncio.create_task(self._read(self._process))
         try:
             await self._ask("open", self._connect_within_s, {"settings": dict(self._settings)})
-        except Lost as error:
+        except RayConnectionLost as error:
             raise Retryable(f"no connection to Ray: {error}; see {self._log_path}", RETRY_AFTER_S) from error
 
     async def _ask(self, name: str, limit_s: float, arguments: Mapping[str, Any]) -> Any:
         process, number = self._process, next(self._numbers)
         if process is None or process.stdin is None:
-            raise Lost("the driver was closed")
+            raise RayConnectionLost("the driver was closed")
         future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
@@ -100,9 +100,9 @@ class RayDriver:
             answer = await asyncio.wait_for(future, limit_s)
         except TimeoutError:
             await _kill(process)
-            raise Lost(f"`{name}` took longer than {limit_s:g} s") from None
+            raise RayConnectionLost(f"`{name}` took longer than {limit_s:g} s") from None
         except OSError as error:
-            raise Lost(f"the driver has ended: {error}") from error
+            raise RayConnectionLost(f"the driver has ended: {error}") from error
         finally:
             self._waiting.pop(number, None)
         return _value_of(answer)
@@ -117,7 +117,7 @@ class RayDriver:
         await process.wait()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(Lost(f"the driver has ended with status {process.returncode}"))
+                future.set_exception(RayConnectionLost(f"the driver has ended with status {process.returncode}"))
 
 
 def _value_of(answer: Mapping[str, Any]) -> Any:
@@ -132,7 +132,7 @@ def _value_of(answer: Mapping[str, Any]) -> Any:
         case "unknown":
             raise OutcomeUnknown(error["message"])
         case _:
-            raise Lost(error["message"])
+            raise RayConnectionLost(error["message"])
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:

@@ -24,20 +24,20 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from orchestrrl.fleet.deployers import ray_keeper
-from orchestrrl.fleet.deployers.ray_places import POLL_S, Json, Patience, Places, Refusal
+from orchestrrl.fleet.deployers.ray_places import POLL_S, EnginePlaces, Json, RayRefusal, StartDeadline
 
 STORE = b"orchestrrl"
 CUT_SHORT = "its start was cut short"
 
 
-class Cluster:
+class RayCluster:
     """One fleet's engines in a Ray cluster. `settings` as RayDeployer makes them."""
 
     def __init__(self, settings: Json) -> None:
         self._settings = settings
         self._namespace: str = settings["namespace"]
         self._prefix = quote(self._namespace, safe="") + "/"
-        self._places = Places(settings)
+        self._places = EnginePlaces(settings)
         # To workers it goes as it is, not by name.
         ray.cloudpickle.register_pickle_by_value(ray_keeper)
         self._supervisor = Path(ray_keeper.__file__).with_name("ray_supervisor.py").read_text()
@@ -55,7 +55,7 @@ class Cluster:
                 logging_level=logging.WARNING,
             )
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise Refusal("retryable", f"no Ray cluster at {address}: {error}") from error
+            raise RayRefusal("retryable", f"no Ray cluster at {address}: {error}") from error
         return {"version": ray.__version__}
 
     # Start, in two calls: a place first, with which the command lines can be made.
@@ -80,7 +80,7 @@ class Cluster:
             if self._settings["placement_groups"]:
                 record["seats"] = self._places.offered(parts)
             self._write(engine, record)
-        patience = Patience(self._settings["start_within_s"], lambda: engine in self._unwanted)
+        patience = StartDeadline(self._settings["start_within_s"], lambda: engine in self._unwanted)
         try:
             if not self._settings["placement_groups"]:
                 record["seats"] = self._places.own(self._prefix + engine, parts, patience)
@@ -99,7 +99,7 @@ class Cluster:
     def _launch(self, engine: str, url: str, lines: list[Json]) -> Json:
         record = self._records().get(engine)
         if record is None:
-            raise Refusal("retryable", f"engine {engine} was stopped before it was up")
+            raise RayRefusal("retryable", f"engine {engine} was stopped before it was up")
         # Written first: with a URL there may be processes, without one there are none.
         record["url"] = url
         self._write(engine, record)
@@ -198,7 +198,7 @@ class Cluster:
         if record is None and engine not in self._groups() and not self._named(engine):
             return
         if not self._clear(engine):
-            raise Refusal("unknown", f"engine {engine}: a node does not answer, so its processes may still be there")
+            raise RayRefusal("unknown", f"engine {engine}: a node does not answer, so its processes may still be there")
 
     def _clear(self, engine: str) -> bool:
         """Remove all of an engine, its record last. False, and the record stays: its processes may still be there."""
@@ -258,14 +258,14 @@ class Cluster:
             return False
 
     def _seated(
-        self, engine: str, seats: Sequence[Json], host: str, ports: list[Json], patience: Patience
+        self, engine: str, seats: Sequence[Json], host: str, ports: list[Json], patience: StartDeadline
     ) -> list[Json]:
         """Actors in all the bundles. Returns `{"address", "gpus": [Ray's ids], "port"}` of each process."""
         calls = []
         for seat in seats:
             group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(seat["group"])))
             actor = (
-                ray.remote(ray_keeper.Keeper)
+                ray.remote(ray_keeper.PlaceKeeper)
                 .options(
                     name=_name(engine, seat["process"], seat["seat"]),
                     namespace=self._namespace,
@@ -285,12 +285,12 @@ class Cluster:
         if waiting:
             behind = [seat for seat, call in zip(seats, calls, strict=True) if call in waiting]
             where = ", ".join(sorted({f"bundle {seat['bundle']} on {seat['address']}" for seat in behind}))
-            raise Refusal("retryable", f"engine {engine}: Ray starts no actor in {where}: it may be in use")
+            raise RayRefusal("retryable", f"engine {engine}: Ray starts no actor in {where}: it may be in use")
         places: list[Json] = []
         try:
             answers = ray.get(calls)
         except RayTaskError as error:
-            raise Refusal("retryable", f"engine {engine}: {error.cause}") from error
+            raise RayRefusal("retryable", f"engine {engine}: {error.cause}") from error
         for seat, found in zip(seats, answers, strict=True):
             if seat["seat"] == 0:
                 places.append(found)
@@ -304,12 +304,12 @@ class Cluster:
         owner = {gpu: other for other, record in records.items() for gpu in record["gpus"]}
         taken = [f"{gpu} by {owner[gpu]}" for gpu in gpus if gpu in owner]
         if taken:
-            raise Refusal("permanent", f"engine {engine} cannot have GPUs that are in use: {', '.join(taken)}")
+            raise RayRefusal("permanent", f"engine {engine} cannot have GPUs that are in use: {', '.join(taken)}")
 
     def _refuse_unreachable(self, engine: str, address: str, host: str) -> None:
         if (host == "localhost" or host.startswith("127.") or host == "::1") and address not in _own_addresses():
             why = f"it would listen on {host} of {address}, where only {address} reaches it"
-            raise Refusal("permanent", f"engine {engine}: {why}; set fleet.launch.host: 0.0.0.0")
+            raise RayRefusal("permanent", f"engine {engine}: {why}; set fleet.launch.host: 0.0.0.0")
 
     def _key(self, engine: str) -> bytes:
         return (self._prefix + engine).encode()

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
-from orchestrrl.fleet.deployers.ray_cluster import Cluster
-from orchestrrl.fleet.deployers.ray_places import Refusal
+from orchestrrl.fleet.deployers.ray_cluster import RayCluster
+from orchestrrl.fleet.deployers.ray_places import RayRefusal
 
 AT_ONCE = 32  # calls
 log = logging.getLogger("orchestrrl.ray")
 
 
-class Answers:
+class RayResponses:
     """Carries calls out, each in a thread of whoever calls."""
 
     def __init__(self, output: TextIO) -> None:
@@ -33,7 +33,7 @@ class Answers:
     def carry_out(self, number: int, call: Callable[..., Any], arguments: dict[str, Any]) -> None:
         try:
             answer: dict[str, Any] = {"value": call(**arguments)}
-        except Refusal as refusal:
+        except RayRefusal as refusal:
             answer = {"error": {"kind": refusal.kind, "message": str(refusal)}}
         except Exception as error:
             log.exception("call %s failed", number)
@@ -48,14 +48,14 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s")
-    answers = Answers(output)
-    cluster: Cluster | None = None
+    answers = RayResponses(output)
+    cluster: RayCluster | None = None
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for line in sys.stdin:
             asked = json.loads(line)
             number, name = asked.pop("id"), asked.pop("call")
             if name == "open":
-                cluster = Cluster(asked.pop("settings"))
+                cluster = RayCluster(asked.pop("settings"))
                 answers.carry_out(number, cluster.open, asked)
             else:
                 pool.submit(answers.carry_out, number, getattr(cluster, name), asked)

@@ -23,7 +23,7 @@ TAIL_BYTES = 16_384
 POLL_S = 0.05
 
 
-class Keeper:
+class PlaceKeeper:
     """One for each bundle of an engine; the first of those that make up a process runs it, the others hold GPUs."""
 
     def __init__(self) -> None:

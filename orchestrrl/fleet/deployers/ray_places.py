@@ -20,7 +20,7 @@ NODE_SHARE = 0.001  # of a node's own resource, to tie a bundle to it
 Json = dict[str, Any]
 
 
-class Refusal(Exception):
+class RayRefusal(Exception):
     """`kind`: retryable, permanent or unknown, as the errors of orchestrrl.core.errors."""
 
     def __init__(self, kind: str, message: str) -> None:
@@ -28,7 +28,7 @@ class Refusal(Exception):
         self.kind = kind
 
 
-class Patience:
+class StartDeadline:
     """Of a start: so long, and not once somebody has given up on it."""
 
     def __init__(self, limit_s: float, given_up: Callable[[], bool]) -> None:
@@ -45,7 +45,7 @@ class Patience:
         return self._given_up() or self.waited_s > self._limit_s
 
 
-class Places:
+class EnginePlaces:
     """`settings` as RayDeployer makes them."""
 
     def __init__(self, settings: Json) -> None:
@@ -54,7 +54,7 @@ class Places:
     def resources(self, units: int) -> dict[str, float]:
         return {name: amount * units for name, amount in self._settings["per_gpu"].items()}
 
-    def own(self, name: str, parts: Sequence[Json], patience: "Patience") -> list[Json]:
+    def own(self, name: str, parts: Sequence[Json], patience: "StartDeadline") -> list[Json]:
         """A placement group with a bundle for each part, tied to its node."""
         nodes = [self._node(part["node"]) for part in parts]
         bundles = [
@@ -68,7 +68,7 @@ class Places:
             missing = self._missing(parts, nodes) if patience.waited_s > SETTLE_S else []
             if missing or patience.over:
                 why = "; ".join(missing) or f"its placement group is {str(state).lower()}"
-                raise Refusal("retryable", f"{name}: Ray has no room: {why}")
+                raise RayRefusal("retryable", f"{name}: Ray has no room: {why}")
             time.sleep(POLL_S)
         seats: list[Json] = []
         for bundle, (part, node) in enumerate(zip(parts, nodes, strict=True)):
@@ -81,7 +81,7 @@ class Places:
         alive = [node for node in ray.nodes() if node["Alive"]]
         names: list[str] = self._settings["nodes"]
         if names and place >= len(names):
-            raise Refusal("permanent", f"the fleet's node {place} has no address; known: {', '.join(names)}")
+            raise RayRefusal("permanent", f"the fleet's node {place} has no address; known: {', '.join(names)}")
         if names:
             found = [n for n in alive if names[place] in (n["NodeManagerAddress"], n["NodeManagerHostname"])]
         else:
@@ -90,11 +90,11 @@ class Places:
             return dict(found[0])
         seen = ", ".join(sorted(node["NodeManagerAddress"] for node in alive)) or "none"
         if names:
-            raise Refusal("retryable", f"Ray has no node {names[place]} now; it has: {seen}")
+            raise RayRefusal("retryable", f"Ray has no node {names[place]} now; it has: {seen}")
         wanted = " and ".join(self._settings["per_gpu"])
         if not found:
-            raise Refusal("retryable", f"no node of Ray offers {wanted}; its nodes: {seen}")
-        raise Refusal("permanent", f"which node of Ray is node {place} of the fleet must be told; its nodes: {seen}")
+            raise RayRefusal("retryable", f"no node of Ray offers {wanted}; its nodes: {seen}")
+        raise RayRefusal("permanent", f"which node of Ray is node {place} of the fleet must be told; its nodes: {seen}")
 
     def _missing(self, parts: Sequence[Json], nodes: Sequence[Json]) -> list[str]:
         """What the nodes have too little of."""
@@ -121,7 +121,7 @@ class Places:
             if beyond:
                 name = ", ".join(self._settings["placement_groups"])
                 has = f"{name} offers {len(slots)} GPUs on {address}"
-                raise Refusal("retryable", f"{has}: there is none for GPUs {beyond} of node {part['node']}")
+                raise RayRefusal("retryable", f"{has}: there is none for GPUs {beyond} of node {part['node']}")
             units: dict[tuple[str, int], int] = {}
             for gpu in part["local"]:
                 units[slots[gpu]] = units.get(slots[gpu], 0) + 1
@@ -139,7 +139,7 @@ class Places:
             if table["state"] == "CREATED" and any(fnmatchcase(table["name"], pattern) for pattern in patterns)
         ]
         if not tables:
-            raise Refusal("retryable", f"there is no placement group {' or '.join(patterns)} now")
+            raise RayRefusal("retryable", f"there is no placement group {' or '.join(patterns)} now")
         offer: dict[str, list[tuple[str, int]]] = {}
         for table in sorted(tables, key=lambda table: (len(table["name"]), table["name"], table["placement_group_id"])):
             for bundle, resources in sorted(table["bundles"].items()):
@@ -158,7 +158,7 @@ class Places:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         if place >= len(offer):
             has = ", ".join(addresses.get(node, node) for node in offer) or "none"
-            raise Refusal("retryable", f"the placement groups offer GPUs on no node {place}; they have nodes: {has}")
+            raise RayRefusal("retryable", f"the placement groups offer GPUs on no node {place}; they have nodes: {has}")
         node_id = [*offer][place]
         return node_id, addresses[node_id], offer[node_id]
 

@@ -37,7 +37,7 @@ SET, UNSET = "", "no"  # the values of a flag without one
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
+class VllmArgument:
     """One of a user's arguments: a flag with what follows it until the next flag."""
 
     path: str  # where it stands, e.g. `fleet.launch.arguments[2]`
@@ -60,7 +60,7 @@ class Argument:
         return shlex.join(self.words)
 
 
-def read_arguments(path: str, words: Sequence[str]) -> tuple[list[Argument], list[str]]:
+def read_arguments(path: str, words: Sequence[str]) -> tuple[list[VllmArgument], list[str]]:
     """The arguments in a list of words, and faults: words in front of the first flag belong to none."""
     starts = [place for place, word in enumerate(words) if _is_flag(word)]
     faults = [
@@ -71,14 +71,14 @@ def read_arguments(path: str, words: Sequence[str]) -> tuple[list[Argument], lis
     return [_argument(f"{path}[{start}]", tuple(words[start:end])) for start, end in spans], faults
 
 
-def replaced(earlier: Sequence[Argument], later: Sequence[Argument]) -> list[Argument]:
+def replaced(earlier: Sequence[VllmArgument], later: Sequence[VllmArgument]) -> list[VllmArgument]:
     """Both lists; where they name the same flag, the later one has it."""
     again = {argument.key for argument in later}
     return [*(argument for argument in earlier if argument.key not in again), *later]
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class OwnedFlags:
     """Flags that a layout decides, with their values; where it leaves one out, only vLLM's default agrees with it."""
 
     values: Mapping[str, str]
@@ -86,10 +86,10 @@ class Owned:
     defaults: Mapping[str, str | None]  # of all flags that a layout may decide; None: there is none to repeat
     by: str  # who decides, for people
 
-    def merge(self, given: Iterable[Argument], usual: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    def merge(self, given: Iterable[VllmArgument], usual: Mapping[str, str]) -> tuple[list[str], list[str]]:
         """The words of a command line, each decided and each `usual` flag once, and faults. A user's argument takes the
         place of a usual one; one that repeats what is decided is left out; one that contradicts it is a fault."""
-        own: list[Argument] = []
+        own: list[VllmArgument] = []
         faults: list[str] = []
         known = {**self.defaults, **self.elsewhere, **self.values}
         for argument in given:
@@ -110,7 +110,7 @@ class Owned:
         return f"`{f'{flag} {value}'.strip()}` of {self.by}"
 
 
-def _resolve(argument: Argument, known: Collection[str]) -> tuple[str | None, str]:
+def _resolve(argument: VllmArgument, known: Collection[str]) -> tuple[str | None, str]:
     """Which of the known flags the argument means, if any, and its value."""
     name, value = argument.flag, argument.value
     if name not in known and name.startswith("--no-"):
@@ -125,7 +125,7 @@ def _is_flag(word: str) -> bool:
     return len(word) > 1 and word.startswith("-") and not _NUMBER.fullmatch(word)
 
 
-def _argument(path: str, words: tuple[str, ...]) -> Argument:
+def _argument(path: str, words: tuple[str, ...]) -> VllmArgument:
     name, equals, value = words[0].partition("=")
     attached = _ATTACHED.fullmatch(name)
     if attached is not None:
@@ -134,4 +134,4 @@ def _argument(path: str, words: tuple[str, ...]) -> Argument:
         value = " ".join(words[1:])
     name = SHORT.get(name, name).partition(".")[0]
     flag = "--" + name.removeprefix("--").replace("_", "-") if name.startswith("--") else name
-    return Argument(path, flag, value, words)
+    return VllmArgument(path, flag, value, words)

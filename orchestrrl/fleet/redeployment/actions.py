@@ -12,22 +12,22 @@ from typing import Protocol, TypeVar
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import Capabilities
-from orchestrrl.engines.managed import Excerpt, ManagedEngine
-from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
+from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.engines.managed import AnswerExcerpt, ManagedEngine
+from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment import emptying
 from orchestrrl.fleet.redeployment.checks import (
     CANARY_IDS,
-    Tolerance,
+    AnswerTolerance,
     answers_fault,
     capacity_fault,
     layout_fault,
     reading_fault,
     writing_fault,
 )
-from orchestrrl.fleet.redeployment.emptying import Emptying, Tally
-from orchestrrl.fleet.redeployment.steps import Step, StepKind, Switch, Weights
+from orchestrrl.fleet.redeployment.emptying import Emptying, MovesTally
+from orchestrrl.fleet.redeployment.steps import Redeployment, RedeployStep, ServedWeights, StepKind
 from orchestrrl.fleet.state import EngineFacts
 from planner.model import Configuration, ConfigurationId, EngineId
 
@@ -39,13 +39,13 @@ POLL_S = 0.1
 REFERENCE_WITHIN_S = 10.0
 
 
-class Plane(emptying.Plane, Protocol):
+class ActionControl(emptying.MoveControl, Protocol):
     """What steps need of the control plane."""
 
-    def weights_told(self, engines: Sequence[EngineId], weights: Weights) -> None:
+    def weights_told(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
         """These engines have those weights; version None: they have what they were started with."""
 
-    def current_weights(self) -> Weights:
+    def current_weights(self) -> ServedWeights:
         """What all engines have to serve."""
 
     def engine_stopped(self, engine: EngineId) -> None:
@@ -60,20 +60,20 @@ class Plane(emptying.Plane, Protocol):
 
 
 @dataclass(slots=True)
-class Hands:
+class RedeployActions:
     """For one switch. `running` is what the deployer has, kept by whoever owns the fleet."""
 
-    plane: Plane
+    plane: ActionControl
     deployer: Deployer
     connect: Callable[[str], ManagedEngine]
     configurations: Mapping[ConfigurationId, Configuration]
-    running: dict[EngineId, Deployed]
-    tolerance: Tolerance
-    switch: Switch
-    tally: Tally = field(default_factory=Tally)
+    running: dict[EngineId, DeployedInstance]
+    tolerance: AnswerTolerance
+    switch: Redeployment
+    tally: MovesTally = field(default_factory=MovesTally)
     going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
-    offers: dict[EngineId, Capabilities] = field(default_factory=dict)  # the same
+    offers: dict[EngineId, EngineCapabilities] = field(default_factory=dict)  # the same
     loaded: set[EngineId] = field(default_factory=set)  # by this switch, with what all have to serve
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
     _asks_emptied: bool = False
@@ -92,7 +92,7 @@ class Hands:
         specs = (*old, *new, *self.switch.asleep) if self.going_back else (*new, *old, *self.switch.asleep)
         return next(spec for spec in specs if spec.engine == engine)
 
-    async def forward(self, step: Step) -> str:
+    async def forward(self, step: RedeployStep) -> str:
         """Do it; a word on it for the report. Raises OrchestrRLError."""
         if step.engine is None:
             match step.kind:
@@ -109,23 +109,23 @@ class Hands:
             await self._ask_the_emptied(step.engine)
         return await self._of_engine(step.kind, step.engine)
 
-    async def back(self, step: Step) -> str:
+    async def back(self, step: RedeployStep) -> str:
         """The same, on the way back."""
         if step.engine is None:
             if step.kind is not StepKind.ADMIT:
                 return ""
             there = [spec.engine for spec in self.switch.old if spec.engine in self.running]
-            alive = [engine for engine in there if self.running[engine].life is Life.ALIVE]
+            alive = [engine for engine in there if self.running[engine].life is EngineLife.ALIVE]
             return await self._admit(alive, [spec for spec in self.switch.old if spec.engine in alive])
         return await self._of_engine(step.kind, step.engine)
 
-    async def reference(self, *, patient: bool) -> Excerpt | None:
+    async def reference(self, *, patient: bool) -> AnswerExcerpt | None:
         """How an engine that serves now answers, the emptiest first; None where none can be asked. Who has no seat free
         answers once requests have ended: it is asked by the `patient` alone. Others ask who has been emptied, later."""
         found: list[tuple[bool, int, EngineId]] = []
         for spec in self.switch.old:
             deployed = self.running.get(spec.engine)
-            if deployed is None or deployed.life is not Life.ALIVE or not deployed.url:
+            if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
                 continue
             with _warning(spec.engine):
                 metrics = await self._asking(spec.engine, lambda engine: engine.metrics())
@@ -138,7 +138,7 @@ class Hands:
                     return await self._excerpt(engine)
         return None
 
-    async def _excerpt(self, engine: EngineId) -> Excerpt:
+    async def _excerpt(self, engine: EngineId) -> AnswerExcerpt:
         return await self._asking(engine, lambda client: client.excerpt(CANARY_IDS, self.tolerance.tokens))
 
     async def _ask_the_emptied(self, engine: EngineId) -> None:
@@ -182,7 +182,7 @@ class Hands:
 
     # --- of the fleet
 
-    def _fence(self, step: Step) -> str:
+    def _fence(self, step: RedeployStep) -> str:
         leaving = [spec.engine for spec in (*self.switch.leaving, *(new for _, new in self.switch.scaled))]
         self.plane.routes.draining.update(leaving)
         self.plane.engines_deployed()
@@ -192,7 +192,7 @@ class Hands:
         """Where others took long to come up, who was verified first may have ended meanwhile. Raises Permanent."""
         for engine in engines:
             told = await self.deployer.status(engine)
-            if told is None or told.life is Life.ENDED:
+            if told is None or told.life is EngineLife.ENDED:
                 raise Permanent(f"{engine} ended before it served: {told.detail if told else 'nothing is left'}")
 
     async def _admit(self, engines: Sequence[EngineId], serving: Sequence[EngineSpec]) -> str:
@@ -208,12 +208,12 @@ class Hands:
         return f"requests go to {len(engines)} engines{f'; {circuits}' if circuits else ''}"
 
     @property
-    def _weights(self) -> Weights:
+    def _weights(self) -> ServedWeights:
         """On the way back the fleet's, which may be others than when it began."""
         return self.plane.current_weights() if self.going_back else self.switch.weights
 
     @property
-    def _reference(self) -> Excerpt | None:
+    def _reference(self) -> AnswerExcerpt | None:
         """Of the same weights."""
         return self.switch.reference if self._weights.version == self.switch.weights.version else None
 
@@ -223,7 +223,7 @@ class Hands:
         if now.version != began.version and now.source:
             raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
 
-    def facts(self, deployed: Deployed) -> EngineFacts:
+    def facts(self, deployed: DeployedInstance) -> EngineFacts:
         configuration = self.configurations.get(deployed.configuration)
         planned_tokens = configuration.kv_capacity_tokens if configuration else None
         return EngineFacts(
@@ -279,14 +279,14 @@ class Hands:
     async def _busy(self, engine: EngineId) -> str:
         """With what, as the engine itself knows; empty: with nothing."""
         deployed = self.running.get(engine)
-        if deployed is None or deployed.life is not Life.ALIVE or not deployed.url:
+        if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
             return ""
         try:
             metrics = await self._asking(engine, lambda client: client.metrics())
         except OrchestrRLError as error:
             # One that has ended is as good as stopped: gateways take their requests back from it.
             told = await self.deployer.status(engine)
-            return "" if told is None or told.life is Life.ENDED else f"it does not say what it has: {error}"
+            return "" if told is None or told.life is EngineLife.ENDED else f"it does not say what it has: {error}"
         has = metrics.running + metrics.waiting
         return f"it has {has} requests that no gateway has told of" if has else ""
 
@@ -329,7 +329,7 @@ class Hands:
     async def _start(self, engine: EngineId) -> str:
         spec = started_with(self._spec(engine), self._weights)
         before = await self.deployer.status(engine)
-        if before is not None and before.life is Life.ENDED:
+        if before is not None and before.life is EngineLife.ENDED:
             await self.deployer.stop(engine)
         while True:
             try:
@@ -365,7 +365,7 @@ class Hands:
         """A real completion is the proof: an engine can be healthy before it can generate."""
         while True:
             deployed = await self.deployer.status(engine)
-            if deployed is None or deployed.life is Life.ENDED:
+            if deployed is None or deployed.life is EngineLife.ENDED:
                 self.waits_for.pop(engine, None)
                 raise Permanent(
                     f"{engine} ended while it started: {deployed.detail if deployed else 'nothing is left'}"
@@ -442,7 +442,7 @@ class Hands:
             await client.close()
 
 
-def started_with(spec: EngineSpec, weights: Weights) -> EngineSpec:
+def started_with(spec: EngineSpec, weights: ServedWeights) -> EngineSpec:
     """An engine begins with the fleet's weights where it is known where they are, and can: they are not loaded twice
     then."""
     return replace(spec, weights=weights.source) if weights.source and not weights.tensors_only else spec

@@ -5,32 +5,38 @@ from collections.abc import AsyncIterator, Callable
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
-from orchestrrl.fleet.redeployment.records import HISTORY, Fleet, read_history, write_end
-from orchestrrl.fleet.redeployment.run import SwitchRun
-from orchestrrl.fleet.redeployment.steps import StepKind, StepState, SwitchId, SwitchReport, SwitchState
+from orchestrrl.fleet.redeployment.records import HISTORY, RecordedFleet, read_history, write_end
+from orchestrrl.fleet.redeployment.run import RedeploymentRun
+from orchestrrl.fleet.redeployment.steps import (
+    RedeploymentReport,
+    RedeploymentState,
+    RedeployStepState,
+    StepKind,
+    SwitchId,
+)
 from planner.model import EngineId
 
 STOPS = frozenset({StepKind.STOP, StepKind.RETIRE})
 
 
-class SwitchBook:
+class RedeploymentBook:
     """Every recent switch, newest last; those of earlier daemons come from the journal. `current` is the one under way,
     or that was last here."""
 
-    def __init__(self, journal: Journal, clock: Clock, current: Callable[[], SwitchReport | None]) -> None:
+    def __init__(self, journal: Journal, clock: Clock, current: Callable[[], RedeploymentReport | None]) -> None:
         self._journal = journal
         self._clock = clock
         self._current = current
         self._ended = read_history(journal)
-        self._watchers: dict[SwitchId, set[asyncio.Queue[SwitchReport]]] = {}
+        self._watchers: dict[SwitchId, set[asyncio.Queue[RedeploymentReport]]] = {}
 
     @property
     def ids(self) -> tuple[SwitchId, ...]:
         return tuple(self._all())
 
-    def report(self, id: str) -> SwitchReport:
+    def report(self, id: str) -> RedeploymentReport:
         """The one of that id; an empty one means the newest. Raises Permanent where there is none."""
         reports = self._all()
         if not id and reports:
@@ -39,20 +45,20 @@ class SwitchBook:
             return reports[SwitchId(id)]
         raise Permanent(f"there is no switch {id!r} among the {HISTORY} newest" if id else "nothing was switched yet")
 
-    def newest(self, limit: int) -> list[SwitchReport]:
+    def newest(self, limit: int) -> list[RedeploymentReport]:
         """Newest first; 0: all that are remembered."""
         reports = list(reversed(self._all().values()))
         return reports[:limit] if limit else reports
 
-    async def watch(self, id: str) -> AsyncIterator[SwitchReport]:
+    async def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
         """The switch as it stands, then whenever it changes, until it has ended."""
         report = self.report(id)
-        queue: asyncio.Queue[SwitchReport] = asyncio.Queue()
+        queue: asyncio.Queue[RedeploymentReport] = asyncio.Queue()
         watchers = self._watchers.setdefault(report.id, set())
         watchers.add(queue)
         try:
             yield report
-            while report.state is SwitchState.RUNNING:
+            while report.state is RedeploymentState.RUNNING:
                 report = await queue.get()
                 while not queue.empty():  # only the newest matters
                     report = queue.get_nowait()
@@ -62,25 +68,25 @@ class SwitchBook:
             if not watchers:
                 self._watchers.pop(report.id, None)
 
-    def changed(self, report: SwitchReport) -> None:
+    def changed(self, report: RedeploymentReport) -> None:
         for queue in self._watchers.get(report.id, ()):
             queue.put_nowait(report)
 
-    def ended(self, report: SwitchReport, fleet: Fleet) -> None:
+    def ended(self, report: RedeploymentReport, fleet: RecordedFleet) -> None:
         """It is remembered, and written down with the fleet that it left. Raises Permanent where it cannot be."""
         self._ended[report.id] = report
         for old in list(self._ended)[:-HISTORY]:
             del self._ended[old]
         write_end(self._journal, self._clock.now_s(), report, fleet)
 
-    def note_engines(self, run: SwitchRun, usual: Callable[[SwitchRun, EngineId], bool]) -> None:
+    def note_engines(self, run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId], bool]) -> None:
         """What became of each engine. What a start took is noted where it was as `usual`: later daemons learn by it."""
         specs = {spec.engine: spec for spec in run.switch.coming}
         for told in run.report().steps:
             engine = told.step.engine
-            if engine is None or told.state not in (StepState.DONE, StepState.FAILED):
+            if engine is None or told.state not in (RedeployStepState.DONE, RedeployStepState.FAILED):
                 continue
-            done = told.state is StepState.DONE
+            done = told.state is RedeployStepState.DONE
             if told.step.kind in STOPS:
                 self.note_stopped(engine, done=done, detail=told.detail)
             elif told.step.kind is StepKind.VERIFY or not done:
@@ -92,12 +98,12 @@ class SwitchBook:
                     expected_s = took_s if known is None else known.switch_s
                     body |= {"configuration": spec.configuration, "gpus": list(spec.gpus)}
                     body |= {"took_s": took_s, "expected_s": expected_s}
-                self._journal.append(self._clock.now_s(), Kind.ENGINE_STARTED, engine, body)
+                self._journal.append(self._clock.now_s(), EntryKind.ENGINE_STARTED, engine, body)
 
     def note_stopped(self, engine: EngineId, *, done: bool, detail: str) -> None:
-        self._journal.append(self._clock.now_s(), Kind.ENGINE_STOPPED, engine, {"done": done, "detail": detail})
+        self._journal.append(self._clock.now_s(), EntryKind.ENGINE_STOPPED, engine, {"done": done, "detail": detail})
 
-    def _all(self) -> dict[SwitchId, SwitchReport]:
+    def _all(self) -> dict[SwitchId, RedeploymentReport]:
         """Oldest first."""
         reports, current = dict(self._ended), self._current()
         if current is not None:
@@ -106,7 +112,7 @@ class SwitchBook:
         return reports
 
 
-def starts_of(run: SwitchRun, usual: Callable[[SwitchRun, EngineId], bool]) -> tuple[EngineStart, ...]:
+def starts_of(run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId], bool]) -> tuple[EngineStart, ...]:
     """What configurations take to come up, for who estimates it."""
     known = run.hands.configurations  # those of the daemon that began it: the next may have others
     return tuple(
@@ -116,12 +122,12 @@ def starts_of(run: SwitchRun, usual: Callable[[SwitchRun, EngineId], bool]) -> t
     )
 
 
-def in_words(report: SwitchReport) -> str:
-    done = [told for told in report.steps if told.state is StepState.DONE]
+def in_words(report: RedeploymentReport) -> str:
+    done = [told for told in report.steps if told.state is RedeployStepState.DONE]
     stopped = sum(told.step.kind in (StepKind.STOP, StepKind.SLEEP) for told in done)
     started = sum(told.step.kind is StepKind.VERIFY for told in done)
     moved = report.requests_moved + report.requests_parked
     said = f"{stopped} engines stopped, {started} started, {moved} requests moved"
-    if report.state is SwitchState.DONE:
+    if report.state is RedeploymentState.DONE:
         return "; ".join(filter(None, [said, report.detail]))
     return f"{report.state.replace('_', ' ')}: {report.detail} ({said})"

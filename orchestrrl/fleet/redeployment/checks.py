@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from orchestrrl.engines.managed import EngineLayout, Excerpt
+from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from planner.model import Parallelism
 
 # A prompt of ids that every vocabulary has. What it says does not matter: all engines are asked the same.
@@ -13,7 +13,7 @@ CAPACITY_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Tolerance:
+class AnswerTolerance:
     """How far an engine's answers may be from its predecessor's. Other layouts sum in another order, so that logits
     differ in their last bits; wrong weights differ by far more."""
 
@@ -30,7 +30,7 @@ class Tolerance:
         return 10 * self.mean_nats
 
 
-def layout_fault(said: EngineLayout, wanted: Parallelism) -> list[str]:
+def layout_fault(said: ReportedLayout, wanted: Parallelism) -> list[str]:
     """What the engine says of itself against what it was started for. What it does not say is not held against it."""
     pairs = [("TP", said.tp, wanted.tp), ("PP", said.pp, wanted.pp), ("DP", said.dp, wanted.dp)]
     if not wanted.afd:
@@ -45,18 +45,18 @@ def capacity_fault(has_tokens: int, planned_tokens: int) -> list[str]:
     return [f"has KV for {has_tokens} tokens, and plans count on {planned_tokens}"]
 
 
-def answers_fault(reference: Excerpt, scores: tuple[float, ...], tolerance: Tolerance) -> list[str]:
+def answers_fault(reference: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance) -> list[str]:
     """Whether it gives another's words the probabilities that the other gave them."""
     return _scores_fault(reference, scores, tolerance, "answers otherwise than the engines before")
 
 
-def reading_fault(written: Excerpt, scores: tuple[float, ...], tolerance: Tolerance) -> list[str]:
+def reading_fault(written: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance) -> list[str]:
     """Whether it finds its own words, read as a prompt, as likely as when it wrote them: decoding has kernels, graphs
     and a cache that reading a prompt does not use."""
     return _scores_fault(written, scores, tolerance, "reads its own answer otherwise than it wrote it")
 
 
-def writing_fault(reference: Excerpt, written: Excerpt, tolerance: Tolerance) -> list[str]:
+def writing_fault(reference: AnswerExcerpt, written: AnswerExcerpt, tolerance: AnswerTolerance) -> list[str]:
     """Whether it writes as the other did. Where the texts part, both took what was likeliest after the same words, so
     that one was as likely as the other; beyond that they cannot be compared."""
     for place, (token, other) in enumerate(zip(written.token_ids, reference.token_ids, strict=False)):
@@ -72,7 +72,9 @@ def writing_fault(reference: Excerpt, written: Excerpt, tolerance: Tolerance) ->
     return []
 
 
-def _scores_fault(excerpt: Excerpt, scores: tuple[float, ...], tolerance: Tolerance, what: str) -> list[str]:
+def _scores_fault(
+    excerpt: AnswerExcerpt, scores: tuple[float, ...], tolerance: AnswerTolerance, what: str
+) -> list[str]:
     if len(scores) != len(excerpt.logprobs) or not all(map(math.isfinite, scores)):
         return [f"gave {len(scores)} log-probabilities for {len(excerpt.logprobs)} tokens, or such as are none"]
     differences = [abs(one - other) for one, other in zip(scores, excerpt.logprobs, strict=True)]

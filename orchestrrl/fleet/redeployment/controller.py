@@ -14,29 +14,29 @@ from typing import Protocol
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.managed import ManagedEngine
-from orchestrrl.fleet.deployers.base import Deployed, Deployer, Life
+from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment import actions
-from orchestrrl.fleet.redeployment.actions import POLL_S, Hands, started_with
-from orchestrrl.fleet.redeployment.book import SwitchBook, in_words, starts_of
-from orchestrrl.fleet.redeployment.checks import Tolerance
-from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
-from orchestrrl.fleet.redeployment.records import Fleet, OpenSwitch, read_fleet, read_open
-from orchestrrl.fleet.redeployment.run import SwitchRun
+from orchestrrl.fleet.redeployment.actions import POLL_S, RedeployActions, started_with
+from orchestrrl.fleet.redeployment.book import RedeploymentBook, in_words, starts_of
+from orchestrrl.fleet.redeployment.checks import AnswerTolerance
+from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
+from orchestrrl.fleet.redeployment.records import OpenRedeployment, RecordedFleet, read_fleet, read_open
+from orchestrrl.fleet.redeployment.run import RedeploymentRun
 from orchestrrl.fleet.redeployment.steps import (
-    Limits,
+    Redeployment,
+    RedeploymentReport,
+    RedeploymentState,
+    RedeployRequest,
+    RedeployTimeouts,
     Stage,
-    Switch,
     SwitchId,
-    SwitchReport,
-    SwitchState,
-    SwitchWish,
     check,
     stages_of,
 )
-from orchestrrl.fleet.redeployment.targets import Standing, Wanted, wanted_by_plan, wanted_by_targets
+from orchestrrl.fleet.redeployment.targets import StandingEngine, TargetEngine, wanted_by_plan, wanted_by_targets
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlanId, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ TEND_S = 2.0  # between looks at what the deployer has
 VANISHED = "nothing is left of it, and nobody here has stopped it"
 
 
-class Plane(actions.Plane, Protocol):
+class FleetControl(actions.ActionControl, Protocol):
     """What the owner of the deployment needs of the control plane."""
 
     journal: Journal
@@ -57,25 +57,25 @@ class Plane(actions.Plane, Protocol):
     def switch_hold(self) -> str:
         """Why nothing may be changed now; empty: it may."""
 
-    def switch_ended(self, plan: PlanId, outcome: DeploymentOutcome) -> None: ...
+    def switch_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RedeployPolicy:
     """How switches are done."""
 
-    limits: Limits = field(default_factory=Limits)
-    tolerance: Tolerance = field(default_factory=Tolerance)
+    limits: RedeployTimeouts = field(default_factory=RedeployTimeouts)
+    tolerance: AnswerTolerance = field(default_factory=AnswerTolerance)
     keep_asleep: bool = False  # engines that can sleep are kept for a later switch, instead of stopped
 
 
-class Switching:
+class RedeploymentController:
     """One change at a time. `make_spec` says what an engine of a configuration on those GPUs is started with, and
     raises ProblemFaults; `gpus_count` and `per_node` are of the fleet."""
 
     def __init__(
         self,
-        plane: Plane,
+        plane: FleetControl,
         deployer: Deployer,
         connect: Callable[[str], ManagedEngine],
         configurations: Mapping[ConfigurationId, Configuration],
@@ -83,9 +83,9 @@ class Switching:
         *,
         gpus_count: int,
         per_node: int,
-        policy: Policy | None = None,
+        policy: RedeployPolicy | None = None,
     ) -> None:
-        self.policy = policy or Policy()
+        self.policy = policy or RedeployPolicy()
         self._plane = plane
         self._deployer = deployer
         self._connect = connect
@@ -93,17 +93,19 @@ class Switching:
         self._make_spec = make_spec
         self._gpus_count = gpus_count
         self._per_node = per_node
-        self._running: dict[EngineId, Deployed] = {}
+        self._running: dict[EngineId, DeployedInstance] = {}
         self._fleet = read_fleet(plane.journal)  # None: nothing has been switched here
-        self._run: SwitchRun | None = None
-        self._task: asyncio.Task[DeploymentOutcome] | None = None
+        self._run: RedeploymentRun | None = None
+        self._task: asyncio.Task[RedeploymentOutcome] | None = None
         self._starting = False
-        self._book = SwitchBook(plane.journal, plane.clock, lambda: None if self._run is None else self._run.report())
+        self._book = RedeploymentBook(
+            plane.journal, plane.clock, lambda: None if self._run is None else self._run.report()
+        )
 
     # --- the engines that there are
 
     @property
-    def deployed(self) -> Mapping[EngineId, Deployed]:
+    def deployed(self) -> Mapping[EngineId, DeployedInstance]:
         return self._running
 
     async def recover(self) -> None:
@@ -120,10 +122,10 @@ class Switching:
         logger.warning("switch %s was cut short by the end of its daemon", opened.switch.id)
         self._adopt()
         hands = self._hands(opened.switch)
-        self._run = run = SwitchRun(opened.switch, hands, self._plane.journal, self._plane.clock, self._changed)
+        self._run = run = RedeploymentRun(opened.switch, hands, self._plane.journal, self._plane.clock, self._changed)
         self._task = asyncio.create_task(self._carry(run, self._resume(run, opened)))
 
-    async def _resume(self, run: SwitchRun, opened: OpenSwitch) -> None:
+    async def _resume(self, run: RedeploymentRun, opened: OpenRedeployment) -> None:
         """Nothing can be moved while a gate is closed, which a daemon before may have left so."""
         while self._plane.switch_hold():
             await self._plane.clock.sleep(POLL_S)
@@ -144,15 +146,15 @@ class Switching:
             if self.busy or self._run is not run:  # a switch knows better by now
                 continue
             self._take_stock(found)
-            gone = [replace(told, life=Life.ENDED, detail=VANISHED) for told in self._missing(before)]
-            ended = [told for e, told in self._running.items() if told.life is Life.ENDED and e in before]
+            gone = [replace(told, life=EngineLife.ENDED, detail=VANISHED) for told in self._missing(before)]
+            ended = [told for e, told in self._running.items() if told.life is EngineLife.ENDED and e in before]
             for deployed in [*gone, *ended]:
                 await self._bury(deployed)
 
-    def _missing(self, before: Mapping[EngineId, Deployed]) -> list[Deployed]:
+    def _missing(self, before: Mapping[EngineId, DeployedInstance]) -> list[DeployedInstance]:
         return [deployed for engine, deployed in before.items() if engine not in self._running]
 
-    async def _bury(self, deployed: Deployed) -> None:
+    async def _bury(self, deployed: DeployedInstance) -> None:
         """An engine went by itself: its GPUs are freed, and nobody is sent there."""
         logger.error("engine %s has ended: %s", deployed.engine, deployed.detail)
         try:
@@ -170,7 +172,7 @@ class Switching:
     async def _look(self) -> None:
         self._take_stock(await self._deployer.list_engines())
 
-    def _take_stock(self, found: Iterable[Deployed]) -> None:
+    def _take_stock(self, found: Iterable[DeployedInstance]) -> None:
         self._running.clear()
         self._running.update({deployed.engine: deployed for deployed in found})
 
@@ -192,14 +194,14 @@ class Switching:
             self._book.note_stopped(engine, done=True, detail="belonged to no deployment")
 
     async def _end_dead(self) -> None:
-        for deployed in [deployed for deployed in self._running.values() if deployed.life is Life.ENDED]:
+        for deployed in [deployed for deployed in self._running.values() if deployed.life is EngineLife.ENDED]:
             await self._bury(deployed)
 
     def _adopt(self) -> None:
         """Requests may go to what runs, as its last word was."""
         hands = self._hands(None)
         for deployed in self._running.values():
-            if deployed.life is Life.ALIVE and deployed.url and not deployed.lent:
+            if deployed.life is EngineLife.ALIVE and deployed.url and not deployed.lent:
                 self._plane.state.add_engine(hands.facts(deployed))
                 if deployed.configuration not in self.configurations:
                     logger.error(
@@ -207,7 +209,7 @@ class Switching:
                     )
         self._plane.engines_deployed()
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> StandingEngine:
         drained = {view.id for view in self._plane.state.engines(self._plane.clock.now_s()) if view.draining}
         specs = {spec.engine: spec for spec in self._ours() or ()}
         serving: list[EngineSpec] = []
@@ -215,7 +217,7 @@ class Switching:
         lost: list[EngineId] = []
         for engine, deployed in sorted(self._running.items()):
             spec = deployed.spec or specs.get(engine) or self._spec_of(deployed)
-            if deployed.life is Life.UNKNOWN:
+            if deployed.life is EngineLife.UNKNOWN:
                 lost.append(engine)
             (asleep if deployed.lent else serving).append(spec)
         owned = set(self._running)
@@ -225,7 +227,7 @@ class Switching:
             if view.id not in owned
             for gpu in view.gpus
         }
-        return Standing(
+        return StandingEngine(
             serving=tuple(serving),
             asleep=tuple(asleep),
             elastic=self._elastic(),
@@ -237,11 +239,11 @@ class Switching:
             per_node=self._per_node,
         )
 
-    def _serves(self, deployed: Deployed) -> bool:
+    def _serves(self, deployed: DeployedInstance) -> bool:
         """It lives, and no operator has removed it, who wants no requests there."""
-        return deployed.life is Life.ALIVE and not self._plane.state.barred(deployed.engine)
+        return deployed.life is EngineLife.ALIVE and not self._plane.state.barred(deployed.engine)
 
-    def _spec_of(self, deployed: Deployed) -> EngineSpec:
+    def _spec_of(self, deployed: DeployedInstance) -> EngineSpec:
         """Of an engine whose record was lost: as it would be started now."""
         return self._make_spec(deployed.engine, deployed.configuration, deployed.gpus)
 
@@ -262,7 +264,7 @@ class Switching:
                 why[id] = str(error)
         return why
 
-    def draft(self, wish: SwitchWish) -> tuple[Switch, tuple[Stage, ...]]:
+    def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage, ...]]:
         """What would be done: no steps where the fleet is so already. Raises ProblemFaults with all faults of the wish,
         Permanent where it cannot be now."""
         standing = self._standing()
@@ -280,10 +282,12 @@ class Switching:
         numbers = (int(found[1]) for name in used if (found := _NUMBERED.match(name)))
         return SwitchId(f"s{max(numbers, default=0) + 1}")
 
-    def _wanted(self, plan: Plan, standing: Standing) -> Wanted:
+    def _wanted(self, plan: Plan, standing: StandingEngine) -> TargetEngine:
         return wanted_by_plan(plan, standing, self._make_spec)
 
-    def _switch(self, id: SwitchId, plan: PlanId, reason: str, standing: Standing, wanted: Wanted) -> Switch:
+    def _switch(
+        self, id: SwitchId, plan: PlanId, reason: str, standing: StandingEngine, wanted: TargetEngine
+    ) -> Redeployment:
         weights = self._plane.current_weights()
         coming = {spec.engine for spec in wanted.new} - {spec.engine for spec in standing.serving}
         woken = {spec.engine for spec in standing.asleep} & coming
@@ -292,7 +296,7 @@ class Switching:
                 f"engines that are started need the weights of version {weights.version}, and nobody has told where"
                 f" they are: `orchestrrl gate set-version {weights.version} --weights FOLDER`"
             )
-        switch = Switch(
+        switch = Redeployment(
             id=id,
             plan=plan,
             reason=reason,
@@ -310,7 +314,7 @@ class Switching:
         self._check_starts(switch)
         return switch
 
-    def _check_starts(self, switch: Switch) -> None:
+    def _check_starts(self, switch: Redeployment) -> None:
         """What could never start is told before anybody stops. Raises ProblemFaults with the faults of all."""
         faults: list[str] = []
         asleep = {spec.engine for spec in switch.asleep}
@@ -324,7 +328,7 @@ class Switching:
         if faults:
             raise ProblemFaults(list(dict.fromkeys(faults)))
 
-    def _offers(self, engine: EngineId) -> Capabilities | None:
+    def _offers(self, engine: EngineId) -> EngineCapabilities | None:
         """As it was last reported; right after a switch, as it told then."""
         verified = None if self._run is None else self._run.hands.offers.get(engine)
         return self._plane.state.capabilities(engine) or verified
@@ -335,7 +339,7 @@ class Switching:
         offers = self._offers
         return frozenset(e for e in self._running if (told := offers(e)) is not None and told.scale_elastic_ep)
 
-    def _can_sleep(self, standing: Standing, new: Sequence[EngineSpec]) -> frozenset[EngineId]:
+    def _can_sleep(self, standing: StandingEngine, new: Sequence[EngineSpec]) -> frozenset[EngineId]:
         if not self._deployer.can_lend:
             return frozenset()
         wanted = {spec.engine for spec in new}
@@ -355,7 +359,7 @@ class Switching:
     def busy(self) -> bool:
         return self._starting or (self._task is not None and not self._task.done())
 
-    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
+    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
         """Bring the fleet to `plan.instances`. Raises Permanent or ProblemFaults before anything is done, never in the
         middle."""
         self._check_free()
@@ -372,7 +376,7 @@ class Switching:
         assert self._task is not None
         return await asyncio.shield(self._task)
 
-    def begin(self, wish: SwitchWish) -> SwitchId:
+    def begin(self, wish: RedeployRequest) -> SwitchId:
         """Start what `draft` shows; it then goes on by itself."""
         self._check_free()
         if because := self._plane.switch_hold():
@@ -388,15 +392,17 @@ class Switching:
             which = f" ({self._run.switch.id})" if self._run is not None else ""
             raise Permanent(f"another change of the deployment is under way{which}")
 
-    def _begin(self, switch: Switch, *, tell: bool = True) -> None:
+    def _begin(self, switch: Redeployment, *, tell: bool = True) -> None:
         """`tell` the control plane how it ends, where the caller does not."""
-        self._run = run = SwitchRun(switch, self._hands(switch), self._plane.journal, self._plane.clock, self._changed)
+        self._run = run = RedeploymentRun(
+            switch, self._hands(switch), self._plane.journal, self._plane.clock, self._changed
+        )
         self._task = asyncio.create_task(self._carry(run, run.run(), tell=tell))
         self._task.add_done_callback(_log_defect)
 
-    def _hands(self, switch: Switch | None) -> Hands:
-        blank = Switch(SwitchId(""), PlanId(""), "", 0.0, (), ())
-        return Hands(
+    def _hands(self, switch: Redeployment | None) -> RedeployActions:
+        blank = Redeployment(SwitchId(""), PlanId(""), "", 0.0, (), ())
+        return RedeployActions(
             self._plane,
             self._deployer,
             self._connect,
@@ -406,7 +412,7 @@ class Switching:
             switch or blank,
         )
 
-    async def _carry(self, run: SwitchRun, work: Awaitable[None], *, tell: bool = True) -> DeploymentOutcome:
+    async def _carry(self, run: RedeploymentRun, work: Awaitable[None], *, tell: bool = True) -> RedeploymentOutcome:
         try:
             await work
         except Exception:  # a defect of ours: nobody is to wait for a switch that goes on no further
@@ -418,13 +424,15 @@ class Switching:
             logger.warning("the deployer does not say what runs: %s", error)
         report = run.report()
         specs = {spec.engine: spec for spec in (*run.switch.asleep, *run.switch.old, *run.switch.new)}
-        there = [(specs[e], d) for e, d in sorted(self._running.items()) if e in specs and d.life is not Life.ENDED]
-        self._fleet = Fleet(
+        there = [
+            (specs[e], d) for e, d in sorted(self._running.items()) if e in specs and d.life is not EngineLife.ENDED
+        ]
+        self._fleet = RecordedFleet(
             serving=tuple(spec for spec, deployed in there if not deployed.lent),
             asleep=tuple(spec for spec, deployed in there if deployed.lent),
         )
         now_s, starts = self._plane.clock.now_s(), starts_of(run, self._as_usual)
-        outcome = DeploymentOutcome(report.state is SwitchState.DONE, in_words(report), now_s, starts)
+        outcome = RedeploymentOutcome(report.state is RedeploymentState.DONE, in_words(report), now_s, starts)
         try:
             self._book.ended(report, self._fleet)
             self._book.note_engines(run, self._as_usual)
@@ -435,7 +443,7 @@ class Switching:
         self._changed()
         return outcome
 
-    def _as_usual(self, run: SwitchRun, engine: EngineId) -> bool:
+    def _as_usual(self, run: RedeploymentRun, engine: EngineId) -> bool:
         """Engines that are kept asleep start once and are woken from then on, which is what the next will take."""
         if not self.policy.keep_asleep or engine in {spec.engine for spec in run.switch.asleep}:
             return True
@@ -444,19 +452,19 @@ class Switching:
 
     # --- told
 
-    def report(self, id: str = "") -> SwitchReport:
+    def report(self, id: str = "") -> RedeploymentReport:
         """The one under way, or that was last, or the one of that id. Raises Permanent where there is none."""
         return self._book.report(id)
 
-    def history(self, limit: int = 0) -> list[SwitchReport]:
+    def history(self, limit: int = 0) -> list[RedeploymentReport]:
         """Newest first; 0: all that are remembered."""
         return self._book.newest(limit)
 
-    def watch(self, id: str) -> AsyncIterator[SwitchReport]:
+    def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
         """The switch as it stands, then whenever it changes, until it has ended."""
         return self._book.watch(id)
 
-    def cancel(self, id: str, reason: str) -> SwitchReport:
+    def cancel(self, id: str, reason: str) -> RedeploymentReport:
         """Go back to the engines from before. Raises Permanent where nothing can be called off."""
         if not self.busy or self._run is None or id not in ("", self._run.switch.id):
             raise Permanent(f"switch {id} is not under way" if id else "no switch is under way")
@@ -475,11 +483,11 @@ class Switching:
         self._book.changed(self._run.report())
 
 
-def _changes(switch: Switch) -> bool:
+def _changes(switch: Redeployment) -> bool:
     unwanted = not switch.keep_asleep and any(spec not in switch.new for spec in switch.asleep)
     return bool(switch.leaving or switch.coming or switch.scaled) or unwanted
 
 
-def _log_defect(task: "asyncio.Task[DeploymentOutcome]") -> None:
+def _log_defect(task: "asyncio.Task[RedeploymentOutcome]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a switch broke off: %s", error, exc_info=error)

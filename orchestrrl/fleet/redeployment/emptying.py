@@ -9,9 +9,9 @@ from typing import Protocol
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.operations import RequestMove
 from orchestrrl.fleet.moves import MovesOutcome
-from orchestrrl.fleet.redeployment.steps import Switch
-from orchestrrl.fleet.routes import Routes
-from orchestrrl.fleet.state import State
+from orchestrrl.fleet.redeployment.steps import Redeployment
+from orchestrrl.fleet.routes import RoutingTable
+from orchestrrl.fleet.state import FleetState
 from planner.model import (
     Configuration,
     ConfigurationId,
@@ -33,19 +33,19 @@ LOOK_S = 0.05
 LOOK_S_PER_REQUEST = 1.5e-5
 
 
-class Plane(Protocol):
+class MoveControl(Protocol):
     """What emptying needs of the control plane."""
 
-    state: State
+    state: FleetState
     clock: Clock
-    routes: Routes
+    routes: RoutingTable
 
     async def move_for_switch(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
         """Carry them out, whatever the mode."""
 
 
 @dataclass(slots=True)
-class Tally:
+class MovesTally:
     """What became of requests."""
 
     moved: set[RequestId] = field(default_factory=set)
@@ -65,7 +65,11 @@ class Emptying:
     is."""
 
     def __init__(
-        self, plane: Plane, switch: Switch, configurations: Mapping[ConfigurationId, Configuration], tally: Tally
+        self,
+        plane: MoveControl,
+        switch: Redeployment,
+        configurations: Mapping[ConfigurationId, Configuration],
+        tally: MovesTally,
     ) -> None:
         self._plane = plane
         self._switch = switch

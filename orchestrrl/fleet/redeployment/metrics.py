@@ -5,25 +5,25 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
-from orchestrrl.fleet.redeployment.steps import StepKind, StepState, SwitchReport, SwitchState
+from orchestrrl.fleet.redeployment.steps import RedeploymentReport, RedeploymentState, RedeployStepState, StepKind
 
-OUTCOMES = (SwitchState.DONE, SwitchState.ROLLED_BACK, SwitchState.DEGRADED)
+OUTCOMES = (RedeploymentState.DONE, RedeploymentState.ROLLED_BACK, RedeploymentState.DEGRADED)
 
 
-class SwitchMetrics:
+class RedeploymentMetrics:
     """Counts each switch once, when it has ended, however few of them are remembered."""
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
-        self._outcomes: Counter[SwitchState] = Counter()
+        self._outcomes: Counter[RedeploymentState] = Counter()
         self._steps: Counter[StepKind] = Counter()
         self._failed: Counter[StepKind] = Counter()
         self._took_s: dict[StepKind, float] = dict.fromkeys(StepKind, 0.0)
         self._closed_s = 0.0
 
-    def collect(self, history: Sequence[SwitchReport]) -> Iterator[Metric]:
+    def collect(self, history: Sequence[RedeploymentReport]) -> Iterator[Metric]:
         """`history`: all switches that are remembered."""
-        ended = [report for report in history if report.state is not SwitchState.RUNNING]
+        ended = [report for report in history if report.state is not RedeploymentState.RUNNING]
         for report in ended:
             if report.id not in self._counted:
                 self._count(report)
@@ -51,12 +51,12 @@ class SwitchMetrics:
             failed.add_metric([kind], self._failed[kind])
         yield from (steps, failed)
 
-    def _count(self, report: SwitchReport) -> None:
+    def _count(self, report: RedeploymentReport) -> None:
         self._outcomes[report.state] += 1
         self._closed_s += report.closed_s or 0.0
         for told in report.steps:
-            if told.state is StepState.DONE and told.took_s is not None:
+            if told.state is RedeployStepState.DONE and told.took_s is not None:
                 self._steps[told.step.kind] += 1
                 self._took_s[told.step.kind] += told.took_s
-            elif told.state is StepState.FAILED:
+            elif told.state is RedeployStepState.FAILED:
                 self._failed[told.step.kind] += 1

@@ -16,7 +16,7 @@ class EngineStart:
 
 
 @dataclass(frozen=True, slots=True)
-class DeploymentOutcome:
+class RedeploymentOutcome:
     """What became of a change of the deployment."""
 
     done: bool

@@ -6,14 +6,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrrl.core.journal.store import Entry, Journal, JournalReader, Kind
-from orchestrrl.engines.managed import Excerpt
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry, JournalReader
+from orchestrrl.engines.managed import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.steps import StepKind, StepState, Switch, SwitchId, SwitchReport
+from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentReport, RedeployStepState, StepKind, SwitchId
 
-SWITCH = TypeAdapter(Switch)
-EXCERPT = TypeAdapter(Excerpt)
-REPORT = TypeAdapter(SwitchReport)
+SWITCH = TypeAdapter(Redeployment)
+EXCERPT = TypeAdapter(AnswerExcerpt)
+REPORT = TypeAdapter(RedeploymentReport)
 _SPECS = TypeAdapter(tuple[EngineSpec, ...])
 
 HISTORY = 256  # switches that are remembered
@@ -21,7 +21,7 @@ MOST_STEPS = 100_000  # entries of one switch
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class RecordedFleet:
     """The engines as the last switch left them: those that serve, and those that sleep."""
 
     serving: tuple[EngineSpec, ...] = ()
@@ -29,34 +29,34 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenSwitch:
+class OpenRedeployment:
     """One whose daemon did not live to end it, and what it wrote of its steps."""
 
-    switch: Switch
-    steps: tuple[Entry, ...]
+    switch: Redeployment
+    steps: tuple[JournalEntry, ...]
 
 
-def write_end(journal: Journal, at_s: float, report: SwitchReport, fleet: Fleet) -> None:
+def write_end(journal: Journal, at_s: float, report: RedeploymentReport, fleet: RecordedFleet) -> None:
     body = {
         "report": REPORT.dump_python(report, mode="json"),
         "serving": _SPECS.dump_python(fleet.serving, mode="json"),
         "asleep": _SPECS.dump_python(fleet.asleep, mode="json"),
     }
-    journal.append(at_s, Kind.SWITCH_ENDED, report.id, body)
+    journal.append(at_s, EntryKind.SWITCH_ENDED, report.id, body)
 
 
-def read_fleet(journal: JournalReader) -> Fleet | None:
+def read_fleet(journal: JournalReader) -> RecordedFleet | None:
     """None: no switch has ended here."""
-    latest = journal.latest(Kind.SWITCH_ENDED)
+    latest = journal.latest(EntryKind.SWITCH_ENDED)
     return None if latest is None else journal.interpret(latest, _fleet_from)
 
 
-def read_open(journal: JournalReader) -> OpenSwitch | None:
+def read_open(journal: JournalReader) -> OpenRedeployment | None:
     """The latest that was not ended: there is one at a time."""
-    opened = journal.open_operations(Kind.SWITCH_BEGAN)
+    opened = journal.open_operations(EntryKind.SWITCH_BEGAN)
     if not opened:
         return None
-    begun, ended = opened[-1], journal.latest(Kind.SWITCH_ENDED)
+    begun, ended = opened[-1], journal.latest(EntryKind.SWITCH_ENDED)
     if ended is not None and ended.sequence > begun.sequence:  # it has ended, and that could not be written down
         return None
     switch = journal.interpret(begun, lambda body: SWITCH.validate_python(body["switch"]))
@@ -64,29 +64,29 @@ def read_open(journal: JournalReader) -> OpenSwitch | None:
         return None
     steps = [
         entry
-        for entry in journal.since(begun.sequence, (Kind.SWITCH_STEP,), MOST_STEPS)
+        for entry in journal.since(begun.sequence, (EntryKind.SWITCH_STEP,), MOST_STEPS)
         if entry.subject == switch.id and journal.interpret(entry, _checked_step) is not None
     ]
-    return OpenSwitch(switch, tuple(steps))
+    return OpenRedeployment(switch, tuple(steps))
 
 
-def read_history(journal: JournalReader) -> dict[SwitchId, SwitchReport]:
+def read_history(journal: JournalReader) -> dict[SwitchId, RedeploymentReport]:
     """Oldest first."""
     reports = {}
-    for entry in journal.tail(HISTORY, (Kind.SWITCH_ENDED,)):
+    for entry in journal.tail(HISTORY, (EntryKind.SWITCH_ENDED,)):
         report = journal.interpret(entry, lambda body: REPORT.validate_python(body["report"]))
         if report is not None:
             reports[SwitchId(entry.subject)] = report
     return reports
 
 
-def _fleet_from(body: Mapping[str, Any]) -> Fleet:
-    return Fleet(_SPECS.validate_python(body["serving"]), _SPECS.validate_python(body["asleep"]))
+def _fleet_from(body: Mapping[str, Any]) -> RecordedFleet:
+    return RecordedFleet(_SPECS.validate_python(body["serving"]), _SPECS.validate_python(body["asleep"]))
 
 
 def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """The body of a step, which has what a resumed switch reads of it."""
-    StepKind(body["kind"]), StepState(body["state"])
+    StepKind(body["kind"]), RedeployStepState(body["state"])
     if "reference" in body:
         EXCERPT.validate_python(body["reference"])
     missing = {"engine", "number", "direction", "detail", "began_s", "took_s"} - body.keys()

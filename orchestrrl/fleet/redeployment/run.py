@@ -13,21 +13,21 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.core.journal.store import Entry, Journal, Kind
-from orchestrrl.fleet.deployers.base import Life
-from orchestrrl.fleet.redeployment.actions import REFERENCE_WITHIN_S, Hands, within
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
+from orchestrrl.fleet.deployers.base import EngineLife
+from orchestrrl.fleet.redeployment.actions import REFERENCE_WITHIN_S, RedeployActions, within
 from orchestrrl.fleet.redeployment.records import EXCERPT, SWITCH
 from orchestrrl.fleet.redeployment.steps import (
     BRING_UP,
-    Direction,
+    Redeployment,
+    RedeploymentReport,
+    RedeploymentState,
+    RedeployStep,
+    RedeployStepState,
     Stage,
-    Step,
+    StepDirection,
     StepKind,
     StepReport,
-    StepState,
-    Switch,
-    SwitchReport,
-    SwitchState,
     check,
     goes_on,
     stages_back,
@@ -45,10 +45,10 @@ _FREES_GPUS = (StepKind.STOP, StepKind.SLEEP)
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RedeployFailure:
     """Why it does not go on."""
 
-    step: Step | None  # None: it was called off
+    step: RedeployStep | None  # None: it was called off
     why: str
 
     def __str__(self) -> str:
@@ -58,27 +58,30 @@ class Failure:
 
 
 class _ChainFailed(Exception):
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: RedeployFailure) -> None:
         super().__init__(str(failure))
         self.failure = failure
 
 
-class SwitchRun:
+class RedeploymentRun:
     """One switch under way. `changed` is called with each new state of the report."""
 
     def __init__(
-        self, switch: Switch, hands: Hands, journal: Journal, clock: Clock, changed: Callable[[], None]
+        self, switch: Redeployment, hands: RedeployActions, journal: Journal, clock: Clock, changed: Callable[[], None]
     ) -> None:
         self.switch = switch
         self.hands = hands
         self._journal = journal
         self._clock = clock
         self._changed = changed
-        self._stages: dict[Direction, tuple[Stage, ...]] = {Direction.FORWARD: stages_of(switch), Direction.BACK: ()}
-        check(switch, self._stages[Direction.FORWARD])
-        self._steps: dict[tuple[Direction, int], StepReport] = {}
-        self._list_steps(Direction.FORWARD)
-        self._state = SwitchState.RUNNING
+        self._stages: dict[StepDirection, tuple[Stage, ...]] = {
+            StepDirection.FORWARD: stages_of(switch),
+            StepDirection.BACK: (),
+        }
+        check(switch, self._stages[StepDirection.FORWARD])
+        self._steps: dict[tuple[StepDirection, int], StepReport] = {}
+        self._list_steps(StepDirection.FORWARD)
+        self._state = RedeploymentState.RUNNING
         self._detail = ""
         self._ended_s: float | None = None
         self._fenced_s: float | None = None
@@ -92,8 +95,8 @@ class SwitchRun:
 
     # --- told
 
-    def report(self) -> SwitchReport:
-        return SwitchReport(
+    def report(self) -> RedeploymentReport:
+        return RedeploymentReport(
             id=self.switch.id,
             plan=self.switch.plan,
             reason=self.switch.reason,
@@ -101,7 +104,9 @@ class SwitchRun:
             state=self._state,
             old=self.switch.old,
             new=self.switch.new,
-            engines=tuple(sorted(e for e, d in self.hands.running.items() if d.life is Life.ALIVE and not d.lent)),
+            engines=tuple(
+                sorted(e for e, d in self.hands.running.items() if d.life is EngineLife.ALIVE and not d.lent)
+            ),
             steps=tuple(self._steps.values()),
             detail=self._detail,
             ended_s=self._ended_s,
@@ -116,7 +121,7 @@ class SwitchRun:
         gpus = {gpu for spec in self.switch.coming if spec.engine == engine for gpu in spec.gpus}
         in_the_way = {spec.engine for spec in self.switch.leaving if gpus.intersection(spec.gpus)}
         for (direction, _), told in self._steps.items():
-            if direction is not Direction.FORWARD or told.began_s is None:
+            if direction is not StepDirection.FORWARD or told.began_s is None:
                 continue
             step = told.step
             if step.engine in in_the_way and step.kind in _FREES_GPUS:
@@ -130,7 +135,11 @@ class SwitchRun:
     def call_off(self, because: str) -> None:
         """Go back. Raises Permanent where that is no longer possible."""
         going = self._going  # None: it is yet to begin
-        over = self.hands.going_back or self._state is not SwitchState.RUNNING or (going is not None and going.done())
+        over = (
+            self.hands.going_back
+            or self._state is not RedeploymentState.RUNNING
+            or (going is not None and going.done())
+        )
         if over or self._point_of_no_return:
             raise Permanent(f"switch {self.switch.id} can no longer be called off")
         self._called_off = because
@@ -142,7 +151,7 @@ class SwitchRun:
     async def run(self) -> None:
         """From the beginning to the end."""
         # Who comes on free GPUs is verified before any engine is emptied that could be asked then.
-        early = next(steps_in(self._stages[Direction.FORWARD])).kind in _TAKES_GPUS
+        early = next(steps_in(self._stages[StepDirection.FORWARD])).kind in _TAKES_GPUS
         limit_s = self.switch.limits.check_s if early else REFERENCE_WITHIN_S
         try:
             reference = await within(self._clock, limit_s, self.hands.reference(patient=early))
@@ -152,20 +161,20 @@ class SwitchRun:
         self.switch = self.hands.switch = replace(self.switch, reference=reference)
         body = {"switch": SWITCH.dump_python(self.switch, mode="json")}
         try:
-            self._journal.append(self._clock.now_s(), Kind.SWITCH_BEGAN, self.switch.id, body)
+            self._journal.append(self._clock.now_s(), EntryKind.SWITCH_BEGAN, self.switch.id, body)
         except OrchestrRLError as error:
-            self._state, self._ended_s = SwitchState.ROLLED_BACK, self._clock.now_s()
+            self._state, self._ended_s = RedeploymentState.ROLLED_BACK, self._clock.now_s()
             self._detail = f"nothing was begun, since it cannot be written down: {error}"
             return
-        failure = Failure(None, self._called_off) if self._called_off else await self._forward()
+        failure = RedeployFailure(None, self._called_off) if self._called_off else await self._forward()
         await self._end(failure)
 
-    async def resume(self, steps: Sequence[Entry]) -> None:
+    async def resume(self, steps: Sequence[JournalEntry]) -> None:
         """Take up what a daemon before left open; `steps` are its entries of this switch, in order."""
         done = self._recall(steps)
-        alive = {engine for engine, deployed in self.hands.running.items() if deployed.life is Life.ALIVE}
+        alive = {engine for engine, deployed in self.hands.running.items() if deployed.life is EngineLife.ALIVE}
         if not goes_on(self.switch, done, alive):
-            return await self._end(Failure(None, "the daemon ended in the middle of it"))
+            return await self._end(RedeployFailure(None, "the daemon ended in the middle of it"))
         logger.warning("switch %s is finished: all that is new had been verified", self.switch.id)
         stopped = {engine for kind, engine in done if kind in _FREES_GPUS}
         # What this daemon has to know of itself, and what is as good as undone until its engine has stopped.
@@ -173,7 +182,7 @@ class SwitchRun:
         again |= {(StepKind.EVACUATE, spec.engine) for spec in self.switch.leaving if spec.engine not in stopped}
         return await self._end(await self._forward(done - again))
 
-    async def _forward(self, done: set[tuple[StepKind, EngineId | None]] | None = None) -> Failure | None:
+    async def _forward(self, done: set[tuple[StepKind, EngineId | None]] | None = None) -> RedeployFailure | None:
         skip = done or set()
         self.hands.expect(spec.engine for spec in self.switch.preparing)
         self._going = asyncio.ensure_future(self._run_stages(skip))
@@ -182,26 +191,26 @@ class SwitchRun:
         except _ChainFailed as failed:
             return failed.failure
         except OrchestrRLError as error:
-            return Failure(None, f"it cannot be written down: {error}")
+            return RedeployFailure(None, f"it cannot be written down: {error}")
         except asyncio.CancelledError:
             if not self._called_off:  # the daemon ends: the next one takes it up
                 self._going.cancel()
                 await asyncio.wait({self._going})
                 raise
-            return Failure(None, self._called_off)
+            return RedeployFailure(None, self._called_off)
         return None
 
-    async def _end(self, failure: Failure | None) -> None:
+    async def _end(self, failure: RedeployFailure | None) -> None:
         amiss: list[str] = []
         if failure is not None:
             logger.warning("switch %s goes back: %s", self.switch.id, failure)
             self._detail = str(failure)
             self._told()
             amiss = await self._back()
-        state = SwitchState.DONE
+        state = RedeploymentState.DONE
         if failure is not None:
             # What failed on the way may have come right in the end, e.g. an engine that would not stop and serves on.
-            state = SwitchState.ROLLED_BACK if await self._as_before() else SwitchState.DEGRADED
+            state = RedeploymentState.ROLLED_BACK if await self._as_before() else RedeploymentState.DEGRADED
             self._detail = "; ".join([str(failure), *amiss])
         self._state = state  # in one go: whoever looks sees a switch that runs, or how it ended
         self._ended_s = self._clock.now_s()
@@ -210,27 +219,27 @@ class SwitchRun:
     async def _back(self) -> list[str]:
         """What failed on the way."""
         for key, told in list(self._steps.items()):
-            if told.state is StepState.PENDING:
-                self._steps[key] = replace(told, state=StepState.SKIPPED)
+            if told.state is RedeployStepState.PENDING:
+                self._steps[key] = replace(told, state=RedeployStepState.SKIPPED)
         self.hands.going_back = True
         present = await self._look()
         asleep = {engine for engine in present if self.hands.running[engine].lent}
         old = {spec.engine for spec in self.switch.leaving}
         asleep |= present & self._dozing & old
         there = present - (self._unready & old)  # starting one again is harmless, and brings it up
-        ended = {engine for engine in present if self.hands.running[engine].life is Life.ENDED}
+        ended = {engine for engine in present if self.hands.running[engine].life is EngineLife.ENDED}
         scaled = {
             told.step.engine
             for told in self._steps.values()
             if told.step.kind is StepKind.SCALE and told.step.engine is not None and told.began_s is not None
         }
-        self._stages[Direction.BACK] = stages_back(self.switch, there, asleep, scaled, self._stopping | ended)
-        self._list_steps(Direction.BACK)
-        brought_up = {step.engine for step in steps_in(self._stages[Direction.BACK]) if step.kind is StepKind.READY}
+        self._stages[StepDirection.BACK] = stages_back(self.switch, there, asleep, scaled, self._stopping | ended)
+        self._list_steps(StepDirection.BACK)
+        brought_up = {step.engine for step in steps_in(self._stages[StepDirection.BACK]) if step.kind is StepKind.READY}
         self.hands.expect(engine for engine in brought_up if engine is not None)
         self._told()
         amiss: list[str] = []
-        for stage in self._stages[Direction.BACK]:
+        for stage in self._stages[StepDirection.BACK]:
             outcomes = await asyncio.gather(*(self._chain_back(chain) for chain in stage))
             amiss += [outcome for outcome in outcomes if outcome]
         return list(dict.fromkeys(amiss))
@@ -248,16 +257,16 @@ class SwitchRun:
 
     async def _as_before(self) -> bool:
         await self._look()
-        serving = {engine for engine, up in self.hands.running.items() if up.life is Life.ALIVE and not up.lent}
+        serving = {engine for engine, up in self.hands.running.items() if up.life is EngineLife.ALIVE and not up.lent}
         return serving == {spec.engine for spec in self.switch.old}
 
-    async def _chain_back(self, chain: Sequence[Step]) -> str:
+    async def _chain_back(self, chain: Sequence[RedeployStep]) -> str:
         """Nobody else goes without an engine because of this one; why it failed, if it did."""
-        failure: Failure | None = None
+        failure: RedeployFailure | None = None
         for _ in range(BACK_ATTEMPTS):
             try:
                 for step in chain:
-                    await self._do(Direction.BACK, step, self.hands.back)
+                    await self._do(StepDirection.BACK, step, self.hands.back)
             except _ChainFailed as failed:
                 failure = failed.failure
                 logger.error("switch %s, on its way back: %s", self.switch.id, failure)
@@ -270,7 +279,7 @@ class SwitchRun:
                 return ""
         return str(failure)
 
-    async def _let_go(self, step: Step) -> None:
+    async def _let_go(self, step: RedeployStep) -> None:
         """What came up by half is not left on its GPUs."""
         assert step.engine is not None
         try:
@@ -279,7 +288,7 @@ class SwitchRun:
             logger.error("%s: %s", step.engine, error)
 
     async def _run_stages(self, skip: set[tuple[StepKind, EngineId | None]]) -> None:
-        for stage in self._stages[Direction.FORWARD]:
+        for stage in self._stages[StepDirection.FORWARD]:
             chains = [asyncio.ensure_future(self._run_chain(chain, skip)) for chain in stage]
             try:
                 await asyncio.wait(chains, return_when=asyncio.FIRST_EXCEPTION)
@@ -293,25 +302,27 @@ class SwitchRun:
             if failures:
                 raise (told or failures)[0]
 
-    async def _run_chain(self, chain: Sequence[Step], skip: set[tuple[StepKind, EngineId | None]]) -> None:
+    async def _run_chain(self, chain: Sequence[RedeployStep], skip: set[tuple[StepKind, EngineId | None]]) -> None:
         for step in chain:
             if (step.kind, step.engine) in skip:
                 continue
             try:
-                await self._do(Direction.FORWARD, step, self.hands.forward)
+                await self._do(StepDirection.FORWARD, step, self.hands.forward)
             except _ChainFailed as failed:
                 if step.kind is not StepKind.RETIRE:
                     raise
                 # The new deployment stands: what could not be stopped is told, and stopped by the next switch.
                 self._detail = "; ".join(filter(None, [self._detail, str(failed.failure)]))
 
-    async def _do(self, direction: Direction, step: Step, act: Callable[[Step], Awaitable[str]]) -> None:
-        if direction is Direction.FORWARD and step.kind is StepKind.ADMIT:
+    async def _do(
+        self, direction: StepDirection, step: RedeployStep, act: Callable[[RedeployStep], Awaitable[str]]
+    ) -> None:
+        if direction is StepDirection.FORWARD and step.kind is StepKind.ADMIT:
             self._point_of_no_return = True
         began_s = self._clock.now_s()
         if step.kind is StepKind.FENCE and self._fenced_s is None:
             self._fenced_s = began_s
-        self._write(StepReport(step, direction, StepState.RUNNING, began_s=began_s))
+        self._write(StepReport(step, direction, RedeployStepState.RUNNING, began_s=began_s))
         if step.engine is not None:
             self.hands.waits_for.pop(step.engine, None)
         try:
@@ -319,26 +330,26 @@ class SwitchRun:
         except OrchestrRLError as error:
             waits = self.hands.waits_for.get(step.engine, "") if step.engine is not None else ""
             why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
-            self._write(self._ended_step(direction, step, StepState.FAILED, why, began_s))
-            raise _ChainFailed(Failure(step, why)) from error
+            self._write(self._ended_step(direction, step, RedeployStepState.FAILED, why, began_s))
+            raise _ChainFailed(RedeployFailure(step, why)) from error
         except Exception as error:
             # A defect, ours or a deployer's, must not leave the fleet between the two.
             logger.exception("switch %s: %s %s", self.switch.id, step.kind, step.engine or "")
             why = f"a defect: {error!r}"
-            self._write(self._ended_step(direction, step, StepState.FAILED, why, began_s))
-            raise _ChainFailed(Failure(step, why)) from error
+            self._write(self._ended_step(direction, step, RedeployStepState.FAILED, why, began_s))
+            raise _ChainFailed(RedeployFailure(step, why)) from error
         except asyncio.CancelledError:
             # What became of it is looked at before anything else is done.
             self._steps[direction, step.number] = self._ended_step(
-                direction, step, StepState.FAILED, "cut short", began_s
+                direction, step, RedeployStepState.FAILED, "cut short", began_s
             )
             raise
         if step.kind is StepKind.ADMIT and self._fenced_s is not None:
             self._closed_s = self._clock.now_s() - self._fenced_s
-        self._write(self._ended_step(direction, step, StepState.DONE, detail, began_s))
+        self._write(self._ended_step(direction, step, RedeployStepState.DONE, detail, began_s))
 
     def _ended_step(
-        self, direction: Direction, step: Step, state: StepState, detail: str, began_s: float
+        self, direction: StepDirection, step: RedeployStep, state: RedeployStepState, detail: str, began_s: float
     ) -> StepReport:
         return StepReport(step, direction, state, detail, began_s, self._clock.now_s() - began_s)
 
@@ -364,66 +375,66 @@ class SwitchRun:
             self.switch = self.hands.switch
             body["reference"] = EXCERPT.dump_python(self.hands.switch.reference, mode="json")
         try:
-            self._journal.append(self._clock.now_s(), Kind.SWITCH_STEP, self.switch.id, body)
+            self._journal.append(self._clock.now_s(), EntryKind.SWITCH_STEP, self.switch.id, body)
         except OrchestrRLError as error:
-            if told.direction is Direction.FORWARD:
+            if told.direction is StepDirection.FORWARD:
                 raise
             # A full disk must not keep the fleet from being whole again.
             logger.error("switch %s: %s", self.switch.id, error)
         logger.info("switch %s: %s %s %s %s", self.switch.id, step.kind, step.engine or "", told.state, told.detail)
         self._told()
 
-    def _note(self, kind: StepKind, engine: EngineId | None, state: StepState) -> None:
+    def _note(self, kind: StepKind, engine: EngineId | None, state: RedeployStepState) -> None:
         """Whose processes may be there now, and neither serve nor stay."""
         if engine is None:
             return
-        if kind in _TAKES_GPUS and state is StepState.RUNNING:
+        if kind in _TAKES_GPUS and state is RedeployStepState.RUNNING:
             self._unready.add(engine)
-        if kind in (*_TAKES_GPUS, *_FREES_GPUS) and state is StepState.RUNNING:
+        if kind in (*_TAKES_GPUS, *_FREES_GPUS) and state is RedeployStepState.RUNNING:
             self.hands.loaded.discard(engine)
         match kind, state:
-            case (StepKind.LOAD, StepState.DONE):
+            case (StepKind.LOAD, RedeployStepState.DONE):
                 self.hands.loaded.add(engine)
-            case (StepKind.VERIFY, StepState.DONE):
+            case (StepKind.VERIFY, RedeployStepState.DONE):
                 self._unready.discard(engine)
-            case (StepKind.STOP, StepState.RUNNING):
+            case (StepKind.STOP, RedeployStepState.RUNNING):
                 self._stopping.add(engine)
-            case (StepKind.STOP, StepState.DONE) | (StepKind.START, StepState.RUNNING):
+            case (StepKind.STOP, RedeployStepState.DONE) | (StepKind.START, RedeployStepState.RUNNING):
                 self._stopping.discard(engine)
-            case (StepKind.SLEEP, StepState.RUNNING):
+            case (StepKind.SLEEP, RedeployStepState.RUNNING):
                 self._dozing.add(engine)
-            case (StepKind.WAKE, StepState.DONE):
+            case (StepKind.WAKE, RedeployStepState.DONE):
                 self._dozing.discard(engine)
 
-    def _recall(self, entries: Sequence[Entry]) -> set[tuple[StepKind, EngineId | None]]:
+    def _recall(self, entries: Sequence[JournalEntry]) -> set[tuple[StepKind, EngineId | None]]:
         """What was done, forward. A step that had begun may have been done or not."""
         done = set()
-        forward = {step.number: step for step in steps_in(self._stages[Direction.FORWARD])}
+        forward = {step.number: step for step in steps_in(self._stages[StepDirection.FORWARD])}
         for entry in entries:
             body = entry.body
-            self._note(StepKind(body["kind"]), body["engine"], StepState(body["state"]))
+            self._note(StepKind(body["kind"]), body["engine"], RedeployStepState(body["state"]))
             if "reference" in body:
                 reference = EXCERPT.validate_python(body["reference"])
                 self.switch = self.hands.switch = replace(self.switch, reference=reference)
             step = forward.get(body["number"])
-            if body["direction"] != Direction.FORWARD or step is None:
+            if body["direction"] != StepDirection.FORWARD or step is None:
                 continue
-            state = StepState(body["state"])
-            self._steps[Direction.FORWARD, step.number] = StepReport(
-                step, Direction.FORWARD, state, body["detail"], body["began_s"], body["took_s"]
+            state = RedeployStepState(body["state"])
+            self._steps[StepDirection.FORWARD, step.number] = StepReport(
+                step, StepDirection.FORWARD, state, body["detail"], body["began_s"], body["took_s"]
             )
             if step.kind is StepKind.FENCE and self._fenced_s is None:
                 self._fenced_s = body["began_s"]
-            if state is StepState.DONE:
+            if state is RedeployStepState.DONE:
                 done.add((step.kind, step.engine))
         for key, told in list(self._steps.items()):
-            if told.state is StepState.RUNNING:
-                self._steps[key] = replace(told, state=StepState.FAILED, detail="the daemon ended")
-        if any(entry.body["direction"] == Direction.BACK for entry in entries):
+            if told.state is RedeployStepState.RUNNING:
+                self._steps[key] = replace(told, state=RedeployStepState.FAILED, detail="the daemon ended")
+        if any(entry.body["direction"] == StepDirection.BACK for entry in entries):
             return set()  # it was on its way back already
         return done
 
-    def _list_steps(self, direction: Direction) -> None:
+    def _list_steps(self, direction: StepDirection) -> None:
         for step in steps_in(self._stages[direction]):
             self._steps[direction, step.number] = StepReport(step, direction)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
-from orchestrrl.engines.managed import Excerpt
+from orchestrrl.engines.managed import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from planner.model import EngineId, GpuId, PlanId, RequestId
 
@@ -39,7 +39,7 @@ BRING_UP = (StepKind.READY, StepKind.LOAD, StepKind.WARM_UP, StepKind.VERIFY)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RedeployTimeouts:
     """How long each step may take. Past it the step has failed."""
 
     drain_s: float = 30.0  # for requests that cannot be moved to finish
@@ -66,7 +66,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ServedWeights:
     """What all engines have to serve. `version` None: nobody has named one, and the model's own are meant. `source`: a
     folder that engines can read; empty: nobody has told where to get them."""
 
@@ -76,7 +76,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class Redeployment:
     """One change. `old` is the whole deployment, `new` the whole of what is wanted: what is in both stays as it is, or
     is scaled where it has other GPUs there."""
 
@@ -90,9 +90,9 @@ class Switch:
     can_sleep: frozenset[EngineId] = frozenset()  # of those that leave
     keep_asleep: bool = False  # who sleeps and is not wanted stays so, to be woken by a later switch
     destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)  # of requests, as the plan has them
-    weights: Weights = Weights()
-    limits: Limits = Limits()
-    reference: Excerpt | None = None  # how the old engines answer: the new ones have to agree
+    weights: ServedWeights = ServedWeights()
+    limits: RedeployTimeouts = RedeployTimeouts()
+    reference: AnswerExcerpt | None = None  # how the old engines answer: the new ones have to agree
 
     def __post_init__(self) -> None:
         for name, specs in (("old", self.old), ("new", self.new)):
@@ -146,7 +146,7 @@ def can_scale(old: EngineSpec, new: EngineSpec) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RedeployStep:
     """`number` from 1, over the whole direction. `engine` None: of the fleet."""
 
     number: int
@@ -157,7 +157,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchWish:
+class RedeployRequest:
     """What somebody asks for: a plan to be carried out, or how many engines of which configurations. A count of 0: as
     many as the GPUs make that the others leave. Nothing is checked yet."""
 
@@ -167,16 +167,16 @@ class SwitchWish:
 
 
 # Steps of one chain follow each other; the chains of a stage run side by side; stages follow each other.
-Chain = tuple[Step, ...]
+Chain = tuple[RedeployStep, ...]
 Stage = tuple[Chain, ...]
 
 
-class Direction(StrEnum):
+class StepDirection(StrEnum):
     FORWARD = "forward"
     BACK = "back"
 
 
-class StepState(StrEnum):
+class RedeployStepState(StrEnum):
     PENDING = "pending"
     RUNNING = "running"
     DONE = "done"
@@ -186,15 +186,15 @@ class StepState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    step: Step
-    direction: Direction
-    state: StepState = StepState.PENDING
+    step: RedeployStep
+    direction: StepDirection
+    state: RedeployStepState = RedeployStepState.PENDING
     detail: str = ""
     began_s: float | None = None
     took_s: float | None = None
 
 
-class SwitchState(StrEnum):
+class RedeploymentState(StrEnum):
     RUNNING = "running"
     DONE = "done"
     ROLLED_BACK = "rolled_back"  # the fleet is as it was before
@@ -202,14 +202,14 @@ class SwitchState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchReport:
+class RedeploymentReport:
     """A switch as it stands, or as it ended. Seconds are the daemon's."""
 
     id: SwitchId
     plan: PlanId
     reason: str
     created_s: float
-    state: SwitchState
+    state: RedeploymentState
     old: tuple[EngineSpec, ...]
     new: tuple[EngineSpec, ...]
     engines: tuple[EngineId, ...]  # that the fleet has now
@@ -229,7 +229,7 @@ class SwitchReport:
 _Plan = list[list[list[tuple[StepKind, EngineId | None]]]]
 
 
-def stages_of(switch: Switch) -> tuple[Stage, ...]:
+def stages_of(switch: Redeployment) -> tuple[Stage, ...]:
     """Forward. Engines whose GPUs are free come up while the old ones still serve."""
     held = {gpu for spec in switch.old for gpu in spec.gpus}
     early = [spec for spec in switch.coming if not held.intersection(spec.gpus)]
@@ -262,7 +262,7 @@ def stages_of(switch: Switch) -> tuple[Stage, ...]:
 
 
 def stages_back(
-    switch: Switch,
+    switch: Redeployment,
     alive: Collection[EngineId],
     asleep: Collection[EngineId] = (),
     scaled: Collection[EngineId] = (),
@@ -316,7 +316,7 @@ def _coming(spec: EngineSpec, asleep: Collection[EngineId]) -> list[tuple[StepKi
 
 
 def _numbered(
-    plan: Iterable[Iterable[Iterable[tuple[StepKind, EngineId | None]]]], limits: Limits
+    plan: Iterable[Iterable[Iterable[tuple[StepKind, EngineId | None]]]], limits: RedeployTimeouts
 ) -> tuple[Stage, ...]:
     number = 0
     stages: list[Stage] = []
@@ -326,23 +326,23 @@ def _numbered(
             steps = []
             for kind, engine in chain:
                 number += 1
-                steps.append(Step(number, len(stages) + 1, kind, engine, limits.of(kind)))
+                steps.append(RedeployStep(number, len(stages) + 1, kind, engine, limits.of(kind)))
             chains.append(tuple(steps))
         if chains:
             stages.append(tuple(chains))
     return tuple(stages)
 
 
-def steps_in(stages: Sequence[Stage]) -> Iterator[Step]:
+def steps_in(stages: Sequence[Stage]) -> Iterator[RedeployStep]:
     """In order of their numbers."""
     return (step for stage in stages for chain in stage for step in chain)
 
 
-class Intact(ValueError):
+class InvariantViolated(ValueError):
     """An order of steps would break what the fleet relies on."""
 
 
-def check(switch: Switch, stages: Sequence[Stage]) -> None:
+def check(switch: Redeployment, stages: Sequence[Stage]) -> None:
     """The invariants of going forward, step by step. Raises Intact with the first one that is broken."""
     specs = {spec.engine: spec for spec in (*switch.asleep, *switch.old, *switch.new)}
     staying = {spec.engine for spec in switch.staying}
@@ -360,35 +360,35 @@ def check(switch: Switch, stages: Sequence[Stage]) -> None:
                 serving -= {spec.engine for spec in switch.leaving} | before.keys()
             elif step.kind is StepKind.ADMIT:
                 if unready := sorted(e for e in coming if StepKind.VERIFY not in passed.get(e, ())):
-                    raise Intact(f"requests go to {unready} unverified")
+                    raise InvariantViolated(f"requests go to {unready} unverified")
                 serving |= coming
             continue
         if engine in staying:
-            raise Intact(f"{engine} is touched, and stays")
+            raise InvariantViolated(f"{engine} is touched, and stays")
         match step.kind:
             case StepKind.EVACUATE:
                 if engine in serving:
-                    raise Intact(f"{engine} is evacuated before it is fenced")
+                    raise InvariantViolated(f"{engine} is evacuated before it is fenced")
                 evacuated.add(engine)
             case StepKind.STOP | StepKind.SLEEP:
                 if engine not in evacuated or engine not in owner.values():
-                    raise Intact(f"{engine} stops before its requests have left, or twice")
+                    raise InvariantViolated(f"{engine} stops before its requests have left, or twice")
                 owner = {gpu: of for gpu, of in owner.items() if of != engine}
                 if step.kind is StepKind.SLEEP:
                     asleep.add(engine)
             case StepKind.SCALE:
                 if engine not in evacuated or engine in passed:
-                    raise Intact(f"{engine} is scaled before its requests have left, or twice")
+                    raise InvariantViolated(f"{engine} is scaled before its requests have left, or twice")
                 owner = {gpu: of for gpu, of in owner.items() if of != engine}
                 _take(owner, specs[engine])
                 passed[engine] = []
             case StepKind.RETIRE:
                 if engine not in asleep:
-                    raise Intact(f"{engine} is retired, and does not sleep")
+                    raise InvariantViolated(f"{engine} is retired, and does not sleep")
                 asleep.remove(engine)
             case StepKind.START | StepKind.WAKE:
                 if (engine in asleep) is not (step.kind is StepKind.WAKE):
-                    raise Intact(
+                    raise InvariantViolated(
                         f"{engine} is to {step.kind}, and {'sleeps' if engine in asleep else 'does not sleep'}"
                     )
                 _take(owner, specs[engine])
@@ -396,18 +396,20 @@ def check(switch: Switch, stages: Sequence[Stage]) -> None:
                 passed[engine] = []
             case _:
                 if engine not in passed or passed[engine] != list(BRING_UP[: BRING_UP.index(step.kind)]):
-                    raise Intact(f"{step.kind} of {engine} comes out of order")
+                    raise InvariantViolated(f"{step.kind} of {engine} comes out of order")
                 passed[engine].append(step.kind)
 
 
 def _take(owner: dict[GpuId, EngineId], spec: EngineSpec) -> None:
     for gpu in spec.gpus:
         if gpu in owner:
-            raise Intact(f"{spec.engine} comes to GPU {gpu}, which {owner[gpu]} has")
+            raise InvariantViolated(f"{spec.engine} comes to GPU {gpu}, which {owner[gpu]} has")
         owner[gpu] = spec.engine
 
 
-def goes_on(switch: Switch, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]) -> bool:
+def goes_on(
+    switch: Redeployment, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]
+) -> bool:
     """Whether a switch that was cut short is finished rather than undone: all that is new has been verified, and is
     still there, so that going back would cost more than going on."""
     ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in switch.preparing)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, shorten
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.steps import SwitchWish, can_scale
+from orchestrrl.fleet.redeployment.steps import RedeployRequest, can_scale
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, RequestId
 
 # The wish that all engines stop, once their requests have finished.
@@ -16,7 +16,7 @@ MakeSpec = Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StandingEngine:
     """The deployment as it is. `serving` are the deployer's engines that do not sleep, dead ones included until they
     are stopped; `others` are GPUs of engines that somebody else has started."""
 
@@ -37,13 +37,13 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TargetEngine:
     new: tuple[EngineSpec, ...]
     destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)
     sleepers_too: bool = False  # who sleeps is to end as well
 
 
-def wanted_by_plan(plan: Plan, standing: Standing, make_spec: MakeSpec) -> Wanted:
+def wanted_by_plan(plan: Plan, standing: StandingEngine, make_spec: MakeSpec) -> TargetEngine:
     """Raises Permanent where the fleet is no longer the one that the plan was made for."""
     if not plan.instances:
         raise Permanent(f"plan {plan.id} names no engines")
@@ -66,36 +66,36 @@ def wanted_by_plan(plan: Plan, standing: Standing, make_spec: MakeSpec) -> Wante
     _check_gpus(new, standing)
     destinations = {move.request: move.destination for move in plan.moves}
     destinations |= {request: instance.id for instance in plan.instances for request in instance.requests}
-    return _reusing(Wanted(tuple(new), destinations), standing)
+    return _reusing(TargetEngine(tuple(new), destinations), standing)
 
 
 def wanted_by_targets(
-    wish: SwitchWish,
+    wish: RedeployRequest,
     name: str,
-    standing: Standing,
+    standing: StandingEngine,
     configurations: Mapping[ConfigurationId, Configuration],
     make_spec: MakeSpec,
-) -> Wanted:
+) -> TargetEngine:
     """Engines of each configuration, those that are there kept as far as they fit in; new ones are called after `name`.
     `nothing` is a target, too. Raises ProblemFaults with every fault of the wish."""
     faults = _target_faults(wish, configurations)
     if faults:
         raise ProblemFaults(faults)
     if wish.targets == NOTHING:
-        return Wanted(standing.kept_anyway, sleepers_too=True)
+        return TargetEngine(standing.kept_anyway, sleepers_too=True)
     targets = [(ConfigurationId(target), count) for target, count in wish.targets]
     keepable = _keepable(targets, standing)
     for dropped in range(len(keepable) + 1):  # as few as need be
         new = _filled(targets, name, standing, configurations, make_spec, keepable[dropped:])
         if new is not None:
-            return _reusing(Wanted((*standing.kept_anyway, *new)), standing)
+            return _reusing(TargetEngine((*standing.kept_anyway, *new)), standing)
     free = len(_free(standing, standing.kept_anyway))
     asked = ", ".join(f"{count or 'any'} x {target} of {configurations[target].gpus} GPUs" for target, count in targets)
     fault = f"targets: do not fit on the {free} GPUs in nodes of {standing.per_node}, got {asked}"
     raise ProblemFaults([fault + _taken_by(standing)])
 
 
-def _taken_by(standing: Standing) -> str:
+def _taken_by(standing: StandingEngine) -> str:
     """Who has the GPUs that no switch can free."""
     kept = {gpu: spec.engine for spec in standing.kept_anyway for gpu in spec.gpus}
     words = (
@@ -106,7 +106,7 @@ def _taken_by(standing: Standing) -> str:
     return f"; the other GPUs have {' and '.join(told)}" if told else ""
 
 
-def _target_faults(wish: SwitchWish, configurations: Mapping[ConfigurationId, Configuration]) -> list[str]:
+def _target_faults(wish: RedeployRequest, configurations: Mapping[ConfigurationId, Configuration]) -> list[str]:
     faults = []
     if wish.targets == NOTHING:
         return []
@@ -126,7 +126,7 @@ def _target_faults(wish: SwitchWish, configurations: Mapping[ConfigurationId, Co
     return faults
 
 
-def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: Standing) -> list[EngineSpec]:
+def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: StandingEngine) -> list[EngineSpec]:
     """Engines that are wanted and there; those first that are rather given up where others find no room."""
     untouched = {spec.engine for spec in standing.kept_anyway}
     there = [s for s in standing.serving if s.engine in standing.alive and s.engine not in untouched]
@@ -141,7 +141,7 @@ def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: Standing
 def _filled(
     targets: Sequence[tuple[ConfigurationId, int]],
     name: str,
-    standing: Standing,
+    standing: StandingEngine,
     configurations: Mapping[ConfigurationId, Configuration],
     make_spec: MakeSpec,
     kept: Sequence[EngineSpec],
@@ -169,7 +169,7 @@ def _filled(
     return new
 
 
-def _free(standing: Standing, specs: Iterable[EngineSpec]) -> set[GpuId]:
+def _free(standing: StandingEngine, specs: Iterable[EngineSpec]) -> set[GpuId]:
     taken = {gpu for spec in specs for gpu in spec.gpus} | set(standing.others)
     return {GpuId(gpu) for gpu in range(standing.gpus_count)} - taken
 
@@ -197,7 +197,7 @@ def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | Non
     return None
 
 
-def _reusing(wanted: Wanted, standing: Standing) -> Wanted:
+def _reusing(wanted: TargetEngine, standing: StandingEngine) -> TargetEngine:
     """The same fleet, with what is there instead of what would have to be started: an engine that sleeps and is like a
     wanted one on the same GPUs is woken, one that is to stop and differs in its replicas alone is scaled. These keep
     their ids."""
@@ -221,10 +221,10 @@ def _reusing(wanted: Wanted, standing: Standing) -> Wanted:
         new.append(reused)
         names[spec.engine] = reused.engine
     destinations = {request: names.get(engine, engine) for request, engine in wanted.destinations.items()}
-    return Wanted(tuple(new), destinations)
+    return TargetEngine(tuple(new), destinations)
 
 
-def _check_gpus(new: Sequence[EngineSpec], standing: Standing) -> None:
+def _check_gpus(new: Sequence[EngineSpec], standing: StandingEngine) -> None:
     """Raises Permanent where engines get in each other's way."""
     owner: dict[GpuId, EngineId] = dict(standing.others)
     for spec in new:

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from orchestrrl.core.errors import cut, few, path_of
-from orchestrrl.engines.base import Endpoint
+from orchestrrl.engines.base import CompletionEndpoint
 
 MOST_DEPTH = 128  # of objects and lists within each other
 MOST_FAULTS = 64  # are looked for
@@ -22,7 +22,7 @@ _values = reprlib.Repr()
 _values.maxstring = _values.maxother = _values.maxlong = 60
 
 
-class BadAsk(ValueError):
+class InvalidRequest(ValueError):
     """The request cannot be served as it is asked; `param` names the field or the header."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -36,9 +36,11 @@ def read_json(data: bytes) -> Any:
         text = data.decode(json.detect_encoding(data))
         value = json.loads(text)
     except RecursionError as error:
-        raise BadAsk(f"the body is not JSON that can be read: it must be nested at most {MOST_DEPTH} deep") from error
+        raise InvalidRequest(
+            f"the body is not JSON that can be read: it must be nested at most {MOST_DEPTH} deep"
+        ) from error
     except ValueError as error:
-        raise BadAsk(f"the body is not JSON: {error}") from error
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
     raise_faults(_unfit(value, (), escapes="\\ud" in text or "\\uD" in text))
     return value
 
@@ -51,7 +53,7 @@ def shown(value: object) -> str:
 def raise_faults(faults: Iterable[tuple[str, str]]) -> None:
     """Raise BadAsk with all of these faults, each a path and what is wrong there; return where there are none."""
     if found := list(islice(faults, MOST_FAULTS)):
-        raise BadAsk(few([f"{path}: {wrong}" for path, wrong in found]), found[0][0])
+        raise InvalidRequest(few([f"{path}: {wrong}" for path, wrong in found]), found[0][0])
 
 
 def _unfit(value: Any, path: tuple[int | str, ...], *, escapes: bool) -> Iterator[tuple[str, str]]:
@@ -218,16 +220,16 @@ _TYPES: Mapping[str, _Type] = {
     "documents": ("a list of objects", lambda value: type(value) is list and all(map(_is_object, value))),
     "tool_choice": ("text or an object", lambda value: type(value) in (str, dict)),
 }
-_OF_ENDPOINT: Mapping[Endpoint, Mapping[str, _Type]] = {
-    Endpoint.COMPLETIONS: {"logprobs": _WHOLE},
-    Endpoint.CHAT: {
+_OF_ENDPOINT: Mapping[CompletionEndpoint, Mapping[str, _Type]] = {
+    CompletionEndpoint.COMPLETIONS: {"logprobs": _WHOLE},
+    CompletionEndpoint.CHAT: {
         "logprobs": _FLAG,
         "messages": ("a list of objects with a role and a content", _is_messages),
     },
 }
 
 
-def type_faults(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, str]:
+def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, str]:
     """What is wrong with known fields that are of another type than engines expect, by name. Null is as good as absent,
     and fields that are not known are left alone."""
     of_endpoint = _OF_ENDPOINT[endpoint]
@@ -239,7 +241,7 @@ def type_faults(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, str]:
     return faults
 
 
-def with_types(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+def with_types(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, Any]:
     """A body without faults, with whole numbers and flags written as such: engines take 16.0 and 1 for them, too."""
     of_endpoint = _OF_ENDPOINT[endpoint]
     read = dict(body)

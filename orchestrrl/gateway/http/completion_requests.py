@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.http.body import BadAsk, raise_faults, shown, type_faults, with_types
-from orchestrrl.gateway.http.openai import Form
-from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.http.body import InvalidRequest, raise_faults, shown, type_faults, with_types
+from orchestrrl.gateway.http.openai import ResponseForm
+from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.moves.movable import asked_tokens, immovable_because, relayed_because
 from planner.model import RequestId
@@ -49,17 +49,17 @@ _RANK_HEADER = "x-data-parallel-rank"
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """One body, understood. Records come in order of their index: the answers to the first prompt, then the next's."""
 
-    form: Form
-    records: tuple[Record, ...]
+    form: ResponseForm
+    records: tuple[RequestRecord, ...]
     answers_per_prompt: int
     streaming: bool
 
 
 def read_ask(
-    endpoint: Endpoint,
+    endpoint: CompletionEndpoint,
     body: object,
     *,
     request_id: str,
@@ -70,12 +70,12 @@ def read_ask(
     headers: tuple[tuple[str, str], ...] = (),
     max_version_lag: int | None = None,
     on_stale: OnStale = OnStale.ABORT,
-) -> Ask:
+) -> CompletionRequest:
     """Raises BadAsk. `headers` are the client's, for engines. `max_version_lag` and `on_stale` hold where the body does
     not set them."""
     if not isinstance(body, dict):
-        raise BadAsk(f"the body must be a JSON object, got {shown(body)}")
-    prompts = _prompts(body) if endpoint is Endpoint.COMPLETIONS else [None]
+        raise InvalidRequest(f"the body must be a JSON object, got {shown(body)}")
+    prompts = _prompts(body) if endpoint is CompletionEndpoint.COMPLETIONS else [None]
     raise_faults([*_header_faults(request_id, group, tag), *_body_faults(endpoint, body, len(prompts))])
     body = with_types(endpoint, body)
     answers = body.get("n") or 1
@@ -97,7 +97,7 @@ def read_ask(
         # The engine reports a prompt that it truncates.
         ids = tuple(prompt) if isinstance(prompt, list) and body.get("truncate_prompt_tokens") is None else None
         records.append(
-            Record(
+            RequestRecord(
                 id=RequestId(request_id if single else f"{request_id}-{index}"),
                 endpoint=endpoint,
                 body=_own_body(shared, prompt, index % answers if answers > 1 else None),
@@ -120,7 +120,7 @@ def read_ask(
                 prompt_tokens_estimate=_estimate_tokens(prompt, body),
             )
         )
-    return Ask(form, tuple(records), answers, streaming)
+    return CompletionRequest(form, tuple(records), answers, streaming)
 
 
 def _header_faults(request_id: str, group: str, tag: str) -> Iterator[tuple[str, str]]:
@@ -132,10 +132,10 @@ def _header_faults(request_id: str, group: str, tag: str) -> Iterator[tuple[str,
             yield header, f"must be at most {MAX_LABEL_LENGTH} printable characters, got {shown(label)}"
 
 
-def _body_faults(endpoint: Endpoint, body: Mapping[str, Any], prompts: int) -> Iterator[tuple[str, str]]:
+def _body_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any], prompts: int) -> Iterator[tuple[str, str]]:
     wrong_types = type_faults(endpoint, body)
     yield from wrong_types.items()
-    if endpoint is Endpoint.COMPLETIONS:
+    if endpoint is CompletionEndpoint.COMPLETIONS:
         yield from _prompt_faults(body.get("prompt"), prompts)
     elif body.get("messages") is None:
         yield "messages", "must be a list of objects with a role and a content, got nothing"
@@ -223,19 +223,21 @@ def _estimate_tokens(prompt: str | list[int] | None, body: Mapping[str, Any]) ->
     return sum(len(text) for text in texts) // CHARACTERS_PER_TOKEN + 1
 
 
-def _form(endpoint: Endpoint, body: Mapping[str, Any], request_id: str, default_model: str, created_s: int) -> Form:
+def _form(
+    endpoint: CompletionEndpoint, body: Mapping[str, Any], request_id: str, default_model: str, created_s: int
+) -> ResponseForm:
     options = body.get("stream_options") or {}
     logprobs = body.get("logprobs")
     model = body.get("model")
-    return Form(
+    return ResponseForm(
         endpoint=endpoint,
         request_id=request_id,
         model=model if isinstance(model, str) else default_model,
         created_unix_s=created_s,
-        role=_role(body) if endpoint is Endpoint.CHAT else "assistant",
+        role=_role(body) if endpoint is CompletionEndpoint.CHAT else "assistant",
         token_ids=bool(body.get("return_token_ids")),
         policy_versions=bool(body.get("return_policy_versions")),
-        logprobs=bool(logprobs) if endpoint is Endpoint.CHAT else logprobs is not None,
+        logprobs=bool(logprobs) if endpoint is CompletionEndpoint.CHAT else logprobs is not None,
         top_logprobs=body.get("top_logprobs") or 0,
         usage=bool(options.get("include_usage")),
         continuous_usage=bool(options.get("include_usage") and options.get("continuous_usage_stats")),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from orchestrrl.engines.base import Endpoint
+from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.headers import end_to_end
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ REQUEST_WITHIN_S = 120.0  # from a request's first byte to its last
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
 
 _LINES = {
-    b"POST /v1/completions HTTP/1.1": Endpoint.COMPLETIONS,
-    b"POST /v1/chat/completions HTTP/1.1": Endpoint.CHAT,
+    b"POST /v1/completions HTTP/1.1": CompletionEndpoint.COMPLETIONS,
+    b"POST /v1/chat/completions HTTP/1.1": CompletionEndpoint.CHAT,
 }
 # Tabs and the ends of lines are looked at on their own.
 _CONTROL = re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -66,10 +66,10 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RequestHead:
     """What a usual request says before its body. Labels are as aiohttp reads headers."""
 
-    endpoint: Endpoint
+    endpoint: CompletionEndpoint
     request_id: str
     group: str
     tag: str
@@ -77,7 +77,7 @@ class Head:
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for engines; credentials among them
 
 
-def read_head(head: bytes) -> Head | None:
+def read_head(head: bytes) -> RequestHead | None:
     """The head of a usual request, without the empty line at its end; None for any other. Pure."""
     first, *lines = head.split(b"\r\n")
     endpoint = _LINES.get(first)
@@ -117,7 +117,7 @@ def read_head(head: bytes) -> Head | None:
     if not host or length is None or length > MOST_BODY_BYTES:
         return None
     request_id, group, tag = (labels.get(name, "") for name in (b"x-request-id", b"x-group-id", b"x-tag"))
-    return Head(endpoint, request_id, group, tag, length, end_to_end(others))
+    return RequestHead(endpoint, request_id, group, tag, length, end_to_end(others))
 
 
 def may_be_a_head(data: bytes) -> bool:
@@ -125,14 +125,14 @@ def may_be_a_head(data: bytes) -> bool:
     return len(data) <= MOST_HEAD_BYTES and data[:1].isalpha() and data.count(b"\n") == data.count(b"\r\n")
 
 
-class Door(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection. What answers a request is given the door to write to, and is cancelled when the client leaves."""
 
-    def __init__(self, house: "House") -> None:
+    def __init__(self, house: "HttpServer") -> None:
         self._house = house
         self._transport: asyncio.Transport | None = None
         self._data = b""
-        self._head: Head | None = None  # of a request that is not all there
+        self._head: RequestHead | None = None  # of a request that is not all there
         self._body = bytearray()  # of the same
         self._task: asyncio.Task[None] | None = None
         self.answered = False  # the head of an answer has been written
@@ -320,28 +320,30 @@ class Door(asyncio.Protocol):
         protocol.data_received(data)
 
 
-class House:
+class HttpServer:
     """All doors, what answers usual requests, and what makes aiohttp's side of a connection."""
 
     def __init__(
         self,
-        answer: Callable[[Head, bytes, Door], Coroutine[Any, Any, None]],
+        answer: Callable[[RequestHead, bytes, HttpConnection], Coroutine[Any, Any, None]],
         general: Callable[[], asyncio.Protocol],
     ) -> None:
         self.answer = answer
         self.general = general
-        self.doors: set[Door] = set()
-        self.unfinished: dict[Door, float] = {}  # by when the rest of its request must have come; the first is first
+        self.doors: set[HttpConnection] = set()
+        self.unfinished: dict[
+            HttpConnection, float
+        ] = {}  # by when the rest of its request must have come; the first is first
         self._timer: asyncio.TimerHandle | None = None
 
-    def door(self) -> Door:
-        return Door(self)
+    def door(self) -> HttpConnection:
+        return HttpConnection(self)
 
     @property
     def busy(self) -> bool:
         return any(door.busy for door in self.doors)
 
-    def expect(self, door: Door) -> None:
+    def expect(self, door: HttpConnection) -> None:
         """A part of a request has come."""
         if door not in self.unfinished:
             loop = asyncio.get_running_loop()
@@ -349,7 +351,7 @@ class House:
             if self._timer is None:
                 self._timer = loop.call_at(until_s, self._refuse_slow)
 
-    def forget(self, door: Door) -> None:
+    def forget(self, door: HttpConnection) -> None:
         self.doors.discard(door)
         self.unfinished.pop(door, None)
 

@@ -43,7 +43,7 @@ def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
     logger.warning("refused to %s: %s", peer or "a client that has left", cut(text, 500))
 
 
-class Connection(RequestHandler):
+class FaultReportingHandler(RequestHandler):
     """A connection that aiohttp serves."""
 
     __slots__ = ()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from orchestrrl.engines.base import Endpoint, TokenLogprob
-from orchestrrl.gateway.ledger.ledger import Delta, Record
+from orchestrrl.engines.base import CompletionEndpoint, TokenLogprob
+from orchestrrl.gateway.ledger.ledger import AnswerDelta, RequestRecord
 from orchestrrl.gateway.moves.movable import UNTIED_FIELDS
 
 DONE = b"data: [DONE]\n\n"
@@ -41,10 +41,10 @@ def event(value: Mapping[str, Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ResponseForm:
     """How the client wants its answer written."""
 
-    endpoint: Endpoint
+    endpoint: CompletionEndpoint
     request_id: str
     model: str
     created_unix_s: int
@@ -58,10 +58,10 @@ class Form:
 
     @property
     def answer_id(self) -> str:
-        return f"{'chatcmpl' if self.endpoint is Endpoint.CHAT else 'cmpl'}-{self.request_id}"
+        return f"{'chatcmpl' if self.endpoint is CompletionEndpoint.CHAT else 'cmpl'}-{self.request_id}"
 
 
-def usage(records: Sequence[Record], prompts: Sequence[Record]) -> dict[str, Any]:
+def usage(records: Sequence[RequestRecord], prompts: Sequence[RequestRecord]) -> dict[str, Any]:
     """Tokens of all answers; `prompts` are the records whose prompts count, one for each distinct prompt. The engines'
     further counts are added up where no answer has moved."""
     prompt_tokens = sum(record.prompt_tokens for record in prompts)
@@ -86,9 +86,9 @@ def _sum(parts: Sequence[Any]) -> Any:
     return sum(parts) if all(isinstance(part, int | float) for part in parts) else None
 
 
-def response(form: Form, records: Sequence[Record], answers_per_prompt: int) -> dict[str, Any]:
+def response(form: ResponseForm, records: Sequence[RequestRecord], answers_per_prompt: int) -> dict[str, Any]:
     """The whole answer. Records are in order of their index."""
-    chat = form.endpoint is Endpoint.CHAT
+    chat = form.endpoint is CompletionEndpoint.CHAT
     body: dict[str, Any] = {
         "id": form.answer_id,
         "object": "chat.completion" if chat else "text_completion",
@@ -106,8 +106,8 @@ def response(form: Form, records: Sequence[Record], answers_per_prompt: int) -> 
     return body
 
 
-def _choices(form: Form, records: Sequence[Record]) -> list[dict[str, Any]]:
-    write = _chat_choice if form.endpoint is Endpoint.CHAT else _completion_choice
+def _choices(form: ResponseForm, records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
+    write = _chat_choice if form.endpoint is CompletionEndpoint.CHAT else _completion_choice
     common = _common_fields(records)
     choices: list[dict[str, Any]] = []
     for record in records:
@@ -125,14 +125,14 @@ def _choices(form: Form, records: Sequence[Record]) -> list[dict[str, Any]]:
     return choices
 
 
-def _engine_fields(record: Record) -> Mapping[str, Any]:
+def _engine_fields(record: RequestRecord) -> Mapping[str, Any]:
     """Return the engine's fields beside the choices."""
     if record.relayed_answer is None:
         return record.answer_fields
     return {name: value for name, value in record.relayed_answer.items() if name not in _WRITTEN_FIELDS}
 
 
-def _common_fields(records: Sequence[Record]) -> dict[str, Any]:
+def _common_fields(records: Sequence[RequestRecord]) -> dict[str, Any]:
     """Return the fields beside the choices that are equal in all answers."""
     first, *others = [_engine_fields(record) for record in records]
     return {
@@ -142,7 +142,7 @@ def _common_fields(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _completion_choice(form: Form, index: int, record: Record) -> dict[str, Any]:
+def _completion_choice(form: ResponseForm, index: int, record: RequestRecord) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
         "text": record.text,
@@ -158,12 +158,12 @@ def _completion_choice(form: Form, index: int, record: Record) -> dict[str, Any]
     return choice
 
 
-def _policy_versions(record: Record, tokens: int) -> list[dict[str, int | None]]:
+def _policy_versions(record: RequestRecord, tokens: int) -> list[dict[str, int | None]]:
     spans = record.versions.spans(tokens)
     return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
-def _chat_choice(form: Form, index: int, record: Record) -> dict[str, Any]:
+def _chat_choice(form: ResponseForm, index: int, record: RequestRecord) -> dict[str, Any]:
     message: dict[str, Any] = {"role": form.role, "content": record.text}
     for extra in record.extras:
         _merge_extra(message, extra)
@@ -183,7 +183,7 @@ def _chat_choice(form: Form, index: int, record: Record) -> dict[str, Any]:
     return choice
 
 
-def _prompt_ids(record: Record) -> list[int] | None:
+def _prompt_ids(record: RequestRecord) -> list[int] | None:
     return None if record.prompt_ids is None else list(record.prompt_ids)
 
 
@@ -244,12 +244,12 @@ def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
 class ChunkWriter:
     """Writes the stream of one answer (one index) as the client asked for it."""
 
-    def __init__(self, form: Form, index: int, record: Record) -> None:
+    def __init__(self, form: ResponseForm, index: int, record: RequestRecord) -> None:
         self._form = form
         self._record = record
         self._index = index
         self._ended = False  # a finish_reason has been written
-        self._chat = form.endpoint is Endpoint.CHAT
+        self._chat = form.endpoint is CompletionEndpoint.CHAT
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         head = {"id": form.answer_id, "object": kind, "created": form.created_unix_s, "model": form.model}
         self._head = f'data: {json.dumps(head, separators=(",", ":"))[:-1]},"choices":[{{"index":{index},'
@@ -257,7 +257,7 @@ class ChunkWriter:
         self._offset = 0
         self._tokens = 0
 
-    def chunks(self, deltas: Sequence[Delta], *, last: bool) -> bytes:
+    def chunks(self, deltas: Sequence[AnswerDelta], *, last: bool) -> bytes:
         """The deltas as events; with `last`, the finish_reason goes with the final one."""
         parts = []
         ends = self._record.finish_reason if last else None
@@ -269,7 +269,7 @@ class ChunkWriter:
                 parts.append(self._chunk(delta, ends if number == len(deltas) else None))
         if last and not self._ended:
             parts.append(self._begin())
-            parts.append(self._chunk(Delta((), ""), ends))
+            parts.append(self._chunk(AnswerDelta((), ""), ends))
         return "".join(parts).encode()
 
     def _passed_on(self, event: Mapping[str, Any], version: int | None) -> str:
@@ -292,7 +292,7 @@ class ChunkWriter:
         role = f'"delta":{{"role":{quoted(self._form.role)},"content":""}},"logprobs":null,"finish_reason":null'
         return f"{self._head}{role}}}]{self._prompt_ids()}{self._usage()}}}\n\n"
 
-    def _chunk(self, delta: Delta, finish_reason: str | None) -> str:
+    def _chunk(self, delta: AnswerDelta, finish_reason: str | None) -> str:
         form = self._form
         self._tokens += len(delta.token_ids)
         self._ended = finish_reason is not None
@@ -318,7 +318,7 @@ class ChunkWriter:
         others = _written(delta.answer_fields)
         return f'{self._head}{content},"logprobs":{logprobs},{ends}{prompt_ids}}}]{others}{self._usage()}}}\n\n'
 
-    def _chat_delta(self, delta: Delta) -> str:
+    def _chat_delta(self, delta: AnswerDelta) -> str:
         if delta.extra is None:
             return f'"delta":{{"content":{quoted(delta.text)}}}'
         fields = dict(delta.extra)
@@ -352,9 +352,9 @@ def _written(fields: Mapping[str, Any] | None) -> str:
     return f",{json.dumps(fields, separators=(',', ':'))[1:-1]}" if fields else ""
 
 
-def usage_chunk(form: Form, records: Sequence[Record], answers_per_prompt: int) -> bytes:
+def usage_chunk(form: ResponseForm, records: Sequence[RequestRecord], answers_per_prompt: int) -> bytes:
     """The last chunk of a stream that was asked for its usage."""
-    chat = form.endpoint is Endpoint.CHAT
+    chat = form.endpoint is CompletionEndpoint.CHAT
     return event(
         {
             "id": form.answer_id,

@@ -11,9 +11,9 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, faults_of
-from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, PauseMode
+from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.body import BadAsk, read_json
+from orchestrrl.gateway.http.body import InvalidRequest, read_json
 from orchestrrl.gateway.http.faults import read_body
 from orchestrrl.gateway.http.openai import error_body
 from planner.model import EngineId, RequestId
@@ -25,13 +25,13 @@ _Seconds = Annotated[float, Field(gt=0, le=MAX_LEASE_S, allow_inf_nan=False)]
 _Version = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
-class Asked(BaseModel):
+class RequestBody(BaseModel):
     """The body of a POST."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Pause(Asked):
+class PauseBody(RequestBody):
     """Of POST /orchestrrl/gate/pause."""
 
     mode: Annotated[PauseMode, Field(strict=False)] = PauseMode.KEEP
@@ -46,14 +46,14 @@ class Pause(Asked):
         return self.lease_s if self.deadline_s is None else self.deadline_s
 
 
-class Renew(Asked):
+class RenewBody(RequestBody):
     """Of POST /orchestrrl/gate/renew."""
 
     lease_id: Annotated[str, Field(min_length=1)]
     lease_s: _Seconds = DEFAULT_LEASE_S
 
 
-class Resume(Asked):
+class ResumeBody(RequestBody):
     """Of POST /orchestrrl/gate/resume. Without a lease: whoever holds it."""
 
     lease_id: str = ""
@@ -63,7 +63,7 @@ class Resume(Asked):
     reason: str = ""
 
 
-class SetVersion(Asked):
+class SetVersionBody(RequestBody):
     """Of POST /orchestrrl/gate/set-version."""
 
     engines: Annotated[list[str], Field(min_length=1)]
@@ -72,7 +72,7 @@ class SetVersion(Asked):
     weights_source: str = ""
 
 
-class Cancel(Asked):
+class CancelBody(RequestBody):
     """Of POST /orchestrrl/cancel."""
 
     requests: list[str] = Field(default_factory=list)
@@ -80,7 +80,7 @@ class Cancel(Asked):
     reason: str = ""
 
 
-class Refusal(Exception):
+class PauseRefusal(Exception):
     """What a gate says no with."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -89,10 +89,10 @@ class Refusal(Exception):
 
 
 # The daemon's answer to one of these, as what is shown. Raises Refusal.
-Daemon = Callable[[Asked | None], Awaitable[Mapping[str, Any]]]
+Daemon = Callable[[RequestBody | None], Awaitable[Mapping[str, Any]]]
 
 
-class GateFace:
+class PauseEndpoints:
     """The routes. `daemon`: the one that answers for all gateways; None: this gateway is the only one."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -104,18 +104,18 @@ class GateFace:
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/orchestrrl/gate", self._get),
-            web.post("/orchestrrl/gate/pause", self._handler(Pause, self._pause)),
-            web.post("/orchestrrl/gate/renew", self._handler(Renew, self._renew)),
-            web.post("/orchestrrl/gate/resume", self._handler(Resume, self._resume)),
-            web.post("/orchestrrl/gate/set-version", self._handler(SetVersion, self._set_version)),
-            web.post("/orchestrrl/cancel", self._handler(Cancel, self._cancel)),
+            web.post("/orchestrrl/gate/pause", self._handler(PauseBody, self._pause)),
+            web.post("/orchestrrl/gate/renew", self._handler(RenewBody, self._renew)),
+            web.post("/orchestrrl/gate/resume", self._handler(ResumeBody, self._resume)),
+            web.post("/orchestrrl/gate/set-version", self._handler(SetVersionBody, self._set_version)),
+            web.post("/orchestrrl/cancel", self._handler(CancelBody, self._cancel)),
         ]
 
     async def _get(self, request: web.Request) -> web.Response:
         return await self._answer(None, self._shown)
 
     def _handler(
-        self, kind: type[Asked], act: Callable[[Any], Awaitable[Mapping[str, Any]]]
+        self, kind: type[RequestBody], act: Callable[[Any], Awaitable[Mapping[str, Any]]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             text = await read_body(request, empty=b"{}")
@@ -123,19 +123,21 @@ class GateFace:
                 asked = kind.model_validate(read_json(text))
             except ValidationError as error:
                 faults = faults_of(error)
-                raise BadAsk("; ".join(faults), faults[0].partition(":")[0]) from error
+                raise InvalidRequest("; ".join(faults), faults[0].partition(":")[0]) from error
             return await self._answer(asked, lambda: act(asked))
 
         return handle
 
-    async def _answer(self, asked: Asked | None, act: Callable[[], Awaitable[Mapping[str, Any]]]) -> web.Response:
+    async def _answer(self, asked: RequestBody | None, act: Callable[[], Awaitable[Mapping[str, Any]]]) -> web.Response:
         try:
             if self.daemon is not None:
                 return web.json_response(self._with_urls(await self.daemon(asked)))
             if not self.alone:
-                raise Refusal(503, "other processes serve this port: give them a daemon, which can order all of them")
+                raise PauseRefusal(
+                    503, "other processes serve this port: give them a daemon, which can order all of them"
+                )
             return web.json_response(await act())
-        except Refusal as refusal:
+        except PauseRefusal as refusal:
             return _error(refusal.status, str(refusal))
         except ProblemFaults as faults:
             return _error(400, "; ".join(faults.faults))
@@ -151,9 +153,9 @@ class GateFace:
 
     # --- a gateway that is alone -------------------------------------------------------------------------------------
 
-    async def _pause(self, asked: Pause) -> Mapping[str, Any]:
+    async def _pause(self, asked: PauseBody) -> Mapping[str, Any]:
         now_s = self._gateway.clock.now_s()
-        order = CloseGate(
+        order = CloseBarrier(
             lease=uuid.uuid4().hex[:16],
             holder=asked.holder,
             mode=asked.mode,
@@ -163,17 +165,17 @@ class GateFace:
         )
         return await self._shown(await self._gateway.gate.close(order))
 
-    async def _renew(self, asked: Renew) -> Mapping[str, Any]:
+    async def _renew(self, asked: RenewBody) -> Mapping[str, Any]:
         self._gateway.gate.renew(asked.lease_id, self._gateway.clock.now_s() + asked.lease_s)
         return await self._shown()
 
-    async def _resume(self, asked: Resume) -> Mapping[str, Any]:
+    async def _resume(self, asked: ResumeBody) -> Mapping[str, Any]:
         without = tuple(EngineId(engine) for engine in asked.without_engines)
-        items = await self._gateway.gate.open(OpenGate(asked.lease_id, asked.policy_version, without))
+        items = await self._gateway.gate.open(OpenBarrier(asked.lease_id, asked.policy_version, without))
         self._remember(asked.policy_version, asked.weights_source)
         return await self._shown(items)
 
-    async def _set_version(self, asked: SetVersion) -> Mapping[str, Any]:
+    async def _set_version(self, asked: SetVersionBody) -> Mapping[str, Any]:
         await self._gateway.gate.set_version(tuple(map(EngineId, asked.engines)), asked.policy_version)
         self._remember(asked.policy_version, asked.weights_source)
         return await self._shown()
@@ -185,11 +187,11 @@ class GateFace:
         told = source if version in (None, newest) else ""
         self._told_source = (newest, told or (known if newest == known_version else ""))
 
-    async def _cancel(self, asked: Cancel) -> Mapping[str, Any]:
+    async def _cancel(self, asked: CancelBody) -> Mapping[str, Any]:
         cancelled = self._gateway.cancel(map(RequestId, asked.requests), asked.groups, asked.reason)
         return {"cancelled_ids": list(cancelled)}
 
-    async def _shown(self, items: tuple[ItemResult, ...] = ()) -> Mapping[str, Any]:
+    async def _shown(self, items: tuple[OperationItemResult, ...] = ()) -> Mapping[str, Any]:
         """As the daemon shows it."""
         gate = self._gateway.gate
         report, closed = gate.report(), gate.closed

@@ -20,17 +20,24 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl import __version__
 from orchestrrl.core.errors import cut, shorten
-from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove
-from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.core import Gateway, Job
-from orchestrrl.gateway.http.body import BadAsk, read_json
+from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
+from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.core import Gateway, RequestGroup
+from orchestrrl.gateway.http.body import InvalidRequest, read_json
 from orchestrrl.gateway.http.completion_requests import read_ask
-from orchestrrl.gateway.http.connections import Door, Head, House
-from orchestrrl.gateway.http.faults import MOST_BODY_BYTES, BadHttp, Connection, expected, log_refusal, read_body
+from orchestrrl.gateway.http.connections import HttpConnection, HttpServer, RequestHead
+from orchestrrl.gateway.http.faults import (
+    MOST_BODY_BYTES,
+    BadHttp,
+    FaultReportingHandler,
+    expected,
+    log_refusal,
+    read_body,
+)
 from orchestrrl.gateway.http.headers import end_to_end
 from orchestrrl.gateway.http.openai import DONE, ChunkWriter, error_body, event, response, usage_chunk
-from orchestrrl.gateway.http.pause import GateFace
-from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Failure, Record
+from orchestrrl.gateway.http.pause import PauseEndpoints
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestFailure, RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId, RequestId
 
@@ -44,11 +51,11 @@ END_WITHIN_S = 1.0
 OPERATOR_PREFIX = "/orchestrrl/"
 WILDCARDS = ("0.0.0.0", "::")
 
-Elsewhere = Callable[[RequestId, EngineId], Awaitable[ItemResult]]
+Elsewhere = Callable[[RequestId, EngineId], Awaitable[OperationItemResult]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def error_response(failure: Failure, headers: dict[str, str] | None = None) -> web.Response:
+def error_response(failure: RequestFailure, headers: dict[str, str] | None = None) -> web.Response:
     return web.json_response(failure.error, status=failure.status, headers=headers)
 
 
@@ -56,31 +63,31 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def failure_of(message: str, status: int, param: str | None = None) -> Failure:
-    return Failure(status, error_body(message, status, param))
+def failure_of(message: str, status: int, param: str | None = None) -> RequestFailure:
+    return RequestFailure(status, error_body(message, status, param))
 
 
 def our_error(message: str, status: int, param: str | None = None) -> web.Response:
     return error_response(failure_of(message, status, param))
 
 
-def _refuse(door: Door, failure: Failure) -> None:
+def _refuse(door: HttpConnection, failure: RequestFailure) -> None:
     _log_fault("a request", door.peer, failure)
     door.whole(failure.status, json.dumps(failure.error).encode())
 
 
-def _log_fault(asked: str, peer: object, failure: Failure) -> None:
+def _log_fault(asked: str, peer: object, failure: RequestFailure) -> None:
     """Log a client's fault in one line; other failures are logged where they happen."""
     if failure.status < 500:
         error = failure.error.get("error")
         log_refusal(asked, peer, failure.status, str(error.get("message") if isinstance(error, Mapping) else error))
 
 
-def _connection(runner: web.AppRunner) -> Connection:
+def _connection(runner: web.AppRunner) -> FaultReportingHandler:
     """Return a connection for aiohttp to serve. `read_body` decompresses, and reports what it cannot decompress."""
     assert runner.server is not None
     options: dict[str, Any] = {"access_log": None, "auto_decompress": False}
-    return Connection(runner.server, loop=asyncio.get_running_loop(), **options)
+    return FaultReportingHandler(runner.server, loop=asyncio.get_running_loop(), **options)
 
 
 @web.middleware
@@ -98,7 +105,7 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         headers = {name: value for name, value in refusal.headers.items() if name == "Allow"}
     except BadHttp as fault:
         failure, headers = failure_of(str(fault), fault.status, fault.param), fault.headers
-    except BadAsk as fault:
+    except InvalidRequest as fault:
         failure = failure_of(str(fault), 400, fault.param)
     except (HttpProcessingError, web.RequestPayloadError) as error:
         torn = True  # where the next request would begin is not known
@@ -110,7 +117,7 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     return answer
 
 
-class Server:
+class GatewayServer:
     """Serves one gateway. Call `start` and `start_operator`, then `drain` and `close`. `plain`: by aiohttp alone,
     without the door."""
 
@@ -121,12 +128,12 @@ class Server:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(GatewayCollector(gateway))
         self._runner: web.AppRunner | None = None
-        self._house: House | None = None
+        self._house: HttpServer | None = None
         self._servers: list[asyncio.Server] = []
         self._operator_runner: web.AppRunner | None = None
         self._operator_at: tuple[str, int] | None = None  # host and port; None: the operator API is not served
         self.elsewhere: Elsewhere | None = None  # has a request moved that another gateway holds
-        self.gate = GateFace(gateway)
+        self.gate = PauseEndpoints(gateway)
         # Nothing of a single request is in these: both listeners have them.
         common = [
             web.get("/health", self._health),
@@ -161,7 +168,7 @@ class Server:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        self._house = House(self._usual, partial(_connection, self._runner))
+        self._house = HttpServer(self._usual, partial(_connection, self._runner))
         bound_port = await self.listen(host, port)
         return url_of(host, bound_port)
 
@@ -212,15 +219,15 @@ class Server:
     # --- OpenAI ------------------------------------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, Endpoint.COMPLETIONS)
+        return await self._answer(request, CompletionEndpoint.COMPLETIONS)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, Endpoint.CHAT)
+        return await self._answer(request, CompletionEndpoint.CHAT)
 
-    async def _usual(self, head: Head, body: bytes, door: Door) -> None:
+    async def _usual(self, head: RequestHead, body: bytes, door: HttpConnection) -> None:
         """A usual request, answered at its door."""
         job = self._job(head.endpoint, body, head.request_id, head.group, head.tag, head.headers)
-        if isinstance(job, Failure):
+        if isinstance(job, RequestFailure):
             _refuse(door, job)
             return
         try:
@@ -236,12 +243,12 @@ class Server:
         else:
             door.whole(200, json.dumps(_whole(job)).encode())
 
-    async def _answer(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, endpoint: CompletionEndpoint) -> web.StreamResponse:
         """A request that is unusual for its HTTP."""
         request_id, group, tag = (request.headers.get(name, "") for name in ("X-Request-Id", "X-Group-Id", "X-Tag"))
         headers = end_to_end(request.headers.items())
         job = self._job(endpoint, await read_body(request), request_id, group, tag, headers)
-        if isinstance(job, Failure):
+        if isinstance(job, RequestFailure):
             return _refused(request, job)
         held = False
         try:
@@ -260,13 +267,13 @@ class Server:
 
     def _job(
         self,
-        endpoint: Endpoint,
+        endpoint: CompletionEndpoint,
         text: bytes,
         request_id: str,
         group: str,
         tag: str,
         headers: tuple[tuple[str, str], ...] = (),
-    ) -> Job | Failure:
+    ) -> RequestGroup | RequestFailure:
         """What is asked, or why it is refused. `headers` go on to engines."""
         if self._draining:
             return failure_of("the gateway is shutting down", 503)
@@ -285,11 +292,11 @@ class Server:
                 max_version_lag=self._gateway.limits.max_version_lag,
                 on_stale=self._gateway.limits.on_stale,
             )
-        except BadAsk as fault:
+        except InvalidRequest as fault:
             return failure_of(str(fault), 400, fault.param)
         return self._gateway.job(ask, _named(body, headers) if name else None)
 
-    async def _stream(self, request: web.Request, job: Job) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, job: RequestGroup) -> web.StreamResponse:
         """Server-sent events. Headers wait for the first token, so that an engine's refusal keeps its status."""
         while not job.done and all(record.started_s is None for record in job.records):
             await job.progress()
@@ -405,7 +412,7 @@ class Server:
         ]
         return web.json_response({"items": items})
 
-    async def _carry_out(self, move: RequestMove) -> ItemResult:
+    async def _carry_out(self, move: RequestMove) -> OperationItemResult:
         if self.elsewhere is not None and not self._gateway.knows(move.request):
             return await self.elsewhere(move.request, move.to_engine)
         (result,) = await self._gateway.move((move,))
@@ -434,7 +441,7 @@ class Server:
         return moves
 
 
-def _refused(request: web.Request, failure: Failure) -> web.Response:
+def _refused(request: web.Request, failure: RequestFailure) -> web.Response:
     _log_fault(f"{request.method} {request.path}", request.remote, failure)
     return error_response(failure)
 
@@ -448,17 +455,17 @@ def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mappi
     return {**body, "Authorization": blake2b("\0".join(credentials).encode(errors="surrogateescape")).hexdigest()}
 
 
-def _whole(job: Job) -> dict[str, Any]:
+def _whole(job: RequestGroup) -> dict[str, Any]:
     return response(job.ask.form, job.records, job.ask.answers_per_prompt)
 
 
-async def _stream_at(door: Door, job: Job) -> None:
+async def _stream_at(door: HttpConnection, job: RequestGroup) -> None:
     """Server-sent events, written as the tokens come. What a slow client has not read waits in the records."""
     indices = {record.id: index for index, record in enumerate(job.records)}
     writers: dict[RequestId, ChunkWriter] = {}  # made once the answer's time is known
     ended: set[RequestId] = set()
 
-    def write(record: Record) -> None:
+    def write(record: RequestRecord) -> None:
         # Nothing is written before the first token, so that an engine's refusal keeps its status.
         if not door.writable or record.id in ended or record.failure is not None:
             return
@@ -486,20 +493,20 @@ async def _stream_at(door: Door, job: Job) -> None:
     door.last_piece(_closing(job))
 
 
-def _news(record: Record, writer: ChunkWriter) -> bytes:
+def _news(record: RequestRecord, writer: ChunkWriter) -> bytes:
     deltas = record.take_undelivered()
     ended = record.finish_reason is not None
     return writer.chunks(deltas, last=ended) if deltas or ended else b""
 
 
-def _closing(job: Job) -> bytes:
+def _closing(job: RequestGroup) -> bytes:
     if job.failure is not None:
         return event(job.failure.error) + DONE
     form = job.ask.form
     return (usage_chunk(form, job.records, job.ask.answers_per_prompt) if form.usage else b"") + DONE
 
 
-def _shown(record: Record, now_s: float, *, tokens: bool) -> dict[str, Any]:
+def _shown(record: RequestRecord, now_s: float, *, tokens: bool) -> dict[str, Any]:
     view = record.view(now_s)
     shown: dict[str, Any] = {
         "id": view.id,

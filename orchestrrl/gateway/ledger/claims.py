@@ -18,7 +18,7 @@ _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, p
 _POSITION = (1 << 62) - 1
 
 
-class Claims:
+class RequestClaims:
     """Keys are whole numbers below 2**63. Any thread may call."""
 
     def __init__(self, folder: Path) -> None:

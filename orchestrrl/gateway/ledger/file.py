@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.gateway.ledger.pieces import Piece
+from orchestrrl.gateway.ledger.pieces import AnswerPiece
 
 APPLICATION_ID = 0x4F52_4C32  # "ORL2"
 FORMAT = 1
@@ -44,7 +44,7 @@ ROWS_OF_STATEMENTS = (64, 8, 1)
 _STATEMENTS = {rows: _INSERT + ", ".join([_VALUES] * rows) for rows in ROWS_OF_STATEMENTS}
 
 
-class Asked(NamedTuple):
+class NamedRequest(NamedTuple):
     """What a client asked under a name. `created_s` is what its answer gives as its time."""
 
     name: str
@@ -52,16 +52,16 @@ class Asked(NamedTuple):
     created_s: float
 
 
-class Row(NamedTuple):
+class AnswerRow(NamedTuple):
     key: int
     written_s: float
-    asked: Asked | None  # with an answer's first piece
-    piece: Piece
+    asked: NamedRequest | None  # with an answer's first piece
+    piece: AnswerPiece
 
 
-class Stored(NamedTuple):
-    asked: Asked
-    pieces: tuple[Piece, ...]
+class StoredAnswer(NamedTuple):
+    asked: NamedRequest
+    pieces: tuple[AnswerPiece, ...]
 
 
 class AnswerFile:
@@ -95,7 +95,7 @@ class AnswerFile:
         if not tables:
             self._db.executescript(_SCHEMA)
 
-    def write(self, rows: Iterable[Row]) -> None:
+    def write(self, rows: Iterable[AnswerRow]) -> None:
         """All of them, or none."""
         nothing = (None, None, None)
         values = [(row.key, row.written_s, *(row.asked or nothing), *row.piece) for row in rows]
@@ -112,12 +112,12 @@ class AnswerFile:
     def has(self, key: int) -> bool:
         return self._lookup.execute("SELECT 1 FROM pieces WHERE key = ? LIMIT 1", (key,)).fetchall() != []
 
-    def read(self, key: int, name: str) -> Stored | None:
+    def read(self, key: int, name: str) -> StoredAnswer | None:
         """What is there of the request of this name."""
         query = f"SELECT name, digest, created_s, {_COLUMNS} FROM pieces WHERE key = ? ORDER BY row"
         rows = self._db.execute(query, (key,)).fetchall()
-        asked = next((Asked(*row[:3]) for row in reversed(rows) if row[0] == name), None)
-        return Stored(asked, tuple(Piece(*row[3:]) for row in rows)) if asked is not None else None
+        asked = next((NamedRequest(*row[:3]) for row in reversed(rows) if row[0] == name), None)
+        return StoredAnswer(asked, tuple(AnswerPiece(*row[3:]) for row in rows)) if asked is not None else None
 
     @property
     def used_bytes(self) -> int:

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
 from orchestrrl.fleet.reports import FinishedRequest
-from orchestrrl.gateway.ledger.versions import OnStale, Versions
+from orchestrrl.gateway.ledger.versions import OnStale, PolicyVersions
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class AnswerDelta:
     """Tokens that were added to a record at once; `extra` holds chat fields that the engine parsed out of them."""
 
     token_ids: tuple[int, ...]
@@ -32,7 +32,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RequestFailure:
     """Why a request has no answer, as the client is told: an HTTP status and an OpenAI error object."""
 
     status: int
@@ -40,11 +40,11 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request: one prompt, one answer. The engine knows attempt k of it as `id~k`."""
 
     id: RequestId
-    endpoint: Endpoint
+    endpoint: CompletionEndpoint
     body: Mapping[str, Any]  # as the client sent it, less what the gateway itself answers (stream, n, ...)
     streaming: bool
     arrived_s: float
@@ -69,7 +69,7 @@ class Record:
     generated_ids: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: list[TokenLogprob] | None = None
     extras: list[Mapping[str, Any]] = field(default_factory=list)
-    versions: Versions = field(default_factory=Versions)
+    versions: PolicyVersions = field(default_factory=PolicyVersions)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     choice_fields: dict[str, Any] = field(default_factory=dict)  # of the engine's own, for the whole answer
@@ -78,7 +78,7 @@ class Record:
     relayed: bool = False  # the present attempt relays the engine's own answer
     relayed_answer: Mapping[str, Any] | None = None  # that answer, where it is not streamed
     relayed_tokens: int = 0  # generated in it
-    failure: Failure | None = None
+    failure: RequestFailure | None = None
     delivered: bool = False  # something of the answer has been sent to the client
     text_complete: bool = True  # False: the last tokens may end inside a character whose text is still to come
     started_s: float | None = None  # first token
@@ -86,7 +86,7 @@ class Record:
     finished_s: float | None = None
 
     _text: io.StringIO = field(default_factory=io.StringIO)
-    _undelivered: list[Delta] = field(default_factory=list)
+    _undelivered: list[AnswerDelta] = field(default_factory=list)
 
     @property
     def attempt_id(self) -> str:
@@ -165,7 +165,7 @@ class Record:
         if answer_fields:
             _merge(self.answer_fields, answer_fields)
         if self.streaming and (chunk.token_ids or text or extra or fields or answer_fields):
-            delta = Delta(chunk.token_ids, text, chunk.logprobs, extra, version, fields, answer_fields)
+            delta = AnswerDelta(chunk.token_ids, text, chunk.logprobs, extra, version, fields, answer_fields)
             self._undelivered.append(delta)
         if chunk.finish_reason is not None:
             self.finish(chunk.finish_reason, chunk.stop_reason, now_s)
@@ -180,7 +180,7 @@ class Record:
             if self.started_s is None:
                 self.started_s = now_s
         if chunk.event:
-            self._undelivered.append(Delta((), "", version=version, event=chunk.event))
+            self._undelivered.append(AnswerDelta((), "", version=version, event=chunk.event))
         self.relayed_tokens += tokens
         if chunk.answer is not None:
             self.relayed_answer = chunk.answer
@@ -192,7 +192,7 @@ class Record:
         self.stop_reason = stop_reason
         self.finished_s = now_s
 
-    def fail(self, failure: Failure, now_s: float) -> None:
+    def fail(self, failure: RequestFailure, now_s: float) -> None:
         self.failure = failure
         self.finished_s = now_s
 
@@ -215,10 +215,10 @@ class Record:
         self.extras.clear()
         self._undelivered.clear()
         self._text = io.StringIO()
-        self.versions = Versions()
+        self.versions = PolicyVersions()
         self.text_complete = True
 
-    def take_undelivered(self) -> list[Delta]:
+    def take_undelivered(self) -> list[AnswerDelta]:
         """What the client has not been sent yet. The caller sends it."""
         deltas = self._undelivered
         if deltas:
@@ -277,7 +277,7 @@ class Ledger:
     def __init__(self, *, keep_finished: int = 2048) -> None:
         if keep_finished < 1:
             raise ValueError(f"keep_finished must be >= 1, got {keep_finished}")
-        self._in_flight: dict[RequestId, Record] = {}
+        self._in_flight: dict[RequestId, RequestRecord] = {}
         self.finished: deque[FinishedRequest] = deque(maxlen=keep_finished)
         self._unreported: deque[tuple[int, FinishedRequest]] = deque(maxlen=keep_finished)
         self._sequence = 0
@@ -287,13 +287,13 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._in_flight)
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[RequestRecord]:
         return iter(self._in_flight.values())
 
-    def get(self, request_id: RequestId) -> Record | None:
+    def get(self, request_id: RequestId) -> RequestRecord | None:
         return self._in_flight.get(request_id)
 
-    def add(self, *records: Record) -> None:
+    def add(self, *records: RequestRecord) -> None:
         """Take all of them, or none: raises DuplicateRequest when an id is in flight already."""
         for record in records:
             if record.id in self._in_flight:
@@ -301,7 +301,7 @@ class Ledger:
         for record in records:
             self._in_flight[record.id] = record
 
-    def close(self, record: Record) -> None:
+    def close(self, record: RequestRecord) -> None:
         """The request has ended, however it ended."""
         if self._in_flight.get(record.id) is not record:  # it is closed, or never was here
             return

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
-from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
+from orchestrrl.gateway.ledger.ledger import RequestRecord
 
 _FINAL_FIELDS = ("stop_reason", "choice_fields", "answer_fields", "usage")
 # How an answer is written is no part of what was asked.
@@ -22,7 +22,7 @@ _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """What an answer has grown by. Ids are 4 bytes each, text is UTF-8."""
 
     answer: int  # which of the answers to one body
@@ -47,7 +47,7 @@ def key_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def digest_of(endpoint: Endpoint, body: Mapping[str, Any]) -> bytes:
+def digest_of(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> bytes:
     """The same for bodies that ask the same, however they are written."""
     rest = {name: value for name, value in body.items() if name not in _FORM}
     digest = hashlib.blake2b(endpoint.encode(), digest_size=16)
@@ -64,7 +64,7 @@ def digest_of(endpoint: Endpoint, body: Mapping[str, Any]) -> bytes:
     return digest.digest()
 
 
-class Cutter:
+class RecordCutter:
     """Cuts a record into pieces as it grows."""
 
     __slots__ = (
@@ -82,7 +82,7 @@ class Cutter:
         "record",
     )
 
-    def __init__(self, answer: int, record: Record, *, prompt_wanted: bool) -> None:
+    def __init__(self, answer: int, record: RequestRecord, *, prompt_wanted: bool) -> None:
         """`prompt_wanted`: the answer, once it is complete, has the prompt's tokens too."""
         self.record = record
         self._prompt_wanted = prompt_wanted
@@ -114,7 +114,7 @@ class Cutter:
     def begun(self) -> bool:
         return self._number > 0
 
-    def cut(self) -> Piece | None:
+    def cut(self) -> AnswerPiece | None:
         """What is new; None where nothing is."""
         record = self.record
         if record.relayed:  # what the engine wrote is not kept
@@ -134,7 +134,7 @@ class Cutter:
             self._prompt_told = True
         changes = record.versions.changes(self._tokens)
         more = self._more(ends, changes)
-        piece = Piece(
+        piece = AnswerPiece(
             self._answer,
             self._number,
             self._ids[self._tokens :].tobytes(),
@@ -153,11 +153,11 @@ class Cutter:
         self._ended = ends is not None
         return piece
 
-    def forget(self) -> Piece:
+    def forget(self) -> AnswerPiece:
         """What takes back all that was cut: the answer is not to be gone on with."""
         self.restart()
         self._number = 1
-        return Piece(self._answer, 0, b"", b"", None, 0, None, self.record.attempt, None, None, None)
+        return AnswerPiece(self._answer, 0, b"", b"", None, 0, None, self.record.attempt, None, None, None)
 
     def _more(self, ends: str | None, changes: Sequence[tuple[int, int | None]]) -> dict[str, Any]:
         record = self.record
@@ -180,7 +180,7 @@ class Cutter:
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptAnswer:
     """As much of an answer as the disk has."""
 
     pieces: int = 0
@@ -200,7 +200,7 @@ class Kept:
     answer_fields: dict[str, Any] = field(default_factory=dict)
     usage: Mapping[str, Any] | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         start = len(self.ids)
         self.pieces += 1
         self.ids.frombytes(piece.ids)
@@ -239,21 +239,21 @@ class Kept:
         return tuple(self.logprobs[start:end])
 
 
-def put_together(pieces: Iterable[Piece]) -> dict[int, Kept]:
+def put_together(pieces: Iterable[AnswerPiece]) -> dict[int, KeptAnswer]:
     """By answer, from the pieces in the order in which they were written."""
-    kept: dict[int, Kept] = {}
+    kept: dict[int, KeptAnswer] = {}
     for piece in pieces:
         answer = kept.get(piece.answer)
         if piece.number == 0 or answer is None:
             attempt = answer.attempt if answer is not None else 0
-            answer = kept[piece.answer] = Kept(attempt=attempt)
+            answer = kept[piece.answer] = KeptAnswer(attempt=attempt)
         answer.attempt = max(answer.attempt, piece.attempt)  # an attempt's name is never used again
         if piece.number == answer.pieces:
             answer.add(piece)
     return kept
 
 
-def give_back(record: Record, kept: Kept, now_s: float) -> bool:
+def give_back(record: RequestRecord, kept: KeptAnswer, now_s: float) -> bool:
     """Put what was kept into a record that is asked for again. False: it could not be gone on with, and begins anew."""
     record.attempt = kept.attempt
     prompt_ids = record.prompt_ids or kept.prompt_ids

@@ -25,11 +25,11 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.ledger.claims import Claims
-from orchestrrl.gateway.ledger.file import AnswerFile, Asked, Row, Stored
-from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Record
-from orchestrrl.gateway.ledger.pieces import Cutter, Piece, digest_of, give_back, key_of, put_together
+from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.ledger.claims import RequestClaims
+from orchestrrl.gateway.ledger.file import AnswerFile, AnswerRow, NamedRequest, StoredAnswer
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestRecord
+from orchestrrl.gateway.ledger.pieces import AnswerPiece, RecordCutter, digest_of, give_back, key_of, put_together
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _FAILURES = (sqlite3.Error, OSError, UnicodeError, OverflowError, Permanent)
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetentionPolicy:
     """Where, for how long and how much. What took less than `from_s` is as soon generated again, and costs no row; a
     killed gateway loses as much of what it has not written yet."""
 
@@ -70,7 +70,7 @@ class Keep:
 
 
 @dataclass(slots=True)
-class Counts:
+class StoreCounts:
     """For metrics."""
 
     replayed: int = 0  # requests that were answered with what was kept
@@ -81,18 +81,18 @@ class Counts:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class LedgerEntry:
     """A named request in hand. The event loop's, but for `lost`."""
 
     key: int
     name: str
-    endpoint: Endpoint
+    endpoint: CompletionEndpoint
     body: Mapping[str, Any]
     created_s: float
-    records: Sequence[Record]
+    records: Sequence[RequestRecord]
     opened_s: float
-    cutters: Sequence[Cutter] = ()  # once something is written, or was
-    asked: Asked | None = None  # likewise
+    cutters: Sequence[RecordCutter] = ()  # once something is written, or was
+    asked: NamedRequest | None = None  # likewise
     queued: bool = False  # something of it may be on its way to the disk
     lost: bool = False  # something of it did not get there: set by the writer
 
@@ -100,35 +100,37 @@ class Entry:
         """Something is to be written."""
         if not self.cutters:
             wanted = bool(self.body.get("return_token_ids"))
-            self.cutters = [Cutter(index, record, prompt_wanted=wanted) for index, record in enumerate(self.records)]
+            self.cutters = [
+                RecordCutter(index, record, prompt_wanted=wanted) for index, record in enumerate(self.records)
+            ]
         if self.asked is None:
-            self.asked = Asked(self.name, _digest(self.endpoint, self.body), self.created_s)
+            self.asked = NamedRequest(self.name, _digest(self.endpoint, self.body), self.created_s)
 
 
 @dataclass(slots=True)
 class _Order:
     """For the writer."""
 
-    entry: Entry
-    pieces: Sequence[Piece]
+    entry: LedgerEntry
+    pieces: Sequence[AnswerPiece]
     written_s: float
     leaves: bool  # the request may be asked again once this is written
     memory_bytes: int
 
 
-class Store:
+class LedgerStore:
     """`start`, then `enter` and `leave` for each named request, and `close` once they have all left."""
 
-    def __init__(self, keep: Keep, clock: Clock) -> None:
+    def __init__(self, keep: RetentionPolicy, clock: Clock) -> None:
         self.keep = keep
-        self.counts = Counts()
+        self.counts = StoreCounts()
         self.failing = ""  # why nothing is written at the moment
         self._clock = clock
-        self._claims: Claims | None = None
+        self._claims: RequestClaims | None = None
         self._reader: AnswerFile | None = None
         self._reading = ThreadPoolExecutor(1, "ledger-reader")
         self._read_file: AnswerFile | None = None  # that thread's
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, LedgerEntry] = {}
         self._progress: asyncio.TimerHandle | None = None
         self._orders: deque[_Order] = deque()
         self._queued_bytes = 0  # ever, as the event loop counts
@@ -168,8 +170,13 @@ class Store:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def enter(
-        self, name: str, endpoint: Endpoint, body: Mapping[str, Any], created_s: float, records: Sequence[Record]
-    ) -> Entry | None:
+        self,
+        name: str,
+        endpoint: CompletionEndpoint,
+        body: Mapping[str, Any],
+        created_s: float,
+        records: Sequence[RequestRecord],
+    ) -> LedgerEntry | None:
         """Take a request in hand, and give its records what is kept of their answers; None where nothing can be kept.
         The entry tells the time that its answer has. Raises DuplicateRequest where the name is another's, or in use."""
         claims = self._claims
@@ -190,7 +197,7 @@ class Store:
                     f"request {name!r} has been asked with another body or credential, and that answer is kept; "
                     "take another id"
                 )
-            entry = Entry(key, name, endpoint, body, created_s, records, self._clock.now_s())
+            entry = LedgerEntry(key, name, endpoint, body, created_s, records, self._clock.now_s())
             if stored is not None:
                 entry.asked, entry.created_s = stored.asked, stored.asked.created_s
                 entry.begin()
@@ -203,7 +210,7 @@ class Store:
             self._progress = asyncio.get_running_loop().call_later(PROGRESS_S, self._look)
         return entry
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: LedgerEntry) -> None:
         """Its records have ended, or nobody waits for them any longer; before they are marked as such for that."""
         del self._entries[entry.key]
         if entry.asked is None and self._clock.now_s() - entry.opened_s < self.keep.from_s:
@@ -217,7 +224,7 @@ class Store:
             {},
         )  # nobody's any longer, and the entry may have to wait for the disk
 
-    async def _claimed(self, claims: Claims, key: int) -> bool:
+    async def _claimed(self, claims: RequestClaims, key: int) -> bool:
         for _ in range(int(CLAIM_WITHIN_S / CLAIM_POLL_S)):
             await asyncio.sleep(CLAIM_POLL_S)
             if claims.take(key):
@@ -231,20 +238,20 @@ class Store:
             logger.warning("what may be kept of a request cannot be looked for: %s", error)
             return False
 
-    async def _read(self, key: int, name: str) -> Stored | None:
+    async def _read(self, key: int, name: str) -> StoredAnswer | None:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._reading, self._read_in_thread, key, name)
         except sqlite3.Error as error:
             logger.warning("request %s: what is kept of it cannot be read: %s", name, error)
             return None
 
-    def _read_in_thread(self, key: int, name: str) -> Stored | None:
+    def _read_in_thread(self, key: int, name: str) -> StoredAnswer | None:
         file, self._read_file = self._read_file or AnswerFile(self.keep.path), None
         stored = file.read(key, name)
         self._read_file = file  # one that failed is not used again
         return stored
 
-    def _give_back(self, entry: Entry, stored: Stored) -> None:
+    def _give_back(self, entry: LedgerEntry, stored: StoredAnswer) -> None:
         kept = put_together(stored.pieces)
         now_s = self._clock.now_s()
         for index, cutter in enumerate(entry.cutters):
@@ -259,7 +266,7 @@ class Store:
 
     # --- what they add -----------------------------------------------------------------------------------------------
 
-    def _look(self, after: Sequence[Entry] = ()) -> None:
+    def _look(self, after: Sequence[LedgerEntry] = ()) -> None:
         """Take up what requests have grown by that have been here for a while. Young ones may have ended before it
         would be worth it."""
         before_s = self._clock.now_s() - PROGRESS_S
@@ -275,7 +282,7 @@ class Store:
         else:
             self._progress = None
 
-    def _queue(self, entry: Entry, *, leaves: bool) -> None:
+    def _queue(self, entry: LedgerEntry, *, leaves: bool) -> None:
         entry.begin()
         if entry.lost:
             entry.lost = False
@@ -352,12 +359,12 @@ class Store:
         if self._reader is None:
             self._reader = AnswerFile(self.keep.path, READ_WITHIN_S)
         if self._claims is None:
-            self._claims = Claims(self.keep.path.with_name(self.keep.path.name + ".claims"))
+            self._claims = RequestClaims(self.keep.path.with_name(self.keep.path.name + ".claims"))
 
     def _write(self, file: AnswerFile, orders: Sequence[_Order]) -> bool:
         """Whether there was anything to write."""
         rows = [
-            Row(order.entry.key, order.written_s, order.entry.asked if piece.number == 0 else None, piece)
+            AnswerRow(order.entry.key, order.written_s, order.entry.asked if piece.number == 0 else None, piece)
             for order in orders
             if not order.entry.lost
             for piece in order.pieces
@@ -387,14 +394,14 @@ class Store:
         self.failing = failing
 
 
-def _digest(endpoint: Endpoint, body: Mapping[str, Any]) -> bytes:
+def _digest(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> bytes:
     try:
         return digest_of(endpoint, body)
     except RecursionError:  # so deep that it could just be read: nobody is given its answer again
         return os.urandom(16)
 
 
-def _cut(cutter: Cutter) -> Piece | None:
+def _cut(cutter: RecordCutter) -> AnswerPiece | None:
     record = cutter.record
     if record.failure is not None and record.failure.status < 500:
         # It would fail again from there.

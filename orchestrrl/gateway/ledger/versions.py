@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class VersionSpan:
     """Tokens `start` to `end`, without the latter, and the policy that they are from; None: nobody told its version."""
 
     version: int | None
@@ -25,7 +25,7 @@ class OnStale(StrEnum):
     RESTART = "restart"  # it begins anew, unless its client has had some of it
 
 
-class Versions:
+class PolicyVersions:
     """The spans of one answer as they come: for every change, where it was."""
 
     __slots__ = ("_starts", "newest", "oldest")
@@ -50,11 +50,13 @@ class Versions:
             return [(start, self.newest)]
         return [(span.start, span.version) for span in self.spans(self._starts[-1][0] + 1) if span.end > start]
 
-    def spans(self, tokens: int) -> tuple[Span, ...]:
+    def spans(self, tokens: int) -> tuple[VersionSpan, ...]:
         """Of an answer of so many tokens."""
         ends = [*(start for start, _ in self._starts[1:]), tokens][: len(self._starts)]
         return tuple(
-            Span(version, start, end) for (start, version), end in zip(self._starts, ends, strict=True) if end > start
+            VersionSpan(version, start, end)
+            for (start, version), end in zip(self._starts, ends, strict=True)
+            if end > start
         )
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.engines.base import Chunk
-from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.moves.detokenizer_splice import Seam
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.moves.detokenizer_splice import DetokenizerSplice
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ MOST_ASKED = 3  # engines for one text
 class Detokenizer:
     """Decodes tokens on the engine of an attempt, or on another engine of its model where that one fails."""
 
-    def __init__(self, slot: Slot, fleet: Fleet) -> None:
+    def __init__(self, slot: EngineBackend, fleet: EngineBackends) -> None:
         self._slot = slot
         self._fleet = fleet
         self.failed = False  # no engine has answered
@@ -46,7 +46,7 @@ class Detokenizer:
         self.failed = True
         raise Permanent("; ".join(faults))
 
-    def _candidates(self) -> Iterator[Slot]:
+    def _candidates(self) -> Iterator[EngineBackend]:
         """The attempt's engine, then those behind it in the routes; last those that failed lately."""
         slots = [slot for slot in self._fleet if slot is self._slot or self._may_stand_in(slot)]
         at = next((index for index, slot in enumerate(slots) if slot is self._slot), None)
@@ -55,7 +55,7 @@ class Detokenizer:
         ordered.sort(key=lambda slot: slot.detokenize_failed_s is not None and slot.detokenize_failed_s > before_s)
         yield from ordered[:MOST_ASKED]
 
-    def _may_stand_in(self, slot: Slot) -> bool:
+    def _may_stand_in(self, slot: EngineBackend) -> bool:
         """Whether the engine is alive and, as far as is known, has the same model."""
         if not slot.usable:
             return False
@@ -68,7 +68,7 @@ class TextAfterCut:
     """Text of the tokens after a cut: the seam's while an engine decodes it, else the engine's own less what was sent.
     `open` until the text is that of the engine's chunks."""
 
-    def __init__(self, record: Record, seam: Seam | None) -> None:
+    def __init__(self, record: RequestRecord, seam: DetokenizerSplice | None) -> None:
         self._record = record
         self._seam = seam
         self._undecoded_open = True
@@ -91,7 +91,7 @@ class TextAfterCut:
         return unsent(chunk, self._record)
 
 
-def unsent(chunk: Chunk, record: Record) -> str:
+def unsent(chunk: Chunk, record: RequestRecord) -> str:
     """Return what the first text after a cut adds to the record's text. Pure.
 
     vLLM's decoder, begun inside a character, shows its whole context as new text: prompt, answer so far, new text.

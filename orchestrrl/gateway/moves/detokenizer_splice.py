@@ -16,16 +16,16 @@ INCOMPLETE = "\ufffd"  # what decoders show for bytes that are no character, or 
 WINDOW_TOKENS = 32
 
 
-class Decodes(Protocol):
+class TokenDecoder(Protocol):
     """An engine, or a stand-in for several of them."""
 
     async def detokenize(self, token_ids: Sequence[int]) -> str: ...
 
 
-class Seam:
+class DetokenizerSplice:
     """Text of the tokens after a cut in the middle of a character. `open` until a chunk ends on a whole character."""
 
-    def __init__(self, engine: Decodes, tokens: Sequence[int], text: str, *, keep_stop_token: bool) -> None:
+    def __init__(self, engine: TokenDecoder, tokens: Sequence[int], text: str, *, keep_stop_token: bool) -> None:
         self._engine = engine
         self._tokens = list(tokens)
         self._seen = len(text.rstrip(INCOMPLETE))
@@ -48,7 +48,9 @@ class Seam:
         return added
 
 
-async def open_seam(engine: Decodes, context_ids: Sequence[int], *, keep_stop_token: bool) -> Seam | None:
+async def open_seam(
+    engine: TokenDecoder, context_ids: Sequence[int], *, keep_stop_token: bool
+) -> DetokenizerSplice | None:
     """The seam after these tokens; None where they end on a whole character, or the engine has no text at all."""
     window = context_ids[-WINDOW_TOKENS:]
     try:
@@ -57,4 +59,4 @@ async def open_seam(engine: Decodes, context_ids: Sequence[int], *, keep_stop_to
         return None
     if not text.endswith(INCOMPLETE):
         return None
-    return Seam(engine, window, text, keep_stop_token=keep_stop_token)
+    return DetokenizerSplice(engine, window, text, keep_stop_token=keep_stop_token)

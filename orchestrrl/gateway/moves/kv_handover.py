@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import MoveMethod, RequestMove
 from orchestrrl.engines.handover import entry_id
-from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.integrations.instrument.kv_scheduler import DEFAULT_WAIT_S, MAX_WAIT_S
 
 # Of what recomputing would take: so long a destination waits for KV that is still being written.
@@ -21,22 +21,22 @@ COUNTED_WITHIN_S = 5.0  # a busy engine answers late, and the next moves wait fo
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class LeftKv:
     """The KV that an attempt leaves where it is cut: an entry of the engines' connector."""
 
     version: str  # under which the attempt began
     entry: str
 
 
-def left_by(record: Record, slot: Slot, fleet: Fleet) -> Left | None:
+def left_by(record: RequestRecord, slot: EngineBackend, fleet: EngineBackends) -> LeftKv | None:
     """What the record's present attempt will leave on this engine; None where nobody could use it."""
     version = slot.kv_version
     if not version or record.immovable_because or fleet.kv_versions[version] < 2:
         return None
-    return Left(version, entry_id(fleet.incarnation, record.id, record.attempt))
+    return LeftKv(version, entry_id(fleet.incarnation, record.id, record.attempt))
 
 
-def usable(left: Left | None, order: RequestMove, source: Slot, target: Slot) -> bool:
+def usable(left: LeftKv | None, order: RequestMove, source: EngineBackend, target: EngineBackend) -> bool:
     """Whether the move can go by KV, if it was ordered to. An engine whose version has changed since the attempt began
     has computed on with other weights."""
     if left is None or order.method is not MoveMethod.TRANSFER:
@@ -49,12 +49,12 @@ def wait_s(order: RequestMove) -> float:
     return min(MAX_WAIT_S, WAIT_SHARE * order.other_s) if order.other_s > 0 else DEFAULT_WAIT_S
 
 
-class LoadCount:
+class KvLoadCount:
     """How many tokens an engine loads for one request: what its total grows by, less what was found to be those of
     others that load in the same while. Where some of these fail, or other gateways have requests load there, one may be
     taken for the other."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: EngineBackend) -> None:
         self._slot = slot
         if slot.loads_open == 0 or slot.loads_before is None:
             slot.loads_before, slot.loads_found_tokens = asyncio.create_task(_loaded_total(slot)), 0
@@ -83,7 +83,7 @@ class LoadCount:
         self._slot.loads_open -= 1
 
 
-async def _loaded_total(slot: Slot) -> int | None:
+async def _loaded_total(slot: EngineBackend) -> int | None:
     try:
         return (await slot.engine.metrics()).loaded_tokens_total
     except OrchestrRLError:

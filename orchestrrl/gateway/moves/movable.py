@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrrl.core.errors import cut, path_of
-from orchestrrl.engines.base import Endpoint
+from orchestrrl.engines.base import CompletionEndpoint
 
 # OpenAI's default for completions, which vLLM follows. A chat answer may fill the engine's context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -161,7 +161,7 @@ _CHAT_ONLY = frozenset(
 _PROMPT_SHAPING = frozenset({"prompt", "suffix", "truncate_prompt_tokens", "truncation_side", "add_special_tokens"})
 
 
-def immovable_because(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
+def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:
     """Why a running request may not be continued elsewhere; empty when it may."""
     if relayed := relayed_because(endpoint, body):
         return relayed
@@ -178,7 +178,7 @@ def immovable_because(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
             # The engine's generator is seeded when a request arrives: the continued one would draw the first tokens'
             # numbers again. Greedy decoding draws none.
             return "seed: the seeded draws would start over"
-    if endpoint is Endpoint.CHAT and _has_media(body.get("messages")):
+    if endpoint is CompletionEndpoint.CHAT and _has_media(body.get("messages")):
         return "messages: images, audio and video are not made of tokens"
     unknown = min((name for name in body if name not in KNOWN_FIELDS and body[name] is not None), default=None)
     return (
@@ -186,7 +186,7 @@ def immovable_because(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
     )
 
 
-def relayed_because(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
+def relayed_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:
     """Why an engine has to be sent the body unchanged and its answer relayed; empty when it does not. Such a
     request stays where it began."""
     for name, value in body.items():
@@ -195,7 +195,7 @@ def relayed_because(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
                 return f"{name}: {_RELAYED[name]}"
         elif name.startswith(_ASKS_FOR_MORE) and name not in KNOWN_FIELDS and value:
             return f"{cut(path_of((name,)))}: is not known, and may ask for what only the engine's own answer has"
-    if endpoint is Endpoint.CHAT and body.get("return_tokens_as_token_ids") and body.get("logprobs"):
+    if endpoint is CompletionEndpoint.CHAT and body.get("return_tokens_as_token_ids") and body.get("logprobs"):
         return "return_tokens_as_token_ids: only the engine's own answer has the bytes of these tokens"
     return ""
 
@@ -211,26 +211,26 @@ def _has_media(messages: object) -> bool:
     )
 
 
-def asked_tokens(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
+def asked_tokens(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> int | None:
     """The most tokens that the answer may have; None where the engine's context is the only limit, or what was asked
     is no such number, which is the engine's to judge."""
     asked = body.get("max_tokens")
-    if endpoint is Endpoint.CHAT and body.get("max_completion_tokens") is not None:
+    if endpoint is CompletionEndpoint.CHAT and body.get("max_completion_tokens") is not None:
         asked = body["max_completion_tokens"]
-    if asked is None and endpoint is Endpoint.COMPLETIONS:
+    if asked is None and endpoint is CompletionEndpoint.COMPLETIONS:
         return DEFAULT_COMPLETION_TOKENS
     return asked if isinstance(asked, int) and 0 <= asked <= MOST_TOKENS else None
 
 
 def continued(
-    endpoint: Endpoint,
+    endpoint: CompletionEndpoint,
     body: Mapping[str, Any],
     prompt_ids: Sequence[int],
     generated_ids: Sequence[int],
     max_tokens: int,
 ) -> dict[str, Any]:
     """The body of a completion that goes on after `generated_ids`, of `max_tokens` in all (more than are there)."""
-    dropped = _PROMPT_SHAPING | _CHAT_ONLY if endpoint is Endpoint.CHAT else _PROMPT_SHAPING
+    dropped = _PROMPT_SHAPING | _CHAT_ONLY if endpoint is CompletionEndpoint.CHAT else _PROMPT_SHAPING
     new = {name: value for name, value in body.items() if name not in dropped}
     new["prompt"] = [*prompt_ids, *generated_ids]
     # A chat template has written the special tokens that a prompt begins with; ids are taken as they are.
@@ -238,6 +238,6 @@ def continued(
     new["max_tokens"] = max_tokens - len(generated_ids)
     if isinstance(body.get("min_tokens"), int):
         new["min_tokens"] = max(0, body["min_tokens"] - len(generated_ids))
-    if endpoint is Endpoint.CHAT and body.get("logprobs"):
+    if endpoint is CompletionEndpoint.CHAT and body.get("logprobs"):
         new["logprobs"] = body.get("top_logprobs") or 0
     return new

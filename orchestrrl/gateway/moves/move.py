@@ -4,21 +4,21 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove
-from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.moves.kv_handover import Left, LoadCount
-from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
+from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.moves.kv_handover import KvLoadCount, LeftKv
+from orchestrrl.gateway.routing.backend import EngineBackend
 
 
-class Moving:
+class MoveInProgress:
     """From the order until the request goes on at `target`, or does not. `result` is told once."""
 
     def __init__(
         self,
-        record: Record,
+        record: RequestRecord,
         order: RequestMove,
-        source: Slot,
-        target: Slot,
+        source: EngineBackend,
+        target: EngineBackend,
         *,
         computed: bool,
         step_s: float,
@@ -32,14 +32,14 @@ class Moving:
         self._context_tokens = record.context_tokens if computed else 0  # to be brought
         self._cut_s = now_s
         self._step_s = step_s
-        self.result: asyncio.Future[ItemResult] = asyncio.get_running_loop().create_future()
-        self.load: Left | None = None  # None: the context is computed again
-        self._count: LoadCount | None = None  # of what is loaded
+        self.result: asyncio.Future[OperationItemResult] = asyncio.get_running_loop().create_future()
+        self.load: LeftKv | None = None  # None: the context is computed again
+        self._count: KvLoadCount | None = None  # of what is loaded
         self.submitted = False
 
-    def load_from(self, left: Left | None) -> None:
+    def load_from(self, left: LeftKv | None) -> None:
         """It goes by the KV that is left at the source."""
-        self.load, self._count = left, LoadCount(self.target)
+        self.load, self._count = left, KvLoadCount(self.target)
 
     def taken(self) -> None:
         """The target has the request; nobody waits any longer to see it go on."""
@@ -48,7 +48,7 @@ class Moving:
 
     def failed(self, detail: str, now_s: float) -> None:
         self._forget_count()
-        self.result.set_result(ItemResult(self._record.id, False, detail, 0, now_s - self._cut_s))
+        self.result.set_result(OperationItemResult(self._record.id, False, detail, 0, now_s - self._cut_s))
 
     def arrived(self, now_s: float, in_background: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         """The target has made a token for it, or ended it."""
@@ -59,7 +59,7 @@ class Moving:
         else:
             in_background(self._tell_loaded(self._count, duration_s))
 
-    async def _tell_loaded(self, count: LoadCount, duration_s: float) -> None:
+    async def _tell_loaded(self, count: KvLoadCount, duration_s: float) -> None:
         """Find out whether the KV came, and say so."""
         loaded: int | None = None
         try:
@@ -72,13 +72,13 @@ class Moving:
         if self._count is not None:
             self._count.forget()
 
-    def _outcome(self, duration_s: float, loaded_tokens: int | None) -> ItemResult:
+    def _outcome(self, duration_s: float, loaded_tokens: int | None) -> OperationItemResult:
         """Of a move that is done. `loaded_tokens` None: KV was sent for, and nobody knows whether it came."""
         if loaded_tokens:
             method, recomputed = MoveMethod.TRANSFER, self._context_tokens - loaded_tokens
         else:
             method, recomputed = MoveMethod.RECOMPUTE, self._context_tokens
-        return ItemResult(
+        return OperationItemResult(
             id=self._record.id,
             done=True,
             recomputed_tokens=0 if loaded_tokens is None else recomputed,

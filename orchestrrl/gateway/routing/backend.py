@@ -3,30 +3,30 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from orchestrrl.core.operations import Route
-from orchestrrl.engines.base import Capabilities, Engine
-from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.core.operations import EngineRoute
+from orchestrrl.engines.base import Engine, EngineCapabilities
+from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.policies.base import concurrency_cap
 from planner.model import EngineHealth, EngineId, RequestId, RequestState
 
 
 @dataclass(slots=True)
-class Slot:
+class EngineBackend:
     """One engine, and the gateway's requests on it."""
 
     id: EngineId
     engine: Engine
-    route: Route
+    route: EngineRoute
     routed: bool = True  # False: left the routes, and only finishes what it has
     suspect_because: str = ""  # empty: believed alive
     rechecking: bool = False  # it is being asked whether it lives
-    capabilities: Capabilities | None = None
+    capabilities: EngineCapabilities | None = None
     learning: "asyncio.Task[None] | None" = None  # asks for these; the last one, which may have ended
     unlearnable: bool = False  # it answered that it does not tell them
     tying_field: str = ""  # of its answers, which a continued one would lack in part; empty: none has been seen
     whole_field: str = ""  # of its whole answers, which its streams lack; empty: none has been seen
     server: str = ""  # identifies the server's process, as it was last read; empty: unknown
-    records: dict[RequestId, Record] = field(default_factory=dict)
+    records: dict[RequestId, RequestRecord] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0  # without a token yet; those for whom a place is reserved count
     running_tokens: int = 0
@@ -95,7 +95,7 @@ class Slot:
         self.unlearnable = False
         self.tying_field = self.whole_field = ""
 
-    def follow(self, route: Route) -> None:
+    def follow(self, route: EngineRoute) -> None:
         """Take the daemon's newer word on this engine."""
         if route.health is EngineHealth.GONE and self.route.health is not EngineHealth.GONE:
             self.suspect_because = self.suspect_because or "the daemon says that it is gone"
@@ -132,12 +132,12 @@ class Slot:
             and not self.waiting_of_others
         )
 
-    def reserve(self, record: Record) -> None:
+    def reserve(self, record: RequestRecord) -> None:
         """The record will enter; until then it counts as waiting."""
         self.reserved[record.id] = record.context_tokens
         self._await(record.context_tokens)
 
-    def unreserve(self, record: Record) -> bool:
+    def unreserve(self, record: RequestRecord) -> bool:
         tokens = self.reserved.pop(record.id, None)
         if tokens is None:
             return False
@@ -145,7 +145,7 @@ class Slot:
         self.waiting_tokens -= tokens
         return True
 
-    def enter(self, record: Record, now_s: float) -> None:
+    def enter(self, record: RequestRecord, now_s: float) -> None:
         self.unreserve(record)
         self.records[record.id] = record
         self._await(record.context_tokens)
@@ -157,7 +157,7 @@ class Slot:
         if self.waiting > self.waited_most:
             self.waited_most = self.waiting
 
-    def advance(self, record: Record, context_before: int, was: RequestState, now_s: float) -> None:
+    def advance(self, record: RequestRecord, context_before: int, was: RequestState, now_s: float) -> None:
         """The record has grown from `context_before`, and was in state `was`."""
         self.progressed_s = now_s
         if was is RequestState.RUNNING:
@@ -170,7 +170,7 @@ class Slot:
         else:
             self.waiting_tokens += record.context_tokens - context_before
 
-    def run_whole(self, record: Record) -> None:
+    def run_whole(self, record: RequestRecord) -> None:
         """The record is sent for an answer that comes as a whole and shows no first token. It counts as running, where
         the engine is known to have a seat for it."""
         seats = self.max_sequences or (self.capabilities.max_sequences if self.capabilities is not None else 0) or 0
@@ -182,7 +182,7 @@ class Slot:
         self.running_tokens += tokens
         self.kv_free_tokens -= tokens
 
-    def leave(self, record: Record) -> None:
+    def leave(self, record: RequestRecord) -> None:
         if self.records.pop(record.id, None) is None:
             return
         if record.state is RequestState.RUNNING:

@@ -10,15 +10,15 @@ from typing import Any
 from orchestrrl.core.addresses import same_address, server_address
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.core.operations import Route
-from orchestrrl.engines.base import Capabilities, Engine
+from orchestrrl.core.operations import EngineRoute
+from orchestrrl.engines.base import Engine, EngineCapabilities
 from orchestrrl.gateway.failovers import Failovers
-from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.expected_engines import Expected
+from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
 from orchestrrl.gateway.routing.policies.prefix_affinity import prefix_of
-from orchestrrl.gateway.routing.queue import Queue, Waiter, Waits
-from orchestrrl.gateway.routing.strategies import Newcomer, Routing
+from orchestrrl.gateway.routing.queue import QueuedRequest, QueueWaits, RequestQueue
+from orchestrrl.gateway.routing.strategies import RoutedRequest, RoutingPolicy
 from planner.model import EngineHealth, EngineId
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ RECHECK_CAP_S = 5.0
 LEARN_S = 2.0  # a request waits no longer for what its engine offers
 
 
-class NoEngine(Exception):
+class NoBackend(Exception):
     """None was there that the request could ever go to, for as long as it had patience."""
 
 
-class Fleet:
+class EngineBackends:
     """Holds the routing table, and the queue before the engines. Connections are opened when used; `close` releases
     them."""
 
@@ -44,7 +44,7 @@ class Fleet:
         connect: Connect,
         *,
         clock: Clock,
-        routing: Routing | None = None,
+        routing: RoutingPolicy | None = None,
         queue_depth: int = 0,
         pools: Mapping[EngineId, str] | None = None,
     ) -> None:
@@ -56,42 +56,42 @@ class Fleet:
         self._connect = connect
         self._clock = clock
         self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
-        self.routing = routing or Routing()
+        self.routing = routing or RoutingPolicy()
         self.queue_depth = queue_depth
         self._pools = pools or {}
-        self.queue = Queue()
-        self.waits = Waits()
+        self.queue = RequestQueue()
+        self.waits = QueueWaits()
         self.failovers = Failovers()
-        self._placed: dict[Waiter, Callable[[Slot | NoEngine], None]] = {}  # who wants to know of it
+        self._placed: dict[QueuedRequest, Callable[[EngineBackend | NoBackend], None]] = {}  # who wants to know of it
         self._giving_up = False  # those who are alone too long are looked for
-        self._usable_slots: list[Slot] | None = None  # None: to be looked up again
+        self._usable_slots: list[EngineBackend] | None = None  # None: to be looked up again
         self._last: EngineId | None = None  # chosen
-        self._slots: dict[EngineId, Slot] = {}
+        self._slots: dict[EngineId, EngineBackend] = {}
         self.own: dict[EngineId, str] = {}  # engines that the gateway was started with, with their URLs
         self.known_as: dict[EngineId, EngineId] = {}  # ids of these that have given way to the daemon's
         self.servers: dict[EngineId, str] = {}  # identities of the servers of these, as last read
         self.kv_versions: Counter[str] = Counter()  # how many engines have each
         self._contexts: set[float] = set()  # tokens that the contexts of engines in the routes hold
-        self._expected = Expected()  # as last told
+        self._expected = ExpectedEngines()  # as last told
         self._unexpecting: asyncio.Task[None] | None = None  # waits for the end of that
-        self._retired: list[Slot] = []  # old houses of engines, with what still runs there
+        self._retired: list[EngineBackend] = []  # old houses of engines, with what still runs there
         self._gate_open = True
         self.policy_version: int | None = None  # newest that was told
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[EngineBackend]:
         return iter(self._slots.values())
 
-    def with_retired(self) -> list[Slot]:
+    def with_retired(self) -> list[EngineBackend]:
         """Those in the table, and those whose id names another by now."""
         return [*self._slots.values(), *self._retired]
 
-    def knows(self, slot: Slot) -> bool:
+    def knows(self, slot: EngineBackend) -> bool:
         """It is one of these."""
         return self._slots.get(slot.id) is slot or any(other is slot for other in self._retired)
 
-    def get(self, engine: EngineId | None) -> Slot | None:
+    def get(self, engine: EngineId | None) -> EngineBackend | None:
         if engine is None:
             return None
         return self._slots.get(engine) or self._slots.get(self.id_of(engine))
@@ -111,11 +111,11 @@ class Fleet:
             return expected
         return expected.difference(slot.id for slot in self if slot.usable)
 
-    def set_routes(self, routes: Iterable[Route], expected: Expected | None = None) -> list[str]:
+    def set_routes(self, routes: Iterable[EngineRoute], expected: ExpectedEngines | None = None) -> list[str]:
         """Replace the routing table. Returns what was wrong with it, entry by entry; the rest is taken."""
         faults = []
         named = set()
-        came = self._expect(expected or Expected())
+        came = self._expect(expected or ExpectedEngines())
         routes = tuple(routes)
         self._rename(routes)
         for route in routes:
@@ -127,7 +127,7 @@ class Fleet:
                 if not route.url:
                     faults.append(f"{route.engine}: no URL is known")
                     continue
-                slot = Slot(route.engine, self._connect(route.url), Route(route.engine, route.url))
+                slot = EngineBackend(route.engine, self._connect(route.url), EngineRoute(route.engine, route.url))
                 slot.own_pool = self._pools.get(route.engine, "")
                 self._slots[route.engine] = slot
             slot.follow(route)
@@ -146,7 +146,7 @@ class Fleet:
         self.announce()
         return faults
 
-    def _rename(self, routes: Iterable[Route]) -> None:
+    def _rename(self, routes: Iterable[EngineRoute]) -> None:
         """The gateway's own engines that the routes name by other ids are the same ones, with all that is on them.
         Another engine at an address that a daemon's engine had is a new one."""
         urls = {route.engine: route.url for route in routes}
@@ -185,7 +185,7 @@ class Fleet:
                 if first == engine:
                     del self.known_as[first]
 
-    def _expect(self, expected: Expected) -> frozenset[EngineId]:
+    def _expect(self, expected: ExpectedEngines) -> frozenset[EngineId]:
         """Returns those that are not expected any longer: they have come, or never will."""
         before, self._expected = self._expected, expected
         if expected != before:
@@ -196,7 +196,7 @@ class Fleet:
                 self._unexpecting = self.in_background(self._unexpect(expected))
         return before.engines - expected.engines
 
-    async def _unexpect(self, expected: Expected) -> None:
+    async def _unexpect(self, expected: ExpectedEngines) -> None:
         """Their time is over, and nobody came to say how it ended."""
         while (left_s := expected.until_s - self._clock.now_s()) > 0:
             await self._clock.sleep(left_s)
@@ -230,15 +230,15 @@ class Fleet:
 
     async def place(
         self,
-        record: Record,
+        record: RequestRecord,
         *,
         without: Iterable[EngineId] = (),
         avoiding: Iterable[EngineId] = (),
         again: bool = False,
         patience_s: float = float("inf"),
-    ) -> Slot:
-        """Wait for an engine with room, and reserve the place until `Slot.enter`; who does not enter gives it back
-        (`give_back`). `avoiding`: only where there is no other engine. `again`: before those who are new.
+    ) -> EngineBackend:
+        """Wait for an engine with room, and reserve the place until `EngineBackend.enter`; who does not enter gives it
+        back (`give_back`). `avoiding`: only where there is no other engine. `again`: before those who are new.
 
         Raises NoEngine after `patience_s` without an engine that it could go to; time in a queue does not count, nor
         while the gate is closed, nor while an engine is expected that it could go to.
@@ -249,13 +249,13 @@ class Fleet:
                 found.reserve(record)
                 self.waits.add(0.0)
                 return found
-        slot: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+        slot: asyncio.Future[EngineBackend] = asyncio.get_running_loop().create_future()
 
-        def placed(outcome: Slot | NoEngine) -> None:
+        def placed(outcome: EngineBackend | NoBackend) -> None:
             if slot.done():  # cancelled, and not awake yet to leave the queue
-                if not isinstance(outcome, NoEngine):
+                if not isinstance(outcome, NoBackend):
                     self.give_back(outcome, record)
-            elif isinstance(outcome, NoEngine):
+            elif isinstance(outcome, NoBackend):
                 slot.set_exception(outcome)
             else:
                 slot.set_result(outcome)
@@ -281,16 +281,18 @@ class Fleet:
 
     def enqueue(
         self,
-        record: Record,
-        placed: Callable[[Slot | NoEngine], None],
+        record: RequestRecord,
+        placed: Callable[[EngineBackend | NoBackend], None],
         *,
         without: frozenset[EngineId] = frozenset(),
         avoiding: frozenset[EngineId] = frozenset(),
         again: bool = False,
         patience_s: float = float("inf"),
-    ) -> Waiter:
+    ) -> QueuedRequest:
         """`place` for those who do not wait themselves: `placed` is called once, perhaps at once."""
-        waiter = Waiter(record, self._newcomer(record), self._clock.now_s(), without, avoiding, again, patience_s)
+        waiter = QueuedRequest(
+            record, self._newcomer(record), self._clock.now_s(), without, avoiding, again, patience_s
+        )
         self._placed[waiter] = placed
         self.queue.join(waiter)
         self.dispatch()
@@ -301,11 +303,11 @@ class Fleet:
                 self.in_background(self._give_up_on_those_alone())
         return waiter
 
-    def leave_queue(self, waiter: Waiter) -> None:
+    def leave_queue(self, waiter: QueuedRequest) -> None:
         if self._placed.pop(waiter, None) is not None:
             self.queue.leave(waiter)
 
-    def give_back(self, slot: Slot, record: Record) -> None:
+    def give_back(self, slot: EngineBackend, record: RequestRecord) -> None:
         """A place that was reserved is not needed. Harmless where none is."""
         if slot.unreserve(record):
             self.forget_if_empty(slot)
@@ -319,7 +321,7 @@ class Fleet:
             self.waits.add(self._clock.now_s() - waiter.since_s)
             self._placed.pop(waiter)(slot)
 
-    def _place_for(self, waiter: Waiter) -> Slot | None:
+    def _place_for(self, waiter: QueuedRequest) -> EngineBackend | None:
         if waiter.avoiding:
             shunned = waiter.without | waiter.avoiding
             if any(slot.id not in shunned for slot in self._usable()):
@@ -327,11 +329,11 @@ class Fleet:
                 return self.choose(waiter.newcomer, shunned)
         return self.choose(waiter.newcomer, waiter.without)
 
-    def _newcomer(self, record: Record) -> Newcomer:
+    def _newcomer(self, record: RequestRecord) -> RoutedRequest:
         prefix = prefix_of(record.group, record.body) if self.routing.by_prefix else 0
-        return Newcomer(record.context_tokens, prefix, record.tag)
+        return RoutedRequest(record.context_tokens, prefix, record.tag)
 
-    def choose(self, newcomer: Newcomer, without: Iterable[EngineId] = ()) -> Slot | None:
+    def choose(self, newcomer: RoutedRequest, without: Iterable[EngineId] = ()) -> EngineBackend | None:
         """The engine that a request should go to, None where none may take it now."""
         able = self._usable()
         if self.queue_depth:
@@ -347,7 +349,7 @@ class Fleet:
         self._last = slot.id
         return slot
 
-    def _usable(self) -> list[Slot]:
+    def _usable(self) -> list[EngineBackend]:
         if self._usable_slots is None:
             self._usable_slots = [slot for slot in self._slots.values() if slot.usable]
         return self._usable_slots
@@ -361,7 +363,7 @@ class Fleet:
         for waiter in self.queue:
             self._note_if_alone(waiter, now_s, expected)
 
-    def _note_if_alone(self, waiter: Waiter, now_s: float, expected: frozenset[EngineId]) -> None:
+    def _note_if_alone(self, waiter: QueuedRequest, now_s: float, expected: frozenset[EngineId]) -> None:
         there = any(slot.id not in waiter.without for slot in self._usable())
         if there or not self._gate_open or not expected <= waiter.without:
             waiter.alone_since_s = None
@@ -383,7 +385,7 @@ class Fleet:
                         continue
                     placed = self._placed[waiter]
                     self.leave_queue(waiter)
-                    placed(NoEngine(f"no engine was there for {waiter.patience_s:g} s"))
+                    placed(NoBackend(f"no engine was there for {waiter.patience_s:g} s"))
                 if next_s < float("inf"):
                     await self._clock.sleep(next_s)
         finally:
@@ -391,7 +393,7 @@ class Fleet:
 
     # --- health ------------------------------------------------------------------------------------------------------
 
-    def suspect(self, slot: Slot, because: str) -> None:
+    def suspect(self, slot: EngineBackend, because: str) -> None:
         """Believe an engine dead until it says otherwise."""
         slot.failures_total += 1
         if not slot.suspect_because:
@@ -400,7 +402,7 @@ class Fleet:
             self._usability_changed()
             self._recheck(slot)
 
-    def trust(self, slot: Slot) -> None:
+    def trust(self, slot: EngineBackend) -> None:
         """The engine has shown that it lives."""
         if slot.suspect_because:
             logger.info("engine %s is back", slot.id)
@@ -409,7 +411,7 @@ class Fleet:
         elif self._placed:
             self.dispatch()
 
-    def release(self, slot: Slot, record: Record) -> None:
+    def release(self, slot: EngineBackend, record: RequestRecord) -> None:
         """The request is no longer on this engine."""
         slot.leave(record)
         self.forget_if_empty(slot)
@@ -420,14 +422,14 @@ class Fleet:
         """Ends when an engine may have become usable since this was called."""
         return self._changed.wait()
 
-    async def capabilities(self, slot: Slot) -> Capabilities:
+    async def capabilities(self, slot: EngineBackend) -> EngineCapabilities:
         """What the engine offers, asked once; raises what the engine raises."""
         if slot.capabilities is None:
             slot.capabilities = await slot.engine.capabilities()
             self._note_contexts()
         return slot.capabilities
 
-    async def learn(self, slot: Slot) -> None:
+    async def learn(self, slot: EngineBackend) -> None:
         """Return once it is known what the engine offers, or cannot be known soon."""
         if slot.capabilities is not None or slot.unlearnable:
             return
@@ -435,7 +437,7 @@ class Fleet:
             slot.learning = self.in_background(self._learn(slot))
         await asyncio.wait({slot.learning}, timeout=LEARN_S)
 
-    async def _learn(self, slot: Slot) -> None:
+    async def _learn(self, slot: EngineBackend) -> None:
         try:
             await self.capabilities(slot)
         except OrchestrRLError as error:
@@ -462,7 +464,7 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def abort(self, slot: Slot, attempt_id: str) -> None:
+    async def abort(self, slot: EngineBackend, attempt_id: str) -> None:
         """Stop an attempt, best effort: its connection is closed already, which stops it too."""
         try:
             await slot.engine.abort([attempt_id])
@@ -471,7 +473,7 @@ class Fleet:
         finally:
             await self._close_if_gone(slot)
 
-    async def detokenize(self, slot: Slot, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, slot: EngineBackend, token_ids: Sequence[int]) -> str:
         """Raises what the engine raises."""
         try:
             return await slot.engine.detokenize(token_ids)
@@ -487,12 +489,12 @@ class Fleet:
         self._slots.clear()
         self._retired.clear()
 
-    def _recheck(self, slot: Slot) -> None:
+    def _recheck(self, slot: EngineBackend) -> None:
         if not slot.rechecking:
             slot.rechecking = True
             self.in_background(self._recheck_until_alive(slot))
 
-    async def _recheck_until_alive(self, slot: Slot) -> None:
+    async def _recheck_until_alive(self, slot: EngineBackend) -> None:
         delay_s = RECHECK_FIRST_S
         try:
             while slot.suspect_because and self._slots.get(slot.id) is slot:
@@ -506,19 +508,19 @@ class Fleet:
             slot.rechecking = False
             await self._close_if_gone(slot)
 
-    def forget_if_empty(self, slot: Slot) -> None:
+    def forget_if_empty(self, slot: EngineBackend) -> None:
         """An engine that left the routes goes once it has nothing of ours, and does not stand still for us."""
         if not slot.routed and not slot.in_use and self._slots.get(slot.id) is slot:
             del self._slots[slot.id]
             self._usable_slots = None
             self.in_background(slot.engine.close())
 
-    async def _close_if_gone(self, slot: Slot) -> None:
+    async def _close_if_gone(self, slot: EngineBackend) -> None:
         """Who asks an engine that has been forgotten meanwhile has opened a connection anew."""
         if not self.knows(slot):
             await slot.engine.close()
 
-    def _retire(self, slot: Slot) -> None:
+    def _retire(self, slot: EngineBackend) -> None:
         """The id now names an engine elsewhere. What runs on the old one stays there until it is over."""
         del self._slots[slot.id]
         self._usable_slots = None
@@ -526,14 +528,14 @@ class Fleet:
         self._retired.append(slot)
         self.in_background(self._close_when_empty(slot))
 
-    async def _close_when_empty(self, slot: Slot) -> None:
+    async def _close_when_empty(self, slot: EngineBackend) -> None:
         while slot.in_use:
             await self._clock.sleep(1.0)
         self._retired = [other for other in self._retired if other is not slot]
         await slot.engine.close()
 
 
-def _leads_to(url: str, slot: Slot) -> bool:
+def _leads_to(url: str, slot: EngineBackend) -> bool:
     """Whether the URL is the engine's, if perhaps in other words: then those that have worked are kept."""
     if url.rstrip("/") == slot.engine.url.rstrip("/"):
         return True

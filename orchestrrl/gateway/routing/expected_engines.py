@@ -6,7 +6,7 @@ from planner.model import EngineId
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedEngines:
     """`until_s` is the daemon's clock, as the ends of leases are: one that dies leaves nobody waiting for longer."""
 
     engines: frozenset[EngineId] = frozenset()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import TypeVar
 
-from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.routing.strategies import Newcomer
+from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.routing.strategies import RoutedRequest
 from planner.model import EngineId
 
 T = TypeVar("T")
@@ -21,11 +21,11 @@ WAIT_BOUNDS_S = (0.0, 0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
 
 
 @dataclass(eq=False, slots=True)
-class Waiter:
+class QueuedRequest:
     """One request in the queue."""
 
-    record: Record
-    newcomer: Newcomer
+    record: RequestRecord
+    newcomer: RoutedRequest
     since_s: float
     without: frozenset[EngineId] = frozenset()  # engines that it may not go to
     avoiding: frozenset[EngineId] = frozenset()  # those that it goes to only where there is no other
@@ -35,7 +35,7 @@ class Waiter:
 
 
 @dataclass(slots=True)
-class Waits:
+class QueueWaits:
     """How long requests waited: one more than `bounds_s` counts, the last of what is beyond all of them."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BOUNDS_S) + 1))
@@ -51,27 +51,27 @@ class Waits:
         return [(name, float(total)) for name, total in zip(names, accumulate(self.counts), strict=True)]
 
 
-class Queue:
+class RequestQueue:
     """Holds the waiters. `next` offers places in order."""
 
     def __init__(self) -> None:
-        self._again: OrderedDict[Waiter, None] = OrderedDict()
-        self._new: OrderedDict[Waiter, None] = OrderedDict()
+        self._again: OrderedDict[QueuedRequest, None] = OrderedDict()
+        self._new: OrderedDict[QueuedRequest, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._again) + len(self._new)
 
-    def __iter__(self) -> Iterator[Waiter]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         return chain(self._again, self._new)
 
-    def join(self, waiter: Waiter) -> None:
+    def join(self, waiter: QueuedRequest) -> None:
         (self._again if waiter.again else self._new)[waiter] = None
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: QueuedRequest) -> None:
         """However it ended; who is not there has left."""
         (self._again if waiter.again else self._new).pop(waiter, None)
 
-    def next(self, place_for: Callable[[Waiter], T | None]) -> tuple[Waiter, T] | None:
+    def next(self, place_for: Callable[[QueuedRequest], T | None]) -> tuple[QueuedRequest, T] | None:
         """The first who finds a place, with it; that one leaves the queue. None: nobody does. The search ends at the
         first who finds none although any engine would do: nobody behind would find one."""
         for waiter in self:

@@ -8,22 +8,38 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from orchestrrl.gateway.routing.policies import least_tokens, load_index, prefix_affinity, round_robin
-from orchestrrl.gateway.routing.policies.base import EngineLoad, L, Load, Newcomer, Slack, Snapshot
+from orchestrrl.gateway.routing.policies.base import (
+    AffinitySlack,
+    BackendLoad,
+    EngineLoad,
+    L,
+    RoutedRequest,
+    RoutingSnapshot,
+)
 from orchestrrl.gateway.routing.policies.hardware_affinity import narrow
 from planner.model import EngineId
 
-__all__ = ["DEFAULT_POLICY", "STRATEGIES", "EngineLoad", "Load", "Newcomer", "Routing", "Slack", "Snapshot"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "STRATEGIES",
+    "EngineLoad",
+    "BackendLoad",
+    "RoutedRequest",
+    "RoutingPolicy",
+    "AffinitySlack",
+    "RoutingSnapshot",
+]
 
 
-class Strategy(Protocol):
+class RoutingStrategy(Protocol):
     """Returns one of the loads."""
 
-    def __call__(self, snapshot: Snapshot[L]) -> L: ...
+    def __call__(self, snapshot: RoutingSnapshot[L]) -> L: ...
 
 
 DEFAULT_POLICY = "load_index"
 
-STRATEGIES: Mapping[str, Strategy] = {
+STRATEGIES: Mapping[str, RoutingStrategy] = {
     "load_index": load_index.choose,
     "least_tokens": least_tokens.choose,
     "prefix_affinity": prefix_affinity.choose,
@@ -32,12 +48,12 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class RoutingPolicy:
     """How a gateway chooses."""
 
     policy: str = DEFAULT_POLICY
     affinity: Mapping[str, str] = field(default_factory=dict)  # tag -> pool
-    slack: Slack = field(default_factory=Slack)
+    slack: AffinitySlack = field(default_factory=AffinitySlack)
 
     def __post_init__(self) -> None:
         if self.policy not in STRATEGIES:
@@ -48,7 +64,7 @@ class Routing:
         """Whether it needs to know newcomers' prefixes."""
         return self.policy == "prefix_affinity"
 
-    def choose(self, loads: Sequence[L], newcomer: Newcomer, last: EngineId | None = None) -> L | None:
+    def choose(self, loads: Sequence[L], newcomer: RoutedRequest, last: EngineId | None = None) -> L | None:
         """One of the loads; None without any. `last` is the one that was chosen last."""
         if not loads:
             return None
@@ -56,5 +72,5 @@ class Routing:
             return loads[0]
         pool = self.affinity.get(newcomer.tag) if self.affinity and newcomer.tag else None
         if pool is not None:
-            loads = narrow(Snapshot(loads, newcomer, last, self.slack), pool)
-        return STRATEGIES[self.policy](Snapshot(loads, newcomer, last, self.slack))
+            loads = narrow(RoutingSnapshot(loads, newcomer, last, self.slack), pool)
+        return STRATEGIES[self.policy](RoutingSnapshot(loads, newcomer, last, self.slack))

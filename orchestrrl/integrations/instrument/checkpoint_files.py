@@ -40,7 +40,7 @@ class BrokenCheckpoint(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor: where its bytes lie in which file."""
 
     name: str
@@ -51,9 +51,9 @@ class Stored:
     end: int
 
 
-def read_checkpoint(folder: Path) -> dict[str, Stored]:
+def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """What the folder holds, in order of name. Raises BrokenCheckpoint, also for a file that was cut short."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     try:
         for file in _files(folder):
             for stored in _read_header(file):
@@ -67,7 +67,7 @@ def read_checkpoint(folder: Path) -> dict[str, Stored]:
     return dict(sorted(found.items()))
 
 
-def shapes_of(tensors: Mapping[str, Stored]) -> dict[str, tuple[int, ...]]:
+def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
     return {name: stored.shape for name, stored in tensors.items()}
 
 
@@ -86,7 +86,7 @@ def check_same_model(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, 
         raise BrokenCheckpoint("; ".join(faults[:MOST_NAMED]) + more)
 
 
-def mapped(tensors: Mapping[str, Stored]) -> dict[str, memoryview]:
+def mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, memoryview]:
     """Each tensor's bytes where they lie, read when they are touched. Writing to them changes no file. Files stay
     mapped for as long as any of their views is used."""
     maps: dict[Path, memoryview] = {}
@@ -96,7 +96,7 @@ def mapped(tensors: Mapping[str, Stored]) -> dict[str, memoryview]:
     return {name: maps[stored.file][stored.begin : stored.end] for name, stored in tensors.items()}
 
 
-def content_sum(tensors: Mapping[str, Stored], data: Mapping[str, memoryview]) -> str:
+def content_sum(tensors: Mapping[str, StoredTensor], data: Mapping[str, memoryview]) -> str:
     """Of names, types, shapes and bytes, however they are divided into files: `ALGORITHM:HEX`. Holes are not touched:
     in memory they would be filled, and what a host is not to have may be more than it has room for."""
     written = {file: _written(file) for file in {stored.file for stored in tensors.values()}}
@@ -173,7 +173,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _read_header(file: Path) -> list[Stored]:
+def _read_header(file: Path) -> list[StoredTensor]:
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
@@ -192,9 +192,9 @@ def _read_header(file: Path) -> list[Stored]:
     return tensors
 
 
-def _stored(name: str, told: Mapping[str, Any], file: Path, base: int) -> Stored:
+def _stored(name: str, told: Mapping[str, Any], file: Path, base: int) -> StoredTensor:
     begin, end = (int(place) for place in told["data_offsets"])
-    stored = Stored(name, str(told["dtype"]), tuple(map(int, told["shape"])), file, base + begin, base + end)
+    stored = StoredTensor(name, str(told["dtype"]), tuple(map(int, told["shape"])), file, base + begin, base + end)
     if begin < 0 or (end - begin) * 8 != ITEM_BITS[stored.dtype] * prod(stored.shape):
         raise ValueError(f"{name} of {stored.dtype} {list(stored.shape)} does not lie in bytes {begin} to {end}")
     return stored

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING or __package__:
     from orchestrrl.integrations.instrument.device_watch import DeviceWatch
-    from orchestrrl.integrations.instrument.rings import ASYNCHRONOUS, UNKNOWN, WAIT_ONLY, Writer
+    from orchestrrl.integrations.instrument.rings import ASYNCHRONOUS, UNKNOWN, WAIT_ONLY, RingWriter
     from orchestrrl.integrations.instrument.work_watch import WorkWatch
 else:  # in the traced process, where this folder is on the path
     from device_watch import DeviceWatch
-    from rings import ASYNCHRONOUS, UNKNOWN, WAIT_ONLY, Writer
+    from rings import ASYNCHRONOUS, UNKNOWN, WAIT_ONLY, RingWriter
     from work_watch import WorkWatch
 
 
-class Method(NamedTuple):
+class GroupMethod(NamedTuple):
     """A method of ProcessGroup: under which name it is noted, which argument has the bytes, which the peer."""
 
     name: str
@@ -34,31 +34,31 @@ class Method(NamedTuple):
 # The bytes are those of the whole that the group works on: of an all-gather the output, of a reduce-scatter the input;
 # of gather and scatter this rank's part.
 METHODS = (
-    Method("allreduce", "all_reduce", 0),
-    Method("allreduce_coalesced", "all_reduce", 0),
-    Method("broadcast", "broadcast", 0),
-    Method("reduce", "reduce", 0),
-    Method("allgather", "all_gather", 0),
-    Method("_allgather_base", "all_gather", 0),
-    Method("all_gather_single", "all_gather", 0),
-    Method("allgather_coalesced", "all_gather", 0),
-    Method("allgather_into_tensor_coalesced", "all_gather", 0),
-    Method("all_gather_single_coalesced", "all_gather", 0),
-    Method("reduce_scatter", "reduce_scatter", 1),
-    Method("_reduce_scatter_base", "reduce_scatter", 1),
-    Method("reduce_scatter_single", "reduce_scatter", 1),
-    Method("reduce_scatter_tensor_coalesced", "reduce_scatter", 1),
-    Method("reduce_scatter_single_coalesced", "reduce_scatter", 1),
-    Method("alltoall", "all_to_all", 1),
-    Method("alltoall_base", "all_to_all", 1),
-    Method("all_to_all_single", "all_to_all", 1),
-    Method("gather", "gather", 1),
-    Method("scatter", "scatter", 0),
-    Method("barrier", "barrier", None),
-    Method("monitored_barrier", "barrier", None),
-    Method("send", "send", 0, 1),
-    Method("recv", "recv", 0, 1),
-    Method("recv_anysource", "recv", 0),
+    GroupMethod("allreduce", "all_reduce", 0),
+    GroupMethod("allreduce_coalesced", "all_reduce", 0),
+    GroupMethod("broadcast", "broadcast", 0),
+    GroupMethod("reduce", "reduce", 0),
+    GroupMethod("allgather", "all_gather", 0),
+    GroupMethod("_allgather_base", "all_gather", 0),
+    GroupMethod("all_gather_single", "all_gather", 0),
+    GroupMethod("allgather_coalesced", "all_gather", 0),
+    GroupMethod("allgather_into_tensor_coalesced", "all_gather", 0),
+    GroupMethod("all_gather_single_coalesced", "all_gather", 0),
+    GroupMethod("reduce_scatter", "reduce_scatter", 1),
+    GroupMethod("_reduce_scatter_base", "reduce_scatter", 1),
+    GroupMethod("reduce_scatter_single", "reduce_scatter", 1),
+    GroupMethod("reduce_scatter_tensor_coalesced", "reduce_scatter", 1),
+    GroupMethod("reduce_scatter_single_coalesced", "reduce_scatter", 1),
+    GroupMethod("alltoall", "all_to_all", 1),
+    GroupMethod("alltoall_base", "all_to_all", 1),
+    GroupMethod("all_to_all_single", "all_to_all", 1),
+    GroupMethod("gather", "gather", 1),
+    GroupMethod("scatter", "scatter", 0),
+    GroupMethod("barrier", "barrier", None),
+    GroupMethod("monitored_barrier", "barrier", None),
+    GroupMethod("send", "send", 0, 1),
+    GroupMethod("recv", "recv", 0, 1),
+    GroupMethod("recv_anysource", "recv", 0),
 )
 # Names of the same methods in other versions of torch: one of each set must be there.
 ALIASES = (
@@ -82,7 +82,7 @@ FUNCTIONAL = {
 }
 
 
-class Place(NamedTuple):
+class KnownGroup(NamedTuple):
     """What is known of a process group. Kept by its address; `reference` forgets it when the group goes."""
 
     reference: Any
@@ -90,10 +90,10 @@ class Place(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Route(NamedTuple):
+class HookedMethod(NamedTuple):
     """What a method of one process group needs to note a collective: found with one look."""
 
-    writer: Writer
+    writer: RingWriter
     begin: Callable[[int, int, int, int, int], int]
     end: Callable[[int], None]
     code: int
@@ -101,17 +101,17 @@ class Route(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Hooks:
+class CollectiveHooks:
     """`install` them when torch is there. Recording never raises into the program that is traced."""
 
-    def __init__(self, writer: Callable[[], Writer | None], tell: Callable[[str], None], *, ddp: bool) -> None:
+    def __init__(self, writer: Callable[[], RingWriter | None], tell: Callable[[str], None], *, ddp: bool) -> None:
         self._writer, self._tell, self._ddp = writer, tell, ddp
         self._undo: list[tuple[Any, str, Any, bool]] = []
-        self._places: dict[int, Place] = {}
-        self._routes: list[dict[int, Route]] = []  # of each method, by the address of the group
+        self._places: dict[int, KnownGroup] = {}
+        self._routes: list[dict[int, HookedMethod]] = []  # of each method, by the address of the group
         self._works = WorkWatch()
-        self._functional: dict[int, list[tuple[Any, Writer, int]]] = {}  # by the address of the result's memory
-        self._coalescing: dict[tuple[int, int], list[tuple[Writer, int]]] = {}  # by group and thread
+        self._functional: dict[int, list[tuple[Any, RingWriter, int]]] = {}  # by the address of the result's memory
+        self._coalescing: dict[tuple[int, int], list[tuple[RingWriter, int]]] = {}  # by group and thread
         self._outer: set[int] = set()  # threads inside of something that is recorded as one
         self._device: DeviceWatch | None = None
         self._torch: Any = None
@@ -194,11 +194,11 @@ class Hooks:
 
     # The methods of a process group.
 
-    def _method(self, method: Method, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _method(self, method: GroupMethod, original: Callable[..., Any]) -> Callable[..., Any]:
         """Written out: what is traced pays for each line, more than it seems as the caches are cold here."""
         _, op, tensors_at, peer_at = method
         outer, ident = self._outer, threading.get_ident
-        routes: dict[int, Route] = {}
+        routes: dict[int, HookedMethod] = {}
         self._routes.append(routes)
         tensor_type, work_type, wait, follow = (
             self._torch.Tensor,
@@ -252,12 +252,12 @@ class Hooks:
 
         return recorded
 
-    def _route(self, routes: dict[int, Route], op: str, pg: Any) -> Route | None:
+    def _route(self, routes: dict[int, HookedMethod], op: str, pg: Any) -> HookedMethod | None:
         writer = self._writer()
         if writer is None:
             return None
         place = self._place(pg, writer)
-        found = Route(writer, writer.begin, writer.end, writer.op(op), place.id, place.ranks)
+        found = HookedMethod(writer, writer.begin, writer.end, writer.op(op), place.id, place.ranks)
         routes[id(pg)] = found
         return found
 
@@ -278,7 +278,7 @@ class Hooks:
 
         return end
 
-    def _place(self, pg: Any, writer: Writer) -> Place:
+    def _place(self, pg: Any, writer: RingWriter) -> KnownGroup:
         known = self._places.get(id(pg))
         if known is not None:
             return known
@@ -291,7 +291,7 @@ class Hooks:
             writer.place(distributed.get_rank(), distributed.get_world_size())
         name = str(getattr(pg, "group_name", "") or "")
         reference = weakref.ref(pg, partial(self._gone, id(pg)))
-        found = self._places[id(pg)] = Place(reference, writer.group(ranks, name), ranks)
+        found = self._places[id(pg)] = KnownGroup(reference, writer.group(ranks, name), ranks)
         return found
 
     def _gone(self, address: int, _: Any) -> None:
@@ -439,7 +439,7 @@ class Hooks:
             return tensors.device if tensors.is_cuda else None
         return self._device_of(tensors[0]) if tensors else None
 
-    def _watch(self, device: Any, writer: Writer) -> DeviceWatch | None:
+    def _watch(self, device: Any, writer: RingWriter) -> DeviceWatch | None:
         cuda = self._torch.cuda
         if cuda.is_current_stream_capturing():
             self._tell("not recorded: collectives that are captured into CUDA graphs")

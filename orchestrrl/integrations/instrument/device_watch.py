@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.integrations.instrument.rings import Writer
+    from orchestrrl.integrations.instrument.rings import RingWriter
 else:  # in the traced process, where this folder is on the path
-    from rings import Writer
+    from rings import RingWriter
 
 PERIOD_S = 200e-6
 ANCHOR_PERIOD_S = 10.0  # how often the device's clock is compared with the host's
@@ -33,7 +33,7 @@ class _Pending:
 class DeviceWatch:
     """`cuda` is torch.cuda, or what behaves like it."""
 
-    def __init__(self, cuda: Any, writer: Writer, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, cuda: Any, writer: RingWriter, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.writer = writer
         self._cuda, self._clock_ns = cuda, clock_ns
         self._pending: list[_Pending] = []

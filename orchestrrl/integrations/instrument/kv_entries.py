@@ -42,12 +42,12 @@ FULL_SHARE = 0.75  # what a sweep leaves of the room at most, so that there is s
 logger = logging.getLogger("vllm.orchestrrl.kv_entries")
 
 
-class Unusable(Exception):
+class UnusableEntry(Exception):
     """This entry is there and cannot be used, with the reason. The tokens are to be recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class KvBlockLayout:
     """How one rank keeps a block: a layer's name, type, shape and packing, and the bytes of one block of it."""
 
     layers: tuple[str, ...]
@@ -59,7 +59,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class KvEntryContents:
     """What an entry is about, the same on every rank. Token ids are packed, so that they travel as bytes."""
 
     weights: str
@@ -82,7 +82,7 @@ def is_entry_id(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class KvEntryStore:
     """The entries of engines with `ranks` workers each, below `shared`."""
 
     shared: Path
@@ -96,7 +96,12 @@ class Store:
         return self.root / entry / f"{rank}-of-{self.ranks}.kv"
 
     def write(
-        self, entry: str, rank: int, contents: Contents, layout: Layout, layers: Iterable[Iterable[memoryview]]
+        self,
+        entry: str,
+        rank: int,
+        contents: KvEntryContents,
+        layout: KvBlockLayout,
+        layers: Iterable[Iterable[memoryview]],
     ) -> int:
         """Write one rank's file; it appears under its name when it is complete. Returns its bytes; raises OSError.
 
@@ -117,17 +122,19 @@ class Store:
             raise
         return size
 
-    def lookup(self, entry: str, weights: str, block_tokens: int) -> Contents | None:
+    def lookup(self, entry: str, weights: str, block_tokens: int) -> KvEntryContents | None:
         """The entry, or None when it is not complete yet. Raises Unusable for one that will never do."""
         try:
             names = set(os.listdir(self.root / entry))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise Unusable(str(error)) from error
+            raise UnusableEntry(str(error)) from error
         others = [name for name in names if name.endswith(".kv") and not name.endswith(f"-of-{self.ranks}.kv")]
         if others:
-            raise Unusable(f"it was saved by an engine of another number of ranks ({others[0]}, here {self.ranks})")
+            raise UnusableEntry(
+                f"it was saved by an engine of another number of ranks ({others[0]}, here {self.ranks})"
+            )
         if not all(self.file(entry, rank).name in names for rank in range(self.ranks)):
             return None
         found = None
@@ -135,13 +142,13 @@ class Store:
             with self._opened(entry, rank) as (contents, _, _):
                 pass
             if found is not None and contents.identity != found.identity:
-                raise Unusable("its ranks do not belong together")
+                raise UnusableEntry("its ranks do not belong together")
             found = contents
         assert found is not None
         if found.weights != weights:
-            raise Unusable(f"it belongs to weights {found.weights!r}, and {weights!r} is asked for")
+            raise UnusableEntry(f"it belongs to weights {found.weights!r}, and {weights!r} is asked for")
         if found.block_tokens != block_tokens:
-            raise Unusable(f"its blocks have {found.block_tokens} tokens, here they have {block_tokens}")
+            raise UnusableEntry(f"its blocks have {found.block_tokens} tokens, here they have {block_tokens}")
         return found
 
     def read(
@@ -149,7 +156,7 @@ class Store:
         entry: str,
         rank: int,
         identity: str,
-        layout: Layout,
+        layout: KvBlockLayout,
         wanted: range,
         layers: Iterable[Iterable[memoryview]],
     ) -> int:
@@ -160,25 +167,25 @@ class Store:
         """
         with self._opened(entry, rank) as (contents, saved, file):
             if contents.identity != identity:
-                raise Unusable("it was replaced since it was looked up")
+                raise UnusableEntry("it was replaced since it was looked up")
             if saved != layout:
-                raise Unusable(f"its layout differs: {_difference(saved, layout)}")
+                raise UnusableEntry(f"its layout differs: {_difference(saved, layout)}")
             if wanted.stop > contents.blocks:
-                raise Unusable(f"it has {contents.blocks} blocks, and {wanted.stop} are asked for")
+                raise UnusableEntry(f"it has {contents.blocks} blocks, and {wanted.stop} are asked for")
             return _fill(file, contents.blocks, layout, wanted, layers)
 
     @contextlib.contextmanager
-    def _opened(self, entry: str, rank: int) -> Iterator[tuple[Contents, Layout, io.BufferedReader]]:
+    def _opened(self, entry: str, rank: int) -> Iterator[tuple[KvEntryContents, KvBlockLayout, io.BufferedReader]]:
         """One rank's file, standing at its first block, its head verified against the file's size."""
         try:
             with self.file(entry, rank).open("rb") as file:
                 try:
                     contents, layout = _read_head(file)
                 except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
-                    raise Unusable(f"{file.name} is torn or not ours: {error}") from error
+                    raise UnusableEntry(f"{file.name} is torn or not ours: {error}") from error
                 yield contents, layout, file
         except OSError as error:
-            raise Unusable(str(error)) from error
+            raise UnusableEntry(str(error)) from error
 
     def discard(self, entry: str, rank: int | None = None) -> None:
         """Delete one rank's file, or all of the entry. The directory goes with its last file. Twice is harmless."""
@@ -212,10 +219,10 @@ class Store:
         return left
 
 
-class Housekeeper:
+class KvEvictor:
     """A thread that deletes: what it is told to at once, what is old every few seconds. No step waits for it."""
 
-    def __init__(self, store: Store, max_age_s: float, max_bytes: int) -> None:
+    def __init__(self, store: KvEntryStore, max_age_s: float, max_bytes: int) -> None:
         self._store = store
         self._max_age_s = max_age_s
         self._max_bytes = max_bytes
@@ -256,7 +263,7 @@ class Housekeeper:
             self._store.discard(entry)
 
 
-def _head(contents: Contents, layout: Layout) -> bytes:
+def _head(contents: KvEntryContents, layout: KvBlockLayout) -> bytes:
     header = {
         "weights": contents.weights,
         "identity": contents.identity,
@@ -270,7 +277,7 @@ def _head(contents: Contents, layout: Layout) -> bytes:
     return PREAMBLE.pack(MAGIC, len(text), len(contents.token_ids)) + text + contents.token_ids.tobytes()
 
 
-def _read_head(file: io.BufferedReader) -> tuple[Contents, Layout]:
+def _read_head(file: io.BufferedReader) -> tuple[KvEntryContents, KvBlockLayout]:
     """Raises ValueError, KeyError, TypeError, ArithmeticError or struct.error for what `_head` did not write."""
     magic, header_bytes, tokens = PREAMBLE.unpack(file.read(PREAMBLE.size))
     size = os.fstat(file.fileno()).st_size
@@ -279,8 +286,8 @@ def _read_head(file: io.BufferedReader) -> tuple[Contents, Layout]:
     header: dict[str, Any] = json.loads(file.read(header_bytes))
     token_ids = array("I")
     token_ids.frombytes(file.read(4 * tokens))
-    contents = Contents(str(header["weights"]), int(header["ranks"]), int(header["block_tokens"]), token_ids)
-    layout = Layout(tuple(header["layers"]), tuple(header["block_bytes"]))
+    contents = KvEntryContents(str(header["weights"]), int(header["ranks"]), int(header["block_tokens"]), token_ids)
+    layout = KvBlockLayout(tuple(header["layers"]), tuple(header["block_bytes"]))
     if header["byteorder"] != sys.byteorder or contents.identity != header["identity"]:
         raise ValueError("the header and the token ids do not belong together")
     expected = file.tell() + contents.blocks * (sum(layout.block_bytes) + 4 * len(layout.layers))
@@ -290,7 +297,7 @@ def _read_head(file: io.BufferedReader) -> tuple[Contents, Layout]:
 
 
 def _blocks_with_sums(
-    out: io.BufferedWriter, blocks: int, layout: Layout, layers: Iterable[Iterable[memoryview]]
+    out: io.BufferedWriter, blocks: int, layout: KvBlockLayout, layers: Iterable[Iterable[memoryview]]
 ) -> "array[int]":
     """Write the blocks and return their checksums."""
     sums = array("I")
@@ -305,7 +312,7 @@ def _blocks_with_sums(
 
 
 def _fill(
-    file: io.BufferedReader, blocks: int, layout: Layout, wanted: range, layers: Iterable[Iterable[memoryview]]
+    file: io.BufferedReader, blocks: int, layout: KvBlockLayout, wanted: range, layers: Iterable[Iterable[memoryview]]
 ) -> int:
     start = file.tell()
     file.seek(start + blocks * sum(layout.block_bytes))
@@ -317,10 +324,10 @@ def _fill(
         block = index * blocks + wanted.start
         for piece in pieces:
             if file.readinto(piece) != len(piece):
-                raise Unusable(f"{file.name} ended early")
+                raise UnusableEntry(f"{file.name} ended early")
             for found in _sums(piece, block_bytes):
                 if found != sums[block]:
-                    raise Unusable(f"{file.name} fails the checksum of block {block % blocks} of layer {index}")
+                    raise UnusableEntry(f"{file.name} fails the checksum of block {block % blocks} of layer {index}")
                 block += 1
             done += len(piece)
         at += blocks * block_bytes
@@ -331,7 +338,7 @@ def _sums(piece: memoryview, block_bytes: int) -> Iterable[int]:
     return (zlib.crc32(piece[at : at + block_bytes]) for at in range(0, len(piece), block_bytes))
 
 
-def _difference(saved: Layout, here: Layout) -> str:
+def _difference(saved: KvBlockLayout, here: KvBlockLayout) -> str:
     pairs = zip((*saved.layers, *saved.block_bytes), (*here.layers, *here.block_bytes), strict=False)
     return next((f"{one!r} there, {other!r} here" for one, other in pairs if one != other), "another number of layers")
 

@@ -34,11 +34,11 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.integrations.instrument.kv_entries import Housekeeper, Layout, Store, Unusable
-    from orchestrrl.integrations.instrument.kv_scheduler import LOOK_PERIOD_S, Desk, LoadJob, SaveJob
+    from orchestrrl.integrations.instrument.kv_entries import KvBlockLayout, KvEntryStore, KvEvictor, UnusableEntry
+    from orchestrrl.integrations.instrument.kv_scheduler import LOOK_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
 else:  # in vLLM's process, where this folder is on the path
-    from kv_desk import LOOK_PERIOD_S, Desk, LoadJob, SaveJob
-    from kv_entries import Housekeeper, Layout, Store, Unusable
+    from kv_desk import LOOK_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
+    from kv_entries import KvBlockLayout, KvEntryStore, KvEvictor, UnusableEntry
 
 DEFAULT_MAX_AGE_S = 300.0
 DEFAULT_MAX_BYTES = 16 << 30
@@ -48,7 +48,7 @@ logger = init_logger("vllm.orchestrrl.kv_handover")
 
 
 @dataclass
-class Jobs(KVConnectorMetadata):  # type: ignore[misc]  # vllm is not there when types are checked
+class KvJobs(KVConnectorMetadata):  # type: ignore[misc]  # vllm is not there when types are checked
     """What the scheduler's half tells the workers' half, with one step."""
 
     saves: list[SaveJob] = field(default_factory=list)
@@ -78,10 +78,10 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
             }
         )
         parallel = vllm_config.parallel_config
-        store = Store(Path(shared), ranks=parallel.world_size)
+        store = KvEntryStore(Path(shared), ranks=parallel.world_size)
         if role == KVConnectorRole.SCHEDULER:
-            self._keeper = Housekeeper(store, max_age_s, max_bytes)
-            self._desk = Desk(
+            self._keeper = KvEvictor(store, max_age_s, max_bytes)
+            self._desk = KvTransferScheduler(
                 store,
                 self._keeper,
                 block_tokens=groups[0].kv_cache_spec.block_size,
@@ -90,7 +90,7 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
             )
             self._keeper.start()
         else:
-            self._porter = Porter(store, parallel.rank, kv_cache_config.num_blocks)
+            self._porter = KvWorker(store, parallel.rank, kv_cache_config.num_blocks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -122,12 +122,12 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
         )
         return keep, None
 
-    def build_connector_meta(self, scheduler_output: Any) -> Jobs:
+    def build_connector_meta(self, scheduler_output: Any) -> KvJobs:
         # vLLM turns round and round while a request waits and nothing runs, and takes the processor from an engine
         # beside it, which may be the one that is saving.
         if self._desk.waiting and not scheduler_output.total_num_scheduled_tokens:
             time.sleep(LOOK_PERIOD_S)
-        return Jobs(*self._desk.jobs())
+        return KvJobs(*self._desk.jobs())
 
     def reset_cache(self) -> bool:
         self._desk.caches_cleared()
@@ -163,15 +163,15 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
             self._porter.stop()
 
 
-class Porter:
+class KvWorker:
     """Carries blocks between one rank's KV and its files, in two threads: one saves, one loads."""
 
-    def __init__(self, store: Store, rank: int, num_blocks: int) -> None:
+    def __init__(self, store: KvEntryStore, rank: int, num_blocks: int) -> None:
         self._store = store
         self._rank = rank
         self._num_blocks = num_blocks
         self._caches: list[torch.Tensor] = []  # [block, ...] each, one per layer
-        self._layout = Layout((), ())
+        self._layout = KvBlockLayout((), ())
         self._stream: torch.cuda.Stream | None = None
         self._saver = ThreadPoolExecutor(1, "kv-save")
         self._loader = ThreadPoolExecutor(1, "kv-load")
@@ -192,7 +192,9 @@ class Porter:
             grouped = cache.unflatten(0, (self._num_blocks, -1))
             self._caches.append(grouped)
             names.append(f"{name} {cache.dtype} {list(grouped.shape[1:])} {_packing(cache)} vllm {vllm.__version__}")
-        self._layout = Layout(tuple(names), tuple(cache[0].numel() * cache.element_size() for cache in self._caches))
+        self._layout = KvBlockLayout(
+            tuple(names), tuple(cache[0].numel() * cache.element_size() for cache in self._caches)
+        )
         if self._caches and self._caches[0].is_cuda:
             self._stream = torch.cuda.Stream(self._caches[0].device)
 
@@ -245,7 +247,7 @@ class Porter:
             outcome = "loaded"
             took_s = time.monotonic() - started_s
             logger.info("loaded %d blocks of %s (%d bytes, %.4f s)", len(wanted), job.request_id, size, took_s)
-        except Unusable as error:
+        except UnusableEntry as error:
             logger.warning("%s recomputes, entry %s cannot be loaded: %s", job.request_id, job.entry, error)
         except Exception:
             logger.exception("%s recomputes, entry %s cannot be loaded", job.request_id, job.entry)

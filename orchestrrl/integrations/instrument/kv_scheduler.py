@@ -22,9 +22,15 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.integrations.instrument.kv_entries import Contents, Housekeeper, Store, Unusable, is_entry_id
+    from orchestrrl.integrations.instrument.kv_entries import (
+        KvEntryContents,
+        KvEntryStore,
+        KvEvictor,
+        UnusableEntry,
+        is_entry_id,
+    )
 else:  # in vLLM's process, where this folder is on the path
-    from kv_entries import Contents, Housekeeper, Store, Unusable, is_entry_id
+    from kv_entries import KvEntryContents, KvEntryStore, KvEvictor, UnusableEntry, is_entry_id
 
 PARAMETER = "handover"
 WEIGHTS, SAVE, LOAD, WAIT_S = "weights", "save", "load", "wait_s"
@@ -36,7 +42,7 @@ logger = logging.getLogger("vllm.orchestrrl.kv_desk")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TransferParams:
     """What one request asked for. Read from `kv_transfer_params`."""
 
     weights: str
@@ -51,7 +57,7 @@ class SaveJob:
 
     request_id: str
     entry: str
-    contents: Contents
+    contents: KvEntryContents
     block_ids: tuple[int, ...]
 
 
@@ -71,13 +77,13 @@ class _Waiting:
     """A request that has not loaded yet."""
 
     entry: str
-    found: Contents | None = None
+    found: KvEntryContents | None = None
     computed: int = 0  # tokens that were there already when the rest was offered
     first_look_s: float | None = None
     last_look_s: float = -math.inf
 
 
-def read_wish(params: object) -> Wish | None:
+def read_wish(params: object) -> TransferParams | None:
     """The wish in `kv_transfer_params`, None without one. Raises ValueError with every fault at once."""
     if not isinstance(params, Mapping) or PARAMETER not in params:
         return None
@@ -99,16 +105,16 @@ def read_wish(params: object) -> Wish | None:
         faults.append(f"{path}.{SAVE}: must differ from {LOAD}, got {given[SAVE]!r} for both")
     if faults:
         raise ValueError("; ".join(faults))
-    return Wish(str(weights), given.get(SAVE), given.get(LOAD), float(wait_s))
+    return TransferParams(str(weights), given.get(SAVE), given.get(LOAD), float(wait_s))
 
 
-class Desk:
+class KvTransferScheduler:
     """Who wants what, and what the workers are told next. `clock` gives seconds that never go back."""
 
     def __init__(
         self,
-        store: Store,
-        keeper: Housekeeper,
+        store: KvEntryStore,
+        keeper: KvEvictor,
         *,
         block_tokens: int,
         bytes_per_block: int,  # over all ranks
@@ -119,7 +125,7 @@ class Desk:
         self._block_tokens = block_tokens
         self._bytes_per_block = bytes_per_block
         self._clock = clock
-        self._wishes: dict[str, Wish] = {}
+        self._wishes: dict[str, TransferParams] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._loading: set[str] = set()
         self._stale: set[str] = set()
@@ -151,7 +157,7 @@ class Desk:
                 return None
             assert waiting.found is not None
             usable = _continued(waiting.found, token_ids)
-        except Unusable as error:
+        except UnusableEntry as error:
             self._give_up(request_id, str(error))
             return 0
         if usable <= computed:
@@ -171,7 +177,7 @@ class Desk:
             waiting.first_look_s = now_s
         waiting.found = self._store.lookup(waiting.entry, wish.weights, self._block_tokens)
         if waiting.found is None and now_s - waiting.first_look_s >= wish.wait_s:
-            raise Unusable(f"it did not come within {wish.wait_s:g} s")
+            raise UnusableEntry(f"it did not come within {wish.wait_s:g} s")
         return waiting.found is not None
 
     def _give_up(self, request_id: str, why: str) -> None:
@@ -226,7 +232,9 @@ class Desk:
         if blocks and not self._keeper.reserve(blocks * self._bytes_per_block):
             logger.warning("%s is not saved: %s is full", request_id, self._store.root)
             count = blocks = 0
-        contents = Contents(wish.weights, self._store.ranks, self._block_tokens, array("I", islice(token_ids, count)))
+        contents = KvEntryContents(
+            wish.weights, self._store.ranks, self._block_tokens, array("I", islice(token_ids, count))
+        )
         self._saves.append(SaveJob(request_id, wish.save, contents, tuple(block_ids[:blocks])))
         return blocks > 0
 
@@ -247,9 +255,9 @@ class Desk:
         return saves, loads
 
 
-def _continued(found: Contents, token_ids: Sequence[int]) -> int:
+def _continued(found: KvEntryContents, token_ids: Sequence[int]) -> int:
     """How many of these tokens' KV the entry has. Raises Unusable when neither is the beginning of the other."""
     common = min(len(found.token_ids), len(token_ids))
     if found.token_ids[:common] != array("I", islice(token_ids, common)):
-        raise Unusable("it belongs to other tokens")
+        raise UnusableEntry("it belongs to other tokens")
     return min(common, len(token_ids) - 1)

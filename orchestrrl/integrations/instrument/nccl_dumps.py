@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.integrations.instrument.rings import COLLECTIVE, DEVICE, UNKNOWN, Event, group_id
+    from orchestrrl.integrations.instrument.rings import COLLECTIVE, DEVICE, UNKNOWN, RingEvent, group_id
 else:  # in the traced process, where this folder is on the path
-    from rings import COLLECTIVE, DEVICE, UNKNOWN, Event, group_id
+    from rings import COLLECTIVE, DEVICE, UNKNOWN, RingEvent, group_id
 
 OPS = {
     "AllReduce": "all_reduce",
@@ -33,21 +33,21 @@ OPS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Dump:
+class NcclDump:
     """What one file holds. An event's sequence is its number within its communicator."""
 
-    events: tuple[Event, ...]  # by their starts
+    events: tuple[RingEvent, ...]  # by their starts
     without_times: int  # finished, but not written verbosely: it is not known when
     dropped: int  # overwritten in the inspector before it wrote them
     faults: tuple[str, ...]  # lines that are none of the inspector's
 
 
-def read_inspector(lines: Iterable[str], unix_minus_monotonic_ns: int) -> Dump:
+def read_inspector(lines: Iterable[str], unix_minus_monotonic_ns: int) -> NcclDump:
     """`unix_minus_monotonic_ns`: on the host that wrote, as the inspector has the time of day and the rings have not.
 
     A group's id is that of its communicator, whose ranks the inspector does not tell.
     """
-    events: list[Event] = []
+    events: list[RingEvent] = []
     faults: list[str] = []
     without_times = dropped = 0
     header: Mapping[str, Any] = {}
@@ -65,13 +65,13 @@ def read_inspector(lines: Iterable[str], unix_minus_monotonic_ns: int) -> Dump:
                     without_times += event is None
         except (ValueError, KeyError, TypeError, AttributeError) as fault:
             faults.append(f"line {number}: is no record of the inspector: {fault!r}")
-    return Dump(tuple(sorted(events, key=lambda event: event.start_ns)), without_times, dropped, tuple(faults))
+    return NcclDump(tuple(sorted(events, key=lambda event: event.start_ns)), without_times, dropped, tuple(faults))
 
 
 _KINDS = ("coll", "p2p")
 
 
-def _event(kind: str, perf: Mapping[str, Any], header: Mapping[str, Any], offset_ns: int) -> Event | None:
+def _event(kind: str, perf: Mapping[str, Any], header: Mapping[str, Any], offset_ns: int) -> RingEvent | None:
     """From the first kernel's start to the last one's end; of the call where the kernels have no times."""
     times = perf.get("event_trace_ts")
     if times is None:
@@ -82,7 +82,7 @@ def _event(kind: str, perf: Mapping[str, Any], header: Mapping[str, Any], offset
     start_us = min(starts, default=times[f"{kind}_start_ts"])
     end_us = max(ends, default=start_us + perf[f"{kind}_exec_time_us"])
     name = str(perf[kind])
-    return Event(
+    return RingEvent(
         sequence=int(perf[f"{kind}_sn"]),
         kind=COLLECTIVE,
         op=OPS.get(name, name),

@@ -23,17 +23,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.integrations.instrument.collective_hooks import Hooks
+    from orchestrrl.integrations.instrument.collective_hooks import CollectiveHooks
     from orchestrrl.integrations.instrument.rings import (
         DEFAULT_CAPACITY,
         DEFAULT_DIRECTORY,
         PAYLOAD_BYTES,
-        Writer,
+        RingWriter,
         remove_dead,
     )
 else:  # in the traced process, where this folder is on the path
-    from collective_hooks import Hooks
-    from rings import DEFAULT_CAPACITY, DEFAULT_DIRECTORY, PAYLOAD_BYTES, Writer, remove_dead
+    from collective_hooks import CollectiveHooks
+    from rings import DEFAULT_CAPACITY, DEFAULT_DIRECTORY, PAYLOAD_BYTES, RingWriter, remove_dead
 
 SWITCH = "ORCHESTRRL_RECORDER"
 JOB = "ORCHESTRRL_RECORDER_JOB"
@@ -47,10 +47,10 @@ class Recorder:
 
     def __init__(self, directory: Path, job: str, capacity: int, ddp: bool) -> None:
         self._directory, self._job, self._capacity = directory, job, capacity
-        self._writer: Writer | None = None
+        self._writer: RingWriter | None = None
         self._off = False
         self._told: set[str] = set()
-        self._hooks = Hooks(self.writer, self.tell, ddp=ddp)
+        self._hooks = CollectiveHooks(self.writer, self.tell, ddp=ddp)
         self._awaiting = _Awaiting("torch", self._torch_is_there)
 
     def install(self) -> None:
@@ -76,13 +76,13 @@ class Recorder:
         self._writer = None
         self._hooks.forked()
 
-    def writer(self) -> Writer | None:
+    def writer(self) -> RingWriter | None:
         """Where to write; None where nothing is recorded any more."""
         if self._writer is None and not self._off:
             try:
                 with contextlib.suppress(OSError):
                     remove_dead(self._directory, older_than_s=KEEP_DEAD_S)
-                self._writer = Writer(self._directory, capacity=self._capacity, job=self._job)
+                self._writer = RingWriter(self._directory, capacity=self._capacity, job=self._job)
             except OSError as fault:
                 self._off = True
                 self.tell(f"nothing is recorded: {self._directory}: {fault}")
@@ -94,7 +94,7 @@ class Recorder:
         return None if self._writer is None else self._writer.path
 
     @property
-    def hooks(self) -> Hooks:
+    def hooks(self) -> CollectiveHooks:
         return self._hooks
 
     def tell(self, message: str) -> None:
@@ -190,7 +190,7 @@ def announce(period: str, body: str | dict[str, Any]) -> None:
         writer.announce("announce", payload)
 
 
-def _writing() -> Writer | None:
+def _writing() -> RingWriter | None:
     recorder = current()
     return None if recorder is None else recorder.writer()
 

@@ -93,7 +93,7 @@ _STATE_TRIES = 100  # a writer may be killed, or the processor taken from it, in
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RingEvent:
     """A collective, or a mark of the trainer. `end_ns` is None while it runs, `start_ns` for a mark of one moment."""
 
     sequence: int
@@ -118,7 +118,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ProcessGroup:
     """A process group. Its id is the same in all its ranks; the ranks are global ones, none where they are unknown."""
 
     id: int
@@ -127,7 +127,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class RingHeader:
     """What a ring said at one moment. `in_flight` and `changed_ns` belong together: so many since then."""
 
     pid: int
@@ -161,7 +161,7 @@ def readable(capacity: int) -> int:
     return capacity - max(1, min(_SPARE_SLOTS, capacity // 8))
 
 
-class Writer:
+class RingWriter:
     """The traced process's side. Raises OSError where the ring cannot be had; afterwards nothing raises.
 
     All threads of the process may write. After a fork, the child must `abandon` it and make one of its own.
@@ -446,7 +446,7 @@ class Writer:
             self._socket.sendto(message, self._doorbell)
 
 
-class Reader:
+class RingReader:
     """The agent's side of one ring. Raises OSError where it is gone and ValueError where it is none."""
 
     def __init__(self, path: Path) -> None:
@@ -471,13 +471,13 @@ class Reader:
         self._known_head = 0
         self._running: dict[int, int] = {}  # sequence -> its second word; given out before they had ended
         self._ops: dict[int, str] = {}
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, ProcessGroup] = {}
         self._told = 0  # bytes of the dictionary that are read
 
-    def header(self) -> Header:
+    def header(self) -> RingHeader:
         words = self._words
         in_flight, queued, changed_ns, head = self._state()
-        return Header(
+        return RingHeader(
             pid=words[_PID],
             process_start=words[_PROCESS_START],
             host=self._host,
@@ -498,7 +498,7 @@ class Reader:
             closed=bool(words[_CLOSED]),
         )
 
-    def events(self) -> tuple[list[Event], int]:
+    def events(self) -> tuple[list[RingEvent], int]:
         """What happened since the last call, by sequence, and how many events were overwritten before they were read.
 
         An event that runs is given out when it is first seen and once more when it has ended.
@@ -506,7 +506,7 @@ class Reader:
         head = self._state()[3]
         oldest = max(head - self._readable, 0)
         lost = max(oldest - self._next, 0)
-        found: list[Event] = []
+        found: list[RingEvent] = []
         for sequence in (*sorted(self._running), *range(max(self._next, oldest), head)):
             slot = self._slot(sequence)
             if slot is None:
@@ -539,7 +539,7 @@ class Reader:
         return in_flight > 0 or queued > 0
 
     @property
-    def groups(self) -> Mapping[int, Group]:
+    def groups(self) -> Mapping[int, ProcessGroup]:
         """All groups the process has communicated in, by their ids."""
         self._learn()
         return self._groups
@@ -578,7 +578,7 @@ class Reader:
         self._map.close()
         os.close(self._file)
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> "RingReader":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -600,13 +600,13 @@ class Reader:
         slot = _SLOT.unpack_from(self._map, at)
         return slot if slot[0] == sequence + 1 and 0 < self._state()[3] - sequence <= self._readable else None
 
-    def _event(self, sequence: int, slot: tuple[int, ...]) -> Event:
+    def _event(self, sequence: int, slot: tuple[int, ...]) -> RingEvent:
         _, code, group, n_bytes, start_ns, end_ns, value, _ = slot
         kind, flags, op, thread = code & 0xFF, code >> 8 & 0xFF, code >> 16 & 0xFFFF, code >> 32
         if op not in self._ops:
             self._learn()
         payload = self._payload(value) if flags & PAYLOAD else None
-        return Event(
+        return RingEvent(
             sequence,
             kind,
             self._ops.get(op, f"op{op}"),
@@ -635,12 +635,12 @@ class Reader:
             if "op" in entry:
                 self._ops[entry["op"]] = entry["name"]
             else:
-                self._groups[entry["group"]] = Group(entry["group"], tuple(entry["ranks"]), entry["name"])
+                self._groups[entry["group"]] = ProcessGroup(entry["group"], tuple(entry["ranks"]), entry["name"])
         self._told = used
 
 
 @dataclass(slots=True)
-class Doorbell:
+class RingDoorbell:
     """The socket at which the armed processes of a directory ring. One per directory: the last that opens has it."""
 
     directory: Path
@@ -660,10 +660,10 @@ class Doorbell:
         """To wait for."""
         return self._socket.fileno()
 
-    def rung(self) -> "Rung | None":
+    def rung(self) -> "DoorbellRung | None":
         """Who rang next, None when nobody did. Never waits."""
         try:
-            return Rung(*_RING.unpack(self._socket.recv(256)))
+            return DoorbellRung(*_RING.unpack(self._socket.recv(256)))
         except (BlockingIOError, struct.error):
             return None
 
@@ -672,7 +672,7 @@ class Doorbell:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class DoorbellRung:
     """One ring of the doorbell. The ring in memory may have gone on since."""
 
     pid: int
@@ -701,7 +701,7 @@ def remove_dead(directory: Path = DEFAULT_DIRECTORY, *, older_than_s: float = 0.
         with contextlib.suppress(OSError, ValueError):  # another removes it too, or it is none of ours
             if time.time() - path.stat().st_mtime < older_than_s:
                 continue
-            with Reader(path) as reader:
+            with RingReader(path) as reader:
                 alive = reader.alive
             if not alive:
                 path.unlink()

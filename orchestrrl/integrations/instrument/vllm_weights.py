@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 if TYPE_CHECKING or __package__:
     from orchestrrl.integrations.instrument.checkpoint_files import (
         BrokenCheckpoint,
-        Stored,
+        StoredTensor,
         check_same_model,
         content_sum,
         mapped,
@@ -42,7 +42,7 @@ if TYPE_CHECKING or __package__:
 else:  # in vLLM's process, where this folder is on the path
     from checkpoint_files import (
         BrokenCheckpoint,
-        Stored,
+        StoredTensor,
         check_same_model,
         content_sum,
         mapped,
@@ -73,7 +73,7 @@ def register() -> None:
 
 
 @dataclass
-class NothingToAgree(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is not there when types are checked
+class NothingToCompare(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is not there when types are checked
     """There is no connection to a trainer."""
 
 
@@ -84,7 +84,7 @@ class FolderUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Told:
+class LoadedReport:
     """What a worker says. `sum` is of the checkpoint's whole tensors, also where it keeps a part of each."""
 
     version: int | None = None  # that it has; None: those that it was started with, or nobody knows
@@ -98,17 +98,17 @@ class Told:
 class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
     """One in each worker. A folder that is not a whole checkpoint of this model is refused before anything changes."""
 
-    init_info_cls = NothingToAgree
+    init_info_cls = NothingToCompare
     update_info_cls = FolderUpdate
     supports_draft_weight_update = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.told = Told()
+        self.told = LoadedReport()
         self._wanted = _shapes_at_start(str(self.model_config.model), self.model_config.revision)
         _add_method()
 
-    def init_transfer_engine(self, init_info: NothingToAgree) -> None:
+    def init_transfer_engine(self, init_info: NothingToCompare) -> None:
         pass
 
     def start_weight_update(self) -> None:
@@ -128,8 +128,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             touched = not isinstance(error, BrokenCheckpoint)
             fault = f"{type(error).__name__}: {error}" if touched else str(error)
             # Of an older version that is still whole it goes on telling.
-            known = Told() if touched or self.told.is_torn else self.told
-            self.told = Told(**{**asdict(known), "fault": fault, "is_torn": touched or self.told.is_torn})
+            known = LoadedReport() if touched or self.told.is_torn else self.told
+            self.told = LoadedReport(**{**asdict(known), "fault": fault, "is_torn": touched or self.told.is_torn})
             # With one worker an error is told as it should be. Of further replicas only errors are told.
             if self.parallel_config.world_size == 1 or self.parallel_config.data_parallel_size > 1:
                 raise
@@ -150,7 +150,9 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         if not_read_back:
             logger.info("version %d was not read back: %s", update_info.version, not_read_back)
         content = content_sum(stored, data)
-        self.told = Told(update_info.version, content, is_read_back=not not_read_back, not_read_back=not_read_back)
+        self.told = LoadedReport(
+            update_info.version, content, is_read_back=not not_read_back, not_read_back=not_read_back
+        )
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Through vLLM's reload of one layer after the other; nothing else knows how layers keep their weights."""
@@ -190,7 +192,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
     def _compare(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """Why what the model keeps cannot be said to be these; empty: it was read, and it is. Layers whose weights are
         packed cannot be read so: those of vLLM's CPU build, and some quantised ones."""
-        comparing = Comparing()
+        comparing = TensorComparison()
         try:
             with comparing:
                 self.model.load_weights(iter(tensors.items()))
@@ -199,7 +201,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         return f"{comparing.differing} tensors are kept in another form" if comparing.differing else ""
 
 
-class Comparing(TorchDispatchMode):  # type: ignore[misc]  # torch neither
+class TensorComparison(TorchDispatchMode):  # type: ignore[misc]  # torch neither
     """Weight loaders run as ever, except that what they would copy is compared with what is there: nothing is
     written."""
 
@@ -222,7 +224,7 @@ class Comparing(TorchDispatchMode):  # type: ignore[misc]  # torch neither
         return func(*args, **(kwargs or {}))
 
 
-def _tensor(stored: Stored, data: memoryview) -> torch.Tensor:
+def _tensor(stored: StoredTensor, data: memoryview) -> torch.Tensor:
     if not data:
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     return torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[stored.dtype]).view(stored.shape)
@@ -246,5 +248,5 @@ def _add_method() -> None:
 
 
 def _tell(worker: Any) -> dict[str, Any]:
-    told: Told = worker.weight_transfer_engine.told
+    told: LoadedReport = worker.weight_transfer_engine.told
     return {**asdict(told), "is_updating": bool(getattr(worker, "_weight_update_active", False))}

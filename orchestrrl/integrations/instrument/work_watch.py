@@ -15,9 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.integrations.instrument.rings import WAIT_ONLY, Writer
+    from orchestrrl.integrations.instrument.rings import WAIT_ONLY, RingWriter
 else:  # in the traced process, where this folder is on the path
-    from rings import WAIT_ONLY, Writer
+    from rings import WAIT_ONLY, RingWriter
 
 PERIOD_S = 1e-3
 IDLE_PERIOD_S = 5e-3  # nothing wakes the thread, as that would cost each collective a system call
@@ -29,13 +29,13 @@ class WorkWatch:
 
     def __init__(self) -> None:
         # By the address of the Work, which is kept so that the address stays its own.
-        self._pending: dict[int, tuple[Any, Writer, int]] = {}
+        self._pending: dict[int, tuple[Any, RingWriter, int]] = {}
         # Of these nobody but who waits can say that they are over, so they are kept by weak references.
-        self._waited: dict[int, tuple[Any, Writer, int]] = {}
+        self._waited: dict[int, tuple[Any, RingWriter, int]] = {}
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def follow(self, work: Any, writer: Writer, sequence: int, completes: bool) -> None:
+    def follow(self, work: Any, writer: RingWriter, sequence: int, completes: bool) -> None:
         """Note the end of an asynchronous operation when it comes. `completes`: whether the Work itself will say so."""
         if completes:
             self._pending[id(work)] = work, writer, sequence
@@ -118,7 +118,7 @@ class WorkWatch:
             found[1].end(found[2])
 
 
-def _done(writer: Writer, sequence: int, _: Any) -> None:
+def _done(writer: RingWriter, sequence: int, _: Any) -> None:
     writer.end(sequence)
 
 

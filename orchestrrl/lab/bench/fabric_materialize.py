@@ -12,13 +12,13 @@ from planner.fabric.demand import GENERAL, flows_of
 from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
 from planner.fabric.failure_cost import cost_of
 from planner.fabric.generate import regular_site
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
 from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
-from planner.fabric.plan import Directed, FabricPlan, FabricState, Failures
-from planner.fabric.shape import Shape
+from planner.fabric.plan import Directed, FabricFailures, FabricPlan, FabricState
+from planner.fabric.shape import SiteShape
 from planner.fabric.sizing import spread
-from planner.fabric.topology import Role, Site, Tier
+from planner.fabric.topology import PodRole, Site, Tier
 from planner.model import EngineId, GpuId, Hold, Parallelism
 
 GIB = 2.0**30
@@ -30,7 +30,7 @@ REPETITIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class SiteScale:
     """PoDs of 64 servers with eight GPUs, eight servers below a ToR."""
 
     gpus: int
@@ -39,10 +39,10 @@ class Scale:
     aim_s: float
 
     def site(self) -> Site:
-        return regular_site(Shape(self.train_pods, self.gen_pods, servers_per_pod=64, servers_per_tor=8))
+        return regular_site(SiteShape(self.train_pods, self.gen_pods, servers_per_pod=64, servers_per_tor=8))
 
 
-SCALES = (Scale(2048, 2, 2, 1.0), Scale(16384, 8, 24, 3.0))
+SCALES = (SiteScale(2048, 2, 2, 1.0), SiteScale(16384, 8, 24, 3.0))
 
 
 def fabric_materialize() -> list[Figure]:
@@ -85,22 +85,22 @@ def _spent(site: Site) -> tuple[Mapping[Stage, float], Mapping[Stage, FabricPlan
 
 def training(site: Site) -> Intent:
     """Experts in a PoD, and gradients over all of them."""
-    ranks = _gpus(site, Role.TRAIN)
+    ranks = _gpus(site, PodRole.TRAIN)
     groups = tuple(ranks[first : first + EXPERT_GROUP] for first in range(0, len(ranks), EXPERT_GROUP))
     replicas = tuple(zip(*groups, strict=True))
     return Intent(
         "backward",
         Stage.TRAIN,
         (
-            Traffic(Operation.EP, Primitive.ALL_TO_ALL, groups, GIB),
-            Traffic(Operation.DP, Primitive.RING_ALL_REDUCE, replicas, GIB / 4),
+            Traffic(TrafficOperation.EP, Primitive.ALL_TO_ALL, groups, GIB),
+            Traffic(TrafficOperation.DP, Primitive.RING_ALL_REDUCE, replicas, GIB / 4),
         ),
     )
 
 
 def generation(site: Site) -> Intent:
     """Engines with experts over 16 servers, responses streamed to training."""
-    gpus, size = _gpus(site, Role.GEN), 128
+    gpus, size = _gpus(site, PodRole.GEN), 128
     engines = [
         DeployedEngine(
             EngineId(f"engine{first:06}"),
@@ -111,14 +111,16 @@ def generation(site: Site) -> Intent:
         )
         for first in range(0, len(gpus), size)
     ]
-    return deployment_intent(MODEL, engines, trainers=tuple(map(GpuId, _gpus(site, Role.TRAIN)[::512])))
+    return deployment_intent(MODEL, engines, trainers=tuple(map(GpuId, _gpus(site, PodRole.TRAIN)[::512])))
 
 
 def weights(site: Site) -> Intent:
-    holders, receivers = _gpus(site, Role.TRAIN)[:HOLDERS], _gpus(site, Role.GEN)
+    holders, receivers = _gpus(site, PodRole.TRAIN)[:HOLDERS], _gpus(site, PodRole.GEN)
     shards = tuple((rank,) for rank in holders)
     takers = tuple(receivers[number::HOLDERS] for number in range(HOLDERS))
-    each = Traffic(Operation.WEIGHT_SYNC, Primitive.BROADCAST, shards, 2 * MODEL.params / HOLDERS, receivers=takers)
+    each = Traffic(
+        TrafficOperation.WEIGHT_SYNC, Primitive.BROADCAST, shards, 2 * MODEL.params / HOLDERS, receivers=takers
+    )
     return Intent("weights", Stage.WEIGHT_SYNC, (each,))
 
 
@@ -133,7 +135,7 @@ def _against_mesh(site: Site, plan: FabricPlan) -> Figure:
         for end in pair:
             ports[end] = ports.get(end, 0) + count
     mesh = spread(site.link_gbps, ports, {})
-    demand = flows_of(training(site), site, Failures()).tors[GENERAL]
+    demand = flows_of(training(site), site, FabricFailures()).tors[GENERAL]
     wanted = {ends: sent_bytes for ends, sent_bytes in demand.items() if tors.issuperset(ends)}
     ours, theirs = (_served(site, wanted, circuits) for circuits in (between, mesh))
     return Figure(
@@ -164,13 +166,15 @@ def _failures(site: Site) -> Iterator[Figure]:
     uplink = next(end for end in agg.ports if end not in site.tor)
     port, other = agg.ports[server.tors[0]][0], agg.ports[server.tors[1]][0]
     things = {
-        "tor_port": Failures(ports=frozenset({(agg.id, port)})),
-        "cross_connect": Failures(cross_connects=frozenset({PortPair(agg.id, min(port, other), max(port, other))})),
-        "lane": Failures(ports=frozenset({(agg.id, agg.ports[uplink][0])})),
-        "agg_switch": Failures(switches=frozenset({agg.id})),
-        "core_switch": Failures(switches=frozenset({core.id})),
-        "nic": Failures(nics=frozenset({(server.id, 0)})),
-        "server": Failures(servers=frozenset({server.id})),
+        "tor_port": FabricFailures(ports=frozenset({(agg.id, port)})),
+        "cross_connect": FabricFailures(
+            cross_connects=frozenset({PortPair(agg.id, min(port, other), max(port, other))})
+        ),
+        "lane": FabricFailures(ports=frozenset({(agg.id, agg.ports[uplink][0])})),
+        "agg_switch": FabricFailures(switches=frozenset({agg.id})),
+        "core_switch": FabricFailures(switches=frozenset({core.id})),
+        "nic": FabricFailures(nics=frozenset({(server.id, 0)})),
+        "server": FabricFailures(servers=frozenset({server.id})),
     }
     for name, broken in things.items():
         cost = cost_of(site, training(site), broken)
@@ -194,5 +198,5 @@ def _planned(site: Site, intent: Intent, state: FabricState) -> FabricPlan:
     return plan
 
 
-def _gpus(site: Site, role: Role) -> tuple[int, ...]:
+def _gpus(site: Site, role: PodRole) -> tuple[int, ...]:
     return tuple(gpu for server in site.servers if site.pod[server.pod].role is role for gpu in server.gpus)

@@ -10,7 +10,7 @@ from itertools import combinations
 
 from orchestrrl.lab.bench.figure import Figure, side_by_side
 from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, port_pair
-from planner.fabric.place import Placed, PlacingProblem, place
+from planner.fabric.place import PlacedCircuits, PlacingProblem, place
 
 SEED = 1
 TORS, SWITCHES, PORTS = 64, 16, 2  # of each ToR on each switch
@@ -79,12 +79,12 @@ def first_fit(problem: PlacingProblem) -> list[PortPair]:
     return placed
 
 
-def changes(problem: PlacingProblem, placed: Placed) -> int:
+def changes(problem: PlacingProblem, placed: PlacedCircuits) -> int:
     """Cross-connects removed and added."""
     return len(problem.current) + len(placed.cross_connects) - 2 * len(placed.kept)
 
 
-def least_changes(problem: PlacingProblem, placed: Placed) -> int:
+def least_changes(problem: PlacingProblem, placed: PlacedCircuits) -> int:
     """No placement with as many circuits makes fewer."""
     return len(problem.current) + len(placed.cross_connects) - 2 * placed.bound_kept
 

@@ -19,9 +19,9 @@ from statistics import fmean, median, stdev
 from tempfile import TemporaryDirectory
 
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.demo.fabric_house import Commit, FabricHouse, Outcome
-from orchestrrl.lab.demo.fabric_jobs import RANKS, Job, Launcher
-from orchestrrl.lab.demo.fabric_traffic import Traffic, read_traces
+from orchestrrl.lab.demo.fabric_house import CommitRecord, FabricDemoStack, PeriodOutcomes
+from orchestrrl.lab.demo.fabric_jobs import RANKS, JobSpec, Launcher
+from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
 
 REPOSITORY = Path(__file__).parents[3]
 PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
@@ -35,23 +35,23 @@ ALLOWED_OUTSIDE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class WindowsRun:
     """One recorded job under a house."""
 
     iterations: int
-    outcome: Outcome
-    traffic: Traffic
+    outcome: PeriodOutcomes
+    traffic: RecordedTraffic
 
     @property
-    def commits(self) -> Sequence[Commit]:
+    def commits(self) -> Sequence[CommitRecord]:
         return self.outcome.commits
 
     @property
-    def outside(self) -> list[Commit]:
+    def outside(self) -> list[CommitRecord]:
         """Commits during which some rank had a collective in flight."""
         return [each for each in self.commits if self.traffic.during(each.commanded_s, each.usable_s) > 0]
 
-    def latencies_s(self, until: Callable[[Commit], float | None]) -> list[float]:
+    def latencies_s(self, until: Callable[[CommitRecord], float | None]) -> list[float]:
         """From the end of the last rank's last collective, of commits that waited for it."""
         found: list[float] = []
         for commit in self.commits:
@@ -70,7 +70,7 @@ class Run:
 class Shown:
     """`pairs`: mean seconds of an iteration with and without OrchestrRL, turn by turn. `echo_s`: how long each took."""
 
-    run: Run
+    run: WindowsRun
     pairs: Sequence[tuple[float, float]]
     echo_s: Sequence[float]
 
@@ -93,7 +93,7 @@ def fabric_windows(log_dir: Path) -> list[Figure]:
     ]
 
 
-async def _run(folder: Path) -> tuple[Shown, Run]:
+async def _run(folder: Path) -> tuple[Shown, WindowsRun]:
     async with Launcher(folder, PYTHON) as launcher:
         return await _show(launcher, folder), await _refuse(launcher, folder)
 
@@ -102,9 +102,9 @@ async def _show(launcher: Launcher, folder: Path) -> Shown:
     made = folder / "shown"
     made.mkdir()
     stamps = made / "stamps"
-    async with FabricHouse(made, device_s=DEVICE_S) as house:
-        await launcher.start(Job("watched", WINDOW_S, house.rings, stamps))
-        await launcher.start(Job("alone", WINDOW_S, None, made / "stamps-alone"))
+    async with FabricDemoStack(made, device_s=DEVICE_S) as house:
+        await launcher.start(JobSpec("watched", WINDOW_S, house.rings, stamps))
+        await launcher.start(JobSpec("alone", WINDOW_S, None, made / "stamps-alone"))
         await house.reads("watched")
         async with _echo(stamps) as echo_s:
             pairs = [await _pair(launcher, turn) for turn in range(TURNS)]
@@ -121,12 +121,12 @@ async def _pair(launcher: Launcher, turn: int) -> tuple[float, float]:
     return taken_s["watched"], taken_s["alone"]
 
 
-async def _refuse(launcher: Launcher, folder: Path) -> Run:
+async def _refuse(launcher: Launcher, folder: Path) -> WindowsRun:
     """A device that is slower than any window is long."""
     made = folder / "slow"
     made.mkdir()
-    async with FabricHouse(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as house:
-        await launcher.start(Job("slow", SHORT_WINDOW_S, house.rings))
+    async with FabricDemoStack(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as house:
+        await launcher.start(JobSpec("slow", SHORT_WINDOW_S, house.rings))
         await house.reads("slow")
         await launcher.turn("slow", SLOW_ITERATIONS)
         run = await _seen(house, SLOW_ITERATIONS)
@@ -134,13 +134,13 @@ async def _refuse(launcher: Launcher, folder: Path) -> Run:
     return run
 
 
-async def _seen(house: FabricHouse, iterations: int) -> Run:
+async def _seen(house: FabricDemoStack, iterations: int) -> WindowsRun:
     """While the job's processes still are there: rings of dead ones are removed."""
     outcome = await house.outcome()
     traces = read_traces(house.rings)
     if sorted(traces) != list(range(RANKS)):
         raise RuntimeError(f"the traces must be of ranks 0 to {RANKS - 1}, got {sorted(traces)}")
-    return Run(iterations, outcome, Traffic.of(traces))
+    return WindowsRun(iterations, outcome, RecordedTraffic.of(traces))
 
 
 @asynccontextmanager
@@ -213,7 +213,7 @@ def _soon(shown: Shown) -> list[Figure]:
     return found
 
 
-def _too_slow(run: Run, shown: Run) -> Figure:
+def _too_slow(run: WindowsRun, shown: WindowsRun) -> Figure:
     reasons = Counter(_reason(period.code, period.detail) for period in run.outcome.periods)
     listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     return Figure(

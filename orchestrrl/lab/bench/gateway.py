@@ -13,15 +13,15 @@ from statistics import median, quantiles
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.bench.plain_client import Answer, Lanes, all_at_once, request
-from orchestrrl.lab.bench.processes import Served
-from orchestrrl.lab.bench.ways import DIRECT, OURS, PLAIN, Ways, started
+from orchestrrl.lab.bench.plain_client import Lanes, TimedResponse, all_at_once, request
+from orchestrrl.lab.bench.processes import ListeningServer
+from orchestrrl.lab.bench.ways import DIRECT, OURS, PLAIN, GatewayWays, started
 
 STREAM_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class GatewayLoad:
     """How much is asked. The defaults give 10 ms of CPU time or more for every number that is reported."""
 
     rounds: int = 3
@@ -36,7 +36,7 @@ class Load:
 class _Spent:
     """Of one way to the engine, by round."""
 
-    served: Served
+    served: ListeningServer
     whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
     wall_s: list[float] = field(default_factory=list)  # seconds per 1,000 requests
     chunks_us: list[float] = field(default_factory=list)  # CPU microseconds per chunk
@@ -52,7 +52,7 @@ class _Spent:
         return quantiles(self.latency_s, n=100)[percent - 1]
 
 
-def gateway_cpu(log_dir: Path, load: Load = Load()) -> list[Figure]:
+def gateway_cpu(log_dir: Path, load: GatewayLoad = GatewayLoad()) -> list[Figure]:
     """Raises Permanent where an answer is not complete."""
     spent, left_out = asyncio.run(_measure(log_dir, load))
     missing = "".join(f"; {name} left out: {reason}" for name, reason in left_out.items())
@@ -128,7 +128,7 @@ def _time_figures(spent: dict[str, _Spent]) -> list[Figure]:
     return [rate, *added]
 
 
-def _burst_figures(spent: dict[str, _Spent], load: Load) -> list[Figure]:
+def _burst_figures(spent: dict[str, _Spent], load: GatewayLoad) -> list[Figure]:
     figures = []
     for streams in load.bursts:
         each = "; ".join(
@@ -149,7 +149,7 @@ def _burst_figures(spent: dict[str, _Spent], load: Load) -> list[Figure]:
     return figures
 
 
-async def _measure(log_dir: Path, load: Load) -> tuple[dict[str, _Spent], dict[str, str]]:
+async def _measure(log_dir: Path, load: GatewayLoad) -> tuple[dict[str, _Spent], dict[str, str]]:
     async with started(log_dir) as ways:
         spent = {name: _Spent(served) for name, served in ways.served.items()}
         lanes = await _open(ways, load)
@@ -168,14 +168,14 @@ async def _measure(log_dir: Path, load: Load) -> tuple[dict[str, _Spent], dict[s
     return spent, ways.left_out
 
 
-async def _open(ways: Ways, load: Load) -> dict[str, Lanes]:
+async def _open(ways: GatewayWays, load: GatewayLoad) -> dict[str, Lanes]:
     lanes = {name: Lanes(served.url) for name, served in ways.served.items()}
     for some in lanes.values():
         await some.open(load.in_flight)
     return lanes
 
 
-async def _round(way: _Spent, lanes: Lanes, load: Load) -> None:
+async def _round(way: _Spent, lanes: Lanes, load: GatewayLoad) -> None:
     asked = request(way.served.url, max_tokens=1, stream=False)
     before_s, started_s = way.served.cpu_s(), time.perf_counter()
     await lanes.ask_in_turn(asked, load.whole_requests)
@@ -204,7 +204,7 @@ async def _burst(way: _Spent, streams: int) -> None:
     way.first_p99_s[streams] = quantiles((answer.first_s for answer in answers), n=100)[98]
 
 
-def _counted(answers: Sequence[Answer]) -> int:
+def _counted(answers: Sequence[TimedResponse]) -> int:
     """Chunks of all of them. Raises Permanent where one lacks a token."""
     lacking = [answer.tokens for answer in answers if answer.tokens != STREAM_TOKENS]
     if lacking:

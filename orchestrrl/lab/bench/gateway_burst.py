@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.bench.plain_client import all_at_once, request
-from orchestrrl.lab.bench.processes import Served, serving
+from orchestrrl.lab.bench.processes import ListeningServer, serving
 from orchestrrl.lab.bench.ways import PLAIN
 
 REQUESTS = 10_000
@@ -72,7 +72,7 @@ async def _measure(log_dir: Path, requests: int) -> tuple[Spent, Spent]:
     return ours, theirs
 
 
-async def _burst(served: Served, requests: int) -> Spent:
+async def _burst(served: ListeningServer, requests: int) -> Spent:
     asked = request(served.url, max_tokens=TOKENS, stream=False)
     await all_at_once(served.url, asked, 50)
     before_bytes, before_s = _peak_bytes(served.pid), served.cpu_s()

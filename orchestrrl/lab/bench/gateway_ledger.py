@@ -18,8 +18,8 @@ from statistics import median
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.bench.gateway import STREAM_TOKENS
-from orchestrrl.lab.bench.plain_client import Answer, Lane, Lanes, request
-from orchestrrl.lab.bench.processes import Served, serving
+from orchestrrl.lab.bench.plain_client import ClientConnection, Lanes, TimedResponse, request
+from orchestrrl.lab.bench.processes import ListeningServer, serving
 
 WITHOUT = "without --ledger"
 _WAYS: dict[str, tuple[str, ...] | None] = {"plain": None, "ledger": (), "ledger-of-all": ("--keep-from-s", "0")}
@@ -27,7 +27,7 @@ WRITTEN_S = 0.3  # after which nothing is left to be written
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LedgerLoad:
     rounds: int = 6
     whole_requests: int = 1000
     in_flight: int = 16
@@ -38,13 +38,13 @@ class Load:
 class _Spent:
     """By one of the two, in each round."""
 
-    served: Served
+    served: ListeningServer
     whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
     rollout_s: list[float] = field(default_factory=list)  # the same of long answers that are not streamed
     chunk_us: list[float] = field(default_factory=list)  # CPU microseconds per streamed chunk
 
 
-def gateway_ledger(log_dir: Path, load: Load = Load()) -> list[Figure]:
+def gateway_ledger(log_dir: Path, load: LedgerLoad = LedgerLoad()) -> list[Figure]:
     """Raises Permanent where an answer is not complete."""
     spent = asyncio.run(_measure(log_dir, load))
     plain, kept, all_kept = (spent[name] for name in _WAYS)
@@ -76,7 +76,7 @@ def gateway_ledger(log_dir: Path, load: Load = Load()) -> list[Figure]:
     ]
 
 
-async def _measure(log_dir: Path, load: Load) -> dict[str, _Spent]:
+async def _measure(log_dir: Path, load: LedgerLoad) -> dict[str, _Spent]:
     names = map("request-{}".format, itertools.count())
     async with AsyncExitStack() as stack:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ async def _measure(log_dir: Path, load: Load) -> dict[str, _Spent]:
     return spent
 
 
-async def _round(spent: dict[str, _Spent], lanes: dict[str, Lanes], load: Load, names: Iterator[str]) -> None:
+async def _round(spent: dict[str, _Spent], lanes: dict[str, Lanes], load: LedgerLoad, names: Iterator[str]) -> None:
     for name, (cpu_s, _) in (await _cost(spent, lanes, 1, False, names, load.whole_requests)).items():
         spent[name].whole_s.append(1e3 * cpu_s / load.whole_requests)
     for name, (cpu_s, _) in (await _cost(spent, lanes, STREAM_TOKENS, False, names, load.rollouts)).items():
@@ -132,12 +132,12 @@ async def _cost(
     }
 
 
-async def _ask_in_turn(lanes: Lanes, asked: bytes, names: Iterator[str], count: int) -> list[Answer]:
+async def _ask_in_turn(lanes: Lanes, asked: bytes, names: Iterator[str], count: int) -> list[TimedResponse]:
     """So many, each with the next name, one after another on every connection."""
     head, rest = asked.split(b"\r\n", 1)
     left = itertools.islice(names, count)
 
-    async def run(lane: Lane) -> list[Answer]:
+    async def run(lane: ClientConnection) -> list[TimedResponse]:
         return [await lane.ask(b"%b\r\nX-Request-Id: %b\r\n%b" % (head, name.encode(), rest)) for name in left]
 
     answers = await asyncio.gather(*(run(lane) for lane in lanes.lanes))

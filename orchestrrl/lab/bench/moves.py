@@ -17,7 +17,7 @@ from orchestrrl.lab.bench.policies import (
     forecast_from,
     shape_of,
 )
-from orchestrrl.lab.sim.step import Policy, StepMove, StepRequest, StepResult, StepState, run_step
+from orchestrrl.lab.sim.step import IntervalState, Policy, StepMove, StepRequest, StepResult, run_step
 from planner.model import RequestId
 
 SEEDS = (1, 2, 3, 4)
@@ -88,7 +88,7 @@ class _Watched:
         self._stays: dict[RequestId, _Stay] = {}
         self.moved = self.followed = 0
 
-    def policy(self, state: StepState) -> Sequence[StepMove]:
+    def policy(self, state: IntervalState) -> Sequence[StepMove]:
         for request, stay in list(self._stays.items()):
             preempted = state.engines[stay.engine].preemptions_total > stay.preemptions_before
             if state.engine_of.get(request) != stay.engine or preempted:

@@ -5,7 +5,7 @@ For fleets without stalled workers. It gives the moves of `balancer.moves.decide
 
 from dataclasses import replace
 
-from balancer.load_index import Problem, Request, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
+from balancer.load_index import BalanceProblem, LoadRequest, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
 from balancer.moves import Move
 from planner.model import EngineId, RequestId, RequestState
 
@@ -13,7 +13,7 @@ _Fleet = dict[EngineId, Worker]
 
 
 class PlainBalancer:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: BalanceProblem) -> None:
         if any(worker.stalled for worker in problem.workers):
             raise ValueError("a stalled worker is not what this is for")
         self._theta = problem.theta
@@ -70,11 +70,11 @@ class PlainBalancer:
         )
 
 
-def _held(worker: Worker) -> tuple[Request, ...]:
+def _held(worker: Worker) -> tuple[LoadRequest, ...]:
     return worker.running + worker.waiting
 
 
-def _without(worker: Worker, request: Request, state: RequestState) -> Worker:
+def _without(worker: Worker, request: LoadRequest, state: RequestState) -> Worker:
     if state is RequestState.WAITING:
         return replace(worker, waiting=tuple(other for other in worker.waiting if other is not request))
     return replace(
@@ -84,7 +84,7 @@ def _without(worker: Worker, request: Request, state: RequestState) -> Worker:
     )
 
 
-def _having(worker: Worker, request: Request) -> Worker:
+def _having(worker: Worker, request: LoadRequest) -> Worker:
     """It runs at once where a slot is free; that it has the room is known."""
     if len(worker.running) >= worker.max_sequences:
         return replace(worker, waiting=(*worker.waiting, request))

@@ -15,7 +15,7 @@ ANSWER_WITHIN_S = 60.0
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedResponse:
     """One answer, as it came."""
 
     tokens: int = 0
@@ -34,18 +34,18 @@ def request(url: str, *, max_tokens: int, stream: bool) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
-class Lane(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection, one answer at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._done: asyncio.Future[Answer] | None = None
+        self._done: asyncio.Future[TimedResponse] | None = None
 
-    async def ask(self, request: bytes, started_s: float | None = None) -> Answer:
+    async def ask(self, request: bytes, started_s: float | None = None) -> TimedResponse:
         """Raises Permanent for anything but a complete answer."""
         assert self._transport is not None
         self._done = asyncio.get_running_loop().create_future()
-        self._answer = Answer()
+        self._answer = TimedResponse()
         self._read: list[bytes] = []
         self._ends_at: int | None = None  # of a whole answer
         self._bytes = 0
@@ -105,16 +105,16 @@ class Lanes:
     """Connections to one URL that are kept open."""
 
     url: str
-    lanes: list[Lane] = field(default_factory=list)
+    lanes: list[ClientConnection] = field(default_factory=list)
 
     async def open(self, count: int) -> None:
         self.lanes += [await connected(self.url) for _ in range(count)]
 
-    async def ask_in_turn(self, request: bytes, requests: int) -> list[Answer]:
+    async def ask_in_turn(self, request: bytes, requests: int) -> list[TimedResponse]:
         """So many in all, one after another on every connection."""
         left = iter(range(requests))
 
-        async def run(lane: Lane) -> list[Answer]:
+        async def run(lane: ClientConnection) -> list[TimedResponse]:
             return [await lane.ask(request) for _ in left]
 
         async with asyncio.timeout(ANSWER_WITHIN_S):
@@ -126,10 +126,12 @@ class Lanes:
             lane.close()
 
 
-async def all_at_once(url: str, request: bytes, streams: int, within_s: float = ANSWER_WITHIN_S) -> Sequence[Answer]:
+async def all_at_once(
+    url: str, request: bytes, streams: int, within_s: float = ANSWER_WITHIN_S
+) -> Sequence[TimedResponse]:
     """Each on a connection of its own, which is opened now. Raises Permanent unless all are complete."""
 
-    async def one() -> Answer:
+    async def one() -> TimedResponse:
         started_s = time.perf_counter()
         lane = await connected(url)
         try:
@@ -141,7 +143,7 @@ async def all_at_once(url: str, request: bytes, streams: int, within_s: float = 
         return await asyncio.gather(*(one() for _ in range(streams)))
 
 
-async def connected(url: str) -> Lane:
+async def connected(url: str) -> ClientConnection:
     host, _, port = urlsplit(url).netloc.rpartition(":")
-    _, lane = await asyncio.get_running_loop().create_connection(Lane, host, int(port))
+    _, lane = await asyncio.get_running_loop().create_connection(ClientConnection, host, int(port))
     return lane

@@ -12,12 +12,12 @@ from math import exp
 from statistics import mean
 
 from orchestrrl.core.config.schema import FastPolicy, FastSettings
-from orchestrrl.daemon.balancing import Situation, decide_balance
-from orchestrrl.daemon.kv_headroom import Futures
-from orchestrrl.daemon.length_distributions import KnownFutures
-from orchestrrl.daemon.remaining_tokens import Outlook
+from orchestrrl.daemon.balancing import BalanceSituation, decide_balance
+from orchestrrl.daemon.kv_headroom import LengthDistributions
+from orchestrrl.daemon.length_distributions import KnownLengths
+from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.sim.step import Policy, StepMove, StepRequest, StepState, run_step
+from orchestrrl.lab.sim.step import IntervalState, Policy, StepMove, StepRequest, run_step
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from planner.model import (
     Configuration,
@@ -41,8 +41,8 @@ BIN_TOKENS = 512
 # A 14B model at TP=2 on H800s.
 TP2 = Configuration(ConfigurationId("tp2"), 2, 0.0183738, 8.1e-5, 4.1e-8, 582_885, 1024, 18_000.0, 1.7)
 
-_Expected = tuple[Mapping[RequestId, float], Futures | None]
-Expect = Callable[[StepState, Snapshot], _Expected]
+_Expected = tuple[Mapping[RequestId, float], LengthDistributions | None]
+Expect = Callable[[IntervalState, Snapshot], _Expected]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,35 +129,35 @@ def _arms(setting: Setting, requests: Sequence[StepRequest]) -> dict[str, float]
 
 def forecast_from(setting: Setting) -> Expect:
     """As the daemon expects it in its first step."""
-    outlook = Outlook()
+    outlook = RemainingTokensEstimator()
 
-    def expect(state: StepState, snapshot: Snapshot) -> _Expected:
+    def expect(state: IntervalState, snapshot: Snapshot) -> _Expected:
         remaining_tokens = outlook.remaining_tokens(snapshot, BIN_TOKENS, setting.max_tokens)
         return remaining_tokens, outlook.futures
 
     return expect
 
 
-def mean_only(state: StepState, snapshot: Snapshot) -> _Expected:
+def mean_only(state: IntervalState, snapshot: Snapshot) -> _Expected:
     """Every output has the mean length; one that has outgrown it is about to end."""
     mean_tokens = mean(request.output_tokens for request in state.requests.values())
     return {request: max(1.0, mean_tokens - done) for request, done in state.generated.items()}, None
 
 
-def told(state: StepState, snapshot: Snapshot) -> _Expected:
+def told(state: IntervalState, snapshot: Snapshot) -> _Expected:
     output_tokens = {id: state.requests[id].output_tokens for id in state.generated}
     left = {id: float(output_tokens[id] - done) for id, done in state.generated.items()}
-    return left, KnownFutures(output_tokens)
+    return left, KnownLengths(output_tokens)
 
 
 def decided_by(settings: FastSettings, setting: Setting, expect: Expect) -> Policy:
     """The fast loop's own decision, on the step as a snapshot."""
     moved: dict[RequestId, int] = {}
 
-    def policy(state: StepState) -> list[StepMove]:
+    def policy(state: IntervalState) -> list[StepMove]:
         snapshot = _snapshot(state, setting, moved)
         remaining_tokens, futures = expect(state, snapshot)
-        situation = Situation(
+        situation = BalanceSituation(
             Mode.ACT,
             configurations=(setting.configuration,),
             remaining_tokens=remaining_tokens,
@@ -172,7 +172,7 @@ def decided_by(settings: FastSettings, setting: Setting, expect: Expect) -> Poli
     return policy
 
 
-def _snapshot(state: StepState, setting: Setting, moved: Mapping[RequestId, int]) -> Snapshot:
+def _snapshot(state: IntervalState, setting: Setting, moved: Mapping[RequestId, int]) -> Snapshot:
     configuration, engines, requests = setting.configuration, [], []
     for place, engine in enumerate(state.engines):
         kv_tokens = sum(sequence.context_tokens for sequence in engine.running)

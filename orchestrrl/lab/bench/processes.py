@@ -15,7 +15,7 @@ STOP_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ListeningServer:
     """A server that listens."""
 
     url: str
@@ -32,7 +32,7 @@ def process_cpu_s(pid: int) -> float:
 
 
 @asynccontextmanager
-async def serving(module: str, *arguments: str, log_path: Path) -> AsyncIterator[Served]:
+async def serving(module: str, *arguments: str, log_path: Path) -> AsyncIterator[ListeningServer]:
     """Run a module that prints its URL first; it is ended on leaving. Raises Permanent when it prints none."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
@@ -46,7 +46,7 @@ async def serving(module: str, *arguments: str, log_path: Path) -> AsyncIterator
             line = await asyncio.wait_for(process.stdout.readline(), READY_WITHIN_S)
         if not line.startswith(b"http://"):
             raise Permanent(f"{module} did not start: see {log_path}")
-        yield Served(line.decode().strip(), process.pid)
+        yield ListeningServer(line.decode().strip(), process.pid)
     finally:
         await end(process)
 

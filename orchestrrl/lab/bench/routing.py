@@ -13,11 +13,11 @@ from statistics import mean
 from typing import cast
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.operations import Route
+from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet, NoEngine
-from orchestrrl.gateway.routing.strategies import STRATEGIES, Newcomer, Routing
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
+from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutedRequest, RoutingPolicy
 from orchestrrl.lab.bench.figure import Figure, side_by_side
 from orchestrrl.lab.bench.policies import ENGINES, SAMPLES, SEEDS, Setting
 from orchestrrl.lab.sim.gateway import CountedRecord, record_of
@@ -35,7 +35,7 @@ CHOICES = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ArrivalLoad:
     """What arrives, at engines of so many seats."""
 
     name: str
@@ -55,20 +55,20 @@ class Load:
 # Four times as many requests as seats, lengths lognormal; or about as many in a second as the engines can end.
 _SEATED = Setting("16 seats", 64, 400.0, 1.2, 4000, 582_885)
 LOADS = (
-    Load("at once", _SEATED, 16),
-    Load("10/s", _SEATED, 16, 10.0),
-    Load("at once, half of them half as fast", _SEATED, 16, slowdown=2.0),
+    ArrivalLoad("at once", _SEATED, 16),
+    ArrivalLoad("10/s", _SEATED, 16, 10.0),
+    ArrivalLoad("at once, half of them half as fast", _SEATED, 16, slowdown=2.0),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class RoutingArm:
     policy: str = "load_index"
     depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RoutingOutcome:
     makespan_s: float
     latency_s: float  # mean, from arrival to the last token
 
@@ -77,23 +77,23 @@ class Outcome:
 class _Step:
     """A fleet of equal engines, and a gateway's view of it."""
 
-    load: Load
-    arm: Arm
+    load: ArrivalLoad
+    arm: RoutingArm
     clock: VirtualClock = field(default_factory=VirtualClock)
     engines: dict[EngineId, Scheduler] = field(default_factory=dict)
     records: dict[RequestId, CountedRecord] = field(default_factory=dict)
 
-    def run(self, arrivals: Sequence[tuple[float, StepRequest]]) -> Outcome:
+    def run(self, arrivals: Sequence[tuple[float, StepRequest]]) -> RoutingOutcome:
         """`arrivals` in order of their time, seconds."""
         slowdowns = [self.load.slowdown if index % 2 else 1.0 for index in range(ENGINES)]
         self.engines = {
             EngineId(f"e{index:02d}"): Scheduler(self.load.shape, slowdown=slowdown)
             for index, slowdown in enumerate(slowdowns)
         }
-        fleet = Fleet(
+        fleet = EngineBackends(
             lambda url: cast(Engine, _Address(url)),
             clock=self.clock,
-            routing=Routing(self.arm.policy),
+            routing=RoutingPolicy(self.arm.policy),
             queue_depth=self.arm.depth,
         )
         coming, now_s, told_s = deque(arrivals), 0.0, -ROUTES_S
@@ -108,12 +108,12 @@ class _Step:
             now_s += TICK_S
             for engine, scheduler in self.engines.items():
                 self._advance(fleet, engine, scheduler, now_s, finished_s)
-        return Outcome(max(finished_s.values()), mean(at_s - arrived_s[id] for id, at_s in finished_s.items()))
+        return RoutingOutcome(max(finished_s.values()), mean(at_s - arrived_s[id] for id, at_s in finished_s.items()))
 
-    def _route(self, engine: EngineId) -> Route:
+    def _route(self, engine: EngineId) -> EngineRoute:
         shape, used = self.load.shape, self.engines[engine].kv_used_tokens
         capacity = shape.kv_capacity_tokens
-        return Route(
+        return EngineRoute(
             engine,
             f"http://{engine}",
             kv_capacity_tokens=capacity,
@@ -121,20 +121,25 @@ class _Step:
             max_sequences=shape.max_num_seqs,
         )
 
-    def _arrive(self, fleet: Fleet, request: StepRequest, now_s: float) -> None:
+    def _arrive(self, fleet: EngineBackends, request: StepRequest, now_s: float) -> None:
         asked = SimRequest(request.id, request.group, 0, request.prompt_tokens, request.output_tokens, 1 << 20)
         record = record_of(asked, now_s)
         self.records[record.id] = record
         fleet.enqueue(record, partial(self._placed, record))
 
-    def _placed(self, record: CountedRecord, slot: Slot | NoEngine) -> None:
-        assert isinstance(slot, Slot)
+    def _placed(self, record: CountedRecord, slot: EngineBackend | NoBackend) -> None:
+        assert isinstance(slot, EngineBackend)
         slot.enter(record, record.arrived_s)
         scheduler = self.engines[slot.id]
         scheduler.submit(scheduler.now_s, record.id, record.context_tokens, record.left_tokens)
 
     def _advance(
-        self, fleet: Fleet, engine: EngineId, scheduler: Scheduler, now_s: float, finished_s: dict[RequestId, float]
+        self,
+        fleet: EngineBackends,
+        engine: EngineId,
+        scheduler: Scheduler,
+        now_s: float,
+        finished_s: dict[RequestId, float],
     ) -> None:
         slot = fleet.get(engine)
         assert slot is not None
@@ -154,7 +159,7 @@ class _Address:
     url: str
 
 
-def outcome(load: Load, seed: int, arm: Arm) -> Outcome:
+def outcome(load: ArrivalLoad, seed: int, arm: RoutingArm) -> RoutingOutcome:
     """One step of `load`, a prompt's samples arriving together."""
     requests = load.setting.requests(seed)
     rate = load.rate_per_s
@@ -162,13 +167,13 @@ def outcome(load: Load, seed: int, arm: Arm) -> Outcome:
     return _Step(load, arm).run(arrivals)
 
 
-def queue(loads: Sequence[Load] = LOADS, seeds: Sequence[int] = SEEDS[:3]) -> list[Figure]:
+def queue(loads: Sequence[ArrivalLoad] = LOADS, seeds: Sequence[int] = SEEDS[:3]) -> list[Figure]:
     """Mean seconds from a request's arrival to its end, with a queue in the gateway and without."""
     figures = []
     for load in loads:
         for policy in POLICIES:
             without, within = (
-                [outcome(load, seed, Arm(policy, depth)) for seed in seeds] for depth in (0, QUEUE_DEPTH)
+                [outcome(load, seed, RoutingArm(policy, depth)) for seed in seeds] for depth in (0, QUEUE_DEPTH)
             )
             ends_s = [mean(run.makespan_s for run in runs) for runs in (without, within)]
             figures.append(
@@ -191,11 +196,11 @@ def choice() -> list[Figure]:
         fleet = _busy_fleet(policy)
         slots = list(fleet)
 
-        def choose(fleet: Fleet = fleet) -> None:
+        def choose(fleet: EngineBackends = fleet) -> None:
             for number in range(CHOICES):
-                fleet.choose(Newcomer(1000, prefix=number + 1))
+                fleet.choose(RoutedRequest(1000, prefix=number + 1))
 
-        def fewest(slots: list[Slot] = slots) -> None:
+        def fewest(slots: list[EngineBackend] = slots) -> None:
             for _ in range(CHOICES):
                 min(slots, key=lambda slot: slot.running + slot.waiting)
 
@@ -217,10 +222,10 @@ def routing() -> list[Figure]:
     return [*choice(), *queue()]
 
 
-def _busy_fleet(policy: str) -> Fleet:
-    fleet = Fleet(lambda url: cast(Engine, _Address(url)), clock=VirtualClock(), routing=Routing(policy))
+def _busy_fleet(policy: str) -> EngineBackends:
+    fleet = EngineBackends(lambda url: cast(Engine, _Address(url)), clock=VirtualClock(), routing=RoutingPolicy(policy))
     fleet.set_routes(
-        Route(
+        EngineRoute(
             EngineId(f"e{index:02d}"),
             f"http://e{index}",
             kv_capacity_tokens=100_000,

@@ -5,7 +5,7 @@ import time
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.run import steps_of, usable_kinds
-from orchestrrl.lab.sim.scenario import Scenario, load_scenario
+from orchestrrl.lab.sim.scenario import GenerationScenario, load_scenario
 
 SCENARIO, SEED, ARM, INITIAL = "scale", 1, "both", "tp2"
 AIM_S = 30.0
@@ -26,12 +26,12 @@ def _cpu_s(run: ControlledRun) -> float:
     return time.process_time() - started_s
 
 
-def _shrunk(scenario: Scenario, divisor: int) -> Scenario:
+def _shrunk(scenario: GenerationScenario, divisor: int) -> GenerationScenario:
     workload = scenario.workload.model_copy(update={"prompts": scenario.workload.prompts // divisor})
     return scenario.model_copy(update={"gpus": scenario.gpus // divisor, "workload": workload})
 
 
-def _run(scenario: Scenario) -> ControlledRun:
+def _run(scenario: GenerationScenario) -> ControlledRun:
     kinds = usable_kinds(scenario)
     initial = next(name for name in kinds if name == INITIAL)
     return ControlledRun(scenario, kinds, initial, ARM, SEED, steps_of(scenario, SEED))

@@ -15,7 +15,7 @@ from statistics import median
 from orchestrrl.lab.bench.figure import Figure
 from planner.fabric.clocks import SAME_CLOCK
 from planner.fabric.intent import Stage
-from planner.fabric.slack import Remaining, Signature, SlackLearner
+from planner.fabric.slack import RemainingQuiet, Signature, SlackLearner
 from planner.fabric.windows import CommitNeed, HostWindows, intersect, may_commit
 from planner.model import Act
 
@@ -28,7 +28,7 @@ ARMS = ("jitter", "heavy tail", "drift", "regimes", "stragglers", "bursts")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SlackStep:
     """Compute for `compute_s`, then a collective of `traffic_s`."""
 
     signature: Signature
@@ -37,13 +37,13 @@ class Step:
     mark: str = ""
 
 
-def layout(layers: int = LAYERS) -> list[Step]:
+def layout(layers: int = LAYERS) -> list[SlackStep]:
     """An iteration of a mixture of experts."""
     exchange = Signature("all_to_all", 1, 1 << 20)
-    forward = [Step(exchange, 0.012, 0.003, "forward"), Step(exchange, 0.020, 0.003)] * layers
-    backward = [Step(exchange, 0.030, 0.003, "backward"), Step(exchange, 0.040, 0.003)] * layers
-    gradients = [Step(Signature("all_reduce", 0, 1 << 26), 0.060, 0.020, "optimizer")]
-    return [*forward, *backward, *gradients, Step(Signature("all_gather", 0, 1 << 20), 0.150, 0.004)]
+    forward = [SlackStep(exchange, 0.012, 0.003, "forward"), SlackStep(exchange, 0.020, 0.003)] * layers
+    backward = [SlackStep(exchange, 0.030, 0.003, "backward"), SlackStep(exchange, 0.040, 0.003)] * layers
+    gradients = [SlackStep(Signature("all_reduce", 0, 1 << 26), 0.060, 0.020, "optimizer")]
+    return [*forward, *backward, *gradients, SlackStep(Signature("all_gather", 0, 1 << 20), 0.150, 0.004)]
 
 
 def factor(arm: str, iteration: int, rng: random.Random) -> float:
@@ -63,7 +63,7 @@ def factor(arm: str, iteration: int, rng: random.Random) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TraceEvent:
     """`kind`: iteration, mark, started or ended."""
 
     at_s: float
@@ -73,21 +73,21 @@ class Event:
     number: int = 0
 
 
-def events(arm: str, seed: int, iterations: int = ITERATIONS, *, layers: int = LAYERS) -> Iterator[Event]:
+def events(arm: str, seed: int, iterations: int = ITERATIONS, *, layers: int = LAYERS) -> Iterator[TraceEvent]:
     """Of one rank, in order of time."""
     rng, at_s, steps = random.Random(seed), 100.0, layout(layers)
     for iteration in range(iterations):
-        yield Event(at_s, "iteration", number=iteration)
+        yield TraceEvent(at_s, "iteration", number=iteration)
         for step in steps:
             if step.mark:
-                yield Event(at_s, "mark", text=step.mark)
+                yield TraceEvent(at_s, "mark", text=step.mark)
             at_s += step.compute_s * factor(arm, iteration, rng)
-            yield Event(at_s, "started", step.signature)
+            yield TraceEvent(at_s, "started", step.signature)
             at_s += step.traffic_s * rng.lognormvariate(0, 0.3)
-            yield Event(at_s, "ended", step.signature)
+            yield TraceEvent(at_s, "ended", step.signature)
 
 
-def feed(learner: SlackLearner, event: Event, *, marked: bool = True) -> None:
+def feed(learner: SlackLearner, event: TraceEvent, *, marked: bool = True) -> None:
     if event.kind == "iteration":
         if marked:
             learner.iteration(event.number, event.at_s)
@@ -100,7 +100,7 @@ def feed(learner: SlackLearner, event: Event, *, marked: bool = True) -> None:
 
 
 @dataclass(slots=True)
-class Score:
+class SlackScore:
     """`promised_s` against `quiet_s`: what part of the quiet could be used."""
 
     asked: int = 0
@@ -126,9 +126,9 @@ def score(
     marked: bool = True,
     at_share: float = 0.0,
     asked: tuple[int, int] = (CHECKED_FROM, ITERATIONS),
-) -> Score:
+) -> SlackScore:
     """Asked when a quiet has lasted for `at_share` of what it will, in the iterations `asked`."""
-    learner, result = SlackLearner(0), Score()
+    learner, result = SlackLearner(0), SlackScore()
     iteration, opened_s = 0, math.inf
     for event in events(arm, seed, asked[1]):
         if event.kind == "iteration":
@@ -138,7 +138,7 @@ def score(
             said = learner.remaining(now_s, q)
             result.asked += 1
             result.quiet_s += event.at_s - now_s
-            if isinstance(said, Remaining):
+            if isinstance(said, RemainingQuiet):
                 result.promised += 1
                 result.broken += said.until_s > event.at_s
                 result.promised_s += min(said.until_s, event.at_s) - now_s

@@ -19,12 +19,20 @@ from numpy.typing import NDArray
 from orchestrrl.lab.bench.figure import Figure
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, RequestId
 from planner.solver.bound import lower_bound_s
-from planner.solver.columns import Columns, columns
-from planner.solver.evaluate import Fleet, Placement, evaluate, place
+from planner.solver.columns import ProblemColumns, columns
+from planner.solver.evaluate import FleetPlacement, SolverFleet, evaluate, place
 from planner.solver.layout import lay_out
 from planner.solver.makespan import solve
 from planner.solver.packed import homogeneous_cut, packed
-from planner.solver.problem import RUNNING, WAITING, Instance, Problem, Requests, Solution, Transfer
+from planner.solver.problem import (
+    RUNNING,
+    WAITING,
+    CurrentInstance,
+    KvTransferCost,
+    MakespanProblem,
+    ProblemRequests,
+    Solution,
+)
 from planner.solver.spread import least_loaded, loads
 
 SEED = 1
@@ -65,14 +73,14 @@ TIGHT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SolveStep:
     """A step on its way: the problem with true lengths, and with as likely ones as are known of each request."""
 
-    known: Problem
-    forecast: Problem
+    known: MakespanProblem
+    forecast: MakespanProblem
 
 
-def step(gpus: int, seed: int) -> Step:
+def step(gpus: int, seed: int) -> SolveStep:
     """Requests that have run for a while on instances of two GPUs, some of which got more than others."""
     rng = np.random.default_rng(seed)
     count, engines = gpus * REQUESTS_PER_GPU, gpus // 2
@@ -82,7 +90,7 @@ def step(gpus: int, seed: int) -> Step:
     context = rng.integers(100, 2_000, count) + generated
     states = np.where(rng.random(count) < 0.1, WAITING, RUNNING).astype(np.int8)
     true, likely = (_longer(rng, generated) - generated for _ in range(2))
-    return Step(_problem(gpus, context, true, places, states), _problem(gpus, context, likely, places, states))
+    return SolveStep(_problem(gpus, context, true, places, states), _problem(gpus, context, likely, places, states))
 
 
 def _longer(rng: np.random.Generator, generated: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -99,21 +107,23 @@ def _problem(
     remaining: NDArray[np.int64],
     places: NDArray[np.int64],
     states: NDArray[np.int8],
-) -> Problem:
+) -> MakespanProblem:
     configurations = tuple(
         Configuration(ConfigurationId(f"tp{size}"), size, *engine[:4], MAX_SEQUENCES, *engine[4:])
         for size, engine in ENGINES.items()
     )
     current = tuple(
-        Instance(EngineId(f"i{number}"), ConfigurationId("tp2"), (GpuId(2 * number), GpuId(2 * number + 1)))
+        CurrentInstance(EngineId(f"i{number}"), ConfigurationId("tp2"), (GpuId(2 * number), GpuId(2 * number + 1)))
         for number in range(gpus // 2)
     )
     names = tuple(RequestId(f"r{number}") for number in range(len(remaining)))
-    requests = Requests(names, context, remaining, places, states)
-    return Problem(gpus, 8, configurations, 196_608.0, Transfer(200.0, 1_600.0, 0.002), current, requests, 0.5)
+    requests = ProblemRequests(names, context, remaining, places, states)
+    return MakespanProblem(
+        gpus, 8, configurations, 196_608.0, KvTransferCost(200.0, 1_600.0, 0.002), current, requests, 0.5
+    )
 
 
-def tightened(problem: Problem, tight: Tight) -> Problem:
+def tightened(problem: MakespanProblem, tight: Tight) -> MakespanProblem:
     """With engines of which all requests together ask for so many times what they have, all in proportion."""
     nodes, footprint = problem.gpus_count / problem.per_node, problem.requests.context_tokens.sum()
     widest = problem.configurations[-1]
@@ -196,7 +206,7 @@ def measure(gpus: int, tight: str = "") -> dict[str, Any]:
     }
 
 
-def _owners(of: Step) -> list[Figure]:
+def _owners(of: SolveStep) -> list[Figure]:
     """Best static fleet, the best of one configuration packed, and the mixed fleet: planned with true lengths, and
     planned with likely ones and carried out on the true ones."""
     true = columns(of.known)
@@ -218,7 +228,7 @@ def _owners(of: Step) -> list[Figure]:
     return figures
 
 
-def _static(table: Columns) -> list[Placement]:
+def _static(table: ProblemColumns) -> list[FleetPlacement]:
     found = []
     for configuration, count in enumerate(table.placeable.tolist()):
         fleet = lay_out(table, [], [configuration] * count)
@@ -228,7 +238,7 @@ def _static(table: Columns) -> list[Placement]:
     return found
 
 
-def _packed_alone(table: Columns, bound_s: float) -> list[Placement]:
+def _packed_alone(table: ProblemColumns, bound_s: float) -> list[FleetPlacement]:
     found = []
     for configuration in range(len(table.gpus)):
         cuts = homogeneous_cut(table, configuration, bound_s, bound_s * 4)
@@ -237,16 +247,16 @@ def _packed_alone(table: Columns, bound_s: float) -> list[Placement]:
     return found
 
 
-def _placement(table: Columns, solution: Solution) -> Placement:
+def _placement(table: ProblemColumns, solution: Solution) -> FleetPlacement:
     """The solution as the solver has it inside."""
     index = {each.id: number for number, each in enumerate(table.problem.configurations)}
-    fleet = Fleet.of(table, [(index[each.configuration], -1, each.gpus) for each in solution.instances])
+    fleet = SolverFleet.of(table, [(index[each.configuration], -1, each.gpus) for each in solution.instances])
     order = np.concatenate([each.requests for each in solution.instances])
     starts = np.concatenate(([0], np.cumsum([len(each.requests) for each in solution.instances])))
     return evaluate(table, fleet, order, starts)
 
 
-def _carried_out(true: Columns, planned: Placement) -> float:
+def _carried_out(true: ProblemColumns, planned: FleetPlacement) -> float:
     return evaluate(true, planned.fleet, planned.order, planned.starts).makespan_s
 
 

@@ -21,7 +21,7 @@ AIM_S = 5.0  # for the largest
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class SyncFamily:
     """Engines of `tp` endpoints side by side: each shard goes to one endpoint of every engine."""
 
     train: int  # pods
@@ -38,24 +38,24 @@ class Family:
 
 
 FAMILIES = (
-    Family(2, 6, 32, 8, 1, 16),
-    Family(2, 6, 32, 8, 1, 64),
-    Family(2, 6, 32, 8, 4, 16),
-    Family(2, 6, 32, 8, 4, 64),
-    Family(2, 6, 32, 8, 8, 16),
-    Family(2, 6, 32, 8, 8, 64),
-    Family(2, 6, 32, 4, 8, 64),
-    Family(2, 6, 32, 2, 32, 16),
-    Family(4, 4, 16, 16, 2, 48),
+    SyncFamily(2, 6, 32, 8, 1, 16),
+    SyncFamily(2, 6, 32, 8, 1, 64),
+    SyncFamily(2, 6, 32, 8, 4, 16),
+    SyncFamily(2, 6, 32, 8, 4, 64),
+    SyncFamily(2, 6, 32, 8, 8, 16),
+    SyncFamily(2, 6, 32, 8, 8, 64),
+    SyncFamily(2, 6, 32, 4, 8, 64),
+    SyncFamily(2, 6, 32, 2, 32, 16),
+    SyncFamily(4, 4, 16, 16, 2, 48),
 )
 LARGEST = (
-    Family(8, 24, 64, 16, 1, 32, holders=8),
-    Family(8, 24, 64, 16, 4, 64, holders=8),
-    Family(8, 24, 64, 8, 8, 64, holders=8),
+    SyncFamily(8, 24, 64, 16, 1, 32, holders=8),
+    SyncFamily(8, 24, 64, 16, 4, 64, holders=8),
+    SyncFamily(8, 24, 64, 8, 8, 64, holders=8),
 )
 
 
-def problem(family: Family) -> SyncProblem:
+def problem(family: SyncFamily) -> SyncProblem:
     pods = family.train + family.gen
     ends = pods * family.size
     pod = np.arange(ends) // family.size
@@ -89,12 +89,12 @@ def problem(family: Family) -> SyncProblem:
     )
 
 
-def _holders(family: Family, number: int, sending: int) -> tuple[int, ...]:
+def _holders(family: SyncFamily, number: int, sending: int) -> tuple[int, ...]:
     first = number * sending // family.shards
     return tuple(sorted({(first + 7 * copy) % sending for copy in range(family.holders)}))
 
 
-def timed(family: Family) -> tuple[SyncPlan, float]:
+def timed(family: SyncFamily) -> tuple[SyncPlan, float]:
     """The plan, and CPU seconds."""
     asked = problem(family)
     started_s = time.process_time()

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from balancer.moves import decide
 from orchestrrl.core.config.schema import FastSettings
-from orchestrrl.daemon.balancing import Situation, balance_problem, decide_balance, staying
-from orchestrrl.daemon.remaining_tokens import Outlook
+from orchestrrl.daemon.balancing import BalanceSituation, balance_problem, decide_balance, staying
+from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator
 from orchestrrl.lab.bench.figure import Figure, side_by_side
 from orchestrrl.lab.bench.fleets import congested, deployments
 from orchestrrl.lab.bench.plain_balancer import PlainBalancer
@@ -53,7 +53,7 @@ def balancer_tick() -> list[Figure]:
 def fast_tick() -> list[Figure]:
     """All that the daemon decides in one fast tick, against its innermost part; and with step times known."""
     snapshot = congested(WORKERS, REQUESTS, SEED)
-    situation, most = Situation(Mode.ACT), SETTINGS.max_moves_per_tick
+    situation, most = BalanceSituation(Mode.ACT), SETTINGS.max_moves_per_tick
     problem = balance_problem(snapshot, SETTINGS)
     stuck = staying(problem)
     tick_s, decide_s = side_by_side(
@@ -62,7 +62,7 @@ def fast_tick() -> list[Figure]:
         repetitions=9,
     )
     note = f"{WORKERS:,} engines, {REQUESTS:,} requests, at most {most} moves: snapshot to verdict"
-    outlook = Outlook()
+    outlook = RemainingTokensEstimator()
 
     def packing() -> None:
         remaining_tokens = outlook.remaining_tokens(ended, lines.bin_tokens, lines.max_output_tokens)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.plain_client import connected, request
-from orchestrrl.lab.bench.processes import READY_WITHIN_S, Served, end, serving
+from orchestrrl.lab.bench.processes import READY_WITHIN_S, ListeningServer, end, serving
 
 DIRECT, OURS, PLAIN, NGINX, VLLM_ROUTER, SGLANG_ROUTER = (
     "direct",
@@ -41,26 +41,26 @@ http {{
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class GatewayWays:
     """Those that are there, by name, and why the others are not."""
 
-    served: dict[str, Served]
+    served: dict[str, ListeningServer]
     left_out: dict[str, str]
 
 
 @asynccontextmanager
-async def started(log_dir: Path) -> AsyncIterator[Ways]:
+async def started(log_dir: Path) -> AsyncIterator[GatewayWays]:
     """All in front of one engine, which is the first."""
     async with AsyncExitStack() as stack:
 
-        async def module(name: str, *arguments: str) -> Served:
+        async def module(name: str, *arguments: str) -> ListeningServer:
             return await stack.enter_async_context(serving(*arguments, log_path=log_dir / f"{name}.log"))
 
         engine = await module("engine", "orchestrrl.lab.bench.plain_engine")
         flags = ("--listen", "127.0.0.1:0", "--engine", f"e0={engine.url}", "--log-level", "warning")
         gateway = await module("gateway", "orchestrrl", "gateway", *flags)
         proxy = await module("proxy", "orchestrrl.lab.bench.proxy", engine.url)
-        ways = Ways({DIRECT: engine, OURS: gateway, PLAIN: proxy}, {})
+        ways = GatewayWays({DIRECT: engine, OURS: gateway, PLAIN: proxy}, {})
         for name, start in _OTHERS.items():
             try:
                 ways.served[name] = await start(stack, engine.url, log_dir)
@@ -69,7 +69,7 @@ async def started(log_dir: Path) -> AsyncIterator[Ways]:
         yield ways
 
 
-async def _nginx(stack: AsyncExitStack, engine_url: str, log_dir: Path) -> Served:
+async def _nginx(stack: AsyncExitStack, engine_url: str, log_dir: Path) -> ListeningServer:
     program = shutil.which("nginx")
     if program is None:
         raise Permanent("not installed")
@@ -82,8 +82,8 @@ async def _nginx(stack: AsyncExitStack, engine_url: str, log_dir: Path) -> Serve
     return await stack.enter_async_context(_listening(port, *command, log_path=log_dir / "nginx.log"))
 
 
-def _router(name: str, *subcommand: str) -> Callable[[AsyncExitStack, str, Path], Awaitable[Served]]:
-    async def start(stack: AsyncExitStack, engine_url: str, log_dir: Path) -> Served:
+def _router(name: str, *subcommand: str) -> Callable[[AsyncExitStack, str, Path], Awaitable[ListeningServer]]:
+    async def start(stack: AsyncExitStack, engine_url: str, log_dir: Path) -> ListeningServer:
         program = ROUTERS_BIN / name
         if not program.exists():
             raise Permanent("not installed: make venv-routers")
@@ -106,11 +106,11 @@ def _free_port() -> int:
 
 
 @asynccontextmanager
-async def _listening(port: int, *command: str, log_path: Path) -> AsyncIterator[Served]:
+async def _listening(port: int, *command: str, log_path: Path) -> AsyncIterator[ListeningServer]:
     """Run a program until it answers a completion on the port. Raises Permanent when it does not."""
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
-    served = Served(f"http://127.0.0.1:{port}", process.pid)
+    served = ListeningServer(f"http://127.0.0.1:{port}", process.pid)
     try:
         try:
             async with asyncio.timeout(READY_WITHIN_S):

@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.box import enter
-from orchestrrl.lab.box.run import SYNC_WAYS, Order, run
+from orchestrrl.lab.box.run import SYNC_WAYS, TestbedOrder, run
 from orchestrrl.lab.box.switches import PROTOCOLS
 from orchestrrl.lab.box.weights_site import weights_site
 
@@ -24,7 +24,9 @@ def weights_box(log_dir: Path) -> list[Figure]:
     for stale in folder.glob("journal.sqlite*"):
         stale.unlink()
     (folder / "site.yaml").write_text(weights_site(CIRCUIT_MBPS))
-    order = Order(str(folder), ("weights",), PROTOCOLS, mbps=CIRCUIT_MBPS, sync_bytes=SYNC_BYTES, sync_rounds=ROUNDS)
+    order = TestbedOrder(
+        str(folder), ("weights",), PROTOCOLS, mbps=CIRCUIT_MBPS, sync_bytes=SYNC_BYTES, sync_rounds=ROUNDS
+    )
     return figures(run(order, lambda _: None)["weights"])
 
 

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from orchestrrl.weights.controller.reports import SYNC, SyncReport
-from orchestrrl.weights.trainer.client import Publishing, SyncAborted, WeightsClient
+from orchestrrl.weights.trainer.client import PublishInProgress, SyncAborted, WeightsClient
 
 PROBE = (72, 101, 108, 108, 111)
 PROBE_TOKENS = 8
@@ -33,7 +33,7 @@ class Publisher:
     def __init__(self, model: str, client: WeightsClient) -> None:
         self._config = AutoConfig.from_pretrained(model)
         self._client = client
-        self._on_their_way: dict[int, Publishing] = {}
+        self._on_their_way: dict[int, PublishInProgress] = {}
         self.model = lru_cache(VERSIONS_HELD)(self._made)
 
     def _made(self, seed: int) -> Any:
@@ -82,7 +82,7 @@ class Publisher:
         return {"probe": PROBE, "expected": ids[len(PROBE) :]}
 
 
-def _reported(handle: Publishing) -> Any:
+def _reported(handle: PublishInProgress) -> Any:
     try:
         report: SyncReport = handle.result()
     except SyncAborted as aborted:

@@ -26,7 +26,7 @@ import xxhash
 
 from orchestrrl.lab.weights_in_memory import InMemory
 from orchestrrl.weights.model import PeerId
-from orchestrrl.weights.orders import Arrived, Carry, Edge, EdgeEvent, EdgeState
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import TransportOptions, make_transport
 
@@ -38,7 +38,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class BenchSite:
     """Who there is, and how bytes go."""
 
     ranks: int
@@ -47,9 +47,11 @@ class Site:
     parents: tuple[int, ...]
     store: str
 
-    def edges(self, version: int, transport: str, addresses: Sequence[Mapping[str, str]]) -> tuple[Edge, ...]:
+    def edges(self, version: int, transport: str, addresses: Sequence[Mapping[str, str]]) -> tuple[CarryEdge, ...]:
         return tuple(
-            Edge(f"e{rank}", SHARD, 0, self.size, _name(parent), _name(rank), transport, addresses[rank][transport])
+            CarryEdge(
+                f"e{rank}", SHARD, 0, self.size, _name(parent), _name(rank), transport, addresses[rank][transport]
+            )
             for rank, parent in enumerate(self.parents, start=1)
         )
 
@@ -58,10 +60,10 @@ def _name(rank: int) -> PeerId:
     return PeerId(f"rank{rank}")
 
 
-class Rank:
+class BenchRank:
     """One process: its memory, a group of all, and a carrier."""
 
-    def __init__(self, site: Site, rank: int) -> None:
+    def __init__(self, site: BenchSite, rank: int) -> None:
         self._site, self._rank = site, rank
         self._staged = InMemory(0, {SHARD: site.size})
         self._memory = self._staged.bytes[SHARD]
@@ -73,7 +75,7 @@ class Rank:
         self._ended: queue.SimpleQueue[EdgeEvent] = queue.SimpleQueue()
         self._carrier = ThreadedCarrier(_name(rank), self._transports, self._tell)
 
-    def _tell(self, news: EdgeEvent | Arrived) -> None:
+    def _tell(self, news: EdgeEvent | ArrivedBytes) -> None:
         if isinstance(news, EdgeEvent) and news.state is not EdgeState.BEGAN:
             self._ended.put(news)
 
@@ -91,7 +93,7 @@ class Rank:
             return
         me = _name(self._rank)
         mine = tuple(edge for edge in self._site.edges(version, way, addresses) if me in (edge.src, edge.dst))
-        self._carrier.carry(self._staged, Carry(version, mine, self._site.chunk_bytes, STALL_S))
+        self._carrier.carry(self._staged, CarryEdges(version, mine, self._site.chunk_bytes, STALL_S))
         for _ in mine:
             if (event := self._ended.get()).state is not EdgeState.DONE:
                 raise RuntimeError(event.detail)
@@ -107,9 +109,9 @@ class Rank:
         dist.destroy_process_group()
 
 
-def _live(site: Site, number: int, line: Connection) -> None:
+def _live(site: BenchSite, number: int, line: Connection) -> None:
     torch.set_num_threads(1)
-    rank = Rank(site, number)
+    rank = BenchRank(site, number)
     line.send(rank.addresses)
     addresses = line.recv()
     while (order := line.recv()) is not None:
@@ -135,7 +137,7 @@ def main() -> None:
     ranks, size, chunk_bytes = (int(each) for each in sys.argv[1:4])
     parents = tuple(int(each) for each in sys.argv[4].split(","))
     with tempfile.TemporaryDirectory() as folder:
-        site = Site(ranks, size, chunk_bytes, parents, f"{folder}/store")
+        site = BenchSite(ranks, size, chunk_bytes, parents, f"{folder}/store")
         lines, processes = [], []
         for number in range(ranks):
             ours, theirs = FORK.Pipe()

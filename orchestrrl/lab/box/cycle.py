@@ -11,9 +11,9 @@ from typing import Any
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.lab.box import intents
-from orchestrrl.lab.box.house import Box
+from orchestrrl.lab.box.house import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
-from orchestrrl.lab.box.trainer import Trainer
+from orchestrrl.lab.box.trainer import TestbedTrainer
 from orchestrrl.lab.demo.stack import Process
 from planner.fabric.intent import Intent, Stage
 
@@ -27,7 +27,7 @@ WARM_UP_S = 0.3  # of a burst, until TCP has found its rate
 class Cycle:
     """`bursts` of all stages: what ran from when to when."""
 
-    def __init__(self, box: Box, client: FabricClient, seconds: float, iterations: int, iteration_s: float) -> None:
+    def __init__(self, box: Testbed, client: FabricClient, seconds: float, iterations: int, iteration_s: float) -> None:
         self._box = box
         self._client = client
         self._seconds = seconds
@@ -45,7 +45,7 @@ class Cycle:
         after = await self._burst(intent)
         self._note(intent, began_s, report, [before], [after])
 
-    async def training(self, intent: Intent, trainer: Trainer) -> None:
+    async def training(self, intent: Intent, trainer: TestbedTrainer) -> None:
         """The trainer runs on: circuits change in one of its pauses."""
         began_s, first = time.monotonic(), len(trainer.bursts)
         running_on = asyncio.ensure_future(trainer.run())
@@ -132,13 +132,15 @@ class Cycle:
         return points
 
 
-async def cycle(box: Box, seconds: float, iterations: int, collective_s: float, pause_s: float) -> dict[str, Any]:
+async def cycle(box: Testbed, seconds: float, iterations: int, collective_s: float, pause_s: float) -> dict[str, Any]:
     """See above. The agent of `orchestrrl agent` reads the trainer's recorders."""
     site = box.site
     rings = box.folder / "rings"
     training = intents.training(site)
     ranks = sorted(training.ranks)
-    trainer = Trainer(rings, intents.JOB, ranks, lambda: flows_between_tors(box, training), collective_s, pause_s)
+    trainer = TestbedTrainer(
+        rings, intents.JOB, ranks, lambda: flows_between_tors(box, training), collective_s, pause_s
+    )
     agent = Process("agent", ["agent", "--rings", str(rings), "--host", "box", "--daemon", box.address], box.folder)
     try:
         async with FabricClient(box.address) as client:
@@ -153,7 +155,7 @@ async def cycle(box: Box, seconds: float, iterations: int, collective_s: float, 
         await agent.stop()
 
 
-def flows_between_tors(box: Box, intent: Intent) -> list[Flow]:
+def flows_between_tors(box: Testbed, intent: Intent) -> list[Flow]:
     """A flow for each pair of hosts below different ToRs that the traffic matrix names."""
     pairs = {
         (source, sink)

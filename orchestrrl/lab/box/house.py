@@ -12,16 +12,16 @@ from typing import Any
 import yaml
 
 from ocs_drivers.base import OcsDriver
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Change, Connectivity
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import CircuitChange, Connectivity
 from ocs_drivers.registry import make_driver
 from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.switch_reader import device_pairs
-from orchestrrl.lab.box.panel import Panel
-from orchestrrl.lab.box.plan import Plan, Rates, plan_of
+from orchestrrl.lab.box.panel import PatchPanel
+from orchestrrl.lab.box.plan import Rates, TestbedPlan, plan_of
 from orchestrrl.lab.box.plant import PACKET_SIDE, build
 from orchestrrl.lab.box.rooms import FOLDER, batch
-from orchestrrl.lab.box.switches import BoxSwitch, start_switches
+from orchestrrl.lab.box.switches import TestbedSwitch, start_switches
 from orchestrrl.lab.demo.stack import Process
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import fabric_pb2
@@ -37,14 +37,14 @@ TOOK_WITHIN_S = 30.0
 
 
 @dataclass
-class Box:
+class Testbed:
     """Made by `standing`. `folder` holds the site's file, the daemon's configuration and all logs."""
 
     folder: Path
-    plan: Plan
+    plan: TestbedPlan
     rates: Rates
-    switches: dict[OcsId, BoxSwitch]
-    panel: Panel
+    switches: dict[OcsId, TestbedSwitch]
+    panel: PatchPanel
     daemon: Process | None = None
     address: str = ""
     _drivers: dict[OcsId, OcsDriver] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Box:
             driver = self.driver(switch)
             facts = await driver.facts()
             wanted = [each for pair in circuits if pair.switch == switch for each in device_pairs(facts, pair)]
-            change = Change(connect=tuple(wanted)) if ups else Change(disconnect=tuple(wanted))
+            change = CircuitChange(connect=tuple(wanted)) if ups else CircuitChange(disconnect=tuple(wanted))
             diff = await driver.plan(change)
             result = await driver.commit(diff, diff.revision)
             if not result.done:
@@ -82,14 +82,14 @@ class Box:
             await asyncio.sleep(0.005)
         raise Permanent(f"the panel has not followed within {TOOK_WITHIN_S:g} s: {', '.join(map(str, circuits))}")
 
-    def inject(self, kind: FaultKind, port: Port) -> None:
+    def inject(self, kind: DeviceFaultKind, port: Port) -> None:
         """At both sides of a port of the site."""
         glass = self.switches[port[0]].glass
         sides = {port[1]}
         if glass.facts.connectivity is not Connectivity.ANY_TO_ANY:
             sides.add(port[1] + glass.facts.egress_ports.start - glass.facts.ingress_ports.start)
         for side in sorted(sides):
-            glass.inject(Fault(kind, port=side))
+            glass.inject(DeviceFault(kind, port=side))
 
     async def pin(self, source: EndpointId, sink: EndpointId, hosts: Sequence[str], interfaces: Sequence[str]) -> None:
         """Host by host, the next of these interfaces: a more specific route than any of the daemon's."""
@@ -184,14 +184,14 @@ class Box:
 
 
 @asynccontextmanager
-async def standing(folder: Path, site: Site, rates: Rates, protocols: Sequence[str]) -> AsyncIterator[Box]:
+async def standing(folder: Path, site: Site, rates: Rates, protocols: Sequence[str]) -> AsyncIterator[Testbed]:
     """`folder` has the site's file. Inside the namespaces of `enter.py`, which take all of it down in the end."""
     plan = plan_of(site)
     await build(plan, rates)
     switches = {each.id: each for each in await start_switches(site, protocols)}
-    panel = Panel(plan, {id: each.glass for id, each in switches.items()})
+    panel = PatchPanel(plan, {id: each.glass for id, each in switches.items()})
     following = asyncio.ensure_future(panel.run())
-    box = Box(folder, plan, rates, switches, panel)
+    box = Testbed(folder, plan, rates, switches, panel)
     try:
         yield box
         if following.done():

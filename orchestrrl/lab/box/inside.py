@@ -17,31 +17,31 @@ from orchestrrl.fabric.site import read_site
 from orchestrrl.lab.box import shows
 from orchestrrl.lab.box.cycle import cycle
 from orchestrrl.lab.box.enter import end_with_input
-from orchestrrl.lab.box.house import SITE_FILE, Box, standing
+from orchestrrl.lab.box.house import SITE_FILE, Testbed, standing
 from orchestrrl.lab.box.plan import Rates
 
 
-async def _circuits(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+async def _circuits(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
     return await shows.rates_by_circuits(box, seconds=order["seconds"])
 
 
-async def _transition(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+async def _transition(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
     return await shows.transfer_through_changes(box, order["changes"])
 
 
-async def _failed_port(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+async def _failed_port(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
     return await shows.failed_port(box, order["seconds"])
 
 
-async def _wrong_cable(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+async def _wrong_cable(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
     return await shows.wrong_cable(box)
 
 
-async def _cycle(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+async def _cycle(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
     return await cycle(box, **{name: order[name] for name in ("seconds", "iterations", "collective_s", "pause_s")})
 
 
-async def _weights(box: Box, order: dict[str, Any]) -> dict[str, Any]:
+async def _weights(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
     from orchestrrl.lab.box.weights import weights  # it plans, which takes a while to import
 
     words = {"transport": order["transport"], "python": order["python"]}

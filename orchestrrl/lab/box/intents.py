@@ -2,12 +2,12 @@
 
 from planner.fabric.broadcast import broadcasts_of
 from planner.fabric.collectives import transfers_of
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.masks import mask_nics
 from planner.fabric.model import EndpointId
-from planner.fabric.placement import Placement
-from planner.fabric.plan import Failures
-from planner.fabric.topology import Role, Site
+from planner.fabric.placement import RankPlacement
+from planner.fabric.plan import FabricFailures
+from planner.fabric.topology import PodRole, Site
 from planner.model import GpuId
 
 JOB = "box"
@@ -15,32 +15,32 @@ JOB = "box"
 GRADIENT_BYTES, EXPERT_BYTES, WEIGHT_BYTES = 4e11, 1e12, 4e11
 
 
-def gpus_of(site: Site, role: Role) -> tuple[int, ...]:
+def gpus_of(site: Site, role: PodRole) -> tuple[int, ...]:
     return tuple(sorted(gpu for server in site.servers if site.pod[server.pod].role is role for gpu in server.gpus))
 
 
 def training(site: Site) -> Intent:
     """Gradients: the first GPU of each ToR's with the first of the others', and so on."""
     by_tor: dict[EndpointId, list[int]] = {}
-    for gpu in gpus_of(site, Role.TRAIN):
+    for gpu in gpus_of(site, PodRole.TRAIN):
         by_tor.setdefault(site.tor_of(GpuId(gpu)), []).append(gpu)
     replicas = tuple(zip(*by_tor.values(), strict=False))
-    traffic = Traffic(Operation.DP, Primitive.RING_ALL_REDUCE, replicas, GRADIENT_BYTES)
+    traffic = Traffic(TrafficOperation.DP, Primitive.RING_ALL_REDUCE, replicas, GRADIENT_BYTES)
     return Intent("training", Stage.TRAIN, (traffic,), job=JOB)
 
 
 def generation(site: Site) -> Intent:
     """Experts spread over all GPUs that generate."""
-    traffic = Traffic(Operation.EP, Primitive.ALL_TO_ALL, (gpus_of(site, Role.GEN),), EXPERT_BYTES)
+    traffic = Traffic(TrafficOperation.EP, Primitive.ALL_TO_ALL, (gpus_of(site, PodRole.GEN),), EXPERT_BYTES)
     return Intent("generation", Stage.GEN, (traffic,))
 
 
 def weights(site: Site) -> Intent:
     """Each trainer has a shard, which all who generate receive."""
-    trainers, receivers = gpus_of(site, Role.TRAIN), gpus_of(site, Role.GEN)
+    trainers, receivers = gpus_of(site, PodRole.TRAIN), gpus_of(site, PodRole.GEN)
     shards = tuple((trainer,) for trainer in trainers)
     traffic = Traffic(
-        Operation.WEIGHT_SYNC,
+        TrafficOperation.WEIGHT_SYNC,
         Primitive.BROADCAST,
         shards,
         WEIGHT_BYTES / len(shards),
@@ -52,7 +52,7 @@ def weights(site: Site) -> Intent:
 def sends(site: Site, intent: Intent) -> dict[tuple[GpuId, GpuId], float]:
     """The traffic matrix: bytes from GPU to GPU."""
     found: dict[tuple[GpuId, GpuId], float] = {}
-    placement = Placement.of(site, intent, mask_nics(site, Failures()))
+    placement = RankPlacement.of(site, intent, mask_nics(site, FabricFailures()))
     for traffic in intent.traffic:
         is_tree = traffic.primitive is Primitive.BROADCAST
         for some in [broadcasts_of(traffic, placement)] if is_tree else transfers_of(traffic):

@@ -10,10 +10,10 @@ import contextlib
 import math
 from collections.abc import Iterable, Mapping
 
-from ocs_drivers.cross_connect_model import Glass
+from ocs_drivers.cross_connect_model import CrossConnectModel
 from orchestrrl.fabric.switch_reader import site_pairs
 from orchestrrl.lab.box.links import Links
-from orchestrrl.lab.box.plan import End, Plan, is_fibre
+from orchestrrl.lab.box.plan import End, TestbedPlan, is_fibre
 from orchestrrl.lab.box.plant import bridge_name, port_name
 from planner.fabric.masks import Port
 from planner.fabric.model import OcsId, PortPair
@@ -21,10 +21,10 @@ from planner.fabric.model import OcsId, PortPair
 LOOK_EVERY_S = 0.5  # for what happens without a word, such as a fibre that is pulled
 
 
-class Panel:
+class PatchPanel:
     """Of one box; the caller keeps `run` as a task."""
 
-    def __init__(self, plan: Plan, glasses: Mapping[OcsId, Glass]) -> None:
+    def __init__(self, plan: TestbedPlan, glasses: Mapping[OcsId, CrossConnectModel]) -> None:
         self._glasses = glasses
         self._links = {switch: Links(room) for switch, room in plan.switches.items()}
         self._ports: dict[Port, int] = {}
@@ -99,12 +99,12 @@ class Panel:
             for number in pair.ports:
                 self._links[pair.switch].part(self._ports[pair.switch, number])
 
-    def _carrying(self, switch: OcsId, glass: Glass) -> set[PortPair]:
+    def _carrying(self, switch: OcsId, glass: CrossConnectModel) -> set[PortPair]:
         lit = [circuit.cross_connect for circuit in glass.circuits() if circuit.link_up]
         pairs, _ = site_pairs(switch, glass.facts, lit)
         return {pair for pair in pairs if all((switch, number) in self._ports for number in pair.ports)}
 
-    async def _listen(self, glass: Glass) -> None:
+    async def _listen(self, glass: CrossConnectModel) -> None:
         events = glass.listen()
         try:
             while True:

@@ -51,7 +51,7 @@ class Nic:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TestbedPlan:
     """`ends`: what the fibre at each port of a switch leads to."""
 
     site: Site
@@ -72,13 +72,13 @@ class Plan:
         return self.hosts[server.id], self.nics[server.id][server.nic(gpu)].address
 
 
-def plan_of(site: Site) -> Plan:
+def plan_of(site: Site) -> TestbedPlan:
     """Raises ValueError for a site that is too large."""
     if len(site.tors) > TORS or len(site.switches) > TORS:
         raise ValueError(f"a box holds {TORS} ToRs at most, got {len(site.tors)}")
     numbers = {tor.id: n for n, tor in enumerate(site.tors, start=1)}
     interfaces = {tor: tuple(f"swp{k}" for k in range(1, len(fibres_of(site, tor)) + 1)) for tor in numbers}
-    return Plan(
+    return TestbedPlan(
         site,
         tors={tor: f"t{n}" for tor, n in numbers.items()},
         hosts={server.id: f"h{n}" for n, server in enumerate(site.servers, start=1)},

@@ -6,7 +6,7 @@ A port of a switch gives light only while the panel (panel.py) says so. Beside t
 joins all ToRs, slowly, so that every host can always reach every other.
 """
 
-from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE, Plan, Rates
+from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE, Rates, TestbedPlan
 from orchestrrl.lab.box.rooms import Script
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, OcsId
@@ -27,7 +27,7 @@ def bridge_name(port: int) -> str:
     return f"b{port}"
 
 
-async def build(plan: Plan, rates: Rates) -> None:
+async def build(plan: TestbedPlan, rates: Rates) -> None:
     """Everything is dark afterwards. Raises Permanent with the words of the tool that refused."""
     script = Script()
     for tor in plan.tors:
@@ -44,7 +44,7 @@ async def build(plan: Plan, rates: Rates) -> None:
     await script.run()
 
 
-def _tor(script: Script, plan: Plan, tor: EndpointId) -> None:
+def _tor(script: Script, plan: TestbedPlan, tor: EndpointId) -> None:
     room = script.room(plan.tors[tor])
     script.ip(room, f"addr add {plan.addresses[tor]}/32 dev lo")
     script.ip(room, "link add hosts type bridge forward_delay 0")
@@ -52,7 +52,7 @@ def _tor(script: Script, plan: Plan, tor: EndpointId) -> None:
     script.ip(room, "link set hosts up")
 
 
-def _packet_side(script: Script, plan: Plan, rates: Rates) -> None:
+def _packet_side(script: Script, plan: TestbedPlan, rates: Rates) -> None:
     script.room(PACKET_SIDE)
     script.ip(PACKET_SIDE, f"link add br0 {_BRIDGE}")
     script.ip(PACKET_SIDE, "link set br0 up")
@@ -65,7 +65,7 @@ def _packet_side(script: Script, plan: Plan, rates: Rates) -> None:
         script.tc(room, f"qdisc add dev {PACKET_SIDE} root {line}")
 
 
-def _host(script: Script, plan: Plan, rates: Rates, server: ServerId) -> None:
+def _host(script: Script, plan: TestbedPlan, rates: Rates, server: ServerId) -> None:
     nics = plan.nics[server]
     room = script.room(plan.hosts[server])
     line = rates.tbf(plan.site.nic_gbps)
@@ -85,7 +85,7 @@ def _host(script: Script, plan: Plan, rates: Rates, server: ServerId) -> None:
             script.ip(room, f"route add default via {gateway} dev {nic.interface} table {100 + k}")
 
 
-def _fibre(script: Script, plan: Plan, rates: Rates, port: Port, place: int) -> Port:
+def _fibre(script: Script, plan: TestbedPlan, rates: Rates, port: Port, place: int) -> Port:
     """A cable, and its other end where that is a switch's as well."""
     switch, number = port
     room, end = plan.switches[switch], plan.ends[port]

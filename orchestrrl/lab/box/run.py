@@ -18,7 +18,7 @@ SYNC_WAYS = ("tree", "two_stage", "naive")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class TestbedOrder:
     """`folder` holds the site's file, and gets the daemon's configuration and all logs. `mbps`: what a circuit carries
     in the box. `shows`: of SHOWS, in that order."""
 
@@ -39,7 +39,7 @@ class Order:
     python: str = ""  # of the processes that carry; empty: this one
 
 
-async def run_box(order: Order, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+async def run_box(order: TestbedOrder, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """What each show returned. Raises Permanent where no box can be had, or something in it went wrong."""
     log = Path(order.folder) / "box.log"
     with log.open("wb") as errors:
@@ -63,5 +63,5 @@ async def run_box(order: Order, tell: Callable[[str], None] = lambda _: None) ->
     raise Permanent(f"the box fell: {why}; the end of {log}:\n{tail}")
 
 
-def run(order: Order, tell: Callable[[str], None]) -> dict[str, Any]:
+def run(order: TestbedOrder, tell: Callable[[str], None]) -> dict[str, Any]:
     return asyncio.run(run_box(order, tell))

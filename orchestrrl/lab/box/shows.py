@@ -7,21 +7,21 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ocs_drivers.faults import FaultKind
+from ocs_drivers.faults import DeviceFaultKind
 from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.lab.box import intents
-from orchestrrl.lab.box.house import TOOK_WITHIN_S, Box
+from orchestrrl.lab.box.house import TOOK_WITHIN_S, Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from planner.fabric.light import interfaces_at, links_up
 from planner.fabric.model import EndpointId, PortPair, port_pair
-from planner.fabric.topology import Role, Tier
+from planner.fabric.topology import PodRole, Tier
 
 SETTLING_S = 1.0  # until TCP has found the rate
 TRANSFER_WINDOW_BYTES = 32_768  # of which Linux makes twice as much
 
 
-def tor_pair(box: Box, role: Role = Role.TRAIN) -> tuple[EndpointId, EndpointId]:
+def tor_pair(box: Testbed, role: PodRole = PodRole.TRAIN) -> tuple[EndpointId, EndpointId]:
     """Two ToRs of one PoD with most fibres to the same switch, and hosts."""
     site = box.site
     with_hosts = {tor for server in site.servers for tor in server.tors}
@@ -37,7 +37,7 @@ def tor_pair(box: Box, role: Role = Role.TRAIN) -> tuple[EndpointId, EndpointId]
     return one, other
 
 
-def circuits_between(box: Box, one: EndpointId, other: EndpointId) -> list[PortPair]:
+def circuits_between(box: Testbed, one: EndpointId, other: EndpointId) -> list[PortPair]:
     """As many as their ports on one switch allow for."""
     found: list[PortPair] = []
     for switch in box.site.switches:
@@ -47,7 +47,7 @@ def circuits_between(box: Box, one: EndpointId, other: EndpointId) -> list[PortP
     return found
 
 
-def nics_at(box: Box, tor: EndpointId) -> list[tuple[str, str]]:
+def nics_at(box: Testbed, tor: EndpointId) -> list[tuple[str, str]]:
     return [
         (box.plan.hosts[server.id], nic.address)
         for server in box.site.servers
@@ -56,7 +56,7 @@ def nics_at(box: Box, tor: EndpointId) -> list[tuple[str, str]]:
     ]
 
 
-async def rates_by_circuits(box: Box, counts: Sequence[int] = (1, 2, 3), seconds: float = 2.0) -> dict[str, Any]:
+async def rates_by_circuits(box: Testbed, counts: Sequence[int] = (1, 2, 3), seconds: float = 2.0) -> dict[str, Any]:
     """As many flows as the most circuits, each of a host of its own and pinned to a circuit by a route."""
     one, other = tor_pair(box)
     circuits = circuits_between(box, one, other)[: max(counts)]
@@ -96,11 +96,11 @@ def _interface(ends: tuple[tuple[EndpointId, str], ...], tor: EndpointId) -> str
     return next(interface for name, interface in ends if name == tor)
 
 
-async def transfer_through_changes(box: Box, changes: int) -> dict[str, Any]:
+async def transfer_through_changes(box: Testbed, changes: int) -> dict[str, Any]:
     """One transfer between ToRs of a PoD that generates, while circuits go from those of generation to those of a
     weight sync and back. The receiver's window keeps all queues short, so that a segment which has to be sent again
     was lost by a change."""
-    one, other = tor_pair(box, Role.GEN)
+    one, other = tor_pair(box, PodRole.GEN)
     flow = Flow(nics_at(box, one)[0], nics_at(box, other)[0], window_bytes=TRANSFER_WINDOW_BYTES)
     delay_s = max(switch.device.reconfiguration_s for switch in box.site.switches)
     rows: list[dict[str, Any]] = []
@@ -132,10 +132,10 @@ async def transfer_through_changes(box: Box, changes: int) -> dict[str, Any]:
     return {"tors": [one, other], "device_delay_s": delay_s, "rows": rows}
 
 
-async def failed_port(box: Box, seconds: float = 2.0) -> dict[str, Any]:
+async def failed_port(box: Testbed, seconds: float = 2.0) -> dict[str, Any]:
     """A port fails under the traffic of a PoD that generates: packets go around it by themselves, and the next period
     leaves it out."""
-    one, other = tor_pair(box, Role.GEN)
+    one, other = tor_pair(box, PodRole.GEN)
     intent = intents.generation(box.site)
     # So many that their hashes spread them over all circuits.
     flows = [Flow(source, sink) for source in nics_at(box, one) for sink in nics_at(box, other)]
@@ -146,7 +146,7 @@ async def failed_port(box: Box, seconds: float = 2.0) -> dict[str, Any]:
         async with running(flows):
             await asyncio.sleep(SETTLING_S)
             before = await _rate(flows, seconds)
-            box.inject(FaultKind.FAIL_PORT, port)
+            box.inject(DeviceFaultKind.FAIL_PORT, port)
             failed_s = time.monotonic()
             await _until_left_out(box)
             around_s = time.monotonic() - failed_s
@@ -155,7 +155,7 @@ async def failed_port(box: Box, seconds: float = 2.0) -> dict[str, Any]:
             masked = await _rate(flows, seconds)
             pauses = [flow.longest_pause_s(failed_s, time.monotonic()) for flow in flows]
     now = circuits_of(box, one, other)
-    box.inject(FaultKind.MEND_PORT, port)
+    box.inject(DeviceFaultKind.MEND_PORT, port)
     return {
         "tors": [one, other],
         "port": f"{port[0]}:{port[1]}",
@@ -168,7 +168,7 @@ async def failed_port(box: Box, seconds: float = 2.0) -> dict[str, Any]:
     }
 
 
-def circuits_of(box: Box, one: EndpointId, other: EndpointId) -> list[PortPair]:
+def circuits_of(box: Testbed, one: EndpointId, other: EndpointId) -> list[PortPair]:
     """Those between two ToRs that carry packets now."""
     found = []
     for pair in sorted(box.panel.joined):
@@ -185,7 +185,7 @@ async def _rate(flows: Sequence[Flow], seconds: float) -> float:
     return mbps(flows, since_s, time.monotonic())
 
 
-async def _until_left_out(box: Box) -> None:
+async def _until_left_out(box: Testbed) -> None:
     """Packets do not take some link any more. Raises Permanent where that takes too long."""
     until_s = time.monotonic() + TOOK_WITHIN_S
     while not (await box.fabric()).routes.left_out:
@@ -194,10 +194,10 @@ async def _until_left_out(box: Box) -> None:
         await asyncio.sleep(0.02)
 
 
-async def wrong_cable(box: Box) -> dict[str, Any]:
+async def wrong_cable(box: Testbed) -> dict[str, Any]:
     """Two cables of a switch are mixed up, one of them in use; `orchestrrl ocs verify` is asked, without walking and
     with it."""
-    one, other = tor_pair(box, Role.GEN)
+    one, other = tor_pair(box, PodRole.GEN)
     most = circuits_between(box, one, other)[-1]
     spare = [f"port:{most.switch}:{port}" for port in most.ports]  # a fibre of either ToR that nothing uses
     await box.command("fabric", "mask", *spare, "--reason", "spare")
@@ -228,6 +228,6 @@ async def wrong_cable(box: Box) -> dict[str, Any]:
     }
 
 
-async def _verify(box: Box, *flags: str) -> dict[str, Any]:
+async def _verify(box: Testbed, *flags: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(await box.command("ocs", "verify", "--json", *flags))
     return found

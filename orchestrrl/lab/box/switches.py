@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ocs_drivers.cross_connect_model import Glass
-from ocs_drivers.emulators.base import Panel as Front
+from ocs_drivers.cross_connect_model import CrossConnectModel
+from ocs_drivers.emulators.base import DevicePanel as Front
 from ocs_drivers.emulators.registry import EMULATORS, make_emulator
 from ocs_drivers.model import Connectivity
 from ocs_drivers.virtual import VirtualSwitch
@@ -29,12 +29,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class BoxSwitch:
+class TestbedSwitch:
     """`driver`, `options`: as the daemon's configuration has them."""
 
     id: OcsId
     protocol: str
-    glass: Glass
+    glass: CrossConnectModel
     driver: str
     options: Mapping[str, Any]
     stop: Callable[[], Awaitable[None]]
@@ -47,14 +47,14 @@ def protocol_faults(protocols: Sequence[str]) -> list[str]:
     ]
 
 
-async def start_switches(site: Site, protocols: Sequence[str]) -> list[BoxSwitch]:
+async def start_switches(site: Site, protocols: Sequence[str]) -> list[TestbedSwitch]:
     """Raises ProblemFaults for a protocol that is not known, or whose library is missing."""
     if faults := protocol_faults(protocols):
         raise ProblemFaults(faults)
     return [await _start(switch, protocols[place % len(protocols)]) for place, switch in enumerate(site.switches)]
 
 
-async def _start(switch: Switch, protocol: str) -> BoxSwitch:
+async def _start(switch: Switch, protocol: str) -> TestbedSwitch:
     ports = max(max(numbers) for numbers in switch.ports.values())
     if protocol == GRPC:
         served = VirtualSwitch(
@@ -68,11 +68,11 @@ async def _start(switch: Switch, protocol: str) -> BoxSwitch:
         async def stop() -> None:
             await server.stop(None)
 
-        return BoxSwitch(switch.id, protocol, served.glass, GRPC, {"target": f"127.0.0.1:{port}"}, stop)
+        return TestbedSwitch(switch.id, protocol, served.glass, GRPC, {"target": f"127.0.0.1:{port}"}, stop)
     front = Front(ingress_ports=ports, egress_ports=ports, reconfiguration_s=switch.device.reconfiguration_s)
     emulator = make_emulator(protocol, front)
     address = await emulator.start()
     # No protocol tells how fast mirrors are, so that a driver has to be told.
     options = {"address": address, "reconfiguration_s": switch.device.reconfiguration_s, **OPTIONS.get(protocol, {})}
     driver = protocol.partition("-")[0]
-    return BoxSwitch(switch.id, protocol, emulator.device.glass, driver, options, emulator.stop)
+    return TestbedSwitch(switch.id, protocol, emulator.device.glass, driver, options, emulator.stop)

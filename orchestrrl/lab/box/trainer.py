@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from orchestrrl.integrations.instrument.rings import Writer
+from orchestrrl.integrations.instrument.rings import RingWriter
 from orchestrrl.lab.box.traffic import Flow, running
 
 
-class Trainer:
+class TestbedTrainer:
     """Iterations of one collective and one pause, as long as `run` is a task. `bursts`: when each collective began and
     ended, and its flows."""
 
@@ -26,7 +26,7 @@ class Trainer:
         self._flows = flows
         self._collective_s = collective_s
         self._pause_s = pause_s
-        self._writers = [Writer(rings, job=job) for _ in ranks]
+        self._writers = [RingWriter(rings, job=job) for _ in ranks]
         self._group = [writer.group(ranks, "all") for writer in self._writers]
         self._reduce = [writer.op("all_reduce") for writer in self._writers]
         for rank, writer in zip(ranks, self._writers, strict=True):

@@ -24,18 +24,18 @@ from orchestrrl.daemon.weight_circuits import intent_of, network_of, station_of
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.lab.box import intents
-from orchestrrl.lab.box.house import Box
+from orchestrrl.lab.box.house import Testbed
 from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from orchestrrl.lab.box.weights_carrier import CARRY, MAP
 from orchestrrl.lab.box.weights_memory import sha256_of
 from orchestrrl.lab.box.weights_schemes import Stages, crossing_bytes, naive, tree, two_stage
-from orchestrrl.weights.controller.planning import Network, PlannedSync, plan_sync
-from orchestrrl.weights.model import Peer, PeerId, PeerRole, Place, TensorMeta
-from orchestrrl.weights.orders import NEWS, Carry, Edge, EdgeEvent, EdgeState
+from orchestrrl.weights.controller.planning import PlannedSync, SyncNetwork, plan_sync
+from orchestrrl.weights.model import Peer, PeerId, PeerLocation, PeerRole, TensorMeta
+from orchestrrl.weights.orders import NEWS, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.publication import Publication
 from planner.fabric.intent import Intent
-from planner.fabric.topology import Role
+from planner.fabric.topology import PodRole
 from planner.model import GpuId
 
 VERSION, SEED = 1, 20261122
@@ -49,7 +49,7 @@ LOG = "carriers.log"
 
 
 @dataclass
-class Host:
+class TestbedHost:
     """One of the box, and the line to its process. `events`: how its edges ended."""
 
     peer: Peer
@@ -81,9 +81,9 @@ class Host:
 
 
 @asynccontextmanager
-async def _hosts(box: Box, transport: str, python: str) -> AsyncIterator[dict[PeerId, Host]]:
+async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[dict[PeerId, TestbedHost]]:
     """One per server of the site, at the NIC of its first GPU."""
-    hosts: dict[PeerId, Host] = {}
+    hosts: dict[PeerId, TestbedHost] = {}
     all_here = asyncio.Event()
     servers = {PeerId(str(server.id)): server for server in box.site.servers}
 
@@ -91,9 +91,9 @@ async def _hosts(box: Box, transport: str, python: str) -> AsyncIterator[dict[Pe
         said = json.loads(await reader.readline())
         id = PeerId(said["peer"])
         server = servers[id]
-        role = PeerRole.TRAINER if box.site.pod[server.pod].role is Role.TRAIN else PeerRole.ENGINE
-        place = Place(gpu=int(server.gpus[0]))
-        hosts[id] = Host(Peer(id, role, id, place, {transport: said["address"]}), writer)
+        role = PeerRole.TRAINER if box.site.pod[server.pod].role is PodRole.TRAIN else PeerRole.ENGINE
+        place = PeerLocation(gpu=int(server.gpus[0]))
+        hosts[id] = TestbedHost(Peer(id, role, id, place, {transport: said["address"]}), writer)
         if len(hosts) == len(servers):
             all_here.set()
         await hosts[id].listen(reader)
@@ -143,7 +143,7 @@ def publications(trainers: Sequence[PeerId], size: int) -> list[Publication]:
 
 
 async def weights(
-    box: Box, size: int, rounds: int, ways: Sequence[str], transport: str = "tcp", python: str = ""
+    box: Testbed, size: int, rounds: int, ways: Sequence[str], transport: str = "tcp", python: str = ""
 ) -> dict[str, Any]:
     async with _hosts(box, transport, python or sys.executable) as hosts, FabricClient(box.address) as client:
         show = _Show(box, client, hosts, size)
@@ -157,7 +157,7 @@ async def weights(
 
 
 class _Show:
-    def __init__(self, box: Box, client: FabricClient, hosts: Mapping[PeerId, Host], size: int) -> None:
+    def __init__(self, box: Testbed, client: FabricClient, hosts: Mapping[PeerId, TestbedHost], size: int) -> None:
         self._box = box
         self._client = client
         self._hosts = hosts
@@ -268,7 +268,7 @@ class _Show:
             raise Permanent(f"circuits of {intent.period}: {report.state} {report.code}: {report.detail}")
         return report
 
-    def _network(self) -> Network:
+    def _network(self) -> SyncNetwork:
         """As it is, in the box's own rates, as far as TCP's payload has them."""
         site = self._box.site
         packets = site.link_gbps * PACKET_SIDE_SHARE
@@ -278,12 +278,12 @@ class _Show:
         # Nothing is up yet: what could be.
         lanes: dict[str, int] = Counter(site.pod_of[lane.uplink] for lane in site.lanes)
         tors: dict[str, int] = {tor: len(names) for tor, names in self._box.plan.interfaces.items()}
-        return self._scaled(Network(site.link_gbps, self._stations, lanes, tors))
+        return self._scaled(SyncNetwork(site.link_gbps, self._stations, lanes, tors))
 
-    def _scaled(self, network: Network) -> Network:
+    def _scaled(self, network: SyncNetwork) -> SyncNetwork:
         share = self._gbps(1.0) * self._payload
         pairs = network.pairs
-        return Network(
+        return SyncNetwork(
             network.link_gbps * share,
             {id: replace(each, nic_gbps=each.nic_gbps * share) for id, each in network.stations.items()},
             network.boundary_circuits,
@@ -291,23 +291,23 @@ class _Show:
             None if pairs is None else {pair: replace(each, gbps=each.gbps * share) for pair, each in pairs.items()},
         )
 
-    def _plan(self, network: Network) -> PlannedSync:
+    def _plan(self, network: SyncNetwork) -> PlannedSync:
         settings = WeightSettings(chunk_bytes=CHUNK_BYTES, hop_latency_s=0.002)
         return plan_sync(VERSION, self._publications, self._peers.values(), network, settings)
 
-    async def _carried(self, stage: Sequence[Edge]) -> float:
+    async def _carried(self, stage: Sequence[CarryEdge]) -> float:
         """When the last byte had arrived, by its receiver. Raises Permanent for an edge that broke."""
-        own: dict[PeerId, list[Edge]] = {}
+        own: dict[PeerId, list[CarryEdge]] = {}
         for edge in stage:
             own.setdefault(edge.src, []).append(edge)
             own.setdefault(edge.dst, []).append(edge)
         for id, edges in own.items():
-            order = Carry(VERSION, tuple(edges), CHUNK_BYTES, STALL_S)
+            order = CarryEdges(VERSION, tuple(edges), CHUNK_BYTES, STALL_S)
             self._hosts[id].order(carry=CARRY.dump_python(order, mode="json"))
         ended = await asyncio.gather(*(self._ended(self._hosts[id], len(edges)) for id, edges in own.items()))
         return max(ended)
 
-    async def _ended(self, host: Host, count: int) -> float:
+    async def _ended(self, host: TestbedHost, count: int) -> float:
         last_s = 0.0
         while count:
             event = await asyncio.wait_for(host.events.get(), STALL_S * 10)
@@ -341,7 +341,7 @@ class _Show:
         for switch in site.core_switches:
             counts = await _sent_bytes(self._box.plan.switches[switch.id])
             for uplink, ports in switch.ports.items():
-                if site.pod[site.pod_of[uplink]].role is Role.GEN:
+                if site.pod[site.pod_of[uplink]].role is PodRole.GEN:
                     found |= {f"{switch.id}:{port}": counts.get(f"p{port}", 0) for port in ports}
         return found
 

@@ -22,17 +22,17 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orchestrrl.lab.box.rooms import CLONE_NEWNET, FOLDER
-from orchestrrl.lab.box.weights_memory import BoxMemory
+from orchestrrl.lab.box.weights_memory import TestbedMemory
 from orchestrrl.weights.model import PeerId, VersionMap
-from orchestrrl.weights.orders import NEWS, Arrived, Carry, EdgeEvent
+from orchestrrl.weights.orders import NEWS, ArrivedBytes, CarryEdges, EdgeEvent
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import TransportOptions, make_transport
 
 MAP: TypeAdapter[VersionMap] = TypeAdapter(VersionMap)
-CARRY: TypeAdapter[Carry] = TypeAdapter(Carry)
+CARRY: TypeAdapter[CarryEdges] = TypeAdapter(CarryEdges)
 
 
-class Line:
+class CarrierLine:
     """To who gives the orders; may be used by several threads."""
 
     def __init__(self, path: str) -> None:
@@ -45,7 +45,7 @@ class Line:
         with self._turn:
             self._socket.sendall(json.dumps(what).encode() + b"\n")
 
-    def news(self, each: EdgeEvent | Arrived) -> None:
+    def news(self, each: EdgeEvent | ArrivedBytes) -> None:
         if isinstance(each, EdgeEvent):
             self.tell(event=NEWS.dump_python(each, mode="json"))
 
@@ -53,14 +53,14 @@ class Line:
 def carry(path: str, me: str, address: str, name: str) -> None:
     """A host's life: until nobody gives orders any more."""
     transport = make_transport(name, TransportOptions(address))
-    line = Line(path)
+    line = CarrierLine(path)
     line.tell(peer=me, address=transport.open())
     carrier = ThreadedCarrier(PeerId(me), {name: transport}, line.news)
-    staged: BoxMemory | None = None
+    staged: TestbedMemory | None = None
     for order in line.orders:
         match json.loads(order):
             case {"open": document, "holds": holds, "seed": seed}:
-                staged = BoxMemory(MAP.validate_python(document), holds, seed)
+                staged = TestbedMemory(MAP.validate_python(document), holds, seed)
                 line.tell(opened=True)
             case {"carry": document}:
                 assert staged is not None, "carry before open"

@@ -10,7 +10,7 @@ from orchestrrl.weights.model import VersionMap
 WIPED_AT_ONCE = 1 << 20
 
 
-class BoxMemory(InMemory):
+class TestbedMemory(InMemory):
     """`holds`: shards that are there from the start, of random bytes that `seed` and their names say."""
 
     def __init__(self, map: VersionMap, holds: Collection[str], seed: int) -> None:
@@ -42,7 +42,7 @@ def content(seed: int, shard: str, size: int) -> bytes:
 
 
 def sha256_of(map: VersionMap, seed: int) -> str:
-    """What `BoxMemory.sha256` is once all has arrived."""
+    """What `TestbedMemory.sha256` is once all has arrived."""
     found = hashlib.sha256()
     for shard in map.shards:
         found.update(content(seed, shard.id, shard.bytes))

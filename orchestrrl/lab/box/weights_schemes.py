@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from orchestrrl.weights.controller.planning import PlannedSync, Station
+from orchestrrl.weights.controller.planning import NetworkStation, PlannedSync
 from orchestrrl.weights.model import Peer, PeerId, PeerRole, ShardMap
-from orchestrrl.weights.orders import Edge
+from orchestrrl.weights.orders import CarryEdge
 
-Stages = tuple[tuple[Edge, ...], ...]  # each begins when all of the one before is over, everywhere
+Stages = tuple[tuple[CarryEdge, ...], ...]  # each begins when all of the one before is over, everywhere
 
 
 def tree(planned: PlannedSync) -> Stages:
     return (planned.edges,)
 
 
-def naive(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, Station]) -> Stages:
+def naive(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Stages:
     made = _Making(peers, stations)
     for shard in planned.map.shards:
         for receiver in _receivers(peers, stations):
@@ -28,7 +28,7 @@ def naive(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[
     return (tuple(made.edges),)
 
 
-def two_stage(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, Station]) -> Stages:
+def two_stage(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Stages:
     made = _Making(peers, stations)
     chains: dict[str, list[PeerId]] = {}
     for receiver in _receivers(peers, stations):
@@ -44,26 +44,28 @@ def two_stage(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapp
     return across, tuple(made.edges)
 
 
-def crossing_bytes(stages: Stages, stations: Mapping[PeerId, Station]) -> int:
+def crossing_bytes(stages: Stages, stations: Mapping[PeerId, NetworkStation]) -> int:
     """That pass from one PoD into another."""
     return sum(edge.bytes for stage in stages for edge in stage if stations[edge.src].pod != stations[edge.dst].pod)
 
 
-def _receivers(peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, Station]) -> Sequence[PeerId]:
+def _receivers(peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Sequence[PeerId]:
     """ToR by ToR."""
     engines = (id for id, peer in peers.items() if peer.role is PeerRole.ENGINE)
     return sorted(engines, key=lambda id: (stations[id].pod, stations[id].tor, id))
 
 
 class _Making:
-    def __init__(self, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, Station]) -> None:
+    def __init__(self, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> None:
         self._peers = peers
         self._stations = stations
         self._number = 0
-        self.edges: list[Edge] = []
+        self.edges: list[CarryEdge] = []
 
     def edge(self, shard: ShardMap, src: PeerId, dst: PeerId) -> None:
         (transport, address), *_ = self._peers[dst].transports.items()
         phase: Literal["A", "B"] = "B" if self._stations[src].pod == self._stations[dst].pod else "A"
-        self.edges.append(Edge(f"x{self._number}", shard.id, 0, shard.bytes, src, dst, transport, address, phase=phase))
+        self.edges.append(
+            CarryEdge(f"x{self._number}", shard.id, 0, shard.bytes, src, dst, transport, address, phase=phase)
+        )
         self._number += 1

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.journal.store import JournalReader, Kind
+from orchestrrl.core.journal.store import EntryKind, JournalReader
 from orchestrrl.lab.demo.fabric_jobs import RANKS
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import fabric_pb2
@@ -31,7 +31,7 @@ CLOCKS_AGREE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitRecord:
     """A change of circuits, all in seconds of this host's monotonic clock.
 
     `armed_s`: it was ready, and waited for a window. `received_s`: the first switch was asked, and `set_s`: the first
@@ -49,17 +49,17 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PeriodOutcomes:
     """Of the last periods, in the order of their ends; `counts` is by state and code as the daemon counts them."""
 
     periods: Sequence[fabric_pb2.PeriodReport]
     counts: Counter[tuple[str, str]]
-    commits: Sequence[Commit]
+    commits: Sequence[CommitRecord]
     ranks: Sequence[int]  # whose recorders the daemon knows to be read
     set_s: Sequence[float]  # when any switch's mirrors were told to move
 
 
-class FabricHouse:
+class FabricDemoStack:
     """Use as `async with`; `folder` is its own. Jobs are recorded in `rings`."""
 
     def __init__(self, folder: Path, *, device_s: float, within_s: float = 10.0) -> None:
@@ -70,7 +70,7 @@ class FabricHouse:
         self.address = f"127.0.0.1:{_free_port()}"
         self._ours: list[asyncio.subprocess.Process] = []
 
-    async def __aenter__(self) -> "FabricHouse":
+    async def __aenter__(self) -> "FabricDemoStack":
         try:
             site = _site(self._device_s)
             options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": self._device_s}
@@ -114,7 +114,7 @@ class FabricHouse:
                     return status
                 await asyncio.sleep(LOOK_EVERY_S)
 
-    async def outcome(self) -> Outcome:
+    async def outcome(self) -> PeriodOutcomes:
         """Once it is settled."""
         status = await self.settled()
         (host,) = status.hosts
@@ -124,7 +124,7 @@ class FabricHouse:
         noted = await self._noted()
         reader = JournalReader(self.folder / "journal.sqlite")
         try:
-            armed_s = [entry.at_s for entry in reader.since(0, (Kind.CIRCUITS_INTENT,), ENTRIES)]
+            armed_s = [entry.at_s for entry in reader.since(0, (EntryKind.CIRCUITS_INTENT,), ENTRIES)]
         finally:
             reader.close()
         commits = [
@@ -134,7 +134,7 @@ class FabricHouse:
         ]
         counts = Counter({(each.state, each.code): each.count for each in status.counts})
         ranks = [rank for job in host.jobs for rank in job.ranks]
-        return Outcome(
+        return PeriodOutcomes(
             status.periods[::-1], counts, sorted(commits, key=lambda commit: commit.commanded_s), ranks, noted["set_s"]
         )
 
@@ -179,13 +179,13 @@ def _commit(
     armed_s: Sequence[float],
     offset_s: float,
     noted: dict[str, list[float]],
-) -> Commit:
+) -> CommitRecord:
     commanded_s, usable_s = report.commanded_unix_s + offset_s, report.usable_unix_s + offset_s
 
     def first(what: str) -> float | None:
         return next((at_s for at_s in noted[what] if commanded_s <= at_s <= usable_s), None)
 
-    return Commit(
+    return CommitRecord(
         period,
         max(at_s for at_s in armed_s if at_s <= report.commanded_unix_s) + offset_s,
         commanded_s,

@@ -54,10 +54,10 @@ class Stamps:
         self._words[self._at] += 1
 
 
-class Rank:
+class JobRank:
     """One process of a job. EP groups are the halves of the job, one in each PoD; DP groups have a rank of either."""
 
-    def __init__(self, order: "Order", recorder: ModuleType | None, stamps: Stamps | None) -> None:
+    def __init__(self, order: "JobOrder", recorder: ModuleType | None, stamps: Stamps | None) -> None:
         self._rank, half = dist.get_rank(), order.ranks // 2
         self._order = order
         self._recorder = recorder
@@ -125,7 +125,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class JobOrder:
     """How a job is to be; `start` is its name."""
 
     start: str
@@ -136,7 +136,7 @@ class Order:
     stamps: str | None
 
 
-def run_rank(order: Order, rank: int, line: Connection) -> None:
+def run_rank(order: JobOrder, rank: int, line: Connection) -> None:
     """A forked process, until it is told to run no iterations, or the other end of its line is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started the job ends it
     torch.set_num_threads(1)
@@ -150,7 +150,7 @@ def run_rank(order: Order, rank: int, line: Connection) -> None:
     store = dist.FileStore(order.store, order.ranks)
     patience = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=order.ranks, timeout=patience)
-    made = Rank(order, recorder, stamps)
+    made = JobRank(order, recorder, stamps)
     dist.barrier()
     line.send(None)
     with contextlib.suppress(EOFError):
@@ -159,10 +159,10 @@ def run_rank(order: Order, rank: int, line: Connection) -> None:
     dist.destroy_process_group()
 
 
-class Job:
+class LaunchedJob:
     """The launcher's side of one job. Raises EOFError where a rank has ended of itself."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: JobOrder) -> None:
         self._lines: list[Connection] = []
         self._processes: list[ForkProcess] = []
         for rank in range(order.ranks):
@@ -193,18 +193,18 @@ class Job:
         return [process.exitcode for process in self._processes]
 
 
-def _forked(order: Order, rank: int, ours: Connection, theirs: Connection) -> None:
+def _forked(order: JobOrder, rank: int, ours: Connection, theirs: Connection) -> None:
     ours.close()
     run_rank(order, rank, theirs)
 
 
 def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, LaunchedJob] = {}
     for text in sys.stdin:
         match json.loads(text):
             case {"start": name}:
-                jobs[name] = Job(Order(**json.loads(text)))
+                jobs[name] = LaunchedJob(JobOrder(**json.loads(text)))
                 answer: Any = name
             case {"turn": name, "iterations": iterations}:
                 answer = jobs[name].turn(iterations)

@@ -18,7 +18,7 @@ ANSWER_WITHIN_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobSpec:
     """How a job is to be. With `rings` it is recorded there; with `stamps` it says in that file when pauses begin."""
 
     name: str
@@ -64,7 +64,7 @@ class Launcher:
             process.kill()
             await process.wait()
 
-    async def start(self, job: Job) -> None:
+    async def start(self, job: JobSpec) -> None:
         if job.stamps is not None:
             job.stamps.write_bytes(bytes(2 * RANKS * WORD_BYTES))
         await self._ask(

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 
-from ocs_drivers.model import CommitResult, Diff, EventKind
+from ocs_drivers.model import CircuitDiff, CommitResult, EventKind
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.rpc.ocs_server import serve_driver
 
@@ -34,7 +34,7 @@ class NotingSwitch(VirtualSwitch):
         self._received_s: list[float] = []
         self._set_s: list[float] = []
 
-    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
+    async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         self._received_s.append(time.monotonic())
         return await super().commit(diff, expect_revision, revert_in_s)
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.integrations.instrument.rings import Event, Reader, list_rings
+from orchestrrl.integrations.instrument.rings import RingEvent, RingReader, list_rings
 from planner.fabric.windows import Interval
 
 NANO = 1e-9
 
 
-def read_traces(rings: Path) -> dict[int, list[Event]]:
+def read_traces(rings: Path) -> dict[int, list[RingEvent]]:
     """Every rank's events. Raises Permanent where one has forgotten some."""
-    found: dict[int, list[Event]] = {}
+    found: dict[int, list[RingEvent]] = {}
     for path in list_rings(rings):
-        with Reader(path) as reader:
+        with RingReader(path) as reader:
             events, lost = reader.events()
             rank = reader.header().rank
         if lost:
@@ -26,7 +26,7 @@ def read_traces(rings: Path) -> dict[int, list[Event]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class RecordedTraffic:
     """`busy`: some collective of some rank was in flight; disjoint and ascending, by the host's monotonic clock."""
 
     busy: Sequence[Interval]
@@ -38,7 +38,7 @@ class Traffic:
         object.__setattr__(self, "_ends_s", [end_s for _, end_s in self.busy])
 
     @classmethod
-    def of(cls, traces: Mapping[int, Iterable[Event]]) -> "Traffic":
+    def of(cls, traces: Mapping[int, Iterable[RingEvent]]) -> "RecordedTraffic":
         """One that has not ended lasts for ever."""
         intervals = sorted(
             (event.start_ns * NANO, (event.end_ns or 2**62) * NANO)

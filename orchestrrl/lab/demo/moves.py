@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from orchestrrl.core.journal.store import Kind
+from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operations import MoveMethod
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -30,17 +30,19 @@ class MethodMark:
 
 async def marks_by_method(control: ControlClient, speed: float) -> list[MethodMark]:
     """Of all moves that the daemon's journal holds. `speed`: seconds of engines in one of the clock."""
-    wanted = control_pb2.WatchJournalRequest(tail=ALL_ENTRIES, kinds=[Kind.OPERATION_INTENT, Kind.OPERATION_RESULT])
+    wanted = control_pb2.WatchJournalRequest(
+        tail=ALL_ENTRIES, kinds=[EntryKind.OPERATION_INTENT, EntryKind.OPERATION_RESULT]
+    )
     entries = [entry async for entry in control.control.WatchJournal(wanted)]
     orders: dict[str, dict[str, Mapping[str, Any]]] = {}
     for entry in entries:
-        if entry.kind == Kind.OPERATION_INTENT:
+        if entry.kind == EntryKind.OPERATION_INTENT:
             action = json.loads(entry.body_json)["operation"]["action"]
             orders[entry.subject_id] = {move["request"]: move for move in action.get("moves", ())}
     moved = [
         (orders[entry.subject_id][item["id"]], item)
         for entry in entries
-        if entry.kind == Kind.OPERATION_RESULT
+        if entry.kind == EntryKind.OPERATION_RESULT
         for item in json.loads(entry.body_json)["items"]
         if item["id"] in orders.get(entry.subject_id, {}) and item["done"] and item["duration_s"] > 0
     ]

@@ -11,11 +11,11 @@ from statistics import median
 from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import Engine, connect
 from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
-from orchestrrl.lab.demo.scenario import Sample, Scenario, expected_ids, samples
+from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
 from orchestrrl.lab.demo.stack import READY_WITHIN_S, Stack
 from orchestrrl.lab.demo.stack import engines as started_engines
 from orchestrrl.lab.demo.stack import orchestrrl as started_orchestrrl
-from orchestrrl.lab.demo.step import StepRecord, run_step
+from orchestrrl.lab.demo.step import DemoStepRecord, run_step
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.lab.sim import step as simulation
 from orchestrrl.lab.sim.oracle import best_step, lower_bound_s
@@ -40,8 +40,8 @@ class OracleMark:
 class SeedOutcome:
     seed: int
     samples: list[Sample]
-    static: StepRecord
-    orchestrrl: StepRecord = field(default_factory=StepRecord)
+    static: DemoStepRecord
+    orchestrrl: DemoStepRecord = field(default_factory=DemoStepRecord)
     oracle: OracleMark | None = None
     moves: int = 0
     tokens_recomputed: int = 0
@@ -69,7 +69,7 @@ class SeedOutcome:
 @dataclass(slots=True)
 class DemoOutcome:
     engine: str
-    scenario: Scenario
+    scenario: DemoScenario
     seeds: list[SeedOutcome]
     lost: int = 0
     differing: int = 0
@@ -115,7 +115,9 @@ class DemoOutcome:
         )
 
 
-async def run_demo(scenario: Scenario, engine: str, seeds: Sequence[int], out_dir: Path, report: Report) -> DemoOutcome:
+async def run_demo(
+    scenario: DemoScenario, engine: str, seeds: Sequence[int], out_dir: Path, report: Report
+) -> DemoOutcome:
     """Run every seed without OrchestrRL, then start it beside the same engines and run every seed again; then bring new
     weights to them."""
     report("starting the engines", 0, 0)
@@ -139,7 +141,7 @@ async def run_demo(scenario: Scenario, engine: str, seeds: Sequence[int], out_di
     return demo
 
 
-async def run_sync_demo(scenario: Scenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
+async def run_sync_demo(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
     """The new weights alone."""
     report("starting the engines", 0, 0)
     async with started_engines(scenario, engine, out_dir) as running:
@@ -156,7 +158,7 @@ async def run_sync_demo(scenario: Scenario, engine: str, out_dir: Path, report: 
 
 
 async def _without(
-    scenario: Scenario,
+    scenario: DemoScenario,
     engine: str,
     seeds: Sequence[int],
     urls: Sequence[str],
@@ -179,7 +181,7 @@ async def _without(
 
 
 async def _with(
-    scenario: Scenario,
+    scenario: DemoScenario,
     engine: str,
     outcomes: Sequence[SeedOutcome],
     stack: Stack,
@@ -230,7 +232,7 @@ def _judge(demo: DemoOutcome, outcome: SeedOutcome) -> None:
         demo.faults += [f"seed {outcome.seed}, {request}: {fault}" for request, fault in record.faults.items()]
 
 
-def _oracle(scenario: Scenario, step: Sequence[Sample]) -> OracleMark:
+def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:
     requests = [sample.request for sample in step]
     dealt: list[list[RequestId]] = [[] for _ in range(scenario.engines)]
     routed: list[list[RequestId]] = [[] for _ in range(scenario.engines)]

@@ -24,7 +24,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class EngineSection(_Section):
+class DemoEngineSection(_Section):
     """One engine. The step time is the simulated engine's; vLLM brings its own."""
 
     alpha_s: _Positive = 0.0184
@@ -47,7 +47,7 @@ class EngineSection(_Section):
         )
 
 
-class ControlSection(_Section):
+class DemoControlSection(_Section):
     """OrchestrRL's settings, in seconds of wall time."""
 
     scrape_interval_s: _Positive
@@ -78,7 +78,7 @@ class KvSection(_Section):
     latency_s: Annotated[float, Field(ge=0)]
 
 
-class FabricSection(_Section):
+class DemoFabricSection(_Section):
     """An optical fabric of virtual switches: a PoD with these engines, and one as large that takes their responses."""
 
     model: str  # whose sizes say what engines send
@@ -99,7 +99,7 @@ class DeploymentSection(_Section):
     # What a switch takes here beside the engines' own time, and how soon after another it may come: of the clock.
     overhead_s: Annotated[float, Field(ge=0)]
     cooldown_s: Annotated[float, Field(ge=0)]
-    fabric: FabricSection | None = None
+    fabric: DemoFabricSection | None = None
 
 
 class SyncSection(_Section):
@@ -114,11 +114,11 @@ class SyncSection(_Section):
     hop_s: _Positive
 
 
-class Scenario(_Section):
+class DemoScenario(_Section):
     """One generation step, to be run over several seeds."""
 
     engines: _Count
-    engine: EngineSection
+    engine: DemoEngineSection
     prompts: _Count
     samples: _Count
     prompt_tokens: tuple[_Count, _Count]
@@ -132,7 +132,7 @@ class Scenario(_Section):
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
     speed: _Positive
     tick_s: _Positive = 0.03
-    control: ControlSection
+    control: DemoControlSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +150,19 @@ class Sample:
         return StepRequest(self.id, self.group, len(self.prompt_ids), self.output_tokens)
 
 
-def load_scenario(name: str) -> Scenario:
+def load_scenario(name: str) -> DemoScenario:
     """The shipped scenario `simulated`, `simulated-kv`, `simulated-switch` or `vllm`. Raises ProblemFaults if it has
     been edited into nonsense."""
     text = files("orchestrrl.lab.demo").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     document = yaml.safe_load(text)
     # YAML 1.1 reads 4.1e-8 as a number but 1e-8 as a string; pydantic takes both.
     try:
-        return Scenario.model_validate(document)
+        return DemoScenario.model_validate(document)
     except ValidationError as error:
         raise ProblemFaults(faults_of(error)) from None
 
 
-def samples(scenario: Scenario, engine: str, seed: int) -> list[Sample]:
+def samples(scenario: DemoScenario, engine: str, seed: int) -> list[Sample]:
     """The step's requests in order of submission: a prompt's samples together, prompts dealt round robin.
 
     The engines decode greedily, so that a moved request can be checked against an undisturbed one; a prompt's samples
@@ -190,7 +190,7 @@ def samples(scenario: Scenario, engine: str, seed: int) -> list[Sample]:
     return result
 
 
-def expected_ids(scenario: Scenario, sample: Sample) -> list[int]:
+def expected_ids(scenario: DemoScenario, sample: Sample) -> list[int]:
     """What an undisturbed simulated engine answers, computed without any engine."""
     generation = TokenModel(lengths=scenario.lengths.model).begin(sample.prompt_ids)
     ids = [generation.next_token()[0] for _ in range(sample.output_tokens)]

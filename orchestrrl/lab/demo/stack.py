@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.demo.scenario import ENGINES, Scenario, SyncSection
+from orchestrrl.lab.demo.scenario import ENGINES, DemoScenario, SyncSection
 from orchestrrl.lab.deployers.attended import LocalEngine, start_simulated, start_vllm
 
 READY_WITHIN_S = 120.0
@@ -112,7 +112,7 @@ class Stack:
 
 
 @contextlib.asynccontextmanager
-async def engines(scenario: Scenario, kind: str, out_dir: Path) -> AsyncIterator[list[LocalEngine]]:
+async def engines(scenario: DemoScenario, kind: str, out_dir: Path) -> AsyncIterator[list[LocalEngine]]:
     """The scenario's engines, ready; stopped on leaving."""
     if kind not in ENGINES:
         raise Permanent(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
@@ -128,7 +128,7 @@ async def engines(scenario: Scenario, kind: str, out_dir: Path) -> AsyncIterator
         await asyncio.gather(*(engine.stop() for engine in running))
 
 
-def _simulated(scenario: Scenario, out_dir: Path) -> list[asyncio.Task[LocalEngine]]:
+def _simulated(scenario: DemoScenario, out_dir: Path) -> list[asyncio.Task[LocalEngine]]:
     out_dir.mkdir(parents=True, exist_ok=True)
     lengths_path = out_dir / "lengths.yaml"
     lengths_path.write_text(yaml.safe_dump(scenario.lengths.model_dump(mode="json")))
@@ -161,7 +161,7 @@ def _simulated(scenario: Scenario, out_dir: Path) -> list[asyncio.Task[LocalEngi
     ]
 
 
-async def _vllm(scenario: Scenario, out_dir: Path) -> list[asyncio.Task[LocalEngine]]:
+async def _vllm(scenario: DemoScenario, out_dir: Path) -> list[asyncio.Task[LocalEngine]]:
     if not VLLM_PYTHON.exists():
         raise Permanent(f"{VLLM_PYTHON} is missing: run `make venv-vllm` first, in the repository's folder")
     model = out_dir / "tiny-model"
@@ -188,7 +188,7 @@ async def _vllm(scenario: Scenario, out_dir: Path) -> list[asyncio.Task[LocalEng
 
 @contextlib.asynccontextmanager
 async def orchestrrl(
-    scenario: Scenario, kind: str, running: Sequence[LocalEngine], out_dir: Path
+    scenario: DemoScenario, kind: str, running: Sequence[LocalEngine], out_dir: Path
 ) -> AsyncIterator[Stack]:
     """Daemon, agent and gateway beside running engines; ended on leaving."""
     config_path = out_dir / "daemon.yaml"
@@ -212,7 +212,7 @@ async def orchestrrl(
         yield Stack(daemon, agent, gateway, daemon_address, gateway_url)
 
 
-def _agent_flags(scenario: Scenario, kind: str, running: Sequence[LocalEngine], daemon_address: str) -> list[str]:
+def _agent_flags(scenario: DemoScenario, kind: str, running: Sequence[LocalEngine], daemon_address: str) -> list[str]:
     flags = ["agent", "--engine", kind, "--daemon", daemon_address, "--node-id", "agent"]
     flags += ["--interval-s", str(scenario.control.scrape_interval_s)]
     flags += ["--rate-window-s", str(scenario.control.rate_window_s)]
@@ -221,7 +221,7 @@ def _agent_flags(scenario: Scenario, kind: str, running: Sequence[LocalEngine], 
     return flags
 
 
-def _gateway_flags(scenario: Scenario, kind: str, running: Sequence[LocalEngine], daemon_address: str) -> list[str]:
+def _gateway_flags(scenario: DemoScenario, kind: str, running: Sequence[LocalEngine], daemon_address: str) -> list[str]:
     flags = ["--daemon", daemon_address, "--engine-kind", kind, "--id", "gateway"]
     flags += ["--report-interval-s", str(scenario.control.report_interval_s)]
     for index, engine in enumerate(running):
@@ -229,7 +229,7 @@ def _gateway_flags(scenario: Scenario, kind: str, running: Sequence[LocalEngine]
     return flags
 
 
-def _daemon_config(scenario: Scenario, running: Sequence[LocalEngine], out_dir: Path) -> dict[str, object]:
+def _daemon_config(scenario: DemoScenario, running: Sequence[LocalEngine], out_dir: Path) -> dict[str, object]:
     control, engine, speed = scenario.control, scenario.engine, scenario.speed
     journal_path = out_dir / "journal.sqlite"
     # In wall time, as everything that the daemon sees.
@@ -282,7 +282,7 @@ def _weights(sync: SyncSection) -> dict[str, object]:
     return {"network": {"link_gbps": sync.gbps, "nic_gbps": sync.gbps}, "hop_latency_s": sync.hop_s}
 
 
-def _kv_transfer(scenario: Scenario) -> dict[str, object] | None:
+def _kv_transfer(scenario: DemoScenario) -> dict[str, object] | None:
     if scenario.kv is None:
         return None
     return {

@@ -13,8 +13,8 @@ import aiohttp
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Engine
-from orchestrrl.gateway.ledger.versions import Span
-from orchestrrl.lab.demo.scenario import Sample, Scenario
+from orchestrrl.gateway.ledger.versions import VersionSpan
+from orchestrrl.lab.demo.scenario import DemoScenario, Sample
 from planner.model import RequestId
 
 ACCEPTED_WITHIN_S = 60.0
@@ -25,13 +25,13 @@ Progress = Callable[[int, int], None]  # requests done, requests in all
 
 
 @dataclass(slots=True)
-class StepRecord:
+class DemoStepRecord:
     """One run of the step. Times in engine seconds from the start of the step."""
 
     makespan_s: float = 0.0
     finish_s: dict[RequestId, float] = field(default_factory=dict)
     answers: dict[RequestId, list[int]] = field(default_factory=dict)
-    spans: dict[RequestId, list[Span]] = field(default_factory=dict)  # where they were asked for
+    spans: dict[RequestId, list[VersionSpan]] = field(default_factory=dict)  # where they were asked for
     faults: dict[RequestId, str] = field(default_factory=dict)
     idle_s: list[float] = field(default_factory=list)  # per engine: nothing running while the step went on
 
@@ -42,7 +42,7 @@ class StepRecord:
 
 
 async def run_step(
-    scenario: Scenario,
+    scenario: DemoScenario,
     samples: Sequence[Sample],
     url_of: Callable[[Sample], str],
     engines: Sequence[Engine],
@@ -51,7 +51,7 @@ async def run_step(
     hold: bool,
     begun: Callable[[], Awaitable[None]] | None = None,
     spans: bool = False,
-) -> StepRecord:
+) -> DemoStepRecord:
     """Send every sample to its URL at once and wait for all answers.
 
     hold: freeze the engines until they have every request, so that handing them in, which takes the same wall time at
@@ -59,7 +59,7 @@ async def run_step(
     spans: ask the gateway which policy version each token is from.
     Failures of single requests are recorded, not raised.
     """
-    record = StepRecord()
+    record = DemoStepRecord()
     limits = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=STEP_WITHIN_S)
     async with aiohttp.ClientSession(connector=limits, timeout=timeout) as session:
@@ -103,9 +103,9 @@ async def _ask(
     session: aiohttp.ClientSession,
     url: str,
     sample: Sample,
-    scenario: Scenario,
+    scenario: DemoScenario,
     start: _Start,
-    record: StepRecord,
+    record: DemoStepRecord,
     progress: Progress,
     total: int,
     spans: bool,
@@ -126,7 +126,7 @@ async def _ask(
             return
         choice = json.loads(text)["choices"][0]
         if spans:
-            record.spans[sample.id] = [Span(**told) for told in choice["policy_versions"]]
+            record.spans[sample.id] = [VersionSpan(**told) for told in choice["policy_versions"]]
         record.answers[sample.id] = choice["token_ids"]
     except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, KeyError) as error:
         record.faults[sample.id] = f"{type(error).__name__}: {error}"

@@ -13,8 +13,8 @@ from orchestrrl.rpc.pb import control_pb2, fabric_pb2
 from orchestrrl.rpc.plain_values import plain
 from planner.fabric.generate import regular_site
 from planner.fabric.model import port_pair
-from planner.fabric.shape import Shape
-from planner.fabric.topology import Device, Site
+from planner.fabric.shape import SiteShape
+from planner.fabric.topology import Site, SwitchModel
 
 SITE_FILE = "site.yaml"
 GEN_POD = "gen0"
@@ -23,7 +23,7 @@ PERIODS_ASKED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Circuits:
+class CircuitCounts:
     """How many join two endpoints, by PoD (empty: the core)."""
 
     counts: Mapping[tuple[str, str, str], int]
@@ -33,10 +33,10 @@ class Circuits:
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric:
+class ObservedFabric:
     """Circuits as the switches have them, periods as the daemon reports them, newest first."""
 
-    circuits: Circuits
+    circuits: CircuitCounts
     periods: Sequence[Mapping[str, Any]]
 
 
@@ -83,9 +83,9 @@ def site_of(deployment: DeploymentSection) -> Site | None:
     if fabric is None:
         return None
     servers = deployment.gpus // fabric.gpus_per_server
-    device = Device("shown", fabric.device_s, PORTS)
+    device = SwitchModel("shown", fabric.device_s, PORTS)
     return regular_site(
-        Shape(
+        SiteShape(
             train_pods=1,
             gen_pods=1,
             servers_per_pod=servers,
@@ -102,7 +102,7 @@ def site_of(deployment: DeploymentSection) -> Site | None:
     )
 
 
-async def fabric_now(control: ControlClient, site: Site | None) -> Fabric | None:
+async def fabric_now(control: ControlClient, site: Site | None) -> ObservedFabric | None:
     """None: there is none."""
     if site is None:
         return None
@@ -115,10 +115,10 @@ async def fabric_now(control: ControlClient, site: Site | None) -> Fabric | None
             ends = cabling.ends(port_pair(switch.id, each.ingress_port, each.egress_port))
             if ends is not None:
                 counts[switch.pod or "", ends[0], ends[1]] += 1
-    return Fabric(Circuits(counts), plain(message)["periods"])
+    return ObservedFabric(CircuitCounts(counts), plain(message)["periods"])
 
 
-def followed(switch: Mapping[str, Any], fabric: Fabric | None) -> Followed | None:
+def followed(switch: Mapping[str, Any], fabric: ObservedFabric | None) -> Followed | None:
     """What was announced while the switch let requests in. None: nothing was. Pure."""
     for step in switch["steps"]:
         if step["kind"] != "admit" or fabric is None or step["began_unix_s"] is None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import cos, pi, sin
 from typing import TYPE_CHECKING, Any
 
-from orchestrrl.lab.demo.switch_fabric import GEN_POD, Fabric
+from orchestrrl.lab.demo.switch_fabric import GEN_POD, ObservedFabric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,7 +14,7 @@ _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 _APART = 3.4  # between the middles of the two circles
 
 
-def draw_circuits(axis: "Axes", before: Fabric | None, after: Fabric | None) -> None:
+def draw_circuits(axis: "Axes", before: ObservedFabric | None, after: ObservedFabric | None) -> None:
     """Two circles of ToRs, left and right."""
     axis.set_axis_off()
     axis.set_aspect("equal")

@@ -7,9 +7,9 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrrl.lab.demo.switch_fabric import Fabric, Followed
+from orchestrrl.lab.demo.switch_fabric import Followed, ObservedFabric
 from orchestrrl.lab.demo.switch_fabric_picture import draw_circuits
-from orchestrrl.lab.demo.switch_run import Arm, Resumption, SwitchDemo, Switched, SwitchSeed
+from orchestrrl.lab.demo.switch_run import ObservedRedeployment, RedeployArm, RedeployDemo, RedeploySeed, Resumption
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PAPER = {"at_s": 272.0, "total_s": 7.5, "switching_s": 1.5, "kv_recompute_s": 5.4}
 
 
-def as_json(demo: SwitchDemo) -> dict[str, Any]:
+def as_json(demo: RedeployDemo) -> dict[str, Any]:
     """All seconds are the engines', as the paper's are, but for those named wall_s."""
     speed = demo.scenario.speed
     return {
@@ -61,7 +61,7 @@ def as_json(demo: SwitchDemo) -> dict[str, Any]:
     }
 
 
-def _switch_json(switched: Switched, arm: Arm, speed: float) -> dict[str, Any]:
+def _switch_json(switched: ObservedRedeployment, arm: RedeployArm, speed: float) -> dict[str, Any]:
     report, resumed = switched.report, switched.resumption
     return {
         "switch_id": report["switch_id"],
@@ -106,7 +106,7 @@ def _followed_json(followed: Followed) -> dict[str, Any]:
     }
 
 
-def _circuits_json(fabric: Fabric | None) -> list[dict[str, Any]]:
+def _circuits_json(fabric: ObservedFabric | None) -> list[dict[str, Any]]:
     if fabric is None:
         return []
     return [
@@ -133,12 +133,12 @@ def _resumption_json(resumed: Resumption, speed: float) -> dict[str, Any]:
     }
 
 
-def at_s(switched: Switched, arm: Arm, speed: float) -> float:
+def at_s(switched: ObservedRedeployment, arm: RedeployArm, speed: float) -> float:
     """Engine seconds from the step's start."""
     return float(switched.report["created_unix_s"] - arm.began_s) * speed
 
 
-def write(demo: SwitchDemo, out_dir: Path) -> tuple[Path, Path]:
+def write(demo: RedeployDemo, out_dir: Path) -> tuple[Path, Path]:
     """Write switch.json and switch.png; their paths."""
     report_path, picture_path = out_dir / "switch.json", out_dir / "switch.png"
     report_path.write_text(json.dumps(as_json(demo), indent=1, allow_nan=False) + "\n")
@@ -146,7 +146,7 @@ def write(demo: SwitchDemo, out_dir: Path) -> tuple[Path, Path]:
     return report_path, picture_path
 
 
-def draw(demo: SwitchDemo, path: Path) -> None:
+def draw(demo: RedeployDemo, path: Path) -> None:
     """Above, requests in flight in both runs; below, which engine has each GPU in the free one, with how many; then,
     under a fabric, circuits before and after it."""
     import matplotlib
@@ -175,7 +175,7 @@ def draw(demo: SwitchDemo, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_remaining(axis: "Axes", outcome: SwitchSeed, speed: float) -> None:
+def _draw_remaining(axis: "Axes", outcome: RedeploySeed, speed: float) -> None:
     total = len(outcome.samples)
     for label, arm, colour in (
         ("pinned to the fleet as it is", outcome.pinned, "#888888"),
@@ -194,7 +194,7 @@ def _draw_remaining(axis: "Axes", outcome: SwitchSeed, speed: float) -> None:
     axis.set_title(f"seed {outcome.seed}: ratio {outcome.ratio:.2f}", fontsize=10)
 
 
-def _draw_engines(axis: "Axes", demo: SwitchDemo, arm: Arm) -> None:
+def _draw_engines(axis: "Axes", demo: RedeployDemo, arm: RedeployArm) -> None:
     from matplotlib.colors import LogNorm
 
     deployment = demo.scenario.deployment
@@ -224,7 +224,7 @@ def _draw_engines(axis: "Axes", demo: SwitchDemo, arm: Arm) -> None:
     axis.set_yticks(range(0, deployment.gpus + 1, 4))
 
 
-def _gpus_of(arm: Arm) -> dict[str, Sequence[int]]:
+def _gpus_of(arm: RedeployArm) -> dict[str, Sequence[int]]:
     return {
         engine["engine_id"]: engine["gpus"]
         for switched in arm.switches

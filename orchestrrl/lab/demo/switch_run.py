@@ -12,10 +12,10 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.engines.base import connect
-from orchestrrl.lab.demo.scenario import Sample, Scenario, expected_ids, samples
-from orchestrrl.lab.demo.step import StepRecord, run_step
-from orchestrrl.lab.demo.switch_fabric import Fabric, Followed, fabric_now, followed
-from orchestrrl.lab.demo.switch_stack import SwitchStack, switch_stack
+from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
+from orchestrrl.lab.demo.step import DemoStepRecord, run_step
+from orchestrrl.lab.demo.switch_fabric import Followed, ObservedFabric, fabric_now, followed
+from orchestrrl.lab.demo.switch_stack import RedeployStack, switch_stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
@@ -26,7 +26,7 @@ LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class FlightSnapshot:
     """What the daemon knew of the requests in flight, at a time of the clock."""
 
     at_s: float
@@ -65,7 +65,7 @@ class Resumption:
 
 
 @dataclass(frozen=True, slots=True)
-class Switched:
+class ObservedRedeployment:
     """A switch that a plan led to. Reports and plans are as the daemon tells them: in seconds of the clock."""
 
     report: Mapping[str, Any]
@@ -90,25 +90,25 @@ class Switched:
 
 
 @dataclass(slots=True)
-class Arm:
+class RedeployArm:
     """One run of the step. Its record is in engine seconds, all else in seconds of the clock."""
 
     began_s: float
-    record: StepRecord
-    looks: list[Look]
-    switches: list[Switched] = field(default_factory=list)
+    record: DemoStepRecord
+    looks: list[FlightSnapshot]
+    switches: list[ObservedRedeployment] = field(default_factory=list)
     failed_switches: list[Mapping[str, Any]] = field(default_factory=list)
     tokens_recomputed: int = 0
-    fabric_before: Fabric | None = None  # None: there is none
-    fabric_after: Fabric | None = None
+    fabric_before: ObservedFabric | None = None  # None: there is none
+    fabric_after: ObservedFabric | None = None
 
 
 @dataclass(slots=True)
-class SwitchSeed:
+class RedeploySeed:
     seed: int
     samples: list[Sample]
-    pinned: Arm
-    free: Arm
+    pinned: RedeployArm
+    free: RedeployArm
 
     @property
     def ratio(self) -> float:
@@ -118,7 +118,7 @@ class SwitchSeed:
     def lost(self) -> int:
         return sum(sample.id not in arm.record.answers for arm in (self.pinned, self.free) for sample in self.samples)
 
-    def differing(self, scenario: Scenario) -> int:
+    def differing(self, scenario: DemoScenario) -> int:
         """Answers that are not those of an undisturbed engine, in either run."""
         expected = {sample.id: expected_ids(scenario, sample) for sample in self.samples}
         return sum(
@@ -137,9 +137,9 @@ class SwitchSeed:
 
 
 @dataclass(slots=True)
-class SwitchDemo:
-    scenario: Scenario
-    seeds: list[SwitchSeed]
+class RedeployDemo:
+    scenario: DemoScenario
+    seeds: list[RedeploySeed]
     lost: int
     differing: int
 
@@ -148,7 +148,7 @@ class SwitchDemo:
         return [fault for outcome in self.seeds for fault in outcome.faults]
 
 
-async def run_switch_demo(scenario: Scenario, seeds: Sequence[int], out_dir: Path, report: Report) -> SwitchDemo:
+async def run_switch_demo(scenario: DemoScenario, seeds: Sequence[int], out_dir: Path, report: Report) -> RedeployDemo:
     """Every seed twice: first the planner is pinned to the fleet as it is, then it is free once the step has begun."""
     report("starting OrchestrRL and the engines", 0, 0)
     outcomes = []
@@ -161,8 +161,8 @@ async def run_switch_demo(scenario: Scenario, seeds: Sequence[int], out_dir: Pat
             pinned = await _run(scenario, stack, step, partial(report, f"pinned, seed {seed}"))
             # While engines are frozen until they have every request, a switch would cost the step nothing.
             free = await _run(scenario, stack, step, partial(report, f"free to switch, seed {seed}"), stack.release)
-            outcomes.append(SwitchSeed(seed, step, pinned, free))
-    return SwitchDemo(
+            outcomes.append(RedeploySeed(seed, step, pinned, free))
+    return RedeployDemo(
         scenario,
         outcomes,
         lost=sum(outcome.lost for outcome in outcomes),
@@ -171,18 +171,18 @@ async def run_switch_demo(scenario: Scenario, seeds: Sequence[int], out_dir: Pat
 
 
 async def _run(
-    scenario: Scenario,
-    stack: SwitchStack,
+    scenario: DemoScenario,
+    stack: RedeployStack,
     step: Sequence[Sample],
     progress: Callable[[int, int], None],
     begun: Callable[[], Awaitable[None]] | None = None,
-) -> Arm:
+) -> RedeployArm:
     control = stack.control
     known = {switch["switch_id"] for switch in await _switches(control)}
     before = await control.ask(control.control.GetStatus, control_pb2.GetStatusRequest())
     fabric_before = await fabric_now(control, stack.site)
     clients = [connect("simulated", worker.url) for worker in before.workers]
-    looks: list[Look] = []
+    looks: list[FlightSnapshot] = []
     try:
         async with _looking(control, looks):
             record = await run_step(
@@ -194,7 +194,7 @@ async def _run(
             await client.close()
     await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
     after = await control.ask(control.control.GetStatus, control_pb2.GetStatusRequest())
-    arm = Arm(ended_s - record.makespan_s / scenario.speed, record, looks)
+    arm = RedeployArm(ended_s - record.makespan_s / scenario.speed, record, looks)
     arm.fabric_before, arm.fabric_after = fabric_before, await fabric_now(control, stack.site)
     arm.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
     for switch in await _switches(control):
@@ -205,7 +205,7 @@ async def _run(
             message = await control.ask(control.control.GetPlan, wanted)
             plan = plain(message)
             resumed, circuits = resumption(switch, plan, looks), followed(switch, arm.fabric_after)
-            arm.switches.append(Switched(switch, plan, resumed, circuits))
+            arm.switches.append(ObservedRedeployment(switch, plan, resumed, circuits))
         else:
             arm.failed_switches.append(switch)
     return arm
@@ -223,7 +223,7 @@ async def _switches(control: ControlClient) -> list[dict[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def _looking(control: ControlClient, looks: list[Look]) -> AsyncIterator[None]:
+async def _looking(control: ControlClient, looks: list[FlightSnapshot]) -> AsyncIterator[None]:
     """Follow the requests in flight while the body runs."""
 
     async def look() -> None:
@@ -232,7 +232,7 @@ async def _looking(control: ControlClient, looks: list[Look]) -> AsyncIterator[N
                 listed = await control.ask(control.control.ListRequests, control_pb2.ListRequestsRequest())
                 at = {request.request_id: request.engine_id for request in listed.requests}
                 tokens = {r.request_id: r.prompt_tokens + r.generated_tokens for r in listed.requests}
-                looks.append(Look(time.time(), at, tokens))
+                looks.append(FlightSnapshot(time.time(), at, tokens))
             await asyncio.sleep(LOOK_S)
 
     looking = asyncio.create_task(look())
@@ -244,7 +244,9 @@ async def _looking(control: ControlClient, looks: list[Look]) -> AsyncIterator[N
             await looking
 
 
-def resumption(report: Mapping[str, Any], plan: Mapping[str, Any], looks: Sequence[Look]) -> Resumption | None:
+def resumption(
+    report: Mapping[str, Any], plan: Mapping[str, Any], looks: Sequence[FlightSnapshot]
+) -> Resumption | None:
     """How requests that waited went on, as far as looks show; None: none was seen to. Pure."""
     admitted = [step["began_unix_s"] + step["took_s"] for step in report["steps"] if step["kind"] == "admit"]
     fenced = [step["began_unix_s"] for step in report["steps"] if step["kind"] == "fence"]

@@ -14,7 +14,7 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent
 from orchestrrl.daemon.configuration import load_config
 from orchestrrl.fleet.configured_deployer import deployer_of
-from orchestrrl.lab.demo.scenario import DeploymentSection, Scenario
+from orchestrrl.lab.demo.scenario import DemoScenario, DeploymentSection
 from orchestrrl.lab.demo.stack import EPSILON_S, READY_WITHIN_S, Process
 from orchestrrl.lab.demo.switch_fabric import site_of, write_fabric
 from orchestrrl.rpc.control_client import ControlClient
@@ -29,7 +29,7 @@ PORTS = (21_000, 21_999)
 
 
 @dataclass(slots=True)
-class SwitchStack:
+class RedeployStack:
     """A daemon that can deploy, and a gateway. No engine runs at first."""
 
     deployment: DeploymentSection
@@ -77,7 +77,7 @@ def _known(worker: control_pb2.Worker) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def switch_stack(scenario: Scenario, out_dir: Path) -> AsyncIterator[SwitchStack]:
+async def switch_stack(scenario: DemoScenario, out_dir: Path) -> AsyncIterator[RedeployStack]:
     """Daemon and gateway; on leaving they end, and with them the engines that the daemon started."""
     deployment = scenario.deployment
     assert deployment is not None, "the scenario is of a fleet that the daemon starts"
@@ -98,7 +98,7 @@ async def switch_stack(scenario: Scenario, out_dir: Path) -> AsyncIterator[Switc
         undo.push_async_callback(gateway.stop)
         gateway_url = await gateway.address()
         control = await undo.enter_async_context(ControlClient(daemon_address))
-        yield SwitchStack(deployment, control, gateway_url, site_of(deployment))
+        yield RedeployStack(deployment, control, gateway_url, site_of(deployment))
 
 
 async def _end_engines(config_path: Path) -> None:
@@ -122,7 +122,7 @@ def _straight(deployment: DeploymentSection) -> dict[str, Configuration]:
     return {str(engine.id): engine.configuration() for engine in named_profile(deployment.profile).configurations}
 
 
-def _daemon_config(scenario: Scenario, deployment: DeploymentSection, out_dir: Path) -> dict[str, Any]:
+def _daemon_config(scenario: DemoScenario, deployment: DeploymentSection, out_dir: Path) -> dict[str, Any]:
     """All of it in seconds of the clock, as the daemon and everything that it sees have them: engines are as much
     faster as the scenario says."""
     control, speed = scenario.control, scenario.speed

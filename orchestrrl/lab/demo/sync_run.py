@@ -10,9 +10,9 @@ from pathlib import Path
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import Engine, weights_engine
-from orchestrrl.lab.demo.scenario import Sample, Scenario, samples
+from orchestrrl.lab.demo.scenario import DemoScenario, Sample, samples
 from orchestrrl.lab.demo.stack import READY_WITHIN_S, Stack
-from orchestrrl.lab.demo.step import StepRecord, run_step
+from orchestrrl.lab.demo.step import DemoStepRecord, run_step
 from orchestrrl.lab.demo.sync_stack import AFTER, BEFORE, TRAINER, sync_stack
 from orchestrrl.lab.deployers.attended import LocalEngine
 from orchestrrl.lab.simulated_engine.tokens import EOS, TokenModel
@@ -55,7 +55,7 @@ class SyncOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class AnswerStretch:
     """Tokens of one span of an answer, and all before them."""
 
     sample: Sample
@@ -65,7 +65,7 @@ class Stretch:
 
 
 async def run_sync(
-    scenario: Scenario,
+    scenario: DemoScenario,
     engine: str,
     running: Sequence[LocalEngine],
     stack: Stack,
@@ -89,7 +89,7 @@ async def run_sync(
 
             report("the first weights", 0, 0)
             await publish(BEFORE)
-            undisturbed = StepRecord()
+            undisturbed = DemoStepRecord()
             if engine != "simulated":
                 undisturbed = await ask(
                     step, lambda each: running[each.dealt_to].url, progress=partial(report, "undisturbed")
@@ -156,18 +156,18 @@ async def _serving(clients: Sequence[Engine]) -> int:
 # --- what answers say, and what they should
 
 
-def stretches(step: Sequence[Sample], record: StepRecord) -> list[Stretch]:
+def stretches(step: Sequence[Sample], record: DemoStepRecord) -> list[AnswerStretch]:
     """Of all answers, in order."""
     found = []
     for sample in step:
         ids = record.answers.get(sample.id, [])
         for span in record.spans.get(sample.id, []):
             before = (*sample.prompt_ids, *ids[: span.start])
-            found.append(Stretch(sample, span.version, before, tuple(ids[span.start : span.end])))
+            found.append(AnswerStretch(sample, span.version, before, tuple(ids[span.start : span.end])))
     return found
 
 
-def simulated_ids(scenario: Scenario, seeds: Mapping[int, int], stretch: Stretch) -> list[int]:
+def simulated_ids(scenario: DemoScenario, seeds: Mapping[int, int], stretch: AnswerStretch) -> list[int]:
     """What a simulated engine with that version goes on with, computed without any engine. `seeds`: by version, what
     its bytes come to."""
     if stretch.version is None or stretch.version not in seeds:
@@ -180,7 +180,7 @@ def simulated_ids(scenario: Scenario, seeds: Mapping[int, int], stretch: Stretch
     return ids
 
 
-def _continued(told: Sequence[Stretch]) -> list[Sample]:
+def _continued(told: Sequence[AnswerStretch]) -> list[Sample]:
     """The stretches of the new version as requests of their own."""
     return [
         replace(
@@ -194,7 +194,7 @@ def _continued(told: Sequence[Stretch]) -> list[Sample]:
     ]
 
 
-def _of(record: StepRecord, stretch: Stretch) -> list[int]:
+def _of(record: DemoStepRecord, stretch: AnswerStretch) -> list[int]:
     """The answer to the request itself, or to what goes on from its middle."""
     id = stretch.sample.id
     ids = record.answers.get(id) or record.answers.get(RequestId(f"again-{id}"), [])
@@ -205,11 +205,11 @@ def _differing(ids: Sequence[int], expected: Sequence[int]) -> int:
     return sum(one != other for one, other in zip(ids, expected, strict=False)) + abs(len(ids) - len(expected))
 
 
-def _crossed(record: StepRecord) -> int:
+def _crossed(record: DemoStepRecord) -> int:
     return sum(len({span.version for span in spans}) > 1 for spans in record.spans.values())
 
 
-def _tokens(told: Sequence[Stretch]) -> dict[int | None, int]:
+def _tokens(told: Sequence[AnswerStretch]) -> dict[int | None, int]:
     tokens: dict[int | None, int] = {}
     for each in told:
         tokens[each.version] = tokens.get(each.version, 0) + len(each.ids)

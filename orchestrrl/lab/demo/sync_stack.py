@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.demo.scenario import Scenario, SyncSection
+from orchestrrl.lab.demo.scenario import DemoScenario, SyncSection
 from orchestrrl.lab.demo.stack import MODEL_MAKER, READY_WITHIN_S, VLLM_PYTHON, Process, Stack
 from orchestrrl.lab.deployers.attended import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
@@ -37,7 +37,7 @@ class SyncStack:
 
 @contextlib.asynccontextmanager
 async def sync_stack(
-    scenario: Scenario, kind: str, running: Sequence[LocalEngine], stack: Stack, out_dir: Path
+    scenario: DemoScenario, kind: str, running: Sequence[LocalEngine], stack: Stack, out_dir: Path
 ) -> AsyncIterator[SyncStack]:
     """Peers that the daemon knows; ended on leaving."""
     assert scenario.sync is not None, "the scenario has new weights"

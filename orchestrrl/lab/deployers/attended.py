@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrrl.core.config.launch import Device
+from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.engines.base import Engine
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch, render
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, render
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
@@ -100,10 +100,10 @@ async def start_vllm(
     is not ready in time; ProblemFaults when `arguments` or `environment` contradict the layout. The model is served
     under the directory's name; other `arguments` go to vLLM as they are.
     """
-    launch = Launch(
+    launch = EngineLaunch(
         python=str(python),
         model=str(model),
-        device=Device.CPU,
+        device=EngineDevice.CPU,
         served_model_name=model.name,
         per_node=MOST_CORES,
         cores_per_gpu=1,

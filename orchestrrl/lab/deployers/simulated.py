@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.fleet.deployers.base import Deployed, Life
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from planner.model import ConfigurationId, EngineId, GpuId
 
 
 @dataclass(slots=True)
 class _Engine:
-    deployed: Deployed
+    deployed: DeployedInstance
     coming_up: asyncio.Task[None] | None = None  # None: it has come up
 
 
@@ -25,7 +25,7 @@ class SimulatedMachines:
         self,
         clock: Clock,
         switch_s: Mapping[ConfigurationId, float],
-        started: Callable[[Deployed], None],
+        started: Callable[[DeployedInstance], None],
         stopped: Callable[[EngineId], None],
         domain: str = "sim",  # of their URLs
     ) -> None:
@@ -38,11 +38,11 @@ class SimulatedMachines:
         self.starts_total = 0
 
     @property
-    def engines(self) -> tuple[Deployed, ...]:
+    def engines(self) -> tuple[DeployedInstance, ...]:
         """By id."""
         return tuple(self._engines[engine].deployed for engine in sorted(self._engines))
 
-    def get(self, engine: EngineId) -> Deployed | None:
+    def get(self, engine: EngineId) -> DeployedInstance | None:
         held = self._engines.get(engine)
         return None if held is None else held.deployed
 
@@ -52,13 +52,13 @@ class SimulatedMachines:
             known = ", ".join(sorted(self._switch_s))
             raise Permanent(f"unknown configuration {spec.configuration!r}; known: {known}")
 
-    def start(self, spec: EngineSpec) -> Deployed:
+    def start(self, spec: EngineSpec) -> DeployedInstance:
         engine = self._take(spec)
         self.starts_total += 1
         engine.coming_up = asyncio.create_task(self._come_up(engine, self._switch_s[spec.configuration]))
         return engine.deployed
 
-    def place(self, spec: EngineSpec) -> Deployed:
+    def place(self, spec: EngineSpec) -> DeployedInstance:
         """An engine that is there from the beginning."""
         engine = self._take(spec)
         self._started(engine.deployed)
@@ -67,16 +67,16 @@ class SimulatedMachines:
     def fail(self, engine: EngineId, detail: str) -> None:
         """It ends by itself: its GPUs are its own until somebody clears it away."""
         held = self._engines[engine]
-        held.deployed = replace(held.deployed, life=Life.ENDED, detail=detail)
+        held.deployed = replace(held.deployed, life=EngineLife.ENDED, detail=detail)
         self._end(held)
 
     def remove(self, engine: EngineId) -> None:
         """As a stop, or as a crash after which somebody has cleared up: its GPUs are free at once."""
         held = self._engines.pop(engine, None)
-        if held is not None and held.deployed.life is Life.ALIVE:
+        if held is not None and held.deployed.life is EngineLife.ALIVE:
             self._end(held)
 
-    def become(self, deployed: Deployed) -> None:
+    def become(self, deployed: DeployedInstance) -> None:
         """What is told of an engine. Raises Permanent for GPUs that another has."""
         self._check_free(deployed.engine, deployed.gpus if not deployed.lent else ())
         self._engines[deployed.engine].deployed = deployed
@@ -96,7 +96,7 @@ class SimulatedMachines:
         self.check(spec)
         self._check_free(spec.engine, spec.gpus)
         url = f"http://{spec.engine}.{self._domain}"
-        engine = _Engine(Deployed(spec.engine, spec.configuration, spec.gpus, url, spec=spec))
+        engine = _Engine(DeployedInstance(spec.engine, spec.configuration, spec.gpus, url, spec=spec))
         self._engines[spec.engine] = engine
         return engine
 
@@ -125,7 +125,7 @@ class SimulatedDeployer:
     def check(self, spec: EngineSpec) -> None:
         self._machines.check(spec)
 
-    async def start(self, spec: EngineSpec) -> Deployed:
+    async def start(self, spec: EngineSpec) -> DeployedInstance:
         held = self._machines.get(spec.engine)
         if held is None:
             return self._machines.start(spec)
@@ -136,10 +136,10 @@ class SimulatedDeployer:
     async def stop(self, engine: EngineId) -> None:
         self._machines.remove(engine)
 
-    async def status(self, engine: EngineId) -> Deployed | None:
+    async def status(self, engine: EngineId) -> DeployedInstance | None:
         return self._machines.get(engine)
 
-    async def list_engines(self) -> tuple[Deployed, ...]:
+    async def list_engines(self) -> tuple[DeployedInstance, ...]:
         return self._machines.engines
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
@@ -148,9 +148,9 @@ class SimulatedDeployer:
             raise Permanent(f"there is no engine {engine} that could lend its GPUs")
         self._machines.become(replace(held, lent=lent))
 
-    async def scale(self, spec: EngineSpec) -> Deployed:
+    async def scale(self, spec: EngineSpec) -> DeployedInstance:
         held = self._machines.get(spec.engine)
-        if held is None or held.life is not Life.ALIVE:
+        if held is None or held.life is not EngineLife.ALIVE:
             raise Permanent(f"there is no engine {spec.engine} that runs and could be scaled")
         scaled = replace(held, configuration=spec.configuration, gpus=spec.gpus, spec=spec)
         self._machines.become(scaled)

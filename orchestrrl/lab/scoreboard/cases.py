@@ -9,12 +9,12 @@ from typing import Any
 
 from orchestrrl.lab.scoreboard import constants as given
 from orchestrrl.lab.sim.cost.prices import network_cost_usd
-from orchestrrl.lab.sim.net.fabrics.base import Failures, Stage
-from orchestrrl.lab.sim.rl.loop import Given, run_loop
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFailures
+from orchestrrl.lab.sim.rl.loop import FixedTimes, run_loop
 from orchestrrl.lab.sim.rl.loop_held import SyncTime
-from orchestrrl.lab.sim.rl.loop_rules import Batch
+from orchestrrl.lab.sim.rl.loop_rules import SampleBatch
 from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
-from orchestrrl.lab.sim.rl.scenario import ClusterScenario, FabricSection
+from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
 from orchestrrl.lab.sim.rl.stages import TUNED, ArmTimes, FabricStages
 from orchestrrl.lab.sim.train.constants import MEGATRON
@@ -151,11 +151,11 @@ class BoardStages(FabricStages):
 
     def gen_of_tuned(self, seed: int) -> GenStage:
         """The last step of the static baseline."""
-        return self.gen(Failures(), TUNED, seed)[-1]
+        return self.gen(SimulatedFailures(), TUNED, seed)[-1]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SteadyStep:
     """Of a steady step: its stages, and what comes of them one step asynchronous."""
 
     gen: GenStage
@@ -167,39 +167,39 @@ class Measured:
 
 
 def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> BoardStages:
-    return BoardStages(scenario, FabricSection(kind=kind, options=dict(options)), TRAIN_CONSTANTS)
+    return BoardStages(scenario, ClusterFabricSection(kind=kind, options=dict(options)), TRAIN_CONSTANTS)
 
 
-def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Measured:
+def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> SteadyStep:
     """The scenario's last generation step, over and over: as many samples are begun as end, also where the step itself
     ended more than it began (partial rollout, which finishes what the one before cut)."""
     times = ArmTimes(stages, arm, seed)
-    gen, sync = times.healthy[-1], times.sync_stage(Failures())
+    gen, sync = times.healthy[-1], times.sync_stage(SimulatedFailures())
     job = times.job(gen.samples)
-    train = stages.training(Failures(), job)
+    train = stages.training(SimulatedFailures(), job)
     rate = _samples_per_s(stages.scenario, gen, train, sync, times.sync)
-    return Measured(gen, train, sync, job, rate, network_usd(stages))
+    return SteadyStep(gen, train, sync, job, rate, network_usd(stages))
 
 
-def retrained(found: Measured, stages: BoardStages) -> Measured:
+def retrained(found: SteadyStep, stages: BoardStages) -> SteadyStep:
     """With the training of `stages`, on other GPUs or in other steps; generation and sync as they were found, and the
     sync alone on the network."""
     job = replace(found.job, layout=stages.scenario.train_layout)
-    train = stages.training(Failures(), job)
+    train = stages.training(SimulatedFailures(), job)
     rate = _samples_per_s(stages.scenario, found.gen, train, found.sync)
-    return Measured(found.gen, train, found.sync, job, rate, network_usd(stages))
+    return SteadyStep(found.gen, train, found.sync, job, rate, network_usd(stages))
 
 
-Syncing = Callable[[int, float, tuple[Stage, ...]], SyncTime]  # version, begin, beside whom
+Syncing = Callable[[int, float, tuple[FabricStage, ...]], SyncTime]  # version, begin, beside whom
 
 
 @dataclass(frozen=True, slots=True)
-class _Beside(Given):
+class _Beside(FixedTimes):
     """A sync takes as long as it does beside whoever is at work."""
 
     syncing: Syncing
 
-    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+    def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
         return self.syncing(version, begin_s, beside)
 
 
@@ -208,8 +208,8 @@ def _samples_per_s(
 ) -> float:
     """`syncing` None: the sync takes the same whoever is beside it."""
     alike = [gen.seconds] * LOOPED, [train.seconds] * LOOPED, [sync.seconds] * LOOPED
-    steady = Given(*alike) if syncing is None else _Beside(*alike, syncing)
-    batches = [Batch(gen.samples, gen.samples)] * LOOPED
+    steady = FixedTimes(*alike) if syncing is None else _Beside(*alike, syncing)
+    batches = [SampleBatch(gen.samples, gen.samples)] * LOOPED
     return run_loop(scenario.rules(), batches, steady, warmup_steps=LOOPED // 2).samples_per_s
 
 

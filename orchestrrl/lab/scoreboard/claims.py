@@ -6,11 +6,11 @@ Each by a name of its own; a test holds them to the figures as they were read fr
 from collections.abc import Mapping
 from math import inf
 
-from orchestrrl.lab.scoreboard.model import Claim
+from orchestrrl.lab.scoreboard.model import PaperClaim
 
-_of, _between, _most = Claim.of, Claim, Claim.bound
+_of, _between, _most = PaperClaim.of, PaperClaim, PaperClaim.bound
 
-CLAIMS: Mapping[str, Claim] = {
+CLAIMS: Mapping[str, PaperClaim] = {
     # Section 6.1, figure 9: samples per second over veRL-TO, end to end, one step asynchronous.
     "headline.throughput.qwen2.5-14b.15000": _of(1.31),
     "headline.throughput.qwen2.5-14b.25000": _of(1.42),

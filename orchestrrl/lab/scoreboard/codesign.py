@@ -8,15 +8,15 @@ from orchestrrl.lab.scoreboard.cases import (
     LONE_RADIX,
     UNITS,
     Case,
-    Measured,
+    SteadyStep,
     at_scale,
     measured,
     retrained,
     stages_of,
 )
-from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
@@ -36,10 +36,10 @@ NEAR = "experts' groups of 16 GPUs are two servers, which ToRs of six servers ke
 LONE = "when engines change, and how many requests there are, is ours"
 
 
-def two_by_two(quick: bool, report: Report) -> list[Row]:
+def two_by_two(quick: bool, report: Report) -> list[ScoreboardRow]:
     case = _case(QUICK if quick else 1)
     wanted = [(kind, arm) for arm in ("verl_to", "both") for kind in (BASE, OURS, *(() if quick else (REFERENCE,)))]
-    found: dict[tuple[str, str], Measured] = {}
+    found: dict[tuple[str, str], SteadyStep] = {}
     for place, (kind, arm) in enumerate(wanted):
         report(f"{kind}, {arm}", place, len(wanted))
         found[kind, arm] = measured(stages_of(case.scenario([kind]), kind), arm)
@@ -54,7 +54,7 @@ def _case(fewer: int) -> Case:
     return at_scale(MODEL, train_gpus, train_gpus + gen_gpus, given.CODESIGN_LAYOUTS.value)
 
 
-def _fewer_train(case: Case, found: Mapping[tuple[str, str], Measured]) -> Case:
+def _fewer_train(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> Case:
     """So many that generation takes as many times as long as training as section 2 says, on RFabric: of this size the
     paper tells neither how the two compare nor how many GPUs train."""
     ours, unit = found[OURS, "verl_to"], UNITS[MODEL]
@@ -62,7 +62,7 @@ def _fewer_train(case: Case, found: Mapping[tuple[str, str], Measured]) -> Case:
     return replace(case, train_gpus=min(case.train_gpus, max(unit, round(wanted / unit) * unit)))
 
 
-def _rows(case: Case, found: Mapping[tuple[str, str], Measured]) -> list[Row]:
+def _rows(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> list[ScoreboardRow]:
     base, rows = found[BASE, "verl_to"], []
     for name, key in (("scheduler_only", (BASE, "both")), ("fabric_only", (OURS, "verl_to")), ("both", (OURS, "both"))):
         here, words = found[key], name.replace("_", " ")
@@ -75,7 +75,7 @@ def _rows(case: Case, found: Mapping[tuple[str, str], Measured]) -> list[Row]:
     return rows
 
 
-def _why(base: Measured, here: Measured) -> str:
+def _why(base: SteadyStep, here: SteadyStep) -> str:
     return (
         f"a step generates for {base.gen.seconds:.0f} s on the baseline and {here.gen.seconds:.0f} s here, trains for"
         f" {base.train.seconds:.0f} and {here.train.seconds:.0f} s (experts' all-to-all"
@@ -85,7 +85,7 @@ def _why(base: Measured, here: Measured) -> str:
     )
 
 
-def _lone_rows(case: Case, found: Mapping[tuple[str, str], Measured]) -> list[Row]:
+def _lone_rows(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> list[ScoreboardRow]:
     """Were every server alone behind three uplinks for its eight NICs, so that nothing but its own GPUs is near; with
     the case's count of GPUs that train."""
     there = stages_of(case.scenario([BASE]), BASE, radix=LONE_RADIX)
@@ -101,7 +101,7 @@ def _lone_rows(case: Case, found: Mapping[tuple[str, str], Measured]) -> list[Ro
     return rows
 
 
-def _reference(found: Mapping[tuple[str, str], Measured]) -> list[Row]:
+def _reference(found: Mapping[tuple[str, str], SteadyStep]) -> list[ScoreboardRow]:
     if (REFERENCE, "both") not in found:
         return []
     ours = found[OURS, "both"].samples_per_s / found[REFERENCE, "both"].samples_per_s
@@ -111,7 +111,7 @@ def _reference(found: Mapping[tuple[str, str], Measured]) -> list[Row]:
 # --- figure 18
 
 
-def change_of_engines(quick: bool, report: Report) -> list[Row]:
+def change_of_engines(quick: bool, report: Report) -> list[ScoreboardRow]:
     fewer = QUICK if quick else 1
     train_gpus, gen_gpus = (count // fewer for count in given.CODESIGN_GPUS.value)
     afd = layout_named(given.AFD.value)
@@ -125,7 +125,7 @@ def change_of_engines(quick: bool, report: Report) -> list[Row]:
         "lone": build(BASE, servers, ratio=given.OVERSUBSCRIPTION.value, radix=LONE_RADIX),
     }
 
-    def run(fabric: Fabric, left_share: float) -> GenStage:
+    def run(fabric: SimulatedFabric, left_share: float) -> GenStage:
         hardware = Hardware(model_named(MODEL), gpu_named(given.GPU.value), paper_engine(model_named(MODEL)))
         where = GenGpus(train_gpus, gen_gpus)
         return switched_stage(SwitchCase(hardware, where, afd, layout_named("tp8"), requests, left_share), fabric)
@@ -140,7 +140,7 @@ def change_of_engines(quick: bool, report: Report) -> list[Row]:
     return _switch_rows(tried[best], run(fabrics[OURS], best), run(fabrics["lone"], best), best)
 
 
-def _switch_rows(base: GenStage, ours: GenStage, lone: GenStage, left_share: float) -> list[Row]:
+def _switch_rows(base: GenStage, ours: GenStage, lone: GenStage, left_share: float) -> list[ScoreboardRow]:
     rows = []
     parts = (
         ("AFD phase", "afd_phase", given.AFD.value),

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.scoreboard.cases import FABRICS, NAMES, TITLES, Case, Measured, balanced, measured, stages_of
+from orchestrrl.lab.scoreboard.cases import FABRICS, NAMES, TITLES, Case, SteadyStep, balanced, measured, stages_of
 from orchestrrl.lab.scoreboard.fabrics import MODELS
-from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 from orchestrrl.lab.sim.cost.prices import gpus_cost_usd, network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.registry import build
@@ -26,7 +26,7 @@ MIXNET = (
 GPU_PRICE = "an H800 is taken at an H100's 27,500 USD; the paper's figures come to one of 23,500"
 
 
-def costs(quick: bool, report: Report) -> list[Row]:
+def costs(quick: bool, report: Report) -> list[ScoreboardRow]:
     rows = []
     for gbps in given.COST_RATES_GBPS.value:
         servers = Servers(count=GPUS // 8, nic_gbps=float(gbps))
@@ -53,14 +53,14 @@ def _lanes(servers: Servers) -> int:
     return len(rfabric(servers).site.lanes)
 
 
-def frontier(quick: bool, report: Report) -> list[Row]:
+def frontier(quick: bool, report: Report) -> list[ScoreboardRow]:
     """Both models at the smallest scale: what each fabric brings for its price."""
     models = ("qwen2-57b-a14b",) if quick else tuple(MODELS)
     rates = given.LINK_RATES_GBPS.value[1:2] if quick else given.LINK_RATES_GBPS.value
     rows = []
     for place, model in enumerate(models):
         case = balanced(model, given.SCALES.value[0], MODELS[model])
-        found: dict[tuple[str, float], Measured] = {}
+        found: dict[tuple[str, float], SteadyStep] = {}
         for number, gbps in enumerate(rates):
             scenario = replace(case, nic_gbps=gbps).scenario()
             report(f"{TITLES[model]}, {gbps:g} Gbps", place * len(rates) + number, len(models) * len(rates))
@@ -71,7 +71,7 @@ def frontier(quick: bool, report: Report) -> list[Row]:
     return rows
 
 
-def _efficiency_rows(case: Case, gbps: float, found: Mapping[str, Measured]) -> list[Row]:
+def _efficiency_rows(case: Case, gbps: float, found: Mapping[str, SteadyStep]) -> list[ScoreboardRow]:
     worth = {kind: each.samples_per_s / each.network_usd for kind, each in found.items()}
     rate = {kind: each.samples_per_s / found["fat_tree"].samples_per_s for kind, each in found.items()}
     cost = {kind: each.network_usd / found["fat_tree"].network_usd for kind, each in found.items()}
@@ -87,7 +87,7 @@ def _efficiency_rows(case: Case, gbps: float, found: Mapping[str, Measured]) -> 
     return rows
 
 
-def _frontier_row(case: Case, rates: Sequence[float], found: Mapping[tuple[str, float], Measured]) -> Row:
+def _frontier_row(case: Case, rates: Sequence[float], found: Mapping[tuple[str, float], SteadyStep]) -> ScoreboardRow:
     points = list(found)
     on = pareto([(found[point].network_usd, found[point].samples_per_s) for point in points])
     best = [f"{NAMES[kind]} at {gbps:g}" for (kind, gbps), is_best in zip(points, on, strict=True) if is_best]

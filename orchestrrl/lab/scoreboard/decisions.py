@@ -5,7 +5,7 @@ import time
 from orchestrrl.lab.bench.forecast import BIN_TOKENS, client_shares, drifting, measure
 from orchestrrl.lab.bench.solve import step
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 from planner.solver.makespan import solve
 
@@ -13,7 +13,7 @@ GPUS, SEED = 1024, 1
 FORECAST_SEEDS, QUICK_SEEDS = 20, 4
 
 
-def solver(quick: bool, report: Report) -> list[Row]:
+def solver(quick: bool, report: Report) -> list[ScoreboardRow]:
     """In this process, on this machine: the only figure here that depends on where it is made."""
     solve(step(GPUS // 16, SEED).known)  # compiled code is loaded
     rows = []
@@ -33,7 +33,7 @@ def solver(quick: bool, report: Report) -> list[Row]:
     return rows
 
 
-def forecast(quick: bool, report: Report) -> list[Row]:
+def forecast(quick: bool, report: Report) -> list[ScoreboardRow]:
     """With both readings of section 2.1's batch: so many answers, or so many prompts."""
     clients, source = client_shares()
     batch, rows = given.BATCH.value, []

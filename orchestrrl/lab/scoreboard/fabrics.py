@@ -10,13 +10,13 @@ from orchestrrl.lab.scoreboard.cases import (
     NAMES,
     TITLES,
     Case,
-    Measured,
+    SteadyStep,
     balanced,
     measured,
     retrained,
     stages_of,
 )
-from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 
 MODELS: Mapping[str, tuple[str, ...]] = {
@@ -28,7 +28,7 @@ ONCE = "gradients are exchanged once for all samples here, further below after e
 CLAIMED = ("topoopt", "mixnet", "rfabric")
 
 
-def throughput(model: str, quick: bool, report: Report) -> list[Row]:
+def throughput(model: str, quick: bool, report: Report) -> list[ScoreboardRow]:
     scales = given.SCALES.value[:1] if quick else given.SCALES.value
     rows = []
     for place, gpus in enumerate(scales):
@@ -42,8 +42,8 @@ def throughput(model: str, quick: bool, report: Report) -> list[Row]:
     return rows
 
 
-def on_fabrics(case: Case, report: Report) -> dict[str, Measured]:
-    scenario, found = case.scenario(), dict[str, Measured]()
+def on_fabrics(case: Case, report: Report) -> dict[str, SteadyStep]:
+    scenario, found = case.scenario(), dict[str, SteadyStep]()
     for place, kind in enumerate(FABRICS):
         report(NAMES[kind], place, len(FABRICS) + 1)
         found[kind] = measured(stages_of(scenario, kind))
@@ -52,7 +52,7 @@ def on_fabrics(case: Case, report: Report) -> dict[str, Measured]:
     return found
 
 
-def _throughput_rows(case: Case, found: Mapping[str, Measured]) -> list[Row]:
+def _throughput_rows(case: Case, found: Mapping[str, SteadyStep]) -> list[ScoreboardRow]:
     first = found["fat_tree"]
     rows = []
     for kind in (*FABRICS[1:], "lone"):
@@ -66,7 +66,7 @@ def _throughput_rows(case: Case, found: Mapping[str, Measured]) -> list[Row]:
     return rows
 
 
-def _divided_rows(case: Case, found: Mapping[str, Measured]) -> list[Row]:
+def _divided_rows(case: Case, found: Mapping[str, SteadyStep]) -> list[ScoreboardRow]:
     """With a step's samples divided among optimiser steps, each with its own exchange of gradients: the paper does not
     say how many there are, and of one for all samples gradients take little."""
     updates = max(1, found["fat_tree"].gen.samples // given.STEP_SAMPLES.value)
@@ -80,7 +80,7 @@ def _divided_rows(case: Case, found: Mapping[str, Measured]) -> list[Row]:
     return rows
 
 
-def _why(case: Case, first: Measured, other: Measured) -> str:
+def _why(case: Case, first: SteadyStep, other: SteadyStep) -> str:
     if other.samples_per_s > first.samples_per_s * 0.9:
         return (
             f"{case.train_gpus} GPUs train: {_parts(first, other)}; engines of one server each do not depend on the"
@@ -89,7 +89,7 @@ def _why(case: Case, first: Measured, other: Measured) -> str:
     return f"{case.train_gpus} GPUs train: {_parts(first, other)}"
 
 
-def _parts(first: Measured, other: Measured) -> str:
+def _parts(first: SteadyStep, other: SteadyStep) -> str:
     """What differs, in seconds on the fat tree and here."""
     told = [f"train {first.train.seconds:.0f} to {other.train.seconds:.0f} s"]
     for part, then_s in first.train.parts_s.items():
@@ -101,7 +101,7 @@ def _parts(first: Measured, other: Measured) -> str:
     return ", ".join(told)
 
 
-def stage_times(quick: bool, report: Report) -> list[Row]:
+def stage_times(quick: bool, report: Report) -> list[ScoreboardRow]:
     case = balanced(OF_FIGURE_14, given.SCALES.value[0 if quick else 1], MODELS[OF_FIGURE_14])
     found = on_fabrics(case, report)
     first, rows = found["fat_tree"], []

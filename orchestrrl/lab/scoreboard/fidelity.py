@@ -1,7 +1,7 @@
 """Figure 12: how far simulators are from what they stand for; the paper's, and ours (docs/fidelity.md)."""
 
 from orchestrrl.lab.scoreboard.cases import TRAIN_CONSTANTS
-from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import compared, put_in
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
@@ -23,7 +23,7 @@ HELD = {
 }
 
 
-def fidelity(quick: bool, report: Report) -> list[Row]:
+def fidelity(quick: bool, report: Report) -> list[ScoreboardRow]:
     report("training", 0, 1)
     errors = [_error(*each) for each in PUBLISHED]
     why = (

@@ -16,89 +16,89 @@ from orchestrrl.lab.scoreboard import (
     sensitivity,
     slack,
 )
-from orchestrrl.lab.scoreboard.model import Figure
+from orchestrrl.lab.scoreboard.model import ScoreboardPart
 
-FIGURES: tuple[Figure, ...] = (
-    Figure(
+FIGURES: tuple[ScoreboardPart, ...] = (
+    ScoreboardPart(
         "2",
         "Section 2: a job on 72 GPUs",
         generation.workload,
         ("gen_vs_train_time", "worker_time_skew"),
     ),
-    Figure("2-phases", "Section 2.1: phases of a step", phases.example, ("phase_example.",)),
-    Figure(
+    ScoreboardPart("2-phases", "Section 2.1: phases of a step", phases.example, ("phase_example.",)),
+    ScoreboardPart(
         "4.1",
         "Section 4.1: forecast",
         decisions.forecast,
         ("headline.forecast_error",),
         "4 seeds of 20 in its first row",
     ),
-    Figure("5", "Figure 5: slack", slack.slack, ("slack.",)),
-    Figure(
+    ScoreboardPart("5", "Figure 5: slack", slack.slack, ("slack.",)),
+    ScoreboardPart(
         "9",
         "Figure 9: throughput on the testbed",
         generation.headline,
         ("headline.throughput.",),
         "Qwen2.5-14B with 15,000 tokens alone, one seed",
     ),
-    Figure(
+    ScoreboardPart(
         "10",
         "Figure 10: planning and balancing alone",
         generation.ablation,
         ("headline.ablation.",),
         "Qwen2.5-14B alone",
     ),
-    Figure("11", "Figure 11: case study", phases.case_study, ("headline.case_study.",)),
-    Figure(
+    ScoreboardPart("11", "Figure 11: case study", phases.case_study, ("headline.case_study.",)),
+    ScoreboardPart(
         "12",
         "Figure 12: fidelity",
         fidelity.fidelity,
         ("fidelity.training_mfu", "fidelity.generation_tp", "fidelity.network"),
     ),
-    Figure(
+    ScoreboardPart(
         "13-dense",
         "Figure 13: throughput of fabrics, dense model",
         partial(fabrics.throughput, "qwen2.5-72b"),
         ("fabric.throughput.",),
         "512 GPUs alone",
     ),
-    Figure(
+    ScoreboardPart(
         "13-moe",
         "Figure 13: throughput of fabrics, mixture of experts",
         partial(fabrics.throughput, "qwen2-57b-a14b"),
         ("fabric.throughput.",),
         "512 GPUs alone",
     ),
-    Figure("14", "Figure 14: stages by fabric", fabrics.stage_times, (), "512 GPUs instead of 1,024"),
-    Figure("15", "Figure 15: cost", costs.costs, ("fabric.cost.", "fabric.cost_vs_gpus.")),
-    Figure(
+    ScoreboardPart("14", "Figure 14: stages by fabric", fabrics.stage_times, (), "512 GPUs instead of 1,024"),
+    ScoreboardPart("15", "Figure 15: cost", costs.costs, ("fabric.cost.", "fabric.cost_vs_gpus.")),
+    ScoreboardPart(
         "16",
         "Figure 16: throughput per dollar",
         costs.frontier,
         ("fabric.cost_efficiency.",),
         "the mixture of experts at 200 Gbps alone",
     ),
-    Figure(
+    ScoreboardPart(
         "17",
         "Figure 17: scheduler and fabric",
         codesign.two_by_two,
         ("codesign.",),
         "512 GPUs instead of 2,048",
     ),
-    Figure(
+    ScoreboardPart(
         "18",
         "Figure 18: a change of engines",
         codesign.change_of_engines,
         ("fabric_effect.",),
         "512 GPUs instead of 2,048, three moments to change at instead of five",
     ),
-    Figure("20", "Figure 20: solver", decisions.solver, ("headline.solve_s",), "1,024 GPUs alone"),
-    Figure("I", "Appendix I: circuits by traffic", sensitivity.allocation, (), "without weight sync"),
-    Figure("I-delays", "Section 7.2.5: delays of circuits", sensitivity.delays, (), "the dense model alone"),
-    Figure("mixed", "Beyond: mixed fleets", own.mixed_fleets, (), "up to 64 GPUs"),
-    Figure("sync", "Beyond: weight sync", own.weight_sync),
-    Figure("additions", "Beyond: our additions", own.additions, (), "the packing balancer alone"),
-    Figure("failures", "Beyond: failures", own.failures),
+    ScoreboardPart("20", "Figure 20: solver", decisions.solver, ("headline.solve_s",), "1,024 GPUs alone"),
+    ScoreboardPart("I", "Appendix I: circuits by traffic", sensitivity.allocation, (), "without weight sync"),
+    ScoreboardPart("I-delays", "Section 7.2.5: delays of circuits", sensitivity.delays, (), "the dense model alone"),
+    ScoreboardPart("mixed", "Beyond: mixed fleets", own.mixed_fleets, (), "up to 64 GPUs"),
+    ScoreboardPart("sync", "Beyond: weight sync", own.weight_sync),
+    ScoreboardPart("additions", "Beyond: our additions", own.additions, (), "the packing balancer alone"),
+    ScoreboardPart("failures", "Beyond: failures", own.failures),
 )
 
 NOT_HERE: Mapping[str, str] = {
@@ -107,7 +107,7 @@ NOT_HERE: Mapping[str, str] = {
 }
 
 
-def chosen(wanted: Sequence[str]) -> list[Figure]:
+def chosen(wanted: Sequence[str]) -> list[ScoreboardPart]:
     """All where none is named; `13` is every one whose id begins with it. Raises ProblemFaults."""
     known = [figure.id for figure in FIGURES]
     faults = [

@@ -5,7 +5,7 @@ from statistics import median
 
 from orchestrrl.lab.scoreboard import constants as given
 from orchestrrl.lab.scoreboard.cases import TITLES, BoardStages, Case, measured, stages_of
-from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 from orchestrrl.lab.sim.rl.stages import TUNED
 
@@ -51,7 +51,7 @@ def gain(found: Sequence[float], base: Sequence[float]) -> float:
     return median(ours / theirs for ours, theirs in zip(found, base, strict=True))
 
 
-def headline(quick: bool, report: Report) -> list[Row]:
+def headline(quick: bool, report: Report) -> list[ScoreboardRow]:
     rows = []
     for model in list(MODELS)[: 1 if quick else None]:
         for max_tokens in given.MAX_TOKENS.value[: 1 if quick else None]:
@@ -59,7 +59,7 @@ def headline(quick: bool, report: Report) -> list[Row]:
     return rows
 
 
-def _headline(model: str, max_tokens: int, quick: bool, report: Report) -> list[Row]:
+def _headline(model: str, max_tokens: int, quick: bool, report: Report) -> list[ScoreboardRow]:
     stages, narrow = on_testbed(model, max_tokens), on_testbed(model, max_tokens, (given.PAPERS_STATIC.value,))
     seeds = given.SEEDS.value[: 1 if quick else None]
     found = rates(stages, (TUNED, "both") if quick else (TUNED, "both", "partial_rollout"), seeds, report)
@@ -77,7 +77,7 @@ def _headline(model: str, max_tokens: int, quick: bool, report: Report) -> list[
     return rows
 
 
-def ablation(quick: bool, report: Report) -> list[Row]:
+def ablation(quick: bool, report: Report) -> list[ScoreboardRow]:
     rows = []
     for model in list(MODELS)[: 1 if quick else None]:
         stages = on_testbed(model, given.MAX_TOKENS.value[-1])
@@ -95,7 +95,7 @@ def _why(stages: BoardStages) -> str:
     return LITTLE_TO_SWITCH_FOR.format(tuned=f"{next(iter(gen.phases_s))}, {gen.seconds:.0f} s")
 
 
-def workload(quick: bool, report: Report) -> list[Row]:
+def workload(quick: bool, report: Report) -> list[ScoreboardRow]:
     """Section 2: 72 GPUs, engines of TP=8, prompts dealt in turn. The paper tells neither whether its batch of 512 is
     of prompts or of answers, nor where answers are cut."""
     batch, each = given.BATCH.value, given.SAMPLES.value
@@ -126,11 +126,11 @@ def section_2(prompts: int, max_tokens: int) -> BoardStages:
 def worker_skew(stages: BoardStages) -> float:
     """Of static engines, when each has answered its last."""
     from orchestrrl.lab.sim.engines import EngineKind, homogeneous
-    from orchestrrl.lab.sim.net.fabrics.base import Failures
+    from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
     from orchestrrl.lab.sim.run import steps_of
     from orchestrrl.lab.sim.static import dealt, run_static
 
-    ready = stages.ready(Failures())
+    ready = stages.ready(SimulatedFailures())
     scenario = ready.scenario(1)
     (kind,) = (EngineKind(each) for each in ready.profile.configurations)
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))

@@ -12,7 +12,7 @@ from typing import Any
 import balancer
 import orchestrrl
 import planner
-from orchestrrl.lab.scoreboard.model import Claim, Row
+from orchestrrl.lab.scoreboard.model import PaperClaim, ScoreboardRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Made:
     id: str
     title: str
     quick: str  # what there is less of; empty: nothing
-    rows: tuple[Row, ...]
+    rows: tuple[ScoreboardRow, ...]
     seconds: float
 
 
@@ -70,7 +70,7 @@ def as_json(made: Made) -> dict[str, Any]:
     }
 
 
-def row_as_json(row: Row) -> dict[str, Any]:
+def row_as_json(row: ScoreboardRow) -> dict[str, Any]:
     """Of a bound the open side is null."""
     paper = None
     if row.paper is not None:
@@ -85,14 +85,14 @@ def made_of(document: dict[str, Any]) -> Made:
     return Made(document["id"], document["title"], document["quick"], rows, document["seconds"])
 
 
-def _row(document: dict[str, Any]) -> Row:
+def _row(document: dict[str, Any]) -> ScoreboardRow:
     fields = {name: value for name, value in document.items() if name != "difference"}
     if (paper := fields["paper"]) is not None:
         low = -inf if paper["low"] is None else paper["low"]
         high = inf if paper["high"] is None else paper["high"]
-        fields["paper"] = Claim(low, high, paper["at_most"])
-    return Row(**fields)
+        fields["paper"] = PaperClaim(low, high, paper["at_most"])
+    return ScoreboardRow(**fields)
 
 
-def all_rows(made: Sequence[Made]) -> list[Row]:
+def all_rows(made: Sequence[Made]) -> list[ScoreboardRow]:
     return [row for each in made for row in each.rows]

@@ -12,7 +12,7 @@ Report = Callable[[str, int, int], None]  # what is under way, done, in all
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class PaperClaim:
     """A figure of the paper: one number, or a range that it gives. `at_most`: a bound, and less is as good."""
 
     low: float
@@ -24,11 +24,11 @@ class Claim:
             raise ValueError(f"low must be <= high, got {self.low} and {self.high}")
 
     @classmethod
-    def of(cls, value: float) -> "Claim":
+    def of(cls, value: float) -> "PaperClaim":
         return cls(value, value)
 
     @classmethod
-    def bound(cls, value: float) -> "Claim":
+    def bound(cls, value: float) -> "PaperClaim":
         return cls(float("-inf"), value, at_most=True)
 
     def difference(self, ours: float) -> float:
@@ -40,13 +40,13 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ScoreboardRow:
     """`paper` None: beyond the paper. `why`: needed where the difference is over FAR; beyond the paper what there is to
     know; else empty. `claim`: its name among CLAIMS. `given`: ours was put in, not made, and is not compared."""
 
     figure: str  # e.g. "Figure 13", "Table 4", "Beyond"
     what: str  # e.g. "throughput of TopoOpt over fat tree, Qwen2.5-72B on 1,024 GPUs"
-    paper: Claim | None
+    paper: PaperClaim | None
     ours: float
     unit: str = "x"  # x: a ratio; share: one that is shown in per cent
     why: str = ""
@@ -73,12 +73,12 @@ class Constant(Generic[Value]):
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ScoreboardPart:
     """One part of the scoreboard. `make(quick, report)` gives its rows; quick: fewer seeds, sizes and steps, and the
     table says so. `claims`: that the whole figure answers, by the beginnings of their names; `quick`: what is less."""
 
     id: str
     title: str
-    make: Callable[[bool, Report], list[Row]]
+    make: Callable[[bool, Report], list[ScoreboardRow]]
     claims: tuple[str, ...] = ()
     quick: str = ""

@@ -8,21 +8,21 @@ from orchestrrl.lab.scoreboard.cases import NAMES, TITLES, BoardStages, Case, at
 from orchestrrl.lab.scoreboard.fabrics import MODELS
 from orchestrrl.lab.scoreboard.generation import MODELS as TESTBED_GPUS
 from orchestrrl.lab.scoreboard.generation import TESTBED
-from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond
-from orchestrrl.lab.sim.net.fabrics.base import Failures
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.rl.stages import ArmTimes
 from orchestrrl.lab.sim.rl.weight_sync import sync_stage
 from planner.model import ConfigurationId
 from planner.solver.makespan import solve
-from planner.solver.problem import Problem
+from planner.solver.problem import MakespanProblem
 
 MIXED_GPUS = {False: (12, 64, 1024), True: (12, 64)}  # by whether it is quick
 KEPT = ConfigurationId("tp2")  # of the engines that are there when it is solved
 SYNC_FABRICS = ("fat_tree", "oversubscribed", "rfabric")
 
 
-def mixed_fleets(quick: bool, report: Report) -> list[Row]:
+def mixed_fleets(quick: bool, report: Report) -> list[ScoreboardRow]:
     """Makespans that the solver finds, lengths known, switches and moves included."""
     rows = []
     for place, gpus in enumerate(MIXED_GPUS[quick]):
@@ -36,12 +36,12 @@ def mixed_fleets(quick: bool, report: Report) -> list[Row]:
     return rows
 
 
-def _alone(problem: Problem, wanted: ConfigurationId) -> Problem:
+def _alone(problem: MakespanProblem, wanted: ConfigurationId) -> MakespanProblem:
     """Engines that are there may stay as they are."""
     return replace(problem, configurations=tuple(each for each in problem.configurations if each.id in (wanted, KEPT)))
 
 
-def weight_sync(quick: bool, report: Report) -> list[Row]:
+def weight_sync(quick: bool, report: Report) -> list[ScoreboardRow]:
     model = "qwen2-57b-a14b"
     case = at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[0], MODELS[model])
     rows = []
@@ -60,7 +60,7 @@ def weight_sync(quick: bool, report: Report) -> list[Row]:
     return rows
 
 
-def additions(quick: bool, report: Report) -> list[Row]:
+def additions(quick: bool, report: Report) -> list[ScoreboardRow]:
     """Samples per second with an addition over those without it, on the testbed."""
     model, max_tokens = "qwen2.5-14b", given.MAX_TOKENS.value[0]
     prompts = given.BATCH.value // given.SAMPLES.value
@@ -98,23 +98,23 @@ def _rate(known: dict[tuple[int, str], float], stages: BoardStages, arm: str) ->
     return known[key]
 
 
-def failures(quick: bool, report: Report) -> list[Row]:
+def failures(quick: bool, report: Report) -> list[ScoreboardRow]:
     """Section 5.4: what is left of an iteration's speed when parts of RFabric are lost."""
     model, gpus = "qwen2-57b-a14b", given.SCALES.value[0]
     scenario = at_scale(model, given.FAILURES_GPUS.value, gpus, MODELS[model]).scenario(["rfabric"])
     stages = stages_of(scenario, "rfabric")
     job = scenario.train_job(scenario.samples, given.LENGTH_MEDIAN.value)
-    whole_s = stages.training(Failures(), job).seconds
+    whole_s = stages.training(SimulatedFailures(), job).seconds
     lost = {
-        "one NIC": Failures(nics=frozenset({0})),
-        "a quarter of one ToR's uplinks": Failures(tor_uplinks={0: 0.25}),
-        "half of a PoD's lanes to the core": Failures(pod_uplinks={0: 0.5}),
+        "one NIC": SimulatedFailures(nics=frozenset({0})),
+        "a quarter of one ToR's uplinks": SimulatedFailures(tor_uplinks={0: 0.25}),
+        "half of a PoD's lanes to the core": SimulatedFailures(pod_uplinks={0: 0.5}),
     }
     rows = []
     for place, (what, failed) in enumerate(lost.items()):
         report(what, place, len(lost))
         left = stages_of(scenario, "rfabric")
         left.__dict__["fabric"] = stages.fabric.without(failed)
-        ratio = left.training(Failures(), job).seconds / whole_s
+        ratio = left.training(SimulatedFailures(), job).seconds / whole_s
         rows.append(beyond(f"training with {what} lost over all there, RFabric, {TITLES[model]}", ratio))
     return rows

@@ -8,7 +8,7 @@ from orchestrrl.lab.scoreboard.claims import CLAIMS
 from orchestrrl.lab.scoreboard.constants import ELSEWHERE, every
 from orchestrrl.lab.scoreboard.figures import NOT_HERE
 from orchestrrl.lab.scoreboard.kept import Made, all_rows
-from orchestrrl.lab.scoreboard.model import FAR, Claim, Constant, Row
+from orchestrrl.lab.scoreboard.model import FAR, Constant, PaperClaim, ScoreboardRow
 
 COMMAND = "orchestrrl sim paper --write-docs docs/scoreboard.md"
 HEAD = """\
@@ -54,7 +54,7 @@ def page(made: Sequence[Made]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def counted(rows: Iterable[Row]) -> str:
+def counted(rows: Iterable[ScoreboardRow]) -> str:
     beside = [row for row in rows if row.difference is not None]
     far = [row for row in beside if row.is_far]
     return (
@@ -63,7 +63,7 @@ def counted(rows: Iterable[Row]) -> str:
     )
 
 
-def shown(claim: Claim | None, unit: str) -> str:
+def shown(claim: PaperClaim | None, unit: str) -> str:
     if claim is None:
         return ""
     if claim.low == claim.high:
@@ -89,7 +89,7 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-4 else f"{value * 1e6:.3g} us"
 
 
-def difference(row: Row) -> str:
+def difference(row: ScoreboardRow) -> str:
     if row.given:
         return "given"
     return (
@@ -101,7 +101,7 @@ def difference(row: Row) -> str:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ScoreboardRow]) -> str:
     lines = ["| what | paper | ours | difference | why |", "|---|---|---|---|---|"]
     for row in rows:
         cells = (row.what, shown(row.paper, row.unit), number(row.ours, row.unit), difference(row), row.why)

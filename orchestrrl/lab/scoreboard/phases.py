@@ -13,10 +13,10 @@ from scipy.optimize import least_squares
 from orchestrrl.lab.scoreboard import constants as given
 from orchestrrl.lab.scoreboard.cases import BoardStages
 from orchestrrl.lab.scoreboard.generation import on_testbed
-from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import compared, put_in
 from orchestrrl.lab.sim.engines import EngineKind
-from orchestrrl.lab.sim.net.fabrics.base import Failures
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.run import steps_of
 from orchestrrl.lab.sim.static import dealt
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 LEFT_OUT = "predicted by a fit of four numbers to the other five times; one more or less moves the others' fit far"
 
 
-def example(quick: bool, report: Report) -> list[Row]:
+def example(quick: bool, report: Report) -> list[ScoreboardRow]:
     measured_s = [*EARLY_S.values(), *TAIL_S.values()]
     names = [f"{phase}.tp{tp}" for phase in ("early", "tail") for tp in EARLY_S]
     rows = []
@@ -66,7 +66,7 @@ def _seconds(host: HostFit) -> Floats:
 GPUS = given.PHASE_GPUS.value[0]
 
 
-def case_study(quick: bool, report: Report) -> list[Row]:
+def case_study(quick: bool, report: Report) -> list[ScoreboardRow]:
     asked = given.BATCH.value
     contexts, after, again_s = _change(asked)
     more, _, more_s = _change(2 * asked)
@@ -90,7 +90,7 @@ def case_study(quick: bool, report: Report) -> list[Row]:
 def _change(requests: int) -> tuple[list[int], EngineKind, float]:
     """Tokens of the requests that are left, what they go to, and seconds of computing their KV again."""
     stages = on_testbed("qwen2.5-14b", given.MAX_TOKENS.value[-1], requests=requests)
-    profile = stages.ready(Failures()).profile
+    profile = stages.ready(SimulatedFailures()).profile
     kinds = {str(each.id): EngineKind(each) for each in profile.configurations}
     assert profile.moves is not None
     contexts, after = _left(stages, kinds["tp2"]), kinds["tp8"]
@@ -99,7 +99,7 @@ def _change(requests: int) -> tuple[list[int], EngineKind, float]:
 
 def _left(stages: BoardStages, kind: EngineKind) -> list[int]:
     """Tokens that each request holds that still runs."""
-    requests = steps_of(stages.ready(Failures()).scenario(1), 1)[0]
+    requests = steps_of(stages.ready(SimulatedFailures()).scenario(1), 1)[0]
     held = []
     for some in dealt(requests, GPUS // kind.gpus):
         engine, prompts = Scheduler(kind.shape), {request.id: request.prompt_tokens for request in some}

@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.scoreboard.figures import FIGURES
 from orchestrrl.lab.scoreboard.kept import Made, code_digest, read, write
-from orchestrrl.lab.scoreboard.model import Figure, Report
+from orchestrrl.lab.scoreboard.model import Report, ScoreboardPart
 
 LOOKS_S = 0.25  # between two looks at how far figures are
 
@@ -23,7 +23,7 @@ _tell: "SimpleQueue[Told] | None" = None
 
 
 def make(
-    figures: Sequence[Figure], quick: bool, folder: Path, report: Report, *, processes: int | None = None
+    figures: Sequence[ScoreboardPart], quick: bool, folder: Path, report: Report, *, processes: int | None = None
 ) -> list[Made]:
     """In the order given. Raises Permanent where one cannot be made; those that were made are kept."""
     code = code_digest()
@@ -37,7 +37,7 @@ def make(
     return [found[figure.id] for figure in figures]
 
 
-def make_one(figure: Figure, quick: bool, report: Report) -> Made:
+def make_one(figure: ScoreboardPart, quick: bool, report: Report) -> Made:
     started_s = time.perf_counter()
     rows = tuple(figure.make(quick, report))
     return Made(figure.id, figure.title, figure.quick if quick else "", rows, time.perf_counter() - started_s)

@@ -13,20 +13,20 @@ from orchestrrl.lab.scoreboard.cases import (
     stages_of,
 )
 from orchestrrl.lab.scoreboard.fabrics import MODELS
-from orchestrrl.lab.scoreboard.model import Report, Row
+from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond
 from orchestrrl.lab.sim.net.collectives import all_reduce
-from orchestrrl.lab.sim.net.fabrics.base import Fabric, Failures, Period
+from orchestrrl.lab.sim.net.fabrics.base import Period, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.net.timing import seconds
-from orchestrrl.lab.sim.net.transfer import Transfer
+from orchestrrl.lab.sim.net.transfer import MessageTransfer
 from orchestrrl.lab.sim.rl.stages import ArmTimes
 from orchestrrl.lab.sim.train.compute import stage_parameters
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from orchestrrl.lab.sim.train.periods import periods_of
 from orchestrrl.lab.sim.train.ranks import crosses, groups
-from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, Exchange, traffic
+from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, traffic
 from planner.cost.hardware import gpu_named
 from planner.cost.models import model_named
 from planner.fabric.topology import DEVICES
@@ -45,7 +45,7 @@ KINDS = {
 TORS = {"ToRs by rail": None, "ToRs of 4 servers": 4}
 
 
-def delays(quick: bool, report: Report) -> list[Row]:
+def delays(quick: bool, report: Report) -> list[ScoreboardRow]:
     """At the smallest scale."""
     rows = []
     for model in ("qwen2.5-72b",) if quick else tuple(MODELS):
@@ -67,11 +67,11 @@ def delays(quick: bool, report: Report) -> list[Row]:
 
 def _stage_s(stages: BoardStages) -> tuple[float, float]:
     times = ArmTimes(stages, "verl_to", 1)
-    train = stages.training(Failures(), times.job(stages.scenario.samples))
-    return train.seconds, times.sync_stage(Failures()).seconds
+    train = stages.training(SimulatedFailures(), times.job(stages.scenario.samples))
+    return train.seconds, times.sync_stage(SimulatedFailures()).seconds
 
 
-def allocation(quick: bool, report: Report) -> list[Row]:
+def allocation(quick: bool, report: Report) -> list[ScoreboardRow]:
     """Circuits evenly over all pairs of ToRs, as a fabric that never changes has them, and evenly over those pairs that
     send, against circuits by traffic."""
     rows = []
@@ -107,11 +107,11 @@ def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[fl
     return found
 
 
-def _crosses(exchanges: Mapping[str, Exchange], kind: str) -> bool:
+def _crosses(exchanges: Mapping[str, GroupCollective], kind: str) -> bool:
     return kind in exchanges and exchanges[kind].crosses
 
 
-def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, Transfer]:
+def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, MessageTransfer]:
     """Of gradients, as a trainer without a distributed optimizer has them; by axis."""
     sizes = dict(zip(("dp_cp", "expert_dp"), stage_parameters(job), strict=True))
     return {
@@ -121,7 +121,7 @@ def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, Transfer]:
     }
 
 
-def _one_s(fabric: Fabric, period: Period, transfer: Transfer) -> float:
+def _one_s(fabric: SimulatedFabric, period: Period, transfer: MessageTransfer) -> float:
     return float(seconds(fabric.network(period), [transfer])[0])
 
 
@@ -132,7 +132,7 @@ def _job(model: str) -> TrainJob:
     return TrainJob(model_named(model), gpu_named(given.GPU.value), layout, *given.SHARED_OUT_STEP.value)
 
 
-def _sync_rows(report: Report) -> list[Row]:
+def _sync_rows(report: Report) -> list[ScoreboardRow]:
     model = "qwen2-57b-a14b"
     scenario = at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[1], MODELS[model]).scenario(["rfabric"])
     report("weight sync", 0, 1)

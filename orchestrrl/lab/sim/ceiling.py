@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.engines import EngineKind, homogeneous
-from orchestrrl.lab.sim.scenario import Scenario
+from orchestrrl.lab.sim.scenario import GenerationScenario
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.cost.profile import Curve, EngineProfile
 from planner.model import ConfigurationId
@@ -33,7 +33,9 @@ class Ceiling:
         return min(self.static_s.values()) / self.switching_s
 
 
-def ceiling(scenario: Scenario, kinds: Sequence[EngineKind], steps: Sequence[Sequence[SimRequest]]) -> Ceiling:
+def ceiling(
+    scenario: GenerationScenario, kinds: Sequence[EngineKind], steps: Sequence[Sequence[SimRequest]]
+) -> Ceiling:
     """Of all these steps together: one configuration for all of them, against the fastest at each position of each."""
     instances = {kind.id: len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node)) for kind in kinds}
     static_s, switching_s = dict.fromkeys(instances, 0.0), 0.0

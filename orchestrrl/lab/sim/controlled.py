@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrrl.core.config.schema import Config
-from orchestrrl.core.journal.store import JournalReader, Kind
+from orchestrrl.core.journal.store import EntryKind, JournalReader
 from orchestrrl.lab.sim.engines import EngineKind, VirtualEngine, fleet_section, homogeneous
-from orchestrrl.lab.sim.results import SeedRun, Span
-from orchestrrl.lab.sim.scenario import Scenario
+from orchestrrl.lab.sim.results import EngineSpan, SeedRun
+from orchestrrl.lab.sim.scenario import GenerationScenario
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.sim.world import StepRecord, World
 from planner.model import ConfigurationId, EngineId
@@ -21,7 +21,7 @@ Report = Callable[[str, int, int], None]  # what is under way, done, in all
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class ArmControl:
     """What of ours an arm switches on."""
 
     planning: bool
@@ -34,13 +34,13 @@ class Control:
 NEVER_WORTH_IT_S = 1e9
 
 CONTROLS = {
-    "planning": Control(True, "none", routed=False),
-    "balancing_paper": Control(False, "paper"),
-    "balancing": Control(False, None),
-    "both_paper": Control(True, "paper"),
-    "both": Control(True, None),
-    "mean_only": Control(True, None, knowledge="mean"),
-    "oracle": Control(True, None, knowledge="oracle"),
+    "planning": ArmControl(True, "none", routed=False),
+    "balancing_paper": ArmControl(False, "paper"),
+    "balancing": ArmControl(False, None),
+    "both_paper": ArmControl(True, "paper"),
+    "both": ArmControl(True, None),
+    "mean_only": ArmControl(True, None, knowledge="mean"),
+    "oracle": ArmControl(True, None, knowledge="oracle"),
 }
 
 
@@ -48,7 +48,7 @@ CONTROLS = {
 class ControlledRun:
     """Everything that decides how it goes."""
 
-    scenario: Scenario
+    scenario: GenerationScenario
     kinds: Mapping[ConfigurationId, EngineKind]
     initial: ConfigurationId
     arm: str
@@ -57,7 +57,7 @@ class ControlledRun:
     share_network: bool = True
 
     @property
-    def control(self) -> Control:
+    def control(self) -> ArmControl:
         return CONTROLS[self.arm]
 
     def run(self, report: Report, keep_journal: Path | None = None) -> SeedRun:
@@ -172,7 +172,7 @@ def _picture(world: World, step: StepRecord, run: SeedRun) -> None:
         running = [(max(0.0, at_s - from_s), count) for at_s, count in engine.running_at if at_s <= to_s]
         started_s = max(0.0, engine.started_s - from_s)
         first_gpu, gpus = engine.gpus[0], len(engine.gpus)
-        run.spans.append(Span(engine.id, engine.kind.id, first_gpu, gpus, started_s, ended_s - from_s, running))
+        run.spans.append(EngineSpan(engine.id, engine.kind.id, first_gpu, gpus, started_s, ended_s - from_s, running))
 
 
 def _read_journal(path: Path, run: SeedRun) -> None:
@@ -181,7 +181,7 @@ def _read_journal(path: Path, run: SeedRun) -> None:
     digest = hashlib.sha256()
     for entry in reader.since(0, limit=10_000_000):
         digest.update(json.dumps([entry.at_s, entry.kind, entry.subject, entry.body], sort_keys=True).encode())
-        if entry.kind == Kind.PLAN_ACTUAL and entry.body["predicted_makespan_s"] is not None:
+        if entry.kind == EntryKind.PLAN_ACTUAL and entry.body["predicted_makespan_s"] is not None:
             run.predicted_actual_s.append((entry.body["predicted_makespan_s"], entry.body["actual_makespan_s"]))
     reader.close()
     run.journal_digest = digest.hexdigest()

@@ -4,11 +4,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrrl.engines.base import Capabilities, EngineMetrics
+from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
 from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
-from orchestrrl.lab.sim.scenario import EngineConfiguration, Scenario
-from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Progress, Scheduler
-from planner.cost.profile import Curve, EngineProfile, Parallelism, Provenance, Source, StepTime
+from orchestrrl.lab.sim.scenario import EngineConfiguration, GenerationScenario
+from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, SequenceProgress
+from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
 from planner.model import ConfigurationId, EngineId, GpuId
 
 BLOCK_TOKENS = 16
@@ -51,7 +51,7 @@ class EngineKind:
         )
 
 
-def kinds_of(scenario: Scenario) -> dict[ConfigurationId, EngineKind]:
+def kinds_of(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
     """The scenario's configurations, in its order."""
     profile = scenario.engines.profile_value
     kinds = [_kind(configuration) for configuration in scenario.engines.configurations]
@@ -73,13 +73,13 @@ def _kind(section: EngineConfiguration) -> EngineKind:
         section.kv_capacity_tokens,
         section.max_sequences,
         section.switch_s,
-        Provenance(Source.MEASURED, "", "as the scenario says"),
+        Provenance(ProfileSource.MEASURED, "", "as the scenario says"),
         section.spill_capacity_tokens,
     )
     return EngineKind(profile, section.nic_gbps)
 
 
-def fleet_section(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind]) -> dict[str, object]:
+def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind]) -> dict[str, object]:
     """What the daemon's configuration file would say of these engines, beside a profile."""
     named = (ConfigurationId(configuration.id) for configuration in scenario.engines.configurations)
     written = [name for name in named if name in kinds]  # the others cannot be used, see run.usable_kinds
@@ -90,7 +90,7 @@ def fleet_section(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind
     }
 
 
-def _kv_transfer(scenario: Scenario) -> dict[str, object]:
+def _kv_transfer(scenario: GenerationScenario) -> dict[str, object]:
     """Links as they are when nobody else uses them: the daemon learns of crowding by itself."""
     links = scenario.network
     return {
@@ -101,7 +101,7 @@ def _kv_transfer(scenario: Scenario) -> dict[str, object]:
     }
 
 
-def _settings(kind: EngineKind, scenario: Scenario) -> dict[str, object]:
+def _settings(kind: EngineKind, scenario: GenerationScenario) -> dict[str, object]:
     typical = len(range(scenario.workload.prompts)) * scenario.workload.samples * kind.gpus / scenario.gpus
     affine = kind.profile.configuration(None if len(kind.profile.step.base_s.xs) == 2 else (1.0, max(2.0, typical)))
     return {
@@ -118,14 +118,14 @@ def _settings(kind: EngineKind, scenario: Scenario) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class EnginePlacement:
     """Where an engine of a fleet stands."""
 
     engine: EngineId
     gpus: tuple[GpuId, ...]
 
 
-def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> list[Placement]:
+def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> list[EnginePlacement]:
     """As many engines of one kind as there is room for: inside nodes, or on whole ones."""
     size = kind.gpus
     starts = (
@@ -137,7 +137,7 @@ def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> list[Placem
     )
     starts = [start for start in starts if start + size <= gpus_count]
     return [
-        Placement(EngineId(f"e{index}"), tuple(GpuId(gpu) for gpu in range(start, start + size)))
+        EnginePlacement(EngineId(f"e{index}"), tuple(GpuId(gpu) for gpu in range(start, start + size)))
         for index, start in enumerate(starts[: kind.most])
     ]
 
@@ -172,7 +172,7 @@ class VirtualEngine:
         for name in ("kind", "gpus", "started_s", "scheduler", "stopped_s", "capabilities_told", "running_at"):
             setattr(self, name, getattr(fresh, name))
 
-    def advance(self, now_s: float) -> Sequence[Progress]:
+    def advance(self, now_s: float) -> Sequence[SequenceProgress]:
         made = self.scheduler.advance(now_s)
         running = len(self.scheduler.running)
         if not self.running_at or self.running_at[-1][1] != running:
@@ -193,8 +193,8 @@ class VirtualEngine:
         )
 
     @property
-    def features(self) -> Capabilities:
-        return Capabilities(
+    def features(self) -> EngineCapabilities:
+        return EngineCapabilities(
             "simulated", "virtual", ("sim",), max_sequences=self.kind.profile.max_sequences, serving=self.kind.serving
         )
 
@@ -203,7 +203,7 @@ class VirtualEngine:
     async def healthy(self) -> bool:
         return self.stopped_s is None
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> EngineCapabilities:
         return self.features
 
     async def close(self) -> None:

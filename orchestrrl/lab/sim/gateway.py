@@ -10,30 +10,30 @@ from typing import cast
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.operations import (
-    ItemResult,
     MoveRequests,
     Operation,
+    OperationItemResult,
     OperationResult,
     OperationStatus,
     RequestMove,
     SetRoutes,
     status_of,
 )
-from orchestrrl.engines.base import Endpoint, Engine
+from orchestrrl.engines.base import CompletionEndpoint, Engine
 from orchestrrl.fleet.reports import FinishedRequest, GatewayReport
-from orchestrrl.gateway.ledger.ledger import Ledger, Record
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet, NoEngine
-from orchestrrl.gateway.routing.strategies import Routing
+from orchestrrl.gateway.ledger.ledger import Ledger, RequestRecord
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
+from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.routing import ManyChoices
 from orchestrrl.lab.sim.workload import SimRequest
-from orchestrrl.lab.simulated_engine.scheduler import Progress
+from orchestrrl.lab.simulated_engine.scheduler import SequenceProgress
 from planner.model import EngineId, NodeId, RequestId, RequestState, RequestView
 
 
 @dataclass(slots=True)
-class CountedRecord(Record):
+class CountedRecord(RequestRecord):
     """A record that counts its tokens."""
 
     generated: int = 0
@@ -91,7 +91,7 @@ class CountedRecord(Record):
 def record_of(request: SimRequest, now_s: float, generated: int = 0) -> CountedRecord:
     return CountedRecord(
         request.id,
-        Endpoint.COMPLETIONS,
+        CompletionEndpoint.COMPLETIONS,
         {},
         False,
         now_s,
@@ -118,7 +118,7 @@ class VirtualGateway:
         engine_at: Callable[[str], VirtualEngine],
         arrive: Arrive,
         finished: Finished,
-        routing: Routing | None = None,
+        routing: RoutingPolicy | None = None,
         queue_depth: int = 0,
     ) -> None:
         self.node = node
@@ -127,7 +127,7 @@ class VirtualGateway:
         self._arrive = arrive
         self._finished = finished
         # A fleet asks of an engine what VirtualEngine has: where it is, whether it lives, what it offers.
-        self.fleet = Fleet(
+        self.fleet = EngineBackends(
             lambda url: cast(Engine, engine_at(url)), clock=clock, routing=routing, queue_depth=queue_depth
         )
         self.ledger = Ledger(keep_finished=1 << 20)
@@ -138,7 +138,7 @@ class VirtualGateway:
     def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
         """New requests: dealt as given, or routed one by one."""
         now_s = self.clock.now_s()
-        quick = to is None and self.fleet.routing == Routing() and not self.fleet.queue_depth
+        quick = to is None and self.fleet.routing == RoutingPolicy() and not self.fleet.queue_depth
         many = ManyChoices([slot for slot in self.fleet if slot.usable]) if quick else None
         for index, request in enumerate(requests):
             record = record_of(request, now_s)
@@ -149,7 +149,7 @@ class VirtualGateway:
                 chosen = many.choose(record.context_tokens)
             self._send(record, self.fleet.get(chosen), None)
 
-    def progressed(self, engine: VirtualEngine, made: Sequence[Progress], now_s: float) -> None:
+    def progressed(self, engine: VirtualEngine, made: Sequence[SequenceProgress], now_s: float) -> None:
         """Tokens that an engine has made."""
         if not made:
             return
@@ -205,9 +205,9 @@ class VirtualGateway:
 
     # --- inside
 
-    def _send(self, record: CountedRecord, slot: Slot | None, source: VirtualEngine | None) -> None:
-        def placed(slot: Slot | NoEngine) -> None:
-            assert isinstance(slot, Slot)  # its patience has no end
+    def _send(self, record: CountedRecord, slot: EngineBackend | None, source: VirtualEngine | None) -> None:
+        def placed(slot: EngineBackend | NoBackend) -> None:
+            assert isinstance(slot, EngineBackend)  # its patience has no end
             slot.enter(record, self.clock.now_s())
             self._arrive(record, self._engine_at(slot.engine.url), source)
 
@@ -217,7 +217,7 @@ class VirtualGateway:
         record.hold()
         self.fleet.enqueue(record, placed, again=record.attempt > 0)
 
-    def _close(self, record: CountedRecord, slot: Slot | None, finished_s: float) -> None:
+    def _close(self, record: CountedRecord, slot: EngineBackend | None, finished_s: float) -> None:
         capped = record.max_tokens is not None and record.generated >= record.max_tokens
         record.finish("length" if capped else "stop", None, finished_s)
         if slot is not None:
@@ -226,23 +226,23 @@ class VirtualGateway:
         self.ledger.close(record)
         self._finished(record)
 
-    def _move(self, move: RequestMove, now_s: float) -> ItemResult:
+    def _move(self, move: RequestMove, now_s: float) -> OperationItemResult:
         """As gateway/core.py and relay.py judge it."""
         record = self.records.get(move.request)
         if record is None:
-            return ItemResult(move.request, False, "no such request")
+            return OperationItemResult(move.request, False, "no such request")
         if record.engine is None or record.engine != move.from_engine:
-            return ItemResult(move.request, False, f"is on {record.engine or 'no engine'} by now")
+            return OperationItemResult(move.request, False, f"is on {record.engine or 'no engine'} by now")
         source_slot, target = self.fleet.get(move.from_engine), self.fleet.get(move.to_engine)
         if source_slot is None:
-            return ItemResult(move.request, False, f"engine {move.from_engine!r} is not in the routes")
+            return OperationItemResult(move.request, False, f"engine {move.from_engine!r} is not in the routes")
         if (target is None or not target.usable) and not move.hold_s:
             detail = f"engine {move.to_engine!r} is not in the routes" if target is None else "takes no requests"
-            return ItemResult(move.request, False, detail)
+            return OperationItemResult(move.request, False, detail)
         source = self._engine_at(source_slot.engine.url)
         self.progressed(source, source.advance(now_s), now_s)
         if move.request not in self.records:
-            return ItemResult(move.request, False, "finished before the move")
+            return OperationItemResult(move.request, False, "finished before the move")
         computed = bool(record.generated) and record.state is RequestState.RUNNING
         source.scheduler.abort([record.id])
         self.fleet.release(source_slot, record)
@@ -254,7 +254,7 @@ class VirtualGateway:
             self.tokens_recomputed += record.context_tokens if computed else 0
             record.hold()
             self._held[record.id] = (move.to_engine, now_s + move.hold_s)
-        return ItemResult(move.request, True, "", self.tokens_recomputed - before)
+        return OperationItemResult(move.request, True, "", self.tokens_recomputed - before)
 
     def _place_held(self, now_s: float) -> None:
         for request, (engine, until_s) in list(self._held.items()):

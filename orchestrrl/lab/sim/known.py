@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.engines import EngineKind, homogeneous
-from orchestrrl.lab.sim.scenario import Scenario
+from orchestrrl.lab.sim.scenario import GenerationScenario
 from orchestrrl.lab.sim.static import StaticStep, dealt, run_static
 from orchestrrl.lab.sim.workload import SimRequest
-from planner.cost.requests import Pending, work_s
+from planner.cost.requests import RemainingWork, work_s
 from planner.model import Configuration
 
 BISECTIONS = 40
@@ -23,7 +23,7 @@ QUANTILES = (0.5, 0.8, 0.95)
 
 
 def best_known(
-    scenario: Scenario, kinds: Sequence[EngineKind], requests: Sequence[SimRequest]
+    scenario: GenerationScenario, kinds: Sequence[EngineKind], requests: Sequence[SimRequest]
 ) -> tuple[EngineKind, StaticStep]:
     """The shortest step found, and the configuration of its engines."""
     tried = []
@@ -36,7 +36,7 @@ def best_known(
 
 
 def best_prompts_known(
-    scenario: Scenario,
+    scenario: GenerationScenario,
     kinds: Sequence[EngineKind],
     requests: Sequence[SimRequest],
     redrawn_tokens: NDArray[np.int64],
@@ -69,8 +69,8 @@ def _placed_like(placement: Sequence[Sequence[SimRequest]], requests: Sequence[S
     return [[by_id[request.id] for request in held] for held in placement]
 
 
-def _pending(request: SimRequest) -> Pending:
-    return Pending(request.prompt_tokens, request.output_tokens)
+def _pending(request: SimRequest) -> RemainingWork:
+    return RemainingWork(request.prompt_tokens, request.output_tokens)
 
 
 def _longest_first(requests: Sequence[SimRequest]) -> list[SimRequest]:

@@ -4,8 +4,8 @@ as wanted and answer alike."""
 from collections.abc import Callable, Sequence
 
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.engines.base import Capabilities, EngineMetrics
-from orchestrrl.engines.managed import EngineLayout, Excerpt
+from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
+from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from orchestrrl.lab.sim.engines import VirtualEngine
 
 RETRY_S = 0.1
@@ -19,7 +19,7 @@ class VirtualManaged:
         self._find = find
         self._policy_version: int | None = None
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> EngineCapabilities:
         return self._engine().features
 
     async def metrics(self) -> EngineMetrics:
@@ -32,8 +32,8 @@ class VirtualManaged:
         self._engine()
         return 0.0
 
-    async def layout(self) -> EngineLayout:
-        return EngineLayout()
+    async def layout(self) -> ReportedLayout:
+        return ReportedLayout()
 
     async def weight_version(self) -> int | None:
         return self._policy_version
@@ -44,11 +44,11 @@ class VirtualManaged:
     async def name_weights(self, policy_version: int) -> None:
         self._policy_version = policy_version
 
-    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
+    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
         self._engine()
-        return Excerpt(tuple(prompt_ids), (0,) * tokens, (0.0,) * tokens)
+        return AnswerExcerpt(tuple(prompt_ids), (0,) * tokens, (0.0,) * tokens)
 
-    async def score(self, excerpt: Excerpt) -> tuple[float, ...]:
+    async def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
         self._engine()
         return excerpt.logprobs
 

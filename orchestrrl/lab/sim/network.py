@@ -28,14 +28,14 @@ class _Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftForMoves:
+class NodeLeftForMoves:
     """Of a node's NICs, what a move gets that could fill them; and who takes the rest, the largest first."""
 
     share: float
     taken_by: tuple[str, ...]
 
 
-class Network:
+class NodeNetwork:
     """`share` False: nobody is in anybody's way, to see what sharing costs. `changed` is told when loads change."""
 
     def __init__(self, clock: Clock, nic_gbps: float, share: bool, changed: Callable[[], None]) -> None:
@@ -82,13 +82,13 @@ class Network:
         wishes = sum(flow.wish_gbps for flow in self._flows if node in flow.nodes)
         return (wishes + self._engines_gbps.get(node, 0.0)) / self._nic_gbps
 
-    def left_for_moves(self) -> LeftForMoves:
+    def left_for_moves(self) -> NodeLeftForMoves:
         """On the node where it is least."""
         nodes = {node for flow in self._flows for node in flow.nodes} | set(self._engines_gbps)
         takers = [self._takers(node) for node in sorted(nodes)] if self._share else []
         most = max(takers, key=lambda gbps: sum(gbps.values()), default={})
         named = sorted((name for name in most if most[name]), key=lambda name: (-most[name], name))
-        return LeftForMoves(1 / (1 + sum(most.values()) / self._nic_gbps), tuple(named))
+        return NodeLeftForMoves(1 / (1 + sum(most.values()) / self._nic_gbps), tuple(named))
 
     def _takers(self, node: Node) -> dict[str, float]:
         """Wishes for this node's NICs but those of moves, in Gbps."""

@@ -7,7 +7,7 @@ packed together and the rest spread) and takes the best; it is not proven optima
 
 from collections.abc import Iterator, Sequence
 
-from orchestrrl.lab.sim.step import Policy, StepMove, StepRequest, StepResult, StepState, run_step
+from orchestrrl.lab.sim.step import IntervalState, Policy, StepMove, StepRequest, StepResult, run_step
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, decode_alone_s
 from planner.model import RequestId
 
@@ -55,7 +55,7 @@ def _placements(engines: int, requests: Sequence[StepRequest]) -> Iterator[list[
 def known_lengths_policy(shape: EngineShape) -> Policy:
     """Moves that shorten the predicted end of the step, with the remaining tokens of every request known."""
 
-    def policy(state: StepState) -> list[StepMove]:
+    def policy(state: IntervalState) -> list[StepMove]:
         loads = [_Load(shape, engine) for engine in state.engines]
         moves: list[StepMove] = []
         while len(moves) < MOVES_PER_INTERVAL:

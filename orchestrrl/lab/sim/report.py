@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrrl.lab.sim.run import ArmRun, NotKnowing, Outcome
+from orchestrrl.lab.sim.run import ArmRun, NotKnowing, ScenarioOutcome
 
 COLUMNS = (
     "arm",
@@ -30,7 +30,7 @@ LEGEND = (
 )
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: ScenarioOutcome) -> dict[str, Any]:
     return {
         "scenario": outcome.scenario.name,
         "seeds": [run.seed for run in outcome.arms[0].seeds],
@@ -60,7 +60,7 @@ def _not_knowing_json(found: NotKnowing | None) -> dict[str, Any] | None:
     }
 
 
-def marks(outcome: Outcome) -> Iterator[str]:
+def marks(outcome: ScenarioOutcome) -> Iterator[str]:
     """What stands beside the arms, a line each."""
     sweep = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.static_makespan_s.items())
     yield f"static fleets, median makespan: {sweep}"
@@ -91,7 +91,7 @@ def _not_knowing_lines(found: NotKnowing) -> Iterator[str]:
     yield f"{kept}, over the tuned static fleet's {found.static_s:.1f} s"
 
 
-def _arm_json(outcome: Outcome, run: ArmRun) -> dict[str, Any]:
+def _arm_json(outcome: ScenarioOutcome, run: ArmRun) -> dict[str, Any]:
     return {
         "begins_with": run.configuration,
         "makespan_s": run.makespan_s,
@@ -113,7 +113,7 @@ def _arm_json(outcome: Outcome, run: ArmRun) -> dict[str, Any]:
     }
 
 
-def rows(outcome: Outcome) -> Iterator[tuple[object, ...]]:
+def rows(outcome: ScenarioOutcome) -> Iterator[tuple[object, ...]]:
     for run in outcome.arms:
         fields = _arm_json(outcome, run)
         yield (
@@ -142,7 +142,7 @@ def _decimals(value: float | None) -> str | None:
     return None if value is None else f"{value:.3f}"
 
 
-def plot(outcome: Outcome, folder: Path) -> list[Path]:
+def plot(outcome: ScenarioOutcome, folder: Path) -> list[Path]:
     """Remaining requests over time, all arms in one picture; and for each arm how busy which GPU was. The first seed's
     last step. The folder is there."""
     import matplotlib
@@ -165,7 +165,7 @@ def plot(outcome: Outcome, folder: Path) -> list[Path]:
     return paths
 
 
-def _plot_busy(run: ArmRun, outcome: Outcome, path: Path) -> None:
+def _plot_busy(run: ArmRun, outcome: ScenarioOutcome, path: Path) -> None:
     """GPUs upwards, time to the right; the darker, the more sequences an engine runs."""
     from matplotlib import pyplot
     from matplotlib.patches import Rectangle

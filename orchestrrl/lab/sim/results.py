@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Span:
+class EngineSpan:
     """One engine on its GPUs, for pictures: how many sequences it ran from when on."""
 
     engine: str
@@ -34,7 +34,7 @@ class SeedRun:
     transfer_delay_s: float = 0.0  # by which they took longer than alone, summed
     predicted_actual_s: list[tuple[float, float]] = field(default_factory=list)  # of each plan
     remaining: list[tuple[float, int]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[EngineSpan] = field(default_factory=list)
     journal_digest: str = ""
 
     @property

@@ -9,14 +9,14 @@ from statistics import median
 
 import numpy as np
 
-from orchestrrl.gateway.routing.strategies import Load
+from orchestrrl.gateway.routing.strategies import BackendLoad
 from planner.model import EngineId
 
 
 class ManyChoices:
     """The loads of a fleet, and what has been sent to it since."""
 
-    def __init__(self, loads: Sequence[Load]) -> None:
+    def __init__(self, loads: Sequence[BackendLoad]) -> None:
         self._loads = sorted(loads, key=lambda load: load.id)  # so that the first of equals has the smaller id
         known = [load.seconds_per_token for load in loads if load.seconds_per_token]
         typical_s = median(known) if known else 1.0

@@ -9,8 +9,8 @@ from orchestrrl.lab.sim.ceiling import Ceiling, ceiling
 from orchestrrl.lab.sim.controlled import ControlledRun, Report
 from orchestrrl.lab.sim.engines import BLOCK_TOKENS, EngineKind, homogeneous, kinds_of
 from orchestrrl.lab.sim.known import best_known, best_prompts_known
-from orchestrrl.lab.sim.results import SeedRun, Span
-from orchestrrl.lab.sim.scenario import ARMS, Scenario
+from orchestrrl.lab.sim.results import EngineSpan, SeedRun
+from orchestrrl.lab.sim.scenario import ARMS, GenerationScenario
 from orchestrrl.lab.sim.static import StaticStep, dealt, run_partial, run_static
 from orchestrrl.lab.sim.workload import SimRequest, redrawn, requests_of_step
 from planner.model import ConfigurationId
@@ -62,8 +62,8 @@ class NotKnowing:
 
 
 @dataclass(slots=True)
-class Outcome:
-    scenario: Scenario
+class ScenarioOutcome:
+    scenario: GenerationScenario
     arms: list[ArmRun]
     static_makespan_s: dict[str, float]  # of the sweep behind verl_to, by configuration
     ceiling: Ceiling  # of the measured steps of all seeds
@@ -120,7 +120,9 @@ def chosen_arms(names: Sequence[str]) -> list[str]:
     return [arm for arm in ARMS if arm in names]
 
 
-def run_scenario(scenario: Scenario, arms: Sequence[str], seeds: Sequence[int], report: Report) -> Outcome:
+def run_scenario(
+    scenario: GenerationScenario, arms: Sequence[str], seeds: Sequence[int], report: Report
+) -> ScenarioOutcome:
     """The static sweep always runs: it chooses what our arms begin with. Raises ProblemFaults, Permanent."""
     if faults := _unusable(scenario):
         raise ProblemFaults(faults)
@@ -152,7 +154,7 @@ def run_scenario(scenario: Scenario, arms: Sequence[str], seeds: Sequence[int], 
                 controlled = [ControlledRun(scenario, kinds, initial, arm, seed, steps[seed]) for seed in seeds]
                 runs.append(ArmRun(arm, initial, [one.run(report) for one in controlled]))
     measured = [requests for seed in seeds for requests in steps[seed][scenario.workload.warmup_steps :]]
-    outcome = Outcome(
+    outcome = ScenarioOutcome(
         scenario,
         runs,
         {name: median(step_s for run in swept for step_s in run.makespan_s) for name, swept in sweep.items()},
@@ -164,11 +166,11 @@ def run_scenario(scenario: Scenario, arms: Sequence[str], seeds: Sequence[int], 
     return outcome
 
 
-def steps_of(scenario: Scenario, seed: int) -> Steps:
+def steps_of(scenario: GenerationScenario, seed: int) -> Steps:
     return [requests_of_step(scenario.workload, seed, step) for step in range(scenario.workload.steps)]
 
 
-def _unusable(scenario: Scenario) -> list[str]:
+def _unusable(scenario: GenerationScenario) -> list[str]:
     """Faults of configurations that the scenario writes out, or begins with, and that no engine can be of. Those of a
     profile are left out of the run instead: it may describe more than one job uses."""
     longest, faults = _longest_tokens(scenario), []
@@ -190,7 +192,7 @@ def _unusable(scenario: Scenario) -> list[str]:
     return faults
 
 
-def _longest_tokens(scenario: Scenario) -> int:
+def _longest_tokens(scenario: GenerationScenario) -> int:
     return scenario.workload.prompt_tokens[1] + scenario.workload.max_tokens
 
 
@@ -198,7 +200,7 @@ def _holds(kind: EngineKind, tokens: int) -> bool:
     return kind.shape.blocks * kind.shape.block_tokens >= tokens + kind.shape.block_tokens
 
 
-def usable_kinds(scenario: Scenario) -> dict[ConfigurationId, EngineKind]:
+def usable_kinds(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
     """Configurations that have room for the longest request, and of which there is at least one engine."""
     longest = _longest_tokens(scenario)
     every = kinds_of(scenario)
@@ -213,23 +215,25 @@ def usable_kinds(scenario: Scenario) -> dict[ConfigurationId, EngineKind]:
     return kinds
 
 
-def _shares_links(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind]) -> bool:
+def _shares_links(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind]) -> bool:
     network = scenario.network
     return network.kv_transfer or network.weight_gbytes > 0 or any(kind.nic_gbps for kind in kinds.values())
 
 
-def _static(scenario: Scenario, kind: EngineKind, seed: int, steps: Steps) -> SeedRun:
+def _static(scenario: GenerationScenario, kind: EngineKind, seed: int, steps: Steps) -> SeedRun:
     fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
     return _static_run(scenario, seed, [(kind, run_static(kind, dealt(requests, len(fleet)))) for requests in steps])
 
 
-def _packed(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps) -> SeedRun:
+def _packed(
+    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps
+) -> SeedRun:
     """Each step on the configuration that is best for it."""
     return _static_run(scenario, seed, [best_known(scenario, list(kinds.values()), requests) for requests in steps])
 
 
 def _prompts(
-    scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps, report: Report
+    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps, report: Report
 ) -> SeedRun:
     """As `_packed`, but of lengths only what each prompt tells is known."""
     ran = []
@@ -241,7 +245,7 @@ def _prompts(
 
 
 def _best_partial(
-    scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Mapping[int, Steps]
+    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Mapping[int, Steps]
 ) -> tuple[ConfigurationId, list[SeedRun]]:
     """Tuned as the static baseline is."""
     tried = {kind.id: [_partial(scenario, kind, seed, held) for seed, held in steps.items()] for kind in kinds.values()}
@@ -249,7 +253,7 @@ def _best_partial(
     return name, tried[name]
 
 
-def _partial(scenario: Scenario, kind: EngineKind, seed: int, steps: Steps) -> SeedRun:
+def _partial(scenario: GenerationScenario, kind: EngineKind, seed: int, steps: Steps) -> SeedRun:
     """What an earlier step cut goes first, dealt over all engines."""
     fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
     carried: list[tuple[SimRequest, int]] = []
@@ -264,7 +268,7 @@ def _partial(scenario: Scenario, kind: EngineKind, seed: int, steps: Steps) -> S
     return _static_run(scenario, seed, ran)
 
 
-def _static_run(scenario: Scenario, seed: int, steps: Sequence[tuple[EngineKind, StaticStep]]) -> SeedRun:
+def _static_run(scenario: GenerationScenario, seed: int, steps: Sequence[tuple[EngineKind, StaticStep]]) -> SeedRun:
     """Of all steps, warm-up included, those that are measured."""
     measured = steps[scenario.workload.warmup_steps :]
     run = SeedRun(seed, [step.makespan_s for _, step in measured], sum(step.samples for _, step in measured))
@@ -276,7 +280,9 @@ def _static_run(scenario: Scenario, seed: int, steps: Sequence[tuple[EngineKind,
     run.remaining = list(_countdown(last.finish_s, len(last.carried)))
     for placement, ends in zip(fleet, last.finish_s_by_engine, strict=True):
         running = list(_countdown(sorted(ends), 0))
-        run.spans.append(Span(placement.engine, kind.id, placement.gpus[0], kind.gpus, 0.0, last.makespan_s, running))
+        run.spans.append(
+            EngineSpan(placement.engine, kind.id, placement.gpus[0], kind.gpus, 0.0, last.makespan_s, running)
+        )
     return run
 
 

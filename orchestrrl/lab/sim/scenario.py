@@ -54,23 +54,23 @@ def _known_arm(name: str) -> str:
 _Arm = Annotated[str, AfterValidator(_known_arm)]
 
 
-class Section(BaseModel):
+class ScenarioSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class LognormalLengths(Section):
+class LognormalLengths(ScenarioSection):
     kind: Literal["lognormal"]
     median_tokens: _Positive
     sigma: _NotNegative
 
 
-class ParetoLengths(Section):
+class ParetoLengths(ScenarioSection):
     kind: Literal["pareto"]
     minimum_tokens: _Positive
     exponent: _Positive
 
 
-class HistogramLengths(Section):
+class HistogramLengths(ScenarioSection):
     """Tokens at quantiles, log-linear in between."""
 
     kind: Literal["histogram"]
@@ -88,7 +88,7 @@ class HistogramLengths(Section):
         return self
 
 
-class EmpiricalLengths(Section):
+class EmpiricalLengths(ScenarioSection):
     """Lengths as they were seen, each as likely as the other."""
 
     kind: Literal["empirical"]
@@ -98,7 +98,7 @@ class EmpiricalLengths(Section):
 Lengths = Annotated[LognormalLengths | ParetoLengths | HistogramLengths | EmpiricalLengths, Field(discriminator="kind")]
 
 
-class WorkloadSection(Section):
+class WorkloadSection(ScenarioSection):
     """What each step asks for. The first `warmup_steps` teach the forecast and are not measured."""
 
     prompts: _Count
@@ -119,7 +119,7 @@ class WorkloadSection(Section):
         return self
 
 
-class CurveSection(Section):
+class CurveSection(ScenarioSection):
     """Seconds of a decode step over sequences, KV aside."""
 
     sequences: Annotated[tuple[_NotNegative, ...], Field(min_length=2)]
@@ -134,7 +134,7 @@ class CurveSection(Section):
         return self
 
 
-class EngineConfiguration(Section):
+class EngineConfiguration(ScenarioSection):
     """One way to run an engine. Its step time: `base_s` (a curve over sequences), or alpha_s + beta_s * sequences; and
     gamma_s for each KV token."""
 
@@ -161,7 +161,7 @@ class EngineConfiguration(Section):
         return self
 
 
-class EnginesSection(Section):
+class EnginesSection(ScenarioSection):
     """The ways to run engines: inline, or from a profile (a built-in name, or a file; from the scenario's folder)."""
 
     profile: _Name | None = None
@@ -201,7 +201,7 @@ class EnginesSection(Section):
         return [*(configuration.id for configuration in self.configurations), *(str(engine.id) for engine in profiled)]
 
 
-class NetworkSection(Section):
+class NetworkSection(ScenarioSection):
     """What a node's NICs carry together: moved KV, new weights, traffic of EP and AFD."""
 
     nic_gbps_per_node: _Positive = 1600.0
@@ -211,7 +211,7 @@ class NetworkSection(Section):
     weight_gbytes: _NotNegative = 0.0  # of new weights for each engine, from a step's start on, while it generates
 
 
-class ControlSection(Section):
+class GenerationControlSection(ScenarioSection):
     """How often agents and gateways speak, in virtual seconds."""
 
     scrape_interval_s: _Positive = 1.0
@@ -225,14 +225,14 @@ def _known_policy(name: str) -> str:
     return name
 
 
-class GatewaySection(Section):
+class GatewaySection(ScenarioSection):
     """How our arms route, where requests are not dealt; `queue_depth` 0: none wait in the gateway."""
 
     policy: Annotated[str, AfterValidator(_known_policy)] = DEFAULT_POLICY
     queue_depth: Annotated[int, Field(ge=0)] = 0
 
 
-class FaultSection(Section):
+class GenerationFaultSection(ScenarioSection):
     """Something that goes wrong, at a time of the whole run."""
 
     at_s: _NotNegative
@@ -240,7 +240,7 @@ class FaultSection(Section):
     back_after_s: _NotNegative | None = None  # None: it stays away
 
 
-class Scenario(Section):
+class GenerationScenario(ScenarioSection):
     name: _Name
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1, 2, 3)
     arms: Annotated[tuple[_Arm, ...], Field(min_length=1)] = ARMS
@@ -250,9 +250,9 @@ class Scenario(Section):
     workload: WorkloadSection
     engines: EnginesSection
     network: NetworkSection = NetworkSection()
-    control: ControlSection = ControlSection()
+    control: GenerationControlSection = GenerationControlSection()
     gateway: GatewaySection = GatewaySection()
-    faults: tuple[FaultSection, ...] = ()
+    faults: tuple[GenerationFaultSection, ...] = ()
     daemon: dict[str, Any] = Field(default_factory=dict)
     paper: dict[str, float] = Field(default_factory=dict)  # what a paper reports, by arm, to stand beside ours
 
@@ -261,7 +261,7 @@ class Scenario(Section):
         return parse_config(dump_yaml({**self.daemon, "fleet": fleet}), profile=self.engines.profile_value)
 
 
-def load_scenario(source: str) -> Scenario:
+def load_scenario(source: str) -> GenerationScenario:
     """The scenario in a file, or the built-in one of that name. Raises ProblemFaults with every fault, those of a
     profile that it names included."""
     path = Path(source)
@@ -280,7 +280,7 @@ def load_scenario(source: str) -> Scenario:
     return parse_scenario(text, path.parent)
 
 
-def with_steps(scenario: Scenario, steps: int | None) -> Scenario:
+def with_steps(scenario: GenerationScenario, steps: int | None) -> GenerationScenario:
     """The scenario with so many steps; None: as it is. Raises ProblemFaults."""
     if steps is None:
         return scenario
@@ -295,17 +295,17 @@ def built_in_names() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def parse_scenario(text: str, folder: Path = Path()) -> Scenario:
+def parse_scenario(text: str, folder: Path = Path()) -> GenerationScenario:
     """As load_scenario, from text; a profile's file is found from `folder`."""
     document = parse_yaml(text)
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
     faults: list[str] = []
-    scenario: Scenario | None = None
+    scenario: GenerationScenario | None = None
     try:
-        scenario = Scenario.model_validate(document)
+        scenario = GenerationScenario.model_validate(document)
     except ValidationError as error:
-        faults += faults_of(error, Scenario)
+        faults += faults_of(error, GenerationScenario)
     profile, profile_faults = _read_profile(document.get("engines"), folder)
     faults += profile_faults
     faults += daemon_faults(document.get("daemon"))
@@ -348,7 +348,7 @@ def daemon_faults(section: Any) -> list[str]:
     return faults
 
 
-def _engine_faults(scenario: Scenario) -> Iterable[str]:
+def _engine_faults(scenario: GenerationScenario) -> Iterable[str]:
     configurations = scenario.engines.configurations
     ids = [configuration.id for configuration in configurations]
     for index, name in enumerate(ids):
@@ -360,10 +360,10 @@ def _engine_faults(scenario: Scenario) -> Iterable[str]:
         yield f"engines.initial: must be one of {', '.join(known)}, got {initial!r}"
 
 
-def _step_faults(scenario: Scenario) -> Iterable[str]:
+def _step_faults(scenario: GenerationScenario) -> Iterable[str]:
     workload = scenario.workload
     if workload.warmup_steps >= workload.steps:
         yield f"workload.warmup_steps: must be less than steps ({workload.steps}), got {workload.warmup_steps}"
 
 
-_CHECKS: tuple[Callable[[Scenario], Iterable[str]], ...] = (_engine_faults, _step_faults)
+_CHECKS: tuple[Callable[[GenerationScenario], Iterable[str]], ...] = (_engine_faults, _step_faults)

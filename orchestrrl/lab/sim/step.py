@@ -29,7 +29,7 @@ class StepMove:
 
 
 @dataclass(slots=True)
-class StepState:
+class IntervalState:
     """What a policy sees at an interval."""
 
     now_s: float
@@ -39,7 +39,7 @@ class StepState:
     requests: dict[RequestId, StepRequest]
 
 
-Policy = Callable[[StepState], Sequence[StepMove]]
+Policy = Callable[[IntervalState], Sequence[StepMove]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def run_step(
     if sorted(placed) != sorted(by_id):
         raise ValueError("placement must name every request exactly once")
     engines = [Scheduler(shape) for _ in placement]
-    state = StepState(0.0, engines, dict.fromkeys(by_id, 0), {}, by_id)
+    state = IntervalState(0.0, engines, dict.fromkeys(by_id, 0), {}, by_id)
     for index, ids in enumerate(placement):
         for request_id in ids:
             request = by_id[request_id]
@@ -109,7 +109,7 @@ def run_step(
     )
 
 
-def _advance(engine: Scheduler, state: StepState, finish_s: dict[RequestId, float]) -> None:
+def _advance(engine: Scheduler, state: IntervalState, finish_s: dict[RequestId, float]) -> None:
     for progress in engine.advance(state.now_s):
         state.generated[progress.id] += progress.tokens
         if progress.finished_s is not None:
@@ -117,7 +117,7 @@ def _advance(engine: Scheduler, state: StepState, finish_s: dict[RequestId, floa
             del state.generated[progress.id], state.engine_of[progress.id]
 
 
-def _move(state: StepState, move: StepMove) -> int:
+def _move(state: IntervalState, move: StepMove) -> int:
     """Stop a request at its source and queue it at its destination; tokens to prefill again."""
     if state.engine_of.get(move.request) != move.source or move.source == move.destination:
         raise ValueError(f"cannot move {move.request} from engine {move.source} to {move.destination}")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrrl.agent.health import Limits, Track, fold, judge
+from orchestrrl.agent.health import EngineTrack, HealthLimits, fold, judge
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, Retryable
@@ -17,17 +17,17 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.nodes import Attachment, NodeHello, NodeKind
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
-from orchestrrl.fleet.deployers.base import Deployed
+from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.controller import Switching
+from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.reports import EngineReport
-from orchestrrl.gateway.routing.strategies import Routing
+from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.deployers.simulated import SimulatedDeployer, SimulatedMachines
-from orchestrrl.lab.sim.engines import EngineKind, Placement, VirtualEngine
+from orchestrrl.lab.sim.engines import EngineKind, EnginePlacement, VirtualEngine
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
 from orchestrrl.lab.sim.managed import VirtualManaged
-from orchestrrl.lab.sim.network import Network, Node
-from orchestrrl.lab.sim.scenario import FaultSection, Scenario
+from orchestrrl.lab.sim.network import Node, NodeNetwork
+from orchestrrl.lab.sim.scenario import GenerationFaultSection, GenerationScenario
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.model import ConfigurationId, EngineId, GpuId, NodeId, RequestId
 
@@ -56,7 +56,7 @@ class _Agent:
     """What the agent of one engine remembers between two scrapes."""
 
     node: NodeId
-    track: Track = field(default_factory=Track)
+    track: EngineTrack = field(default_factory=EngineTrack)
 
 
 class World:
@@ -66,7 +66,7 @@ class World:
         self,
         config: Config,
         kinds: Mapping[ConfigurationId, EngineKind],
-        scenario: Scenario,
+        scenario: GenerationScenario,
         journal_path: Path,
         *,
         share_network: bool = True,
@@ -81,11 +81,11 @@ class World:
         self.past_engines: list[VirtualEngine] = []
         self._by_url: dict[str, VirtualEngine] = {}
         self._agents: dict[EngineId, _Agent] = {}
-        self._limits = Limits(rate_window_s=control.rate_window_s)
+        self._limits = HealthLimits(rate_window_s=control.rate_window_s)
         self._sequence = 0
         self._crashed: set[EngineId] = set()
         nic_gbps = scenario.network.nic_gbps_per_node
-        self.network = Network(self.clock, nic_gbps, share_network, self._links_changed)
+        self.network = NodeNetwork(self.clock, nic_gbps, share_network, self._links_changed)
         self.transfers = 0
         self._under_way: set[asyncio.Task[None]] = set()
         self.machines = SimulatedMachines(
@@ -101,7 +101,7 @@ class World:
             self._engine_at,
             self._arrive,
             self._answered,
-            routing=Routing(scenario.gateway.policy),
+            routing=RoutingPolicy(scenario.gateway.policy),
             queue_depth=scenario.gateway.queue_depth,
         )
         self.journal = Journal(journal_path, self.clock.now_s())
@@ -114,7 +114,7 @@ class World:
             return EngineSpec(engine, configuration, layouts[configuration], tuple(gpus))
 
         self._make_spec = make_spec
-        self.deployment = Switching(
+        self.deployment = RedeploymentController(
             self.plane,
             self.deployer,
             lambda url: VirtualManaged(url, self._answering),
@@ -127,7 +127,7 @@ class World:
         self.steps: list[StepRecord] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    def deploy(self, configuration: ConfigurationId, fleet: Sequence[Placement]) -> None:
+    def deploy(self, configuration: ConfigurationId, fleet: Sequence[EnginePlacement]) -> None:
         """Engines that are there from the beginning."""
         for placement in fleet:
             self.machines.place(self._make_spec(placement.engine, configuration, placement.gpus))
@@ -171,7 +171,7 @@ class World:
         for error in self.plane.defects.errors:  # of moves and plans, which the loops only begin
             raise error
 
-    def schedule(self, faults: Sequence[FaultSection]) -> None:
+    def schedule(self, faults: Sequence[GenerationFaultSection]) -> None:
         self._tasks += [asyncio.create_task(self._strike(fault)) for fault in faults]
 
     async def run_step(
@@ -211,7 +211,7 @@ class World:
         self._catch_up(engine, self.clock.now_s())
         return engine
 
-    def _engine_started(self, deployed: Deployed) -> None:
+    def _engine_started(self, deployed: DeployedInstance) -> None:
         kind = self.kinds[deployed.configuration]
         revived = self._by_url.get(deployed.url)
         engine = VirtualEngine.start(deployed.engine, kind, deployed.gpus, deployed.url, self.clock.now_s())
@@ -377,7 +377,7 @@ class World:
         async for operation in attachment.orders():
             self.plane.result_received(self.gateway.perform(operation))
 
-    async def _strike(self, fault: FaultSection) -> None:
+    async def _strike(self, fault: GenerationFaultSection) -> None:
         await self.clock.sleep(fault.at_s - self.clock.now_s())
         engine = self.engines.get(EngineId(fault.kill_engine))
         if engine is None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrrl.integrations.instrument.kv_scheduler import Wish
+from orchestrrl.integrations.instrument.kv_scheduler import TransferParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class KvLink:
     def transfer_s(self, tokens: int) -> float:
         return self.latency_s + tokens * self.bytes_per_token * 8 / (self.gbps * 1e9)
 
-    def save(self, wish: Wish, token_ids: Sequence[int]) -> None:
+    def save(self, wish: TransferParams, token_ids: Sequence[int]) -> None:
         """The KV of an aborted request; of no tokens, so that nobody waits for it."""
         assert wish.save is not None
         entry = self.directory / wish.save
@@ -33,7 +33,7 @@ class KvLink:
         written.write_text(json.dumps({"weights": wish.weights, "token_ids": list(token_ids)}))
         written.rename(entry)
 
-    def take(self, wish: Wish, token_ids: Sequence[int]) -> int | None:
+    def take(self, wish: TransferParams, token_ids: Sequence[int]) -> int | None:
         """How many of these tokens' KV the entry has, at most all but the last; None: it is not there yet. Once found
         it is gone: 0 where it is of other weights or tokens."""
         assert wish.load is not None

@@ -10,7 +10,7 @@ from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from orchestrrl.lab.simulated_engine.tokens import DEFAULT_LENGTHS, LengthModel
 
 
-class Faults(BaseModel):
+class SimulatedFaults(BaseModel):
     """What is wrong with an engine, for those who try how others take it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -25,7 +25,7 @@ class Faults(BaseModel):
     tear_loads: Annotated[frozenset[int], Field(strict=False)] = frozenset()
 
 
-NO_FAULTS = Faults()
+NO_FAULTS = SimulatedFaults()
 
 
 class SimulatedOptions(BaseModel):
@@ -65,7 +65,7 @@ class SimulatedOptions(BaseModel):
     weight_transfer: bool = True  # it has OrchestrRL's backend, which checks before it loads, and tells what it has
     sleep_s: Annotated[float, Field(ge=0)] = 0.0  # to fall asleep, and to wake up
     scale_s: Annotated[float, Field(ge=0)] = 0.0  # to go on with more or fewer replicas
-    faults: Faults = NO_FAULTS
+    faults: SimulatedFaults = NO_FAULTS
     speed: Annotated[float, Field(gt=0)] = 1.0
     tick_s: Annotated[float, Field(gt=0)] = 0.02
 

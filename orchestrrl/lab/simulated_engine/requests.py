@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrrl.core.errors import faults_of
-from orchestrrl.engines.base import Endpoint, Refused
-from orchestrrl.integrations.instrument.kv_scheduler import Wish, read_wish
+from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
+from orchestrrl.integrations.instrument.kv_scheduler import TransferParams, read_wish
 from orchestrrl.lab.simulated_engine.tokens import TURN_END, TURN_START, TokenModel
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """What requests are checked against."""
 
     model_name: str
@@ -31,10 +31,10 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SimulatedRequest:
     """A valid request: what to generate, and what to tell of it."""
 
-    endpoint: Endpoint
+    endpoint: CompletionEndpoint
     prompt_ids: tuple[int, ...]
     max_tokens: int  # >= 1, and prompt and answer fit the model's longest context
     min_tokens: int
@@ -45,7 +45,7 @@ class Ask:
     include_usage: bool
     token_ids: bool
     top_logprobs: int | None  # alternatives per token; None: no log-probabilities at all
-    handover: Wish | None = None  # of KV, to and from other engines
+    handover: TransferParams | None = None  # of KV, to and from other engines
     prompt_logprobs: int | None = None  # of the prompt's own tokens, and so many alternatives; None: none at all
 
 
@@ -105,9 +105,9 @@ class _ChatBody(_Body):
     add_generation_prompt: bool = True
 
 
-def read_ask(endpoint: Endpoint, body: Any, served: Served) -> Ask:
+def read_ask(endpoint: CompletionEndpoint, body: Any, served: ServedModel) -> SimulatedRequest:
     """The request in an OpenAI body. Raises Refused with vLLM's status and an OpenAI error object."""
-    shape = _CompletionBody if endpoint is Endpoint.COMPLETIONS else _ChatBody
+    shape = _CompletionBody if endpoint is CompletionEndpoint.COMPLETIONS else _ChatBody
     try:
         read = shape.model_validate(body)
     except ValidationError as error:
@@ -131,7 +131,7 @@ def read_ask(endpoint: Endpoint, body: Any, served: Served) -> Ask:
     max_tokens = _room(asked_tokens, len(prompt_ids), served.max_model_len_tokens)
     if read.min_tokens > max_tokens:
         raise refusal(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {read.min_tokens}.")
-    return Ask(
+    return SimulatedRequest(
         endpoint=endpoint,
         prompt_ids=tuple(prompt_ids),
         max_tokens=max_tokens,
@@ -157,7 +157,7 @@ def _prompt_logprobs(body: _Body) -> int | None:
     return asked
 
 
-def _handover(body: _Body) -> Wish | None:
+def _handover(body: _Body) -> TransferParams | None:
     """As vLLM with the connector: a wish that cannot be read is told in the log, and the request is served without."""
     try:
         return read_wish(body.kv_transfer_params)
@@ -176,7 +176,7 @@ def tokenize_chat(messages: list[_Message], add_generation_prompt: bool, model: 
     return [*ids, TURN_START, *model.tokenize("assistant\n")] if add_generation_prompt else ids
 
 
-def read_tokenize(body: Any, served: Served) -> list[int]:
+def read_tokenize(body: Any, served: ServedModel) -> list[int]:
     """Token ids for a `/tokenize` body, which has a `prompt` or `messages`."""
     try:
         if isinstance(body, Mapping) and "messages" in body:
@@ -203,9 +203,11 @@ class _DetokenizeBody(BaseModel):
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-def refusal(message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError") -> Refused:
+def refusal(message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError") -> RequestRefused:
     """A refusal with its OpenAI error object."""
-    return Refused(message, status, {"error": {"message": message, "type": kind, "param": param, "code": status}})
+    return RequestRefused(
+        message, status, {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    )
 
 
 def _refuse_unsupported(body: _Body) -> None:

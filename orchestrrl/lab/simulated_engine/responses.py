@@ -4,21 +4,23 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrrl.engines.base import Endpoint
+from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.engines.handover import EXTERNAL_SOURCE
 from orchestrrl.engines.vllm_info import BEGAN_AT, COUNTED_SINCE
-from orchestrrl.lab.simulated_engine.requests import Ask
-from orchestrrl.lab.simulated_engine.runtime import Part, Runtime
+from orchestrrl.lab.simulated_engine.requests import SimulatedRequest
+from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime
 from orchestrrl.lab.simulated_engine.tokens import FIRST_WORD, TokenModel
 
 
 class Formatter:
     """The words around one answer's tokens."""
 
-    def __init__(self, ask: Ask, response_id: str, created: int, model_name: str, model: TokenModel) -> None:
+    def __init__(
+        self, ask: SimulatedRequest, response_id: str, created: int, model_name: str, model: TokenModel
+    ) -> None:
         self._ask = ask
         self._model = model
-        self._chat = ask.endpoint is Endpoint.CHAT
+        self._chat = ask.endpoint is CompletionEndpoint.CHAT
         kind = "chat.completion" if self._chat else "text_completion"
         self._head = {"id": response_id, "object": kind, "created": created, "model": model_name}
         self._stream_head = {**self._head, "object": f"{kind}.chunk" if self._chat else kind}
@@ -33,7 +35,7 @@ class Formatter:
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [_event({**self._stream_head, "choices": [choice], "prompt_token_ids": self._prompt_ids})]
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: AnswerPart) -> bytes:
         """One stream event for newly made tokens."""
         text = self._text(part)
         choice: dict[str, Any] = {"index": 0, **({"delta": {"content": text}} if self._chat else {"text": text})}
@@ -52,7 +54,7 @@ class Formatter:
             return done
         return [_event({**self._stream_head, "choices": [], "usage": self._usage(completion_tokens)}), *done]
 
-    def whole(self, part: Part) -> dict[str, Any]:
+    def whole(self, part: AnswerPart) -> dict[str, Any]:
         """The answer in one piece."""
         text = self._text(part)
         ids = part.token_ids if self._ask.token_ids else None
@@ -83,7 +85,7 @@ class Formatter:
     def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": self._model.detokenize([token])}
 
-    def _text(self, part: Part) -> str:
+    def _text(self, part: AnswerPart) -> str:
         """What the tokens say; a stop token is told by its id, not in the text."""
         return self._model.detokenize(part.token_ids if part.stop_reason is None else part.token_ids[:-1])
 
@@ -92,7 +94,7 @@ class Formatter:
         total = prompt_tokens + completion_tokens
         return {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": completion_tokens}
 
-    def _logprobs(self, part: Part) -> dict[str, Any] | None:
+    def _logprobs(self, part: AnswerPart) -> dict[str, Any] | None:
         if self._ask.top_logprobs is None:
             return None
         tokens = [self._model.detokenize([token]) for token in part.token_ids]

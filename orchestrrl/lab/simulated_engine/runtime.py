@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.integrations.instrument.kv_scheduler import Wish
+from orchestrrl.integrations.instrument.kv_scheduler import TransferParams
 from orchestrrl.lab.simulated_engine.kv_handover import KvLink
-from orchestrrl.lab.simulated_engine.requests import Ask
-from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Progress, Scheduler
+from orchestrrl.lab.simulated_engine.requests import SimulatedRequest
+from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, SequenceProgress
 from orchestrrl.lab.simulated_engine.tokens import EOS, Generation, TokenModel
 from planner.model import RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AnswerPart:
     """Newly made tokens of one answer. The last part has a finish_reason."""
 
     token_ids: list[int]
@@ -27,7 +27,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class AnswerEnd:
     """How an answer will end, known from the start since everything is computed."""
 
     tokens: int
@@ -36,7 +36,7 @@ class Ending:
     stop_token: int | None = None
 
 
-def ending_of(ask: Ask, generation: Generation) -> Ending:
+def ending_of(ask: SimulatedRequest, generation: Generation) -> AnswerEnd:
     """Where an answer ends: not before `min_tokens`, and at once if its context was a whole answer already."""
     natural = max(generation.answer_tokens - generation.position, ask.min_tokens + 1, 1)
     most = ask.max_tokens if ask.ignore_eos else min(ask.max_tokens, natural)
@@ -45,21 +45,21 @@ def ending_of(ask: Ask, generation: Generation) -> Ending:
         for count in range(1, most + 1):
             token, _ = ahead.next_token()
             if token in ask.stop_token_ids and count > ask.min_tokens:
-                return Ending(count, "stop", stop_token=token)
+                return AnswerEnd(count, "stop", stop_token=token)
     if not ask.ignore_eos and natural <= ask.max_tokens:
-        return Ending(natural, "stop", eos=True)
-    return Ending(ask.max_tokens, "length")
+        return AnswerEnd(natural, "stop", eos=True)
+    return AnswerEnd(ask.max_tokens, "length")
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class SimulatedAnswer:
     """One request on its way. Iterate over it for its parts; tokens pile up in one part while nobody reads."""
 
     id: RequestId  # unique in the scheduler
     engine_id: str  # what clients name in /abort_requests; may be shared
-    ask: Ask
+    ask: SimulatedRequest
     generation: Generation
-    ending: "Ending"
+    ending: "AnswerEnd"
     made: int = 0
     loaded_tokens: int = 0  # whose KV came from another engine: they need no prefill
     made_ids: list[int] = field(default_factory=list)  # of a request that may be handed over
@@ -92,12 +92,12 @@ class Answer:
         self._finish_reason = reason
         self._news.set()
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncIterator[AnswerPart]:
         while True:
             await self._news.wait()
             self._news.clear()
             stop_reason = self.ending.stop_token if self._finish_reason == "stop" else None
-            part = Part(self._token_ids, self._logprobs, self._finish_reason, stop_reason)
+            part = AnswerPart(self._token_ids, self._logprobs, self._finish_reason, stop_reason)
             self._token_ids, self._logprobs = [], []
             yield part
             if part.finish_reason is not None:
@@ -127,10 +127,10 @@ class Runtime:
         self._speed = speed
         self._tick_s = tick_s
         self.began_s = clock.now_s()
-        self._answers: dict[RequestId, Answer] = {}
+        self._answers: dict[RequestId, SimulatedAnswer] = {}
         self._link = link  # None: KV is neither saved nor loaded
         self._loading: dict[RequestId, asyncio.Task[None]] = {}
-        self._held: list[Answer] = []  # arrived, or left waiting, while no new work is taken on
+        self._held: list[SimulatedAnswer] = []  # arrived, or left waiting, while no new work is taken on
         self._numbers = itertools.count()
         self._work = asyncio.Event()
         self._drained = asyncio.Event()
@@ -148,11 +148,11 @@ class Runtime:
         shape = self.scheduler.shape
         return self.scheduler.kv_used_tokens / (shape.blocks * shape.block_tokens)
 
-    def submit(self, ask: Ask, engine_id: str) -> Answer:
+    def submit(self, ask: SimulatedRequest, engine_id: str) -> SimulatedAnswer:
         """Queue a request."""
         generation = self.model.begin(ask.prompt_ids, ask.seed)
         request_id = RequestId(f"{engine_id}#{next(self._numbers)}")
-        answer = Answer(request_id, engine_id, ask, generation, ending_of(ask, generation))
+        answer = SimulatedAnswer(request_id, engine_id, ask, generation, ending_of(ask, generation))
         self._answers[request_id] = answer
         if self._link is not None and ask.handover is not None and ask.handover.load is not None:
             self._loading[request_id] = asyncio.create_task(self._load(self._link, answer, ask.handover))
@@ -160,13 +160,13 @@ class Runtime:
             self._begin(answer)
         return answer
 
-    def _begin(self, answer: Answer) -> None:
+    def _begin(self, answer: SimulatedAnswer) -> None:
         if self.pause_mode in (PauseMode.WAIT, PauseMode.ABORT):
             self._held.append(answer)
         else:
             self._enqueue(answer)
 
-    async def _load(self, link: KvLink, answer: Answer, wish: Wish) -> None:
+    async def _load(self, link: KvLink, answer: SimulatedAnswer, wish: TransferParams) -> None:
         """Wait for the KV and for its way here; what does not come is prefilled."""
         asked_s, found = self._clock.now_s(), link.take(wish, answer.ask.prompt_ids)
         while found is None and self._clock.now_s() - asked_s < wish.wait_s:
@@ -189,7 +189,7 @@ class Runtime:
         self._abort(answers)
         return len(answers)
 
-    def drop(self, answer: Answer) -> None:
+    def drop(self, answer: SimulatedAnswer) -> None:
         """Its client has gone."""
         self._abort([answer] if answer.id in self._answers else [])
 
@@ -249,7 +249,7 @@ class Runtime:
     def _virtual_s(self) -> float:
         return (self._clock.now_s() - self.began_s) * self._speed
 
-    def _enqueue(self, answer: Answer) -> None:
+    def _enqueue(self, answer: SimulatedAnswer) -> None:
         self._advance()
         context_tokens = len(answer.ask.prompt_ids) + answer.made
         left = answer.ending.tokens - answer.made
@@ -263,7 +263,7 @@ class Runtime:
         if not self.scheduler.running:
             self._drained.set()
 
-    def _hand_out(self, progress: Progress) -> None:
+    def _hand_out(self, progress: SequenceProgress) -> None:
         answer = self._answers[progress.id]
         if answer.made == 0:
             self.prompt_tokens_total += len(answer.ask.prompt_ids)
@@ -273,7 +273,7 @@ class Runtime:
             self.finished_total[answer.ending.finish_reason] += 1
             del self._answers[answer.id]
 
-    def _abort(self, answers: list[Answer]) -> None:
+    def _abort(self, answers: list[SimulatedAnswer]) -> None:
         self._advance()
         self._save(answers)
         for answer in answers:
@@ -287,7 +287,7 @@ class Runtime:
         if not self.scheduler.running:
             self._drained.set()
 
-    def _save(self, answers: list[Answer]) -> None:
+    def _save(self, answers: list[SimulatedAnswer]) -> None:
         """Of those that are aborted, what they have in KV: nothing for those that were not running."""
         running = {sequence.id for sequence in self.scheduler.running}
         for answer in answers:

@@ -88,7 +88,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SequenceProgress:
     """What an advance did for one sequence."""
 
     id: RequestId
@@ -178,7 +178,7 @@ class Scheduler:
             raise ValueError(f"{len(self.running)} running sequences do not fit into {shape}")
         self.shape, self._free_blocks, self._step_s = shape, free_blocks, None
 
-    def advance(self, until_s: float) -> list[Progress]:
+    def advance(self, until_s: float) -> list[SequenceProgress]:
         """Complete every whole step that ends by `until_s`; the tokens made per sequence, in order of admission."""
         made: dict[RequestId, int] = {}
         finished_s: dict[RequestId, float] = {}
@@ -196,7 +196,7 @@ class Scheduler:
             self.now_s = max(self.now_s, until_s)
         if self.idle or self.paused:
             self._step_s = None
-        return [Progress(request_id, tokens, finished_s.get(request_id)) for request_id, tokens in made.items()]
+        return [SequenceProgress(request_id, tokens, finished_s.get(request_id)) for request_id, tokens in made.items()]
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.shape.block_tokens)

@@ -17,19 +17,19 @@ from orchestrrl import __version__
 from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Endpoint, Refused
+from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.lab.simulated_engine.managed import ManagedFace
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
-from orchestrrl.lab.simulated_engine.requests import Served, read_ask, read_detokenize, read_tokenize, refusal
+from orchestrrl.lab.simulated_engine.requests import ServedModel, read_ask, read_detokenize, read_tokenize, refusal
 from orchestrrl.lab.simulated_engine.responses import Formatter, metrics_page
-from orchestrrl.lab.simulated_engine.runtime import Answer, Part, Runtime
+from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime, SimulatedAnswer
 from orchestrrl.lab.simulated_engine.weights import first_model, json_of
 
 __all__ = ["SimulatedOptions", "SimulatedServer"]
 
 MOST_BODY_BYTES = 64 << 20  # a long prompt comes as a list of ids
 SHUTDOWN_S = 1.0  # what running requests get at the end; then their connections are cut
-ID_PREFIXES = {Endpoint.COMPLETIONS: "cmpl-", Endpoint.CHAT: "chatcmpl-"}
+ID_PREFIXES = {CompletionEndpoint.COMPLETIONS: "cmpl-", CompletionEndpoint.CHAT: "chatcmpl-"}
 
 
 class SimulatedServer:
@@ -47,8 +47,8 @@ class SimulatedServer:
         self._address = (host, port)
 
     @property
-    def _served(self) -> Served:
-        return Served(self._options.model_name, self.runtime.model, self._options.max_model_len_tokens)
+    def _served(self) -> ServedModel:
+        return ServedModel(self._options.model_name, self.runtime.model, self._options.max_model_len_tokens)
 
     async def __aenter__(self) -> Self:
         """Raises Permanent where it was told to fail."""
@@ -99,18 +99,20 @@ class SimulatedServer:
         return application
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, Endpoint.COMPLETIONS)
+        return await self._generate(request, CompletionEndpoint.COMPLETIONS)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, Endpoint.CHAT)
+        return await self._generate(request, CompletionEndpoint.CHAT)
 
-    async def _generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, endpoint: CompletionEndpoint) -> web.StreamResponse:
         served = self._served
         ask = read_ask(endpoint, await json_of(request), served)
         response_id = ID_PREFIXES[endpoint] + request.headers.get("X-Request-Id", uuid.uuid4().hex[:16])
         words = Formatter(ask, response_id, int(time.time()), served.model_name, served.model)
         # A completion may have several prompts, so vLLM numbers them; a chat has one.
-        answer = self.runtime.submit(ask, f"{response_id}-0" if endpoint is Endpoint.COMPLETIONS else response_id)
+        answer = self.runtime.submit(
+            ask, f"{response_id}-0" if endpoint is CompletionEndpoint.COMPLETIONS else response_id
+        )
         try:
             if ask.stream:
                 return await self._stream(request, answer, words)
@@ -118,7 +120,7 @@ class SimulatedServer:
         finally:
             self.runtime.drop(answer)
 
-    async def _stream(self, request: web.Request, answer: Answer, words: Formatter) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, answer: SimulatedAnswer, words: Formatter) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         opening = words.opening()
@@ -188,14 +190,14 @@ class SimulatedServer:
         return web.json_response({"status": "aborted", "aborted": aborted})
 
 
-async def _whole(parts: AsyncIterator[Part]) -> Part:
+async def _whole(parts: AsyncIterator[AnswerPart]) -> AnswerPart:
     token_ids: list[int] = []
     logprobs: list[float] = []
-    last = Part([], [])
+    last = AnswerPart([], [])
     async for last in parts:
         token_ids += last.token_ids
         logprobs += last.logprobs
-    return Part(token_ids, logprobs, last.finish_reason, last.stop_reason)
+    return AnswerPart(token_ids, logprobs, last.finish_reason, last.stop_reason)
 
 
 @web.middleware
@@ -212,7 +214,7 @@ async def _errors_as_objects(
 ) -> web.StreamResponse:
     try:
         return await handler(request)
-    except Refused as error:
+    except RequestRefused as error:
         return web.json_response(dict(error.body), status=error.status)
     except web.HTTPException as error:
         return web.json_response({"detail": error.reason}, status=error.status)

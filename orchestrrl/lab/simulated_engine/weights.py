@@ -16,7 +16,7 @@ from aiohttp import web
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, shorten
 from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD
-from orchestrrl.engines.vllm_weights import WorkerTold
+from orchestrrl.engines.vllm_weights import WorkerReport
 from orchestrrl.integrations.instrument.checkpoint_files import (
     BrokenCheckpoint,
     check_same_model,
@@ -34,11 +34,11 @@ WEIGHTS_FILE = "simulated.json"
 UNNAMED = "default"  # what vLLM calls weights that nobody has named
 # Weights that are neither the old nor the new, and those of an engine that answers wrongly, are of seeds far away.
 TORN, WRONG = 0x7042, 0xBAD
-START = WorkerTold(None, "", is_read_back=False, not_read_back="", fault="", is_torn=False, is_updating=False)
+START = WorkerReport(None, "", is_read_back=False, not_read_back="", fault="", is_torn=False, is_updating=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class SimulatedWeights:
     """What a folder holds. Without tensors it has a seed alone."""
 
     seed: int
@@ -47,18 +47,18 @@ class Weights:
     shapes: dict[str, tuple[int, ...]]
 
 
-def read_weights(folder: Path) -> Weights:
+def read_weights(folder: Path) -> SimulatedWeights:
     """Raises Permanent."""
     if (folder / WEIGHTS_FILE).exists() or not any(folder.glob("*.safetensors*")):
         seed = _read_seed(folder / WEIGHTS_FILE)
-        return Weights(seed, f"seed:{seed}", 0, {})
+        return SimulatedWeights(seed, f"seed:{seed}", 0, {})
     try:
         tensors = read_checkpoint(folder)
         content = content_sum(tensors, mapped(tensors))
     except BrokenCheckpoint as fault:
         raise Permanent(str(fault)) from fault
     data_bytes = sum(stored.end - stored.begin for stored in tensors.values())
-    return Weights(int(content.rpartition(":")[2], 16), content, data_bytes, shapes_of(tensors))
+    return SimulatedWeights(int(content.rpartition(":")[2], 16), content, data_bytes, shapes_of(tensors))
 
 
 def _read_seed(file: Path) -> int:
@@ -190,7 +190,7 @@ class WeightsFace:
                 raise Permanent("the engine was told to refuse it (--refuse-load)")
         except (Permanent, BrokenCheckpoint) as fault:
             if checked:
-                self._told = WorkerTold(**{**asdict(self._told), "fault": str(fault)})
+                self._told = WorkerReport(**{**asdict(self._told), "fault": str(fault)})
             raise Permanent(str(fault)) from fault
         await self._take_s(self._options.load_s + self._options.load_s_per_gb * weights.bytes / 1e9)
         if self._loads in faults.tear_loads:
@@ -199,11 +199,11 @@ class WeightsFace:
         self._shapes = self._shapes or weights.shapes
         self._runtime.take_weights(model_of(self._options, weights.seed))
         known = {"version": version, "sum": weights.sum, "is_read_back": True} if version is not None else {}
-        self._told = WorkerTold(**{**asdict(START), **known})
+        self._told = WorkerReport(**{**asdict(START), **known})
 
     def _tear(self, fault: str) -> None:
         self._runtime.take_weights(model_of(self._options, self._runtime.model.weights_seed ^ TORN))
-        self._told = WorkerTold(**{**asdict(START), "fault": fault, "is_torn": True})
+        self._told = WorkerReport(**{**asdict(START), "fault": fault, "is_torn": True})
 
     async def _take_s(self, virtual_s: float) -> None:
         if virtual_s:

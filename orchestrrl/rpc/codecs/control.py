@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from orchestrrl.core.defects import Defect
-from orchestrrl.core.journal.store import Entry
+from orchestrrl.core.journal.store import JournalEntry
 from orchestrrl.core.nodes import NodeState
-from orchestrrl.core.pause_registry import Part, Pause
+from orchestrrl.core.pause_registry import OperatorPause, PauseScope
 from orchestrrl.daemon.balancing import BalanceDecision
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.cost_estimates import StepTimes
+from orchestrrl.daemon.cost_estimates import StepTimeEstimates
 from orchestrrl.daemon.move_methods import MovedRequest
 from orchestrrl.daemon.plan_book import PlanEvent
 from orchestrrl.fleet.reports import FailoverCounts
@@ -19,7 +19,7 @@ from orchestrrl.rpc.codecs.pause import gate_to_pb
 from orchestrrl.rpc.codecs.redeployment import notable_to_pb
 from orchestrrl.rpc.codecs.telemetry import capabilities_to_pb, health_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
-from planner.admission import Control
+from planner.admission import OperatorControl
 from planner.calibration import Calibration
 from planner.model import Alternative, EngineId, EngineView, Mode, Plan, PlannedInstance, RequestState, Snapshot
 
@@ -98,7 +98,7 @@ def _defect_to_pb(defect: Defect, total: int) -> pb.Defect:
     )
 
 
-def pauses_to_pb(pauses: Mapping[Part, Pause]) -> list[pb.Pause]:
+def pauses_to_pb(pauses: Mapping[PauseScope, OperatorPause]) -> list[pb.Pause]:
     return [
         pb.Pause(part=part, reason=pause.reason, since_unix_s=pause.since_s, expires_unix_s=pause.expires_s)
         for part, pause in pauses.items()
@@ -126,7 +126,7 @@ def worker_to_pb(plane: ControlPlane, engine: EngineId) -> pb.Worker:
     return found or pb.Worker(engine_id=engine, draining=engine in plane.enrolment.roster.draining)
 
 
-def _worker_to_pb(engine: EngineView, requests: int, step_times: StepTimes, plane: ControlPlane) -> pb.Worker:
+def _worker_to_pb(engine: EngineView, requests: int, step_times: StepTimeEstimates, plane: ControlPlane) -> pb.Worker:
     capabilities = plane.state.capabilities(engine.id)
     return pb.Worker(
         engine_id=engine.id,
@@ -249,7 +249,7 @@ def _calibration_to_pb(calibration: Calibration) -> pb.PlanCalibration:
     )
 
 
-def control_to_pb(control: Control) -> pb.PlanControl:
+def control_to_pb(control: OperatorControl) -> pb.PlanControl:
     return pb.PlanControl(
         state=control.state,
         configuration=control.configuration or "",
@@ -307,7 +307,7 @@ def _ended_move_to_pb(moved: MovedRequest) -> pb.EndedMove:
     )
 
 
-def entry_to_pb(entry: Entry) -> pb.JournalEntry:
+def entry_to_pb(entry: JournalEntry) -> pb.JournalEntry:
     return pb.JournalEntry(
         sequence=entry.sequence,
         at_unix_s=entry.at_s,

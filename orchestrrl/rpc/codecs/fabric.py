@@ -6,16 +6,25 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from orchestrrl.fabric.periods import CommitReport, FabricControl, PeriodReport, PeriodState
-from orchestrrl.fabric.switch_reader import Glance
-from orchestrrl.fabric.windows import Arm, Disarm, Host, Jobs, Order, Ping, Summarise, TraceHub
+from orchestrrl.fabric.switch_reader import SiteReading
+from orchestrrl.fabric.windows import (
+    ClockPing,
+    Jobs,
+    Order,
+    RequestSummary,
+    StopWatching,
+    TracedHost,
+    TraceHub,
+    WatchWindows,
+)
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from planner.fabric.intent import Stage
 from planner.fabric.model import Pair
-from planner.fabric.slack import Remaining
+from planner.fabric.slack import RemainingQuiet
 from planner.model import Hold
 
 if TYPE_CHECKING:
-    from orchestrrl.fabric.coordinator import Coordinator
+    from orchestrrl.fabric.coordinator import CircuitCoordinator
     from orchestrrl.fabric.packet_routing import FabricRouting
 
 PAIRS_TOLD = 256  # of ToRs: on a large site all of them are more than a message holds
@@ -104,7 +113,7 @@ def control_of_fabric_to_pb(control: FabricControl) -> pb.FabricControl:
     )
 
 
-def fabric_to_pb(fabric: "Coordinator", limit: int, routing: "FabricRouting | None" = None) -> pb.FabricStatus:
+def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouting | None" = None) -> pb.FabricStatus:
     control = fabric.word.control
     pinned = fabric.word.pinned
     message = pb.FabricStatus(
@@ -138,7 +147,7 @@ def fabric_to_pb(fabric: "Coordinator", limit: int, routing: "FabricRouting | No
     return message
 
 
-def _circuits_of(fabric: "Coordinator") -> Mapping[tuple[str, Pair], int]:
+def _circuits_of(fabric: "CircuitCoordinator") -> Mapping[tuple[str, Pair], int]:
     """How many circuits join two endpoints, by PoD; the core's have none."""
     found: Counter[tuple[str, Pair]] = Counter()
     for pair in fabric.glance.cross_connects:
@@ -148,7 +157,7 @@ def _circuits_of(fabric: "Coordinator") -> Mapping[tuple[str, Pair], int]:
     return found
 
 
-def _broken(glance: Glance) -> list[str]:
+def _broken(glance: SiteReading) -> list[str]:
     """What switches report of themselves."""
     ports = sorted(glance.failures.ports)
     told = [f"port {switch}:{port} (by the switch)" for switch, port in ports]
@@ -177,7 +186,7 @@ def hosts_to_pb(hub: TraceHub, now_s: float) -> list[pb.HostTrace]:
     return [_host_to_pb(host, now_s) for host in hub.known()]
 
 
-def _host_to_pb(host: Host, now_s: float) -> pb.HostTrace:
+def _host_to_pb(host: TracedHost, now_s: float) -> pb.HostTrace:
     offset = host.clock.offset(now_s)
     words = [
         f"{job or 'trainer'}: {word.detail}"
@@ -198,21 +207,21 @@ def jobs_from_pb(hello: pb.TraceHello) -> Jobs:
     return {each.job: frozenset(each.ranks) for each in hello.jobs}
 
 
-def remaining_from_pb(quiet: pb.Quiet) -> Remaining:
+def remaining_from_pb(quiet: pb.Quiet) -> RemainingQuiet:
     """Raises ValueError for what is no time."""
     if not (math.isfinite(quiet.since_s) and math.isfinite(quiet.until_s) and math.isfinite(quiet.told_s)):
         raise ValueError(f"times must be finite, got {quiet.since_s}, {quiet.until_s} and {quiet.told_s}")
-    return Remaining(quiet.position, quiet.since_s, quiet.until_s, quiet.samples, quiet.risk)
+    return RemainingQuiet(quiet.position, quiet.since_s, quiet.until_s, quiet.samples, quiet.risk)
 
 
 def order_to_pb(order: Order) -> pb.TraceOrder:
     match order:
-        case Arm():
+        case WatchWindows():
             arm = pb.Arm(id=order.id, need_s=order.need_s, quantile=order.quantile, job=order.job)
             return pb.TraceOrder(arm=arm)
-        case Disarm():
+        case StopWatching():
             return pb.TraceOrder(disarm=pb.Disarm(id=order.id))
-        case Ping():
+        case ClockPing():
             return pb.TraceOrder(ping=pb.Ping(sent_s=order.sent_s))
-        case Summarise():
+        case RequestSummary():
             return pb.TraceOrder(summarise=pb.Summarise())

@@ -5,14 +5,15 @@ from orchestrrl.core.operations import (
     AbortRequests,
     Action,
     CancelRequests,
-    CloseGate,
+    CloseBarrier,
+    EngineRoute,
     FrozenRequests,
-    ItemResult,
     MoveMethod,
     MoveRequests,
-    OpenGate,
+    OpenBarrier,
     Operation,
     OperationId,
+    OperationItemResult,
     OperationResult,
     OperationStatus,
     PauseEngine,
@@ -20,7 +21,6 @@ from orchestrrl.core.operations import (
     ProbeEngine,
     RequestMove,
     ResumeEngine,
-    Route,
     SetRoutes,
 )
 from orchestrrl.rpc.codecs.telemetry import (
@@ -112,7 +112,7 @@ def hello_from_pb(message: agent_pb2.NodeHello) -> NodeHello:
     )
 
 
-def route_to_pb(route: Route) -> agent_pb2.Route:
+def route_to_pb(route: EngineRoute) -> agent_pb2.Route:
     return agent_pb2.Route(
         engine_id=route.engine,
         url=route.url,
@@ -130,8 +130,8 @@ def route_to_pb(route: Route) -> agent_pb2.Route:
     )
 
 
-def route_from_pb(message: agent_pb2.Route) -> Route:
-    return Route(
+def route_from_pb(message: agent_pb2.Route) -> EngineRoute:
+    return EngineRoute(
         engine=EngineId(required("engine_id", message.engine_id)),
         url=message.url,
         health=health_from_pb(message.health),
@@ -181,7 +181,7 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
             message.abort_requests.CopyFrom(agent_pb2.AbortRequests(engine_id=engine, request_ids=requests))
         case ProbeEngine(engine):
             message.probe_engine.CopyFrom(agent_pb2.ProbeEngine(engine_id=engine))
-        case CloseGate(lease, holder, gate_mode, frozen, lease_until_s, quiet_by_s, engines_run, weights_change):
+        case CloseBarrier(lease, holder, gate_mode, frozen, lease_until_s, quiet_by_s, engines_run, weights_change):
             message.close_gate.CopyFrom(
                 agent_pb2.CloseGate(
                     lease_id=lease,
@@ -194,7 +194,7 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
                     weights_change=weights_change,
                 )
             )
-        case OpenGate(lease, policy_version, without):
+        case OpenBarrier(lease, policy_version, without):
             message.open_gate.CopyFrom(
                 agent_pb2.OpenGate(lease_id=lease, policy_version=policy_version, without_engine_ids=without)
             )
@@ -235,7 +235,7 @@ def _action_from_pb(message: agent_pb2.Operation) -> Action:
             return ProbeEngine(EngineId(message.probe_engine.engine_id))
         case "close_gate":
             close = message.close_gate
-            return CloseGate(
+            return CloseBarrier(
                 required("lease_id", close.lease_id),
                 close.holder,
                 gate_mode_from_pb(close.mode),
@@ -247,7 +247,7 @@ def _action_from_pb(message: agent_pb2.Operation) -> Action:
             )
         case "open_gate":
             opened = message.open_gate
-            return OpenGate(
+            return OpenBarrier(
                 required("lease_id", opened.lease_id),
                 opened.policy_version if opened.HasField("policy_version") else None,
                 tuple(EngineId(engine) for engine in opened.without_engine_ids),
@@ -303,7 +303,7 @@ def result_from_pb(message: agent_pb2.OperationResult) -> OperationResult:
         detail=message.detail,
         duration_s=message.duration_s,
         items=tuple(
-            ItemResult(
+            OperationItemResult(
                 id=item.id,
                 done=item.done,
                 detail=item.detail,

@@ -8,26 +8,34 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import TypeVar
 
-from ocs_drivers.errors import Conflict, DriverError, Faults, InvalidChange, OutcomeUnknown, Permanent, Retryable
+from ocs_drivers.errors import (
+    CircuitConflict,
+    DriverError,
+    DriverFaults,
+    DriverOutcomeUnknown,
+    DriverPermanent,
+    DriverRetryable,
+    InvalidChange,
+)
 from ocs_drivers.model import (
     Action,
     BootBehaviour,
-    Capabilities,
-    Change,
     ChangeMode,
-    Circuit,
+    CircuitChange,
+    CircuitDiff,
     CircuitState,
     CommitResult,
     Connectivity,
     CrossConnect,
-    Diff,
-    Event,
+    CrossConnectReading,
+    CrossConnectResult,
+    DeviceCircuit,
     EventKind,
-    Facts,
-    ItemResult,
     PortState,
     PortStatus,
-    Reading,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
     Unconfirmed,
     Verification,
 )
@@ -66,11 +74,11 @@ _EVENT = {
     EventKind.ALARM: ocs_pb2.EVENT_KIND_ALARM,
 }
 _ERROR: dict[str, type[DriverError]] = {
-    "retryable": Retryable,
-    "outcome_unknown": OutcomeUnknown,
+    "retryable": DriverRetryable,
+    "outcome_unknown": DriverOutcomeUnknown,
     "invalid_change": InvalidChange,
-    "conflict": Conflict,
-    "permanent": Permanent,
+    "conflict": CircuitConflict,
+    "permanent": DriverPermanent,
 }
 
 
@@ -105,7 +113,7 @@ def ports_from_pb(pb: ocs_pb2.PortNumbers) -> range:
     return range(pb.first, pb.first + pb.count)
 
 
-def facts_to_pb(facts: Facts, capabilities: Capabilities) -> ocs_pb2.DeviceFacts:
+def facts_to_pb(facts: SwitchFacts, capabilities: SwitchCapabilities) -> ocs_pb2.DeviceFacts:
     return ocs_pb2.DeviceFacts(
         vendor=facts.vendor,
         model=facts.model,
@@ -127,8 +135,8 @@ def facts_to_pb(facts: Facts, capabilities: Capabilities) -> ocs_pb2.DeviceFacts
     )
 
 
-def facts_from_pb(pb: ocs_pb2.DeviceFacts) -> Facts:
-    return Facts(
+def facts_from_pb(pb: ocs_pb2.DeviceFacts) -> SwitchFacts:
+    return SwitchFacts(
         vendor=pb.vendor,
         model=pb.model,
         serial=pb.serial,
@@ -141,8 +149,8 @@ def facts_from_pb(pb: ocs_pb2.DeviceFacts) -> Facts:
     )
 
 
-def capabilities_from_pb(pb: ocs_pb2.DriverCapabilities) -> Capabilities:
-    return Capabilities(
+def capabilities_from_pb(pb: ocs_pb2.DriverCapabilities) -> SwitchCapabilities:
+    return SwitchCapabilities(
         pb.bulk, pb.tuned_state, pb.link_state, pb.port_power, pb.events, removes_one_by_one=pb.removes_one_by_one
     )
 
@@ -156,7 +164,7 @@ def port_from_pb(pb: ocs_pb2.PortState) -> PortState:
     return PortState(pb.port, _value("status", _PORT, pb.status), power_dbm)
 
 
-def circuit_to_pb(circuit: Circuit) -> ocs_pb2.Circuit:
+def circuit_to_pb(circuit: DeviceCircuit) -> ocs_pb2.Circuit:
     return ocs_pb2.Circuit(
         cross_connect=pair_to_pb(circuit.cross_connect),
         state=_CIRCUIT[circuit.state],
@@ -165,9 +173,9 @@ def circuit_to_pb(circuit: Circuit) -> ocs_pb2.Circuit:
     )
 
 
-def circuit_from_pb(pb: ocs_pb2.Circuit) -> Circuit:
+def circuit_from_pb(pb: ocs_pb2.Circuit) -> DeviceCircuit:
     link_up = pb.link_up if pb.HasField("link_up") else None
-    return Circuit(pair_from_pb(pb.cross_connect), _value("state", _CIRCUIT, pb.state), link_up, pb.ours)
+    return DeviceCircuit(pair_from_pb(pb.cross_connect), _value("state", _CIRCUIT, pb.state), link_up, pb.ours)
 
 
 def unconfirmed_to_pb(trial: Unconfirmed | None) -> ocs_pb2.UnconfirmedChange | None:
@@ -197,30 +205,30 @@ def unconfirmed_from_pb(
     )
 
 
-def reading_to_pb(reading: Reading) -> ocs_pb2.ListCrossConnectsResponse:
+def reading_to_pb(reading: CrossConnectReading) -> ocs_pb2.ListCrossConnectsResponse:
     circuits = [circuit_to_pb(circuit) for circuit in reading.circuits]
     return ocs_pb2.ListCrossConnectsResponse(
         circuits=circuits, revision=reading.revision, unconfirmed=unconfirmed_to_pb(reading.unconfirmed)
     )
 
 
-def reading_from_pb(pb: ocs_pb2.ListCrossConnectsResponse) -> Reading:
+def reading_from_pb(pb: ocs_pb2.ListCrossConnectsResponse) -> CrossConnectReading:
     circuits = sorted((circuit_from_pb(circuit) for circuit in pb.circuits), key=lambda circuit: circuit.cross_connect)
-    return Reading(tuple(circuits), pb.revision, unconfirmed_from_pb(pb))
+    return CrossConnectReading(tuple(circuits), pb.revision, unconfirmed_from_pb(pb))
 
 
-def change_to_pb(change: Change, mode: ChangeMode) -> ocs_pb2.PlanChangeRequest:
+def change_to_pb(change: CircuitChange, mode: ChangeMode) -> ocs_pb2.PlanChangeRequest:
     return ocs_pb2.PlanChangeRequest(
         connect=pairs_to_pb(change.connect), disconnect=pairs_to_pb(change.disconnect), mode=_MODE[mode]
     )
 
 
-def change_from_pb(pb: ocs_pb2.PlanChangeRequest) -> tuple[Change, ChangeMode]:
+def change_from_pb(pb: ocs_pb2.PlanChangeRequest) -> tuple[CircuitChange, ChangeMode]:
     mode = ChangeMode.SAFE if pb.mode == ocs_pb2.CHANGE_MODE_UNSPECIFIED else _value("mode", _MODE, pb.mode)
-    return Change(pairs_from_pb(pb.connect), pairs_from_pb(pb.disconnect)), mode
+    return CircuitChange(pairs_from_pb(pb.connect), pairs_from_pb(pb.disconnect)), mode
 
 
-def diff_to_pb(diff: Diff) -> ocs_pb2.ChangeDiff:
+def diff_to_pb(diff: CircuitDiff) -> ocs_pb2.ChangeDiff:
     return ocs_pb2.ChangeDiff(
         mode=_MODE[diff.mode],
         before=pairs_to_pb(sorted(diff.before)),
@@ -231,8 +239,8 @@ def diff_to_pb(diff: Diff) -> ocs_pb2.ChangeDiff:
     )
 
 
-def diff_from_pb(pb: ocs_pb2.ChangeDiff) -> Diff:
-    return Diff(
+def diff_from_pb(pb: ocs_pb2.ChangeDiff) -> CircuitDiff:
+    return CircuitDiff(
         mode=_value("mode", _MODE, pb.mode),
         revision=pb.revision,
         before=frozenset(pairs_from_pb(pb.before)),
@@ -242,7 +250,7 @@ def diff_from_pb(pb: ocs_pb2.ChangeDiff) -> Diff:
     )
 
 
-def item_to_pb(item: ItemResult) -> ocs_pb2.CrossConnectResult:
+def item_to_pb(item: CrossConnectResult) -> ocs_pb2.CrossConnectResult:
     return ocs_pb2.CrossConnectResult(
         cross_connect=pair_to_pb(item.cross_connect),
         action=item.action,
@@ -254,8 +262,8 @@ def item_to_pb(item: ItemResult) -> ocs_pb2.CrossConnectResult:
     )
 
 
-def item_from_pb(pb: ocs_pb2.CrossConnectResult) -> ItemResult:
-    return ItemResult(
+def item_from_pb(pb: ocs_pb2.CrossConnectResult) -> CrossConnectResult:
+    return CrossConnectResult(
         cross_connect=pair_from_pb(pb.cross_connect),
         action=Action(pb.action),
         done=pb.done,
@@ -303,15 +311,15 @@ def verification_from_pb(pb: ocs_pb2.Verification) -> Verification:
     )
 
 
-def event_to_pb(event: Event) -> ocs_pb2.DeviceEvent:
+def event_to_pb(event: SwitchEvent) -> ocs_pb2.DeviceEvent:
     pair = pair_to_pb(event.cross_connect) if event.cross_connect else None
     return ocs_pb2.DeviceEvent(
         at_unix_s=event.at_s, kind=_EVENT[event.kind], text=event.text, port=event.port, cross_connect=pair
     )
 
 
-def event_from_pb(pb: ocs_pb2.DeviceEvent) -> Event:
-    return Event(
+def event_from_pb(pb: ocs_pb2.DeviceEvent) -> SwitchEvent:
+    return SwitchEvent(
         at_s=pb.at_unix_s,
         kind=_value("kind", _EVENT, pb.kind),
         text=pb.text,
@@ -328,8 +336,8 @@ def error_to_pb(error: DriverError) -> ocs_pb2.DriverError:
         device=error.device,
         command=error.command,
         answer=error.answer,
-        after_s=error.after_s if isinstance(error, Retryable) else 0.0,
-        faults=error.faults if isinstance(error, Faults) else [],
+        after_s=error.after_s if isinstance(error, DriverRetryable) else 0.0,
+        faults=error.faults if isinstance(error, DriverFaults) else [],
     )
 
 
@@ -338,12 +346,12 @@ def error_from_pb(pb: ocs_pb2.DriverError, device: str) -> DriverError:
     the message."""
     theirs = f"{pb.device}: " if pb.device and pb.device != device else ""
     if pb.kind in ("invalid_change", "conflict"):
-        kind = InvalidChange if pb.kind == "invalid_change" else Conflict
+        kind = InvalidChange if pb.kind == "invalid_change" else CircuitConflict
         # The way out that a fault names is a command of ours, so it needs the name that we know the device by.
         faults = [fault.replace(f"ocs take-over {pb.device} ", f"ocs take-over {device} ") for fault in pb.faults]
         return kind([theirs + fault for fault in faults or [pb.message]], device=device)
     message = theirs + pb.message
     if pb.kind == "retryable":
-        return Retryable(message, after_s=pb.after_s, device=device, command=pb.command, answer=pb.answer)
-    kind_of_other = OutcomeUnknown if pb.kind == "outcome_unknown" else Permanent
+        return DriverRetryable(message, after_s=pb.after_s, device=device, command=pb.command, answer=pb.answer)
+    kind_of_other = DriverOutcomeUnknown if pb.kind == "outcome_unknown" else DriverPermanent
     return kind_of_other(message, device=device, command=pb.command, answer=pb.answer)

@@ -1,13 +1,13 @@
 """Between the daemon's gate and the Control service's messages."""
 
-from orchestrrl.fleet.pause_barrier import GateKeeper, GateWish
+from orchestrrl.fleet.pause_barrier import PauseBarrier, PauseRequest
 from orchestrrl.rpc.codecs.node import frozen_from_pb, frozen_to_pb, gate_mode_from_pb, gate_mode_to_pb
 from orchestrrl.rpc.codecs.telemetry import gate_to_pb as report_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 
 
-def wish_from_pb(message: pb.PauseGateRequest) -> GateWish:
-    return GateWish(
+def wish_from_pb(message: pb.PauseGateRequest) -> PauseRequest:
+    return PauseRequest(
         mode=gate_mode_from_pb(message.mode),
         frozen=frozen_from_pb(message.frozen),
         holder=message.holder,
@@ -16,7 +16,7 @@ def wish_from_pb(message: pb.PauseGateRequest) -> GateWish:
     )
 
 
-def gate_to_pb(keeper: GateKeeper) -> pb.Gate:
+def gate_to_pb(keeper: PauseBarrier) -> pb.Gate:
     """As it stands now. A lease's own fields are there while it lasts."""
     state, lease = keeper.state, keeper.state.lease
     gate = pb.Gate(

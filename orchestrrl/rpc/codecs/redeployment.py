@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.steps import (
-    Direction,
+    Redeployment,
+    RedeploymentReport,
+    RedeploymentState,
+    RedeployRequest,
+    RedeployStep,
+    RedeployStepState,
     Stage,
-    Step,
+    StepDirection,
     StepReport,
-    StepState,
-    Switch,
-    SwitchReport,
-    SwitchState,
-    SwitchWish,
     steps_in,
 )
 from orchestrrl.rpc.pb import control_pb2 as pb
@@ -20,12 +20,12 @@ from orchestrrl.rpc.pb import control_pb2 as pb
 PLANNED = "planned"
 
 
-def wish_from_pb(message: pb.SwitchDeploymentRequest) -> SwitchWish:
+def wish_from_pb(message: pb.SwitchDeploymentRequest) -> RedeployRequest:
     targets = tuple((target.configuration, target.engines) for target in message.targets)
-    return SwitchWish(targets, message.plan_id, message.reason)
+    return RedeployRequest(targets, message.plan_id, message.reason)
 
 
-def draft_to_pb(switch: Switch, stages: Sequence[Stage]) -> pb.SwitchReport:
+def draft_to_pb(switch: Redeployment, stages: Sequence[Stage]) -> pb.SwitchReport:
     """What would be done. It has no id, and nothing can be asked of it later."""
     return pb.SwitchReport(
         plan_id=switch.plan,
@@ -35,11 +35,11 @@ def draft_to_pb(switch: Switch, stages: Sequence[Stage]) -> pb.SwitchReport:
         old_engines=map(_engine_to_pb, switch.old),
         new_engines=map(_engine_to_pb, switch.new),
         engine_ids=[spec.engine for spec in switch.old],
-        steps=[_step_to_pb(step, Direction.FORWARD, StepState.PENDING) for step in steps_in(stages)],
+        steps=[_step_to_pb(step, StepDirection.FORWARD, RedeployStepState.PENDING) for step in steps_in(stages)],
     )
 
 
-def report_to_pb(report: SwitchReport, *, steps: bool = True) -> pb.SwitchReport:
+def report_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.SwitchReport:
     """`steps` False: without them, where many are listed: a large fleet's are thousands."""
     return pb.SwitchReport(
         switch_id=report.id,
@@ -59,9 +59,9 @@ def report_to_pb(report: SwitchReport, *, steps: bool = True) -> pb.SwitchReport
     )
 
 
-def notable_to_pb(report: SwitchReport | None) -> pb.SwitchReport | None:
+def notable_to_pb(report: RedeploymentReport | None) -> pb.SwitchReport | None:
     """The report where the fleet's status has to tell of it: it is under way, or has left engines missing."""
-    if report is None or report.state not in (SwitchState.RUNNING, SwitchState.DEGRADED):
+    if report is None or report.state not in (RedeploymentState.RUNNING, RedeploymentState.DEGRADED):
         return None
     return report_to_pb(report)
 
@@ -80,7 +80,7 @@ def _taken_to_pb(taken: StepReport) -> pb.SwitchStep:
     return message
 
 
-def _step_to_pb(step: Step, direction: Direction, state: StepState) -> pb.SwitchStep:
+def _step_to_pb(step: RedeployStep, direction: StepDirection, state: RedeployStepState) -> pb.SwitchStep:
     return pb.SwitchStep(
         number=step.number,
         stage=step.stage,

@@ -6,7 +6,7 @@ only files that know both.
 
 from orchestrrl.core.errors import cut
 from orchestrrl.core.nodes import GatewayEngine
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.reports import (
     EngineFailovers,
     EngineReport,
@@ -75,7 +75,7 @@ def health_from_pb(health: telemetry_pb2.EngineHealth.ValueType) -> EngineHealth
     return _HEALTH_FROM_PB.get(health)
 
 
-def capabilities_to_pb(capabilities: Capabilities) -> telemetry_pb2.EngineCapabilities:
+def capabilities_to_pb(capabilities: EngineCapabilities) -> telemetry_pb2.EngineCapabilities:
     return telemetry_pb2.EngineCapabilities(
         engine=capabilities.engine,
         version=outside_text(capabilities.version),
@@ -94,8 +94,8 @@ def capabilities_to_pb(capabilities: Capabilities) -> telemetry_pb2.EngineCapabi
     )
 
 
-def capabilities_from_pb(message: telemetry_pb2.EngineCapabilities) -> Capabilities:
-    return Capabilities(
+def capabilities_from_pb(message: telemetry_pb2.EngineCapabilities) -> EngineCapabilities:
+    return EngineCapabilities(
         engine=message.engine,
         version=message.version,
         models=tuple(message.models),

@@ -2,11 +2,11 @@
 
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.weights.controller.reports import (
-    EdgeTook,
-    EngineStands,
+    EdgeTime,
+    EngineStatus,
     EngineSync,
-    PeerStands,
-    PhaseTook,
+    PeerStatus,
+    PhaseTime,
     SyncPhase,
     SyncReport,
     SyncState,
@@ -99,20 +99,20 @@ def status_from_pb(message: pb.WeightsStatus) -> WeightsStatus:
     )
 
 
-def _phase_from_pb(message: pb.SyncPhase) -> PhaseTook:
+def _phase_from_pb(message: pb.SyncPhase) -> PhaseTime:
     ended_s = message.ended_unix_s if message.HasField("ended_unix_s") else None
-    return PhaseTook(SyncPhase(message.phase), message.began_unix_s, ended_s)
+    return PhaseTime(SyncPhase(message.phase), message.began_unix_s, ended_s)
 
 
-def _engine_to_pb(engine: EngineStands) -> pb.EngineSync:
+def _engine_to_pb(engine: EngineStatus) -> pb.EngineSync:
     return pb.EngineSync(engine_id=engine.engine, state=engine.state, detail=engine.detail, install_s=engine.install_s)
 
 
-def _engine_from_pb(message: pb.EngineSync) -> EngineStands:
-    return EngineStands(EngineId(message.engine_id), EngineSync(message.state), message.detail, message.install_s)
+def _engine_from_pb(message: pb.EngineSync) -> EngineStatus:
+    return EngineStatus(EngineId(message.engine_id), EngineSync(message.state), message.detail, message.install_s)
 
 
-def _edge_to_pb(edge: EdgeTook) -> pb.SyncEdge:
+def _edge_to_pb(edge: EdgeTime) -> pb.SyncEdge:
     return pb.SyncEdge(
         src_peer_id=edge.src,
         dst_peer_id=edge.dst,
@@ -123,13 +123,13 @@ def _edge_to_pb(edge: EdgeTook) -> pb.SyncEdge:
     )
 
 
-def _edge_from_pb(message: pb.SyncEdge) -> EdgeTook:
-    return EdgeTook(
+def _edge_from_pb(message: pb.SyncEdge) -> EdgeTime:
+    return EdgeTime(
         message.src_peer_id, message.dst_peer_id, message.phase, message.bytes, message.seconds, message.planned_s
     )
 
 
-def _peer_to_pb(peer: PeerStands) -> pb.WeightsPeer:
+def _peer_to_pb(peer: PeerStatus) -> pb.WeightsPeer:
     return pb.WeightsPeer(
         peer_id=peer.id,
         role=peer.role,
@@ -143,8 +143,8 @@ def _peer_to_pb(peer: PeerStands) -> pb.WeightsPeer:
     )
 
 
-def _peer_from_pb(message: pb.WeightsPeer) -> PeerStands:
-    return PeerStands(
+def _peer_from_pb(message: pb.WeightsPeer) -> PeerStatus:
+    return PeerStatus(
         message.peer_id,
         message.role,
         message.host,

@@ -3,7 +3,7 @@
 A plug point: one module per product, registered in the entry-point group `orchestrrl.weight_planes`; every one passes
 `orchestrrl/weights/backends/conformance.py`. The order is always the same, and the daemon keeps it: publish, prepare,
 fence, install, verify, commit, resume. The tree is one of them: the daemon plans it itself, and peers carry it. A
-`DirectPlane` brings bytes from the trainer's process straight into engines, while the trainer stands by. It has three
+`DirectBackend` brings bytes from the trainer's process straight into engines, while the trainer stands by. It has three
 parts, one in each process: in the daemon (`prepare`, `install`, `relayed`), at the peers of engines (`at_engine`), and
 in the trainer (`sender`).
 """
@@ -26,7 +26,7 @@ JOIN, SEND = "join", "send"  # steps of `vllm_transfer` that its trainer takes
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
+class BackendCapabilities:
     """`stages_ahead`: all bytes are at the engines' hosts before the fence, so the trainer may go on. `rolls_back`: a
     version can be had again without the trainer: engines that took another one get it back, and those that were
     restarted are repaired. `reads_back`: engines may say what they hold, as a sum of it."""
@@ -37,7 +37,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TrainerStep:
     """Of the trainer, in its publish: a step of the plane's. Numbers go up within a sync."""
 
     number: int
@@ -45,14 +45,14 @@ class Asked:
     body: Mapping[str, Any] = field(default_factory=dict)
 
 
-_ASKED: TypeAdapter[Asked] = TypeAdapter(Asked)
+_ASKED: TypeAdapter[TrainerStep] = TypeAdapter(TrainerStep)
 
 
-def asked_text(asked: Asked) -> str:
+def asked_text(asked: TrainerStep) -> str:
     return _ASKED.dump_json(asked).decode()
 
 
-def asked_of(text: str) -> Asked | None:
+def asked_of(text: str) -> TrainerStep | None:
     """Raises Permanent for what a newer daemon says."""
     try:
         return _ASKED.validate_json(text) if text else None
@@ -87,13 +87,13 @@ class DirectSync(Protocol):
         ...
 
 
-class Tell(Protocol):
+class ReportStep(Protocol):
     """From the trainer to the daemon's part: `relayed` there. Blocks. Raises OrchestrRLError."""
 
     def __call__(self, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
 
-class Sender(Protocol):
+class WeightSender(Protocol):
     """The trainer's part, of one rank. `act` is called in the thread that publishes, on all ranks, since tensors may
     have to be gathered."""
 
@@ -106,7 +106,7 @@ class Sender(Protocol):
         """For a version after this one. Raises as the plane's `sender` does."""
         ...
 
-    def act(self, asked: Asked, tell: Tell) -> None:
+    def act(self, asked: TrainerStep, tell: ReportStep) -> None:
         """Raises whatever it likes where it cannot."""
         ...
 
@@ -125,15 +125,15 @@ class SenderOptions:
     own: Mapping[str, str] = field(default_factory=dict)
 
 
-class Plane(Protocol):
+class WeightBackend(Protocol):
     """One process's. Construction opens nothing, and imports nothing but ours."""
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> BackendCapabilities: ...
 
 
 @runtime_checkable
-class DirectPlane(Plane, Protocol):
+class DirectBackend(WeightBackend, Protocol):
     """The daemon has one for as long as it lives: what trainer and engines have joined may serve many versions. After
     a sync that failed it is told so by `forget`."""
 
@@ -164,7 +164,7 @@ class DirectPlane(Plane, Protocol):
         that is being changed says of itself that it has no known version."""
         ...
 
-    def sender(self, model: Any, options: SenderOptions) -> Sender:
+    def sender(self, model: Any, options: SenderOptions) -> WeightSender:
         """In the trainer. Raises Permanent for what cannot be published so, or is not installed."""
         ...
 
@@ -181,22 +181,22 @@ PLANES = PlugPoint(
     "plane",
     "orchestrrl.weight_planes",
     {
-        TREE: "orchestrrl.weights.backends.tree:Tree",
-        "checkpoint_engine": "orchestrrl.weights.backends.checkpoint_engine:CheckpointEngine",
-        "vllm_transfer": "orchestrrl.weights.backends.vllm_transfer:VllmTransfer",
+        TREE: "orchestrrl.weights.backends.tree:TreeBackend",
+        "checkpoint_engine": "orchestrrl.weights.backends.checkpoint_engine:CheckpointEngineBackend",
+        "vllm_transfer": "orchestrrl.weights.backends.vllm_transfer:VllmTransferBackend",
     },
 )
 
 
-def make_plane(name: str) -> Plane:
+def make_plane(name: str) -> WeightBackend:
     """Raises Permanent for an unknown name, listing the known ones, and where what it needs is not installed."""
-    plane: Plane = PLANES.load(name)()
+    plane: WeightBackend = PLANES.load(name)()
     return plane
 
 
-def make_direct(name: str) -> DirectPlane:
+def make_direct(name: str) -> DirectBackend:
     """The same; raises Permanent also for one whose bytes peers carry."""
     plane = make_plane(name)
-    if not isinstance(plane, DirectPlane):
+    if not isinstance(plane, DirectBackend):
         raise Permanent(f"plane {name!r} is not one that trainers send by")
     return plane

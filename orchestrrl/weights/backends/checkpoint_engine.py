@@ -17,7 +17,15 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.engines.base import Engine, transfer_engine
-from orchestrrl.weights.backends.base import Asked, Capabilities, DirectSync, EnginesFailed, Sender, SenderOptions, Tell
+from orchestrrl.weights.backends.base import (
+    BackendCapabilities,
+    DirectSync,
+    EnginesFailed,
+    ReportStep,
+    SenderOptions,
+    TrainerStep,
+    WeightSender,
+)
 from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.publication import Publication
 from orchestrrl.weights.trainer.torch_tensors import named_tensors, published_dtype, torch_dtype
@@ -28,8 +36,8 @@ TO_WORKERS = "update_weights_from_ipc"
 CHECKPOINT = "orchestrrl-{version}"
 
 
-class CheckpointEngine:
-    capabilities = Capabilities(stages_ahead=False, rolls_back=False, reads_back=False)
+class CheckpointEngineBackend:
+    capabilities = BackendCapabilities(stages_ahead=False, rolls_back=False, reads_back=False)
 
     def __init__(self) -> None:
         self._workers: dict[EngineId, int] = {}  # in order of rank
@@ -130,15 +138,15 @@ class CheckpointEngine:
 
     # --- in the trainer
 
-    def sender(self, model: Any, options: SenderOptions) -> Sender:
+    def sender(self, model: Any, options: SenderOptions) -> WeightSender:
         try:
             from checkpoint_engine.ps import ParameterServer
         except ImportError as error:
             raise Permanent(f"plane 'checkpoint_engine' needs checkpoint-engine beside the trainer: {error}") from error
-        return Shares(ParameterServer(auto_pg=True), model, options)
+        return RankShares(ParameterServer(auto_pg=True), model, options)
 
 
-class Shares:
+class RankShares:
     """Of one rank: every so-manieth of the tensors, whole. `server` is a ParameterServer."""
 
     def __init__(self, server: Any, model: Any, options: SenderOptions) -> None:
@@ -155,7 +163,7 @@ class Shares:
     def tensors(self) -> tuple[TensorMeta, ...]:
         return tuple(TensorMeta(name, self._dtypes[name], tuple(tensor.shape)) for name, tensor in self._all.items())
 
-    def act(self, asked: Asked, tell: Tell) -> None:
+    def act(self, asked: TrainerStep, tell: ReportStep) -> None:
         name = CHECKPOINT.format(version=asked.body["version"])
         if asked.step == REGISTER:
             self.close()

@@ -3,8 +3,8 @@
 The daemon plans and mends it (weights/controller/carrying.py), and peers hold versions until they are told to let go.
 """
 
-from orchestrrl.weights.backends.base import Capabilities
+from orchestrrl.weights.backends.base import BackendCapabilities
 
 
-class Tree:
-    capabilities = Capabilities(stages_ahead=True, rolls_back=True, reads_back=True)
+class TreeBackend:
+    capabilities = BackendCapabilities(stages_ahead=True, rolls_back=True, reads_back=True)

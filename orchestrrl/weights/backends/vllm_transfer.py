@@ -19,7 +19,15 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.engines.base import Engine, transfer_engine
-from orchestrrl.weights.backends.base import JOIN, SEND, Capabilities, DirectSync, EnginesFailed, Sender, SenderOptions
+from orchestrrl.weights.backends.base import (
+    JOIN,
+    SEND,
+    BackendCapabilities,
+    DirectSync,
+    EnginesFailed,
+    SenderOptions,
+    WeightSender,
+)
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
@@ -35,8 +43,8 @@ CALLS = {
 }
 
 
-class VllmTransfer:
-    capabilities = Capabilities(stages_ahead=False, rolls_back=False, reads_back=False)
+class VllmTransferBackend:
+    capabilities = BackendCapabilities(stages_ahead=False, rolls_back=False, reads_back=False)
 
     def __init__(self) -> None:
         self._joined: tuple[Any, ...] | None = None  # by whom
@@ -159,7 +167,7 @@ class VllmTransfer:
 
     # --- in the trainer
 
-    def sender(self, model: Any, options: SenderOptions) -> Sender:
+    def sender(self, model: Any, options: SenderOptions) -> WeightSender:
         from orchestrrl.weights.backends.vllm_transfer_trainer import VllmSender
 
         try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.weights.backends.base import JOIN, SEND, Asked, SenderOptions, Tell
+from orchestrrl.weights.backends.base import JOIN, SEND, ReportStep, SenderOptions, TrainerStep
 from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.trainer.torch_tensors import named_tensors, published_dtype, torch_dtype
 
@@ -30,7 +30,7 @@ class VllmSender:
         self._metas: dict[str, TensorMeta] = {}
         self._engine: Any = None
         self._group = 0
-        self._tell: Tell | None = None
+        self._tell: ReportStep | None = None
         self.use(model, options)
         self._init_class()
 
@@ -47,7 +47,7 @@ class VllmSender:
     def tensors(self) -> tuple[TensorMeta, ...]:
         return tuple(self._metas.values())
 
-    def act(self, asked: Asked, tell: Tell) -> None:
+    def act(self, asked: TrainerStep, tell: ReportStep) -> None:
         self._tell = tell
         if asked.step == JOIN:
             self._join(int(asked.body["workers"]))

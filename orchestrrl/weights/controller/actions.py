@@ -8,15 +8,25 @@ from dataclasses import dataclass, field
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, few
-from orchestrrl.core.pause_registry import HoldBook
-from orchestrrl.weights.controller.carrying import ANSWER_S, Failed, Seams, each_done
+from orchestrrl.core.pause_registry import PauseRegistry
+from orchestrrl.weights.controller.carrying import ANSWER_S, CarrierContext, SyncFailed, each_done
 from orchestrrl.weights.controller.circuits import SyncCircuits
-from orchestrrl.weights.controller.fence import Fence
+from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import PeerHub
-from orchestrrl.weights.controller.stale_versions import Doubts
+from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import EngineNow, WeightBook
 from orchestrrl.weights.model import Peer, PeerId
-from orchestrrl.weights.orders import EndEdges, Install, Keep, Look, Order, Outcome, PeerResult, Probe, Rest
+from orchestrrl.weights.orders import (
+    EndEdges,
+    InstallVersion,
+    KeepVersions,
+    Order,
+    OrderOutcome,
+    PeerResult,
+    ProbeWeights,
+    QueryVersion,
+    RestEngine,
+)
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -26,14 +36,14 @@ NO_PEER = "no peer that installs into it is attached"
 
 
 @dataclass(frozen=True, slots=True)
-class Hands:
+class SyncActions:
     """What versions are brought to engines with."""
 
-    seams: Seams
-    fence: Fence
+    seams: CarrierContext
+    fence: FleetFence
     circuits: SyncCircuits
     book: WeightBook
-    holds: HoldBook
+    holds: PauseRegistry
     engines: Callable[[], Mapping[EngineId, EngineNow]]
     wanted: Callable[[], Collection[int]] = tuple  # versions that are on their way, which peers have to keep
     rested: set[EngineId] = field(default_factory=set)  # that peers have brought to rest
@@ -41,7 +51,7 @@ class Hands:
     settled: Callable[[], bool] = lambda: True  # peers that are told which engines to serve have them
     why_not_served: Callable[[EngineId], str] = lambda _: NO_PEER
     seen: set[EngineId] = field(default_factory=set)  # every engine that this daemon has known
-    doubts: Doubts = field(default_factory=Doubts)
+    doubts: StaleVersions = field(default_factory=StaleVersions)
 
     @property
     def hub(self) -> PeerHub:
@@ -140,14 +150,14 @@ class Hands:
         """Raises Failed, which names the engine alone."""
         peer = self.peer_of(engine)
         if peer is None:
-            raise Failed("peer_lost", f"{engine}: {self.why_not_served(engine)}", [engine])
+            raise SyncFailed("peer_lost", f"{engine}: {self.why_not_served(engine)}", [engine])
         try:
             result = await self.hub.ask(peer.id, order, within_s, self.settings.patience_s)
         except OrchestrRLError as error:
-            raise Failed("peer_lost", str(error), [engine]) from error
-        if result.outcome is not Outcome.DONE:
+            raise SyncFailed("peer_lost", str(error), [engine]) from error
+        if result.outcome is not OrderOutcome.DONE:
             words = f"{engine}: {result.outcome} {result.detail}".rstrip()
-            raise Failed(code, words, [engine], unchanged=result.outcome is Outcome.FAILED)
+            raise SyncFailed(code, words, [engine], unchanged=result.outcome is OrderOutcome.FAILED)
         return result
 
     async def install(
@@ -156,7 +166,7 @@ class Hands:
         within_s = self.settings.install_within_s
         now_s = self.clock.now_s()
         valid_until_s = min(now_s + within_s, until_s if until_s is not None else now_s + within_s)
-        order, doubt = Install(version, engine, valid_until_s, anew), self.doubts.of(engine)
+        order, doubt = InstallVersion(version, engine, valid_until_s, anew), self.doubts.of(engine)
         result = await self.ask(engine, order, max(0.0, valid_until_s - now_s) + ANSWER_S, "install_failed")
         self.doubts.dispel(engine, doubt)
         return result
@@ -170,11 +180,11 @@ class Hands:
             if peer is None:
                 return
             try:
-                result = await self.hub.ask(peer.id, Look(engine), LOOK_WITHIN_S, 0.0)
+                result = await self.hub.ask(peer.id, QueryVersion(engine), LOOK_WITHIN_S, 0.0)
             except OrchestrRLError as error:
                 logger.warning("%s: what it has is not known anew: %s", engine, error)
                 return
-            if result.outcome is Outcome.DONE:
+            if result.outcome is OrderOutcome.DONE:
                 self.doubts.dispel(engine, doubt)
             else:
                 self.doubts.restarted(engine)
@@ -193,13 +203,13 @@ class Hands:
 
     async def probe(self, engine: EngineId, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
         within_s = self.settings.probe_within_s
-        order = Probe(engine, prompt, max_tokens, self.clock.now_s() + within_s)
+        order = ProbeWeights(engine, prompt, max_tokens, self.clock.now_s() + within_s)
         return (await self.ask(engine, order, within_s + ANSWER_S, "verify_failed")).tokens
 
     async def rest(self, engine: EngineId, at_rest: bool, drain_s: float = 0.0, *, ends: bool = False) -> None:
         if at_rest:
             self.rested.add(engine)
-        order = Rest(engine, at_rest, drain_s, ends)
+        order = RestEngine(engine, at_rest, drain_s, ends)
         await self.ask(engine, order, self.settings.fence_within_s + drain_s, "not_quiet")
         if not at_rest:
             self.rested.discard(engine)
@@ -213,7 +223,7 @@ class Hands:
         async def one(engine: EngineId) -> None:
             try:
                 await act(engine)
-            except Failed as failure:
+            except SyncFailed as failure:
                 failed[engine] = failure.detail
 
         await each_done(one(engine) for engine in sorted(engines))
@@ -230,9 +240,9 @@ class Hands:
             return
         wanted = {committed, *self.wanted()}
 
-        def order(peer: Peer) -> Keep:
+        def order(peer: Peer) -> KeepVersions:
             staged = {held.version for held in peer.held if held.staged_by and held.version > committed}
-            return Keep(tuple(sorted(wanted | staged)), committed)
+            return KeepVersions(tuple(sorted(wanted | staged)), committed)
 
         await self._tell_all(order)
 
@@ -242,9 +252,9 @@ class Hands:
         if version == committed or sum(each == version for each in wanted) > 1:
             return
 
-        def order(peer: Peer) -> Keep:
+        def order(peer: Peer) -> KeepVersions:
             others = {*wanted, *(held.version for held in peer.held)} - {version}
-            return Keep(tuple(sorted(others if committed is None else others | {committed})), committed)
+            return KeepVersions(tuple(sorted(others if committed is None else others | {committed})), committed)
 
         await self._tell_all(order)
 
@@ -255,7 +265,7 @@ class Hands:
             except OrchestrRLError as error:
                 logger.warning("%s", error)
                 return
-            if result.outcome is not Outcome.DONE:
+            if result.outcome is not OrderOutcome.DONE:
                 logger.warning("peer %s: %s", peer.id, result.detail)
 
         await each_done(one(peer) for peer in self.attached().values())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from orchestrrl.weights.controller.profile import PHASE_WORDS, SyncProfile, phase_words
-from orchestrrl.weights.controller.reports import EdgeTook, EngineStands, SyncPhase, SyncReport
+from orchestrrl.weights.controller.reports import EdgeTime, EngineStatus, SyncPhase, SyncReport
 
 # Nothing is said of what takes less than either.
 LEAST_S = 0.1
@@ -185,7 +185,7 @@ SENTENCES: Mapping[SyncPhase, Callable[[SyncProfile], str]] = {
 }
 
 
-def slow_engine(profile: SyncProfile) -> EngineStands | None:
+def slow_engine(profile: SyncProfile) -> EngineStatus | None:
     """The one that all others wait for, where it is one."""
     took = [engine for engine in profile.report.engines if engine.install_s > 0]
     if len(took) < 3:
@@ -245,7 +245,7 @@ def slow_by(report: SyncReport) -> tuple[str, str]:
     )
 
 
-def _edge_words(edge: EdgeTook) -> str:
+def _edge_words(edge: EdgeTime) -> str:
     times = _times(edge.seconds / edge.planned_s)
     return f"{edge.src} -> {edge.dst} (phase {edge.phase}) took {times} times what was planned, {edge.gbps:.3g} Gb/s"
 

@@ -15,26 +15,26 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, cut, few
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub
-from orchestrrl.weights.controller.planning import Network, PlannedSync
-from orchestrrl.weights.controller.progress import Progress
+from orchestrrl.weights.controller.planning import PlannedSync, SyncNetwork
+from orchestrrl.weights.controller.progress import SyncProgress
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.controller.state import SyncRecord
-from orchestrrl.weights.model import Held, Peer, PeerId, VersionMap
+from orchestrrl.weights.model import HeldVersion, Peer, PeerId, VersionMap
 from orchestrrl.weights.orders import (
-    Arrived,
-    Carry,
-    Check,
-    Edge,
+    ArrivedBytes,
+    CarryEdge,
+    CarryEdges,
+    CheckVersion,
     EdgeEvent,
     EdgeState,
     EndEdges,
     Order,
-    Outcome,
+    OrderOutcome,
     PeerResult,
     SumShards,
 )
 from planner.model import EngineId
-from planner.sync_tree.mend import Feed, Mended, mend
+from planner.sync_tree.mend import RepairedEdges, RepairFeed, mend
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ async def inline(work: Callable[[], Any]) -> Any:
     return work()
 
 
-class Failed(Exception):
+class SyncFailed(Exception):
     """Why a version does not go on. `without`: engines that another attempt leaves out, and why where each has a reason
     of its own. `again`: another may help. `unchanged`: nothing has come of the order."""
 
@@ -75,7 +75,7 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Seams:
+class CarrierContext:
     """What carrying is done with."""
 
     hub: PeerHub
@@ -88,10 +88,10 @@ class Seams:
         try:
             result = await self.hub.ask(peer, order, within_s, self.settings.patience_s)
         except OrchestrRLError as error:
-            raise Failed("peer_lost", str(error), engines_of(self.hub, [peer])) from error
-        if result.outcome is not Outcome.DONE:
+            raise SyncFailed("peer_lost", str(error), engines_of(self.hub, [peer])) from error
+        if result.outcome is not OrderOutcome.DONE:
             detail = f"peer {peer}: {order.kind}: {result.outcome} {result.detail}"
-            raise Failed(code, detail, engines_of(self.hub, [peer]))
+            raise SyncFailed(code, detail, engines_of(self.hub, [peer]))
         return result
 
 
@@ -112,7 +112,7 @@ async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def sums(seams: Seams, planned: PlannedSync) -> VersionMap:
+async def sums(seams: CarrierContext, planned: PlannedSync) -> VersionMap:
     """The version's map with the sums of all shards, by those who hold them. Raises Failed."""
     by_peer: dict[PeerId, list[str]] = {}
     for shard, peer in sorted(planned.summed_by.items()):
@@ -127,7 +127,7 @@ async def sums(seams: Seams, planned: PlannedSync) -> VersionMap:
     for told in await each_done(of(peer, shards) for peer, shards in by_peer.items()):
         found.update(told)
     if lacking := sorted(set(planned.summed_by) - set(found)):
-        raise Failed("corrupt", f"nobody told the sums of {few(lacking, between=', ')}")
+        raise SyncFailed("corrupt", f"nobody told the sums of {few(lacking, between=', ')}")
     return summed(planned.map, found)
 
 
@@ -140,15 +140,15 @@ class Carrying:
 
     def __init__(
         self,
-        seams: Seams,
+        seams: CarrierContext,
         record: SyncRecord,
         planned: PlannedSync,
         map: VersionMap,
-        network: Network,
-        holders: Mapping[PeerId, Held] = MappingProxyType({}),
+        network: SyncNetwork,
+        holders: Mapping[PeerId, HeldVersion] = MappingProxyType({}),
     ) -> None:
         """`holders` have had it before, and are not told to open it."""
-        self.progress = Progress(planned, holders)
+        self.progress = SyncProgress(planned, holders)
         self._holders = holders
         self._seams = seams
         self._record = record
@@ -159,7 +159,7 @@ class Carrying:
         self._opens = {peer: replace(opened, map=summed(opened.map, sums_of)) for peer, opened in planned.opens.items()}
         self._poked = asyncio.Event()
         self._orders: set[asyncio.Task[None]] = set()
-        self._failure: Failed | None = None
+        self._failure: SyncFailed | None = None
         self._mends = 0
         self._stuck = ""
         self._arrived: dict[PeerId, int] = {}
@@ -171,7 +171,7 @@ class Carrying:
         match news:
             case EdgeEvent() if news.version == self._planned.version:
                 self._edge(news)
-            case Arrived() if news.version == self._planned.version:
+            case ArrivedBytes() if news.version == self._planned.version:
                 more = news.received_bytes - self._arrived.get(peer, 0)
                 if more > 0:
                     self._moved_s = self._seams.clock.now_s()
@@ -194,7 +194,7 @@ class Carrying:
                 await self._until_all_is_there()
                 if await self._check():
                     return
-            raise Failed("corrupt", f"after {CHECKS} checks bytes still do not agree with their sums")
+            raise SyncFailed("corrupt", f"after {CHECKS} checks bytes still do not agree with their sums")
         finally:
             for task in self._orders:
                 task.cancel()
@@ -236,7 +236,7 @@ class Carrying:
         with self._record.phase(SyncPhase.CHECK):
 
             async def of(peer: PeerId) -> PeerResult:
-                return await self._seams.done(peer, Check(self._planned.version), SUMS_WITHIN_S, "corrupt")
+                return await self._seams.done(peer, CheckVersion(self._planned.version), SUMS_WITHIN_S, "corrupt")
 
             receivers = self.progress.receivers
             results = await each_done(of(peer) for peer in receivers)
@@ -252,7 +252,7 @@ class Carrying:
         gone = [peer for peer in lacking if self._gone_s(peer) >= patience_s]
         if gone:
             words = f"{few(gone, between=', ')} did not come back within {patience_s:g} s"
-            raise Failed("peer_lost", words, engines_of(seams.hub, gone))
+            raise SyncFailed("peer_lost", words, engines_of(seams.hub, gone))
         if now_s - self._moved_s < patience_s + seams.settings.stall_s:
             return
         away = sorted(peer for peer in self._opens if not self._is_attached(peer))
@@ -260,7 +260,7 @@ class Carrying:
         code = "trainer_lost" if trainers else "bytes_lost"
         who = f"; not attached: {few(away, between=', ')}" if away else ""
         lack = few(lacking, between=", ")
-        raise Failed(code, f"nothing has come to {lack} for {now_s - self._moved_s:.0f} s{who}")
+        raise SyncFailed(code, f"nothing has come to {lack} for {now_s - self._moved_s:.0f} s{who}")
 
     async def _mend(self) -> None:
         """Other edges for what nobody is bringing."""
@@ -268,7 +268,7 @@ class Carrying:
         known = {*self._opens, *self._holders}
         peers = {id: state.peer for id, state in seams.hub.peers.items() if state.attached and id in known}
         feeds = [
-            Feed(edge.id, edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, edge.wave)
+            RepairFeed(edge.id, edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, edge.wave)
             for edge in progress.not_done
         ]
         broken = {edge.id for edge in progress.not_done} - {edge.id for edge in progress.live}
@@ -277,7 +277,7 @@ class Carrying:
         self._mends += 1
         name = f"{self._record.id}.{self._record.report.attempt}.m{self._mends}."
         weight = partial(self._weight, peers)
-        mended: Mended = await seams.offload(partial(mend, feeds, broken, missing, name=name, weight=weight))
+        mended: RepairedEdges = await seams.offload(partial(mend, feeds, broken, missing, name=name, weight=weight))
         words = f"nobody can bring {few(sorted(mended.lost), between=', ')} what they lack"
         if mended.lost and words != self._stuck:
             self._stuck = words
@@ -306,38 +306,40 @@ class Carrying:
         station = self._network.stations.get(peer)
         return "" if station is None else station.pod
 
-    def _edge_of(self, feed: Feed, peers: Mapping[PeerId, Peer]) -> Edge:
+    def _edge_of(self, feed: RepairFeed, peers: Mapping[PeerId, Peer]) -> CarryEdge:
         src, dst = PeerId(feed.src), PeerId(feed.dst)
         way = self._way(peers[src], peers[dst])
         assert way is not None
         phase: Literal["A", "B"] = "B" if self._pod(src) == self._pod(dst) else "A"
         address = peers[dst].transports[way]
         rate_gbps = self.progress.rate_gbps(dst, feed.shard)
-        return Edge(feed.id, feed.shard, feed.offset, feed.bytes, src, dst, way, address, feed.wave, phase, rate_gbps)
+        return CarryEdge(
+            feed.id, feed.shard, feed.offset, feed.bytes, src, dst, way, address, feed.wave, phase, rate_gbps
+        )
 
-    def _give(self, edges: Sequence[Edge]) -> None:
+    def _give(self, edges: Sequence[CarryEdge]) -> None:
         """Both ends the same."""
-        of: dict[PeerId, list[Edge]] = {}
+        of: dict[PeerId, list[CarryEdge]] = {}
         for edge in edges:
             for end in (edge.src, edge.dst):
                 of.setdefault(end, []).append(edge)
         for peer in sorted(of):
             self._order(peer, tuple(of[peer]))
 
-    def _order(self, peer: PeerId, edges: tuple[Edge, ...]) -> None:
+    def _order(self, peer: PeerId, edges: tuple[CarryEdge, ...]) -> None:
         task = asyncio.ensure_future(self._carry(peer, edges))
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
-    async def _carry(self, peer: PeerId, edges: tuple[Edge, ...]) -> None:
+    async def _carry(self, peer: PeerId, edges: tuple[CarryEdge, ...]) -> None:
         settings = self._seams.settings
-        order = Carry(self._planned.version, edges, settings.chunk_bytes, settings.stall_s)
+        order = CarryEdges(self._planned.version, edges, settings.chunk_bytes, settings.stall_s)
         try:
             result = await self._seams.hub.ask(peer, order, ANSWER_S + settings.patience_s, settings.patience_s)
         except OrchestrRLError as error:
             logger.warning("weight sync %s: %s", self._record.id, error)  # if it comes back it is told again
             return
-        if result.outcome is not Outcome.DONE:
+        if result.outcome is not OrderOutcome.DONE:
             self._record.note(f"peer {peer} does not carry: {result.detail}")
             for edge in edges:
                 self._broken(edge.id, 0)
@@ -375,7 +377,7 @@ class Carrying:
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
-    def _back(self, peer: PeerId, held: Held | None) -> None:
+    def _back(self, peer: PeerId, held: HeldVersion | None) -> None:
         """It has come back, or says something new of itself: what lasts it is told again, which is harmless."""
         self.progress.told(peer, held)
         self._moved_s = self._seams.clock.now_s()
@@ -384,7 +386,7 @@ class Carrying:
         async def again() -> None:
             try:
                 await self._open(peer)
-            except Failed as failure:
+            except SyncFailed as failure:
                 logger.warning("weight sync %s: %s", self._record.id, failure)
                 return
             if edges:

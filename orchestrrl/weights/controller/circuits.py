@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrrl.core.config.weights import NetworkSettings
-from orchestrrl.weights.controller.planning import Network, PlannedSync, Station
+from orchestrrl.weights.controller.planning import NetworkStation, PlannedSync, SyncNetwork
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import Peer, PeerId
 
@@ -14,22 +14,24 @@ Peers = Callable[[], Mapping[PeerId, Peer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class BroughtUp:
     """The network as it really is, and what of the circuits is not as the plan had it, and why; nothing: all is, and
     the plan holds as it was made."""
 
-    network: Network
+    network: SyncNetwork
     notes: tuple[str, ...] = ()
 
 
 class SyncCircuits(Protocol):
     """What the coordinator of syncs asks for."""
 
-    def network(self) -> Network:
+    def network(self) -> SyncNetwork:
         """What a sync could have."""
         ...
 
-    async def bring_up(self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False) -> Brought:
+    async def bring_up(
+        self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
+    ) -> BroughtUp:
         """`still`: the trainer sends nothing until this is over."""
         ...
 
@@ -45,21 +47,23 @@ class PacketNetwork:
         self._settings = settings
         self._peers = peers
 
-    def network(self) -> Network:
+    def network(self) -> SyncNetwork:
         settings = self._settings
-        return Network(
+        return SyncNetwork(
             settings.link_gbps,
             {id: named_station(peer, settings.nic_gbps) for id, peer in self._peers().items()},
             {pod.id: pod.boundary_circuits for pod in settings.pods},
             {tor.id: tor.circuits for tor in settings.tors},
         )
 
-    async def bring_up(self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False) -> Brought:
-        return Brought(self.network())
+    async def bring_up(
+        self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
+    ) -> BroughtUp:
+        return BroughtUp(self.network())
 
     async def tear_down(self, sync_id: str) -> tuple[str, ...]:
         return ()
 
 
-def named_station(peer: Peer, nic_gbps: float) -> Station:
-    return Station(peer.place.pod, peer.place.tor, peer.place.nic_gbps or nic_gbps)
+def named_station(peer: Peer, nic_gbps: float) -> NetworkStation:
+    return NetworkStation(peer.place.pod, peer.place.tor, peer.place.nic_gbps or nic_gbps)

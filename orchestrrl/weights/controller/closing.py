@@ -11,11 +11,11 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.weights.controller.actions import Hands
-from orchestrrl.weights.controller.carrying import Failed
+from orchestrrl.weights.controller.actions import SyncActions
+from orchestrrl.weights.controller.carrying import SyncFailed
 from orchestrrl.weights.controller.overtaken import notice_others
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase
-from orchestrrl.weights.controller.state import HOLDER, Committed, Fleet, SyncRecord
+from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, FleetWeights, SyncRecord
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -24,17 +24,17 @@ AGAIN_S = 1.0  # after the gate did not do as it was told
 TRIES = 5
 
 
-def own_lease(hands: Hands, sync_id: str) -> str:
+def own_lease(hands: SyncActions, sync_id: str) -> str:
     """The gate's lease, where this sync holds it; else empty."""
     lease = hands.fence.state.lease
     return lease.id if lease is not None and lease.holder == HOLDER + sync_id else ""
 
 
-def is_closed(hands: Hands) -> bool:
+def is_closed(hands: SyncActions) -> bool:
     return hands.fence.state.lease is not None
 
 
-async def resume_new(hands: Hands, record: SyncRecord) -> None:
+async def resume_new(hands: SyncActions, record: SyncRecord) -> None:
     """The version is committed: requests go on, by it, where it is."""
     committed = hands.book.fleet.committed
     assert committed is not None
@@ -61,7 +61,7 @@ async def resume_new(hands: Hands, record: SyncRecord) -> None:
 
 
 async def run_by_peers(
-    hands: Hands, has: Collection[EngineId], version: int, without: Collection[EngineId], why: str
+    hands: SyncActions, has: Collection[EngineId], version: int, without: Collection[EngineId], why: str
 ) -> None:
     """Tell what engines have where no lease of ours is to be resumed; where no gateway is, peers let them run."""
     if without:
@@ -75,7 +75,7 @@ async def run_by_peers(
 
 
 async def go_back(
-    hands: Hands,
+    hands: SyncActions,
     record: SyncRecord,
     changed: Iterable[EngineId],
     untouched: Collection[EngineId] = (),
@@ -129,12 +129,14 @@ async def go_back(
         await hands.try_each(good, lambda engine: hands.rest(engine, False))
 
 
-def _told_of(hands: Hands) -> set[EngineId]:
+def _told_of(hands: SyncActions) -> set[EngineId]:
     """Engines that get requests by what the gate knows of them: one may have been started anew unseen."""
     return set(hands.engines()).intersection(hands.fence.state.versions)
 
 
-async def _bring_back(hands: Hands, committed: Committed, engines: Collection[EngineId]) -> dict[EngineId, str]:
+async def _bring_back(
+    hands: SyncActions, committed: CommittedVersion, engines: Collection[EngineId]
+) -> dict[EngineId, str]:
     """Those that have not the fleet's version after that, and why."""
     if committed.is_kept:
         return await hands.try_each(engines, lambda engine: hands.install(engine, committed.version))
@@ -142,11 +144,11 @@ async def _bring_back(hands: Hands, committed: Committed, engines: Collection[En
     return {engine: lost for engine in engines if hands.installed(engine) != committed.version}
 
 
-def _stand(hands: Hands, changed: Collection[EngineId], bad: dict[EngineId, str]) -> None:
+def _stand(hands: SyncActions, changed: Collection[EngineId], bad: dict[EngineId, str]) -> None:
     """Written down before anybody is told."""
     fleet = hands.book.fleet
     if fleet.committed is None:
-        hands.book.stands(Fleet(None, {**fleet.spoilt, **bad}))
+        hands.book.stands(FleetWeights(None, {**fleet.spoilt, **bad}))
         return
     committed = fleet.committed
     for engine in changed:
@@ -155,7 +157,7 @@ def _stand(hands: Hands, changed: Collection[EngineId], bad: dict[EngineId, str]
         hands.book.stands(replace(fleet, committed=committed))
 
 
-def _tell(hands: Hands, good: Collection[EngineId], bad: Collection[EngineId], version: int) -> None:
+def _tell(hands: SyncActions, good: Collection[EngineId], bad: Collection[EngineId], version: int) -> None:
     """All that serve, as it is: a lease that has ended by itself has left nothing known."""
     committed = hands.book.fleet.committed
     assert committed is not None
@@ -168,7 +170,7 @@ def _tell(hands: Hands, good: Collection[EngineId], bad: Collection[EngineId], v
         hands.fence.set_version(sorted(untold), version, "have the weights from before")
 
 
-def _tell_as_before(hands: Hands, told: Mapping[EngineId, int]) -> None:
+def _tell_as_before(hands: SyncActions, told: Mapping[EngineId, int]) -> None:
     """Of weights that came by another way: nothing has become of them."""
     unknown = {e: v for e, v in told.items() if e not in hands.fence.state.versions and e not in hands.doubts}
     for version in sorted(set(unknown.values())):
@@ -176,7 +178,7 @@ def _tell_as_before(hands: Hands, told: Mapping[EngineId, int]) -> None:
         hands.fence.set_version(engines, version, "have what they had before")
 
 
-async def _close_again(hands: Hands, record: SyncRecord, changed: Collection[EngineId]) -> str:
+async def _close_again(hands: SyncActions, record: SyncRecord, changed: Collection[EngineId]) -> str:
     """The lease has ended meanwhile: requests run on engines that have who knows what. Where the gate does not close,
     peers bring these engines to rest. The lease, or empty."""
     settings = hands.settings
@@ -192,7 +194,9 @@ async def _close_again(hands: Hands, record: SyncRecord, changed: Collection[Eng
     return ""
 
 
-async def _resume(hands: Hands, lease: str, version: int | None, without: Collection[EngineId], reason: str) -> bool:
+async def _resume(
+    hands: SyncActions, lease: str, version: int | None, without: Collection[EngineId], reason: str
+) -> bool:
     """False: the lease has ended before."""
     for attempt in range(TRIES):
         restarted = [] if version is None else [engine for engine in hands.engines() if engine in hands.doubts]
@@ -204,12 +208,12 @@ async def _resume(hands: Hands, lease: str, version: int | None, without: Collec
             return False
         except OrchestrRLError as error:
             if attempt + 1 == TRIES:
-                raise Failed("internal", f"the gate does not open: {error}") from error
+                raise SyncFailed("internal", f"the gate does not open: {error}") from error
             await hands.clock.sleep(AGAIN_S)
     return False
 
 
-async def attached_again(hands: Hands, engines: Collection[EngineId]) -> None:
+async def attached_again(hands: SyncActions, engines: Collection[EngineId]) -> None:
     """Wait for the peers of engines, and for gateways where the gate is closed, but not for ever."""
     until_s = hands.clock.now_s() + hands.settings.patience_s
     while hands.clock.now_s() < until_s:

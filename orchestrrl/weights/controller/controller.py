@@ -16,37 +16,37 @@ from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import FrozenRequests
-from orchestrrl.core.pause_registry import HoldBook, Part
-from orchestrrl.weights.backends.base import PLANES, TREE, DirectPlane
-from orchestrrl.weights.controller.actions import Hands, told_of_each
-from orchestrrl.weights.controller.carrying import Failed, Offload, Seams, inline
+from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
+from orchestrrl.weights.backends.base import PLANES, TREE, DirectBackend
+from orchestrrl.weights.controller.actions import SyncActions, told_of_each
+from orchestrrl.weights.controller.carrying import CarrierContext, Offload, SyncFailed, inline
 from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.closing import attached_again, go_back, own_lease, resume_new
-from orchestrrl.weights.controller.direct import Planes
-from orchestrrl.weights.controller.fence import Fence
+from orchestrrl.weights.controller.direct import WeightBackends
+from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.nic_share import LeftForMoves, left_for_moves
 from orchestrrl.weights.controller.overtaken import notice_others
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
-from orchestrrl.weights.controller.publications import Desk
-from orchestrrl.weights.controller.publishing import Collection, fingerprint, is_of
-from orchestrrl.weights.controller.repair import Repairs
+from orchestrrl.weights.controller.publications import PublicationCollector
+from orchestrrl.weights.controller.publishing import PublicationSet, fingerprint, is_of
+from orchestrrl.weights.controller.repair import EngineRepairs
 from orchestrrl.weights.controller.reports import (
-    EngineStands,
+    EngineStatus,
     EngineSync,
-    PeerStands,
-    PhaseTook,
+    PeerStatus,
+    PhaseTime,
     SyncPhase,
     SyncReport,
     SyncState,
     WeightsStatus,
 )
 from orchestrrl.weights.controller.run import MAY_BE_REPLACED, SyncRun
-from orchestrrl.weights.controller.serving import Serving
+from orchestrrl.weights.controller.serving import PeerAssignments
 from orchestrrl.weights.controller.state import (
     HOLDER,
-    Committed,
+    CommittedVersion,
     EngineNow,
-    LeftOpen,
+    OpenSync,
     SyncRecord,
     WeightBook,
 )
@@ -70,10 +70,10 @@ class WeightSync:
     def __init__(
         self,
         hub: PeerHub,
-        fence: Fence,
+        fence: FleetFence,
         circuits: SyncCircuits,
         journal: Journal,
-        holds: HoldBook,
+        holds: PauseRegistry,
         clock: Clock,
         settings: WeightSettings,
         *,
@@ -90,9 +90,9 @@ class WeightSync:
             seen.update(now)
             return now
 
-        self._serving = Serving(hub, clock, settings.patience_s, there)
-        self._hands = Hands(
-            Seams(hub, clock, settings, offload),
+        self._serving = PeerAssignments(hub, clock, settings.patience_s, there)
+        self._hands = SyncActions(
+            CarrierContext(hub, clock, settings, offload),
             fence,
             circuits,
             self.book,
@@ -107,12 +107,12 @@ class WeightSync:
         self._hub = hub
         self._clock = clock
         self._settings = settings
-        self._desk = Desk(self.book, hub, clock, settings, self._complete)
+        self._desk = PublicationCollector(self.book, hub, clock, settings, self._complete)
         self._next: SyncRun | None = None
         self._running: SyncRun | None = None
-        self._repairs = Repairs(self._hands)
-        self._planes = Planes()
-        self._left: list[LeftOpen] = []
+        self._repairs = EngineRepairs(self._hands)
+        self._planes = WeightBackends()
+        self._left: list[OpenSync] = []
         self._why_left = RESTARTED
         self.defects = 0  # faults of ours that were met while running
         self._news = asyncio.Event()
@@ -138,7 +138,7 @@ class WeightSync:
             raise Permanent(f"version {version} is the fleet's, with other content: publish under another number")
         return self._desk.take(publication, plane)
 
-    def _plane(self, word: Publication) -> DirectPlane | None:
+    def _plane(self, word: Publication) -> DirectBackend | None:
         """None: the tree, or one that nobody knows, which is told with what else is wrong. Raises ProblemFaults."""
         if word.plane == TREE or word.plane not in PLANES:
             return None
@@ -147,7 +147,7 @@ class WeightSync:
         except Permanent as error:
             raise ProblemFaults([f"plane: {error}"]) from error
 
-    def _complete(self, collection: Collection, record: SyncRecord) -> None:
+    def _complete(self, collection: PublicationSet, record: SyncRecord) -> None:
         words = collection.publications
         record.ends(SyncPhase.PUBLISH)
         slowest = max(words, key=lambda word: word.offload_s + word.gather_s)
@@ -156,8 +156,8 @@ class WeightSync:
             # Its host's clock is known about: all was there when it said so.
             began_s = min(self._hands.hub.ours_s(slowest.peer, slowest.began_s), self._clock.now_s() - took_s)
             before = (
-                PhaseTook(SyncPhase.OFFLOAD, began_s, began_s + slowest.offload_s),
-                PhaseTook(SyncPhase.GATHER, began_s + slowest.offload_s, began_s + took_s),
+                PhaseTime(SyncPhase.OFFLOAD, began_s, began_s + slowest.offload_s),
+                PhaseTime(SyncPhase.GATHER, began_s + slowest.offload_s, began_s + took_s),
             )
             record.put(phases=(*before, *record.report.phases))
         if not words[0].install:
@@ -202,7 +202,7 @@ class WeightSync:
         return WeightsStatus(
             fleet.version,
             latest[0] if latest else None,
-            tuple(EngineStands(e, EngineSync.QUARANTINED, why) for e, why in sorted(fleet.quarantined.items())),
+            tuple(EngineStatus(e, EngineSync.QUARANTINED, why) for e, why in sorted(fleet.quarantined.items())),
             tuple(_stands(state) for state in self._hub.peers.values()),
         )
 
@@ -274,7 +274,7 @@ class WeightSync:
         """Engines of which nobody knows what they have, since they were started anew."""
         return [engine for engine in sorted(self._hands.engines()) if engine in self._hands.doubts]
 
-    def _without(self, committed: Committed) -> tuple[EngineId, ...]:
+    def _without(self, committed: CommittedVersion) -> tuple[EngineId, ...]:
         has = set(committed.has).difference(self._hands.lacking(committed.version, committed.has))
         return tuple(sorted(engine for engine in self._hands.engines() if engine not in has))
 
@@ -337,7 +337,7 @@ class WeightSync:
                 if not self._left:
                     self._why_left, self._left = A_DEFECT, self._half_done()
 
-    def _half_done(self) -> list[LeftOpen]:
+    def _half_done(self) -> list[OpenSync]:
         """Nobody carries it out any more, and it is not over."""
         waiting = [self._next.record] if self._next is not None else []
         waiting += [self._desk.collecting] if self._desk.collecting is not None else []
@@ -375,7 +375,7 @@ class WeightSync:
 
     # --- inside
 
-    async def _settle(self, left: LeftOpen) -> None:
+    async def _settle(self, left: OpenSync) -> None:
         """Committed: finished. Not: undone, whatever it takes."""
         record = self._desk.records[left.report.id]
         committed = self.book.fleet.committed
@@ -397,7 +397,7 @@ class WeightSync:
                     await go_back(self._hands, record, left.changed)
                 record.note(*await self._hands.circuits.tear_down(record.id))
                 break
-            except (OrchestrRLError, Failed) as error:
+            except (OrchestrRLError, SyncFailed) as error:
                 logger.error("weight sync %s, left half done: %s", record.id, error)
                 await self._clock.sleep(self._settings.patience_s / 10)
         if is_committed:
@@ -408,7 +408,7 @@ class WeightSync:
             record.over(SyncState.ABORTED, code, why)
         self._desk.write_end(record)
 
-    def _is_over(self, left: LeftOpen) -> bool:
+    def _is_over(self, left: OpenSync) -> bool:
         """Whether it had ended, which could not be written down: a version was committed since, or engines that it had
         changed are as they were before, and the gate was told so. One that changed no engine was cut off."""
         committed, state = self.book.fleet.committed, self._hands.fence.state
@@ -423,7 +423,7 @@ class WeightSync:
 
     async def _repair(self) -> bool:
         """Whether there was something to do."""
-        if self._hands.holds.hold(Part.SYNC) is not None:
+        if self._hands.holds.hold(PauseScope.SYNC) is not None:
             return False
         try:
             due = self._repairs.look()
@@ -475,9 +475,9 @@ class WeightSync:
         return runs + ([] if self._desk.collecting is None else [self._desk.collecting.report.version])
 
 
-def _stands(state: PeerState) -> PeerStands:
+def _stands(state: PeerState) -> PeerStatus:
     peer = state.peer
-    return PeerStands(
+    return PeerStatus(
         peer.id,
         peer.role,
         peer.host,

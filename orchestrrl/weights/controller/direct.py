@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.weights.backends.base import Asked, DirectPlane, EnginesFailed, asked_text, make_direct
-from orchestrrl.weights.controller.actions import Hands
-from orchestrrl.weights.controller.carrying import ANSWER_S, Failed
+from orchestrrl.weights.backends.base import DirectBackend, EnginesFailed, TrainerStep, asked_text, make_direct
+from orchestrrl.weights.controller.actions import SyncActions
+from orchestrrl.weights.controller.carrying import ANSWER_S, SyncFailed
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
 from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta, VersionMap
-from orchestrrl.weights.orders import Outcome, PeerResult, PlaneAct
+from orchestrrl.weights.orders import BackendAct, OrderOutcome, PeerResult
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
@@ -27,24 +27,24 @@ logger = logging.getLogger(__name__)
 DONE, FAILED = "done", "failed"  # what ranks tell of a step
 
 
-class Planes:
+class WeightBackends:
     """The daemon's, by name: what they have joined serves more than one version."""
 
     def __init__(self) -> None:
-        self._made: dict[str, DirectPlane] = {}
+        self._made: dict[str, DirectBackend] = {}
 
-    def get(self, name: str) -> DirectPlane:
+    def get(self, name: str) -> DirectBackend:
         """Raises Permanent for an unknown one."""
         if name not in self._made:
             self._made[name] = make_direct(name)
         return self._made[name]
 
 
-class Direct:
+class DirectTransfer:
     """Of one sync. It is the plane's DirectSync."""
 
     def __init__(
-        self, hands: Hands, record: SyncRecord, publications: Sequence[Publication], plane: DirectPlane
+        self, hands: SyncActions, record: SyncRecord, publications: Sequence[Publication], plane: DirectBackend
     ) -> None:
         self.version = record.report.version
         self.publications = publications
@@ -53,7 +53,7 @@ class Direct:
         self._record = record
         self._plane = plane
         self._numbers = itertools.count(1)
-        self._asked: Asked | None = None
+        self._asked: TrainerStep | None = None
         self._ended: asyncio.Future[None] | None = None  # what is asked
         self._changes = False
         self._until_s = 0.0
@@ -72,9 +72,9 @@ class Direct:
             with record.phase(SyncPhase.PLAN):
                 await self._plane.prepare(self)
         except EnginesFailed as failed:
-            raise Failed("unreachable", str(failed), failed.why) from failed
+            raise SyncFailed("unreachable", str(failed), failed.why) from failed
         except OrchestrRLError as error:
-            raise Failed("trainer_lost", str(error)) from error
+            raise SyncFailed("trainer_lost", str(error)) from error
         return map
 
     async def install(
@@ -90,7 +90,7 @@ class Direct:
             if error is None and self._hands.installed(engine) != self.version:
                 error = OutcomeUnknown(f"it has been sent version {self.version}, and does not say that it has it")
             if error is None:
-                results[engine] = PeerResult("", Outcome.DONE)
+                results[engine] = PeerResult("", OrderOutcome.DONE)
             else:
                 failed[engine] = error
         return results, failed
@@ -123,19 +123,19 @@ class Direct:
             raise Permanent(f"no peer of {engine} is attached")
         within_s = max(0.0, self._until_s - hands.clock.now_s())
         plane = self._record.report.plane
-        order = PlaneAct(plane, engine, act, self.version, json.dumps(dict(body)), changes, self._until_s)
+        order = BackendAct(plane, engine, act, self.version, json.dumps(dict(body)), changes, self._until_s)
         try:
             result = await hands.hub.ask(peer.id, order, within_s + ANSWER_S, hands.settings.patience_s)
         except OrchestrRLError as error:
             raise OutcomeUnknown(str(error)) from error
-        if result.outcome is Outcome.DONE:
+        if result.outcome is OrderOutcome.DONE:
             told: Mapping[str, Any] = json.loads(result.told_json or "{}")
             return told
         words = f"{engine}: {act}: {result.detail}"
-        raise OutcomeUnknown(words) if result.outcome is Outcome.UNKNOWN else Permanent(words)
+        raise OutcomeUnknown(words) if result.outcome is OrderOutcome.UNKNOWN else Permanent(words)
 
     async def ask_trainer(self, step: str, body: Mapping[str, Any]) -> None:
-        self._asked = Asked(next(self._numbers), step, body)
+        self._asked = TrainerStep(next(self._numbers), step, body)
         ended = self._ended = asyncio.get_running_loop().create_future()
         self._record.put(asked_json=asked_text(self._asked))
         within_s = max(0.0, self._until_s - self._hands.clock.now_s())

@@ -8,21 +8,21 @@ from typing import Literal
 
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.weights.controller.network import Network, Segment
+from orchestrrl.weights.controller.network import ShardSegment, SyncNetwork
 from orchestrrl.weights.model import Peer, PeerId
-from orchestrrl.weights.orders import Edge
+from orchestrrl.weights.orders import CarryEdge
 from planner.sync_tree.model import SyncPlan, SyncProblem, edge_seconds
 
 
 def edges_of(
     problem: SyncProblem,
     plan: SyncPlan,
-    segments: Sequence[Segment],
+    segments: Sequence[ShardSegment],
     known: Mapping[PeerId, Peer],
-    network: Network,
+    network: SyncNetwork,
     settings: WeightSettings,
     attempt: int,
-) -> tuple[tuple[Edge, ...], dict[str, float]]:
+) -> tuple[tuple[CarryEdge, ...], dict[str, float]]:
     """In order of waves, and the seconds of each by the plan's model. Raises ProblemFaults where two have no transport
     in common."""
     flows = _flows(problem, plan, segments)
@@ -30,7 +30,7 @@ def edges_of(
     is_held_back = settings.rate_share < 1 or bool(network.boundary_circuits or network.tor_circuits)
     is_held_back |= network.pairs is not None
     edges = tuple(
-        Edge(
+        CarryEdge(
             id=f"{attempt}.{number}",
             shard=flow.shard,
             offset=flow.offset,
@@ -63,7 +63,7 @@ class _Flow:
     seconds: float
 
 
-def _flows(problem: SyncProblem, plan: SyncPlan, segments: Sequence[Segment]) -> list[_Flow]:
+def _flows(problem: SyncProblem, plan: SyncPlan, segments: Sequence[ShardSegment]) -> list[_Flow]:
     """In order of waves. Pieces of one shard that are next to each other and go the same way at once are one."""
     flows: list[_Flow] = []
     ids = [PeerId(name) for name in problem.endpoints]

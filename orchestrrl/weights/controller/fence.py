@@ -32,7 +32,7 @@ class FleetVersions(Protocol):
     def left_out(self) -> Collection[EngineId]: ...
 
 
-class Fence(Protocol):
+class FleetFence(Protocol):
     """Errors are those of fleet/pause_barrier.py."""
 
     @property

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrrl.core.errors import OutcomeUnknown
-from orchestrrl.weights.controller.actions import Hands, odd_ones, told_of_each
-from orchestrrl.weights.controller.carrying import Failed, each_done
-from orchestrrl.weights.controller.direct import Direct
-from orchestrrl.weights.controller.participants import Attempt
+from orchestrrl.weights.controller.actions import SyncActions, odd_ones, told_of_each
+from orchestrrl.weights.controller.carrying import SyncFailed, each_done
+from orchestrrl.weights.controller.direct import DirectTransfer
+from orchestrrl.weights.controller.participants import SyncAttempt
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
 from orchestrrl.weights.model import PeerId
@@ -19,7 +19,7 @@ from planner.model import EngineId
 
 
 @dataclass(slots=True)
-class Borrowed:
+class BorrowedPause:
     """Somebody else's closed gate, to be used until then. `outcome`: what it is to be opened with."""
 
     until_s: float
@@ -31,7 +31,7 @@ class Installing:
     """Of one publication. `direct`: the trainer sends by itself."""
 
     def __init__(
-        self, hands: Hands, record: SyncRecord, publications: Sequence[Publication], direct: Direct | None
+        self, hands: SyncActions, record: SyncRecord, publications: Sequence[Publication], direct: DirectTransfer | None
     ) -> None:
         self._hands = hands
         self._record = record
@@ -48,7 +48,7 @@ class Installing:
         return (probe.prompt_ids, probe.max_tokens) if probe is not None else ((), 0)
 
     async def install(
-        self, attempt: Attempt, targets: Mapping[EngineId, PeerId], lease: str, borrowed: Borrowed | None
+        self, attempt: SyncAttempt, targets: Mapping[EngineId, PeerId], lease: str, borrowed: BorrowedPause | None
     ) -> tuple[list[EngineId], tuple[int, ...], dict[str, tuple[int, ...]]]:
         """Who has it, verified; the prompt, and what it was answered with, by configuration."""
         record, hands = self._record, self._hands
@@ -67,7 +67,7 @@ class Installing:
             else:
                 results = await self._loaded(engines, attempt, borrowed)
             if not results:
-                raise Failed("no_engines", "no engine is left that could have it", again=False)
+                raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
         record.state(SyncState.VERIFYING)
         with record.phase(SyncPhase.VERIFY):
             prompt, answers = await self._verified(results, borrowed)
@@ -80,7 +80,7 @@ class Installing:
         return {engine: why for engine, why in failed.items() if engine not in gone}
 
     async def _loaded(
-        self, engines: Sequence[EngineId], attempt: Attempt, borrowed: Borrowed | None
+        self, engines: Sequence[EngineId], attempt: SyncAttempt, borrowed: BorrowedPause | None
     ) -> dict[EngineId, PeerResult]:
         """From their hosts' folders. All are waited for: each that fails is left out next time."""
         results: dict[EngineId, PeerResult] = {}
@@ -88,17 +88,19 @@ class Installing:
         async def one(engine: EngineId) -> None:
             try:
                 results[engine] = await self._one(engine, borrowed)
-            except Failed as failure:
+            except SyncFailed as failure:
                 if failure.unchanged and engine not in self._given:
                     attempt.untouched.add(engine)
                 raise
 
         failed = await self._hands.try_each(engines, one)
         if failed := self._of_the_fleet(failed):
-            raise Failed("install_failed", told_of_each(failed), failed)
+            raise SyncFailed("install_failed", told_of_each(failed), failed)
         return results
 
-    async def _sent(self, direct: Direct, attempt: Attempt, borrowed: Borrowed | None) -> dict[EngineId, PeerResult]:
+    async def _sent(
+        self, direct: DirectTransfer, attempt: SyncAttempt, borrowed: BorrowedPause | None
+    ) -> dict[EngineId, PeerResult]:
         """By the trainer. Where it fails for all, nobody is left out next time: it may be the trainer's fault."""
         record, began_s = self._record, self._hands.clock.now_s()
         results, failed = await direct.install(borrowed.until_s if borrowed is not None else None)
@@ -109,19 +111,19 @@ class Installing:
             for engine, words in why.items():
                 record.engine(engine, EngineSync.WAITING, words)
             attempt.untouched |= {e for e, error in failed.items() if not isinstance(error, OutcomeUnknown)}
-            raise Failed("install_failed", told_of_each(why), why if results else ())
+            raise SyncFailed("install_failed", told_of_each(why), why if results else ())
         if not self.prompt[0]:
             record.note("engines were asked nothing: name a probe, there are no sums on this plane")
         return results
 
-    async def _one(self, engine: EngineId, borrowed: Borrowed | None) -> PeerResult:
+    async def _one(self, engine: EngineId, borrowed: BorrowedPause | None) -> PeerResult:
         record, began_s = self._record, self._hands.clock.now_s()
         until_s = borrowed.until_s if borrowed is not None else None
         # Where no version is the fleet's nobody knows what engines were given by another way since they were named.
         anew = self._hands.book.fleet.committed is None and engine not in self._given
         try:
             result = await self._hands.install(engine, record.report.version, until_s, anew=anew)
-        except Failed as failure:
+        except SyncFailed as failure:
             record.engine(engine, EngineSync.WAITING, failure.detail)
             raise
         self._given.add(engine)
@@ -129,7 +131,7 @@ class Installing:
         return result
 
     async def _verified(
-        self, results: Mapping[EngineId, PeerResult], borrowed: Borrowed | None
+        self, results: Mapping[EngineId, PeerResult], borrowed: BorrowedPause | None
     ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
         configuration = {engine: now.configuration for engine, now in self._hands.engines().items()}
         sums = {engine: result.loaded_sum for engine, result in results.items() if result.loaded_sum}
@@ -138,7 +140,7 @@ class Installing:
         share = {engine: None if peer is None else peer.share for engine, peer in peers.items()}
         odd = odd_ones(sums, lambda e: (configuration.get(e), share[e], results[e].is_read_back))
         if odd:
-            raise Failed("verify_failed", told_of_each(odd), odd)
+            raise SyncFailed("verify_failed", told_of_each(odd), odd)
         prompt, max_tokens = self.prompt
         may_probe = borrowed is None or borrowed.may_probe
         answers: dict[EngineId, tuple[int, ...]] = {}
@@ -148,14 +150,14 @@ class Installing:
                 answers[engine] = await self._hands.probe(engine, prompt, max_tokens)
 
             if failed := self._of_the_fleet(await self._hands.try_each(results, ask)):
-                raise Failed("verify_failed", told_of_each(failed), failed)
+                raise SyncFailed("verify_failed", told_of_each(failed), failed)
             expected = self._publications[0].expected
             if expected:
                 odd = {e: f"goes on with {t}, the trainer with {expected}" for e, t in answers.items() if t != expected}
             else:
                 odd = odd_ones(answers, configuration.get)
             if odd:
-                raise Failed("probe_differs", told_of_each(odd), odd)
+                raise SyncFailed("probe_differs", told_of_each(odd), odd)
         for engine in results:
             self._record.engine(engine, EngineSync.VERIFIED)
         return prompt if answers else (), {configuration[e]: t for e, t in answers.items() if e in configuration}

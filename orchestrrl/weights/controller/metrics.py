@@ -13,7 +13,7 @@ from orchestrrl.weights.model import PeerRole
 LOOKED_AT = 256  # of the newest syncs, at each look: more than can end between two
 
 
-class Syncs(Protocol):
+class SyncHistory(Protocol):
     def status(self) -> WeightsStatus: ...
 
     def history(self, limit: int) -> list[SyncReport]: ...
@@ -31,7 +31,7 @@ class SyncMetrics:
         self._whole_s = self._still_s = 0.0
         self._done = self._carried_bytes = self._mended = 0
 
-    def collect(self, syncs: Syncs) -> Iterator[Metric]:
+    def collect(self, syncs: SyncHistory) -> Iterator[Metric]:
         status = syncs.status()
         over = [report for report in syncs.history(LOOKED_AT) if report.over and (report.ended_s or 0) >= self._since_s]
         for report in over:

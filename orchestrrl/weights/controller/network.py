@@ -10,13 +10,13 @@ import numpy as np
 
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.weights.model import PeerId
-from planner.sync_tree.model import Pairs, Shard, SyncProblem, pairs_of
+from planner.sync_tree.model import Shard, ShardPairs, SyncProblem, pairs_of
 
 _NO_LIMIT = 2**16  # circuits
 
 
 @dataclass(frozen=True, slots=True)
-class Station:
+class NetworkStation:
     """Where a peer is in the network."""
 
     pod: str
@@ -33,11 +33,11 @@ class PairLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class SyncNetwork:
     """What a sync may use. Circuits of a pod or a ToR that is not named are no limit."""
 
     link_gbps: float
-    stations: Mapping[PeerId, Station]
+    stations: Mapping[PeerId, NetworkStation]
     boundary_circuits: Mapping[str, int] = field(default_factory=dict)  # by pod: that can cross its boundary
     tor_circuits: Mapping[str, int] = field(default_factory=dict)  # by ToR: upwards
     # Between pods, in order of their names, as they are; None: any that the boundaries allow can be made.
@@ -45,7 +45,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ShardSegment:
     """Bytes of a shard that the same peers have, and the same lack."""
 
     shard: str
@@ -56,7 +56,7 @@ class Segment:
 
 
 def sync_problem(
-    segments: Sequence[Segment], ids: Sequence[PeerId], network: Network, settings: WeightSettings
+    segments: Sequence[ShardSegment], ids: Sequence[PeerId], network: SyncNetwork, settings: WeightSettings
 ) -> SyncProblem:
     place = {peer: number for number, peer in enumerate(ids)}
     stations = [network.stations[peer] for peer in ids]
@@ -94,7 +94,7 @@ def sync_problem(
     )
 
 
-def _pairs(links: Mapping[tuple[str, str], PairLink], pods: Sequence[str], share: float) -> Pairs:
+def _pairs(links: Mapping[tuple[str, str], PairLink], pods: Sequence[str], share: float) -> ShardPairs:
     """Of those pods that have to do with it."""
     place = {pod: number for number, pod in enumerate(pods)}
     own = [(a, b, each.circuits, each.gbps * share) for (a, b), each in sorted(links.items()) if {a, b} <= set(pods)]

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from orchestrrl.weights.controller.planning import Station
+from orchestrrl.weights.controller.planning import NetworkStation
 from orchestrrl.weights.model import PeerId
-from orchestrrl.weights.orders import Edge
+from orchestrrl.weights.orders import CarryEdge
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class LeftForMoves:
 
 
 def left_for_moves(
-    running: Iterable[Edge], stations: Mapping[PeerId, Station], among: Collection[PeerId]
+    running: Iterable[CarryEdge], stations: Mapping[PeerId, NetworkStation], among: Collection[PeerId]
 ) -> LeftForMoves:
     """Beside these edges, at the peers whose hosts KV moves between (`among`). An edge that is not held back wants all
     that both of its ends have; a NIC shares out evenly among those who would fill it, in each direction by itself."""

@@ -3,13 +3,13 @@ and tell the gate their version. Then nothing is ours to repair or to bring back
 
 import logging
 
-from orchestrrl.weights.controller.actions import Hands
-from orchestrrl.weights.controller.state import Fleet
+from orchestrrl.weights.controller.actions import SyncActions
+from orchestrrl.weights.controller.state import FleetWeights
 
 logger = logging.getLogger(__name__)
 
 
-def notice_others(hands: Hands) -> bool:
+def notice_others(hands: SyncActions) -> bool:
     """Whether somebody has told the gate another version than the committed one, since that was told. It is the fleet's
     no longer then, which is written down. Where the gate knows none, or has not heard of ours yet, nobody has."""
     committed, newest = hands.book.fleet.committed, hands.fence.state.newest
@@ -21,5 +21,5 @@ def notice_others(hands: Hands) -> bool:
     if not hands.book.was_told and newest == committed.before:
         return False
     logger.warning("the fleet has version %d by another way: version %d is no longer its", newest, committed.version)
-    hands.book.stands(Fleet())
+    hands.book.stands(FleetWeights())
     return True

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from orchestrrl.weights.controller.actions import Hands, told_of_each
-from orchestrrl.weights.controller.carrying import Failed
+from orchestrrl.weights.controller.actions import SyncActions, told_of_each
+from orchestrrl.weights.controller.carrying import SyncFailed
 from orchestrrl.weights.controller.reports import EngineSync
 from orchestrrl.weights.controller.state import SyncRecord
 from orchestrrl.weights.model import PeerId
@@ -15,7 +15,7 @@ LOOK_S = 0.25  # how often it is looked whether what is waited for has come
 
 
 @dataclass(slots=True)
-class Attempt:
+class SyncAttempt:
     """What an attempt has come to."""
 
     without: Mapping[EngineId, str] = field(default_factory=dict)  # engines that are left out, and why
@@ -25,15 +25,15 @@ class Attempt:
     told: dict[EngineId, int] = field(default_factory=dict)  # what the gate had of these before it forgot it for this
 
 
-class Lineup:
+class SyncParticipants:
     """Of one publication. `is_direct`: the trainer sends by itself, and hosts' peers carry nothing."""
 
-    def __init__(self, hands: Hands, record: SyncRecord, *, is_direct: bool) -> None:
+    def __init__(self, hands: SyncActions, record: SyncRecord, *, is_direct: bool) -> None:
         self._hands = hands
         self._record = record
         self._is_direct = is_direct
 
-    async def engines_there(self, attempt: Attempt) -> None:
+    async def engines_there(self, attempt: SyncAttempt) -> None:
         """Nobody is left out for being away for a moment."""
         told: list[EngineId] = []
         while away := [engine for engine in self._hands.awaited() if engine not in attempt.without]:
@@ -60,7 +60,7 @@ class Lineup:
         return {*hosts, *(idle if self._record.report.attempt == 1 else [])}
 
     def still_there(
-        self, attempt: Attempt, targets: Mapping[EngineId, PeerId], prepared: Collection[PeerId]
+        self, attempt: SyncAttempt, targets: Mapping[EngineId, PeerId], prepared: Collection[PeerId]
     ) -> dict[EngineId, PeerId]:
         """While it was on its way engines may have left, by order, and others come: those take it, too, whose peers
         have the bytes."""
@@ -83,13 +83,13 @@ class Lineup:
             self._record.note(f"{', '.join(sorted(gone))} left the fleet while the version was on its way")
         attempt.without = left_out
         if not there:
-            raise Failed("no_engines", "no engine is left that could have it", again=False)
+            raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
         return there
 
     def _has_bytes(self, engine: EngineId, prepared: Collection[PeerId]) -> bool:
         return not self._hands.why_not_whole(engine) and set(self._hands.hosts_of(engine)) <= set(prepared)
 
-    def targets(self, attempt: Attempt) -> dict[EngineId, PeerId]:
+    def targets(self, attempt: SyncAttempt) -> dict[EngineId, PeerId]:
         """Engines that are to have it before it counts; the others are quarantined then."""
         targets: dict[EngineId, PeerId] = {}
         left: dict[EngineId, str] = dict(attempt.without)
@@ -111,5 +111,5 @@ class Lineup:
         attempt.without = left
         if not targets:
             words = told_of_each(left) or "there are none"
-            raise Failed("no_engines", f"no engine can have it: {words}", again=False)
+            raise SyncFailed("no_engines", f"no engine can have it: {words}", again=False)
         return targets

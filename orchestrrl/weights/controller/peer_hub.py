@@ -16,7 +16,7 @@ from typing import Any
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import LimitReached, OutcomeUnknown, ProblemFaults, Retryable, shorten
 from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerRole
-from orchestrrl.weights.orders import Arrived, EdgeEvent, Order, PeerNews, PeerOrder, PeerResult, by_clock
+from orchestrrl.weights.orders import ArrivedBytes, EdgeEvent, Order, PeerNews, PeerOrder, PeerResult, by_clock
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ MOST_ITEMS = 4096  # engines of a peer, and versions that it holds
 FORGET_AFTER_S = 3600.0  # a peer that went away, where there is no room for another
 REATTACH_S = 1.0  # how soon a peer that went away is expected back
 # What a listener hears of a peer; None: it has gone away.
-Heard = Peer | EdgeEvent | Arrived | None
+Heard = Peer | EdgeEvent | ArrivedBytes | None
 Listener = Callable[[PeerId, Heard], None]
 
 

@@ -9,31 +9,31 @@ from functools import lru_cache
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.weights.controller.edges import edges_of
-from orchestrrl.weights.controller.network import Network, PairLink, Segment, Station, sync_problem
+from orchestrrl.weights.controller.network import NetworkStation, PairLink, ShardSegment, SyncNetwork, sync_problem
 from orchestrrl.weights.model import (
     DTYPE_BYTES,
-    Held,
-    Part,
+    EngineShare,
+    HeldVersion,
     Peer,
     PeerId,
     PeerRole,
     Range,
     ShardMap,
-    Share,
+    StagedPart,
     TensorMeta,
     VersionMap,
 )
-from orchestrrl.weights.orders import Edge, OpenVersion
+from orchestrrl.weights.orders import CarryEdge, OpenVersion
 from orchestrrl.weights.publication import Publication
 from planner.sync_tree.model import Unreachable
 from planner.sync_tree.parameters import Box
 from planner.sync_tree.plan import make_plan
-from planner.sync_tree.reshard import Resharded, Slice, reshard_boxes
+from planner.sync_tree.reshard import ReshardedVersion, ShardSlice, reshard_boxes
 from planner.sync_tree.shares import needed_boxes
 
 _WAVE_HOPS = 2  # that the edges of a wave take to be joined, and their first chunk to come
 
-__all__ = ["Holding", "Network", "PairLink", "PlannedSync", "Station", "plan_repair", "plan_sync"]
+__all__ = ["PeerHolding", "SyncNetwork", "PairLink", "PlannedSync", "NetworkStation", "plan_repair", "plan_sync"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class PlannedSync:
     bytes: int  # of the version, each byte once
     opens: Mapping[PeerId, OpenVersion]  # for all who hold or receive; sums are filled in when they are known
     summed_by: Mapping[str, PeerId]  # who is asked for a shard's sums: one of those who hold it
-    edges: tuple[Edge, ...]
+    edges: tuple[CarryEdge, ...]
     planned_s: Mapping[str, float]  # by edge
     estimate_s: float
     lower_bound_s: float
@@ -54,7 +54,7 @@ class PlannedSync:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class PeerHolding:
     """What a peer has of a version already, received or staged, by the map that it was opened with there."""
 
     map: VersionMap
@@ -65,10 +65,10 @@ def plan_sync(
     version: int,
     publications: Sequence[Publication],
     peers: Iterable[Peer],
-    network: Network,
+    network: SyncNetwork,
     settings: WeightSettings,
     *,
-    have: Mapping[PeerId, Holding] | None = None,
+    have: Mapping[PeerId, PeerHolding] | None = None,
     attempt: int = 0,
 ) -> PlannedSync:
     """From the parts that trainers have staged, and what peers `have` of the version since an earlier attempt, to all
@@ -99,7 +99,9 @@ def plan_sync(
         if parts[peer] or any(end in (*each.shard.holders, *each.shard.receivers) for each in sharded)
     }
     segments = [
-        Segment(each.shard.id, 0, each.shard.bytes, _named(ids, each.shard.holders), _named(ids, each.shard.receivers))
+        ShardSegment(
+            each.shard.id, 0, each.shard.bytes, _named(ids, each.shard.holders), _named(ids, each.shard.receivers)
+        )
         for each in sharded
     ]
     planned = _planned(whole, opens, segments, known, network, settings, attempt)
@@ -111,10 +113,10 @@ def plan_repair(
     fleet: VersionMap,
     receivers: Collection[PeerId],
     peers: Iterable[Peer],
-    network: Network,
+    network: SyncNetwork,
     settings: WeightSettings,
     *,
-    held: Mapping[PeerId, Held] | None = None,
+    held: Mapping[PeerId, HeldVersion] | None = None,
     attempt: int = 0,
 ) -> PlannedSync:
     """Of a version that is in the fleet already, what these peers lack, from whoever has it. `held`: what is known of
@@ -130,7 +132,7 @@ def plan_repair(
     tensors = {tensor.name: tensor for tensor in fleet.tensors}
     own = {peer: _touching(fleet, _needing(known[peer], tensors)) for peer in sorted(receivers)}
     missing = {peer: {shard.id: _lacks(shard, held.get(peer)) for shard in shards} for peer, shards in own.items()}
-    segments: list[Segment] = []
+    segments: list[ShardSegment] = []
     for shard in fleet.shards:
         wanted = {peer: each[shard.id] for peer, each in missing.items() if each.get(shard.id)}
         there = {
@@ -150,7 +152,7 @@ def plan_repair(
 def _touching(fleet: VersionMap, needs: Mapping[str, tuple[Box, ...]]) -> tuple[ShardMap, ...]:
     """Shards of which some is needed."""
 
-    def is_needed(piece: Slice) -> bool:
+    def is_needed(piece: ShardSlice) -> bool:
         return any(
             all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(piece.box, box, strict=True))
             for box in needs.get(piece.parameter, ())
@@ -159,7 +161,7 @@ def _touching(fleet: VersionMap, needs: Mapping[str, tuple[Box, ...]]) -> tuple[
     return tuple(shard for shard in fleet.shards if any(is_needed(piece) for piece in shard.slices))
 
 
-def _lacks(shard: ShardMap, held: Held | None) -> tuple[Range, ...]:
+def _lacks(shard: ShardMap, held: HeldVersion | None) -> tuple[Range, ...]:
     if held is None or shard.id not in held.shards:
         return ((0, shard.bytes),)
     return held.missing.get(shard.id, ())
@@ -167,20 +169,20 @@ def _lacks(shard: ShardMap, held: Held | None) -> tuple[Range, ...]:
 
 def _segments(
     shard: ShardMap, wanted: Mapping[PeerId, Sequence[Range]], there: Mapping[PeerId, Sequence[Range]]
-) -> list[Segment]:
+) -> list[ShardSegment]:
     """`wanted`: what of it peers lack; `there`: what who holds some of it lacks."""
     points = {
         at for ranges in (*wanted.values(), *there.values()) for first, size in ranges for at in (first, first + size)
     }
-    found: list[Segment] = []
+    found: list[ShardSegment] = []
     for first, last in itertools.pairwise(sorted({0, shard.bytes, *points})):
         receivers = tuple(peer for peer, ranges in sorted(wanted.items()) if _is_in(first, ranges))
         holders = tuple(peer for peer, ranges in sorted(there.items()) if not _is_in(first, ranges))
         before = found[-1] if found else None
         if before and (before.offset + before.bytes, before.holders, before.receivers) == (first, holders, receivers):
-            found[-1] = Segment(shard.id, before.offset, last - before.offset, holders, receivers)
+            found[-1] = ShardSegment(shard.id, before.offset, last - before.offset, holders, receivers)
         elif receivers:
-            found.append(Segment(shard.id, first, last - first, holders, receivers))
+            found.append(ShardSegment(shard.id, first, last - first, holders, receivers))
     return found
 
 
@@ -219,7 +221,7 @@ def _merged_tensors(version: int, publications: Sequence[Publication]) -> tuple[
 
 
 def _who_is_unknown(
-    publications: Sequence[Publication], known: Mapping[PeerId, Peer], network: Network
+    publications: Sequence[Publication], known: Mapping[PeerId, Peer], network: SyncNetwork
 ) -> Iterator[str]:
     for place, each in enumerate(publications):
         if each.peer not in known:
@@ -229,13 +231,13 @@ def _who_is_unknown(
             yield f"peers.{peer}: is nowhere in the network, got no station"
 
 
-def _parts(publications: Sequence[Publication], peer: PeerId) -> tuple[Part, ...]:
+def _parts(publications: Sequence[Publication], peer: PeerId) -> tuple[StagedPart, ...]:
     own = sorted((each for each in publications if each.peer == peer), key=lambda each: each.rank)
-    return tuple(Part(each.rank, each.boxes) for each in own)
+    return tuple(StagedPart(each.rank, each.boxes) for each in own)
 
 
 def _having(
-    parts: Sequence[Part], holding: Holding | None, tensors: Mapping[str, TensorMeta]
+    parts: Sequence[StagedPart], holding: PeerHolding | None, tensors: Mapping[str, TensorMeta]
 ) -> Mapping[str, tuple[Box, ...]]:
     found: dict[str, dict[Box, None]] = defaultdict(dict)
     for part in parts:
@@ -246,7 +248,7 @@ def _having(
     return {name: tuple(boxes) for name, boxes in found.items()}
 
 
-def _received(holding: Holding, tensors: Mapping[str, TensorMeta]) -> Iterator[tuple[str, Box]]:
+def _received(holding: PeerHolding, tensors: Mapping[str, TensorMeta]) -> Iterator[tuple[str, Box]]:
     """Boxes that are there whole; of one that is there in part, its whole rows."""
     for shard in holding.map.shards:
         missing = holding.missing.get(shard.id, ())
@@ -270,7 +272,7 @@ def _gaps(ranges: Sequence[Range], size: int) -> list[Range]:
     return [*found, (at, size - at)] if at < size else found
 
 
-def _rows(piece: Slice, start: int, end: int) -> Iterator[Box]:
+def _rows(piece: ShardSlice, start: int, end: int) -> Iterator[Box]:
     """Of a slice, what lies between two of its bytes, as far as it is whole along its first axis of any length."""
     box = piece.box
     axis = next((axis for axis, (first, last) in enumerate(box) if last - first > 1), None)
@@ -289,7 +291,7 @@ def _needing(peer: Peer, tensors: Mapping[str, TensorMeta]) -> Mapping[str, tupl
 
 
 @lru_cache(maxsize=64)  # peers with the same share are one to `reshard_boxes`
-def _needed(share: Share, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Mapping[str, tuple[Box, ...]]:
+def _needed(share: EngineShare, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Mapping[str, tuple[Box, ...]]:
     return needed_boxes(
         dict(shapes),
         tp=share.tp,
@@ -303,9 +305,9 @@ def _needed(share: Share, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Ma
 
 def _opened(
     whole: VersionMap,
-    parts: tuple[Part, ...],
+    parts: tuple[StagedPart, ...],
     end: int,
-    sharded: Sequence[Resharded],
+    sharded: Sequence[ReshardedVersion],
 ) -> OpenVersion:
     own = [each for each in sharded if end in each.shard.holders or end in each.shard.receivers]
     names = {name for part in parts for name in part.boxes} | {piece.parameter for each in own for piece in each.slices}
@@ -325,9 +327,9 @@ def _opened(
 def _planned(
     whole: VersionMap,
     opens: Mapping[PeerId, OpenVersion],
-    segments: Sequence[Segment],
+    segments: Sequence[ShardSegment],
     known: Mapping[PeerId, Peer],
-    network: Network,
+    network: SyncNetwork,
     settings: WeightSettings,
     attempt: int,
 ) -> PlannedSync:
@@ -351,12 +353,12 @@ def _planned(
 
 
 def _staged_alone(
-    segments: Iterable[Segment],
+    segments: Iterable[ShardSegment],
     whole: VersionMap,
-    parts: Mapping[PeerId, Sequence[Part]],
-    have: Mapping[PeerId, Holding],
+    parts: Mapping[PeerId, Sequence[StagedPart]],
+    have: Mapping[PeerId, PeerHolding],
     tensors: Mapping[str, TensorMeta],
-) -> Iterator[Segment]:
+) -> Iterator[ShardSegment]:
     """Without those holders that have received some of it."""
     shards = {shard.id: shard for shard in whole.shards}
     for each in segments:
@@ -365,7 +367,7 @@ def _staged_alone(
         yield replace(each, holders=tuple(staged))
 
 
-def _is_staged(shard: ShardMap, parts: Sequence[Part], tensors: Mapping[str, TensorMeta]) -> bool:
+def _is_staged(shard: ShardMap, parts: Sequence[StagedPart], tensors: Mapping[str, TensorMeta]) -> bool:
     """Whether parts have all of it."""
     needed: dict[str, list[Box]] = defaultdict(list)
     for piece in shard.slices:
@@ -378,7 +380,7 @@ def _is_staged(shard: ShardMap, parts: Sequence[Part], tensors: Mapping[str, Ten
     return True
 
 
-def _summed_by(segments: Iterable[Segment]) -> dict[str, PeerId]:
+def _summed_by(segments: Iterable[ShardSegment]) -> dict[str, PeerId]:
     """Whoever has least to sum already."""
     bytes_of: dict[PeerId, int] = defaultdict(int)
     found: dict[str, PeerId] = {}

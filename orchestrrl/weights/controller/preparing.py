@@ -5,14 +5,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.weights.controller.actions import Hands
-from orchestrrl.weights.controller.carrying import Failed, each_done, sums
-from orchestrrl.weights.controller.circuits import Brought
-from orchestrrl.weights.controller.planning import Holding, Network, PlannedSync, plan_sync
+from orchestrrl.weights.controller.actions import SyncActions
+from orchestrrl.weights.controller.carrying import SyncFailed, each_done, sums
+from orchestrrl.weights.controller.circuits import BroughtUp
+from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, SyncNetwork, plan_sync
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
 from orchestrrl.weights.model import Peer, PeerId, VersionMap
-from orchestrrl.weights.orders import Check
+from orchestrrl.weights.orders import CheckVersion
 from orchestrrl.weights.publication import Publication
 
 LOOK_S = 0.25  # how often it is looked whether who is missing has come
@@ -27,8 +27,8 @@ def named(planned: PlannedSync, name: str) -> PlannedSync:
 class Preparation:
     """Of one sync, attempt by attempt."""
 
-    def __init__(self, hands: Hands, record: SyncRecord, publications: Sequence[Publication]) -> None:
-        self.network: Network | None = None  # as it is since the last plan
+    def __init__(self, hands: SyncActions, record: SyncRecord, publications: Sequence[Publication]) -> None:
+        self.network: SyncNetwork | None = None  # as it is since the last plan
         self._hands = hands
         self._record = record
         self._publications = publications
@@ -70,7 +70,7 @@ class Preparation:
         self._opened = {peer: opened.map for peer, opened in planned.opens.items()}
         return planned, map
 
-    async def _bring_up(self, planned: PlannedSync) -> Brought:
+    async def _bring_up(self, planned: PlannedSync) -> BroughtUp:
         record = self._record
         lasting: list[SyncPhase] = []
 
@@ -94,27 +94,27 @@ class Preparation:
         until_s = hands.clock.now_s() + hands.settings.patience_s
         while away := sorted({each.peer for each in self._publications} - set(hands.attached())):
             if hands.clock.now_s() >= until_s:
-                raise Failed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
+                raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
             await hands.clock.sleep(LOOK_S)
 
-    async def _have(self, receivers: Collection[PeerId]) -> dict[PeerId, Holding]:
+    async def _have(self, receivers: Collection[PeerId]) -> dict[PeerId, PeerHolding]:
         """Bytes that came in an earlier attempt."""
-        found: dict[PeerId, Holding] = {}
+        found: dict[PeerId, PeerHolding] = {}
 
         async def of(peer: PeerId) -> None:
             try:
-                result = await self._hands.seams.done(peer, Check(self._record.report.version), 600.0, "corrupt")
-            except Failed as failure:
+                result = await self._hands.seams.done(peer, CheckVersion(self._record.report.version), 600.0, "corrupt")
+            except SyncFailed as failure:
                 self._record.note(f"what {peer} has from before is not counted on: {failure.detail}")
             else:
-                found[peer] = Holding(self._opened[peer], result.missing)
+                found[peer] = PeerHolding(self._opened[peer], result.missing)
 
         there = self._hands.attached()
         await each_done(of(peer) for peer in sorted(self._opened) if peer in there and peer in receivers)
         return found
 
     async def _planned(
-        self, receivers: Collection[PeerId], network: Network, have: Mapping[PeerId, Holding]
+        self, receivers: Collection[PeerId], network: SyncNetwork, have: Mapping[PeerId, PeerHolding]
     ) -> PlannedSync:
         wanted = {*receivers, *(each.peer for each in self._publications)}
         peers: list[Peer] = [peer for id, peer in self._hands.attached().items() if id in wanted]
@@ -126,7 +126,7 @@ class Preparation:
                 lambda: plan_sync(version, self._publications, peers, network, settings, have=have, attempt=number)
             )
         except ValueError as error:
-            raise Failed("unreachable", str(error)) from error
+            raise SyncFailed("unreachable", str(error)) from error
         return named(planned, self._record.id)
 
     def tear_down(self) -> None:

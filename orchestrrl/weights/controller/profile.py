@@ -4,7 +4,7 @@ plan and bound. Pure; what to do about it is advice.py."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrrl.weights.controller.reports import TRANSFER, PhaseTook, SyncPhase, SyncReport, SyncState
+from orchestrrl.weights.controller.reports import TRANSFER, PhaseTime, SyncPhase, SyncReport, SyncState
 
 PHASE_WORDS: Mapping[SyncPhase, str] = {
     SyncPhase.OFFLOAD: "trainer offload",
@@ -35,7 +35,7 @@ LEAST_MODELLED_S = 0.01  # transfers of less are over before what processes take
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class PhaseStretch:
     """What was waited for from `began_s` to `ended_s`; None: no phase says."""
 
     phase: SyncPhase | None
@@ -63,7 +63,7 @@ class SyncProfile:
     """`whole_s`: from the trainer's first move until requests run by the new version, less what nobody waited for."""
 
     report: SyncReport
-    path: tuple[Stretch, ...]
+    path: tuple[PhaseStretch, ...]
     rows: tuple[PhaseRow, ...]  # in order of phases; those that did not happen are left out
     whole_s: float
     unnamed_s: float  # of it: no phase says
@@ -147,19 +147,19 @@ def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
     )
 
 
-def critical_path(phases: Sequence[PhaseTook], end_s: float) -> tuple[Stretch, ...]:
+def critical_path(phases: Sequence[PhaseTime], end_s: float) -> tuple[PhaseStretch, ...]:
     """What was waited for at each moment from the first phase's beginning to `end_s`. Backwards from the end: of the
     phases that ended last the one that began last, and from its beginning on the same again."""
     runs = [(took.phase, took.began_s, _until_s(took, end_s)) for took in phases]
     runs = [run for run in runs if run[2] > run[1]]
-    path: list[Stretch] = []
+    path: list[PhaseStretch] = []
     at_s = end_s
     while earlier := [run for run in runs if run[1] < at_s]:
         phase, began_s, ended_s = max(earlier, key=lambda run: (min(run[2], at_s), run[1]))
         ended_s = min(ended_s, at_s)
         if ended_s < at_s:
-            path.append(Stretch(None, ended_s, at_s))
-        path.append(Stretch(phase, began_s, ended_s))
+            path.append(PhaseStretch(None, ended_s, at_s))
+        path.append(PhaseStretch(phase, began_s, ended_s))
         at_s = began_s
     return tuple(reversed(path))
 
@@ -179,11 +179,11 @@ def _end_s(report: SyncReport, now_s: float | None) -> float:
     return max(known, default=report.began_s)
 
 
-def _until_s(took: PhaseTook, end_s: float) -> float:
+def _until_s(took: PhaseTime, end_s: float) -> float:
     return end_s if took.ended_s is None else min(took.ended_s, end_s)
 
 
-def _ran_s(phases: Sequence[PhaseTook], end_s: float) -> dict[SyncPhase, float]:
+def _ran_s(phases: Sequence[PhaseTime], end_s: float) -> dict[SyncPhase, float]:
     ran: dict[SyncPhase, float] = {}
     for took in phases:
         ran[took.phase] = ran.get(took.phase, 0.0) + max(0.0, _until_s(took, end_s) - took.began_s)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from orchestrrl.weights.controller.planning import PlannedSync
-from orchestrrl.weights.controller.reports import EdgeTook
-from orchestrrl.weights.model import Held, PeerId, Range
-from orchestrrl.weights.orders import Edge, EdgeEvent
+from orchestrrl.weights.controller.reports import EdgeTime
+from orchestrrl.weights.model import HeldVersion, PeerId, Range
+from orchestrrl.weights.orders import CarryEdge, EdgeEvent
 
 Ranges = dict[str, list[Range]]  # by shard, in order
 
@@ -38,7 +38,7 @@ def together(ranges: Iterable[Range]) -> list[Range]:
 
 @dataclass(slots=True)
 class _Run:
-    edge: Edge
+    edge: CarryEdge
     planned_s: float
     live: bool = True
     began_s: float = 0.0
@@ -50,10 +50,10 @@ class _Run:
         return not self.live and self.bytes == self.edge.bytes
 
 
-class Progress:
+class SyncProgress:
     """Of one plan and what has replaced parts of it."""
 
-    def __init__(self, planned: PlannedSync, holders: Mapping[PeerId, Held] = MappingProxyType({})) -> None:
+    def __init__(self, planned: PlannedSync, holders: Mapping[PeerId, HeldVersion] = MappingProxyType({})) -> None:
         self.version = planned.version
         self.runs: dict[str, _Run] = {}
         self.mended = 0
@@ -62,8 +62,8 @@ class Progress:
         self._holders = holders
         self._blamed: dict[PeerId, set[PeerId]] = {}
         # There are thousands of each, and news of them all the time: what is asked then is kept, not looked for.
-        self._live: dict[str, Edge] = {}
-        self._into: dict[tuple[PeerId, str], dict[str, Edge]] = {}  # those that last, by receiver and shard
+        self._live: dict[str, CarryEdge] = {}
+        self._into: dict[tuple[PeerId, str], dict[str, CarryEdge]] = {}  # those that last, by receiver and shard
         self._live_in_a = 0
         self._rates_gbps: dict[tuple[PeerId, str], float] = {}
         self.lacking_peers: set[PeerId] = set()
@@ -74,11 +74,11 @@ class Progress:
         self.doubtful.clear()  # the plan brings all
 
     @property
-    def live(self) -> list[Edge]:
+    def live(self) -> list[CarryEdge]:
         return list(self._live.values())
 
     @property
-    def not_done(self) -> list[Edge]:
+    def not_done(self) -> list[CarryEdge]:
         return [run.edge for run in self.runs.values() if not run.done]
 
     @property
@@ -89,7 +89,7 @@ class Progress:
     def carried_bytes(self) -> int:
         return sum(run.bytes for run in self.runs.values())
 
-    def add(self, edges: Iterable[Edge], planned_s: Mapping[str, float]) -> None:
+    def add(self, edges: Iterable[CarryEdge], planned_s: Mapping[str, float]) -> None:
         for edge in edges:
             self.runs[edge.id] = _Run(edge, planned_s.get(edge.id, 0.0))
             self._live[edge.id] = edge
@@ -102,7 +102,7 @@ class Progress:
         """That its first edge was held to, and those that replace it are; 0: all there is."""
         return self._rates_gbps.get((peer, shard), 0.0)
 
-    def live_of(self, peer: PeerId) -> tuple[Edge, ...]:
+    def live_of(self, peer: PeerId) -> tuple[CarryEdge, ...]:
         return tuple(edge for edge in self._live.values() if peer in (edge.src, edge.dst))
 
     def is_in_phase_a(self) -> bool:
@@ -122,7 +122,7 @@ class Progress:
             run.began_s, run.ended_s = event.began_s or run.began_s, event.ended_s
             self._arrived(run.edge, run.edge.bytes)
 
-    def broken(self, edge_id: str, arrived_bytes: int) -> Edge | None:
+    def broken(self, edge_id: str, arrived_bytes: int) -> CarryEdge | None:
         """What its receiver has of it stays; None: it was over already."""
         run = self.runs.get(edge_id)
         if run is None or not run.live:
@@ -134,7 +134,7 @@ class Progress:
         self._blamed.setdefault(run.edge.dst, set()).add(run.edge.src)
         return run.edge
 
-    def told(self, peer: PeerId, held: Held | None) -> None:
+    def told(self, peer: PeerId, held: HeldVersion | None) -> None:
         """What a peer that has come back says that it has; None: nothing."""
         if peer not in self.missing:
             return
@@ -181,11 +181,11 @@ class Progress:
         held = self._holders.get(peer)
         return {} if held is None else {shard: tuple(held.missing.get(shard, ())) for shard in held.shards}
 
-    def slowest(self, count: int) -> tuple[EdgeTook, ...]:
+    def slowest(self, count: int) -> tuple[EdgeTime, ...]:
         over = [run for run in self.runs.values() if run.done]
         over.sort(key=lambda run: (run.began_s - run.ended_s, run.edge.id))
         return tuple(
-            EdgeTook(
+            EdgeTime(
                 run.edge.src,
                 run.edge.dst,
                 run.edge.phase,
@@ -202,7 +202,7 @@ class Progress:
         del self._into[edge.dst, edge.shard][edge.id]
         self._live_in_a -= edge.phase == "A"
 
-    def _arrived(self, edge: Edge, size: int) -> None:
+    def _arrived(self, edge: CarryEdge, size: int) -> None:
         own = self.missing.get(edge.dst, {})
         if edge.shard in own:
             own[edge.shard] = without(own[edge.shard], edge.offset, size)
@@ -217,5 +217,5 @@ class Progress:
             self.doubtful.add(peer)
 
 
-def _touch(edge: Edge, of: Range) -> bool:
+def _touch(edge: CarryEdge, of: Range) -> bool:
     return edge.offset < of[0] + of[1] and of[0] < edge.offset + edge.bytes

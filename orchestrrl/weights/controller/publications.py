@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable, few
-from orchestrrl.weights.backends.base import DirectPlane
+from orchestrrl.weights.backends.base import DirectBackend
 from orchestrrl.weights.controller.peer_hub import REATTACH_S, PeerHub
-from orchestrrl.weights.controller.publishing import Collection, same_word
+from orchestrrl.weights.controller.publishing import PublicationSet, same_word
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
 from orchestrrl.weights.controller.state import REMEMBERED, SyncRecord, WeightBook
 from orchestrrl.weights.publication import NOT_ATTACHED, Publication
@@ -17,7 +17,7 @@ from orchestrrl.weights.publication import NOT_ATTACHED, Publication
 logger = logging.getLogger(__name__)
 
 
-class Desk:
+class PublicationCollector:
     """`complete` is called with a version of which all ranks have spoken."""
 
     def __init__(
@@ -26,7 +26,7 @@ class Desk:
         hub: PeerHub,
         clock: Clock,
         settings: WeightSettings,
-        complete: Callable[[Collection, SyncRecord], None],
+        complete: Callable[[PublicationSet, SyncRecord], None],
     ) -> None:
         self.records: dict[str, SyncRecord] = {}  # that are not over, and those that were since the start
         self.running: SyncRecord | None = None  # that is carried out now
@@ -36,11 +36,11 @@ class Desk:
         self._settings = settings
         self._complete = complete
         self._numbers = itertools.count(1)
-        self._collecting: tuple[Collection, SyncRecord] | None = None
+        self._collecting: tuple[PublicationSet, SyncRecord] | None = None
 
     # --- trainers
 
-    def take(self, publication: Publication, plane: DirectPlane | None) -> str:
+    def take(self, publication: Publication, plane: DirectBackend | None) -> str:
         """The sync's id. Raises ProblemFaults; Retryable while the rank's peer has not attached yet."""
         collection, record = self._collection(publication)
         faults = collection.faults(publication)
@@ -123,16 +123,16 @@ class Desk:
 
     # --- inside
 
-    def _collection(self, word: Publication) -> tuple[Collection, SyncRecord | None]:
+    def _collection(self, word: Publication) -> tuple[PublicationSet, SyncRecord | None]:
         """Those words that it belongs to; a record where there are some."""
         if self._collecting is not None:
             collection, record = self._collecting
             if (collection.version, collection.run) == (word.version, word.run):
                 return collection, record
         by_s = self._clock.now_s() + self._settings.publish_within_s
-        return Collection(word.version, word.run, word.world, by_s), None
+        return PublicationSet(word.version, word.run, word.world, by_s), None
 
-    def _begin(self, collection: Collection, word: Publication) -> SyncRecord:
+    def _begin(self, collection: PublicationSet, word: Publication) -> SyncRecord:
         now_s = self._clock.now_s()
         id = f"s{self._book.generation}-{next(self._numbers)}"
         report = SyncReport(id, word.version, SyncState.PUBLISHING, now_s, plane=word.plane, world=word.world)

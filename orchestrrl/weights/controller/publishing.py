@@ -10,7 +10,7 @@ from orchestrrl.weights.publication import PUBLICATION, Publication
 
 
 @dataclass(slots=True)
-class Collection:
+class PublicationSet:
     """One version's words so far."""
 
     version: int

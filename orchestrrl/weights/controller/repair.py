@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, cut, few
-from orchestrrl.weights.controller.actions import Hands
-from orchestrrl.weights.controller.carrying import Carrying, Failed
+from orchestrrl.weights.controller.actions import SyncActions
+from orchestrrl.weights.controller.carrying import Carrying, SyncFailed
 from orchestrrl.weights.controller.closing import is_closed
 from orchestrrl.weights.controller.overtaken import notice_others
 from orchestrrl.weights.controller.planning import PlannedSync, plan_repair
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
-from orchestrrl.weights.controller.state import Committed, SyncRecord
-from orchestrrl.weights.model import Held, Peer
-from orchestrrl.weights.orders import Check
+from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord
+from orchestrrl.weights.model import HeldVersion, Peer
+from orchestrrl.weights.orders import CheckVersion
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ class _Tried:
     again_s: float
 
 
-class Repairs:
+class EngineRepairs:
     """`carrying` is the repair's that is under way: it has to hear what peers tell."""
 
-    def __init__(self, hands: Hands) -> None:
+    def __init__(self, hands: SyncActions) -> None:
         self.carrying: Carrying | None = None
         self._hands = hands
         self._tried: dict[EngineId, _Tried] = {}
@@ -91,7 +91,7 @@ class Repairs:
             tried = self._tried.get(engine)
             await hands.rest(engine, True, DRAIN_S, ends=tried is not None and tried.times >= DRAINS)
             if why := hands.why_not_whole(engine):
-                raise Failed("peer_lost", f"{engine}: {why}", [engine], unchanged=True)
+                raise SyncFailed("peer_lost", f"{engine}: {why}", [engine], unchanged=True)
             for host in hands.hosts_of(engine):
                 await self._bytes(hands.attached()[host], committed)
             if notice_others(hands):
@@ -103,7 +103,7 @@ class Repairs:
                 return False
             await self._same_answer(engine, committed)
             return await self._serves(engine, committed)
-        except Failed as failure:
+        except SyncFailed as failure:
             self._put_off(engine, failure.detail)
             if failure.unchanged and failure.code != "not_quiet" and not is_closed(hands):
                 await self._let_run(engine)
@@ -156,7 +156,7 @@ class Repairs:
         """It has weights that are whole, though it is not known which: what it was asked past the gateway goes on."""
         try:
             await self._hands.rest(engine, False)
-        except Failed as failure:
+        except SyncFailed as failure:
             logger.warning("%s was not told to run again: %s", engine, failure)
 
     def _is_due(self, engine: EngineId) -> bool:
@@ -176,22 +176,24 @@ class Repairs:
             except OrchestrRLError as error:
                 logger.error("%s", error)
 
-    async def _bytes(self, peer: Peer, committed: Committed) -> None:
+    async def _bytes(self, peer: Peer, committed: CommittedVersion) -> None:
         """All that the peer needs of the version."""
         hands = self._hands
         held = next((each for each in peer.held if each.version == committed.version), None)
         if held is not None and held.complete and held.shards:
-            checked = await hands.seams.done(peer.id, Check(committed.version), CHECK_WITHIN_S, "corrupt")
+            checked = await hands.seams.done(peer.id, CheckVersion(committed.version), CHECK_WITHIN_S, "corrupt")
             if not checked.missing:
                 return
             held = replace(held, missing=checked.missing)
         map = hands.book.map
         if map is None or map.version != committed.version:
-            raise Failed("bytes_lost", "what the version is made of is not known any more: it waits for the next one")
+            raise SyncFailed(
+                "bytes_lost", "what the version is made of is not known any more: it waits for the next one"
+            )
         peers = list(hands.attached().values())
         network = hands.circuits.network()
         who = {each.id: h for each in peers for h in each.held if h.version == committed.version}
-        who[peer.id] = held or Held(committed.version, ())
+        who[peer.id] = held or HeldVersion(committed.version, ())
         number = next(self._numbers)
 
         def plan() -> PlannedSync:
@@ -200,7 +202,7 @@ class Repairs:
         try:
             planned = await hands.seams.offload(plan)
         except ProblemFaults as error:
-            raise Failed("unreachable", few(error.faults)) from error
+            raise SyncFailed("unreachable", few(error.faults)) from error
         edges = tuple(replace(edge, id=f"r{hands.book.generation}.{number}.{edge.id}") for edge in planned.edges)
         took_s = {f"r{hands.book.generation}.{number}.{id}": each for id, each in planned.planned_s.items()}
         planned = replace(planned, edges=edges, planned_s=took_s)
@@ -213,7 +215,7 @@ class Repairs:
         finally:
             self.carrying = None
 
-    async def _same_answer(self, engine: EngineId, committed: Committed) -> None:
+    async def _same_answer(self, engine: EngineId, committed: CommittedVersion) -> None:
         hands = self._hands
         answers: Mapping[str, tuple[int, ...]] = committed.answers
         now = hands.engines().get(engine)
@@ -222,15 +224,15 @@ class Repairs:
             return
         tokens = await hands.probe(engine, committed.prompt, len(expected) or 1)
         if tokens != expected:
-            raise Failed("probe_differs", f"{engine} goes on with {tokens}, others of its kind with {expected}")
+            raise SyncFailed("probe_differs", f"{engine} goes on with {tokens}, others of its kind with {expected}")
 
-    async def _serves(self, engine: EngineId, committed: Committed) -> bool:
+    async def _serves(self, engine: EngineId, committed: CommittedVersion) -> bool:
         hands = self._hands
         if is_closed(hands):
-            raise Failed("not_quiet", "the gate was closed meanwhile")
+            raise SyncFailed("not_quiet", "the gate was closed meanwhile")
         # It may have been restarted while it was looked at.
         if hands.installed(engine) != committed.version:
-            raise Failed("install_failed", f"{engine} has {_words(hands.installed(engine))} after all")
+            raise SyncFailed("install_failed", f"{engine} has {_words(hands.installed(engine))} after all")
         fleet = hands.book.fleet
         if fleet.committed is None or fleet.committed.version != committed.version:
             return False
@@ -241,7 +243,7 @@ class Repairs:
         return True
 
 
-def others_weights(hands: Hands) -> bool:
+def others_weights(hands: SyncActions) -> bool:
     """Somebody has brought other weights since, and told their version: what peers know of engines holds no longer, and
     nothing is repaired until a version is published again."""
     newest = hands.fence.state.newest

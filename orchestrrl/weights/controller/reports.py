@@ -53,7 +53,7 @@ TRANSFER = frozenset({SyncPhase.PHASE_A, SyncPhase.PHASE_B})
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseTook:
+class PhaseTime:
     """When a phase began and ended, seconds since the Unix epoch; `ended_s` None: it lasts."""
 
     phase: SyncPhase
@@ -76,7 +76,7 @@ class EngineSync(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStands:
+class EngineStatus:
     engine: EngineId
     state: EngineSync
     detail: str = ""
@@ -84,7 +84,7 @@ class EngineStands:
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeTook:
+class EdgeTime:
     """An edge as it went, beside what was planned."""
 
     src: str
@@ -122,8 +122,8 @@ class SyncReport:
     attempt: int = 1
     world: int = 1  # trainer ranks
     published: tuple[int, ...] = ()  # those that have said what they have
-    phases: tuple[PhaseTook, ...] = ()
-    engines: tuple[EngineStands, ...] = ()
+    phases: tuple[PhaseTime, ...] = ()
+    engines: tuple[EngineStatus, ...] = ()
     bytes: int = 0  # of the version
     carried_bytes: int = 0  # over all edges
     arrived_bytes: int = 0
@@ -133,7 +133,7 @@ class SyncReport:
     waves: int = 0
     edges: int = 0
     mended_edges: int = 0  # that broke, and were replaced
-    slowest: tuple[EdgeTook, ...] = ()  # at most so many as are looked at
+    slowest: tuple[EdgeTime, ...] = ()  # at most so many as are looked at
     notes: tuple[str, ...] = ()
     asked_json: str = ""  # of the trainer, on a plane by which it sends itself (weights/backends/base.py)
 
@@ -166,12 +166,12 @@ class WeightsStatus:
 
     committed: int | None
     sync: SyncReport | None  # under way, or the last
-    quarantined: tuple[EngineStands, ...] = ()
-    peers: tuple["PeerStands", ...] = ()
+    quarantined: tuple[EngineStatus, ...] = ()
+    peers: tuple["PeerStatus", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class PeerStands:
+class PeerStatus:
     id: str
     role: str
     host: str

@@ -7,18 +7,18 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, few
-from orchestrrl.core.pause_registry import Part
-from orchestrrl.weights.backends.base import DirectPlane
-from orchestrrl.weights.controller.actions import Hands, told_of_each
-from orchestrrl.weights.controller.carrying import Carrying, Failed, each_done
+from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.weights.backends.base import DirectBackend
+from orchestrrl.weights.controller.actions import SyncActions, told_of_each
+from orchestrrl.weights.controller.carrying import Carrying, SyncFailed, each_done
 from orchestrrl.weights.controller.closing import go_back, is_closed, own_lease, resume_new
-from orchestrrl.weights.controller.direct import Direct
-from orchestrrl.weights.controller.installing import Borrowed, Installing
+from orchestrrl.weights.controller.direct import DirectTransfer
+from orchestrrl.weights.controller.installing import BorrowedPause, Installing
 from orchestrrl.weights.controller.overtaken import notice_others
-from orchestrrl.weights.controller.participants import LOOK_S, Attempt, Lineup
+from orchestrrl.weights.controller.participants import LOOK_S, SyncAttempt, SyncParticipants
 from orchestrrl.weights.controller.preparing import Preparation
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.controller.state import HOLDER, Committed, SyncRecord
+from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, SyncRecord
 from orchestrrl.weights.model import PeerId, VersionMap
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
@@ -33,28 +33,28 @@ class SyncRun:
 
     def __init__(
         self,
-        hands: Hands,
+        hands: SyncActions,
         record: SyncRecord,
         publications: Sequence[Publication],
         fingerprint: str,
-        plane: DirectPlane | None = None,
+        plane: DirectBackend | None = None,
     ) -> None:
         self.record = record
         self.publications = publications
         self.fingerprint = fingerprint
         self.carrying: Carrying | None = None
         self.preparation = Preparation(hands, record, publications)
-        self.direct = None if plane is None else Direct(hands, record, publications, plane)  # None: the tree
+        self.direct = None if plane is None else DirectTransfer(hands, record, publications, plane)  # None: the tree
         self._hands = hands
         self._going: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None  # the gate's lease
         self._stop: tuple[SyncState, str, str] | None = None
         self._go = asyncio.Event()  # install it, whoever waits for what
         self._at_once = publications[0].install == "at_once"
-        self._borrowed: Borrowed | None = None
+        self._borrowed: BorrowedPause | None = None
         self._waits_for_gate = False
         self._committed = False
-        self._lineup = Lineup(hands, record, is_direct=plane is not None)
+        self._lineup = SyncParticipants(hands, record, is_direct=plane is not None)
         self._installing = Installing(hands, record, publications, self.direct)
 
     # --- told from outside
@@ -85,7 +85,7 @@ class SyncRun:
         """Install while somebody else has the gate closed: the version to open it with, and engines without it. Whoever
         asks again, as the answer was lost, waits for the same."""
         if self._borrowed is None:
-            self._borrowed = Borrowed(until_s, may_probe, asyncio.get_running_loop().create_future())
+            self._borrowed = BorrowedPause(until_s, may_probe, asyncio.get_running_loop().create_future())
             self._go.set()
         return await asyncio.shield(self._borrowed.outcome)
 
@@ -104,7 +104,7 @@ class SyncRun:
         hands, record = self._hands, self.record
         without: dict[EngineId, str] = {}
         while True:
-            attempt = Attempt(dict(without), frozenset(without))
+            attempt = SyncAttempt(dict(without), frozenset(without))
             failure = await self._forward(attempt)
             if failure is None:
                 break
@@ -131,7 +131,7 @@ class SyncRun:
     async def _finish(self) -> None:
         try:
             await self._after_commit()
-        except (Failed, OrchestrRLError) as error:  # it is the fleet's version all the same
+        except (SyncFailed, OrchestrRLError) as error:  # it is the fleet's version all the same
             self.record.note(str(error))
             logger.error("weight sync %s: %s", self.record.id, error)
         quarantined = self._hands.book.fleet.quarantined
@@ -159,7 +159,7 @@ class SyncRun:
         except OrchestrRLError as error:
             logger.error("the end of weight sync %s cannot be written down: %s", self.record.id, error)
 
-    async def _forward(self, attempt: Attempt) -> Failed | None:
+    async def _forward(self, attempt: SyncAttempt) -> SyncFailed | None:
         self._going = asyncio.ensure_future(self._to_commit(attempt))
         if self._stop is not None:
             self._going.cancel()
@@ -170,32 +170,32 @@ class SyncRun:
                 self._going.cancel()
                 await asyncio.gather(self._going, return_exceptions=True)
                 raise
-            return Failed(self._stop[1], self._stop[2], again=False)
-        except Failed as failure:
+            return SyncFailed(self._stop[1], self._stop[2], again=False)
+        except SyncFailed as failure:
             return failure
         except ProblemFaults as error:
-            return Failed("unreachable", few(error.faults), again=False)
+            return SyncFailed("unreachable", few(error.faults), again=False)
         except OrchestrRLError as error:
-            return Failed("internal", str(error))
+            return SyncFailed("internal", str(error))
         except Exception as error:  # a defect must not leave the fleet between two versions
             logger.exception("weight sync %s", self.record.id)
-            return Failed("internal", f"a defect: {error!r}", again=False)
+            return SyncFailed("internal", f"a defect: {error!r}", again=False)
         finally:
             self._waits_for_gate = False
             if self._renewing is not None:
                 self._renewing.cancel()
         return None
 
-    async def _back(self, attempt: Attempt) -> None:
+    async def _back(self, attempt: SyncAttempt) -> None:
         while True:
             try:
                 return await go_back(self._hands, self.record, attempt.changed, attempt.untouched, attempt.told)
-            except (OrchestrRLError, Failed) as error:
+            except (OrchestrRLError, SyncFailed) as error:
                 # Nothing else may be done to engines before this is; the gate's lease keeps requests from them.
                 logger.error("weight sync %s cannot be undone: %s", self.record.id, error)
                 await self._hands.clock.sleep(self._hands.settings.patience_s / 10)
 
-    async def _to_commit(self, attempt: Attempt) -> None:
+    async def _to_commit(self, attempt: SyncAttempt) -> None:
         record, hands = self.record, self._hands
         await self._not_held()
         await self._lineup.engines_there(attempt)
@@ -233,7 +233,7 @@ class SyncRun:
     async def _not_held(self) -> None:
         """An operator may have paused syncs."""
         told = ""
-        while (hold := self._hands.holds.hold(Part.SYNC)) is not None:
+        while (hold := self._hands.holds.hold(PauseScope.SYNC)) is not None:
             if hold.detail != told:
                 told = hold.detail
                 self.record.put(detail=f"waits: {told}")
@@ -263,7 +263,7 @@ class SyncRun:
             if is_closed(hands):  # before it opens we are asked
                 record.put(detail=f"waits: {hands.fence.state.lease} has the gate closed")
                 if hands.clock.now_s() >= until_s:
-                    raise Failed("not_quiet", f"the gate is held by another: {hands.fence.state.lease}")
+                    raise SyncFailed("not_quiet", f"the gate is held by another: {hands.fence.state.lease}")
             elif hands.deploying():  # which does not begin while the gate is closed, and has limits of its own
                 record.put(detail="waits: engines are being started or stopped")
                 until_s = hands.clock.now_s() + settings.fence_within_s
@@ -285,7 +285,7 @@ class SyncRun:
                 deadline_s=settings.fence_within_s,
             )
         except OrchestrRLError as error:
-            raise Failed("not_quiet", str(error)) from error
+            raise SyncFailed("not_quiet", str(error)) from error
         self._renewing = asyncio.ensure_future(self._renew(lease))
         return lease
 
@@ -311,16 +311,18 @@ class SyncRun:
     ) -> None:
         record, hands = self.record, self._hands
         if lease and own_lease(hands, record.id) != lease:
-            raise Failed("not_quiet", "the gate has opened by itself while engines were being changed")
+            raise SyncFailed("not_quiet", "the gate has opened by itself while engines were being changed")
         if not lease and self._borrowed is not None and not is_closed(hands):
-            raise Failed("not_quiet", "the gate was opened while engines were being changed")
+            raise SyncFailed("not_quiet", "the gate was opened while engines were being changed")
         if not lease and self._borrowed is None and hands.fence.is_manned():
-            raise Failed("not_quiet", "a gateway has come while peers kept engines still")
+            raise SyncFailed("not_quiet", "a gateway has come while peers kept engines still")
         has = [engine for engine in has if not hands.gone(engine)]
         if not has:
-            raise Failed("no_engines", "no engine is left that could have it", again=False)
+            raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
         if lost := hands.lacking(record.report.version, has):
-            raise Failed("verify_failed", f"{few(lost, between=', ')}: restarted since the version was installed", lost)
+            raise SyncFailed(
+                "verify_failed", f"{few(lost, between=', ')}: restarted since the version was installed", lost
+            )
         stands = {each.engine: each for each in record.report.engines}
         quarantined = {
             engine: stands[engine].detail if engine in stands else "came while the version was on its way"
@@ -329,7 +331,7 @@ class SyncRun:
         }
         with record.phase(SyncPhase.COMMIT):
             hands.book.commit(
-                Committed(
+                CommittedVersion(
                     record.report.version,
                     record.id,
                     tuple(has),

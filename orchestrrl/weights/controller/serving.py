@@ -15,8 +15,8 @@ from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.controller.state import EngineNow
 from orchestrrl.weights.model import PeerId
-from orchestrrl.weights.orders import Outcome, Serve
-from orchestrrl.weights.peer.engine_hosts import Hosts
+from orchestrrl.weights.orders import OrderOutcome, ServeEngines
+from orchestrrl.weights.peer.engine_hosts import EngineHosts
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ UNKNOWN_FOR_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class AssignedEngines:
     """`wanted`: of every peer that lets itself be told. `several`: engines that more than one could have."""
 
     wanted: Mapping[PeerId, Mapping[EngineId, str]]
@@ -44,13 +44,13 @@ def served(
     patience_s: float,
     *,
     keep_unknown: bool = False,
-) -> Served:
+) -> AssignedEngines:
     """Who is to serve which engines. A peer that has gone for less than `patience_s` keeps its own. Pure."""
     there = {id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.heard_s < patience_s}
     wanted: dict[PeerId, dict[EngineId, str]] = {id: {} for id, state in there.items() if state.peer.serves}
     unserved: dict[EngineId, str] = {}
     several: dict[EngineId, tuple[PeerId, ...]] = {}
-    hosts = Hosts((id, there[id].peer.serves) for id in wanted)
+    hosts = EngineHosts((id, there[id].peer.serves) for id in wanted)
     started_with = {each.engine: id for id, state in there.items() for each in state.peer.engines if not each.given}
     told_of: dict[EngineId, list[PeerId]] = {}
     for id, state in there.items():
@@ -79,7 +79,7 @@ def served(
             for each in there[id].peer.engines:
                 if each.given and each.engine not in engines:
                     wanted[id][each.engine] = each.url
-    return Served(wanted, unserved, several)
+    return AssignedEngines(wanted, unserved, several)
 
 
 def _what_to_do(engine: EngineId, url: str) -> str:
@@ -95,7 +95,7 @@ def _what_to_do(engine: EngineId, url: str) -> str:
     )
 
 
-class Serving:
+class PeerAssignments:
     """One daemon's. The caller keeps `run` as a task."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Serving:
         self._patience_s = patience_s
         self._engines = engines
         self._began_s = clock.now_s()
-        self._now = Served({})
+        self._now = AssignedEngines({})
         self._said: Mapping[EngineId, tuple[PeerId, ...]] = {}
         self._told: dict[PeerId, Mapping[EngineId, str]] = {}  # as each has done it since it attached
         self._again_s: dict[PeerId, float] = {}
@@ -155,17 +155,17 @@ class Serving:
 
     # --- inside
 
-    def _served(self, now_s: float) -> Served:
+    def _served(self, now_s: float) -> AssignedEngines:
         keep_unknown = now_s - self._began_s < UNKNOWN_FOR_S
         return served(self._engines(), self._hub.peers, now_s, self._patience_s, keep_unknown=keep_unknown)
 
     async def _tell(self, peer: PeerId, engines: Mapping[EngineId, str]) -> None:
         try:
-            result = await self._hub.ask(peer, Serve(engines), ANSWER_S, 0.0)
+            result = await self._hub.ask(peer, ServeEngines(engines), ANSWER_S, 0.0)
         except OrchestrRLError as error:
             why = str(error)
         else:
-            why = "" if result.outcome is Outcome.DONE else result.detail
+            why = "" if result.outcome is OrderOutcome.DONE else result.detail
         finally:
             self._telling.pop(peer, None)
         if why:

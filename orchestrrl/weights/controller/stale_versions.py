@@ -9,7 +9,7 @@ import itertools
 from planner.model import EngineId
 
 
-class Doubts:
+class StaleVersions:
     """Each has a number: an answer to what was asked before the last restart dispels nothing."""
 
     def __init__(self) -> None:

@@ -18,13 +18,13 @@ from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import cut
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.weights.backends.base import TREE
 from orchestrrl.weights.controller.reports import (
     SYNC,
-    EngineStands,
+    EngineStatus,
     EngineSync,
-    PhaseTook,
+    PhaseTime,
     SyncPhase,
     SyncReport,
     SyncState,
@@ -50,7 +50,7 @@ class EngineNow:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedVersion:
     """The fleet's version, and who has it. `answers`: to the probe, by configuration. `quarantined`: and why."""
 
     version: int
@@ -73,15 +73,15 @@ class Committed:
         """Whether peers have it, for engines that lose it, or take another one that is not committed then."""
         return self.plane == TREE
 
-    def repaired(self, engine: EngineId) -> "Committed":
+    def repaired(self, engine: EngineId) -> "CommittedVersion":
         quarantined = {other: why for other, why in self.quarantined.items() if other != engine}
         return replace(self, has=tuple(sorted({*self.has, engine})), quarantined=quarantined)
 
-    def lost(self, engine: EngineId, why: str) -> "Committed":
+    def lost(self, engine: EngineId, why: str) -> "CommittedVersion":
         has = tuple(other for other in self.has if other != engine)
         return replace(self, has=has, quarantined={**self.quarantined, engine: why})
 
-    def left(self, engines: Collection[EngineId]) -> "Committed":
+    def left(self, engines: Collection[EngineId]) -> "CommittedVersion":
         """They are none of the fleet's any more."""
         has = tuple(engine for engine in self.has if engine not in engines)
         quarantined = {engine: why for engine, why in self.quarantined.items() if engine not in engines}
@@ -89,11 +89,11 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class FleetWeights:
     """`spoilt`: engines that have neither the fleet's version nor their own first weights for certain, while no version
     is the fleet's."""
 
-    committed: Committed | None = None
+    committed: CommittedVersion | None = None
     spoilt: Mapping[EngineId, str] = field(default_factory=dict)
 
     @property
@@ -104,12 +104,12 @@ class Fleet:
     def quarantined(self) -> Mapping[EngineId, str]:
         return self.spoilt if self.committed is None else self.committed.quarantined
 
-    def left(self, engines: Collection[EngineId]) -> "Fleet":
+    def left(self, engines: Collection[EngineId]) -> "FleetWeights":
         spoilt = {engine: why for engine, why in self.spoilt.items() if engine not in engines}
-        return Fleet(None if self.committed is None else self.committed.left(engines), spoilt)
+        return FleetWeights(None if self.committed is None else self.committed.left(engines), spoilt)
 
 
-_FLEET = TypeAdapter(Fleet)
+_FLEET = TypeAdapter(FleetWeights)
 _MAP = TypeAdapter(VersionMap)
 
 
@@ -142,7 +142,7 @@ class SyncRecord:
 
     def begins(self, phase: SyncPhase, at_s: float | None = None) -> None:
         began_s = self._clock.now_s() if at_s is None else at_s
-        self.put(phases=(*self.report.phases, PhaseTook(phase, began_s)))
+        self.put(phases=(*self.report.phases, PhaseTime(phase, began_s)))
 
     def ends(self, phase: SyncPhase, at_s: float | None = None) -> None:
         """The last of its kind that lasts; harmless where none does."""
@@ -166,7 +166,7 @@ class SyncRecord:
         stands = {each.engine: each for each in self.report.engines}
         before = stands.get(engine)
         took_s = install_s if install_s is not None else before.install_s if before else 0.0
-        stands[engine] = EngineStands(engine, state, cut(detail), took_s)
+        stands[engine] = EngineStatus(engine, state, cut(detail), took_s)
         self.put(engines=tuple(stands[each] for each in sorted(stands)))
 
     def without_engines(self, gone: Collection[EngineId]) -> None:
@@ -196,7 +196,7 @@ class SyncRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOpen:
+class OpenSync:
     """A sync that a daemon before did not end. `changed`: engines that may have been given its version."""
 
     report: SyncReport
@@ -209,7 +209,7 @@ class WeightBook:
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
         self._clock = clock
-        self.fleet = Fleet()
+        self.fleet = FleetWeights()
         self.over: deque[SyncReport] = deque(maxlen=REMEMBERED)
         self.map: VersionMap | None = None  # of the committed version, with sums
         self.recovered_s: float | None = None  # when it took up what a daemon before had left; None: nothing
@@ -220,11 +220,11 @@ class WeightBook:
     def generation(self) -> int:
         return self._journal.generation
 
-    def recover(self) -> list[LeftOpen]:
+    def recover(self) -> list[OpenSync]:
         """What the daemon before has left."""
-        fleet = self._journal.newest(Kind.WEIGHTS, lambda body: _FLEET.validate_python(body["fleet"]))
-        self.fleet = fleet or Fleet()
-        for entry in self._journal.tail(REMEMBERED, (Kind.SYNC_ENDED,)):
+        fleet = self._journal.newest(EntryKind.WEIGHTS, lambda body: _FLEET.validate_python(body["fleet"]))
+        self.fleet = fleet or FleetWeights()
+        for entry in self._journal.tail(REMEMBERED, (EntryKind.SYNC_ENDED,)):
             report = self._journal.interpret(entry, _report_from)
             if report is not None:
                 self.over.append(report)
@@ -234,45 +234,45 @@ class WeightBook:
             self.recovered_s = self._clock.now_s()
         return left
 
-    def left_open(self) -> list[LeftOpen]:
+    def left_open(self) -> list[OpenSync]:
         """Begun, and not ended."""
         left = []
-        for entry in self._journal.open_operations(Kind.SYNC_BEGAN):
+        for entry in self._journal.open_operations(EntryKind.SYNC_BEGAN):
             changed: dict[EngineId, None] = {}
-            for step in self._journal.since(entry.sequence, (Kind.SYNC_STEP,), limit=1_000_000):
+            for step in self._journal.since(entry.sequence, (EntryKind.SYNC_STEP,), limit=1_000_000):
                 if step.subject == entry.subject and step.body.get("step") == "install":
                     engines = self._journal.interpret(step, lambda body: [EngineId(each) for each in body["engines"]])
                     changed.update(dict.fromkeys(engines or ()))
             report = self._journal.interpret(entry, _report_from)
             if report is not None:
-                left.append(LeftOpen(report, tuple(changed)))
+                left.append(OpenSync(report, tuple(changed)))
         return left
 
     def began(self, report: SyncReport) -> None:
-        self._write(Kind.SYNC_BEGAN, report.id, {"report": SYNC.dump_python(report, mode="json")})
+        self._write(EntryKind.SYNC_BEGAN, report.id, {"report": SYNC.dump_python(report, mode="json")})
 
     def step(self, sync_id: str, step: str, engines: Sequence[EngineId] = (), **more: Any) -> None:
         """What it is about to do."""
-        self._write(Kind.SYNC_STEP, sync_id, {"step": step, "engines": list(engines), **more})
+        self._write(EntryKind.SYNC_STEP, sync_id, {"step": step, "engines": list(engines), **more})
 
     def ended(self, report: SyncReport) -> None:
         self.over.append(report)  # it has, though that may not be written down
-        self._write(Kind.SYNC_ENDED, report.id, {"report": SYNC.dump_python(report, mode="json")})
+        self._write(EntryKind.SYNC_ENDED, report.id, {"report": SYNC.dump_python(report, mode="json")})
 
-    def commit(self, committed: Committed, map: VersionMap) -> None:
+    def commit(self, committed: CommittedVersion, map: VersionMap) -> None:
         """The point of no return."""
         self._write_map(committed.sync, map)
-        self.stands(Fleet(committed))
+        self.stands(FleetWeights(committed))
         self.map = map
         self.was_told = False
 
-    def stands(self, fleet: Fleet) -> None:
+    def stands(self, fleet: FleetWeights) -> None:
         """Who has what has changed."""
-        self._write(Kind.WEIGHTS, "", {"fleet": _FLEET.dump_python(fleet, mode="json")})
+        self._write(EntryKind.WEIGHTS, "", {"fleet": _FLEET.dump_python(fleet, mode="json")})
         self.fleet = fleet
         self.changed()
 
-    def _write(self, kind: Kind, subject: str, body: Mapping[str, Any]) -> None:
+    def _write(self, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> None:
         self._journal.append(self._clock.now_s(), kind, subject, body)
 
     # --- the map, which may be large: one for each of its blocks has a sum

@@ -16,18 +16,18 @@ from typing import TypeVar
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.weights import wire
-from orchestrrl.weights.base import Staged, Tell
+from orchestrrl.weights.base import LocalVersion, Tell
 from orchestrrl.weights.model import PeerId
-from orchestrrl.weights.orders import Arrived, Carry, Edge, EdgeEvent, EdgeState
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.pacing import piece_bytes
-from orchestrrl.weights.transports.base import Incoming, LinkBroken, NotYet, Outgoing, Transport
-from orchestrrl.weights.wire import Ended, Way
+from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, NotYet, OutgoingLink, Transport
+from orchestrrl.weights.wire import EdgeEnded, WireDirection
 
 ASK_AGAIN_S = 0.5  # for the other end, so that letting go is heard in between
 DIALS_AGAIN_S = 4 * ASK_AGAIN_S  # by then, a sender that gave up in the moment in which it was taken in
 TOLD_EVERY_S = 0.25
 
-L = TypeVar("L", Incoming, Outgoing)
+L = TypeVar("L", IncomingLink, OutgoingLink)
 EdgeKey = tuple[int, str]  # version and edge
 
 log = logging.getLogger(__name__)
@@ -38,14 +38,14 @@ class _Run:
     """An edge at this end. What has no lock of its own is written by the edge's thread alone."""
 
     version: int
-    edge: Edge
+    edge: CarryEdge
     is_receiver: bool
-    staged: Staged
+    staged: LocalVersion
     chunk_bytes: int
     stall_s: float
     let_go: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
-    link: Incoming | Outgoing | None = None
+    link: IncomingLink | OutgoingLink | None = None
     moved_bytes: int = 0
     began_s: float = 0.0
     outcome: EdgeEvent | None = None
@@ -92,7 +92,7 @@ class ThreadedCarrier:
         self._progress: dict[int, _Progress] = {}
         self._closed = False
 
-    def carry(self, staged: Staged, order: Carry) -> None:
+    def carry(self, staged: LocalVersion, order: CarryEdges) -> None:
         """Begin, beside what runs. Of an edge that is over it is told again what became of it. Raises Permanent where
         an edge is not this peer's, or its transport is not here; then none has begun."""
         self._check(order)
@@ -137,7 +137,7 @@ class ThreadedCarrier:
         for version in versions:
             self.end(version)
 
-    def _check(self, order: Carry) -> None:
+    def _check(self, order: CarryEdges) -> None:
         faults = []
         for edge in order.edges:
             if (edge.src == self._me) == (edge.dst == self._me):
@@ -148,7 +148,7 @@ class ThreadedCarrier:
         if faults:
             raise Permanent("edges that cannot be carried: " + "; ".join(faults))
 
-    def _progress_of(self, staged: Staged) -> _Progress:
+    def _progress_of(self, staged: LocalVersion) -> _Progress:
         needed = sum(shard.bytes for shard in staged.map.shards)
         missing = sum(size for ranges in staged.missing().values() for _, size in ranges)
         return _Progress(needed, needed - missing, self._steady_s())
@@ -169,7 +169,7 @@ class ThreadedCarrier:
         try:
             self._move(run)
             state, detail = EdgeState.DONE, ""
-        except Ended:
+        except EdgeEnded:
             detail = "it was let go of"
         except (OrchestrRLError, OSError, ValueError, KeyError) as error:
             detail = f"{type(error).__name__}: {error}"
@@ -195,7 +195,7 @@ class ThreadedCarrier:
     def _move(self, run: _Run) -> None:
         if run.edge.bytes == 0:
             return
-        way = Way(
+        way = WireDirection(
             run.staged,
             run.edge,
             run.chunk_bytes,
@@ -212,7 +212,7 @@ class ThreadedCarrier:
             wire.send(link, way)
             link.done()
 
-    def _receive(self, run: _Run, way: Way) -> None:
+    def _receive(self, run: _Run, way: WireDirection) -> None:
         """A sender may have given up waiting in the very moment in which it was taken in, and dial again."""
         until_s = None
         while True:
@@ -229,7 +229,7 @@ class ThreadedCarrier:
             else:
                 return
 
-    def _dial(self, run: _Run) -> Outgoing:
+    def _dial(self, run: _Run) -> OutgoingLink:
         transport = self._transports[run.edge.transport]
         while True:
             self._pause(run, 0.0)
@@ -238,7 +238,7 @@ class ThreadedCarrier:
             except NotYet:
                 continue
 
-    def _accept(self, run: _Run, until_s: float | None) -> Incoming:
+    def _accept(self, run: _Run, until_s: float | None) -> IncomingLink:
         transport = self._transports[run.edge.transport]
         while True:
             self._pause(run, 0.0)
@@ -262,7 +262,7 @@ class ThreadedCarrier:
 
     def _pause(self, run: _Run, seconds: float) -> None:
         if run.let_go.is_set() or (seconds > 0 and run.let_go.wait(seconds)):
-            raise Ended
+            raise EdgeEnded
 
     def _began(self, run: _Run) -> None:
         if run.began_s:
@@ -284,9 +284,9 @@ class ThreadedCarrier:
         if arrived is not None:
             self._tell(arrived)
 
-    def _arrived(self, version: int) -> Arrived | None:
+    def _arrived(self, version: int) -> ArrivedBytes | None:
         """How far the version is, under the lock; None where it has been let go of."""
         if (progress := self._progress.get(version)) is None:
             return None
         progress.told_s = self._steady_s()
-        return Arrived(version, progress.received_bytes, progress.needed_bytes)
+        return ArrivedBytes(version, progress.received_bytes, progress.needed_bytes)

@@ -16,7 +16,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class EngineLocation:
     """A host and ports of it."""
 
     host: str
@@ -30,19 +30,19 @@ class Where:
             raise ValueError(f"ports must ascend within {_LAST_PORT}, got {self.first}-{self.last}")
 
 
-def parse_where(word: str) -> Where:
+def parse_where(word: str) -> EngineLocation:
     """HOST, HOST:PORT or HOST:FIRST-LAST; an IPv6 address in brackets where ports follow. Raises ValueError."""
     try:
-        return Where(host_name(str(ipaddress.ip_address(word))))
+        return EngineLocation(host_name(str(ipaddress.ip_address(word))))
     except ValueError:
         pass
     host, colon, ports = word.rpartition(":")
     if not colon or word.endswith("]"):
-        return Where(host_name(word))
+        return EngineLocation(host_name(word))
     first, _, last = ports.partition("-")
     if not first.isdecimal() or not (last.isdecimal() or ports == first):
         raise ValueError(f"must be HOST, HOST:PORT or HOST:FIRST-LAST, got {word!r}")
-    return Where(host_name(host), int(first), int(last or first))
+    return EngineLocation(host_name(host), int(first), int(last or first))
 
 
 def host_name(host: str) -> str:
@@ -55,12 +55,12 @@ def host_name(host: str) -> str:
     return LOOPBACK if address.is_loopback else str(address)
 
 
-class Hosts(Generic[_Name]):
+class EngineHosts(Generic[_Name]):
     """Who serves what listens where, of thousands."""
 
     def __init__(self, served: Iterable[tuple[_Name, Sequence[str]]]) -> None:
         """Each with its words, as `parse_where` reads them."""
-        self._by_host: dict[str, list[tuple[Where, _Name]]] = {}
+        self._by_host: dict[str, list[tuple[EngineLocation, _Name]]] = {}
         for name, words in served:
             for where in filter(None, map(_parsed, words)):
                 self._by_host.setdefault(where.host, []).append((where, name))
@@ -86,7 +86,7 @@ def _place(url: str) -> tuple[str, int] | None:
 
 
 @lru_cache(maxsize=65536)
-def _parsed(word: str) -> Where | None:
+def _parsed(word: str) -> EngineLocation | None:
     """What a peer of another release says that makes no sense here is of no engine."""
     try:
         return parse_where(word)

@@ -12,10 +12,10 @@ from types import MappingProxyType
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Engine, Loaded, connect, weights_engine
-from orchestrrl.weights.backends.base import DirectPlane, make_direct
+from orchestrrl.engines.base import Engine, LoadedWeights, connect, weights_engine
+from orchestrrl.weights.backends.base import DirectBackend, make_direct
 from orchestrrl.weights.model import EngineAt
-from orchestrrl.weights.orders import PlaneAct
+from orchestrrl.weights.orders import BackendAct
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ SOON_S = 2.0  # nothing waits longer for what can do without
 class _Own:
     engine: Engine
     given: bool = False  # by the daemon
-    has: Loaded | None = None
-    brought: Loaded | None = None  # by this process
+    has: LoadedWeights | None = None
+    brought: LoadedWeights | None = None  # by this process
     at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
     said: str = ""  # why it could not be asked, as it was logged last
 
@@ -52,7 +52,7 @@ class PeerEngines:
         self._own |= {name: self._made(url) for name, url in sorted(given.items()) if name not in engines}
         self._clock = clock
         self._changed = changed
-        self._planes: dict[str, DirectPlane] = {}
+        self._planes: dict[str, DirectBackend] = {}
         self._serving = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -93,7 +93,7 @@ class PeerEngines:
 
     async def install(
         self, name: EngineId, version: int, folder: Path, by_s: float, *, is_other: bool, known_sum: str = ""
-    ) -> tuple[Loaded, str]:
+    ) -> tuple[LoadedWeights, str]:
         """What it then has, and how that came. `is_other`: what it was given last were other bytes, whatever they were
         called. `known_sum`: the folder's. Raises as the engine does, and Permanent where `by_s` is over."""
         own = self._one(name)
@@ -156,7 +156,7 @@ class PeerEngines:
             await own.engine.resume()
             raise Retryable(f"{name}: its requests did not end within {drain_s:g} s: it goes on", drain_s) from error
 
-    async def act(self, asked: PlaneAct) -> str:
+    async def act(self, asked: BackendAct) -> str:
         """What the plane's part here tells. Raises as that does, and Permanent where it is too late."""
         own = self._one(asked.engine)
         plane = self._planes.get(asked.plane) or make_direct(asked.plane)
@@ -229,7 +229,7 @@ class PeerEngines:
 
         return any(await asyncio.gather(*(one(own.engine) for own in owns)))
 
-    async def _loaded(self, own: _Own) -> Loaded | None:
+    async def _loaded(self, own: _Own) -> LoadedWeights | None:
         """Its own word. It may name a version without a sum of it: that is told again as it was when it was brought."""
         has = await weights_engine(own.engine).loaded()
         if has is None or own.brought is None or has.version != own.brought.version:
@@ -238,7 +238,7 @@ class PeerEngines:
             return own.brought
         return has
 
-    def _has(self, own: _Own, has: Loaded | None) -> None:
+    def _has(self, own: _Own, has: LoadedWeights | None) -> None:
         before = own.has
         own.has = has
         if (before and before.version) != (has and has.version):

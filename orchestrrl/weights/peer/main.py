@@ -14,7 +14,7 @@ from typing import Any
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.weights.peer.peer import run_peer
-from orchestrrl.weights.peer.settings import ASK_ENGINES_S, FOLDERS, PREFERRED, PeerSettings, PeerWords, settings_of
+from orchestrrl.weights.peer.settings import ASK_ENGINES_S, FOLDERS, PREFERRED, PeerArguments, PeerSettings, settings_of
 
 EXIT_FAILURE, EXIT_MALFORMED = 1, 2
 EXAMPLE = (
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _words(arguments: list[str]) -> tuple[PeerWords, bool]:
+def _words(arguments: list[str]) -> tuple[PeerArguments, bool]:
     parser = argparse.ArgumentParser(
         "python -m orchestrrl.weights.peer.main",
         description=__doc__,
@@ -92,7 +92,7 @@ def _words(arguments: list[str]) -> tuple[PeerWords, bool]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for field in fields(PeerWords):
+    for field in fields(PeerArguments):
         name = field.name
         settings: dict[str, Any] = {"help": HELP[name], "dest": name, "type": NUMBERS.get(name, str)}
         if name in OPTIONS:
@@ -107,7 +107,7 @@ def _words(arguments: list[str]) -> tuple[PeerWords, bool]:
     parser.add_argument("-v", "--verbose", action="store_true", help="Log what happens, not only what goes wrong.")
     found = vars(parser.parse_args(arguments))
     verbose = bool(found.pop("verbose"))
-    return PeerWords(**found), verbose
+    return PeerArguments(**found), verbose
 
 
 async def _until_stopped(settings: PeerSettings) -> None:

@@ -8,29 +8,29 @@ from typing import assert_never
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, ProblemFaults
-from orchestrrl.engines.base import Loaded
+from orchestrrl.engines.base import LoadedWeights
 from orchestrrl.rpc.channel import stop
 from orchestrrl.weights.base import Carrier
 from orchestrrl.weights.orders import (
-    Carry,
-    Check,
+    BackendAct,
+    CarryEdges,
+    CheckVersion,
     EndEdges,
-    Install,
-    Keep,
-    Look,
+    InstallVersion,
+    KeepVersions,
     OpenVersion,
-    Outcome,
+    OrderOutcome,
     PeerOrder,
     PeerResult,
-    PlaneAct,
-    Probe,
-    Rest,
-    Serve,
+    ProbeWeights,
+    QueryVersion,
+    RestEngine,
+    ServeEngines,
     SumShards,
 )
 from orchestrrl.weights.peer.engines import PeerEngines
 from orchestrrl.weights.peer.staged import StagedVersion
-from orchestrrl.weights.peer.store import MOST_BLOCK_BYTES, Store
+from orchestrrl.weights.peer.store import MOST_BLOCK_BYTES, VersionStore
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class OrderBook:
             if order.generation < newest:
                 now_s = self._clock.now_s()
                 words = f"generation {order.generation} is over: generation {newest} has given orders since"
-                return PeerResult(order.id, Outcome.FAILED, words, now_s, now_s)
+                return PeerResult(order.id, OrderOutcome.FAILED, words, now_s, now_s)
             self._forget()
             task = self._tasks[order.id] = asyncio.create_task(self._carry_out(order))
         return await asyncio.shield(task)
@@ -73,14 +73,14 @@ class OrderBook:
             return await self._perform(order)
         except ProblemFaults as error:
             more = [f"and {len(error.faults) - FAULTS_TOLD} more"] if len(error.faults) > FAULTS_TOLD else []
-            outcome, words = Outcome.FAILED, "; ".join([*error.faults[:FAULTS_TOLD], *more])
+            outcome, words = OrderOutcome.FAILED, "; ".join([*error.faults[:FAULTS_TOLD], *more])
         except OutcomeUnknown as error:
-            outcome, words = Outcome.UNKNOWN, str(error)
+            outcome, words = OrderOutcome.UNKNOWN, str(error)
         except OrchestrRLError as error:
-            outcome, words = Outcome.FAILED, str(error)
+            outcome, words = OrderOutcome.FAILED, str(error)
         except Exception as error:
             logger.error("order %s (%s) ended in a defect", order.id, order.order.kind, exc_info=error)
-            outcome, words = Outcome.UNKNOWN, f"a defect ended it: {error!r}"
+            outcome, words = OrderOutcome.UNKNOWN, f"a defect ended it: {error!r}"
         logger.warning("order %s (%s): %s: %s", order.id, order.order.kind, outcome, words)
         return PeerResult(order.id, outcome, words)
 
@@ -89,11 +89,11 @@ class OrderBook:
             del self._tasks[name]
 
 
-class Orders:
+class PeerOrders:
     """`changed` is called when what the peer holds has changed."""
 
     def __init__(
-        self, store: Store, carrier: Carrier, engines: PeerEngines, clock: Clock, changed: Callable[[], None]
+        self, store: VersionStore, carrier: Carrier, engines: PeerEngines, clock: Clock, changed: Callable[[], None]
     ) -> None:
         self._store = store
         self._carrier = carrier
@@ -126,51 +126,53 @@ class Orders:
         match order.order:
             case OpenVersion() as asked:
                 staged = await self._open(asked)
-                return PeerResult(id, Outcome.DONE, str(staged.found or ""), missing=staged.missing())
+                return PeerResult(id, OrderOutcome.DONE, str(staged.found or ""), missing=staged.missing())
             case SumShards(version, shards):
                 found, hashed = await asyncio.to_thread((await self._version(version)).sums_of, shards)
-                return PeerResult(id, Outcome.DONE, str(hashed), sums=found)
-            case Carry() as asked:
+                return PeerResult(id, OrderOutcome.DONE, str(hashed), sums=found)
+            case CarryEdges() as asked:
                 staged = await self._version(asked.version)
                 _check_edges(staged, asked)
                 await asyncio.to_thread(self._carrier.carry, staged, asked)
-                return PeerResult(id, Outcome.DONE)
+                return PeerResult(id, OrderOutcome.DONE)
             case EndEdges(version, edges):
                 await asyncio.to_thread(self._carrier.end, version, edges)
-                return PeerResult(id, Outcome.DONE)
-            case Check(version):
+                return PeerResult(id, OrderOutcome.DONE)
+            case CheckVersion(version):
                 staged = await self._version(version)
                 hashed = await asyncio.to_thread(staged.check)
                 if not staged.missing() and await self._engines.take_sums():
                     await asyncio.to_thread(staged.take_content_sum)
                 words = f"{hashed}; {staged.disagreed} blocks did not agree so far"
-                return PeerResult(id, Outcome.DONE, words, missing=staged.missing())
-            case Install(version, engine, by_s, anew):
+                return PeerResult(id, OrderOutcome.DONE, words, missing=staged.missing())
+            case InstallVersion(version, engine, by_s, anew):
                 loaded, words = await self._install(await self._version(version), engine, by_s, anew=anew)
-                return PeerResult(id, Outcome.DONE, words, loaded_sum=loaded.sum, is_read_back=loaded.is_read_back)
-            case Look(engine):
-                return PeerResult(id, Outcome.DONE, await self._engines.look(engine))
-            case Probe(engine, prompt_ids, max_tokens, by_s):
+                return PeerResult(id, OrderOutcome.DONE, words, loaded_sum=loaded.sum, is_read_back=loaded.is_read_back)
+            case QueryVersion(engine):
+                return PeerResult(id, OrderOutcome.DONE, await self._engines.look(engine))
+            case ProbeWeights(engine, prompt_ids, max_tokens, by_s):
                 tokens = await self._engines.go_on(engine, prompt_ids, max_tokens, by_s)
-                return PeerResult(id, Outcome.DONE, tokens=tokens)
-            case Rest(engine, at_rest, drain_s, ends):
+                return PeerResult(id, OrderOutcome.DONE, tokens=tokens)
+            case RestEngine(engine, at_rest, drain_s, ends):
                 words = await self._engines.rest(engine, at_rest, drain_s, ends=ends)
-                return PeerResult(id, Outcome.DONE, words)
-            case Serve(engines):
+                return PeerResult(id, OrderOutcome.DONE, words)
+            case ServeEngines(engines):
                 # Written down first: what it says of itself it says again after a restart.
                 await asyncio.to_thread(self._store.note_serving, engines)
-                return PeerResult(id, Outcome.DONE, await self._engines.serve(engines))
-            case Keep(versions, committed):
+                return PeerResult(id, OrderOutcome.DONE, await self._engines.serve(engines))
+            case KeepVersions(versions, committed):
                 gone = await self._keep(versions, committed)
-                return PeerResult(id, Outcome.DONE, f"discarded {', '.join(map(str, gone)) or 'none'}")
-            case PlaneAct() as asked:
+                return PeerResult(id, OrderOutcome.DONE, f"discarded {', '.join(map(str, gone)) or 'none'}")
+            case BackendAct() as asked:
                 if asked.changes:  # whatever becomes of it, it has no version of this folder
                     await asyncio.to_thread(self._store.note_installed, asked.engine, "")
-                return PeerResult(id, Outcome.DONE, told_json=await self._engines.act(asked))
+                return PeerResult(id, OrderOutcome.DONE, told_json=await self._engines.act(asked))
             case other:
                 assert_never(other)
 
-    async def _install(self, staged: StagedVersion, engine: EngineId, by_s: float, *, anew: bool) -> tuple[Loaded, str]:
+    async def _install(
+        self, staged: StagedVersion, engine: EngineId, by_s: float, *, anew: bool
+    ) -> tuple[LoadedWeights, str]:
         folder = await asyncio.to_thread(staged.install_folder)
         identity = await asyncio.to_thread(lambda: staged.identity)
         is_other = anew or self._store.installed().get(engine) != identity
@@ -203,7 +205,7 @@ class Orders:
             return self._store.version(version)
 
 
-def _check_edges(staged: StagedVersion, asked: Carry) -> None:
+def _check_edges(staged: StagedVersion, asked: CarryEdges) -> None:
     """Raises ProblemFaults with all that cannot be; which peers and transports there are is the carrier's to say."""
     sizes = {shard.id: shard.bytes for shard in staged.map.shards}
     faults = []

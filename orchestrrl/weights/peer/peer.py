@@ -16,17 +16,17 @@ from pydantic import ValidationError
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected, stop
-from orchestrrl.rpc.order_pieces import Joining
+from orchestrrl.rpc.order_pieces import OrderAssembler
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.weights.base import Carrier
 from orchestrrl.weights.model import Peer
-from orchestrrl.weights.orders import NEWS, Arrived, EdgeEvent, PeerNews, PeerOrder, PeerResult
+from orchestrrl.weights.orders import NEWS, ArrivedBytes, EdgeEvent, PeerNews, PeerOrder, PeerResult
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.engines import PeerEngines
-from orchestrrl.weights.peer.orders import OrderBook, Orders
+from orchestrrl.weights.peer.orders import OrderBook, PeerOrders
 from orchestrrl.weights.peer.settings import PeerSettings
-from orchestrrl.weights.peer.store import Store
+from orchestrrl.weights.peer.store import VersionStore
 from orchestrrl.weights.transports.base import Transport, TransportOptions, make_transport
 from planner.model import EngineId
 
@@ -41,7 +41,7 @@ async def run_peer(settings: PeerSettings, clock: Clock, rng: random.Random) -> 
     """Until cancelled. Raises Permanent where the folder or all transports cannot be had."""
     # Hashed before it attaches, though that may take a while: by what it says then that it holds it is decided what is
     # carried to it. What it did not know of yet would be carried again.
-    store = await asyncio.to_thread(Store, settings.folder)
+    store = await asyncio.to_thread(VersionStore, settings.folder)
     transports: dict[str, Transport] = {}
     try:
         addresses = open_transports(settings, transports)
@@ -78,7 +78,7 @@ class PeerLink:
     def __init__(
         self,
         settings: PeerSettings,
-        store: Store,
+        store: VersionStore,
         transports: Mapping[str, Transport],
         addresses: Mapping[str, str],
         clock: Clock,
@@ -96,7 +96,7 @@ class PeerLink:
         given = {EngineId(name): url for name, url in store.serving().items()} if settings.serves else {}
         self._engines = PeerEngines(settings.engines, settings.product, clock, self._look, given)
         self._carrier: Carrier = ThreadedCarrier(settings.id, transports, self._tell, clock.now_s)
-        self._orders = OrderBook(Orders(store, self._carrier, self._engines, clock, self._look).perform, clock)
+        self._orders = OrderBook(PeerOrders(store, self._carrier, self._engines, clock, self._look).perform, clock)
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -153,7 +153,7 @@ class PeerLink:
             call.cancel()
 
     async def _receive(self, call: grpc.aio.StreamStreamCall[pb.PeerMessage, pb.PeerOrder]) -> None:
-        joining = Joining()
+        joining = OrderAssembler()
         async for message in call:
             try:
                 order = joining.add(message)
@@ -180,7 +180,7 @@ class PeerLink:
             self._filled.clear()
             await self._filled.wait()
 
-    def _tell(self, news: EdgeEvent | Arrived) -> None:
+    def _tell(self, news: EdgeEvent | ArrivedBytes) -> None:
         """From any thread."""
         self._loop.call_soon_threadsafe(self._put, news)
 
@@ -188,7 +188,7 @@ class PeerLink:
         if isinstance(news, PeerResult | EdgeEvent):
             self._look()  # what the daemon hears of a result, it finds in what the peer says of itself
         last = self._unsent[-1] if self._unsent else None
-        if isinstance(news, Arrived) and isinstance(last, Arrived) and last.version == news.version:
+        if isinstance(news, ArrivedBytes) and isinstance(last, ArrivedBytes) and last.version == news.version:
             self._unsent[-1] = news
         else:
             self._unsent.append(news)

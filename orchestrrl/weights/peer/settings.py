@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from orchestrrl.core.addresses import parse_address, remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.base import ENGINES
-from orchestrrl.weights.model import PeerId, PeerRole, Place, Share
+from orchestrrl.weights.model import EngineShare, PeerId, PeerLocation, PeerRole
 from orchestrrl.weights.peer.engine_hosts import LOOPBACK, host_name, parse_where
 from orchestrrl.weights.transports.base import TRANSPORTS
 from planner.model import EngineId
@@ -34,8 +34,8 @@ class PeerSettings:
     engines: Mapping[EngineId, str]  # where each listens
     product: str
     transports: tuple[str, ...]
-    place: Place
-    share: Share
+    place: PeerLocation
+    share: EngineShare
     ask_engines_s: float
     serves: tuple[str, ...] = ()  # where engines listen that the daemon tells it of, as Peer has it
     ranks_of: tuple[EngineId, ...] = ()
@@ -50,7 +50,7 @@ class PeerSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerWords:
+class PeerArguments:
     """As they were written."""
 
     id: str
@@ -77,7 +77,7 @@ class PeerWords:
     ask_engines_s: float = ASK_ENGINES_S
 
 
-def settings_of(words: PeerWords) -> PeerSettings:
+def settings_of(words: PeerArguments) -> PeerSettings:
     """Raises ProblemFaults."""
     faults: list[str] = []
     engines = _engines(words, faults)
@@ -120,7 +120,7 @@ def settings_of(words: PeerWords) -> PeerSettings:
         engines=engines,
         product=words.product,
         transports=tuple(dict.fromkeys(words.transports)) or PREFERRED,
-        place=Place(words.gpu, words.pod, words.tor, words.nic_gbps),
+        place=PeerLocation(words.gpu, words.pod, words.tor, words.nic_gbps),
         share=share,
         ask_engines_s=words.ask_engines_s,
         serves=(*(_names_here(words, address) if words.engines_here else ()), *words.engines_at),
@@ -128,7 +128,7 @@ def settings_of(words: PeerWords) -> PeerSettings:
     )
 
 
-def _names_here(words: PeerWords, address: str) -> tuple[str, ...]:
+def _names_here(words: PeerArguments, address: str) -> tuple[str, ...]:
     """What others call this host. What listens on loopback is on the daemon's."""
     name = socket.gethostname()
     names = [address, name]
@@ -158,7 +158,7 @@ def _way_to(host: str, port: int) -> tuple[str, str]:
         return str(probe.getsockname()[0]), str(place[0])
 
 
-def _engines(words: PeerWords, faults: list[str]) -> dict[EngineId, str]:
+def _engines(words: PeerArguments, faults: list[str]) -> dict[EngineId, str]:
     found: dict[EngineId, str] = {}
     for number, word in enumerate(words.engines):
         name, _, url = word.partition("=")
@@ -179,7 +179,7 @@ def _engines(words: PeerWords, faults: list[str]) -> dict[EngineId, str]:
     return found
 
 
-def _share(words: PeerWords) -> Share:
+def _share(words: PeerArguments) -> EngineShare:
     ranks = {name: tuple(getattr(words, f"{name}_ranks")) for name in ("tp", "pp", "ep")}
     for name, chosen in ranks.items():
         if not chosen:
@@ -187,12 +187,12 @@ def _share(words: PeerWords) -> Share:
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"--{name}-rank: must be given once each, got {list(chosen)}")
     try:
-        return Share(words.tp, ranks["tp"], words.pp, ranks["pp"], words.ep, ranks["ep"])
+        return EngineShare(words.tp, ranks["tp"], words.pp, ranks["pp"], words.ep, ranks["ep"])
     except ValueError as error:
         raise ValueError(f"--tp, --pp, --ep: {error}") from error
 
 
-def _address(words: PeerWords) -> str:
+def _address(words: PeerArguments) -> str:
     """As given, or that of the way towards the daemon."""
     if words.host:
         if words.host in ("0.0.0.0", "::"):

@@ -20,22 +20,22 @@ import numpy.typing as npt
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.integrations.instrument.checkpoint_files import BrokenCheckpoint, folder_sum
 from orchestrrl.weights.layout import (
+    ByteRun,
     Bytes,
     FileLayout,
     Ints,
-    Run,
     ShardRuns,
-    Source,
+    SourceFile,
     gather,
     lay_out,
     locate,
     read_layout,
     scatter,
 )
-from orchestrrl.weights.model import MODEL_FILE, Held, Part, Range, ShardMap, VersionMap
+from orchestrrl.weights.model import MODEL_FILE, HeldVersion, Range, ShardMap, StagedPart, VersionMap
 from orchestrrl.weights.peer import disk_space
-from orchestrrl.weights.ranges import Ranges
-from orchestrrl.weights.sums import Hashed, Summing, blocks_of, sum_of
+from orchestrrl.weights.ranges import ByteRanges
+from orchestrrl.weights.sums import BlockSums, SumTask, blocks_of, sum_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Shard:
     runs: ShardRuns
     in_parts: bool
     changed: threading.Condition = field(default_factory=threading.Condition)
-    present: Ranges = field(default_factory=Ranges)
+    present: ByteRanges = field(default_factory=ByteRanges)
     own_sums: tuple[str, ...] = ()  # as they were told by this host
     agreed: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))  # [block]
 
@@ -65,7 +65,7 @@ class StagedVersion:
         self,
         folder: Path,
         map: VersionMap,
-        parts: Sequence[Part] = (),
+        parts: Sequence[StagedPart] = (),
         *,
         at_home: Collection[str] = (),
         held_elsewhere: Callable[[], int] = lambda: 0,
@@ -74,7 +74,7 @@ class StagedVersion:
         self.folder = folder
         self.parts = tuple(part for part in parts if part.boxes)  # a rank may have nothing to stage
         self.disagreed = 0  # blocks that arrived and were not what their sums say
-        self.found: Hashed | None = None  # what was hashed of an earlier start
+        self.found: BlockSums | None = None  # what was hashed of an earlier start
         self.at_home = tuple(sorted(at_home))
         self._held_elsewhere = held_elsewhere
         self._tensors = {tensor.name: tensor for tensor in map.tensors}
@@ -83,7 +83,7 @@ class StagedVersion:
         self._identity: dict[str, tuple[int, int]] = {}
         sources = [self._part(number, part) for number, part in enumerate(self.parts, start=1)]
         self._shards = {shard.id: self._located(shard, sources) for shard in map.shards}
-        self._summing = Summing(map.block_bytes)
+        self._summing = SumTask(map.block_bytes)
         self._model_has: set[str] = set()  # shards for which it has pages
         self._content: tuple[tuple[object, ...], str] | None = None  # its sum, and of which bytes
         received = [shard for shard in self._shards.values() if not shard.in_parts or shard.map.id in self.at_home]
@@ -137,11 +137,11 @@ class StagedVersion:
     # What a peer asks.
 
     @property
-    def held(self) -> Held:
+    def held(self) -> HeldVersion:
         ranks = tuple(sorted(part.rank for part in self.parts))
-        return Held(self.map.version, tuple(self._shards), self.missing(), ranks)
+        return HeldVersion(self.map.version, tuple(self._shards), self.missing(), ranks)
 
-    def sums_of(self, shards: Iterable[str]) -> tuple[dict[str, tuple[str, ...]], Hashed]:
+    def sums_of(self, shards: Iterable[str]) -> tuple[dict[str, tuple[str, ...]], BlockSums]:
         """Of shards that are here whole, by hashing them. Raises Permanent where one is not."""
         chosen = list(dict.fromkeys(shards))
         if faults := [f"there is no shard {name!r}" for name in chosen if name not in self._shards]:
@@ -160,7 +160,7 @@ class StagedVersion:
             self._shards[name].own_sums = each
         return told_sums, hashed
 
-    def check(self) -> Hashed:
+    def check(self) -> BlockSums:
         """Hash what is there and was not hashed since, and copy what engines need out of parts. See `missing` then."""
         states = list(self._shards.values())
         hashed = self._hash_present([state for state in states if state.map.sums])
@@ -223,7 +223,7 @@ class StagedVersion:
         shards = [(shard.slices, shard.sums) for shard in self.map.shards]
         return f"{self.map.version}:{sum_of(memoryview(repr((self.map.tensors, shards)).encode()))}"
 
-    def is_same(self, map: VersionMap, parts: Sequence[Part], at_home: Collection[str]) -> bool:
+    def is_same(self, map: VersionMap, parts: Sequence[StagedPart], at_home: Collection[str]) -> bool:
         """Whether this can go on: the same shards of the same files, sums aside."""
         return (
             (map.tensors, map.block_bytes) == (self.map.tensors, self.map.block_bytes)
@@ -236,7 +236,7 @@ class StagedVersion:
 
     # The files.
 
-    def _part(self, number: int, part: Part) -> Source:
+    def _part(self, number: int, part: StagedPart) -> SourceFile:
         path = self.folder / part.file
         try:
             layout = read_layout(path)
@@ -252,9 +252,9 @@ class StagedVersion:
         ]
         if faults:
             raise Permanent(f"{path}: {'; '.join(faults)}")
-        return Source(number, layout.places, part.boxes)
+        return SourceFile(number, layout.places, part.boxes)
 
-    def _located(self, shard: ShardMap, sources: Sequence[Source]) -> _Shard:
+    def _located(self, shard: ShardMap, sources: Sequence[SourceFile]) -> _Shard:
         """Where it is to be read and written."""
         runs, in_parts = None, False
         if sources:
@@ -270,7 +270,7 @@ class StagedVersion:
         return state
 
     def _in_model(self, shard: ShardMap) -> ShardRuns:
-        return locate(shard, self._tensors, [Source(_MODEL, self._layout.places)])
+        return locate(shard, self._tensors, [SourceFile(_MODEL, self._layout.places)])
 
     def _open_model(self, shards: Sequence[_Shard]) -> bool:
         """With pages for all of these, whether it was there before."""
@@ -348,7 +348,7 @@ class StagedVersion:
 
     # Blocks.
 
-    def _hash_present(self, shards: Iterable[_Shard]) -> Hashed:
+    def _hash_present(self, shards: Iterable[_Shard]) -> BlockSums:
         """What is there whole and was not hashed since it came."""
         wanted = []
         for state in shards:
@@ -426,7 +426,7 @@ def _is_laid_out(path: Path, layout: FileLayout) -> bool:
         return file.read(len(layout.header)) == layout.header
 
 
-def _is_written(run: Run, first: Ints, last: Ints) -> bool:
+def _is_written(run: ByteRun, first: Ints, last: Ints) -> bool:
     """Whether none of it is in a hole; first as if it were all one, as it mostly is."""
     end = run.start + (run.times - 1) * run.stride + run.length
     place = int(np.searchsorted(first, run.start, side="right")) - 1

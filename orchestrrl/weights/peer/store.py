@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.weights.layout import faults_of_shard
-from orchestrrl.weights.model import MODEL_FILE, Held, Part, VersionMap
+from orchestrrl.weights.model import MODEL_FILE, HeldVersion, StagedPart, VersionMap
 from orchestrrl.weights.peer import disk_space
 from orchestrrl.weights.peer.staged import INSTALL_FOLDER, StagedVersion
 from orchestrrl.weights.staging_hold import nobody_stages
@@ -46,14 +46,14 @@ MOST_VERSION = (1 << 63) - 1
 class _State:
     schema: int
     map: VersionMap
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StagedPart, ...] = ()
     at_home: tuple[str, ...] = ()
 
 
 _STATE: TypeAdapter[_State] = TypeAdapter(_State)
 
 
-class Store:
+class VersionStore:
     """Raises Permanent where the folder cannot be had."""
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +65,7 @@ class Store:
         for version in self._on_disk():
             self._find(version)
 
-    def open(self, map: VersionMap, parts: Sequence[Part] = (), at_home: Collection[str] = ()) -> StagedVersion:
+    def open(self, map: VersionMap, parts: Sequence[StagedPart] = (), at_home: Collection[str] = ()) -> StagedVersion:
         """The version, with what is there of it. An open one goes on where only its sums are new; else it is opened
         anew over what its files hold. Raises ProblemFaults for a map that makes no sense, Permanent and Retryable
         where it cannot be held."""
@@ -116,7 +116,7 @@ class Store:
             return True
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldVersion, ...]:
         return tuple(staged.held for _, staged in sorted(self.versions.copy().items()))
 
     @property
@@ -156,7 +156,9 @@ class Store:
         self.versions.clear()
         os.close(self._locked)
 
-    def _staged(self, folder: Path, map: VersionMap, parts: Sequence[Part], at_home: Collection[str]) -> StagedVersion:
+    def _staged(
+        self, folder: Path, map: VersionMap, parts: Sequence[StagedPart], at_home: Collection[str]
+    ) -> StagedVersion:
         def elsewhere() -> int:
             return sum(
                 disk_space.allocated_bytes(file)
@@ -211,7 +213,7 @@ class Store:
         return value if isinstance(value, int) else None
 
 
-def _faults(map: VersionMap, parts: Sequence[Part]) -> list[str]:
+def _faults(map: VersionMap, parts: Sequence[StagedPart]) -> list[str]:
     """All that is wrong with an order to hold this."""
     tensors = {tensor.name: tensor for tensor in map.tensors}
     faults = []

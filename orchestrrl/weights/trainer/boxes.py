@@ -20,7 +20,7 @@ SPLIT_BYTES = 1024 * 1024  # smaller pieces are one rank's, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """`values` are the box's: an array or a tensor of its shape, on any device, in any order of memory. Its elements
     are of `meta.dtype`, or will be when they are copied."""
 
@@ -46,10 +46,10 @@ class Piece:
         words = repr((self.meta.name, self.meta.dtype, self.meta.shape, self.box)).encode()
         return zlib.crc32(words) << 32 | zlib.crc32(words[::-1])
 
-    def part(self, inner: Box) -> "Piece":
+    def part(self, inner: Box) -> "TensorPiece":
         """Of it, what is at `inner`, which counts from the box's corner."""
         box = tuple((first + a, first + b) for (first, _), (a, b) in zip(self.box, inner, strict=True))
-        return Piece(self.meta, box, self.values[slices(inner)])
+        return TensorPiece(self.meta, box, self.values[slices(inner)])
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class AxisCut:
     """One dimension of a mesh divides an axis: this rank is `number` of `of`. With `strided_by`, the axis is first cut
     into so many, and each of them divided (PyTorch's _StridedShard: TP has divided it already)."""
 
@@ -71,7 +71,7 @@ class Cut:
     strided_by: int = 1
 
 
-def divided(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[tuple[Range, ...], ...]:
+def divided(shape: Sequence[int], cuts: Sequence[AxisCut]) -> tuple[tuple[Range, ...], ...]:
     """For each axis the ranges of the whole tensor that a rank has, one behind the other in its own; as torch.chunk
     divides, so the last may be shorter, or empty."""
     axes: list[tuple[Range, ...]] = [((0, length),) for length in shape]
@@ -100,10 +100,10 @@ def blocks(axes: Sequence[Sequence[Range]]) -> Iterator[tuple[Box, Box]]:
         yield tuple(own for own, _ in chosen), tuple(whole for _, whole in chosen)
 
 
-def to_stage(pieces: Sequence[Piece], rank: int, holders: Mapping[int, Sequence[int]]) -> list[Piece]:
+def to_stage(pieces: Sequence[TensorPiece], rank: int, holders: Mapping[int, Sequence[int]]) -> list[TensorPiece]:
     """What this rank stages of its pieces, where others on its host have the same: each an equal share of the rows of a
-    large one, and of small ones one rank stages all. `holders` by `Piece.key`, ranks of this host."""
-    own: list[Piece] = []
+    large one, and of small ones one rank stages all. `holders` by `TensorPiece.key`, ranks of this host."""
+    own: list[TensorPiece] = []
     for piece in pieces:
         ranks = sorted(holders.get(piece.key, (rank,)))
         if rank not in ranks:
@@ -121,7 +121,7 @@ def to_stage(pieces: Sequence[Piece], rank: int, holders: Mapping[int, Sequence[
     return own
 
 
-def tensors_of(pieces: Sequence[Piece]) -> tuple[TensorMeta, ...]:
+def tensors_of(pieces: Sequence[TensorPiece]) -> tuple[TensorMeta, ...]:
     """In order of names, each once. Raises Permanent where two pieces do not agree on a tensor."""
     found: dict[str, TensorMeta] = {}
     for piece in pieces:
@@ -134,7 +134,7 @@ def tensors_of(pieces: Sequence[Piece]) -> tuple[TensorMeta, ...]:
     return tuple(found[name] for name in sorted(found))
 
 
-def boxes_of(pieces: Sequence[Piece]) -> dict[str, tuple[Box, ...]]:
+def boxes_of(pieces: Sequence[TensorPiece]) -> dict[str, tuple[Box, ...]]:
     """By tensor, in order; neighbours along the first axis are one."""
     found: dict[str, list[Box]] = {}
     for piece in sorted(pieces, key=lambda each: (each.meta.name, each.box[1:], each.box)):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.weights.backends.base import Sender, asked_of
+from orchestrrl.weights.backends.base import WeightSender, asked_of
 from orchestrrl.weights.controller.reports import SyncReport
 
 logger = logging.getLogger(__name__)
@@ -18,10 +18,10 @@ DONE, FAILED = "done", "failed"  # as the daemon knows them
 Relay = Callable[[str, int, str, str], str]  # sync, number, call and body; both bodies as JSON
 
 
-class StandingBy:
+class TrainerCallbackLoop:
     """Of one publication. `heard` may be called from any thread, with None when it is over."""
 
-    def __init__(self, sender: Sender, relay: Relay) -> None:
+    def __init__(self, sender: WeightSender, relay: Relay) -> None:
         self._sender = sender
         self._relay = relay
         self._news: queue.SimpleQueue[SyncReport | None] = queue.SimpleQueue()

@@ -10,10 +10,10 @@ import numpy as np
 from orchestrrl.core.errors import Permanent
 from orchestrrl.integrations.instrument.checkpoint_files import BrokenCheckpoint, mapped, read_checkpoint
 from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta
-from orchestrrl.weights.trainer.boxes import Piece
+from orchestrrl.weights.trainer.boxes import TensorPiece
 
 
-def checkpoint_pieces(folder: Path) -> list[Piece]:
+def checkpoint_pieces(folder: Path) -> list[TensorPiece]:
     """Of every tensor, in order of names: for `publish_arrays`. Raises Permanent, with a line for each fault."""
     if not folder.is_dir():
         raise Permanent(f"{folder}: is no folder")
@@ -30,7 +30,7 @@ def checkpoint_pieces(folder: Path) -> list[Piece]:
     if faults:
         raise Permanent("\n".join(faults))
     data = mapped(stored)
-    return [Piece(meta, meta.whole, _values(data[meta.name], meta)) for meta in metas]
+    return [TensorPiece(meta, meta.whole, _values(data[meta.name], meta)) for meta in metas]
 
 
 def _values(data: memoryview, meta: TensorMeta) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":

@@ -29,15 +29,15 @@ from orchestrrl.rpc.channel import Backoff
 from orchestrrl.rpc.codecs.weights import report_from_pb, status_from_pb
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
-from orchestrrl.weights.backends.base import TREE, Sender, SenderOptions, make_direct
+from orchestrrl.weights.backends.base import TREE, SenderOptions, WeightSender, make_direct
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.model import PeerId, TensorMeta
 from orchestrrl.weights.publication import NOT_ATTACHED, PUBLICATION, Publication
-from orchestrrl.weights.trainer.boxes import Piece, to_stage
-from orchestrrl.weights.trainer.callback_loop import StandingBy
+from orchestrrl.weights.trainer.boxes import TensorPiece, to_stage
+from orchestrrl.weights.trainer.callback_loop import TrainerCallbackLoop
 from orchestrrl.weights.trainer.megatron import MegatronShards, megatron_pieces
-from orchestrrl.weights.trainer.ranks import Ranks
-from orchestrrl.weights.trainer.staging import ArrayCopies, Copies, stage
+from orchestrrl.weights.trainer.ranks import TrainerRanks
+from orchestrrl.weights.trainer.staging import ArrayCopies, PieceCopies, stage
 from orchestrrl.weights.trainer.torch_tensors import Rename, TensorCopies, Tied, pieces_of, published_dtype, state_of
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class SyncAborted(Permanent):
         self.report = report
 
 
-class Options(TypedDict, total=False):
+class PublishOptions(TypedDict, total=False):
     """Of a publication, beside its weights. `install`, `plane`, `probe`, `expected` and `options` are Publication's."""
 
     install: Literal["", "at_once", "next_gate"]
@@ -89,7 +89,7 @@ class SenderSeed:
     shards: MegatronShards | None
 
 
-class Publishing:
+class PublishInProgress:
     """A version on its way. Everything may be called from any thread."""
 
     def __init__(self, version: int) -> None:
@@ -152,13 +152,13 @@ class WeightsClient:
         self.folder = Path(folder if folder is not None else f"{FOLDERS}{peer}").absolute()
         self.rank, self.world = rank, world
         self._dtype = dtype
-        self._ranks = Ranks(rank, world, peer, group, run)
+        self._ranks = TrainerRanks(rank, world, peer, group, run)
         self._times = 0  # that something was published: the same on all ranks
         self._patience_s = patience_s
         self._clock = clock or WallClock()
         self._backoff = backoff or Backoff()
         self._copies: TensorCopies | None = None
-        self._senders: dict[tuple[str, tuple[tuple[str, str], ...]], Sender] = {}
+        self._senders: dict[tuple[str, tuple[tuple[str, str], ...]], WeightSender] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -174,7 +174,7 @@ class WeightsClient:
         rename: Rename | None = None,
         ignore: Sequence[str] = (),
         wait: Literal["done"] = "done",
-        **options: Unpack[Options],
+        **options: Unpack[PublishOptions],
     ) -> SyncReport: ...
     @overload
     def publish(
@@ -188,8 +188,8 @@ class WeightsClient:
         rename: Rename | None = None,
         ignore: Sequence[str] = (),
         wait: Literal["staged"],
-        **options: Unpack[Options],
-    ) -> Publishing: ...
+        **options: Unpack[PublishOptions],
+    ) -> PublishInProgress: ...
     def publish(
         self,
         version: int,
@@ -201,14 +201,14 @@ class WeightsClient:
         rename: Rename | None = None,
         ignore: Sequence[str] = (),
         wait: Wait = "done",
-        **options: Unpack[Options],
-    ) -> SyncReport | Publishing:
+        **options: Unpack[PublishOptions],
+    ) -> SyncReport | PublishInProgress:
         """What this rank has of a module, or of a state dict, is from now on part of policy version `version`.
 
         Whole tensors and DTensors (FSDP2, TP) go as they lie on this rank; with `shards`, `model` is a Megatron rank's
         (a module or state dict, or a list of them, one for each chunk of its pipeline). `dtype`: what floating point is
         published as. `tied`, `rename` and `ignore`: as `pieces_of` has them. `wait`: "done": until the fleet has the
-        version, as `Publishing.result` says; "staged": until the model may change again.
+        version, as `PublishInProgress.result` says; "staged": until the model may change again.
 
         A version that did not become the fleet's may be published again, also by a trainer that was started again; one
         that did keeps its content: see `next_version`. Raises Permanent before anything is told where there is no room
@@ -235,28 +235,28 @@ class WeightsClient:
     def publish_arrays(
         self,
         version: int,
-        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[Piece],
+        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[TensorPiece],
         *,
         wait: Literal["done"] = "done",
-        **options: Unpack[Options],
+        **options: Unpack[PublishOptions],
     ) -> SyncReport: ...
     @overload
     def publish_arrays(
         self,
         version: int,
-        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[Piece],
+        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[TensorPiece],
         *,
         wait: Literal["staged"],
-        **options: Unpack[Options],
-    ) -> Publishing: ...
+        **options: Unpack[PublishOptions],
+    ) -> PublishInProgress: ...
     def publish_arrays(
         self,
         version: int,
-        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[Piece],
+        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[TensorPiece],
         *,
         wait: Wait = "done",
-        **options: Unpack[Options],
-    ) -> SyncReport | Publishing:
+        **options: Unpack[PublishOptions],
+    ) -> SyncReport | PublishInProgress:
         """The same without torch: whole arrays by name, or pieces of some, whose elements may be of other widths."""
         began_s = self._begun()
         pieces = [_whole(name, array) for name, array in arrays.items()] if isinstance(arrays, Mapping) else arrays
@@ -295,8 +295,14 @@ class WeightsClient:
         return self._clock.now_s()
 
     def _publish(
-        self, version: int, pieces: Sequence[Piece], copies: Copies, began_s: float, wait: Wait, options: Options
-    ) -> SyncReport | Publishing:
+        self,
+        version: int,
+        pieces: Sequence[TensorPiece],
+        copies: PieceCopies,
+        began_s: float,
+        wait: Wait,
+        options: PublishOptions,
+    ) -> SyncReport | PublishInProgress:
         neighbours = self._ranks.neighbours(pieces)
         own = to_stage(pieces, self.rank, neighbours.holders)
         if pieces and not own:  # every rank has a say: the least, once more
@@ -327,7 +333,7 @@ class WeightsClient:
         return handle if wait == "staged" else handle.result()
 
     def _send(
-        self, version: int, model: Any, seed: SenderSeed, began_s: float, wait: Wait, options: Options
+        self, version: int, model: Any, seed: SenderSeed, began_s: float, wait: Wait, options: PublishOptions
     ) -> SyncReport:
         """By a plane whose trainer stands by."""
         name = options["plane"]
@@ -357,7 +363,7 @@ class WeightsClient:
             options=own,
             run=f"{self._ranks.neighbours([]).run}-{self._times}",
         )
-        standing_by = StandingBy(sender, self._relay)
+        standing_by = TrainerCallbackLoop(sender, self._relay)
         handle = self._tell(publication, standing_by.heard)
         handle._future.add_done_callback(lambda _: standing_by.heard(None))
         standing_by.run()
@@ -373,8 +379,10 @@ class WeightsClient:
 
         return asyncio.run_coroutine_threadsafe(ask(), self._running_loop()).result()
 
-    def _tell(self, publication: Publication, listener: Callable[[SyncReport], None] | None = None) -> Publishing:
-        handle = Publishing(publication.version)
+    def _tell(
+        self, publication: Publication, listener: Callable[[SyncReport], None] | None = None
+    ) -> PublishInProgress:
+        handle = PublishInProgress(publication.version)
         handle._listener = listener
         following = asyncio.run_coroutine_threadsafe(self._follow(publication, handle), self._running_loop())
         handle._future = following
@@ -404,7 +412,7 @@ class WeightsClient:
             failures += 1
             await self._clock.sleep(self._backoff.delay_s(failures, rng))
 
-    async def _follow(self, publication: Publication, handle: Publishing) -> SyncReport:
+    async def _follow(self, publication: Publication, handle: PublishInProgress) -> SyncReport:
         """Tells the daemon, again whenever it has been away, until the sync is over."""
         request = weights_pb2.PublishRequest(publication_json=PUBLICATION.dump_json(publication).decode())
         rng = random.Random(f"{publication.run} {publication.rank} {publication.version}")
@@ -430,7 +438,9 @@ class WeightsClient:
                 raise self._away(error, handle, away_s) from error
             await self._clock.sleep(self._backoff.delay_s(failures, rng))
 
-    def _away(self, error: Retryable | OutcomeUnknown, handle: Publishing, away_s: float) -> Retryable | OutcomeUnknown:
+    def _away(
+        self, error: Retryable | OutcomeUnknown, handle: PublishInProgress, away_s: float
+    ) -> Retryable | OutcomeUnknown:
         staged = f"version {handle.version} is staged; publish it again when that is so"
         if NOT_ATTACHED in str(error):
             peer = f"the peer {self.peer} has not been attached to the daemon for {away_s:.0f} s"
@@ -457,9 +467,9 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _whole(name: str, array: np.ndarray[Any, Any]) -> Piece:
+def _whole(name: str, array: np.ndarray[Any, Any]) -> TensorPiece:
     kinds = {"f": "F", "i": "I", "u": "U", "b": "BOOL"}
     kind = kinds.get(array.dtype.kind, "")
     dtype = kind if kind == "BOOL" else f"{kind}{array.dtype.itemsize * 8}"
     meta = TensorMeta(name, dtype, tuple(array.shape))
-    return Piece(meta, meta.whole, array)
+    return TensorPiece(meta, meta.whole, array)

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.model import TensorMeta
-from orchestrrl.weights.trainer.boxes import Piece, shape_of, slices
-from planner.sync_tree.layout import Local, TrainerLayout
-from planner.sync_tree.parameters import Box, Parameter, Transformer, megatron_name
+from orchestrrl.weights.trainer.boxes import TensorPiece, shape_of, slices
+from planner.sync_tree.layout import LocalShard, TrainerLayout
+from planner.sync_tree.parameters import Box, Parameter, TransformerParameters, megatron_name
 
 _NORM_IN_LINEAR = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -30,7 +30,7 @@ class MegatronShards:
     """Which part of which model this rank has. `layers`: how the rank's tensors name them: "stage": counted from 0 on
     each stage (of several chunks one after the other), as Megatron does; "model": through the whole model."""
 
-    model: Transformer
+    model: TransformerParameters
     layout: TrainerLayout
     rank: int
     layers: Literal["stage", "model"] = "stage"
@@ -46,19 +46,19 @@ def megatron_pieces(
     shards: MegatronShards,
     dtype_of: Callable[[Any], str],
     rename: Callable[[str], str | None] = lambda name: name,
-) -> list[Piece]:
+) -> list[TensorPiece]:
     """`chunks`: this rank's tensors by Megatron's names, one mapping for each chunk of the pipeline. `dtype_of`: what
     they are published as. Raises Permanent for tensors that are missing or of another shape, all at once; those that
     the model's parameters say nothing of are not published."""
     named = _through_the_model(chunks, shards)
     faults: list[str] = []
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     for parameter in shards.model.parameters():
         for local in shards.layout.local(parameter, shards.rank):
             for values, own, whole, name, shape in _blocks_of(parameter, local, shards.model, named, faults):
                 if (published := rename(name)) is not None:
                     meta = TensorMeta(published, dtype_of(values), shape)
-                    pieces.append(Piece(meta, whole, values[slices(own)]))
+                    pieces.append(TensorPiece(meta, whole, values[slices(own)]))
     if faults:
         raise Permanent("; ".join(faults))
     return pieces
@@ -90,7 +90,7 @@ def _through_the_model(chunks: Sequence[Mapping[str, Any]], shards: MegatronShar
 
 
 def _blocks_of(
-    parameter: Parameter, local: Local, model: Transformer, named: Mapping[str, Any], faults: list[str]
+    parameter: Parameter, local: LocalShard, model: TransformerParameters, named: Mapping[str, Any], faults: list[str]
 ) -> Iterator[tuple[Any, Box, Box, str, tuple[int, ...]]]:
     """Of one parameter's tensor on this rank: the tensor, a box of it, where that is in the whole one, and that one's
     name and shape."""
@@ -144,7 +144,7 @@ def _published(parameter: Parameter, part: str, expert: int) -> str:
 
 
 def _tensors(
-    parameter: Parameter, local: Local, model: Transformer, named: Mapping[str, Any], faults: list[str]
+    parameter: Parameter, local: LocalShard, model: TransformerParameters, named: Mapping[str, Any], faults: list[str]
 ) -> dict[int, Any]:
     """This rank's tensors of a parameter: one, or one for each of its experts, by the expert's number."""
     first, last = local.boxes[0][0] if parameter.split.has_experts else (0, 1)
@@ -163,7 +163,7 @@ def _tensors(
     return found
 
 
-def _names(parameter: Parameter, model: Transformer, expert: int) -> list[str]:
+def _names(parameter: Parameter, model: TransformerParameters, expert: int) -> list[str]:
     name = megatron_name(parameter.name)
     if parameter.split.has_experts:
         inside = name.replace(".experts.", f".experts.local_experts.{expert}.")
@@ -177,7 +177,7 @@ def _names(parameter: Parameter, model: Transformer, expert: int) -> list[str]:
     return names
 
 
-def _misfit(parameter: Parameter, local: Local, shape: tuple[int, ...]) -> str:
+def _misfit(parameter: Parameter, local: LocalShard, shape: tuple[int, ...]) -> str:
     expected = list(shape_of(local.boxes[0]))
     expected[local.axis] = sum(box[local.axis][1] - box[local.axis][0] for box in local.boxes)
     if parameter.split.has_experts:

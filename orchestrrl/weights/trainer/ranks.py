@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.weights.trainer.boxes import Piece
+from orchestrrl.weights.trainer.boxes import TensorPiece
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
-    """`holders`: of what this rank has, by `Piece.key`: which ranks of this host have it, too."""
+class HostRanks:
+    """`holders`: of what this rank has, by `TensorPiece.key`: which ranks of this host have it, too."""
 
     run: str
     holders: dict[int, tuple[int, ...]]
 
 
-class Ranks:
+class TrainerRanks:
     """The ranks of `group` (None: all of torch.distributed's). `run`: what they call this start of the trainer; without
     it the first of them finds a name, where they can be asked."""
 
@@ -29,16 +29,16 @@ class Ranks:
         self._rank, self._world, self._peer, self._group = rank, world, peer, group
         self._own_run = run or uuid.uuid4().hex
         self._is_named = bool(run)
-        self._known: Neighbours | None = None
+        self._known: HostRanks | None = None
         self._keys: tuple[int, ...] = ()
 
-    def neighbours(self, pieces: Sequence[Piece]) -> Neighbours:
+    def neighbours(self, pieces: Sequence[TensorPiece]) -> HostRanks:
         """A collective call, unless this is the only rank. Raises Permanent where torch.distributed says otherwise of
         rank and world."""
         distributed = self._distributed()
         if distributed is None:
             # Ranks that nothing joins stage all that they have.
-            return Neighbours(self._own_run if self._world == 1 or self._is_named else "", {})
+            return HostRanks(self._own_run if self._world == 1 or self._is_named else "", {})
         keys = tuple(sorted(piece.key for piece in pieces))
         if not self._all(distributed, self._known is not None and keys == self._keys):
             told: list[Any] = [None] * self._world
@@ -68,14 +68,14 @@ class Ranks:
             raise OutcomeUnknown(f"the first rank was not answered: {told[0]}")
         return int(told[0])
 
-    def _read(self, told: Sequence[tuple[str, str, tuple[int, ...]]], keys: Sequence[int]) -> Neighbours:
+    def _read(self, told: Sequence[tuple[str, str, tuple[int, ...]]], keys: Sequence[int]) -> HostRanks:
         own = set(keys)
         holders: dict[int, list[int]] = {}
         for rank, (peer, _, theirs) in enumerate(told):
             if peer == self._peer:
                 for key in own.intersection(theirs):
                     holders.setdefault(key, []).append(rank)
-        return Neighbours(told[0][1], {key: tuple(ranks) for key, ranks in holders.items()})
+        return HostRanks(told[0][1], {key: tuple(ranks) for key, ranks in holders.items()})
 
     def _all(self, distributed: Any, is_known: bool) -> bool:
         """Whether all ranks say so."""

@@ -18,19 +18,19 @@ import numpy as np
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.layout import Bytes, FileLayout, lay_out
-from orchestrrl.weights.model import DTYPE_BYTES, Part, TensorMeta
+from orchestrrl.weights.model import DTYPE_BYTES, StagedPart, TensorMeta
 from orchestrrl.weights.peer.disk_space import free_bytes, is_full
 from orchestrrl.weights.staging_hold import StagingHold
-from orchestrrl.weights.trainer.boxes import Piece, boxes_of, shape_of, slices, tensors_of
+from orchestrrl.weights.trainer.boxes import TensorPiece, boxes_of, shape_of, slices, tensors_of
 from planner.sync_tree.parameters import Box
 
 
-class Copies(Protocol):
+class PieceCopies(Protocol):
     """How values get into the file. `offload_s`: seconds that went into bringing them from a device, so far."""
 
     offload_s: float
 
-    def copy(self, piece: Piece, into: Bytes) -> None:
+    def copy(self, piece: TensorPiece, into: Bytes) -> None:
         """`into`: the bytes of the piece's whole tensor."""
         ...
 
@@ -40,7 +40,7 @@ class ArrayCopies:
 
     offload_s = 0.0
 
-    def copy(self, piece: Piece, into: Bytes) -> None:
+    def copy(self, piece: TensorPiece, into: Bytes) -> None:
         plain = np.dtype(f"u{DTYPE_BYTES[piece.meta.dtype]}")
         if piece.values.dtype.itemsize != plain.itemsize:
             raise Permanent(f"{piece.meta.name}: {piece.meta.dtype} cannot be copied from {piece.values.dtype}")
@@ -49,8 +49,8 @@ class ArrayCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    part: Part
+class StagedRank:
+    part: StagedPart
     tensors: tuple[TensorMeta, ...]
     bytes: int  # that this rank has put there
     hold: StagingHold  # until the daemon's peer has opened the version: to be let go of then
@@ -60,11 +60,13 @@ def version_folder(folder: Path, version: int) -> Path:
     return folder / f"v{version}"
 
 
-def stage(folder: Path, version: int, rank: int, world: int, pieces: Sequence[Piece], copies: Copies) -> Staged:
+def stage(
+    folder: Path, version: int, rank: int, world: int, pieces: Sequence[TensorPiece], copies: PieceCopies
+) -> StagedRank:
     """Replaces what this rank has staged of the version before, when all is there. Raises Permanent where there is no
     room, or the folder cannot be written."""
     tensors = tensors_of(pieces)
-    part = Part(rank, boxes_of(pieces))
+    part = StagedPart(rank, boxes_of(pieces))
     size = sum(piece.bytes for piece in pieces)
     home = version_folder(folder, version)
     hold: StagingHold | None = None
@@ -80,7 +82,7 @@ def stage(folder: Path, version: int, rank: int, world: int, pieces: Sequence[Pi
         _check_room(home, size)
         _write(home, part, lay_out(tensors), pieces, copies)
         held, hold = hold, None
-        return Staged(part, tensors, size, held)
+        return StagedRank(part, tensors, size, held)
     except OSError as error:
         if is_full(error):
             raise Permanent(_no_room(home, size)) from error
@@ -92,7 +94,9 @@ def stage(folder: Path, version: int, rank: int, world: int, pieces: Sequence[Pi
             hold.let_go()
 
 
-def _write(home: Path, part: Part, layout: FileLayout, pieces: Sequence[Piece], copies: Copies) -> None:
+def _write(
+    home: Path, part: StagedPart, layout: FileLayout, pieces: Sequence[TensorPiece], copies: PieceCopies
+) -> None:
     unfinished = home / f".{part.file}.{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
         with unfinished.open("w+b") as file:
@@ -120,7 +124,7 @@ def _clear(home: Path, rank: int, world: int) -> None:
             left.unlink(missing_ok=True)
 
 
-def _runs(part: Part, layout: FileLayout) -> Iterator[tuple[int, int]]:
+def _runs(part: StagedPart, layout: FileLayout) -> Iterator[tuple[int, int]]:
     """Bytes of the file that are written, from and to; what is less than a page apart is one."""
     yield 0, len(layout.header)
     for tensor in layout.tensors:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.layout import Bytes
 from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta
-from orchestrrl.weights.trainer.boxes import Cut, Piece, blocks, divided, slices
+from orchestrrl.weights.trainer.boxes import AxisCut, TensorPiece, blocks, divided, slices
 
 Rename = Callable[[str], str | None]  # a tensor's name for the engines; None: it is left out
 Tied = Literal["once", "each"]
@@ -31,7 +31,7 @@ BOUNCE_BYTES = 64 * 1024 * 1024  # of each of two pinned buffers between a devic
 
 def pieces_of(
     model: Any, *, dtype: Any = None, tied: Tied = "once", rename: Rename | None = None, ignore: Sequence[str] = ()
-) -> list[Piece]:
+) -> list[TensorPiece]:
     """Of a module, or a state dict with whole tensors and DTensors: what this rank has, nothing gathered.
 
     `dtype`: what floating point is published as ("bf16" or torch.bfloat16). `tied`: "once": of names that share one
@@ -40,7 +40,7 @@ def pieces_of(
     """
     state = state_of(model)
     faults: list[str] = []
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in _named(state, rename, ignore):
         local = getattr(tensor, "_local_tensor", tensor)
@@ -118,10 +118,10 @@ def _fault(name: str, tensor: Any, local: Any) -> str:
     return ""
 
 
-def _placed(meta: TensorMeta, tensor: Any, local: Any) -> Iterator[Piece]:
+def _placed(meta: TensorMeta, tensor: Any, local: Any) -> Iterator[TensorPiece]:
     placements = getattr(tensor, "placements", None)
     if placements is None:
-        yield Piece(meta, meta.whole, local)
+        yield TensorPiece(meta, meta.whole, local)
         return
     axes = divided(meta.shape, _cuts(meta, tensor.device_mesh, placements))
     expected = tuple(sum(last - first for first, last in ranges) for ranges in axes)
@@ -131,10 +131,10 @@ def _placed(meta: TensorMeta, tensor: Any, local: Any) -> Iterator[Piece]:
             f" and this rank has {tuple(local.shape)}"
         )
     for own, whole in blocks(axes):
-        yield Piece(meta, whole, local[slices(own)])
+        yield TensorPiece(meta, whole, local[slices(own)])
 
 
-def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[Cut]:
+def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[AxisCut]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise Permanent(f"{meta.name}: this rank is not part of its device mesh, and has nothing of it")
@@ -146,7 +146,7 @@ def _cuts(meta: TensorMeta, mesh: Any, placements: Sequence[Any]) -> list[Cut]:
             raise Permanent(f"{meta.name}: is a partial sum ({placement}): reduce it before it is published")
         axis = placement.dim % len(meta.shape)
         strided_by = int(getattr(placement, "split_factor", 1))  # _StridedShard, of FSDP2 over TP
-        cuts.append(Cut(axis, int(mesh.size(dimension)), int(coordinate[dimension]), strided_by))
+        cuts.append(AxisCut(axis, int(mesh.size(dimension)), int(coordinate[dimension]), strided_by))
     return cuts
 
 
@@ -159,7 +159,7 @@ class TensorCopies:
         self._clock = clock
         self._bounce: list[Any] = []
 
-    def copy(self, piece: Piece, into: Bytes) -> None:
+    def copy(self, piece: TensorPiece, into: Bytes) -> None:
         import torch
 
         dtype = getattr(torch, _TORCH_OF[piece.meta.dtype])

@@ -26,7 +26,7 @@ class NotYet(LinkBroken):
     """The other end has not come within the time. It may yet: the same call may be made again."""
 
 
-class Pending(Protocol):
+class PendingChunk(Protocol):
     """A chunk on its way. They are waited for in the order in which they were given."""
 
     def wait(self, timeout_s: float) -> None:
@@ -34,14 +34,14 @@ class Pending(Protocol):
         ...
 
 
-class Outgoing(Protocol):
+class OutgoingLink(Protocol):
     """The sender's end. Two chunks may be on their way at once, and a few bytes (`SMALL_BYTES`) beside them.
 
     Only `close` may be called by another thread than the link's own: it is how one that waits is interrupted, with
     LinkBroken. It may be called twice. What was waited for before it still reaches the receiver.
     """
 
-    def send(self, chunk: memoryview) -> Pending:
+    def send(self, chunk: memoryview) -> PendingChunk:
         """The chunk must stay as it is until it is waited for. Raises LinkBroken."""
         ...
 
@@ -55,10 +55,10 @@ class Outgoing(Protocol):
         ...
 
 
-class Incoming(Protocol):
+class IncomingLink(Protocol):
     """The receiver's end: as many at once, and `close` likewise."""
 
-    def receive(self, into: memoryview) -> Pending:
+    def receive(self, into: memoryview) -> PendingChunk:
         """`into` is filled, in the order of the calls: both ends cut the same chunks. Raises LinkBroken."""
         ...
 
@@ -76,12 +76,12 @@ class Transport(Protocol):
         """Listen. The address that other peers are told."""
         ...
 
-    def accept(self, key: str, timeout_s: float) -> Incoming:
+    def accept(self, key: str, timeout_s: float) -> IncomingLink:
         """The receiver's end of the link `key`, when the sender has dialled. Raises LinkBroken, and NotYet where it
         has not within the time."""
         ...
 
-    def dial(self, address: str, key: str, timeout_s: float) -> Outgoing:
+    def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:
         """The sender's. The receiver may come later, within the time: else NotYet. Where nobody can listen:
         LinkBroken."""
         ...

@@ -21,10 +21,10 @@ from typing import TypeVar
 
 from orchestrrl.weights.transports.base import (
     SMALL_BYTES,
-    Incoming,
+    IncomingLink,
     LinkBroken,
     NotYet,
-    Outgoing,
+    OutgoingLink,
     Transport,
     TransportOptions,
     make_transport,
@@ -46,7 +46,7 @@ def pattern(size: int, seed: int = 0) -> bytes:
     return bytes(whole)
 
 
-class Two:
+class TwoPeers:
     """A transport that sends, one that receives, and threads for the ends of links."""
 
     def __init__(self, make: Callable[[], Transport]) -> None:
@@ -54,12 +54,12 @@ class Two:
         self.sender.open()
         self.address = self.receiver.open()
         self._threads = ThreadPoolExecutor(32)
-        self._links: list[Outgoing | Incoming] = []
+        self._links: list[OutgoingLink | IncomingLink] = []
 
     def begin(self, call: Callable[[], R]) -> "Future[R]":
         return self._threads.submit(call)
 
-    def link(self, key: str = "link") -> tuple[Outgoing, Incoming]:
+    def link(self, key: str = "link") -> tuple[OutgoingLink, IncomingLink]:
         dialled = self.begin(lambda: self.sender.dial(self.address, key, PATIENT_S))
         accepted = self.receiver.accept(key, PATIENT_S)
         outgoing = dialled.result(PATIENT_S)
@@ -84,7 +84,7 @@ def broken() -> Iterator[None]:
     raise AssertionError("expected LinkBroken, nothing was raised")
 
 
-def send_all(link: Outgoing, chunks: Sequence[bytes]) -> None:
+def send_all(link: OutgoingLink, chunks: Sequence[bytes]) -> None:
     """Two in flight."""
     flight = deque(link.send(memoryview(chunk)) for chunk in chunks[:2])
     for chunk in chunks[2:]:
@@ -94,7 +94,7 @@ def send_all(link: Outgoing, chunks: Sequence[bytes]) -> None:
         pending.wait(PATIENT_S)
 
 
-def receive_all(link: Incoming, sizes: Sequence[int]) -> list[bytes]:
+def receive_all(link: IncomingLink, sizes: Sequence[int]) -> list[bytes]:
     """Two in flight, each into memory of its own."""
     into = [bytearray(size) for size in sizes]
     flight = deque(link.receive(memoryview(each)) for each in into[:2])
@@ -111,8 +111,8 @@ class TransportConformance:
         raise TypeError(f"{type(self).__name__} does not say how to make a transport")
 
     @contextlib.contextmanager
-    def two(self) -> Iterator[Two]:
-        made = Two(self.make_transport)
+    def two(self) -> Iterator[TwoPeers]:
+        made = TwoPeers(self.make_transport)
         try:
             yield made
         finally:
@@ -196,7 +196,7 @@ class TransportConformance:
             with self.two() as two:
                 outgoing, incoming = two.link(str(number))
 
-                def send(outgoing: Outgoing = outgoing) -> None:
+                def send(outgoing: OutgoingLink = outgoing) -> None:
                     send_all(outgoing, [chunk, chunk])
                     outgoing.close()
 
@@ -308,7 +308,7 @@ class TransportConformance:
                 link.close()
             two.sender.close()
 
-    def _one_word(self, two: Two, key: str) -> None:
+    def _one_word(self, two: TwoPeers, key: str) -> None:
         outgoing, incoming = two.link(key)
         sent = two.begin(lambda: send_all(outgoing, [b"word"]))
         assert receive_all(incoming, [4]) == [b"word"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.transports.base import TransportOptions
-from orchestrrl.weights.transports.groups import GroupTransport, Joined, Wait
+from orchestrrl.weights.transports.groups import GroupTransport, JoinedGroup, Wait
 from orchestrrl.weights.transports.listener import ANSWERED_WITHIN_S
 
 BYTES, INTERRUPT = 0, 1  # tags
@@ -46,7 +46,7 @@ class GlooTransport(GroupTransport):
         return _Gloo(dist.ProcessGroupGloo(store, rank, 2, options), rank)
 
 
-class _Gloo(Joined):
+class _Gloo(JoinedGroup):
     may_idle = True
     lingers = False  # its connections are closed as others are: what is in the kernel still goes out
 

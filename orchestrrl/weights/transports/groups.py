@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from orchestrrl.weights.transports.base import Incoming, LinkBroken, Outgoing, TransportOptions
+from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, OutgoingLink, TransportOptions
 from orchestrrl.weights.transports.idle import IdleConnections
-from orchestrrl.weights.transports.listener import ANSWERED_WITHIN_S, Door, address_of, knock, parts_of
+from orchestrrl.weights.transports.listener import ANSWERED_WITHIN_S, LinkListener, address_of, knock, parts_of
 
 RECEIVER, SENDER = 0, 1  # ranks
 FAREWELL = b"."
@@ -38,20 +38,20 @@ class GroupTransport(ABC):
 
     def __init__(self, options: TransportOptions) -> None:
         self._host = options.host
-        self._door = Door(options.host)
+        self._door = LinkListener(options.host)
         self._store: Any = None
         # Of receivers, by address: torch's client may wait for a name server as it connects, so it connects once.
         self._found: dict[str, Any] = {}
         self._finding = threading.Lock()
-        self._idle_incoming: IdleConnections[Joined] = IdleConnections(lambda joined: joined.leave())
-        self._idle_outgoing: IdleConnections[Joined] = IdleConnections(lambda joined: joined.leave())
+        self._idle_incoming: IdleConnections[JoinedGroup] = IdleConnections(lambda joined: joined.leave())
+        self._idle_outgoing: IdleConnections[JoinedGroup] = IdleConnections(lambda joined: joined.leave())
 
     def open(self) -> str:
         patience = timedelta(seconds=ANSWERED_WITHIN_S)
         self._store = dist.TCPStore(self._host, 0, None, True, patience, wait_for_workers=False)
         return self._door.open()
 
-    def accept(self, key: str, timeout_s: float) -> Incoming:
+    def accept(self, key: str, timeout_s: float) -> IncomingLink:
         new = secrets.token_hex(NAME_BYTES // 2)
         with contextlib.ExitStack() as stack:
 
@@ -70,7 +70,7 @@ class GroupTransport(ABC):
             joined = self._made(meeting, address_of(self._host, self._store.port), new, RECEIVER)
         return GroupIncoming(joined, meeting, lambda done: self._idle_incoming.keep(chosen, "", done))
 
-    def dial(self, address: str, key: str, timeout_s: float) -> Outgoing:
+    def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:
         meeting, answer = knock(address, key, timeout_s)
         port, new, *names = answer.decode().split()
         chosen, joined = self._idle_outgoing.take_first(names, address) or (new, None)
@@ -92,7 +92,7 @@ class GroupTransport(ABC):
         self._store = None
         self._found.clear()
 
-    def _made(self, meeting: socket.socket, store: str, prefix: str, rank: int) -> "Joined":
+    def _made(self, meeting: socket.socket, store: str, prefix: str, rank: int) -> "JoinedGroup":
         try:
             found = self._store if rank == RECEIVER else self._find(store)
             return self._join(dist.PrefixStore(prefix, found), rank)
@@ -110,10 +110,10 @@ class GroupTransport(ABC):
             return self._found[store]
 
     @abstractmethod
-    def _join(self, store: Any, rank: int) -> "Joined": ...
+    def _join(self, store: Any, rank: int) -> "JoinedGroup": ...
 
 
-class Joined(ABC):
+class JoinedGroup(ABC):
     """A group of two, as one of its ranks uses it. `lingers`: what was sent may be lost where the sender leaves before
     the receiver has it all. `may_idle`: that it serves another link costs nothing meanwhile."""
 
@@ -151,8 +151,8 @@ class _Begun:
 
 
 class _GroupLink:
-    def __init__(self, joined: Joined, meeting: socket.socket, keep: Callable[[Joined], None]) -> None:
-        self._joined: Joined | None = joined
+    def __init__(self, joined: JoinedGroup, meeting: socket.socket, keep: Callable[[JoinedGroup], None]) -> None:
+        self._joined: JoinedGroup | None = joined
         self._meeting = meeting
         self._keep = keep
         self._is_done = False
@@ -165,7 +165,7 @@ class _GroupLink:
             wait(timedelta(seconds=timeout_s))
             self._on_the_way -= 1
 
-    def _begin(self, memory: memoryview, begin: Callable[["Joined", torch.Tensor], Wait]) -> _Begun:
+    def _begin(self, memory: memoryview, begin: Callable[["JoinedGroup", torch.Tensor], Wait]) -> _Begun:
         tensor = tensor_of(memory)
         with self._working() as joined:
             begun = _Begun(self, begin(joined, tensor), tensor)
@@ -173,7 +173,7 @@ class _GroupLink:
         return begun
 
     @contextlib.contextmanager
-    def _working(self) -> Iterator["Joined"]:
+    def _working(self) -> Iterator["JoinedGroup"]:
         with self._at_work:
             if self._joined is None or self._interrupted:
                 raise LinkBroken("the link is closed")

@@ -64,7 +64,7 @@ class _Stranger:
         return self.said[GREETING.size :].decode()
 
 
-class Door:
+class LinkListener:
     """`open` listens, in a thread of its own."""
 
     def __init__(self, host: str, buffer_bytes: int = 0) -> None:

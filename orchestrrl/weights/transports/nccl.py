@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.transports.base import TransportOptions
-from orchestrrl.weights.transports.groups import GroupTransport, Joined, Wait
+from orchestrrl.weights.transports.groups import GroupTransport, JoinedGroup, Wait
 
 OPTIONS = frozenset({"gpu"})
 POLL_S = 0.0005
@@ -41,7 +41,7 @@ class NcclTransport(GroupTransport):
         super().__init__(options)
         self._device = torch.device("cuda", gpu)
 
-    def _join(self, store: Any, rank: int) -> Joined:
+    def _join(self, store: Any, rank: int) -> JoinedGroup:
         with torch.cuda.device(self._device):
             group = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
             joined = _Nccl(group, rank, self._device)
@@ -49,7 +49,7 @@ class NcclTransport(GroupTransport):
         return joined
 
 
-class _Nccl(Joined):
+class _Nccl(JoinedGroup):
     lingers = True
     may_idle = False  # it holds memory of the GPU
 

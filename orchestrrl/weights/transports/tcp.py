@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.weights.transports.base import Incoming, LinkBroken, Outgoing, TransportOptions
-from orchestrrl.weights.transports.listener import Door, knock, widen
+from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, OutgoingLink, TransportOptions
+from orchestrrl.weights.transports.listener import LinkListener, knock, widen
 
 BUFFER_BYTES = 4 * 1024 * 1024
 SAME_HOST_BUFFER_BYTES = 512 * 1024  # no time to bridge: what is under way stays in the processor's cache
@@ -31,15 +31,15 @@ class TcpTransport:
         self._port = int(options.own.get("port", 0))
         self._buffer_bytes = int(options.own.get("buffer_bytes", BUFFER_BYTES))
         self._is_told = "buffer_bytes" in options.own
-        self._door = Door(options.host, self._buffer_bytes)
+        self._door = LinkListener(options.host, self._buffer_bytes)
 
     def open(self) -> str:
         return self._door.open(self._port)
 
-    def accept(self, key: str, timeout_s: float) -> Incoming:
+    def accept(self, key: str, timeout_s: float) -> IncomingLink:
         return TcpIncoming(self._fitted(self._door.accept(key, timeout_s)))
 
-    def dial(self, address: str, key: str, timeout_s: float) -> Outgoing:
+    def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:
         sock, _ = knock(address, key, timeout_s, self._buffer_bytes)
         return TcpOutgoing(self._fitted(sock))
 

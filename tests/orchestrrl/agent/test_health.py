@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.agent.health import Limits, Track, capability_faults, fold, judge, metric_faults
+from orchestrrl.agent.health import EngineTrack, HealthLimits, capability_faults, fold, judge, metric_faults
 from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import Capabilities, EngineMetrics, Reading
+from orchestrrl.engines.base import EngineCapabilities, EngineMetrics, EngineReading
 from orchestrrl.engines.vllm import GENERATED, KV_USAGE, PREEMPTIONS, PROMPT, RUNNING, WAITING, parse_metrics
 from orchestrrl.engines.vllm_calls import NOT_OF_VLLM
 from orchestrrl.fleet.reports import EngineReport
@@ -20,7 +20,7 @@ from orchestrrl.rpc.codecs.telemetry import engine_report_to_pb
 from orchestrrl.rpc.ranges import checking
 from planner.model import EngineHealth, EngineId, NodeId
 
-LIMITS = Limits(slow_after_s=1.0, gone_after_s=5.0, rate_window_s=1.0)
+LIMITS = HealthLimits(slow_after_s=1.0, gone_after_s=5.0, rate_window_s=1.0)
 METRICS = EngineMetrics(
     running=3,
     waiting=1,
@@ -62,9 +62,9 @@ def test_each_answer_has_its_health_and_words(
 
 def test_limits_check_themselves() -> None:
     with pytest.raises(ValueError, match="slow_after_s must be > 0 and <= gone_after_s, got 2 and 1"):
-        Limits(slow_after_s=2, gone_after_s=1)
+        HealthLimits(slow_after_s=2, gone_after_s=1)
     with pytest.raises(ValueError, match="rate_window_s"):
-        Limits(rate_window_s=0)
+        HealthLimits(rate_window_s=0)
 
 
 # One scrape: seconds since the one before, tokens since then (negative: a restart), running, and whether it answered.
@@ -105,18 +105,18 @@ def expected_rate(history: list[tuple[float, int, int, bool]], window_s: float) 
 def test_the_decode_rate_is_the_mean_over_an_unbroken_window(
     scrapes: list[tuple[float, int, int, bool]], window_s: float
 ) -> None:
-    limits = Limits(rate_window_s=window_s)
-    track, at_s, total = Track(), 100.0, 1000
+    limits = HealthLimits(rate_window_s=window_s)
+    track, at_s, total = EngineTrack(), 100.0, 1000
     history: list[tuple[float, int, int, bool]] = []
     for gap_s, tokens, running, readable in scrapes:
         at_s += gap_s
         total = total + tokens if tokens >= 0 else 0
         history.append((at_s, total, running, readable))
         metrics = replace(METRICS, running=running, generation_tokens_total=total) if readable else None
-        track, sample = fold(track, Reading(EngineHealth.OK, "", metrics, 0.01), at_s, limits)
+        track, sample = fold(track, EngineReading(EngineHealth.OK, "", metrics, 0.01), at_s, limits)
         if sample is None:
             assert not readable
-            assert track == Track()
+            assert track == EngineTrack()
             continue
         assert sample.decode_tokens_per_s == expected_rate(history, window_s)
         assert sample.decode_tokens_per_s is None or sample.decode_tokens_per_s >= 0
@@ -134,7 +134,7 @@ def test_what_passes_fits_on_the_wire(running: int, tokens: int, usage: float, c
     metrics = EngineMetrics(running, 0, usage, capacity, tokens, tokens, 0)
     reading = judge(metrics, 0.1, LIMITS)
     assert (reading.health is EngineHealth.OK) == (not metric_faults(metrics))
-    _, sample = fold(Track(), reading, 1.0, LIMITS)
+    _, sample = fold(EngineTrack(), reading, 1.0, LIMITS)
     if sample is not None:
         assert 0 <= sample.kv_usage_fraction <= 1
         assert telemetry_codec.engine_sample_from_pb(telemetry_codec.engine_sample_to_pb(sample)) == sample
@@ -173,7 +173,7 @@ def test_the_daemon_takes_whatever_the_agent_makes_of_an_engine(
     metrics: EngineMetrics, waited_s: float, earlier: int
 ) -> None:
     reading = judge(metrics, waited_s, LIMITS)
-    track = Track(((999.0, min(earlier, metrics.generation_tokens_total)),))
+    track = EngineTrack(((999.0, min(earlier, metrics.generation_tokens_total)),))
     _, sample = fold(track, reading, 1000.0 + waited_s, LIMITS)
     report = EngineReport(
         NodeId("a"), 1, EngineId("e0"), "http://e0", reading.health, reading.detail or "\ud800" * 9999, sample
@@ -184,6 +184,6 @@ def test_the_daemon_takes_whatever_the_agent_makes_of_an_engine(
 
 @pytest.mark.parametrize("value", [-1, 2**32, 1.5, "8192", True, [1]])
 def test_an_engine_cannot_offer_what_is_no_count(value: Any) -> None:
-    offered = Capabilities("vllm", "1", ("m",), max_model_len_tokens=value)
+    offered = EngineCapabilities("vllm", "1", ("m",), max_model_len_tokens=value)
     assert capability_faults(offered) == [f"max_model_len_tokens cannot be {value!r}"]
-    assert not capability_faults(Capabilities("vllm", "1", ("m",), max_model_len_tokens=8192))
+    assert not capability_faults(EngineCapabilities("vllm", "1", ("m",), max_model_len_tokens=8192))

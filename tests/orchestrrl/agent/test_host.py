@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.agent.host import Host, host_facts, is_local, server_arguments, with_arguments, with_host_facts
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.agent.host import HostReader, host_facts, is_local, server_arguments, with_arguments, with_host_facts
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import ServingFacts
 
 LOCAL, ELSEWHERE = "http://127.0.0.1:8001", "http://192.0.2.7:8001"
@@ -22,19 +22,19 @@ CONFIG = {
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
+def host(tmp_path: Path) -> HostReader:
     """A host without processes, GPUs and models."""
     (tmp_path / "proc").mkdir()
-    return Host(tmp_path / "proc", str(tmp_path / "nvidia-smi"), tmp_path / "hub")
+    return HostReader(tmp_path / "proc", str(tmp_path / "nvidia-smi"), tmp_path / "hub")
 
 
-def install_smi(host: Host, script: str) -> None:
+def install_smi(host: HostReader, script: str) -> None:
     path = Path(host.nvidia_smi)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
 
 
-def start_server(host: Host, port: int, arguments: list[str], *, listener: int = 40, parent: int = 1) -> None:
+def start_server(host: HostReader, port: int, arguments: list[str], *, listener: int = 40, parent: int = 1) -> None:
     """A process that listens on the port, as /proc shows it."""
     (host.proc / "net").mkdir(exist_ok=True)
     row = f"   0: 0100007F:{port:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 77 1 0000"
@@ -50,12 +50,12 @@ def start_server(host: Host, port: int, arguments: list[str], *, listener: int =
 VLLM = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]
 
 
-def test_a_host_without_nvidia_smi_has_no_gpu(host: Host) -> None:
+def test_a_host_without_nvidia_smi_has_no_gpu(host: HostReader) -> None:
     facts = host_facts(ServingFacts(), LOCAL, host)
     assert (facts.gpu, facts.gpu_detail) == ("", "the engine's host has no GPU (nvidia-smi is not installed)")
 
 
-def test_the_engines_own_word_stands(host: Host) -> None:
+def test_the_engines_own_word_stands(host: HostReader) -> None:
     install_smi(host, "echo 'NVIDIA B200'")
     start_server(host, 8001, [*VLLM, "--tensor-parallel-size", "8"])
     told = ServingFacts(model="m", tp=2, gpu="NVIDIA H100 80GB HBM3")
@@ -64,7 +64,7 @@ def test_the_engines_own_word_stands(host: Host) -> None:
     assert host_facts(cpu, LOCAL, host) == cpu
 
 
-def test_another_hosts_engine_is_not_taken_for_this_hosts(host: Host) -> None:
+def test_another_hosts_engine_is_not_taken_for_this_hosts(host: HostReader) -> None:
     install_smi(host, "echo 'NVIDIA B200'")
     facts = host_facts(ServingFacts(model="m"), ELSEWHERE, host)
     assert facts.gpu == ""
@@ -92,24 +92,24 @@ def test_precision_is_in_the_servers_arguments() -> None:
     assert (facts.weight_bits, facts.kv_bits) == (32.0, 8.0)
 
 
-def test_the_server_is_found_by_its_port(host: Host) -> None:
+def test_the_server_is_found_by_its_port(host: HostReader) -> None:
     start_server(host, 8001, [*VLLM, "-tp", "2"])
     assert server_arguments(8001, host.proc) == (*VLLM, "-tp", "2")
     assert server_arguments(8002, host.proc) == ()
     assert host_facts(ServingFacts(), LOCAL, host).tp == 2
 
 
-def test_a_front_end_process_has_its_parents_arguments(host: Host) -> None:
+def test_a_front_end_process_has_its_parents_arguments(host: HostReader) -> None:
     start_server(host, 8001, [*VLLM, "-tp", "2"], parent=30)
     assert server_arguments(8001, host.proc) == (*VLLM, "-tp", "2")
 
 
-def test_a_process_that_is_no_vllm_says_nothing(host: Host) -> None:
+def test_a_process_that_is_no_vllm_says_nothing(host: HostReader) -> None:
     start_server(host, 8001, ["ssh", "-L", "8001:gpu7:8001", "gpu7"])
     assert host_facts(ServingFacts(), LOCAL, host).tp is None
 
 
-def test_sizes_are_read_from_the_models_folder_and_from_the_hubs_cache(host: Host, tmp_path: Path) -> None:
+def test_sizes_are_read_from_the_models_folder_and_from_the_hubs_cache(host: HostReader, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "tiny"
     snapshot = tmp_path / "hub" / "models--Owner--Tiny" / "snapshots" / "abc"
     for place in (folder, snapshot):
@@ -123,7 +123,7 @@ def test_sizes_are_read_from_the_models_folder_and_from_the_hubs_cache(host: Hos
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, "\0"])
-def test_a_config_that_makes_no_sense_is_left_alone(host: Host, tmp_path: Path, text: str) -> None:
+def test_a_config_that_makes_no_sense_is_left_alone(host: HostReader, tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     assert host_facts(ServingFacts(model=str(tmp_path)), LOCAL, host).sizes is None
 
@@ -133,8 +133,8 @@ def test_local_addresses() -> None:
     assert not any(map(is_local, (ELSEWHERE, "http://some-other-host:1", "http://0.0.0.0:1", "nonsense")))
 
 
-async def test_capabilities_are_otherwise_as_they_were(host: Host) -> None:
-    offers = Capabilities("vllm", "1", ("m",), pause=True)
+async def test_capabilities_are_otherwise_as_they_were(host: HostReader) -> None:
+    offers = EngineCapabilities("vllm", "1", ("m",), pause=True)
     described = await with_host_facts(offers, LOCAL, host)
     assert described.serving != offers.serving
     assert (described.engine, described.models, described.pause) == ("vllm", ("m",), True)

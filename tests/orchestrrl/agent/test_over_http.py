@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from orchestrrl.agent.health import Limits
+from orchestrrl.agent.health import HealthLimits
 from orchestrrl.agent.watch import EngineWatch, Observation
 from orchestrrl.core.clock import WallClock
 from orchestrrl.engines.base import connect
@@ -16,7 +16,7 @@ DEADLINE_S = 120.0
 
 
 @contextlib.asynccontextmanager
-async def watching(url: str, limits: Limits | None = None) -> AsyncIterator[list[Observation]]:
+async def watching(url: str, limits: HealthLimits | None = None) -> AsyncIterator[list[Observation]]:
     seen: list[Observation] = []
     engine = connect("vllm", url)
     watch = EngineWatch(EngineId("e0"), engine, seen.append, clock=WallClock(), interval_s=0.05, limits=limits)
@@ -74,6 +74,6 @@ async def test_a_server_that_accepts_and_says_nothing_is_gone() -> None:
     server = await asyncio.start_server(hold, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
-        async with watching(f"http://127.0.0.1:{port}", Limits(slow_after_s=0.1, gone_after_s=0.5)) as seen:
+        async with watching(f"http://127.0.0.1:{port}", HealthLimits(slow_after_s=0.1, gone_after_s=0.5)) as seen:
             gone = await until(seen, lambda seen: seen.health is EngineHealth.GONE)
             assert gone.health_detail.startswith("no answer for")

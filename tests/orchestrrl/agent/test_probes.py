@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.agent.probe_link import Probe
-from orchestrrl.agent.probes import HostTraces, Quiet
-from orchestrrl.agent.window_reports import AGAIN_AFTER_S, Words
+from orchestrrl.agent.probe_link import WindowReporter
+from orchestrrl.agent.probes import HostQuiet, HostTraces
+from orchestrrl.agent.window_reports import AGAIN_AFTER_S, WindowReports
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.integrations.instrument.rings import Doorbell, Reader, Writer, list_rings
+from orchestrrl.integrations.instrument.rings import RingDoorbell, RingReader, RingWriter, list_rings
 from orchestrrl.rpc.pb import fabric_pb2
 from planner.model import Hold
 
@@ -30,7 +30,9 @@ class Host:
     def __init__(self, folder: Path, ranks: int = 2, job: str = "", capacity: int = 1024) -> None:
         self.now_ns = 10**12
         self.folder = folder
-        self.writers = [Writer(folder, job=job, capacity=capacity, clock_ns=lambda: self.now_ns) for _ in range(ranks)]
+        self.writers = [
+            RingWriter(folder, job=job, capacity=capacity, clock_ns=lambda: self.now_ns) for _ in range(ranks)
+        ]
         for rank, writer in enumerate(self.writers):
             writer.place(rank, ranks)
         self.traces = HostTraces(folder, lambda: self.now_s)
@@ -84,14 +86,14 @@ def host(tmp_path: Path) -> Iterator[Host]:
     host.close()
 
 
-def code(found: Quiet | Hold) -> str:
+def code(found: HostQuiet | Hold) -> str:
     return found.code if isinstance(found, Hold) else "quiet"
 
 
 def test_a_window_is_promised_for_as_long_as_pauses_were(host: Host) -> None:
     host.learn()
     found = host.traces.assess("", Q)
-    assert isinstance(found, Quiet)
+    assert isinstance(found, HostQuiet)
     assert found.since_s == pytest.approx(host.now_s)
     assert found.until_s == pytest.approx(host.now_s + QUIET_S, rel=1e-3)
     assert found.position == 1
@@ -141,7 +143,7 @@ def test_lost_events_leave_the_place_unknown_until_the_next_iteration(tmp_path: 
 def test_processes_come_and_go(host: Host) -> None:
     assert host.traces.jobs() == {"": (0, 1)}
     assert not host.traces.look()
-    other = Writer(host.folder, job="engine", clock_ns=lambda: host.now_ns)
+    other = RingWriter(host.folder, job="engine", clock_ns=lambda: host.now_ns)
     assert not host.traces.look()  # it is in no group yet
     assert host.traces.jobs() == {"": (0, 1)}
     other.place(0, 1)
@@ -162,14 +164,14 @@ def test_what_is_no_ring_is_left_alone(host: Host) -> None:
 
 def test_only_jobs_that_are_watched_ring(tmp_path: Path) -> None:
     host = Host(tmp_path, job="watched")
-    other = Writer(tmp_path, job="other")
+    other = RingWriter(tmp_path, job="other")
     other.place(0, 1)
     host.traces.look()
 
     def armed() -> dict[str, bool]:
         found = {}
         for path in list_rings(tmp_path):
-            with Reader(path) as reader:
+            with RingReader(path) as reader:
                 found[reader.header().job] = reader.header().armed
         return found
 
@@ -211,7 +213,7 @@ class Told:
 
     def __init__(self, host: Host, need_s: float) -> None:
         self.heard: list[fabric_pb2.TraceMessage] = []
-        self.words = Words(host.traces, self.heard.append, lambda: host.now_s)
+        self.words = WindowReports(host.traces, self.heard.append, lambda: host.now_s)
         self.words.watch(fabric_pb2.Arm(id=7, job="", need_s=need_s, quantile=Q))
 
     def news(self) -> list[str]:
@@ -261,7 +263,7 @@ def test_ranks_that_have_come_are_told_of_before_anything_is_made_of_the_others(
     host.learn()
     told = Told(host, need_s=0.05)
     assert told.news() == ["quiet"]
-    late = Writer(host.folder, clock_ns=lambda: host.now_ns)
+    late = RingWriter(host.folder, clock_ns=lambda: host.now_ns)
     late.place(2, 3)
     late.end(late.begin(late.op("all_reduce")))
     assert host.traces.look()
@@ -279,7 +281,7 @@ def test_what_is_given_to_a_device_ends_a_window_at_once(host: Host) -> None:
     """Its beginning is seen late only."""
     host.learn()
     told = Told(host, need_s=0.05)
-    doorbell = Doorbell(host.folder)
+    doorbell = RingDoorbell(host.folder)
     writer = host.writers[0]
     writer.issue(writer.op("all_reduce"))
     assert doorbell.rung() is not None
@@ -339,8 +341,8 @@ def test_nothing_is_told_as_quiet_while_a_rank_communicates(
     host.close()
 
 
-def probe(folder: Path) -> Probe:
-    return Probe(folder, "h0", f"unix:{folder}/none", clock=WallClock(), rng=random.Random(1))
+def probe(folder: Path) -> WindowReporter:
+    return WindowReporter(folder, "h0", f"unix:{folder}/none", clock=WallClock(), rng=random.Random(1))
 
 
 async def test_two_agents_do_not_read_the_same_rings(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from orchestrrl.agent.operations import EngineOperations
-from orchestrrl.agent.sidecar import Agent, Outgoing
+from orchestrrl.agent.sidecar import Agent, UnsentObservations
 from orchestrrl.agent.watch import Observation
 from orchestrrl.core.clock import VirtualClock, WallClock
 from orchestrrl.core.errors import Permanent, Retryable
@@ -28,7 +28,7 @@ from orchestrrl.core.operations import (
     ResumeEngine,
     SetRoutes,
 )
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
@@ -38,13 +38,13 @@ E0, E1 = EngineId("e0"), EngineId("e1")
 
 
 def observation(engine: EngineId, detail: str = "", version: str | None = "1") -> Observation:
-    capabilities = None if version is None else Capabilities("fake", version, ())
+    capabilities = None if version is None else EngineCapabilities("fake", version, ())
     return Observation(engine, "http://x:1", EngineHealth.OK, detail, None, capabilities)
 
 
 class TestOutgoing:
     async def test_only_the_newest_of_each_engine_goes_out(self) -> None:
-        outgoing = Outgoing(NodeId("a"))
+        outgoing = UnsentObservations(NodeId("a"))
         for engine, detail in ((E0, "old"), (E1, "only"), (E0, "new")):
             outgoing.put(observation(engine, detail))
         reports = [await outgoing.next_report() for _ in range(2)]
@@ -56,7 +56,7 @@ class TestOutgoing:
         assert (await waiting).health_detail == "newer"
 
     async def test_features_are_told_once_per_stream_and_when_they_change(self) -> None:
-        outgoing = Outgoing(NodeId("a"))
+        outgoing = UnsentObservations(NodeId("a"))
 
         async def told(version: str | None) -> str | None:
             outgoing.put(observation(E0, version=version))
@@ -99,7 +99,7 @@ class TestEngineOperations:
         ],
     )
     async def test_what_cannot_be_done_is_refused_in_words(self, action: Action, words: str) -> None:
-        engine = FakeEngine(VirtualClock(), offers=Capabilities("fake", "1", ()))
+        engine = FakeEngine(VirtualClock(), offers=EngineCapabilities("fake", "1", ()))
         with pytest.raises(Permanent, match=words):
             await EngineOperations(NodeId("a"), {E0: engine}).run(order(action))
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from fake_engine import FakeEngine
 
-from orchestrrl.agent.health import Limits
+from orchestrrl.agent.health import HealthLimits
 from orchestrrl.agent.watch import ASK_AGAIN_S, EngineWatch, Observation
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.engines.base import Capabilities, EngineMetrics
+from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
 from planner.model import EngineHealth, EngineId
 
 
@@ -27,13 +27,13 @@ class Scene:
             self.seen.append,
             clock=self.clock,
             interval_s=0.25,
-            limits=Limits(slow_after_s=1.0, gone_after_s=3.0),
+            limits=HealthLimits(slow_after_s=1.0, gone_after_s=3.0),
             describe=self._describe,
         )
         self.describing_s = 0.0
         self.description_error: Exception | None = None
 
-    async def _describe(self, offered: Capabilities, url: str) -> Capabilities:
+    async def _describe(self, offered: EngineCapabilities, url: str) -> EngineCapabilities:
         await self.clock.sleep(self.describing_s)
         if self.description_error is not None:
             raise self.description_error
@@ -127,7 +127,7 @@ async def test_an_engine_that_returns_is_asked_anew_and_its_old_rate_is_not_pass
         None,
     )
     scene.engine.error = None
-    scene.engine.offers = Capabilities("fake", "2", ("other",))
+    scene.engine.offers = EngineCapabilities("fake", "2", ("other",))
     start = len(scene.seen)
     await scene.pass_time(1.0, tokens_per_s=400)
     back = scene.seen[start].sample
@@ -139,7 +139,7 @@ async def test_an_engine_that_returns_is_asked_anew_and_its_old_rate_is_not_pass
 async def test_a_restart_between_two_scrapes_is_noticed_by_its_counters(scene: Scene) -> None:
     await scene.pass_time(2.0, tokens_per_s=400)
     scene.engine.current = replace(scene.engine.current, generation_tokens_total=0)
-    scene.engine.offers = Capabilities("fake", "2", ("m",))
+    scene.engine.offers = EngineCapabilities("fake", "2", ("m",))
     start = len(scene.seen)
     await scene.pass_time(1.0, tokens_per_s=40)
     fresh = scene.seen[start].sample

@@ -16,15 +16,15 @@ from typer.testing import CliRunner, Result
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen
+from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.nodes import Attachment
-from orchestrrl.core.operations import ItemResult, MoveRequests, OperationResult, status_of
+from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult, status_of
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
-from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
 from planner.model import NodeId
 
@@ -74,7 +74,9 @@ class Daemon:
         clock = WallClock()
         with Journal(self._folder / "journal.sqlite", clock.now_s()) as journal:
             self.plane = ControlPlane(parse_config(CONFIG), journal, clock)
-            server = await Server.start(self.plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
+            server = await DaemonServer.start(
+                self.plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
+            )
             self.address = server.address
             attachment = self.plane.attach(gateway_hello())
             tasks = [asyncio.create_task(part) for part in (self._report(), self._obey(attachment))]
@@ -101,7 +103,7 @@ class Daemon:
             if isinstance(operation.action, MoveRequests):
                 for move in operation.action.moves:
                     self.where[move.request] = move.to_engine
-                items = tuple(ItemResult(move.request, True) for move in operation.action.moves)
+                items = tuple(OperationItemResult(move.request, True) for move in operation.action.moves)
                 self.plane.result_received(OperationResult(operation.id, NodeId("gw"), status_of(items), items=items))
 
 
@@ -241,7 +243,7 @@ def test_engines_are_counted_by_state(daemon: Daemon, run: Run) -> None:
     run("remove", "e1")
     run("add", "e2", "--url", "http://e2")
     registry = CollectorRegistry()
-    registry.register(PlaneCollector(daemon.plane))
+    registry.register(DaemonCollector(daemon.plane))
     counts = {state: registry.get_sample_value("orchestrrl_engines", {"state": state}) for state in STATES}
     assert counts == {"serving": 1, "draining": 1, "drained": 0, "removed": 1}
 

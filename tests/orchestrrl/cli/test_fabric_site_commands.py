@@ -13,7 +13,7 @@ from orchestrrl.cli.main import application
 from orchestrrl.fabric.pictures import site_svg
 from orchestrrl.fabric.site import read_site
 from planner.fabric.generate import regular_site
-from planner.fabric.shape import Shape
+from planner.fabric.shape import SiteShape
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "site.yaml"
 
@@ -141,13 +141,15 @@ def test_a_picture_is_well_formed_and_always_the_same(tmp_path: Path) -> None:
 
 def test_the_documents_picture_is_of_the_example_which_can_be_generated() -> None:
     assert (EXAMPLE.parents[2] / "docs" / "site.svg").read_text() == site_svg(read_site(EXAMPLE))
-    shape = Shape(train_pods=2, gen_pods=2, servers_per_pod=4, gpus_per_server=2, nics_per_server=2)
+    shape = SiteShape(train_pods=2, gen_pods=2, servers_per_pod=4, gpus_per_server=2, nics_per_server=2)
     assert regular_site(shape) == read_site(EXAMPLE)
 
 
 @pytest.mark.parametrize("pods", [1, 2, 30])
 def test_pictures_keep_inside_their_frame(pods: int) -> None:
-    root = ElementTree.fromstring(site_svg(regular_site(Shape(train_pods=1, gen_pods=pods - 1, servers_per_pod=40))))
+    root = ElementTree.fromstring(
+        site_svg(regular_site(SiteShape(train_pods=1, gen_pods=pods - 1, servers_per_pod=40)))
+    )
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     assert width < 2500
     for box in root.iter("{http://www.w3.org/2000/svg}rect"):

@@ -16,9 +16,9 @@ from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.fabric.slack_traces import common, study
 from orchestrrl.fabric.traces import (
     MOST_FAULTS,
-    Collective,
-    Iteration,
-    Mark,
+    TracedCollective,
+    TracedIteration,
+    TracedMark,
     TraceEvent,
     by_rank,
     read_trace,
@@ -36,14 +36,14 @@ def recorded(rank: int, iterations: int = 25, *, marked: bool = True) -> list[Tr
     began_s, late_s = 0.0, SKEW_S * rank
     for event in events("jitter", 1, iterations):
         if event.kind == "iteration" and marked:
-            found.append(Iteration(rank=rank, iteration=event.number, at_s=event.at_s + late_s))
+            found.append(TracedIteration(rank=rank, iteration=event.number, at_s=event.at_s + late_s))
         elif event.kind == "mark":
-            found.append(Mark(rank=rank, mark=event.text, at_s=event.at_s + late_s))
+            found.append(TracedMark(rank=rank, mark=event.text, at_s=event.at_s + late_s))
         elif event.kind == "started":
             began_s = event.at_s
         elif event.signature is not None:
             found.append(
-                Collective(
+                TracedCollective(
                     rank=rank,
                     op=event.signature.op,
                     group=event.signature.group,
@@ -108,7 +108,7 @@ def test_the_same_as_json(tmp_path: Path) -> None:
 
 
 def test_ranks_that_lag_leave_less_to_all_of_them() -> None:
-    one, two = ([event for event in recorded(rank) if isinstance(event, Collective)] for rank in (0, 1))
+    one, two = ([event for event in recorded(rank) if isinstance(event, TracedCollective)] for rank in (0, 1))
     alone, both = common([one]), common([one, two])
     assert len(alone.lengths_s) == len(both.lengths_s)
     for own_s, shared_s in zip(alone.lengths_s, both.lengths_s, strict=True):
@@ -166,7 +166,7 @@ def test_options_are_checked_first() -> None:
 
 def test_marks_alone_are_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "marks.jsonl"
-    write_trace([Mark(rank=0, mark="forward", at_s=1.0)], path)
+    write_trace([TracedMark(rank=0, mark="forward", at_s=1.0)], path)
     result = run(str(path))
     assert result.exit_code == 2
     assert "must hold at least one collective, got 1 other events" in result.stderr
@@ -183,7 +183,9 @@ def test_faults_are_not_told_without_end(tmp_path: Path) -> None:
 
 def test_a_rank_that_sent_once_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "short.jsonl"
-    write_trace([Collective(rank=0, op="barrier", group=0, bytes=0, start_s=1.0, end_s=1.0, asynchronous=False)], path)
+    write_trace(
+        [TracedCollective(rank=0, op="barrier", group=0, bytes=0, start_s=1.0, end_s=1.0, asynchronous=False)], path
+    )
     result = run(str(path))
     assert (result.exit_code, result.stderr) == (0, "")
     assert "no repetition found" in result.stdout
@@ -192,7 +194,7 @@ def test_a_rank_that_sent_once_is_no_error(tmp_path: Path) -> None:
 TIMES = st.floats(-1e9, 1e9)
 EVENTS = st.one_of(
     st.builds(
-        lambda rank, op, group, size, start_s, length_s, flag: Collective(
+        lambda rank, op, group, size, start_s, length_s, flag: TracedCollective(
             rank=rank, op=op, group=group, bytes=size, start_s=start_s, end_s=start_s + length_s, asynchronous=flag
         ),
         st.integers(0, 7),
@@ -203,9 +205,11 @@ EVENTS = st.one_of(
         st.floats(0, 1e6),
         st.booleans(),
     ),
-    st.builds(lambda rank, mark, at_s: Mark(rank=rank, mark=mark, at_s=at_s), st.integers(0, 7), st.text(), TIMES),
     st.builds(
-        lambda rank, number, at_s: Iteration(rank=rank, iteration=number, at_s=at_s),
+        lambda rank, mark, at_s: TracedMark(rank=rank, mark=mark, at_s=at_s), st.integers(0, 7), st.text(), TIMES
+    ),
+    st.builds(
+        lambda rank, number, at_s: TracedIteration(rank=rank, iteration=number, at_s=at_s),
         st.integers(0, 7),
         st.integers(),
         TIMES,
@@ -220,7 +224,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, told:
     assert read_trace(path) == told
     ranks = by_rank(told)
     assert list(ranks) == sorted({event.rank for event in told})
-    if any(isinstance(event, Collective) for event in told):
+    if any(isinstance(event, TracedCollective) for event in told):
         summaries, quiet = study(told, 0.05)
         assert sum(histogram.total for each in summaries for histogram in each.histograms.values()) < len(told)
         assert quiet.ranks == len(summaries)

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
 from orchestrrl.fabric.slack_traces import read_traces, study
-from orchestrrl.fabric.traces import Collective, Iteration, Mark
-from orchestrrl.integrations.instrument.rings import Writer
+from orchestrrl.fabric.traces import TracedCollective, TracedIteration, TracedMark
+from orchestrrl.integrations.instrument.rings import RingWriter
 
 
 class Recorded:
@@ -17,7 +17,7 @@ class Recorded:
 
     def __init__(self, rings: Path, job: str = "trainer", iterations: int = 12, since_ns: int = 10**12) -> None:
         self.now_ns = since_ns
-        self.writers = [Writer(rings, job=job, capacity=256, clock_ns=lambda: self.now_ns) for _ in range(2)]
+        self.writers = [RingWriter(rings, job=job, capacity=256, clock_ns=lambda: self.now_ns) for _ in range(2)]
         for rank, writer in enumerate(self.writers):
             writer.place(rank, 2)
         for iteration in range(iterations):
@@ -53,9 +53,11 @@ def test_a_trace_is_what_the_rings_hold(tmp_path: Path) -> None:
     told = {"file": str(target), "job": "trainer", "ranks": [0, 1], "events": 72, "lost": 0, "running": 1}
     assert (status, json.loads(said)) == (0, told)
     events = read_traces([target])
-    assert len([each for each in events if isinstance(each, Collective)]) == 24
-    assert [each.iteration for each in events if isinstance(each, Iteration) and each.rank == 1] == list(range(12))
-    assert {each.mark for each in events if isinstance(each, Mark)} == {"forward"}
+    assert len([each for each in events if isinstance(each, TracedCollective)]) == 24
+    assert [each.iteration for each in events if isinstance(each, TracedIteration) and each.rank == 1] == list(
+        range(12)
+    )
+    assert {each.mark for each in events if isinstance(each, TracedMark)} == {"forward"}
     summaries, common = study(events, 0.05)
     assert [each.ranks for each in summaries] == [(0,), (1,)]
     assert common.quantile_s(0.5) == pytest.approx(0.1, rel=1e-3)
@@ -67,7 +69,7 @@ def test_of_a_rank_that_was_started_again_the_newest_counts(tmp_path: Path) -> N
     new = Recorded(tmp_path, iterations=5, since_ns=old.now_ns)
     target = tmp_path / "trace.jsonl"
     assert run(target, "--rings", tmp_path)[0] == 0
-    assert len([each for each in read_traces([target]) if isinstance(each, Collective)]) == 10
+    assert len([each for each in read_traces([target]) if isinstance(each, TracedCollective)]) == 10
     old.close()
     new.close()
 
@@ -80,7 +82,7 @@ def test_of_several_jobs_one_is_named(tmp_path: Path) -> None:
     assert (status, wrong) == (1, f"{tmp_path}: no job 'third' is recorded there, but 'one', 'other'\n")
     assert not target.exists()
     assert run(target, "--rings", tmp_path, "--job", "other")[0] == 0
-    assert len([each for each in read_traces([target]) if isinstance(each, Collective)]) == 8
+    assert len([each for each in read_traces([target]) if isinstance(each, TracedCollective)]) == 8
     one.close()
     other.close()
 

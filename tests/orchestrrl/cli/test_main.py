@@ -67,7 +67,8 @@ def test_written_defaults_are_those_of_what_is_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"), [(status.Mode, Mode), (gate.PauseMode, PauseMode), (gate.FrozenRequests, FrozenRequests)]
+    ("written", "meant"),
+    [(status.ModeOption, Mode), (gate.PauseModeOption, PauseMode), (gate.FrozenRequestsOption, FrozenRequests)],
 )
 def test_written_choices_are_those_of_what_is_run(written: type[Enum], meant: type[Enum]) -> None:
     assert {each.name: each.value for each in written} == {each.name: each.value for each in meant}

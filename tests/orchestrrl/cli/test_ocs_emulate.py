@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from ocs_drivers.conformance import carry_out, connected
-from ocs_drivers.emulators.base import Panel
+from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.registry import EMULATORS, make_emulator
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
@@ -27,7 +27,7 @@ def configured(protocol: str, address: str) -> dict[str, Any]:
 
 
 async def test_the_service_of_drivers_of_ones_own_is_a_protocol_too() -> None:
-    emulator = ocs_emulator.GrpcEmulator(Panel(4, 2, reconfiguration_s=0.001))
+    emulator = ocs_emulator.GrpcEmulator(DevicePanel(4, 2, reconfiguration_s=0.001))
     item = configured("grpc", await emulator.start())
     driver = make_driver(item["driver"], "ocs1", item["options"])
     assert (await carry_out(driver, (CrossConnect(4, 6),))).done
@@ -38,7 +38,7 @@ async def test_the_service_of_drivers_of_ones_own_is_a_protocol_too() -> None:
 
 @pytest.mark.parametrize("protocol", EMULATORS)
 async def test_every_protocol_prints_what_its_driver_needs(protocol: str) -> None:
-    emulator = make_emulator(protocol, Panel(4, 4, reconfiguration_s=0.001))
+    emulator = make_emulator(protocol, DevicePanel(4, 4, reconfiguration_s=0.001))
     item = configured(protocol, await emulator.start())
     driver = make_driver(item["driver"], "ocs1", {**item["options"], **PATIENT})
     try:
@@ -124,7 +124,7 @@ def test_a_quirk_is_of_the_kind_of_its_default(protocol: str, quirk: str, fault:
 
 def test_text_that_yaml_takes_for_something_else_is_text() -> None:
     quirks = yaml.safe_load("{revision: 2017-08-04, base: 1.0}")
-    make_emulator("netconf", Panel(), **quirks)
+    make_emulator("netconf", DevicePanel(), **quirks)
 
 
 def test_every_fault_of_one_scheduled_fault_is_told(tmp_path: Path) -> None:

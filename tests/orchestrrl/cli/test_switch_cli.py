@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
-from orchestrrl.fleet.redeployment.steps import Direction, StepKind
+from orchestrrl.fleet.redeployment.steps import StepDirection, StepKind
 
 DEADLINE_S = 120.0
-READY, BACK = (Direction.FORWARD, StepKind.READY), (Direction.BACK, StepKind.START)
+READY, BACK = (StepDirection.FORWARD, StepKind.READY), (StepDirection.BACK, StepKind.START)
 
 
 @pytest.fixture

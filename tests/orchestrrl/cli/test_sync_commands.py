@@ -21,7 +21,7 @@ from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.weights_service import WeightsService
-from orchestrrl.weights.controller.reports import EngineStands, EngineSync, SyncPhase, SyncReport, SyncState
+from orchestrrl.weights.controller.reports import EngineStatus, EngineSync, SyncPhase, SyncReport, SyncState
 from planner.model import EngineId
 
 DEADLINE_S = 120.0
@@ -123,7 +123,7 @@ def test_no_daemon(daemon: Daemon) -> None:
 
 def test_status_tells_who_is_late_and_how_far_it_is(daemon: Daemon) -> None:
     fleet(daemon, done(7), replace(carrying(8), attempt=2, mended_edges=1, notes=("gen1 -> gen2 went silent",)))
-    daemon.syncs.quarantined = (EngineStands(EngineId("e2"), EngineSync.QUARANTINED, "loads version 7 again"),)
+    daemon.syncs.quarantined = (EngineStatus(EngineId("e2"), EngineSync.QUARANTINED, "loads version 7 again"),)
     told = said(daemon, "status")
     assert "weights of the fleet: version 7" in told
     assert "version 8 (sync-8): carrying, phase A for" in told

@@ -18,9 +18,9 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.rpc.codecs.weights import status_to_pb
 from orchestrrl.rpc.plain_values import plain
 from orchestrrl.weights.controller.reports import (
-    EngineStands,
+    EngineStatus,
     EngineSync,
-    PhaseTook,
+    PhaseTime,
     SyncPhase,
     SyncReport,
     SyncState,
@@ -32,9 +32,9 @@ from orchestrrl.weights.trainer.checkpoint import checkpoint_pieces
 from planner.model import EngineId
 from tests.orchestrrl.weights.publishing_daemon import Daemon, serving
 
-CARRYING = SyncReport("sync-5", 5, SyncState.CARRYING, 1.0, phases=(PhaseTook(SyncPhase.PHASE_B, 1.0),))
+CARRYING = SyncReport("sync-5", 5, SyncState.CARRYING, 1.0, phases=(PhaseTime(SyncPhase.PHASE_B, 1.0),))
 DONE = replace(
-    CARRYING, state=SyncState.DONE, code="done", ended_s=2.0, phases=(PhaseTook(SyncPhase.PHASE_B, 1.0, 2.0),)
+    CARRYING, state=SyncState.DONE, code="done", ended_s=2.0, phases=(PhaseTime(SyncPhase.PHASE_B, 1.0, 2.0),)
 )
 ABORTED = replace(DONE, state=SyncState.ABORTED, code="corrupt", detail="gen0 got other bytes")
 VALUES = {
@@ -116,7 +116,7 @@ async def test_it_is_published_and_waited_for(tmp_path: Path) -> None:
 async def test_what_waits_for_the_gate_is_left_to_it(tmp_path: Path) -> None:
     home = tmp_path / "train0"
     home.mkdir()
-    waits = replace(CARRYING, state=SyncState.PREPARED, phases=(PhaseTook(SyncPhase.NEXT_GATE, 1.0),))
+    waits = replace(CARRYING, state=SyncState.PREPARED, phases=(PhaseTime(SyncPhase.NEXT_GATE, 1.0),))
     daemon = Daemon([[waits, DONE]])  # it would be done only when the gate is closed
     words = [str(checkpoint(tmp_path / "c", sharded=False)), "--peer", "train0", "--peer-folder", str(home)]
     async with serving(daemon) as address:
@@ -150,7 +150,7 @@ def test_status_has_a_line_on_weights() -> None:
     assert weights_summary(None, 4.0) == []
     assert line_of(WeightsStatus(None, None)) == []
     assert line_of(WeightsStatus(5, DONE)) == ["weights: version 5"]
-    late = EngineStands(EngineId("e2"), EngineSync.QUARANTINED, "does not answer")
+    late = EngineStatus(EngineId("e2"), EngineSync.QUARANTINED, "does not answer")
     (line,) = line_of(WeightsStatus(4, CARRYING, (late,)))
     assert line.startswith("weights: version 4; version 5 is carrying for 3 s; ")
     assert "e2, see `orchestrrl sync status`" in line

@@ -14,15 +14,15 @@ from orchestrrl.cli.fleet.status import summary
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.defects import REPEATED, Defects
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.daemon import control_plane as control_plane_module
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
-from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.daemon.wiring import keep_running
-from orchestrrl.fabric.coordinator import Coordinator
-from orchestrrl.fleet.redeployment.controller import Switching
+from orchestrrl.fabric.coordinator import CircuitCoordinator
+from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.rpc.codecs.control import status_to_pb
 from orchestrrl.rpc.plain_values import plain
 from planner.model import Act, Mode, PlanId, Snapshot
@@ -43,7 +43,7 @@ class House:
         return plain(status_to_pb(self.plane, "test"))
 
     def metric(self, name: str, label: str = "") -> float:
-        found: list[Metric] = list(PlaneCollector(self.plane).collect())
+        found: list[Metric] = list(DaemonCollector(self.plane).collect())
         values = {(sample.name, *sample.labels.values()): sample.value for family in found for sample in family.samples}
         return values[(name, label) if label else (name,)]
 
@@ -105,7 +105,7 @@ async def test_the_same_exception_ten_ticks_running_ends_acting(
     await house.run(1.5)
     assert house.plane.mode is Mode.ADVISE
     assert f"{part} ended 10 times running by {type(error).__name__}" in house.status()["mode_reason"]
-    (entry,) = house.journal.since(0, (Kind.MODE,))
+    (entry,) = house.journal.since(0, (EntryKind.MODE,))
     assert entry.body["mode"] == "advise"
     assert entry.body["reason"] == house.plane.mode_reason
     house.plane.set_mode(Mode.ACT, "tried again")  # the count starts anew
@@ -128,7 +128,7 @@ async def test_acting_ends_where_the_journal_itself_fails(house: House, monkeypa
         raise Permanent("the disk is full")
 
     monkeypatch.setattr(house.journal, "append", full)
-    house.plane.fast_tick = lambda: house.journal.append(0.0, Kind.BALANCE, "", {})
+    house.plane.fast_tick = lambda: house.journal.append(0.0, EntryKind.BALANCE, "", {})
     await house.run(REPEATED + 1.0)
     assert house.plane.mode is Mode.ADVISE
     assert "the disk is full" in house.status()["mode_reason"]
@@ -204,7 +204,7 @@ async def test_the_fabric_goes_on_after_a_look_that_failed(error: Exception) -> 
         looks.append(clock.now_s())
         raise error
 
-    coordinator: Any = object.__new__(Coordinator)
+    coordinator: Any = object.__new__(CircuitCoordinator)
     coordinator.look, coordinator._clock, coordinator.defects = look, clock, 0
     coordinator._active, coordinator._queue = {}, []
     task = asyncio.create_task(coordinator.run())
@@ -223,7 +223,7 @@ async def test_the_deployment_is_looked_after_again_after_a_defect(house: House)
             raise KeyError("a deployer's own")
 
     deployer: Any = Deployer()
-    switching = Switching(
+    switching = RedeploymentController(
         house.plane, deployer, lambda url: SimpleNamespace(), {}, lambda *_: None, gpus_count=0, per_node=1
     )  # type: ignore[arg-type, return-value]
     task = asyncio.create_task(keep_running("deployment", switching.tend, house.plane.defects, house.clock))

@@ -9,22 +9,22 @@ from builders import GATEWAY, engine_report, gateway_report, request, sample
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Retryable
-from orchestrrl.core.journal.store import Journal, Kind
-from orchestrrl.core.operation_runner import GIVE_UP_AFTER_S, Runner, answers
+from orchestrrl.core.journal.store import EntryKind, Journal
+from orchestrrl.core.operation_runner import GIVE_UP_AFTER_S, OperationRunner, answers
 from orchestrrl.core.operations import (
-    ItemResult,
     MoveRequests,
     Operation,
     OperationId,
+    OperationItemResult,
     OperationResult,
     OperationStatus,
     ProbeEngine,
     RequestMove,
     status_of,
 )
-from orchestrrl.core.settle import Evidence
+from orchestrrl.core.settle import OperationEvidence
 from orchestrrl.fleet.moves import run_moves
-from orchestrrl.fleet.state import State
+from orchestrrl.fleet.state import FleetState
 from planner.model import EngineId, NodeId, RequestId
 
 E0, E1 = EngineId("e0"), EngineId("e1")
@@ -71,18 +71,18 @@ class FakeGateway:
         self._results[operation.id] = OperationResult(operation.id, GATEWAY, status_of(items), items=items)
         return self._results[operation.id]
 
-    def _move(self, m: RequestMove) -> ItemResult:
+    def _move(self, m: RequestMove) -> OperationItemResult:
         if self.where.get(m.request) != m.from_engine:
-            return ItemResult(m.request, False, "is elsewhere")
+            return OperationItemResult(m.request, False, "is elsewhere")
         self.where[m.request] = m.to_engine
-        return ItemResult(m.request, True, recomputed_tokens=110)
+        return OperationItemResult(m.request, True, recomputed_tokens=110)
 
     def forget(self) -> None:
         """Restart, keeping only the requests (which a real gateway would lose too)."""
         self._results.clear()
         self._newest_generation = 0
 
-    def report(self, state: State) -> None:
+    def report(self, state: FleetState) -> None:
         self._sequence += 1
         held = [request(id, engine) for id, engine in self.where.items()]
         state.fold_gateway(gateway_report(*held, sequence=self._sequence), self.clock.now_s())
@@ -102,18 +102,20 @@ class House:
         if self.journal is not None:
             self.journal.close()
         self.journal = Journal(self.path, self.clock.now_s())
-        self.state = State()
+        self.state = FleetState()
         self.closed: list[OperationResult] = []
-        self.runner = Runner(self.journal, self.gateway, self.clock, lambda _, result: self.closed.append(result))
+        self.runner = OperationRunner(
+            self.journal, self.gateway, self.clock, lambda _, result: self.closed.append(result)
+        )
         self.runner.recover()
 
     def settle(self) -> None:
         snapshot = self.state.snapshot(self.clock.now_s())
-        self.runner.settle(lambda node: Evidence(snapshot, self.state.heard_s(node)))
+        self.runner.settle(lambda node: OperationEvidence(snapshot, self.state.heard_s(node)))
 
     def results(self) -> list[dict[str, object]]:
         assert self.journal is not None
-        return [dict(entry.body) for entry in self.journal.since(0, (Kind.OPERATION_RESULT,))]
+        return [dict(entry.body) for entry in self.journal.since(0, (EntryKind.OPERATION_RESULT,))]
 
 
 @pytest.fixture
@@ -139,9 +141,9 @@ async def test_intent_then_sent_then_result(house: House) -> None:
     assert operation.id == f"{house.journal.generation}-1"
     entries = [(e.kind, e.subject) for e in house.journal.since(0)]
     assert entries == [
-        (Kind.OPERATION_INTENT, operation.id),
-        (Kind.OPERATION_SENT, operation.id),
-        (Kind.OPERATION_RESULT, operation.id),
+        (EntryKind.OPERATION_INTENT, operation.id),
+        (EntryKind.OPERATION_SENT, operation.id),
+        (EntryKind.OPERATION_RESULT, operation.id),
     ]
     assert house.runner.open == ()
 
@@ -327,7 +329,7 @@ async def test_killed_after_any_step_the_next_daemon_finds_out_what_happened(
     house.gateway.delivered.clear()
     house.gateway.hear(house.journal.generation)  # routes come first on a new stream
     house.runner.attached(GATEWAY)
-    sends = [entry.body["sends"] for entry in house.journal.since(0, (Kind.OPERATION_SENT,))]
+    sends = [entry.body["sends"] for entry in house.journal.since(0, (EntryKind.OPERATION_SENT,))]
     assert sends == {1: [2], 4: [1]}.get(reached, [1, 2])  # what may have been sent counts as sent
     for delivered in house.gateway.delivered:
         answer = house.gateway.perform(delivered)
@@ -367,7 +369,7 @@ class TestMoves:
         assert [node for node, _ in sent] == [GATEWAY, other]
         for node, operation in sent:
             assert isinstance(operation.action, MoveRequests)
-            items = tuple(ItemResult(m.request, m.request != "c", "finished") for m in operation.action.moves)
+            items = tuple(OperationItemResult(m.request, m.request != "c", "finished") for m in operation.action.moves)
             house.runner.receive(OperationResult(operation.id, node, status_of(items), items=items))
         outcome = await task
         assert [(item.id, item.done) for item in outcome.items] == [
@@ -379,4 +381,6 @@ class TestMoves:
     async def test_an_operation_without_items_fails_each_of_its_moves(self, house: House) -> None:
         house.gateway.attached = False
         outcome = await run_moves(house.runner, [move("a")], lambda _: GATEWAY, VALID_S)
-        assert outcome.items == (ItemResult(RequestId("a"), False, "nothing was sent: node gw is not attached"),)
+        assert outcome.items == (
+            OperationItemResult(RequestId("a"), False, "nothing was sent: node gw is not attached"),
+        )

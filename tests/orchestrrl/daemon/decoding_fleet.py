@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from orchestrrl.core.operations import RequestMove
-from orchestrrl.daemon.balancing import Situation
-from orchestrrl.daemon.length_distributions import KnownFutures
+from orchestrrl.daemon.balancing import BalanceSituation
+from orchestrrl.daemon.length_distributions import KnownLengths
 from planner.model import (
     Configuration,
     ConfigurationId,
@@ -152,13 +152,13 @@ class DecodingFleet:
         capacity_tokens = BLOCK * next(iter(self.decoders.values())).blocks
         return Configuration(ALIKE, 1, 0.01, 1e-3, 1e-6, capacity_tokens, SEATS, 1e5, 1.0)
 
-    def situation(self, snapshot: Snapshot) -> Situation:
+    def situation(self, snapshot: Snapshot) -> BalanceSituation:
         if not self._told:
-            return Situation(Mode.ACT)
+            return BalanceSituation(Mode.ACT)
         left = {view.id: float(self.lengths[view.id] - view.generated_tokens) for view in snapshot.requests}
-        return Situation(
+        return BalanceSituation(
             Mode.ACT,
             configurations=(self.configuration(),),
             remaining_tokens=left,
-            futures=KnownFutures(self.lengths),
+            futures=KnownLengths(self.lengths),
         )

@@ -10,7 +10,7 @@ from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.fleet.state import EngineFacts
 from orchestrrl.lab.sim.engines import EngineKind, fleet_section, homogeneous, kinds_of
 from orchestrrl.lab.sim.run import steps_of
-from orchestrrl.lab.sim.scenario import Scenario, parse_scenario
+from orchestrrl.lab.sim.scenario import GenerationScenario, parse_scenario
 from orchestrrl.lab.sim.world import World
 from planner.cost.engines import ENGINES
 from planner.cost.hardware import GPUS
@@ -50,7 +50,7 @@ def a100(kind: EngineKind, facts: ServingFacts) -> EngineKind:
 class ImplicitWorld(World):
     """A world whose daemon has no configuration of its engines, which report `facts`."""
 
-    def __init__(self, scenario: Scenario, journal: Path, facts: ServingFacts, policy: FastPolicy) -> None:
+    def __init__(self, scenario: GenerationScenario, journal: Path, facts: ServingFacts, policy: FastPolicy) -> None:
         told = kinds_of(scenario)
         real = {id: a100(kind, facts) for id, kind in told.items()}
         config = scenario.daemon_config(fleet_section(scenario, told))

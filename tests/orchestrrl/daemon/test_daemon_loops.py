@@ -12,14 +12,14 @@ from builders import GATEWAY, engine_report, finished, gateway_hello, gateway_re
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.journal.store import Entry, Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
 from orchestrrl.core.nodes import Attachment
-from orchestrrl.core.operations import ItemResult, MoveRequests, OperationResult, SetRoutes, status_of
+from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult, SetRoutes, status_of
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.move_methods import FIXED_PRIOR_S
-from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
+from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from planner.admission import ControlState
 from planner.model import ConfigurationId, EngineHealth, EngineId, Mode, Plan, RequestId, Snapshot
 
@@ -108,12 +108,12 @@ class Fleet:
                     if not self.mute:
                         self.plane.result_received(results[operation.id])
 
-    def _move(self, id: str, to: str) -> ItemResult:
+    def _move(self, id: str, to: str) -> OperationItemResult:
         if id not in self.remaining:
-            return ItemResult(id, False, "finished before the move")
+            return OperationItemResult(id, False, "finished before the move")
         self.where[id] = to
         self.moves_seen.append(id)
-        return ItemResult(id, True, recomputed_tokens=100 + self.generated[id])
+        return OperationItemResult(id, True, recomputed_tokens=100 + self.generated[id])
 
 
 class House:
@@ -136,7 +136,7 @@ class House:
         if self.journal is not None:
             self.journal.close()
 
-    def entries(self, *kinds: Kind) -> list[Entry]:
+    def entries(self, *kinds: EntryKind) -> list[JournalEntry]:
         assert self.journal is not None
         return self.journal.since(0, kinds)
 
@@ -179,8 +179,8 @@ async def test_the_stragglers_requests_move_and_the_step_ends(house: House) -> N
     totals = plane.state.totals
     assert (totals.finished, totals.moves_failed) == (10, 0)
     assert totals.moves_done == len(fleet.moves_seen)
-    assert len(house.entries(Kind.OPERATION_INTENT)) == len(house.entries(Kind.OPERATION_RESULT)) > 0
-    assert house.entries(Kind.STEP_ENDED)
+    assert len(house.entries(EntryKind.OPERATION_INTENT)) == len(house.entries(EntryKind.OPERATION_RESULT)) > 0
+    assert house.entries(EntryKind.STEP_ENDED)
     assert len(set(fleet.moves_seen)) == len(fleet.moves_seen)  # nobody was moved back and forth
 
 
@@ -196,19 +196,19 @@ async def test_advice_changes_nothing(house: House) -> None:
         plane.set_mode(Mode.ACT, "seen enough")
         await house.clock.advance(3.0)
         assert fleet.moves_seen
-    assert house.entries(Kind.OPERATION_INTENT)[0].sequence > house.entries(Kind.MODE)[0].sequence
+    assert house.entries(EntryKind.OPERATION_INTENT)[0].sequence > house.entries(EntryKind.MODE)[0].sequence
 
 
 async def test_a_balance_decision_is_written_when_it_changes_or_acts(house: House) -> None:
     house.start()
     async with house.running() as fleet:
         await house.clock.advance(20.0)
-        assert [entry.subject for entry in house.entries(Kind.BALANCE)] == ["nothing_to_do"]
+        assert [entry.subject for entry in house.entries(EntryKind.BALANCE)] == ["nothing_to_do"]
         fleet.submit("e0", *[4000] * 10)
         await house.clock.advance(20.0)
-    written = [entry.subject for entry in house.entries(Kind.BALANCE)]
+    written = [entry.subject for entry in house.entries(EntryKind.BALANCE)]
     assert all(now != then or now == "spread" for then, now in pairwise(written))
-    acted = next(entry for entry in house.entries(Kind.BALANCE) if entry.body["acts"])
+    acted = next(entry for entry in house.entries(EntryKind.BALANCE) if entry.body["acts"])
     assert acted.body["moves"]
     assert acted.body["inputs_digest"]
 
@@ -224,7 +224,7 @@ async def test_it_holds_while_moves_are_open_and_observes_what_became_of_them(ho
         assert plane.balance is not None
         assert plane.balance.verdict.code == "moves_open"
         await house.clock.advance(10.0)
-        (result,) = house.entries(Kind.OPERATION_RESULT)[:1]
+        (result,) = house.entries(EntryKind.OPERATION_RESULT)[:1]
         assert (result.body["status"], result.body["detail"]) == ("done", "seen in telemetry")
         assert [item["id"] for item in result.body["items"]] == moved
         assert plane.state.totals.moves_done == len(moved)
@@ -252,7 +252,7 @@ async def test_an_engine_that_is_gone_leaves_the_routes_at_once(house: House) ->
         await asyncio.sleep(0)
         assert len(fleet.routes) == told + 1
         assert [(r.engine, r.health) for r in fleet.routes[-1].routes] == [("e0", "ok"), ("e1", "gone")]
-    healths = [(entry.subject, entry.body["health"]) for entry in house.entries(Kind.ENGINE_HEALTH)]
+    healths = [(entry.subject, entry.body["health"]) for entry in house.entries(EntryKind.ENGINE_HEALTH)]
     assert healths[:3] == [("e0", "ok"), ("e1", "ok"), ("e1", "gone")]
 
 
@@ -278,7 +278,7 @@ async def test_an_operators_move_goes_the_same_way(house: House) -> None:
         outcome = await plane.move(RequestId("r00"), EngineId("e1"))
         assert outcome.items[0].done
         assert fleet.where["r00"] == "e1"
-        assert len(house.entries(Kind.OPERATION_RESULT)) == 1
+        assert len(house.entries(EntryKind.OPERATION_RESULT)) == 1
         fleet.report()
         with pytest.raises(Permanent, match="request r00 is on e1 already"):
             await plane.move(RequestId("r00"), EngineId("e1"))
@@ -302,7 +302,7 @@ async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(house: House
         assert [route.kv_version for route in fleet.routes[-1].routes] == ["tp2/v1"] * 2
         context = 100 + fleet.generated["r00"]
         assert (await plane.move(RequestId("r00"), EngineId("e1"))).items[0].done
-        ordered = house.entries(Kind.OPERATION_INTENT)[0].body["operation"]["action"]["moves"][0]
+        ordered = house.entries(EntryKind.OPERATION_INTENT)[0].body["operation"]["action"]["moves"][0]
         assert ordered["method"] == "transfer"
         assert ordered["fixed_s"] == pytest.approx(0.01 + FIXED_PRIOR_S)
         assert ordered["predicted_s"] == pytest.approx(0.01 + FIXED_PRIOR_S + context * 1000 / 2e9)  # both GPUs send
@@ -316,7 +316,7 @@ async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(house: House
         await house.clock.advance(0.5)
         assert [route.kv_version for route in fleet.routes[-1].routes] == [""] * 2
         assert (await plane.move(RequestId("r00"), EngineId("e0"))).items[0].done
-        ordered = house.entries(Kind.OPERATION_INTENT)[1].body["operation"]["action"]["moves"][0]
+        ordered = house.entries(EntryKind.OPERATION_INTENT)[1].body["operation"]["action"]["moves"][0]
         assert (ordered["method"], ordered["other_s"]) == ("recompute", 0.0)
 
 
@@ -343,12 +343,12 @@ async def test_plans_are_made_and_told_what_really_happened(house: House) -> Non
         first = await anext(watching)
         assert first.plan is not None
         await house.clock.advance(15.0)
-    ended = house.entries(Kind.STEP_ENDED)[0].body["ended_s"]
+    ended = house.entries(EntryKind.STEP_ENDED)[0].body["ended_s"]
     plans = [plan for plan in plane.plans.newest(0) if plan.requests_running]
     assert plans
     for plan in plans:
         assert plan.actual_makespan_s == pytest.approx(ended - plan.created_s)
-    actual = house.entries(Kind.PLAN_ACTUAL)
+    actual = house.entries(EntryKind.PLAN_ACTUAL)
     assert {entry.subject for entry in actual} >= {plan.id for plan in plans}
     assert actual[0].body["predicted_makespan_s"] is not None
 
@@ -400,7 +400,7 @@ async def test_a_plan_that_moves_requests_is_carried_out_and_says_what_became_of
     assert acted.decision == "rebalance"
     assert {move.request for move in acted.moves} <= set(fleet.moves_seen)
     assert acted.acted_detail == f"{acted.moves_count} of {acted.moves_count} requests moved"
-    entry = house.entries(Kind.PLAN_ACTED)[0]
+    entry = house.entries(EntryKind.PLAN_ACTED)[0]
     assert (entry.subject, entry.body["done"]) == (acted.id, True)
 
 
@@ -411,7 +411,7 @@ async def test_a_plan_in_advice_moves_nothing(house: House) -> None:
         await house.clock.advance(15.0)
         assert fleet.moves_seen == []
     assert next(plan.verdict.code for plan in plane.plans.newest(0) if plan.requests_running) == "advise_only"
-    assert house.entries(Kind.PLAN_ACTED) == []
+    assert house.entries(EntryKind.PLAN_ACTED) == []
 
 
 WIDE = "{id: tp4, gpus: 4, alpha_s: 0.002, beta_s: 1e-5, gamma_s: 4e-9, kv_capacity_tokens: 200000, max_sequences: 64, \
@@ -427,14 +427,14 @@ class Deployed:
         self.busy = False
         self.plans: list[Plan] = []
 
-    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
+    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
         self.plans.append(plan)
         self.busy = True
         await self.clock.sleep(2.0)
         self.busy = False
         if self.error is not None:
             raise self.error
-        return DeploymentOutcome(True, "1 engine started", self.clock.now_s())
+        return RedeploymentOutcome(True, "1 engine started", self.clock.now_s())
 
 
 @pytest.mark.parametrize("error", [None, Permanent("no image for this engine")])
@@ -450,7 +450,7 @@ async def test_engines_are_changed_once_and_the_cooldown_begins_with_the_end(
     assert len(deployment.plans) == 1
     plan = deployment.plans[0]
     assert (plan.decision, [instance.configuration for instance in plan.instances]) == ("reconfigure", ["tp4"])
-    ended = house.entries(Kind.DEPLOYMENT_ENDED)[0].body
+    ended = house.entries(EntryKind.DEPLOYMENT_ENDED)[0].body
     assert (ended["done"], plane.plans.get(plan.id).acted) == (error is None, error is None)
     assert plane.plans.last_switch_s == ended["ended_s"]
     later = [p for p in plane.plans.newest(0) if p.created_s > ended["ended_s"]]
@@ -485,12 +485,12 @@ async def test_a_restarted_daemon_learns_everything_again_and_settles_what_was_o
     async with house.running():
         await house.clock.advance(1.5)
         assert plane.runner.open == ()
-        result = house.entries(Kind.OPERATION_RESULT)[-1]
+        result = house.entries(EntryKind.OPERATION_RESULT)[-1]
         assert result.body["status"] == "done"
         snapshot = plane.state.snapshot(house.clock.now_s())
         assert len(snapshot.requests) == 10
         assert [view.health for view in snapshot.engines] == [EngineHealth.OK, EngineHealth.OK]
-    started = house.entries(Kind.DAEMON_STARTED)
+    started = house.entries(EntryKind.DAEMON_STARTED)
     assert [entry.body["open_operations"] for entry in started] == [0, 1]
     assert started[0].generation < started[1].generation
 
@@ -527,7 +527,10 @@ async def test_a_reloaded_configuration_is_in_force_at_the_next_tick(house: Hous
     plane.reconfigure(parse_config(CONFIG.replace("mode: act", "mode: advise").replace("theta: 0.0001", "theta: 0.5")))
     assert plane.mode is Mode.ADVISE
     assert plane.fast_tick().theta == 0.5
-    assert [entry.kind for entry in house.entries(Kind.CONFIG_RELOADED, Kind.MODE)] == [Kind.CONFIG_RELOADED, Kind.MODE]
+    assert [entry.kind for entry in house.entries(EntryKind.CONFIG_RELOADED, EntryKind.MODE)] == [
+        EntryKind.CONFIG_RELOADED,
+        EntryKind.MODE,
+    ]
 
 
 async def test_a_stop_lets_results_come_in_and_leaves_the_rest_open(house: House) -> None:
@@ -537,5 +540,5 @@ async def test_a_stop_lets_results_come_in_and_leaves_the_rest_open(house: House
     async with house.running():
         await house.clock.advance(3.0)
         await plane.close(drain_s=0.01)
-    assert house.entries(Kind.DAEMON_STOPPED)[0].body == {"open_operations": 1}
+    assert house.entries(EntryKind.DAEMON_STOPPED)[0].body == {"open_operations": 1}
     assert len(house.start().runner.open) == 1

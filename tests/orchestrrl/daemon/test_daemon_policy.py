@@ -9,20 +9,20 @@ from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.daemon.balancing import (
     UNKNOWN_MAX_SEQUENCES,
     BalanceDecision,
-    Situation,
+    BalanceSituation,
     balance_problem,
     decide_balance,
 )
-from orchestrrl.fleet.state import EngineFacts, State
+from orchestrrl.fleet.state import EngineFacts, FleetState
 from planner.model import EngineHealth, EngineId, Mode, RequestState, RequestView, Snapshot
 
 SETTINGS = FastSettings(theta=0.0001)
-ACT = Situation(Mode.ACT)
+ACT = BalanceSituation(Mode.ACT)
 
 
 def crowded(*extra: RequestView, rate: float = 500.0, since_s: float = 10.0) -> Snapshot:
     """Eight requests on e0, none on e1, both with room for many; reported a second ago."""
-    state = State([EngineFacts(EngineId(id), "", max_sequences=4) for id in ("e0", "e1")])
+    state = FleetState([EngineFacts(EngineId(id), "", max_sequences=4) for id in ("e0", "e1")])
     state.fold_gateway(gateway_report(request("r0"), sequence=1), 100.0 - since_s)
     for id in ("e0", "e1"):
         state.fold_engine(engine_report(id, 1, sample(decode_tokens_per_s=rate, kv_capacity_tokens=100_000)), 99.0)
@@ -31,7 +31,7 @@ def crowded(*extra: RequestView, rate: float = 500.0, since_s: float = 10.0) -> 
     return state.snapshot(100.0)
 
 
-def code(snapshot: Snapshot, situation: Situation = ACT, settings: FastSettings = SETTINGS) -> str:
+def code(snapshot: Snapshot, situation: BalanceSituation = ACT, settings: FastSettings = SETTINGS) -> str:
     return decide_balance(snapshot, settings, situation).verdict.code
 
 
@@ -44,7 +44,7 @@ def test_congestion_moves_waiting_requests_first() -> None:
 
 
 def test_advice_names_the_moves_and_holds() -> None:
-    decision = decide_balance(crowded(), SETTINGS, Situation(Mode.ADVISE))
+    decision = decide_balance(crowded(), SETTINGS, BalanceSituation(Mode.ADVISE))
     assert decision.verdict.code == "advise_only"
     assert len(decision.moves) == 4
 
@@ -52,15 +52,15 @@ def test_advice_names_the_moves_and_holds() -> None:
 @pytest.mark.parametrize(
     ("situation", "settings", "expected"),
     [
-        (Situation(Mode.ACT, moves_open=1), SETTINGS, "moves_open"),
-        (Situation(Mode.ACT, moves_ended_s=99.0), SETTINGS, "awaiting_telemetry"),
-        (Situation(Mode.ACT, moves_ended_s=98.9), SETTINGS, "spread"),
+        (BalanceSituation(Mode.ACT, moves_open=1), SETTINGS, "moves_open"),
+        (BalanceSituation(Mode.ACT, moves_ended_s=99.0), SETTINGS, "awaiting_telemetry"),
+        (BalanceSituation(Mode.ACT, moves_ended_s=98.9), SETTINGS, "spread"),
         (ACT, FastSettings(stale_after_s=0.5), "stale_telemetry"),
         (ACT, FastSettings(theta=1.0), "within_theta"),
         (ACT, FastSettings(max_moves_per_request=0), "no_feasible_move"),
     ],
 )
-def test_why_it_holds(situation: Situation, settings: FastSettings, expected: str) -> None:
+def test_why_it_holds(situation: BalanceSituation, settings: FastSettings, expected: str) -> None:
     assert code(crowded(), situation, settings) == expected
 
 
@@ -103,8 +103,8 @@ def test_a_rate_of_zero_is_a_stall_only_after_the_grace_of_a_step() -> None:
 
 
 def test_nothing_in_flight_and_nothing_known() -> None:
-    assert code(State().snapshot(0.0)) == "nothing_to_do"
-    state = State()
+    assert code(FleetState().snapshot(0.0)) == "nothing_to_do"
+    state = FleetState()
     state.fold_gateway(gateway_report(request("a")), 0.0)
     assert code(state.snapshot(0.0)) == "stale_telemetry"
 
@@ -117,7 +117,7 @@ def test_the_stale_one_is_named() -> None:
 
 def spread_out(e0_running: int, e1_running: int, e0_waiting: int = 0, free_fraction: float = 0.9) -> Snapshot:
     """Requests on two engines of 16 seats; e0 decodes at half of e1's rate, so its load index is the higher one."""
-    state = State([EngineFacts(EngineId(id), "", max_sequences=16) for id in ("e0", "e1")])
+    state = FleetState([EngineFacts(EngineId(id), "", max_sequences=16) for id in ("e0", "e1")])
     for id, rate in (("e0", 250.0), ("e1", 500.0)):
         reading = sample(decode_tokens_per_s=rate, kv_capacity_tokens=10_000, kv_usage_fraction=1 - free_fraction)
         state.fold_engine(engine_report(id, 1, reading), 99.0)
@@ -161,7 +161,7 @@ def test_free_kv_is_what_running_requests_leave() -> None:
 
 
 def test_an_engine_with_old_news_is_left_out_and_the_others_go_on() -> None:
-    state = State([EngineFacts(EngineId(id), "", max_sequences=4) for id in ("e0", "e1", "e2")])
+    state = FleetState([EngineFacts(EngineId(id), "", max_sequences=4) for id in ("e0", "e1", "e2")])
     held = [request(f"r{i}", generated=10 if i < 4 else 0) for i in range(8)]
     state.fold_gateway(gateway_report(*held, sequence=1), 80.0)
     for id, at_s in (("e0", 99.0), ("e1", 99.0), ("e2", 90.0)):

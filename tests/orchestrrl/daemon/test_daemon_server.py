@@ -17,17 +17,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen
+from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.fleet.reports import EngineFailovers, FailoverCounts
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2, control_pb2_grpc, telemetry_pb2_grpc
-from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
 from planner.model import EngineId
 
@@ -45,7 +45,7 @@ fleet:
 @dataclass
 class House:
     plane: ControlPlane
-    server: Server
+    server: DaemonServer
     channel: grpc.aio.Channel
     socket: Path
 
@@ -67,7 +67,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
         plane = ControlPlane(parse_config(CONFIG), journal, clock)
         socket = tmp_path / "s"
         switches = SwitchesService({}, journal, clock)
-        server = await Server.start(plane, Listen(address="127.0.0.1:0", socket=str(socket)), switches)
+        server = await DaemonServer.start(plane, ListenSettings(address="127.0.0.1:0", socket=str(socket)), switches)
         async with grpc.aio.insecure_channel(server.address) as channel:
             yield House(plane, server, channel, socket)
         await server.stop(0.1)
@@ -162,9 +162,9 @@ async def test_the_unix_socket_serves_its_owner(house: House) -> None:
 
 async def test_a_port_in_use_is_said_plainly(house: House) -> None:
     with pytest.raises(Permanent, match=f"cannot listen on {house.server.address}: it is in use"):
-        await Server.start(
+        await DaemonServer.start(
             house.plane,
-            Listen(address=house.server.address),
+            ListenSettings(address=house.server.address),
             SwitchesService({}, house.plane.journal, house.plane.clock),
         )
 
@@ -362,12 +362,12 @@ async def test_failovers_are_counted_once_and_shown_and_journalled(house: House)
     assert (status.failovers, status.failover_requests_recomputed, status.failover_tokens_recomputed) == (4, 2, 500)
     assert (status.moves_done, status.tokens_recomputed) == (0, 0)
     registry = CollectorRegistry()
-    registry.register(PlaneCollector(house.plane))
+    registry.register(DaemonCollector(house.plane))
     assert registry.get_sample_value("orchestrrl_failovers_total", {"engine": "e0"}) == 3
     assert registry.get_sample_value("orchestrrl_failover_requests_recomputed_total", {"engine": "e0"}) == 2
     assert registry.get_sample_value("orchestrrl_failover_recomputed_tokens_total", {"engine": "e0"}) == 500
     assert registry.get_sample_value("orchestrrl_failovers_total", {"engine": "e1"}) == 1
-    noted = house.plane.journal.tail(9, (Kind.ENGINE_FAILOVERS,))
+    noted = house.plane.journal.tail(9, (EntryKind.ENGINE_FAILOVERS,))
     assert [(entry.subject, entry.body) for entry in noted] == [
         ("e0", {"gateway": "gw", "failovers": 3, "requests_recomputed": 2, "tokens_recomputed": 500}),
         ("e1", {"gateway": "gw", "failovers": 1, "requests_recomputed": 0, "tokens_recomputed": 0}),
@@ -383,7 +383,7 @@ async def test_every_metric_has_a_help_text_and_no_name_occurs_twice(house: Hous
     await house.plane.slow_tick()
     house.plane.gateway_reported(gateway_report(sequence=2), 0)
     registry = CollectorRegistry()
-    registry.register(PlaneCollector(house.plane))
+    registry.register(DaemonCollector(house.plane))
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     assert all(family.documentation for family in families)
     names = [family.name for family in families]

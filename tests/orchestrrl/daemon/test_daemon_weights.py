@@ -16,20 +16,20 @@ from gate_house import E0, E1, Gateway
 from weights_house import TENSORS, Engine, FakePeer
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
-from orchestrrl.core.journal.store import Journal, Kind
-from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate
+from orchestrrl.core.journal.store import EntryKind, Journal
+from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.weight_syncs import Weights, weights_of
-from orchestrrl.fleet.pause_barrier import GateWish
+from orchestrrl.daemon.weight_syncs import WeightSyncParts, weights_of
+from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import GatePhase
-from orchestrrl.rpc.pause_service import GateService
+from orchestrrl.rpc.pause_service import PauseService
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.weights.controller.carrying import inline
 from orchestrrl.weights.controller.controller import WeightSync
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.model import PeerId, PeerRole
-from orchestrrl.weights.orders import Install, Rest
+from orchestrrl.weights.orders import InstallVersion, RestEngine
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
@@ -42,13 +42,13 @@ weights: {transports: [tcp], chunk_bytes: 64, stall_s: 2, patience_s: 5, attempt
 # What a daemon writes on a version's way; it may die before and after each.
 WAY = frozenset(
     {
-        Kind.SYNC_BEGAN,
-        Kind.SYNC_STEP,
-        Kind.SYNC_ENDED,
-        Kind.WEIGHTS,
-        Kind.GATE,
-        Kind.OPERATION_INTENT,
-        Kind.OPERATION_RESULT,
+        EntryKind.SYNC_BEGAN,
+        EntryKind.SYNC_STEP,
+        EntryKind.SYNC_ENDED,
+        EntryKind.WEIGHTS,
+        EntryKind.GATE,
+        EntryKind.OPERATION_INTENT,
+        EntryKind.OPERATION_RESULT,
     }
 )
 
@@ -59,7 +59,7 @@ class MortalJournal(Journal):
     house: "House"
     dead = False
 
-    def append(self, at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+    def append(self, at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
         if kind in WAY:
             self.house.point(f"before {kind} {body.get('step', body.get('event', ''))}")
         if self.dead:
@@ -92,7 +92,7 @@ class KeepingGateway(Gateway):
         with suppress(Killed):
             await super()._attach()
 
-    async def _close(self, order: CloseGate) -> Any:
+    async def _close(self, order: CloseBarrier) -> Any:
         self.weights_change = order.weights_change
         return await super()._close(order)
 
@@ -110,7 +110,7 @@ class KeepingGateway(Gateway):
 
 
 class _Daemon:
-    def __init__(self, weights: Weights, task: "asyncio.Task[None]") -> None:
+    def __init__(self, weights: WeightSyncParts, task: "asyncio.Task[None]") -> None:
         self.hub, self.sync, self.task = weights.hub, weights.syncs, task
 
 
@@ -301,7 +301,7 @@ class House(gate_house.House):
 
     async def paused_by(self, holder: str, **wish: Any) -> str:
         frozen = FrozenRequests.TAKEN_BACK
-        state = await self.asked(self.plane.gate.pause(GateWish(holder=holder, frozen=frozen, **wish)))
+        state = await self.asked(self.plane.gate.pause(PauseRequest(holder=holder, frozen=frozen, **wish)))
         return str(state.lease.id)
 
     async def resumed(self, lease: str, version: int | None = None) -> None:
@@ -312,7 +312,7 @@ class House(gate_house.House):
         request = pb.ResumeGateRequest(lease_id=lease)
         if version is not None:
             request.policy_version = version
-        await GateService(self.plane).resume(request, Refusing())  # type: ignore[arg-type]
+        await PauseService(self.plane).resume(request, Refusing())  # type: ignore[arg-type]
 
 
 class Refusing:
@@ -353,11 +353,11 @@ def test_versions_go_through_the_gate_to_every_gateway(tmp_path: Path) -> None:
             await house.pass_time(0.5)
             house.check_one_version(version)
         for gateway in house.gateways.values():
-            closes = [order.action for order in gateway.of(CloseGate)]
-            assert all(isinstance(c, CloseGate) and c.frozen is FrozenRequests.TAKEN_BACK for c in closes)
-            assert all(isinstance(c, CloseGate) and c.weights_change for c in closes)
-            opens = [order.action for order in gateway.of(OpenGate)]
-            assert [o.policy_version for o in opens if isinstance(o, OpenGate)] == [1, 2, 3]
+            closes = [order.action for order in gateway.of(CloseBarrier)]
+            assert all(isinstance(c, CloseBarrier) and c.frozen is FrozenRequests.TAKEN_BACK for c in closes)
+            assert all(isinstance(c, CloseBarrier) and c.weights_change for c in closes)
+            opens = [order.action for order in gateway.of(OpenBarrier)]
+            assert [o.policy_version for o in opens if isinstance(o, OpenBarrier)] == [1, 2, 3]
 
     played(tmp_path, scene, "gw0", "gw1")
 
@@ -786,8 +786,8 @@ def test_an_end_that_could_not_be_written_down_costs_nothing_later(
         with monkeypatch.context() as patch:
             append = house.journal.append
 
-            def full(at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
-                if kind is Kind.SYNC_ENDED:
+            def full(at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
+                if kind is EntryKind.SYNC_ENDED:
                     raise Permanent("database or disk is full")
                 return append(at_s, kind, subject, body)
 
@@ -808,7 +808,7 @@ def test_an_end_that_could_not_be_written_down_costs_nothing_later(
             assert house.plane.gate.state.lease is None
             assert all(house.plane.gate.state.serves(engine) for engine in house.engines)
         orders = [order for peer, n in zip(house.peers.values(), told, strict=True) for order in peer.orders[n:]]
-        assert not [order for order in orders if isinstance(order, Install | Rest)]
+        assert not [order for order in orders if isinstance(order, InstallVersion | RestEngine)]
         assert all(report.over for report in house.sync.history(0))
         house.check_one_version(1 if fails else 3)
 

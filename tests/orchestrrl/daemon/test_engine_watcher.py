@@ -14,8 +14,8 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.engine_watcher import LOOK_S, SILENT_AFTER_S, WATCHER, DeployedWatch
-from orchestrrl.engines.base import Capabilities, Engine
+from orchestrrl.daemon.engine_watcher import LOOK_S, SILENT_AFTER_S, WATCHER, DeployedEngineWatcher
+from orchestrrl.engines.base import Engine, EngineCapabilities
 from orchestrrl.fleet.reports import EngineReport, ReportAck
 from planner.model import EngineHealth, EngineId, EngineView, NodeId
 
@@ -49,13 +49,13 @@ class House:
         self.clock = VirtualClock(1000.0)
         self.plane = Plane(folder, self.clock)
         self.engines: list[FakeEngine] = []
-        self.watch = DeployedWatch(self.plane, make_engine=self.connect)
+        self.watch = DeployedEngineWatcher(self.plane, make_engine=self.connect)
         self.sequence = 0
 
     def connect(self, product: str, url: str) -> Engine:
         if product != "fake":
             raise Permanent(f"unknown engine {product!r}")
-        offers = Capabilities("fake", "1", ("m",), max_sequences=7)
+        offers = EngineCapabilities("fake", "1", ("m",), max_sequences=7)
         self.engines.append(FakeEngine(self.clock, url, offers=offers))
         return self.engines[-1]
 

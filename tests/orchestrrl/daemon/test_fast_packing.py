@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrrl.core.config.schema import FastPolicy, FastSettings
-from orchestrrl.daemon.balancing import BalanceDecision, PolicyInForce, Situation, decide_balance
-from orchestrrl.daemon.cost_estimates import StepTimes
+from orchestrrl.daemon.balancing import BalanceDecision, BalanceSituation, PolicyInForce, decide_balance
+from orchestrrl.daemon.cost_estimates import StepTimeEstimates
 from orchestrrl.lab.bench.policies import Setting, _arms, descending
 from planner.model import (
     Configuration,
@@ -61,15 +61,15 @@ def fleet(*counts: int, moves: int = 0) -> Snapshot:
     )
 
 
-def knowing(snapshot: Snapshot, **changes: object) -> Situation:
-    situation = Situation(
+def knowing(snapshot: Snapshot, **changes: object) -> BalanceSituation:
+    situation = BalanceSituation(
         Mode.ACT, configurations=(TP2,), remaining_tokens={request.id: 4_000.0 for request in snapshot.requests}
     )
     return replace(situation, **changes)  # type: ignore[arg-type]
 
 
 def decided(
-    snapshot: Snapshot, situation: Situation | None = None, settings: FastSettings = SETTINGS
+    snapshot: Snapshot, situation: BalanceSituation | None = None, settings: FastSettings = SETTINGS
 ) -> BalanceDecision:
     return decide_balance(snapshot, settings, situation or knowing(snapshot))
 
@@ -116,8 +116,8 @@ def test_without_step_times_or_lengths_the_papers_rule_decides(changes: dict[str
 
 def test_the_policy_in_force_has_a_name_and_a_reason() -> None:
     snapshot = fleet(30, 4)
-    prior = StepTimes("prior", "prior: qwen2.5-14b on H800, TP=2")
-    sources = {EngineId("e0"): StepTimes("configured", "configured: tp2"), EngineId("e1"): prior}
+    prior = StepTimeEstimates("prior", "prior: qwen2.5-14b on H800, TP=2")
+    sources = {EngineId("e0"): StepTimeEstimates("configured", "configured: tp2"), EngineId("e1"): prior}
     assert decided(snapshot, knowing(snapshot, step_times=sources)).policy == PolicyInForce(
         "packing", "step times of all engines are known; 1 x configured: tp2; 1 x prior: qwen2.5-14b on H800, TP=2"
     )
@@ -127,7 +127,7 @@ def test_the_policy_in_force_has_a_name_and_a_reason() -> None:
 
 def test_the_load_index_is_in_force_for_a_reason() -> None:
     snapshot = fleet(5, 4)
-    why = {EngineId("e1"): StepTimes("", "the engine runs on CPUs; learnt from 8 observed batches, 3 so far")}
+    why = {EngineId("e1"): StepTimeEstimates("", "the engine runs on CPUs; learnt from 8 observed batches, 3 so far")}
     unknown = replace(snapshot, engines=(snapshot.engines[0], replace(snapshot.engines[1], configuration=None)))
     stalled = replace(snapshot, engines=(replace(snapshot.engines[0], decode_tokens_per_s=0.0), snapshot.engines[1]))
     gone = replace(snapshot, engines=tuple(replace(view, age_s=60.0) for view in snapshot.engines))

@@ -12,11 +12,11 @@ from implicit_fleet import ON_A100, ON_H200, UNKNOWN, step_of
 
 from orchestrrl.core.config.schema import FastPolicy
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.cost_estimates import Belief
+from orchestrrl.daemon.cost_estimates import ConfigurationEstimate
 from orchestrrl.daemon.live_profile import LiveProfile
-from orchestrrl.daemon.priors import Assumed, assumed_of
-from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, STEADY, Batch, steady_between
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.daemon.priors import AssumedProfile, assumed_of
+from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, STEADY, ObservedBatch, steady_between
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.fleet.reports import EngineSample
 from planner.cost.profile import EngineProfile
@@ -26,8 +26,8 @@ E0 = EngineId("e0")
 CAPACITY_TOKENS = 100_000
 
 
-def assumed(facts: ServingFacts) -> Assumed:
-    return assumed_of(E0, Capabilities("vllm", "1", ("m",), serving=facts))
+def assumed(facts: ServingFacts) -> AssumedProfile:
+    return assumed_of(E0, EngineCapabilities("vllm", "1", ("m",), serving=facts))
 
 
 class Bench:
@@ -56,7 +56,7 @@ class Bench:
         report = engine_report("e0", self._sequence, reading, EngineHealth.OK)
         self.costs.observe(report, self.assumed.configuration)
 
-    def belief(self) -> Belief | None:
+    def belief(self) -> ConfigurationEstimate | None:
         self.costs.refit([E0])
         return next(iter(self.costs.beliefs()), None)
 
@@ -189,7 +189,7 @@ def test_a_steady_batch_is_one_by_its_definition(earlier: EngineSample, later: E
     prompts = later.prompt_tokens_total - earlier.prompt_tokens_total
     if batch is None:
         return
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, ObservedBatch)
     assert min(earlier.running, later.running) <= batch.sequences <= max(earlier.running, later.running)
     assert max(earlier.running, later.running) <= STEADY * min(earlier.running, later.running)
     assert 0 <= 4 * prompts <= made

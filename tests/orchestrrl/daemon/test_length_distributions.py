@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.daemon.length_distributions import FUTURES, ForecastFutures, KnownFutures
-from orchestrrl.daemon.remaining_tokens import Outlook
+from orchestrrl.daemon.length_distributions import FUTURES, ForecastLengths, KnownLengths
+from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator
 from planner.model import EngineId, FinishedLength, RequestId, RequestState, RequestView, Snapshot
 from planner.workload.forecast import conditional_lengths
 
@@ -23,7 +23,7 @@ def view(name: str, generated: int = 0, max_tokens: int | None = None) -> Reques
 @given(st.lists(st.tuples(st.integers(0, 4000), st.integers(4001, 5000) | st.none()), max_size=6))
 def test_no_request_goes_beyond_its_limits(held: list[tuple[int, int | None]]) -> None:
     requests = [view(f"r{i}", generated, most) for i, (generated, most) in enumerate(held)]
-    found = ForecastFutures(LENGTHS).of(requests)
+    found = ForecastLengths(LENGTHS).of(requests)
     assert [len(one) for one in found] == [FUTURES] * len(requests)
     for request, remaining in zip(requests, found, strict=True):
         limit = min(request.max_tokens or MOST_TOKENS, MOST_TOKENS)
@@ -32,7 +32,7 @@ def test_no_request_goes_beyond_its_limits(held: list[tuple[int, int | None]]) -
 
 def test_over_the_futures_a_request_has_its_own_distribution() -> None:
     requests = [view(f"r{i:03}", generated=512) for i in range(200)]
-    found = np.array(ForecastFutures(LENGTHS).of(requests))
+    found = np.array(ForecastLengths(LENGTHS).of(requests))
     for quantile in (0.25, 0.5, 0.75):
         whole = int(LENGTHS.quantile(512, quantile))
         assert np.quantile(found, quantile) == pytest.approx(whole, abs=2 * BIN_TOKENS)
@@ -42,18 +42,18 @@ def test_over_the_futures_a_request_has_its_own_distribution() -> None:
 
 def test_the_same_request_has_the_same_futures_beside_others() -> None:
     one, other = view("r1", 100), view("r2", 700)
-    futures = ForecastFutures(LENGTHS)
+    futures = ForecastLengths(LENGTHS)
     assert futures.of([one]) + futures.of([other]) == futures.of([one, other])
     assert futures.of([]) == []
 
 
 def test_known_lengths_are_one_future() -> None:
-    futures = KnownFutures({RequestId("r1"): 300, RequestId("r2"): 100})
+    futures = KnownLengths({RequestId("r1"): 300, RequestId("r2"): 100})
     assert futures.of([view("r1", 100), view("r2", 100)]) == [[200], [1]]
 
 
 def test_before_anything_has_ended_nothing_is_known() -> None:
-    outlook = Outlook()
+    outlook = RemainingTokensEstimator()
     assert outlook.futures is None
     held = (view("r1", 10),)
     outlook.remaining_tokens(Snapshot(0.0, (), held), BIN_TOKENS, MOST_TOKENS)

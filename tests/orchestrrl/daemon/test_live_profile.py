@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.journal.store import Journal, JournalReader, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalReader
 from orchestrrl.core.operations import (
-    ItemResult,
     MoveMethod,
     MoveRequests,
     OperationId,
+    OperationItemResult,
     OperationResult,
     OperationStatus,
     RequestMove,
@@ -29,17 +29,26 @@ from orchestrrl.daemon import planning
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile
-from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.daemon.move_methods import FIXED_PRIOR_S, PRIOR_COUNTS_FOR
 from orchestrrl.engines.profiles.store import write_profile
 from orchestrrl.fleet.engine_facts import engine_facts
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
-from orchestrrl.fleet.state import State
+from orchestrrl.fleet.state import FleetState
 from orchestrrl.lab.sim.engines import EngineKind, fleet_section, homogeneous, kinds_of
 from orchestrrl.lab.sim.run import steps_of
-from orchestrrl.lab.sim.scenario import Scenario, parse_scenario
+from orchestrrl.lab.sim.scenario import GenerationScenario, parse_scenario
 from orchestrrl.lab.sim.world import World
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
+from planner.cost.profile import (
+    Curve,
+    EngineProfile,
+    MoveCosts,
+    Parallelism,
+    Profile,
+    ProfileSource,
+    Provenance,
+    StepTime,
+)
 from planner.model import (
     Configuration,
     ConfigurationId,
@@ -108,7 +117,7 @@ class Bench:
 
 
 def snapshot_of(config: str, *requests: RequestView) -> Snapshot:
-    state = State(engine_facts(parse_config(config)))
+    state = FleetState(engine_facts(parse_config(config)))
     state.fold_gateway(gateway_report(*requests), 0.0)
     return state.snapshot(0.0)
 
@@ -127,7 +136,7 @@ def test_engines_that_keep_other_time_are_learnt(factor: float) -> None:
     (note,) = bench.costs.notes()
     assert f"re-fitted to {body['samples']} batches" in note
     (belief,) = bench.costs.beliefs()
-    assert (belief.refitted, belief.profile.provenance.source) == (True, Source.MEASURED)
+    assert (belief.refitted, belief.profile.provenance.source) == (True, ProfileSource.MEASURED)
 
 
 def test_what_keeps_its_time_stays_to_the_last_digit() -> None:
@@ -242,7 +251,7 @@ def test_a_reload_forgets_only_what_rests_on_what_changed() -> None:
 
 def profile(*configurations: EngineProfile) -> Profile:
     recompute_s = Curve((0.0, 9000.0), (0.0, 1.0))
-    moves = MoveCosts(1.0, Curve((0.0, 1e9), (0.0, 1.0)), recompute_s, Provenance(Source.MEASURED, "2026-01-01"))
+    moves = MoveCosts(1.0, Curve((0.0, 1e9), (0.0, 1.0)), recompute_s, Provenance(ProfileSource.MEASURED, "2026-01-01"))
     return Profile("m", "g", "e", configurations, moves)
 
 
@@ -256,7 +265,7 @@ def bent(tp: int = 2) -> EngineProfile:
         1_000_000,
         64,
         1.0,
-        Provenance(Source.IMPORTED, "2026-01-01", "tables", 10, 0.015, 0.05),
+        Provenance(ProfileSource.IMPORTED, "2026-01-01", "tables", 10, 0.015, 0.05),
     )
 
 
@@ -272,11 +281,13 @@ def test_moves_to_one_engine_are_prefilled_together(profiled: str) -> None:
     action = MoveRequests(tuple(RequestMove(RequestId(r), EngineId("e2"), EngineId(to)) for r, to in pairs))
     for tokens in (1000, 2000, 4000, 1500, 3000):
         items = (
-            ItemResult("a", True, "", tokens, tokens / 3000),  # 3 s for every 9,000 tokens, twice of them together
-            ItemResult("b", True, "", tokens // 2, 1.5 * tokens / 3000),
-            ItemResult("c", True, "", tokens, tokens / 3000),
-            ItemResult("queued", True, "", 0, 5.0),
-            ItemResult("lost", False, "gone", 7000, 5.0),
+            OperationItemResult(
+                "a", True, "", tokens, tokens / 3000
+            ),  # 3 s for every 9,000 tokens, twice of them together
+            OperationItemResult("b", True, "", tokens // 2, 1.5 * tokens / 3000),
+            OperationItemResult("c", True, "", tokens, tokens / 3000),
+            OperationItemResult("queued", True, "", 0, 5.0),
+            OperationItemResult("lost", False, "gone", 7000, 5.0),
         )
         done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
         bench.costs.moved(action, done, lambda engine: None)
@@ -305,7 +316,7 @@ def test_kv_is_handed_over_only_where_the_configuration_says_so(profiled: str) -
 def moved(bench: Bench, method: MoveMethod | None, loaded: int, recomputed: int, seconds: float) -> None:
     """One finished move to an engine of two GPUs."""
     action = MoveRequests((RequestMove(RequestId("r"), EngineId("e2"), EngineId("e0"), method=MoveMethod.TRANSFER),))
-    items = (ItemResult("r", True, "", recomputed, seconds, method, loaded),)
+    items = (OperationItemResult("r", True, "", recomputed, seconds, method, loaded),)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
     bench.costs.moved(action, done, lambda engine: ConfigurationId("bent2"))
 
@@ -356,7 +367,7 @@ def test_a_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:
 def recompute(bench: Bench, tokens: int, seconds: float, to: str = "e0") -> None:
     """One finished move."""
     action = MoveRequests((RequestMove(RequestId("r"), EngineId("e2"), EngineId(to)),))
-    items = (ItemResult("r", True, "", tokens, seconds),)
+    items = (OperationItemResult("r", True, "", tokens, seconds),)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
     bench.costs.moved(action, done, lambda engine: ID if engine.startswith("e") else None)
 
@@ -405,7 +416,7 @@ def test_prefill_is_not_read_off_moves_that_took_other_time() -> None:
 def predicted(bench: Bench, method: MoveMethod, context_s: float, seconds: float, fixed_s: float = 0.0) -> None:
     """One finished move whose context was to take `context_s`."""
     order = RequestMove(RequestId("r"), EngineId("e2"), EngineId("e0"), 0.0, method, context_s + fixed_s, 0.0, fixed_s)
-    items = (ItemResult("r", True, "", 0, seconds, method),)
+    items = (OperationItemResult("r", True, "", 0, seconds, method),)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
     bench.costs.moved(MoveRequests((order,)), done, lambda engine: ID)
 
@@ -437,7 +448,7 @@ def test_moves_of_one_order_count_as_one() -> None:
     bench = Bench()
     names = [RequestId(f"r{n}") for n in range(8)]
     orders = tuple(RequestMove(name, EngineId("e2"), EngineId("e0"), predicted_s=0.2) for name in names)
-    items = tuple(ItemResult(name, True, "", 0, 5.2, MoveMethod.RECOMPUTE) for name in names)
+    items = tuple(OperationItemResult(name, True, "", 0, 5.2, MoveMethod.RECOMPUTE) for name in names)
     done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=items)
     for _ in range(PRIOR_COUNTS_FOR - 1):
         bench.costs.moved(MoveRequests(orders), done, lambda engine: ID)
@@ -453,7 +464,7 @@ def test_a_restarted_daemon_begins_with_the_fixed_part_that_it_had_learnt(tmp_pa
         with closing(Journal(tmp_path / "journal.sqlite", clock.now_s())) as journal:
             plane = ControlPlane(config, journal, clock)
             order = RequestMove(RequestId("r"), EngineId("e0"), EngineId("e1"), predicted_s=0.5)
-            item = ItemResult("r", True, "", 900, 0.75, MoveMethod.RECOMPUTE)
+            item = OperationItemResult("r", True, "", 900, 0.75, MoveMethod.RECOMPUTE)
             done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=(item,))
             if learns:
                 for _ in range(5):
@@ -563,7 +574,7 @@ def slowed(kind: EngineKind, factor: float) -> EngineKind:
 
 
 async def one_step(
-    scenario: Scenario, factor: float, journal: Path, *, profiled: bool = False
+    scenario: GenerationScenario, factor: float, journal: Path, *, profiled: bool = False
 ) -> tuple[World, list[tuple[float, float, float]]]:
     """A step's plans: when each was made in it, and its predicted and actual seconds to the end."""
     told = kinds_of(scenario)
@@ -571,7 +582,7 @@ async def one_step(
     real = {name: slowed(told[name], factor)}
     fleet = fleet_section(scenario, told)
     if profiled:  # with its curve, where the daemon's configuration has room for a line only
-        dated = replace(told[name].profile, provenance=Provenance(Source.MEASURED, "2026-01-01"))
+        dated = replace(told[name].profile, provenance=Provenance(ProfileSource.MEASURED, "2026-01-01"))
         write_profile(journal.with_suffix(".yaml"), profile(dated))
         fleet = {"gpus": fleet["gpus"], "profile": str(journal.with_suffix(".yaml"))}
     world = World(scenario.daemon_config(fleet), real, scenario, journal)
@@ -584,14 +595,14 @@ async def one_step(
         assert f'orchestrrl_profile_batches_total{{configuration="{name}",result="taken"}}' in page
         assert f'orchestrrl_profile_predicted_step_ratio{{configuration="{name}"}}' in page
     reader = JournalReader(journal)
-    made = {entry.subject: entry.at_s for entry in reader.since(0, (Kind.PLAN,))}
+    made = {entry.subject: entry.at_s for entry in reader.since(0, (EntryKind.PLAN,))}
     outcomes = [
         (
             made[entry.subject] - step.started_s,
             entry.body["predicted_makespan_s"],
             entry.body["actual_makespan_s"],
         )
-        for entry in reader.since(0, (Kind.PLAN_ACTUAL,))
+        for entry in reader.since(0, (EntryKind.PLAN_ACTUAL,))
         if entry.body["predicted_makespan_s"]
     ]
     reader.close()
@@ -600,7 +611,7 @@ async def one_step(
 
 def _registry(plane: ControlPlane) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(PlaneCollector(plane))
+    registry.register(DaemonCollector(plane))
     return registry
 
 
@@ -614,9 +625,9 @@ async def test_plans_foresee_what_slower_engines_take(tmp_path: Path) -> None:
     assert later
     assert all(predicted_s == pytest.approx(actual_s, rel=0.1) for predicted_s, actual_s in later)
     reader = JournalReader(tmp_path / "journal.sqlite")
-    (refit,) = reader.since(0, (Kind.PROFILE_REFITTED,))
+    (refit,) = reader.since(0, (EntryKind.PROFILE_REFITTED,))
     assert refit.subject == "tp2"
-    noted = reader.since(0, (Kind.PLAN,))[-1].body["notes"]
+    noted = reader.since(0, (EntryKind.PLAN,))[-1].body["notes"]
     reader.close()
     assert any("re-fitted" in note for note in noted)
 
@@ -653,7 +664,7 @@ async def test_weights_that_pass_by_are_not_learnt_as_slower_engines(
     world, _ = await one_step(parse_scenario(told), 1.0, tmp_path / "journal.sqlite")
     (belief,) = world.plane.planning.costs.beliefs()
     with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
-        learnt = [entry.body["step_time_factor"] for entry in reader.since(0, (Kind.PROFILE_REFITTED,))]
+        learnt = [entry.body["step_time_factor"] for entry in reader.since(0, (EntryKind.PROFILE_REFITTED,))]
     assert belief.taken > 5
     assert bool(learnt) == misled, learnt
 
@@ -674,7 +685,7 @@ async def test_plans_transfer_only_between_engines_that_can(tmp_path: Path, hand
     async with world:
         await world.run_step(requests[:16], [EngineId("e0")] * 16)
     reader = JournalReader(tmp_path / "journal.sqlite")
-    methods = {move["method"] for entry in reader.since(0, (Kind.PLAN,)) for move in entry.body["moves"]}
+    methods = {move["method"] for entry in reader.since(0, (EntryKind.PLAN,)) for move in entry.body["moves"]}
     reader.close()
     assert methods == ({"transfer"} if hands_over else {"recompute"})
 
@@ -705,8 +716,8 @@ async def test_links_that_others_fill_teach_nothing_about_engines(journal: Journ
 async def test_what_starts_take_is_known_to_the_next_daemon(journal: Journal) -> None:
     for engine, expected_s in (("e5", 1.5), ("e6", 1.5), ("e7", 1.5), ("e8", 2.0)):
         body = {"done": True, "configuration": ID, "took_s": 30.0, "expected_s": expected_s}
-        journal.append(0.0, Kind.ENGINE_STARTED, engine, body)
-    journal.append(0.0, Kind.ENGINE_STARTED, "e9", {"done": False, "detail": "no such image"})
+        journal.append(0.0, EntryKind.ENGINE_STARTED, engine, body)
+    journal.append(0.0, EntryKind.ENGINE_STARTED, "e9", {"done": False, "detail": "no such image"})
     plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))
     plane.planning.costs.refit([])
     assert [line.switch_s for line in plane.planning.costs.believed().as_written.values()] == [30.0]

@@ -8,14 +8,14 @@ from decoding_fleet import DecodingFleet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.load_index import Problem, Request, Worker
+from balancer.load_index import BalanceProblem, LoadRequest, Worker
 from balancer.moves import decide
 from orchestrrl.core.config.schema import FastPolicy, FastSettings
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.core.operations import ItemResult
-from orchestrrl.daemon.balancing import BalanceDecision, Situation, decide_balance
+from orchestrrl.core.operations import OperationItemResult
+from orchestrrl.daemon.balancing import BalanceDecision, BalanceSituation, decide_balance
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.move_limits import LastMoves, Restraint
+from orchestrrl.daemon.move_limits import LastMoves, MoveLimits
 from planner.model import EngineId, Mode, RequestId, RequestState, Snapshot
 
 POLICIES = (FastPolicy.PACKING, FastPolicy.PAPER)
@@ -49,18 +49,18 @@ def test_who_has_moved_rests(seed: int, policy: FastPolicy, rest_s: float) -> No
             one = fleet.take_out(move)
             assert one is not None
             fleet.put(move, one)
-            last_moves.ended(now_s, [ItemResult(move.request, True)])
+            last_moves.ended(now_s, [OperationItemResult(move.request, True)])
 
 
 def test_nobody_rests_on_an_engine_that_stalls() -> None:
     snapshot = _stalled()
     lately = {request.id: 99.5 for request in snapshot.requests}
     settings = eager(FastPolicy.PAPER, rest_after_move_s=10.0)
-    at_rest = decide_balance(snapshot, settings, Situation(Mode.ACT, moved_s=lately))
+    at_rest = decide_balance(snapshot, settings, BalanceSituation(Mode.ACT, moved_s=lately))
     assert {move.from_engine for move in at_rest.moves} == {"e0"}
     well = replace(snapshot, engines=tuple(replace(one, decode_tokens_per_s=100.0) for one in snapshot.engines))
-    assert decide_balance(well, settings, Situation(Mode.ACT)).moves != ()
-    assert decide_balance(well, settings, Situation(Mode.ACT, moved_s=lately)).moves == ()
+    assert decide_balance(well, settings, BalanceSituation(Mode.ACT)).moves != ()
+    assert decide_balance(well, settings, BalanceSituation(Mode.ACT, moved_s=lately)).moves == ()
 
 
 def _stalled() -> Snapshot:
@@ -78,8 +78,8 @@ def _has_work(fleet: DecodingFleet) -> bool:
 
 def test_moves_that_failed_are_none_and_old_ones_are_forgotten() -> None:
     last = LastMoves()
-    last.ended(10.0, [ItemResult("a", True), ItemResult("b", False)])
-    last.ended(14.0, [ItemResult("c", True)])
+    last.ended(10.0, [OperationItemResult("a", True), OperationItemResult("b", False)])
+    last.ended(14.0, [OperationItemResult("c", True)])
     assert last.within(5.0, 14.9) == {"a": 10.0, "c": 14.0}
     assert last.within(5.0, 15.0) == {"c": 14.0}
     assert last.within(100.0, 15.0) == {"c": 14.0}
@@ -112,12 +112,12 @@ def test_the_last_request_does_not_run_from_one_idle_engine_to_another(
 
 
 def test_but_it_leaves_an_engine_that_stalls() -> None:
-    alone = Worker(EngineId("e0"), (Request(RequestId("r0"), 10),), (), 1000, 900, 8, 0.0)
-    problem = Problem(0.0, (alone, Worker(EngineId("e1"), (), (), 1000, 1000, 8, None)))
-    restraint = Restraint(problem, None, max_to_engine=1, keep_last=True)
+    alone = Worker(EngineId("e0"), (LoadRequest(RequestId("r0"), 10),), (), 1000, 900, 8, 0.0)
+    problem = BalanceProblem(0.0, (alone, Worker(EngineId("e1"), (), (), 1000, 1000, 8, None)))
+    restraint = MoveLimits(problem, None, max_to_engine=1, keep_last=True)
     assert [move.request for move in decide(problem, room=restraint).moves] == ["r0"]
     well = replace(problem, workers=(replace(alone, decode_tokens_per_s=1.0), problem.workers[1]))
-    assert not Restraint(well, None, max_to_engine=1, keep_last=True).fits(
+    assert not MoveLimits(well, None, max_to_engine=1, keep_last=True).fits(
         RequestId("r0"), EngineId("e0"), EngineId("e1")
     )
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove
-from orchestrrl.daemon.cost_estimates import Moving
+from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
+from orchestrrl.daemon.cost_estimates import MoveEstimate
 from orchestrrl.daemon.move_methods import (
     FIXED_PRIOR_S,
     MOST_FIXED_S,
     MOST_ORDERS,
     PRIOR_COUNTS_FOR,
-    FixedPart,
-    MoveCosting,
+    FixedMoveCost,
+    MovePricing,
     ended,
     fixed_parts,
     with_methods,
@@ -35,7 +35,7 @@ from planner.model import (
     RequestView,
     Snapshot,
 )
-from planner.solver.problem import Transfer
+from planner.solver.problem import KvTransferCost
 
 TP2 = ConfigurationId("tp2")
 PREFILL = 10_000.0
@@ -60,11 +60,11 @@ def request(
     return RequestView(RequestId(name), EngineId("e0"), state, prompt_tokens, generated_tokens)
 
 
-def costing(rebuilt: Curve | None = None, **versions: str) -> MoveCosting:
+def costing(rebuilt: Curve | None = None, **versions: str) -> MovePricing:
     configuration = Configuration(TP2, 2, 0.02, 0.0, 0.0, 10**6, 64, PREFILL, 1.0)
     (profile,) = given_profile([configuration], "2026-01-31").configurations
-    moving = Moving(Transfer(INTER_GBPS, INTRA_GBPS, LATENCY_S, rebuilt, FIXED_S), KV_BYTES)
-    return MoveCosting({TP2: profile}, moving, PER_NODE, {EngineId(id): name for id, name in versions.items()})
+    moving = MoveEstimate(KvTransferCost(INTER_GBPS, INTRA_GBPS, LATENCY_S, rebuilt, FIXED_S), KV_BYTES)
+    return MovePricing({TP2: profile}, moving, PER_NODE, {EngineId(id): name for id, name in versions.items()})
 
 
 def order(name: str, to: str) -> RequestMove:
@@ -130,13 +130,13 @@ def test_long_contexts_bend() -> None:
 
 def test_only_moves_that_were_carried_out_are_told_of() -> None:
     orders = [order("a", "near"), order("b", "near"), order("c", "far")]
-    items = [ItemResult("a", True, method=MoveMethod.TRANSFER), ItemResult("b", False, "gone")]
+    items = [OperationItemResult("a", True, method=MoveMethod.TRANSFER), OperationItemResult("b", False, "gone")]
     (only,) = ended(5.0, orders, items)
     assert (only.ended_s, only.move, only.item) == (5.0, orders[0], items[0])
 
 
-def learnt(*seconds: float, prior_s: float = FIXED_PRIOR_S) -> FixedPart:
-    part = FixedPart(prior_s)
+def learnt(*seconds: float, prior_s: float = FIXED_PRIOR_S) -> FixedMoveCost:
+    part = FixedMoveCost(prior_s)
     for each in seconds:
         part = part.after(each)
     return part
@@ -180,12 +180,12 @@ def test_the_fixed_part_is_what_the_context_does_not_account_for() -> None:
     )
     priced = with_methods([order(name, "far") for name in names], Snapshot(0.0, ENGINES, requests), costing())
     items = [
-        ItemResult("one", True, "", 10_000, 1.0 + 0.3, MoveMethod.RECOMPUTE),
-        ItemResult("two", True, "", 10_000, 2.0 + 0.4, MoveMethod.RECOMPUTE),
-        ItemResult("queued", True, "", 0, 9.0),
-        ItemResult("unseen", True, "", 10_000, 0.0, MoveMethod.RECOMPUTE),
-        ItemResult("fell back", True, "", 10_000, 9.0, MoveMethod.TRANSFER),
-        ItemResult("gone", False, "finished before the move", 0, 9.0, MoveMethod.RECOMPUTE),
+        OperationItemResult("one", True, "", 10_000, 1.0 + 0.3, MoveMethod.RECOMPUTE),
+        OperationItemResult("two", True, "", 10_000, 2.0 + 0.4, MoveMethod.RECOMPUTE),
+        OperationItemResult("queued", True, "", 0, 9.0),
+        OperationItemResult("unseen", True, "", 10_000, 0.0, MoveMethod.RECOMPUTE),
+        OperationItemResult("fell back", True, "", 10_000, 9.0, MoveMethod.TRANSFER),
+        OperationItemResult("gone", False, "finished before the move", 0, 9.0, MoveMethod.RECOMPUTE),
     ]
     found = fixed_parts(priced, items)
     assert found == [(MoveMethod.RECOMPUTE, pytest.approx(0.3)), (MoveMethod.RECOMPUTE, pytest.approx(0.4))]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.daemon.plan_book import PlanBook
-from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
-from orchestrrl.fleet.state import Step
+from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
+from orchestrrl.fleet.state import GenerationStep
 from planner.calibration import STEPS_NEEDED, Calibration
 from planner.model import Act, ConfigurationId, EngineId, GpuId, Histogram, Hold, Plan, PlanId, PlannedInstance
 
@@ -95,7 +95,7 @@ class Shelf:
         if self.journal is not None:
             self.journal.close()
 
-    def write(self, kind: Kind, subject: str, body: dict[str, Any]) -> None:
+    def write(self, kind: EntryKind, subject: str, body: dict[str, Any]) -> None:
         assert self.journal is not None
         self.journal.append(1000.0, kind, subject, body)
 
@@ -118,7 +118,7 @@ def test_what_became_of_a_plan_comes_back(shelf: Shelf) -> None:
     book = shelf.open()
     book.add(PLAN, "digest")
     book.acted(PLAN.id, True, "3 of 4 requests moved")
-    book.step_ended(Step(990.0, 1090.0))
+    book.step_ended(GenerationStep(990.0, 1090.0))
     again = shelf.open().get(PLAN.id)
     assert (again.acted, again.acted_detail, again.actual_makespan_s) == (True, "3 of 4 requests moved", 90.0)
     assert again.predicted_s == 96.0  # it was acted on, so the proposal was foreseen, its costs paid
@@ -126,7 +126,7 @@ def test_what_became_of_a_plan_comes_back(shelf: Shelf) -> None:
 
 def test_a_plan_of_an_earlier_version_is_read_as_far_as_it_goes(shelf: Shelf) -> None:
     shelf.open()
-    shelf.write(Kind.PLAN, "old", OLD_BODY)
+    shelf.write(EntryKind.PLAN, "old", OLD_BODY)
     plan = shelf.open().get(PlanId("old"))
     assert (plan.proposed_configuration, plan.current_makespan_s) == ("tp4", 430.0)
     assert plan.verdict == Hold("advise_only", "mode is advise")
@@ -147,8 +147,8 @@ def test_a_plan_that_cannot_be_read_is_left_out_and_said(
     shelf: Shelf, broken: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     book = shelf.open()
-    shelf.write(Kind.PLAN, "broken", broken)
-    shelf.write(Kind.PLAN_ACTUAL, "broken", {"actual_makespan_s": 3.0})
+    shelf.write(EntryKind.PLAN, "broken", broken)
+    shelf.write(EntryKind.PLAN_ACTUAL, "broken", {"actual_makespan_s": 3.0})
     book.add(PLAN, "digest")
     assert [plan.id for plan in shelf.open().newest(0)] == ["p1"]
     assert "plan broken is left out: another version wrote it" in caplog.text
@@ -156,7 +156,7 @@ def test_a_plan_that_cannot_be_read_is_left_out_and_said(
 
 def test_a_plan_from_before_acts_were_written_counts_as_held(shelf: Shelf) -> None:
     shelf.open()
-    shelf.write(Kind.PLAN, "old", {key: value for key, value in OLD_BODY.items() if key != "acts"})
+    shelf.write(EntryKind.PLAN, "old", {key: value for key, value in OLD_BODY.items() if key != "acts"})
     assert isinstance(shelf.open().get(PlanId("old")).verdict, Hold)
 
 
@@ -166,7 +166,7 @@ def test_outcomes_calibrate_and_survive_a_restart(shelf: Shelf) -> None:
         assert book.calibration.correction == 1.0
         began_s = 1000.0 + 100 * number
         book.add(replace(PLAN, id=PlanId(f"p{number}"), created_s=began_s), "digest")
-        book.step_ended(Step(began_s - 1.0, began_s + 80.0))
+        book.step_ended(GenerationStep(began_s - 1.0, began_s + 80.0))
     assert book.calibration.bias == pytest.approx(0.25)
     assert book.calibration.correction == pytest.approx(0.8)
     assert shelf.open().calibration == book.calibration
@@ -178,7 +178,7 @@ def test_plans_before_the_last_that_acted_say_nothing_of_predictions(shelf: Shel
     book.add(PLAN, "digest")
     book.add(replace(PLAN, id=PlanId("p2"), created_s=1010.0), "digest")
     book.acted(PlanId("p2"), True, "")
-    book.step_ended(Step(990.0, 1106.0))
+    book.step_ended(GenerationStep(990.0, 1106.0))
     assert book.calibration == Calibration(1, 0.0, 0.0)  # p2 foresaw 96 s, and took them
 
 
@@ -186,7 +186,7 @@ def test_a_corrected_prediction_is_held_against_its_outcome_uncorrected(shelf: S
     """Else a correction that works would look like one that is not needed."""
     book = shelf.open()
     book.add(replace(PLAN, current_makespan_s=80.0, correction=0.8), "digest")
-    book.step_ended(Step(990.0, 1080.0))
+    book.step_ended(GenerationStep(990.0, 1080.0))
     assert book.calibration.bias == pytest.approx(0.25)
 
 
@@ -194,13 +194,13 @@ def test_the_last_change_of_the_deployment_is_remembered(shelf: Shelf) -> None:
     book = shelf.open()
     assert book.last_switch_s is None
     book.add(PLAN, "digest")
-    book.deployment_ended(PLAN.id, DeploymentOutcome(True, "2 started", 1005.0))
+    book.deployment_ended(PLAN.id, RedeploymentOutcome(True, "2 started", 1005.0))
     assert book.last_switch_s == shelf.open().last_switch_s == 1005.0
 
 
 def test_what_is_written_is_plain_json(shelf: Shelf) -> None:
     shelf.open().add(PLAN, "digest")
     assert shelf.journal is not None
-    entry = shelf.journal.latest(Kind.PLAN)
+    entry = shelf.journal.latest(EntryKind.PLAN)
     assert entry is not None
     assert json.loads(json.dumps(entry.body))["instances"][0]["gpus"] == [0, 1]

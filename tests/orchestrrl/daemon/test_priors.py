@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.daemon.priors import PREFIX, Assumed, assumed_of, similar_model
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.daemon.priors import PREFIX, AssumedProfile, assumed_of, similar_model
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import ServingFacts
 from planner.cost.engines import ENGINES
 from planner.cost.hardware import GPUS, UnknownGpu, gpu_of_product
@@ -23,8 +23,8 @@ H100 = "NVIDIA H100 80GB HBM3"
 E0 = EngineId("e0")
 
 
-def assumed(facts: ServingFacts, engine: EngineId = E0) -> Assumed:
-    return assumed_of(engine, Capabilities("vllm", "1", ("served",), serving=facts))
+def assumed(facts: ServingFacts, engine: EngineId = E0) -> AssumedProfile:
+    return assumed_of(engine, EngineCapabilities("vllm", "1", ("served",), serving=facts))
 
 
 @pytest.mark.parametrize(

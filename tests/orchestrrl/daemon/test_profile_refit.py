@@ -6,9 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchestrrl.daemon.profile_refit import HALF_LIFE, MOST_CELLS, PER_CELL, Refitter, batch_between
+from orchestrrl.daemon.profile_refit import HALF_LIFE, MOST_CELLS, PER_CELL, ProfileRefitter, batch_between
 from orchestrrl.fleet.reports import EngineSample
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
+from planner.cost.profile import (
+    Curve,
+    EngineProfile,
+    MoveCosts,
+    Parallelism,
+    Profile,
+    ProfileSource,
+    Provenance,
+    StepTime,
+)
 from planner.model import ConfigurationId
 
 TP2 = ConfigurationId("tp2")
@@ -20,18 +29,18 @@ PRIOR = EngineProfile(
     kv_capacity_tokens=500_000,
     max_sequences=512,
     switch_s=1.7,
-    provenance=Provenance(Source.ROOFLINE, "2026-01-01"),
+    provenance=Provenance(ProfileSource.ROOFLINE, "2026-01-01"),
 )
 MOVES = MoveCosts(2e5, Curve.line(0.01, 1e-11), Curve.line(0.0, 1 / 18_000))
 TRUTH = StepTime(Curve.line(0.0184, 8.1e-5), 4.1e-8)
 LOADS = ((1, 1000), (20, 9000), (64, 64_000), (200, 400_000))
 
 
-def refitter() -> Refitter:
-    return Refitter(Profile("m", "g", "vllm", (PRIOR,), MOVES), date=lambda: "2026-02-02")
+def refitter() -> ProfileRefitter:
+    return ProfileRefitter(Profile("m", "g", "vllm", (PRIOR,), MOVES), date=lambda: "2026-02-02")
 
 
-def feed(fitting: Refitter, count: int, truth: StepTime = TRUTH, seed: int = 0, outliers: float = 0.0) -> None:
+def feed(fitting: ProfileRefitter, count: int, truth: StepTime = TRUTH, seed: int = 0, outliers: float = 0.0) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(count):
         sequences = int(np.exp(rng.uniform(0, np.log(400))))
@@ -47,7 +56,7 @@ def test_telemetry_takes_over() -> None:
     engine = fitting.profile(TP2)
     for load in LOADS:
         assert engine.step.at(*load) == pytest.approx(TRUTH.at(*load), rel=0.05)
-    assert engine.provenance.source is Source.MEASURED
+    assert engine.provenance.source is ProfileSource.MEASURED
     assert engine.provenance.date == "2026-02-02"
     assert engine.provenance.detail == "telemetry; began as roofline, 2026-01-01"
     assert 0 < engine.provenance.samples <= PER_CELL * MOST_CELLS

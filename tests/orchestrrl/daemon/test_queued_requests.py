@@ -3,8 +3,8 @@
 from builders import engine_report, gateway_report, request, sample
 
 from orchestrrl.core.config.schema import FastSettings
-from orchestrrl.daemon.balancing import Situation, balance_problem, decide_balance
-from orchestrrl.fleet.state import EngineFacts, State
+from orchestrrl.daemon.balancing import BalanceSituation, balance_problem, decide_balance
+from orchestrrl.fleet.state import EngineFacts, FleetState
 from planner.model import Mode, RequestState, RequestView, Snapshot
 
 SETTINGS = FastSettings(theta=0.0001)
@@ -12,7 +12,7 @@ SETTINGS = FastSettings(theta=0.0001)
 
 def crowded(*queued: RequestView) -> Snapshot:
     """Eight requests on e0, none on e1."""
-    state = State([EngineFacts(id, "", max_sequences=4) for id in ("e0", "e1")])  # type: ignore[arg-type]
+    state = FleetState([EngineFacts(id, "", max_sequences=4) for id in ("e0", "e1")])  # type: ignore[arg-type]
     state.fold_gateway(gateway_report(request("r0"), sequence=1), 90.0)
     for id in ("e0", "e1"):
         state.fold_engine(
@@ -29,7 +29,7 @@ def test_the_queue_changes_no_move() -> None:
     with_queue, without = crowded(*queued), crowded()
     assert {r.id for r in with_queue.requests} - {r.id for r in without.requests} == {"q0", "q1"}
     assert balance_problem(with_queue, SETTINGS).workers == balance_problem(without, SETTINGS).workers
-    decided, plain = (decide_balance(view, SETTINGS, Situation(Mode.ACT)) for view in (with_queue, without))
+    decided, plain = (decide_balance(view, SETTINGS, BalanceSituation(Mode.ACT)) for view in (with_queue, without))
     assert decided.moves == plain.moves
     assert decided.moves
 

@@ -12,8 +12,8 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.metrics import PlaneCollector
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.fleet.reports import EngineReport, EngineSample
@@ -54,12 +54,12 @@ class Daemon:
             self._sequence += 1
             for engine, about in facts.items():
                 total = self._totals[engine] = self._totals.get(engine, 0) + 12 * running.get(engine, 0)
-                offers = Capabilities("vllm", "1", ("m",), max_sequences=64, serving=about) if turn == 0 else None
+                offers = EngineCapabilities("vllm", "1", ("m",), max_sequences=64, serving=about) if turn == 0 else None
                 self.plane.engine_reported(self._engine_report(engine, running.get(engine, 0), total, offers), 1)
             report = gateway_report(*requests, sequence=self._sequence, at_s=self.clock.now_s())
             self.plane.gateway_reported(report, 1)
 
-    def _engine_report(self, engine: str, running: int, total: int, offers: Capabilities | None) -> EngineReport:
+    def _engine_report(self, engine: str, running: int, total: int, offers: EngineCapabilities | None) -> EngineReport:
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
         reading: EngineSample = sample(self.clock.now_s(), running, 0, total, **fields)
         rate = 50.0 * running if running else None
@@ -72,7 +72,7 @@ class Daemon:
 
     def page(self) -> str:
         registry = CollectorRegistry()
-        registry.register(PlaneCollector(self.plane))
+        registry.register(DaemonCollector(self.plane))
         return generate_latest(registry).decode()
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.daemon.remaining_tokens import Outlook, smooth_means
+from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator, smooth_means
 from planner.model import EngineId, FinishedLength, RequestId, RequestState, RequestView, Snapshot
 from planner.workload.forecast import conditional_lengths
 
@@ -33,7 +33,9 @@ def snapshot(*requests: RequestView, finished: tuple[FinishedLength, ...] = (), 
 @given(st.lists(st.tuples(st.integers(0, LONGEST), st.none() | st.integers(1, LONGEST)), min_size=1, max_size=20))
 def test_everybody_has_something_left_and_nobody_more_than_its_limit(held: list[tuple[int, int | None]]) -> None:
     requests = [request(f"r{i}", min(age, limit or LONGEST), limit) for i, (age, limit) in enumerate(held)]
-    remaining = Outlook().remaining_tokens(snapshot(*requests, finished=heavy_tailed(200)), BIN, LONGEST)
+    remaining = RemainingTokensEstimator().remaining_tokens(
+        snapshot(*requests, finished=heavy_tailed(200)), BIN, LONGEST
+    )
     assert set(remaining) == {one.id for one in requests}
     for one in requests:
         assert 1.0 <= remaining[one.id] <= (one.max_tokens or LONGEST) + 1e-6
@@ -42,14 +44,18 @@ def test_everybody_has_something_left_and_nobody_more_than_its_limit(held: list[
 def test_a_request_of_little_more_age_is_expected_to_take_little_more_or_less() -> None:
     """What jumps between bins would look like a gain between engines."""
     requests = [request(f"r{age}", age) for age in range(0, LONGEST, 16)]
-    remaining = Outlook().remaining_tokens(snapshot(*requests, finished=heavy_tailed(100)), BIN, LONGEST)
+    remaining = RemainingTokensEstimator().remaining_tokens(
+        snapshot(*requests, finished=heavy_tailed(100)), BIN, LONGEST
+    )
     means = np.array([remaining[one.id] for one in requests])
     assert np.abs(np.diff(means)).max() < 6 * 16
 
 
 def test_with_a_heavy_tail_older_means_longer() -> None:
     requests = [request(f"r{age}", age) for age in (0, 256, 1024, 3000)]
-    remaining = Outlook().remaining_tokens(snapshot(*requests, finished=heavy_tailed(2000)), BIN, LONGEST)
+    remaining = RemainingTokensEstimator().remaining_tokens(
+        snapshot(*requests, finished=heavy_tailed(2000)), BIN, LONGEST
+    )
     assert list(remaining.values()) == sorted(remaining.values())
 
 
@@ -61,7 +67,7 @@ def test_at_the_ages_it_is_the_conditional_mean() -> None:
 
 
 def test_it_learns_when_enough_more_have_finished_and_when_a_step_begins() -> None:
-    outlook, one = Outlook(), request("r0", 1000)
+    outlook, one = RemainingTokensEstimator(), request("r0", 1000)
     short = tuple(FinishedLength(1200) for _ in range(160))
     before = outlook.remaining_tokens(snapshot(one, finished=short), BIN, LONGEST)
     few = (*short, *(FinishedLength(6000) for _ in range(5)))
@@ -73,4 +79,4 @@ def test_it_learns_when_enough_more_have_finished_and_when_a_step_begins() -> No
 
 
 def test_nothing_in_flight_expects_nothing() -> None:
-    assert Outlook().remaining_tokens(snapshot(), BIN, LONGEST) == {}
+    assert RemainingTokensEstimator().remaining_tokens(snapshot(), BIN, LONGEST) == {}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.daemon.step_lengths import StepLengths
 from planner.model import FinishedLength
 
@@ -18,7 +18,7 @@ def journal(tmp_path: Path) -> Journal:
 
 def write(journal: Journal, lengths: StepLengths, *steps: list[FinishedLength]) -> None:
     for step in steps:
-        journal.append(0.0, Kind.STEP_ENDED, "", {"lengths": lengths.step_ended(step)})
+        journal.append(0.0, EntryKind.STEP_ENDED, "", {"lengths": lengths.step_ended(step)})
 
 
 def test_a_restart_takes_up_what_was_written(journal: Journal) -> None:
@@ -35,7 +35,7 @@ def test_a_restart_takes_up_what_was_written(journal: Journal) -> None:
 
 def test_steps_counted_in_other_bins_or_not_at_all_are_left(journal: Journal) -> None:
     write(journal, StepLengths(20, 80), STEP)
-    journal.append(0.0, Kind.STEP_ENDED, "", {"started_s": 0.0, "ended_s": 1.0})
+    journal.append(0.0, EntryKind.STEP_ENDED, "", {"started_s": 0.0, "ended_s": 1.0})
     lengths = StepLengths(10, 80)
     lengths.recover(journal)
     assert lengths.expected() is None

@@ -11,16 +11,16 @@ from typing import Any, TypeVar, cast
 import pytest
 from fabric_house import ACROSS_RAILS, GEN, House, house
 
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.config.weights import NetworkSettings
-from orchestrrl.core.pause_registry import Part
-from orchestrrl.daemon.weight_circuits import JOB, PERIOD, WeightCircuits, intent_of
+from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.daemon.weight_circuits import JOB, PERIOD, CircuitsForSyncs, intent_of
 from orchestrrl.fabric.periods import PeriodState
-from orchestrrl.weights.controller.circuits import Brought, PacketNetwork
+from orchestrrl.weights.controller.circuits import BroughtUp, PacketNetwork
 from orchestrrl.weights.controller.planning import PairLink, PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
-from orchestrrl.weights.model import Peer, PeerId, PeerRole, Place
-from orchestrrl.weights.orders import Edge
+from orchestrrl.weights.model import Peer, PeerId, PeerLocation, PeerRole
+from orchestrrl.weights.orders import CarryEdge
 from planner.fabric.intent import Stage
 from planner.model import Mode
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 MIB = 1 << 20
 
 
-def peer(name: str, place: Place) -> Peer:
+def peer(name: str, place: PeerLocation) -> Peer:
     role = PeerRole.TRAINER if name.startswith("t") else PeerRole.ENGINE
     return Peer(PeerId(name), role, name, place, {"tcp": f"{name}:1"})
 
@@ -37,19 +37,19 @@ def peer(name: str, place: Place) -> Peer:
 PEERS = {
     each.id: each
     for each in (
-        peer("t0", Place(gpu=0)),
-        peer("t1", Place(gpu=2)),
-        peer("g0", Place(gpu=16)),
-        peer("g1", Place(gpu=19)),
-        peer("h0", Place(gpu=24)),
-        peer("h1", Place(gpu=27)),
+        peer("t0", PeerLocation(gpu=0)),
+        peer("t1", PeerLocation(gpu=2)),
+        peer("g0", PeerLocation(gpu=16)),
+        peer("g1", PeerLocation(gpu=19)),
+        peer("h0", PeerLocation(gpu=24)),
+        peer("h1", PeerLocation(gpu=27)),
     )
 }
 
 
 def planned(*edges: tuple[str, str], size: int = 4096 * MIB) -> PlannedSync:
     made = tuple(
-        Edge(f"e{number}", "all", 0, size, PeerId(src), PeerId(dst), "tcp", f"{dst}:1")
+        CarryEdge(f"e{number}", "all", 0, size, PeerId(src), PeerId(dst), "tcp", f"{dst}:1")
         for number, (src, dst) in enumerate(edges)
     )
     # Of the rest of a plan nothing is asked.
@@ -70,13 +70,15 @@ async def within(site: House, work: Coroutine[Any, Any, T], limit_s: float = 60.
     return task.result()
 
 
-async def brought(site: House, circuits: WeightCircuits, sync: PlannedSync = TREE) -> tuple[Brought, list[SyncPhase]]:
+async def brought(
+    site: House, circuits: CircuitsForSyncs, sync: PlannedSync = TREE
+) -> tuple[BroughtUp, list[SyncPhase]]:
     phases: list[SyncPhase] = []
     return await within(site, circuits.bring_up("s1", sync, phases.append)), phases
 
 
-def of(site: House, **more: Any) -> WeightCircuits:
-    return WeightCircuits(site.coordinator, lambda: PEERS, **more)
+def of(site: House, **more: Any) -> CircuitsForSyncs:
+    return CircuitsForSyncs(site.coordinator, lambda: PEERS, **more)
 
 
 async def test_what_a_sync_could_have_is_what_is_sound_and_free(tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ async def test_where_nothing_may_change_the_sync_hears_what_there_is(tmp_path: P
         before = site.up()
         match why:
             case "operator_paused":
-                site.holds.pause(Part.SYNC, "not today", 0.0)
+                site.holds.pause(PauseScope.SYNC, "not today", 0.0)
             case "advise":
                 site.mode = Mode.ADVISE
             case _:
@@ -227,7 +229,7 @@ async def test_a_pod_whose_fibres_failed_is_told_of_and_others_get_circuits(tmp_
         await site.at_boundary(GEN)
         # All fibres of gen0's uplink have failed, and nobody knows it yet.
         for port in (9, 10, 11, 12):
-            site.fail("core0", Fault(FaultKind.FAIL_PORT, port))
+            site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, port))
         circuits = of(site)
         got, _ = await brought(site, circuits)
         assert got.network.pairs is not None
@@ -291,8 +293,8 @@ def test_an_intent_is_what_edges_send_between_gpus() -> None:
 
     peers = {
         **PEERS,
-        PeerId("n0"): peer("n0", Place(pod="gen1", tor="gen1/r1")),
-        PeerId("n1"): peer("n1", Place(pod="elsewhere")),
+        PeerId("n0"): peer("n0", PeerLocation(pod="gen1", tor="gen1/r1")),
+        PeerId("n1"): peer("n1", PeerLocation(pod="elsewhere")),
     }
     sync = planned(("t0", "g0"), ("t0", "g0"), ("t0", "n0"), ("t0", "n1"), size=5)
     intent, notes = intent_of(sync.edges, read_site(SITE), peers)
@@ -305,10 +307,13 @@ async def test_without_a_fabric_the_network_is_the_configurations() -> None:
     settings = NetworkSettings.model_validate(
         {"link_gbps": 10.0, "pods": [{"id": "a", "boundary_circuits": 2}], "tors": [{"id": "a/r0", "circuits": 4}]}
     )
-    peers = {PeerId("t0"): peer("t0", Place(pod="a", tor="a/r0")), PeerId("g0"): peer("g0", Place(nic_gbps=25.0))}
+    peers = {
+        PeerId("t0"): peer("t0", PeerLocation(pod="a", tor="a/r0")),
+        PeerId("g0"): peer("g0", PeerLocation(nic_gbps=25.0)),
+    }
     network = PacketNetwork(settings, lambda: peers)
     got = await network.bring_up("s1", TREE, lambda _: None)
-    assert got == Brought(network.network())
+    assert got == BroughtUp(network.network())
     assert got.network.boundary_circuits == {"a": 2}
     assert [each.nic_gbps for each in got.network.stations.values()] == [100.0, 25.0]
     assert await network.tear_down("s1") == ()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines import exchange
-from orchestrrl.engines.exchange import ChunkedBody, Connection, Pool, read_head, written
+from orchestrrl.engines.exchange import ChunkedBody, ConnectionPool, EngineConnection, read_head, written
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -53,21 +53,21 @@ def test_a_header_stays_in_its_line() -> None:
 @pytest.mark.parametrize("url", ["", "h:1", "http://", "ftp://h", "http://h:x", "http://[::1"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(Permanent):
-        Pool(url, connect_timeout_s=1, headers={})
+        ConnectionPool(url, connect_timeout_s=1, headers={})
 
 
 # --- against a server that does what it is told ---
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-Serve = Callable[[Script], Awaitable[Pool]]
+Serve = Callable[[Script], Awaitable[ConnectionPool]]
 
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
     servers: list[asyncio.Server] = []
-    pools: list[Pool] = []
+    pools: list[ConnectionPool] = []
 
-    async def start(script: Script) -> Pool:
+    async def start(script: Script) -> ConnectionPool:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 await script(reader, writer)
@@ -78,7 +78,9 @@ async def serve() -> AsyncIterator[Serve]:
 
         servers.append(await asyncio.start_server(handle, "127.0.0.1", 0))
         port = servers[-1].sockets[0].getsockname()[1]
-        pools.append(Pool(f"http://user:pass@127.0.0.1:{port}/base/", connect_timeout_s=5, headers={"K": "v"}))
+        pools.append(
+            ConnectionPool(f"http://user:pass@127.0.0.1:{port}/base/", connect_timeout_s=5, headers={"K": "v"})
+        )
         return pools[-1]
 
     yield start
@@ -93,7 +95,7 @@ async def request(reader: asyncio.StreamReader) -> bytes:
     return head + await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
 
 
-async def answer(pool: Pool) -> tuple[int, bytes]:
+async def answer(pool: ConnectionPool) -> tuple[int, bytes]:
     asked = pool.exchange("/p", b"{}", [("X-Request-Id", "r")])
     connection = await asked.begin()
     body = await connection.read_all()
@@ -167,7 +169,7 @@ async def test_a_kept_connection_that_breaks_late_is_not(serve: Serve, monkeypat
     assert await answer(pool) == (200, b"x")
     take_kept = pool.take_kept
 
-    def take_and_wait_shortly() -> Connection | None:
+    def take_and_wait_shortly() -> EngineConnection | None:
         kept = take_kept()
         monkeypatch.setattr("orchestrrl.engines.exchange.KEEP_IDLE_S", 0.01)
         return kept
@@ -329,7 +331,7 @@ async def test_an_engine_is_held_back_while_nobody_reads(serve: Serve) -> None:
 
     pool = await serve(script)
     asked = pool.exchange("/p", b"{}", ())
-    connection: Connection = await asked.begin()
+    connection: EngineConnection = await asked.begin()
     before = -1
     while len(wrote) != before:  # until it cannot write any more
         before = len(wrote)
@@ -340,6 +342,6 @@ async def test_an_engine_is_held_back_while_nobody_reads(serve: Serve) -> None:
 
 
 async def test_nobody_there_is_retryable(unused_tcp_port: int) -> None:
-    pool = Pool(f"http://127.0.0.1:{unused_tcp_port}", connect_timeout_s=5, headers={})
+    pool = ConnectionPool(f"http://127.0.0.1:{unused_tcp_port}", connect_timeout_s=5, headers={})
     with pytest.raises(Retryable):
         await pool.exchange("/p", b"{}", ()).begin()

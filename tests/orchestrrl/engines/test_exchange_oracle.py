@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.engines.exchange import Pool
+from orchestrrl.engines.exchange import ConnectionPool
 
 DEADLINE_S = 120.0
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -87,7 +87,7 @@ async def answers_by_both(pieces: list[bytes]) -> tuple[tuple[int, bytes] | None
 
 
 async def _ours(url: str) -> tuple[int, bytes] | None:
-    pool = Pool(url, connect_timeout_s=5, headers={})
+    pool = ConnectionPool(url, connect_timeout_s=5, headers={})
     asked = pool.exchange("/p", b"{}", ())
     try:
         connection = await asked.begin()

@@ -4,13 +4,13 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.engines.sse import DONE, Events
+from orchestrrl.engines.sse import DONE, ServerSentEvents
 
 STREAM = b'data: {"text": "\xc3\xa9\\n"}\r\n\r\n: keep-alive\n\nevent: x\ndata:{"a": 1}\n\ndata: [DONE]\n\ndata: cut'
 
 
 def told(stream: bytes, at: list[int]) -> list[bytes]:
-    events = Events()
+    events = ServerSentEvents()
     edges = [0, *sorted(at), len(stream)]
     return [event for start, end in itertools.pairwise(edges) for event in events.feed(stream[start:end])]
 

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Chunk, Endpoint, GenerationRequest, Refused
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, GenerationRequest, RequestRefused
 from orchestrrl.engines.vllm import VllmEngine, parse_metrics
 from orchestrrl.engines.vllm_info import server_identity
 
@@ -72,7 +72,7 @@ def answering(status: int, body: Any, headers: dict[str, str] | None = None) -> 
     return handler
 
 
-def request(request_id: str = "x1", endpoint: Endpoint = Endpoint.COMPLETIONS) -> GenerationRequest:
+def request(request_id: str = "x1", endpoint: CompletionEndpoint = CompletionEndpoint.COMPLETIONS) -> GenerationRequest:
     return GenerationRequest(request_id, endpoint, {"model": "m", "prompt": [1, 2]})
 
 
@@ -164,7 +164,7 @@ async def test_chunks_of_several_tokens_are_asked_for_unless_the_client_says_oth
 
     engine = await serve(handler)
     for body, coalesce_tokens in (({}, 1), ({}, 8), ({"stream_interval": 2}, 8)):
-        asked = GenerationRequest("x", Endpoint.COMPLETIONS, {"prompt": [1], **body}, coalesce_tokens)
+        asked = GenerationRequest("x", CompletionEndpoint.COMPLETIONS, {"prompt": [1], **body}, coalesce_tokens)
         assert len([chunk async for chunk in engine.generate(asked)]) == 2
     assert seen == [None, 8, 2]
 
@@ -216,13 +216,13 @@ async def test_a_busy_or_broken_engine_is_retryable(serve: Serve, status: int) -
 
 async def test_a_refusal_carries_the_engines_own_words(serve: Serve) -> None:
     body = {"error": {"message": "no such thing", "type": "BadRequestError", "param": "prompt", "code": 400}}
-    with pytest.raises(Refused, match="no such thing") as raised:
+    with pytest.raises(RequestRefused, match="no such thing") as raised:
         await chunks_of(await serve(answering(400, body)))
     assert (raised.value.status, raised.value.body) == (400, body)
 
 
 async def test_a_refusal_in_other_words_becomes_an_error_object(serve: Serve) -> None:
-    with pytest.raises(Refused) as raised:
+    with pytest.raises(RequestRefused) as raised:
         await chunks_of(await serve(answering(404, "<html>nothing here</html>")))
     assert raised.value.status == 404
     assert "nothing here" in raised.value.body["error"]["message"]
@@ -230,7 +230,7 @@ async def test_a_refusal_in_other_words_becomes_an_error_object(serve: Serve) ->
 
 async def test_an_error_in_the_stream_is_a_refusal_or_the_end_of_the_engine(serve: Serve) -> None:
     wrong = {"error": {"message": "out of vocabulary", "type": "BadRequestError", "param": None, "code": 400}}
-    with pytest.raises(Refused, match="out of vocabulary") as raised:
+    with pytest.raises(RequestRefused, match="out of vocabulary") as raised:
         await chunks_of(await serve(streaming(wrong, "[DONE]")))
     assert raised.value.body == wrong
     dying = {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Engine, Loaded, weights_engine
+from orchestrrl.engines.base import Engine, LoadedWeights, weights_engine
 from orchestrrl.engines.weights_conformance import write_version
 from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
@@ -92,7 +92,7 @@ async def test_workers_that_do_not_agree_have_not_loaded_it(
     assert await engine.is_paused()
     server.answers["/collective_rpc"] = (200, {"results": [good, {**good, "sum": "t", "is_read_back": False}]})
     # On hosts that hold other parts of a version.
-    assert await engine.weights.load_weights(versions[1], 1) == Loaded(1, "s+t", is_read_back=False)
+    assert await engine.weights.load_weights(versions[1], 1) == LoadedWeights(1, "s+t", is_read_back=False)
 
 
 async def test_what_cannot_be_named_is_not_resumed(
@@ -155,7 +155,7 @@ async def test_after_a_reload_that_failed_every_layer_is_loaded_from_its_beginni
         with pytest.raises(OutcomeUnknown):
             await engine.weights.load_weights(tmp_path / "nowhere", 1)
         server.heard.clear()
-        assert await engine.weights.load_weights(versions[1], 1) == Loaded(1, folder_sum(versions[1]))
+        assert await engine.weights.load_weights(versions[1], 1) == LoadedWeights(1, folder_sum(versions[1]))
         assert server.heard.count("/collective_rpc") == 2
         server.heard.clear()
         await engine.weights.load_weights(versions[0], 2)

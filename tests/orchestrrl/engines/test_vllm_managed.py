@@ -10,11 +10,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import Loaded
-from orchestrrl.engines.managed import EngineLayout, Excerpt, connect_managed
+from orchestrrl.engines.base import LoadedWeights
+from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout, connect_managed
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.engines.vllm_info import BEGAN_AT, ServerInfo, read_server_info
+from orchestrrl.engines.vllm_info import BEGAN_AT, VllmServerInfo, read_server_info
 from orchestrrl.engines.vllm_weight_flags import BACKEND
 from orchestrrl.engines.weights_conformance import write_version
 from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE, folder_sum
@@ -133,7 +133,7 @@ async def engine(fake: FakeServer) -> AsyncIterator[VllmEngine]:
 async def test_layout_seats_and_talents_are_those_that_the_server_was_started_with(
     engine: VllmEngine, fake: FakeServer
 ) -> None:
-    assert await engine.layout() == EngineLayout(tp=2, pp=1, dp=4, ep=True)
+    assert await engine.layout() == ReportedLayout(tp=2, pp=1, dp=4, ep=True)
     found = await engine.capabilities()
     assert (found.max_sequences, found.sleep, found.scale_elastic_ep) == (32, True, True)
     fake.parallel["enable_elastic_ep"] = fake.model["enable_sleep_mode"] = False
@@ -142,7 +142,7 @@ async def test_layout_seats_and_talents_are_those_that_the_server_was_started_wi
     fake.without = {"/server_info"}
     found = await engine.capabilities()
     assert (found.max_sequences, found.sleep, found.scale_elastic_ep) == (None, False, False)
-    assert await engine.layout() == EngineLayout()
+    assert await engine.layout() == ReportedLayout()
     for order in (engine.sleep, engine.wake):
         with pytest.raises(Permanent, match="--enable-sleep-mode"):
             await order()
@@ -154,8 +154,8 @@ async def test_layout_seats_and_talents_are_those_that_the_server_was_started_wi
 @pytest.mark.parametrize(
     ("info", "found"),
     [
-        ({"vllm_config": "as text"}, ServerInfo()),
-        ({"vllm_config": {"scheduler_config": {"max_num_seqs": 3}}}, ServerInfo(max_sequences=3)),
+        ({"vllm_config": "as text"}, VllmServerInfo()),
+        ({"vllm_config": {"scheduler_config": {"max_num_seqs": 3}}}, VllmServerInfo(max_sequences=3)),
         (
             {
                 "vllm_config": {
@@ -167,7 +167,7 @@ async def test_layout_seats_and_talents_are_those_that_the_server_was_started_wi
                     },
                 }
             },
-            ServerInfo(EngineLayout(dp=4), max_sequences=6, serving=ServingFacts(dp=2)),
+            VllmServerInfo(ReportedLayout(dp=4), max_sequences=6, serving=ServingFacts(dp=2)),
         ),
         *(
             (
@@ -177,13 +177,13 @@ async def test_layout_seats_and_talents_are_those_that_the_server_was_started_wi
                         part: {"enable_return_routed_experts": True},
                     }
                 },
-                ServerInfo(max_sequences=3, routed_experts=True),
+                VllmServerInfo(max_sequences=3, routed_experts=True),
             )
             for part in ("aux_output_config", "model_config")
         ),
     ],
 )
-def test_what_a_server_does_not_tell_is_not_made_up(info: dict[str, Any], found: ServerInfo) -> None:
+def test_what_a_server_does_not_tell_is_not_made_up(info: dict[str, Any], found: VllmServerInfo) -> None:
     assert read_server_info(info) == found
 
 
@@ -239,8 +239,8 @@ async def test_a_folder_whose_sum_is_known_is_looked_at_and_not_summed(
 ) -> None:
     assert await engine.weights.takes_sums()
     folder = write_version(tmp_path / "v7", 7)
-    assert await engine.weights.load_weights(folder, 7) == Loaded(7, folder_sum(folder))
-    assert await engine.weights.load_weights(folder, 8, "known") == Loaded(8, "known")
+    assert await engine.weights.load_weights(folder, 7) == LoadedWeights(7, folder_sum(folder))
+    assert await engine.weights.load_weights(folder, 8, "known") == LoadedWeights(8, "known")
     (folder / MODEL_FILE).write_bytes(b"cut")
     with pytest.raises(Permanent, match="cut short"):
         await engine.weights.load_weights(folder, 9, "known")
@@ -321,7 +321,7 @@ async def test_an_excerpt_of_another_form_is_permanent(
         await engine.excerpt([1, 2], 2)
 
 
-TEXT = Excerpt((1, 2), (5, 6), (-0.5, -1.0))
+TEXT = AnswerExcerpt((1, 2), (5, 6), (-0.5, -1.0))
 SCORES: list[tuple[Any, tuple[float, ...] | None]] = [
     (
         [None, {"2": {"logprob": -9}}, {"5": {"logprob": -1.5}, "7": {"logprob": -1}}, {"6": {"logprob": -2}}],

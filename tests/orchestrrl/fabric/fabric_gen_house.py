@@ -11,20 +11,20 @@ from switch_house import House
 
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
-from orchestrrl.fabric.coordinator import Coordinator, Rules
-from orchestrrl.fabric.generation_circuits import GenCircuits, Volumes
-from orchestrrl.fabric.operator_overrides import OperatorsWord
-from orchestrrl.fabric.switch_reader import Glass
+from orchestrrl.fabric.coordinator import CircuitCoordinator, CommitRules
+from orchestrrl.fabric.generation_circuits import GenerationCircuits, TrafficVolumes
+from orchestrrl.fabric.operator_overrides import OperatorOverrides
+from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.windows import TraceHub
-from orchestrrl.fleet.redeployment.controller import Switching
+from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.steps import StepKind
 from planner.cost.models import model_named
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.generate import regular_site
 from planner.fabric.materialize import materialize
 from planner.fabric.model import port_pair
-from planner.fabric.shape import Shape
-from planner.fabric.topology import Device
+from planner.fabric.shape import SiteShape
+from planner.fabric.topology import SwitchModel
 
 FIRST_GPU = 4  # those before are of the PoD that trains
 TORS = tuple(f"gen0/b{server}-r0" for server in range(4))
@@ -39,8 +39,8 @@ class FabricHouse:
     def __init__(self, house: House, *, device_s: float = 0.025, within_s: float = 10.0, first_gpu: int = FIRST_GPU):
         self.house = house
         self.clock = house.clock
-        device = Device("tested", device_s, PORTS)
-        shape = Shape(
+        device = SwitchModel("tested", device_s, PORTS)
+        shape = SiteShape(
             1, 1, 4, 1, 1, servers_per_tor=1, tor_uplinks=4, core_lanes=8, response_lanes=4, agg_device=device
         )
         self.site = regular_site(shape)
@@ -54,25 +54,25 @@ class FabricHouse:
         self.gen: Any = None
 
     @asynccontextmanager
-    async def daemon(self) -> AsyncIterator[Switching]:
+    async def daemon(self) -> AsyncIterator[RedeploymentController]:
         async with self.house.daemon() as switching:
             plane = self.house.plane
-            self.fabric = fabric = Coordinator(
+            self.fabric = fabric = CircuitCoordinator(
                 self.site,
-                Glass(self.site, dict(self.switches)),
+                SwitchReader(self.site, dict(self.switches)),
                 CircuitExecutor({str(id): switch for id, switch in self.switches.items()}, plane.journal, self.clock),
                 TraceHub(self.clock),
-                OperatorsWord(self.site, plane.journal, self.clock),
+                OperatorOverrides(self.site, plane.journal, self.clock),
                 plane.holds,
                 plane.journal,
                 self.clock,
                 materialise=lambda intent, state: materialize(self.site, intent, state),
                 mode=lambda: plane.mode,
                 times=CommitTimes({switch.id: switch.device.reconfiguration_s for switch in self.site.switches}),
-                rules=Rules(),
+                rules=CommitRules(),
             )
-            volumes = Volumes(model_named("qwen2.5-14b"), 1e6, self.first_gpu)
-            self.gen = plane.gen_circuits = GenCircuits(fabric, volumes, self.clock, self.within_s)
+            volumes = TrafficVolumes(model_named("qwen2.5-14b"), 1e6, self.first_gpu)
+            self.gen = plane.gen_circuits = GenerationCircuits(fabric, volumes, self.clock, self.within_s)
             add_engine = plane.state.add_engine
 
             def added(facts: Any) -> None:

@@ -12,28 +12,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ocs_drivers.cross_connect_model import Glass as VirtualGlass
-from ocs_drivers.faults import Fault
+from ocs_drivers.cross_connect_model import CrossConnectModel as VirtualGlass
+from ocs_drivers.faults import DeviceFault
 from ocs_drivers.model import CircuitState, Connectivity, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.journal.store import Journal, Kind
-from orchestrrl.core.pause_registry import HoldBook
+from orchestrrl.core.journal.store import EntryKind, Journal
+from orchestrrl.core.pause_registry import PauseRegistry
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
-from orchestrrl.fabric.coordinator import Coordinator, Routing, Rules
-from orchestrrl.fabric.operator_overrides import OperatorsWord
-from orchestrrl.fabric.period_queue import Announced
+from orchestrrl.fabric.coordinator import CircuitCoordinator, CommitRules, PacketRouting
+from orchestrrl.fabric.operator_overrides import OperatorOverrides
+from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodReport
 from orchestrrl.fabric.site import read_site
-from orchestrrl.fabric.switch_reader import Glass, device_pairs
-from orchestrrl.fabric.windows import Arm, Disarm, Ping, Stream, TraceHub
-from planner.fabric.clocks import Exchange
+from orchestrrl.fabric.switch_reader import SwitchReader, device_pairs
+from orchestrrl.fabric.windows import AgentStream, ClockPing, StopWatching, TraceHub, WatchWindows
+from planner.fabric.clocks import ClockExchange
 from planner.fabric.commit_times import CommitTimes
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
 from planner.fabric.model import OcsId, Pair, PortPair
 from planner.fabric.plan import FabricPlan, FabricState
-from planner.fabric.slack import Remaining
+from planner.fabric.slack import RemainingQuiet
 from planner.fabric.topology import Site
 from planner.fabric.windows import Window
 from planner.model import Hold, Mode
@@ -44,21 +44,23 @@ SITE = Path(__file__).parents[3] / "deploy/examples/site.yaml"
 START_S = 1000.0
 
 
-def train(name: str, *groups: Iterable[int], job: str = "", operation: Operation = Operation.DP) -> Intent:
+def train(
+    name: str, *groups: Iterable[int], job: str = "", operation: TrafficOperation = TrafficOperation.DP
+) -> Intent:
     traffic = Traffic(operation, Primitive.ALL_TO_ALL, tuple(map(tuple, groups)), 4e9)
     return Intent(name, Stage.TRAIN, (traffic,), job=job)
 
 
 # Three periods that want different circuits: over the core, of one rail to the other in each PoD, and of one PoD alone.
 OVER_CORE = train("gradients", range(0, 16, 2), range(1, 16, 2))
-ACROSS_RAILS = train("experts", *((i, i + 3) for i in range(0, 16, 4)), operation=Operation.EP)
+ACROSS_RAILS = train("experts", *((i, i + 3) for i in range(0, 16, 4)), operation=TrafficOperation.EP)
 GEN = Intent(
-    "generation", Stage.GEN, (Traffic(Operation.EP, Primitive.ALL_TO_ALL, (tuple(range(16, 24)),), 4e9),), job=""
+    "generation", Stage.GEN, (Traffic(TrafficOperation.EP, Primitive.ALL_TO_ALL, (tuple(range(16, 24)),), 4e9),), job=""
 )
 SYNC = Intent(
     "sync",
     Stage.WEIGHT_SYNC,
-    (Traffic(Operation.WEIGHT_SYNC, Primitive.BROADCAST, ((0,),), 8e9, receivers=(tuple(range(16, 32)),)),),
+    (Traffic(TrafficOperation.WEIGHT_SYNC, Primitive.BROADCAST, ((0,),), 8e9, receivers=(tuple(range(16, 32)),)),),
 )
 
 
@@ -86,7 +88,7 @@ class MortalJournal(Journal):
     kill_after: bool = False
     on_kill: Callable[[], None] = lambda: None
 
-    def append(self, at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+    def append(self, at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
         if self.full_in is not None:
             self.full_in -= 1
             if self.full_in < 0:
@@ -114,9 +116,9 @@ class Agent:
     jobs: Mapping[str, frozenset[int]]
     ahead_s: float = 0.0
     way_s: float = 0.0
-    armed: dict[int, Arm] = field(default_factory=dict)
-    found: dict[str, Remaining | Hold] = field(default_factory=dict)
-    stream: Stream | None = None
+    armed: dict[int, WatchWindows] = field(default_factory=dict)
+    found: dict[str, RemainingQuiet | Hold] = field(default_factory=dict)
+    stream: AgentStream | None = None
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def attach(self) -> None:
@@ -136,30 +138,30 @@ class Agent:
 
     def quiet(self, length_s: float, job: str = "", since_s: float = 0.0) -> None:
         """From `since_s` ago, for `length_s` from now."""
-        self._says(job, Remaining(3, self.now_s - since_s, self.now_s + length_s, 20, 0.01))
+        self._says(job, RemainingQuiet(3, self.now_s - since_s, self.now_s + length_s, 20, 0.01))
 
     def busy(self, job: str = "") -> None:
         self._says(job, Hold("traffic", "rank 0: DP is under way"))
 
-    def _says(self, job: str, word: Remaining | Hold) -> None:
+    def _says(self, job: str, word: RemainingQuiet | Hold) -> None:
         self.found[job] = word
         if self.stream is not None and any(arm.job == job for arm in self.armed.values()):
             self.stream.says(job, self.now_s, min(self.jobs.get(job, {0})), word)
 
-    async def _obey(self, stream: Stream) -> None:
+    async def _obey(self, stream: AgentStream) -> None:
         while (order := await stream.next_order()) is not None:
             match order:
-                case Arm():
+                case WatchWindows():
                     self.armed[order.id] = order
                     if order.job in self.found:
                         stream.says(order.job, self.now_s, 0, self.found[order.job])
-                case Disarm():
+                case StopWatching():
                     self.armed.pop(order.id, None)
-                case Ping():
+                case ClockPing():
                     await self.clock.sleep(self.way_s)
                     received_s = self.now_s
                     await self.clock.sleep(self.way_s)
-                    stream.answers(Exchange(order.sent_s, received_s, received_s, self.clock.now_s()))
+                    stream.answers(ClockExchange(order.sent_s, received_s, received_s, self.clock.now_s()))
 
 
 @dataclass
@@ -182,13 +184,13 @@ class House:
         *,
         connectivity: Connectivity = Connectivity.ANY_TO_ANY,
         reconfiguration_s: float = 0.025,
-        rules: Rules | None = None,
+        rules: CommitRules | None = None,
     ) -> None:
         self.site = site
         self.clock = RestingClock(START_S)
-        self.rules = rules or Rules(within_s=2.0, boundary_within_s=5.0)
+        self.rules = rules or CommitRules(within_s=2.0, boundary_within_s=5.0)
         self.mode = Mode.ACT
-        self.routing: Routing | None = None
+        self.routing: PacketRouting | None = None
         self.sent: list[Sent] = []
         self.plans: list[tuple[FabricState, FabricPlan]] = []
         self._folder = folder
@@ -220,12 +222,12 @@ class House:
         self.journal = MortalJournal(self._folder / "journal.sqlite", self.clock.now_s())
         self.journal.on_kill = self._die
         self.hub = TraceHub(self.clock)
-        self.holds = HoldBook(self.journal, self.clock)
+        self.holds = PauseRegistry(self.journal, self.clock)
         self.circuits = CircuitExecutor(cast(Any, self.switches), self.journal, self.clock)
         self.circuits.recover()
-        self.word = OperatorsWord(self.site, self.journal, self.clock)
-        self.glass = Glass(self.site, self.switches, self.clock, self.circuits.owners)
-        self.coordinator = Coordinator(
+        self.word = OperatorOverrides(self.site, self.journal, self.clock)
+        self.glass = SwitchReader(self.site, self.switches, self.clock, self.circuits.owners)
+        self.coordinator = CircuitCoordinator(
             self.site,
             self.glass,
             self.circuits,
@@ -294,7 +296,7 @@ class House:
             await self.pass_time(0.005)
         return await under_way
 
-    async def over(self, period: Announced, within_s: float = 30.0) -> PeriodReport:
+    async def over(self, period: AnnouncedPeriod, within_s: float = 30.0) -> PeriodReport:
         until_s = self.clock.now_s() + within_s
         while not period.report.over and self.clock.now_s() < until_s:
             await self.pass_time(0.005)
@@ -323,7 +325,7 @@ class House:
         made.attach()
         return made
 
-    def fail(self, switch: str, fault: Fault) -> None:
+    def fail(self, switch: str, fault: DeviceFault) -> None:
         self.switches[OcsId(switch)].glass.inject(fault)
 
     # --- what is seen in it
@@ -366,7 +368,7 @@ class House:
         one, other = sorted((pair.ingress_port, pair.egress_port - offset))
         return PortPair(id, one, other)
 
-    def written(self, *kinds: Kind) -> list[Mapping[str, Any]]:
+    def written(self, *kinds: EntryKind) -> list[Mapping[str, Any]]:
         return [entry.body for entry in self.journal.tail(1000, kinds)]
 
     def _materialise(self, intent: Intent, state: FabricState) -> FabricPlan | Hold:

@@ -9,13 +9,13 @@ from fabric_house import House
 from ocs_drivers.model import CircuitState
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.fabric.packet_routing import FabricRouting
-from orchestrrl.fabric.rerouting import Limits, Steering
+from orchestrrl.fabric.rerouting import Rerouting, ReroutingTimeouts
 from orchestrrl.fabric.route_drivers.virtual import VirtualRouterDriver
-from orchestrrl.fabric.switch_reader import Glance
+from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, fibres_of, interfaces_at, links_up
 from planner.fabric.masks import Port
 from planner.fabric.model import OcsId, PortPair
-from planner.fabric.steering import Domain, Link, Router
+from planner.fabric.steering import RoutedLink, RoutingDomain, TorRouter
 
 STEP_S = 0.001
 LOOK_AGAIN_S = 1.0
@@ -38,10 +38,12 @@ class Light:
             tor: VirtualRouterDriver(tor, clock=house.clock, address=f"192.0.2.{n}", interfaces=names[tor])
             for n, tor in enumerate(tors, start=1)
         }
-        self.domain = Domain({tor: Router(f"192.0.2.{n}", (f"10.0.{n}.0/24",)) for n, tor in enumerate(tors, start=1)})
+        self.domain = RoutingDomain(
+            {tor: TorRouter(f"192.0.2.{n}", (f"10.0.{n}.0/24",)) for n, tor in enumerate(tors, start=1)}
+        )
         self.dark: list[str] = []  # what was sent where nobody is
-        self.joined: dict[Link, Lit] = {}
-        self.cut: set[Link] = set()  # fibres that somebody has pulled
+        self.joined: dict[RoutedLink, Lit] = {}
+        self.cut: set[RoutedLink] = set()  # fibres that somebody has pulled
         self.broken: set[Port] = set()  # ports whose fibre lets no light through
         self.plugged = dict(self.interfaces)  # what is really behind each port
         self.own: set[Interface] = set()
@@ -78,7 +80,7 @@ class Light:
         self.plugged[one], self.plugged[other] = self.plugged[other], self.plugged[one]
         self._lit = (frozenset(), ())
 
-    def links(self) -> frozenset[Link]:
+    def links(self) -> frozenset[RoutedLink]:
         return frozenset(each.link for each in self.lit())
 
     def shine(self) -> None:
@@ -117,13 +119,13 @@ class RoutedHouse(House):
         self._tasks += [asyncio.create_task(self.light.run()), self.tending]
 
     def following(self, unread: frozenset[OcsId] = frozenset()) -> FabricRouting:
-        async def look() -> Glance:
+        async def look() -> SiteReading:
             glance = await self.glass.look()
             kept = frozenset(pair for pair in glance.cross_connects if pair.switch not in unread)
             return replace(glance, cross_connects=kept, unread=dict.fromkeys(unread, "no route to host"))
 
-        limits = Limits(link_up_s=0.2, neighbour_s=0.1)
-        steering = Steering(self.light.routers, self.light.domain, self.clock, limits)
+        limits = ReroutingTimeouts(link_up_s=0.2, neighbour_s=0.1)
+        steering = Rerouting(self.light.routers, self.light.domain, self.clock, limits)
         return FabricRouting(
             self.site,
             self.light.interfaces,
@@ -140,6 +142,6 @@ class RoutedHouse(House):
         self.routes.close()
 
     @property
-    def routed(self) -> frozenset[Link]:
+    def routed(self) -> frozenset[RoutedLink]:
         assert self.follower.routed is not None
         return frozenset(self.follower.routed.links)

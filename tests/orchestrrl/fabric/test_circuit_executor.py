@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ocs_drivers.errors import Conflict, OutcomeUnknown, Permanent, Retryable
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import (
-    Change,
     ChangeMode,
-    Circuit,
+    CircuitChange,
+    CircuitDiff,
     CircuitState,
     CommitResult,
     CrossConnect,
-    Diff,
-    Facts,
-    Reading,
+    CrossConnectReading,
+    DeviceCircuit,
+    SwitchFacts,
 )
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent as OrchestrRLPermanent
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fabric.circuit_executor import (
     RETRY_S,
     VALID_S,
@@ -70,7 +70,7 @@ def executor(switch: VirtualSwitch, journal: Journal, clock: VirtualClock) -> Ci
 
 
 def written(journal: Journal) -> list[tuple[str, bool | None]]:
-    kinds = (Kind.CIRCUITS_INTENT, Kind.CIRCUITS_RESULT)
+    kinds = (EntryKind.CIRCUITS_INTENT, EntryKind.CIRCUITS_RESULT)
     return [(entry.kind, entry.body.get("done")) for entry in journal.tail(100, kinds)]
 
 
@@ -79,11 +79,11 @@ async def shown(switch: VirtualSwitch) -> frozenset[CrossConnect]:
 
 
 async def connect(executor: CircuitExecutor, *pairs: CrossConnect, mode: ChangeMode = ChangeMode.SAFE) -> None:
-    assert (await executor.change("ocs1", Change(pairs), mode)).done
+    assert (await executor.change("ocs1", CircuitChange(pairs), mode)).done
 
 
 async def test_a_change_is_journalled_before_and_after(executor: CircuitExecutor, journal: Journal) -> None:
-    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert outcome.done
     assert written(journal) == [("circuits.intent", None), ("circuits.result", True)]
     intent, result = journal.tail(2, ("circuits.intent", "circuits.result"))
@@ -95,7 +95,7 @@ async def test_a_change_is_journalled_before_and_after(executor: CircuitExecutor
 
 async def test_what_is_so_already_is_not_journalled(executor: CircuitExecutor, journal: Journal) -> None:
     await connect(executor, *OLD)
-    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert outcome.done
     assert outcome.items == ()
     assert len(written(journal)) == 2
@@ -103,7 +103,7 @@ async def test_what_is_so_already_is_not_journalled(executor: CircuitExecutor, j
 
 async def test_evictions_are_told(executor: CircuitExecutor) -> None:
     await connect(executor, *OLD, BYSTANDER)
-    outcome = await executor.change("ocs1", Change(NEW[:1]), ChangeMode.UPDATE)
+    outcome = await executor.change("ocs1", CircuitChange(NEW[:1]), ChangeMode.UPDATE)
     assert outcome.evicted == OLD
 
 
@@ -111,29 +111,31 @@ async def test_a_refused_change_leaves_no_trace_in_the_glass(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch
 ) -> None:
     await connect(executor, *OLD)
-    with pytest.raises(Conflict, match="1:17"):
-        await executor.change("ocs1", Change(NEW), ChangeMode.SAFE)
-    with pytest.raises(Conflict, match="expected 7"):
-        await executor.change("ocs1", Change((BYSTANDER,)), ChangeMode.SAFE, expect_revision=7)
+    with pytest.raises(CircuitConflict, match="1:17"):
+        await executor.change("ocs1", CircuitChange(NEW), ChangeMode.SAFE)
+    with pytest.raises(CircuitConflict, match="expected 7"):
+        await executor.change("ocs1", CircuitChange((BYSTANDER,)), ChangeMode.SAFE, expect_revision=7)
     assert await shown(switch) == frozenset(OLD)
     assert len(written(journal)) == 2
 
 
 async def test_a_partial_commit_is_completed(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
     for silent in (False, True):
-        switch.glass.inject(Fault(FaultKind.PARTIAL_COMMIT, items=1, silent=silent))
-        outcome = await executor.change("ocs1", Change(OLD), ChangeMode.OVERWRITE)
+        switch.glass.inject(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1, silent=silent))
+        outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.OVERWRITE)
         assert outcome.done, outcome
         assert await shown(switch) == frozenset(OLD)
-        await executor.change("ocs1", Change(disconnect=OLD), ChangeMode.SAFE)
+        await executor.change("ocs1", CircuitChange(disconnect=OLD), ChangeMode.SAFE)
 
 
 async def test_what_does_not_take_is_rolled_back_as_a_whole(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch
 ) -> None:
     await connect(executor, *OLD, BYSTANDER)
-    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, 3))
-    outcome = await executor.change("ocs1", Change((CrossConnect(1, 18), CrossConnect(3, 17))), ChangeMode.UPDATE)
+    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 3))
+    outcome = await executor.change(
+        "ocs1", CircuitChange((CrossConnect(1, 18), CrossConnect(3, 17))), ChangeMode.UPDATE
+    )
     assert not outcome.done
     assert outcome.rolled_back
     assert "add 3:17: the device shows it as tuning" in outcome.detail
@@ -148,7 +150,7 @@ async def test_a_change_that_cannot_be_undone_says_what_is_where(journal: Journa
     switch = VirtualSwitch("ocs1", clock=clock, faults=faults)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
     await connect(executor, OLD[0])
-    outcome = await executor.change("ocs1", Change((OLD[1],), (OLD[0],)), ChangeMode.SAFE)
+    outcome = await executor.change("ocs1", CircuitChange((OLD[1],), (OLD[0],)), ChangeMode.SAFE)
     assert not outcome.done
     assert not outcome.rolled_back
     assert "add 2:18: the device shows it as tuning" in outcome.detail
@@ -161,15 +163,15 @@ async def test_a_change_that_cannot_be_undone_says_what_is_where(journal: Journa
 async def test_light_that_does_not_come_is_told_but_stays_connected(
     executor: CircuitExecutor, switch: VirtualSwitch
 ) -> None:
-    switch.glass.inject(Fault(FaultKind.UNPLUG, 17))
-    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    switch.glass.inject(DeviceFault(DeviceFaultKind.UNPLUG, 17))
+    outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert outcome.done
     assert outcome.detail == "in place, but no light arrives: 1:17"
     assert outcome.items[0].tuned_s is not None
     assert outcome.items[0].link_up_s is None
 
 
-def operation(diff: Diff, valid_until_s: float) -> CircuitOperation:
+def operation(diff: CircuitDiff, valid_until_s: float) -> CircuitOperation:
     return CircuitOperation("circuits-7-1", "ocs1", diff, valid_until_s)
 
 
@@ -181,13 +183,13 @@ async def test_a_restarted_daemon_ends_a_change_from_every_point(
     """The order was written down, `done` of its four steps were carried out, and the daemon died."""
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
     await connect(executor, *OLD, BYSTANDER)
-    diff = await switch.plan(Change(NEW), ChangeMode.UPDATE)
+    diff = await switch.plan(CircuitChange(NEW), ChangeMode.UPDATE)
     for step in range(done):
-        change = Change(disconnect=(OLD[step],)) if step < 2 else Change((NEW[step - 2],))
+        change = CircuitChange(disconnect=(OLD[step],)) if step < 2 else CircuitChange((NEW[step - 2],))
         part = await switch.plan(change)
         await switch.commit(part, part.revision)
     interrupted = operation(diff, clock.now_s() + (-1.0 if expired else VALID_S))
-    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, interrupted.id, operation_to_json(interrupted))
+    journal.append(clock.now_s(), EntryKind.CIRCUITS_INTENT, interrupted.id, operation_to_json(interrupted))
 
     restarted = CircuitExecutor({"ocs1": switch}, journal, clock)
     assert restarted.recover() == 1
@@ -215,7 +217,7 @@ async def test_an_unknown_outcome_stays_open_until_the_switch_is_read(
 
         async def cross_connects(self):  # type: ignore[no-untyped-def]
             if not self.reachable:
-                raise Retryable("no route to host", device=self.device)
+                raise DriverRetryable("no route to host", device=self.device)
             return await super().cross_connects()
 
         async def commit(self, diff, expect_revision):  # type: ignore[no-untyped-def]
@@ -223,33 +225,33 @@ async def test_an_unknown_outcome_stays_open_until_the_switch_is_read(
             if diff.add != OLD:
                 return result
             self.reachable = False
-            raise OutcomeUnknown("the connection broke", device=self.device)
+            raise DriverOutcomeUnknown("the connection broke", device=self.device)
 
     lost = Unreadable("ocs1", clock=clock)
     executor = CircuitExecutor({"ocs1": lost}, journal, clock)
-    prepared, later = [await executor.prepare("ocs1", Change((BYSTANDER,)), 60.0) for _ in range(2)]
-    with pytest.raises(OutcomeUnknown):
-        await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    prepared, later = [await executor.prepare("ocs1", CircuitChange((BYSTANDER,)), 60.0) for _ in range(2)]
+    with pytest.raises(DriverOutcomeUnknown):
+        await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert len(executor.open) == 1
-    with pytest.raises(Retryable, match="no route to host"):
-        await executor.change("ocs1", Change((BYSTANDER,)), ChangeMode.SAFE)
+    with pytest.raises(DriverRetryable, match="no route to host"):
+        await executor.change("ocs1", CircuitChange((BYSTANDER,)), ChangeMode.SAFE)
     await executor.settle()
-    with pytest.raises(Retryable, match="no route to host"):
+    with pytest.raises(DriverRetryable, match="no route to host"):
         await executor.commit(prepared)
     assert len(executor.open) == 1
-    (refused,) = journal.tail(100, (Kind.CIRCUITS_RESULT,))
+    (refused,) = journal.tail(100, (EntryKind.CIRCUITS_RESULT,))
     assert (refused.subject, refused.body["done"]) == (prepared.id, False)
     assert refused.body["detail"].startswith("was not begun, the change before it is open: ocs1: no route to host")
     lost.reachable = True
     if by == "settling":
         await executor.settle()
     elif by == "change":
-        assert (await executor.change("ocs1", Change((BYSTANDER,)), ChangeMode.SAFE)).done
+        assert (await executor.change("ocs1", CircuitChange((BYSTANDER,)), ChangeMode.SAFE)).done
     else:  # which finds the switch another than it was when it was prepared
-        with pytest.raises(Conflict):
+        with pytest.raises(CircuitConflict):
             await executor.commit(later)
     assert executor.open == ()
-    assert [entry.body["done"] for entry in journal.tail(100, (Kind.CIRCUITS_RESULT,))] == [False, *ended]
+    assert [entry.body["done"] for entry in journal.tail(100, (EntryKind.CIRCUITS_RESULT,))] == [False, *ended]
 
 
 async def test_what_somebody_else_has_overtaken_is_left_alone(
@@ -257,11 +259,11 @@ async def test_what_somebody_else_has_overtaken_is_left_alone(
 ) -> None:
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
     await connect(executor, *OLD)
-    diff = await switch.plan(Change(NEW), ChangeMode.UPDATE)
-    await executor.change("ocs1", Change(disconnect=OLD), ChangeMode.SAFE)
+    diff = await switch.plan(CircuitChange(NEW), ChangeMode.UPDATE)
+    await executor.change("ocs1", CircuitChange(disconnect=OLD), ChangeMode.SAFE)
     await connect(executor, CrossConnect(1, 20))
     interrupted = operation(diff, clock.now_s() + VALID_S)
-    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, interrupted.id, operation_to_json(interrupted))
+    journal.append(clock.now_s(), EntryKind.CIRCUITS_INTENT, interrupted.id, operation_to_json(interrupted))
     restarted = CircuitExecutor({"ocs1": switch}, journal, clock)
     restarted.recover()
     await restarted.settle()
@@ -272,8 +274,8 @@ async def test_what_somebody_else_has_overtaken_is_left_alone(
 
 
 async def test_a_switch_that_is_no_longer_configured_is_closed_and_said(journal: Journal, clock: VirtualClock) -> None:
-    gone = operation(Diff(ChangeMode.SAFE, 1, frozenset(), (), OLD), clock.now_s() + VALID_S)
-    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, gone.id, operation_to_json(gone))
+    gone = operation(CircuitDiff(ChangeMode.SAFE, 1, frozenset(), (), OLD), clock.now_s() + VALID_S)
+    journal.append(clock.now_s(), EntryKind.CIRCUITS_INTENT, gone.id, operation_to_json(gone))
     executor = CircuitExecutor({}, journal, clock)
     assert executor.recover() == 1
     await executor.settle()
@@ -282,13 +284,15 @@ async def test_a_switch_that_is_no_longer_configured_is_closed_and_said(journal:
 
 async def test_changes_on_one_switch_take_turns(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
     pairs = [CrossConnect(port, port + 16) for port in range(1, 9)]
-    outcomes = await asyncio.gather(*(executor.change("ocs1", Change((pair,)), ChangeMode.SAFE) for pair in pairs))
+    outcomes = await asyncio.gather(
+        *(executor.change("ocs1", CircuitChange((pair,)), ChangeMode.SAFE) for pair in pairs)
+    )
     assert all(outcome.done for outcome in outcomes)
     assert await shown(switch) == frozenset(pairs)
 
 
 def test_an_operation_survives_the_journal() -> None:
-    diff = Diff(ChangeMode.UPDATE, 12345, frozenset({*OLD, BYSTANDER}), OLD, NEW, OLD[:1])
+    diff = CircuitDiff(ChangeMode.UPDATE, 12345, frozenset({*OLD, BYSTANDER}), OLD, NEW, OLD[:1])
     original = operation(diff, 1060.5)
     assert operation_from_json(original.id, operation_to_json(original)) == original
 
@@ -300,10 +304,10 @@ class ArmingSwitch(VirtualSwitch):
     journal: Journal
     refuses = False
 
-    async def arm(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> "ArmedHere":
+    async def arm(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> "ArmedHere":
         self.note("arm")
         if self.refuses:
-            raise Retryable("its process is not there", device=self.device)
+            raise DriverRetryable("its process is not there", device=self.device)
         return ArmedHere(self, diff, expect_revision)
 
     def note(self, what: str) -> None:
@@ -311,7 +315,7 @@ class ArmingSwitch(VirtualSwitch):
 
 
 class ArmedHere:
-    def __init__(self, switch: ArmingSwitch, diff: Diff, revision: int) -> None:
+    def __init__(self, switch: ArmingSwitch, diff: CircuitDiff, revision: int) -> None:
         self._switch, self._diff, self._revision = switch, diff, revision
 
     async def begin(self) -> CommitResult:
@@ -333,18 +337,18 @@ async def test_what_is_prepared_is_armed_before_it_is_written_down(
     arming: ArmingSwitch, journal: Journal, clock: VirtualClock
 ) -> None:
     executor = CircuitExecutor({"ocs1": arming}, journal, clock)
-    operation = await executor.prepare("ocs1", Change(OLD), 60.0)
+    operation = await executor.prepare("ocs1", CircuitChange(OLD), 60.0)
     assert arming.noted == [("arm", 0)]
     assert written(journal) == [("circuits.intent", None)]
     assert (await executor.commit(operation)).done
     assert arming.noted[1:] == [("begin", 1), ("disarm", 2)]
     assert await shown(arming) == frozenset(OLD)
-    unwanted = await executor.prepare("ocs1", Change(disconnect=OLD), 60.0)
+    unwanted = await executor.prepare("ocs1", CircuitChange(disconnect=OLD), 60.0)
     executor.abandon(unwanted, "not wanted")
     executor.abandon(unwanted, "not wanted")
     assert written(journal)[2:] == [("circuits.intent", None), ("circuits.result", False)]
     assert [what for what, _ in arming.noted[3:]] == ["arm", "disarm"]
-    with pytest.raises(Conflict, match="begun or abandoned before"):
+    with pytest.raises(CircuitConflict, match="begun or abandoned before"):
         await executor.commit(unwanted)
     assert await shown(arming) == frozenset(OLD)
 
@@ -354,7 +358,7 @@ async def test_what_cannot_be_armed_is_committed_all_the_same(
 ) -> None:
     executor = CircuitExecutor({"ocs1": arming}, journal, clock)
     arming.refuses = True
-    operation = await executor.prepare("ocs1", Change(OLD), 60.0)
+    operation = await executor.prepare("ocs1", CircuitChange(OLD), 60.0)
     assert (await executor.commit(operation)).done
     assert [what for what, _ in arming.noted] == ["arm"]
 
@@ -370,7 +374,7 @@ async def test_a_change_that_cannot_be_written_down_is_not_armed_any_more(
     with monkeypatch.context() as patch:
         patch.setattr(journal, "append", full)
         with pytest.raises(OrchestrRLPermanent):
-            await executor.prepare("ocs1", Change(OLD), 60.0)
+            await executor.prepare("ocs1", CircuitChange(OLD), 60.0)
     assert [what for what, _ in arming.noted] == ["arm", "disarm"]
 
 
@@ -380,7 +384,7 @@ async def test_a_fault_of_ours_with_one_switch_is_counted_and_the_others_are_set
     class Odd(VirtualSwitch):
         odd = False
 
-        async def facts(self) -> Facts:
+        async def facts(self) -> SwitchFacts:
             if self.odd:
                 raise KeyError("a fault of ours")
             return await super().facts()
@@ -388,7 +392,7 @@ async def test_a_fault_of_ours_with_one_switch_is_counted_and_the_others_are_set
     odd, sound = Odd("a", clock=clock), VirtualSwitch("b", clock=clock)
     before = CircuitExecutor({"a": odd, "b": sound}, journal, clock)
     for switch in "ab":  # written down, and the daemon is gone
-        await before.prepare(switch, Change(OLD), 60.0)
+        await before.prepare(switch, CircuitChange(OLD), 60.0)
     odd.odd = True
     executor = CircuitExecutor({"a": odd, "b": sound}, journal, clock)
     assert (executor.recover(), executor.defects) == (2, 0)
@@ -406,7 +410,7 @@ async def test_a_fault_of_ours_with_one_switch_is_counted_and_the_others_are_set
 async def test_settling_goes_on_after_a_full_journal_and_a_fault_of_ours(
     executor: CircuitExecutor, journal: Journal, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unwanted = await executor.prepare("ocs1", Change(OLD), 60.0)
+    unwanted = await executor.prepare("ocs1", CircuitChange(OLD), 60.0)
     error: Exception = OrchestrRLPermanent("database or disk is full")
 
     def failing(*_: object) -> int:
@@ -422,10 +426,10 @@ async def test_settling_goes_on_after_a_full_journal_and_a_fault_of_ours(
         await clock.sleep(RETRY_S)
         assert executor.defects == 1
     await clock.sleep(RETRY_S)
-    (result,) = journal.tail(100, (Kind.CIRCUITS_RESULT,))
+    (result,) = journal.tail(100, (EntryKind.CIRCUITS_RESULT,))
     assert (result.body["done"], result.body["detail"]) == (False, "was not begun: not wanted")
     await clock.sleep(RETRY_S)
-    assert len(journal.tail(100, (Kind.CIRCUITS_RESULT,))) == 1
+    assert len(journal.tail(100, (EntryKind.CIRCUITS_RESULT,))) == 1
     assert not running.done()
     running.cancel()
 
@@ -433,21 +437,21 @@ async def test_settling_goes_on_after_a_full_journal_and_a_fault_of_ours(
 class Credulous(VirtualSwitch):
     """It reports a rollback as done, and has sent and read nothing."""
 
-    async def rollback(self, diff: Diff) -> CommitResult:
+    async def rollback(self, diff: CircuitDiff) -> CommitResult:
         return CommitResult((), diff.revision, 0)
 
 
 class LosesTheLineAfterRollback(VirtualSwitch):
     is_lost = False
 
-    async def rollback(self, diff: Diff) -> CommitResult:
+    async def rollback(self, diff: CircuitDiff) -> CommitResult:
         result = await super().rollback(diff)
         self.is_lost = True
         return result
 
-    async def cross_connects(self) -> Reading:
+    async def cross_connects(self) -> CrossConnectReading:
         if self.is_lost:
-            raise Retryable("no route to host", device=self.device)
+            raise DriverRetryable("no route to host", device=self.device)
         return await super().cross_connects()
 
 
@@ -456,8 +460,8 @@ async def test_a_rollback_is_read_back_before_the_switch_is_said_to_be_as_it_was
 ) -> None:
     switch = Credulous("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
-    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
-    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert not outcome.done
     assert not outcome.rolled_back
     assert outcome.detail.endswith("rolled back, then shown otherwise: 1:17 is up; 2:18 is up")
@@ -466,12 +470,12 @@ async def test_a_rollback_is_read_back_before_the_switch_is_said_to_be_as_it_was
 async def test_a_rollback_that_is_refused_ends_the_change_and_is_told(
     executor: CircuitExecutor, switch: VirtualSwitch, journal: Journal
 ) -> None:
-    async def refused(diff: Diff) -> CommitResult:
-        raise Permanent("write protected", device="ocs1")
+    async def refused(diff: CircuitDiff) -> CommitResult:
+        raise DriverPermanent("write protected", device="ocs1")
 
     switch.rollback = refused  # type: ignore[method-assign]
-    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
-    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert (outcome.done, outcome.rolled_back) == (False, False)
     assert outcome.detail.endswith("; not rolled back: ocs1: write protected")
     assert [item.done for item in outcome.items] == [False, True]
@@ -482,9 +486,9 @@ async def test_a_rollback_that_is_refused_ends_the_change_and_is_told(
 async def test_a_rollback_that_cannot_be_read_back_stays_open(clock: VirtualClock, journal: Journal) -> None:
     switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
-    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
-    with pytest.raises(OutcomeUnknown, match=r"not read since.*no route to host"):
-        await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    with pytest.raises(DriverOutcomeUnknown, match=r"not read since.*no route to host"):
+        await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert len(executor.open) == 1
     switch.is_lost = False
     await executor.settle()
@@ -493,7 +497,7 @@ async def test_a_rollback_that_cannot_be_read_back_stays_open(clock: VirtualCloc
 
 
 def assert_rolled_back(journal: Journal) -> None:
-    (result,) = journal.tail(100, (Kind.CIRCUITS_RESULT,))
+    (result,) = journal.tail(100, (EntryKind.CIRCUITS_RESULT,))
     assert result.body["detail"].startswith("add 1:17: the device shows it as tuning")
     assert result.body["detail"].endswith("; rolled back, the switch is as it was")
     assert result.body["rolled_back"]
@@ -504,16 +508,16 @@ def assert_rolled_back(journal: Journal) -> None:
 async def test_a_rollback_whose_outcome_its_driver_could_not_read_is_journalled_as_one(
     switch: VirtualSwitch, executor: CircuitExecutor, journal: Journal
 ) -> None:
-    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     rollback = switch.rollback
 
-    async def unread(diff: Diff) -> CommitResult:
+    async def unread(diff: CircuitDiff) -> CommitResult:
         await rollback(diff)
-        raise OutcomeUnknown("the device could not be read after a command was sent to it", device="ocs1")
+        raise DriverOutcomeUnknown("the device could not be read after a command was sent to it", device="ocs1")
 
     switch.rollback = unread  # type: ignore[method-assign]
-    with pytest.raises(OutcomeUnknown, match="could not be read after"):
-        await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    with pytest.raises(DriverOutcomeUnknown, match="could not be read after"):
+        await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     await executor.settle()
     assert executor.open == ()
     assert_rolled_back(journal)
@@ -522,39 +526,39 @@ async def test_a_rollback_whose_outcome_its_driver_could_not_read_is_journalled_
 async def test_what_was_rolled_back_and_is_there_again_is_no_rollback(clock: VirtualClock, journal: Journal) -> None:
     switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
-    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
-    with pytest.raises(OutcomeUnknown, match="not read since"):
-        await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
-    switch.glass.inject(Fault(FaultKind.MEND_PORT, OLD[0].ingress_port))
+    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    with pytest.raises(DriverOutcomeUnknown, match="not read since"):
+        await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
+    switch.glass.inject(DeviceFault(DeviceFaultKind.MEND_PORT, OLD[0].ingress_port))
     switch.glass.add(OLD)
     switch.is_lost = False
     await clock.sleep(1.0)
     await executor.settle()
-    (result,) = journal.tail(100, (Kind.CIRCUITS_RESULT,))
+    (result,) = journal.tail(100, (EntryKind.CIRCUITS_RESULT,))
     assert (result.body["done"], result.body["rolled_back"]) == (True, False)
 
 
 async def test_an_answer_that_makes_no_sense_does_not_keep_a_change_from_being_undone(
     switch: VirtualSwitch, executor: CircuitExecutor
 ) -> None:
-    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     rollback, read = switch.rollback, switch.wire.read_circuits
     defects = iter([KeyError("circuits")] * 2)  # the driver asks again once
 
-    async def garbled() -> Sequence[Circuit]:
+    async def garbled() -> Sequence[DeviceCircuit]:
         if defect := next(defects, None):
             raise defect
         return await read()
 
-    async def rollback_over_garbled(diff: Diff) -> CommitResult:
+    async def rollback_over_garbled(diff: CircuitDiff) -> CommitResult:
         switch.wire.read_circuits = garbled  # type: ignore[method-assign]
         return await rollback(diff)
 
     switch.rollback = rollback_over_garbled  # type: ignore[method-assign]
-    with pytest.raises(OutcomeUnknown, match="not rolled back yet"):
-        await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    with pytest.raises(DriverOutcomeUnknown, match="not rolled back yet"):
+        await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert len(executor.open) == 1
-    switch.glass.inject(Fault(FaultKind.MEND_PORT, OLD[0].ingress_port))
+    switch.glass.inject(DeviceFault(DeviceFaultKind.MEND_PORT, OLD[0].ingress_port))
     await executor.settle()
     assert executor.open == ()
 
@@ -563,16 +567,16 @@ async def test_what_others_changed_meanwhile_is_named_beside_a_rollback(
     executor: CircuitExecutor, switch: VirtualSwitch
 ) -> None:
     await connect(executor, BYSTANDER)
-    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     rollback = switch.rollback
 
-    async def rollback_among_others(diff: Diff) -> CommitResult:
+    async def rollback_among_others(diff: CircuitDiff) -> CommitResult:
         switch.glass.remove([BYSTANDER])
         switch.glass.add([CrossConnect(8, 29)])
         return await rollback(diff)
 
     switch.rollback = rollback_among_others  # type: ignore[method-assign]
-    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)
+    outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert outcome.rolled_back
     assert outcome.detail.endswith(
         "rolled back, its circuits are as they were, and others have changed since: -9:30 +8:29"
@@ -589,7 +593,9 @@ def test_a_switch_is_said_to_be_as_it_was_only_where_it_shows_that(
 ) -> None:
     remove = tuple(sorted(frozen))[:split]
     add = tuple(pair for pair in PAIRS if pair not in frozen)[:split]
-    diff = Diff(ChangeMode.SAFE, 0, frozen, remove, add)
-    words = compared_with_before(diff, Reading(tuple(Circuit(pair, now[pair]) for pair in sorted(now)), 0))
+    diff = CircuitDiff(ChangeMode.SAFE, 0, frozen, remove, add)
+    words = compared_with_before(
+        diff, CrossConnectReading(tuple(DeviceCircuit(pair, now[pair]) for pair in sorted(now)), 0)
+    )
     is_as_before = now.keys() == frozen and all(now[pair] is CircuitState.TUNED for pair in remove)
     assert (words == "the switch is as it was") is is_as_before

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ocs_drivers.errors import Conflict
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Change, ChangeMode, CrossConnect
+from ocs_drivers.errors import CircuitConflict
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import ChangeMode, CircuitChange, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fabric.circuit_executor import VALID_S, CircuitExecutor, CircuitOperation, operation_to_json
 
 OLD = (CrossConnect(1, 17), CrossConnect(2, 18))
@@ -56,7 +56,7 @@ def executor(switch: VirtualSwitch, journal: Journal, clock: VirtualClock) -> Ci
 
 
 def results(journal: Journal) -> list[tuple[bool, str]]:
-    return [(entry.body["done"], entry.body["detail"]) for entry in journal.tail(100, (Kind.CIRCUITS_RESULT,))]
+    return [(entry.body["done"], entry.body["detail"]) for entry in journal.tail(100, (EntryKind.CIRCUITS_RESULT,))]
 
 
 def shown(switch: VirtualSwitch) -> frozenset[CrossConnect]:
@@ -64,8 +64,8 @@ def shown(switch: VirtualSwitch) -> frozenset[CrossConnect]:
 
 
 async def on_trial(executor: CircuitExecutor, revert_in_s: float = 10.0) -> None:
-    assert (await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)).done
-    outcome = await executor.change("ocs1", Change(NEW), ChangeMode.UPDATE, revert_in_s=revert_in_s)
+    assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)).done
+    outcome = await executor.change("ocs1", CircuitChange(NEW), ChangeMode.UPDATE, revert_in_s=revert_in_s)
     assert outcome.done
     assert "on trial: reverts at 1970-01-01 00:" in outcome.detail
     assert outcome.revert_at_s is not None
@@ -75,9 +75,9 @@ async def test_what_is_confirmed_stays(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     await on_trial(executor)
-    assert len(journal.open_operations(Kind.CIRCUITS_INTENT)) == 1
-    with pytest.raises(Conflict, match="waits to be confirmed until"):
-        await executor.change("ocs1", Change((THEIRS,)), ChangeMode.SAFE)
+    assert len(journal.open_operations(EntryKind.CIRCUITS_INTENT)) == 1
+    with pytest.raises(CircuitConflict, match="waits to be confirmed until"):
+        await executor.change("ocs1", CircuitChange((THEIRS,)), ChangeMode.SAFE)
     assert (await executor.confirm("ocs1")).detail == "confirmed"
     assert results(journal)[-1] == (True, "confirmed")
     await clock.sleep(20.0)
@@ -93,13 +93,13 @@ async def test_what_nobody_confirms_is_undone_and_written_down(
     await on_trial(executor)
     await clock.sleep(11.0)
     assert shown(switch) == frozenset(OLD)
-    with pytest.raises(Conflict, match="reverted"):
+    with pytest.raises(CircuitConflict, match="reverted"):
         await executor.confirm("ocs1")
     assert [done for done, _ in results(journal)] == [True, False]
     assert "nobody confirmed it in time; rolled back" in results(journal)[-1][1]
-    with pytest.raises(Conflict, match="nobody confirmed it in time"):
+    with pytest.raises(CircuitConflict, match="nobody confirmed it in time"):
         await executor.confirm("ocs1")
-    assert (await executor.change("ocs1", Change((THEIRS,)), ChangeMode.SAFE)).done
+    assert (await executor.change("ocs1", CircuitChange((THEIRS,)), ChangeMode.SAFE)).done
 
 
 async def test_a_revert_that_fails_is_told_and_waited_for(
@@ -113,15 +113,15 @@ async def test_a_revert_that_fails_is_told_and_waited_for(
     await clock.sleep(9.0)
     await executor.settle()
     assert caplog.messages == []
-    switch.glass.inject(Fault(FaultKind.FAIL_PORT, 17))
+    switch.glass.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 17))
     await clock.sleep(2.0)
     await executor.settle()
     (told,) = (record.message for record in caplog.records if record.name == "orchestrrl.fabric.circuit_executor")
     assert told.startswith("switch ocs1: ")
     assert "PORT 17 FAILED" in told
-    with pytest.raises(Conflict, match="waits to be confirmed"):
-        await executor.change("ocs1", Change((THEIRS,)), ChangeMode.SAFE)
-    switch.glass.inject(Fault(FaultKind.MEND_PORT, 17))
+    with pytest.raises(CircuitConflict, match="waits to be confirmed"):
+        await executor.change("ocs1", CircuitChange((THEIRS,)), ChangeMode.SAFE)
+    switch.glass.inject(DeviceFault(DeviceFaultKind.MEND_PORT, 17))
     await clock.sleep(10.0)
     await executor.settle()
     assert shown(switch) == frozenset(OLD)
@@ -131,8 +131,8 @@ async def test_a_revert_that_fails_is_told_and_waited_for(
 async def test_a_part_that_does_not_take_at_first_is_completed_on_trial(
     executor: CircuitExecutor, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
-    switch.glass.inject(Fault(FaultKind.PARTIAL_COMMIT, items=1))
-    assert (await executor.change("ocs1", Change(OLD), ChangeMode.SAFE, revert_in_s=5.0)).done
+    switch.glass.inject(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
+    assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE, revert_in_s=5.0)).done
     await clock.sleep(6.0)
     assert shown(switch) == frozenset()
 
@@ -140,11 +140,11 @@ async def test_a_part_that_does_not_take_at_first_is_completed_on_trial(
 async def test_what_does_not_take_at_all_leaves_nothing_on_trial(
     executor: CircuitExecutor, switch: VirtualSwitch
 ) -> None:
-    switch.glass.inject(Fault(FaultKind.STICK_MIRROR, 1))
-    outcome = await executor.change("ocs1", Change(OLD), ChangeMode.SAFE, revert_in_s=5.0)
+    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))
+    outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE, revert_in_s=5.0)
     assert outcome.rolled_back
     assert (await switch.cross_connects()).unconfirmed is None
-    assert (await executor.change("ocs1", Change(OLD[1:]), ChangeMode.SAFE)).done
+    assert (await executor.change("ocs1", CircuitChange(OLD[1:]), ChangeMode.SAFE)).done
 
 
 @pytest.mark.parametrize("is_same_process", [False, True])
@@ -160,7 +160,7 @@ async def test_a_restarted_daemon_undoes_what_it_finds_unconfirmed(
     assert shown(switch) == frozenset(OLD)
     assert (await driver.cross_connects()).unconfirmed is None
     assert "was on trial, and nobody confirmed it; rolled back" in results(journal)[-1][1]
-    assert (await restarted.change("ocs1", Change(disconnect=OLD), ChangeMode.SAFE)).done
+    assert (await restarted.change("ocs1", CircuitChange(disconnect=OLD), ChangeMode.SAFE)).done
 
 
 async def test_a_change_whose_driver_process_died_is_undone_by_the_daemon(
@@ -181,19 +181,19 @@ async def test_what_a_daemon_made_is_ours_after_a_restart_and_nothing_else(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     switch.glass.add([THEIRS, CrossConnect(10, 31)])
-    assert (await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)).done
-    assert (await executor.change("ocs1", Change(disconnect=OLD[1:]), ChangeMode.SAFE)).done
+    assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)).done
+    assert (await executor.change("ocs1", CircuitChange(disconnect=OLD[1:]), ChangeMode.SAFE)).done
     assert (await executor.take_over("ocs1", [CrossConnect(10, 31)])).foreign == {THEIRS}
     switch.glass.add([OLD[1]])  # somebody else, now that it is free
     driver = process_of(switch, clock)
     restarted = CircuitExecutor({"ocs1": driver}, journal, clock)
     restarted.recover()
-    with pytest.raises(Conflict, match=r"9:30: is not ours.*take-over ocs1 9:30"):
-        await restarted.change("ocs1", Change(disconnect=(THEIRS,)), ChangeMode.SAFE)
-    with pytest.raises(Conflict, match="2:18: is not ours"):
-        await restarted.change("ocs1", Change(NEW), ChangeMode.UPDATE)
+    with pytest.raises(CircuitConflict, match=r"9:30: is not ours.*take-over ocs1 9:30"):
+        await restarted.change("ocs1", CircuitChange(disconnect=(THEIRS,)), ChangeMode.SAFE)
+    with pytest.raises(CircuitConflict, match="2:18: is not ours"):
+        await restarted.change("ocs1", CircuitChange(NEW), ChangeMode.UPDATE)
     assert (await driver.cross_connects()).foreign == {THEIRS, OLD[1]}
-    gone = Change(disconnect=(OLD[0], CrossConnect(10, 31)))
+    gone = CircuitChange(disconnect=(OLD[0], CrossConnect(10, 31)))
     assert (await restarted.change("ocs1", gone, ChangeMode.SAFE)).done
     assert shown(switch) == {THEIRS, OLD[1]}
 
@@ -202,10 +202,10 @@ async def test_what_a_daemon_made_is_ours_after_a_restart_and_nothing_else(
 async def test_a_crash_between_intent_and_result_makes_no_stranger_of_ours(
     done: int, executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
-    assert (await executor.change("ocs1", Change(OLD), ChangeMode.SAFE)).done
-    diff = await switch.plan(Change(NEW), ChangeMode.UPDATE)
+    assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)).done
+    diff = await switch.plan(CircuitChange(NEW), ChangeMode.UPDATE)
     interrupted = CircuitOperation("circuits-7-1", "ocs1", diff, clock.now_s() + VALID_S)
-    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, interrupted.id, operation_to_json(interrupted))
+    journal.append(clock.now_s(), EntryKind.CIRCUITS_INTENT, interrupted.id, operation_to_json(interrupted))
     for step in range(done):
         (switch.glass.remove if step < 2 else switch.glass.add)([(*OLD, *NEW)[step]])
     driver = process_of(switch, clock)
@@ -214,7 +214,7 @@ async def test_a_crash_between_intent_and_result_makes_no_stranger_of_ours(
     await restarted.settle()
     left = NEW if done else OLD
     assert shown(switch) == frozenset(left)
-    assert (await restarted.change("ocs1", Change(disconnect=left), ChangeMode.SAFE)).done
+    assert (await restarted.change("ocs1", CircuitChange(disconnect=left), ChangeMode.SAFE)).done
     again = CircuitExecutor({"ocs1": process_of(switch, clock)}, journal, clock)
     assert again.recover() == 0
 
@@ -224,21 +224,21 @@ async def test_of_a_switch_that_only_we_use_every_circuit_is_ours(
 ) -> None:
     switch.glass.add([THEIRS])
     executor = CircuitExecutor({"ocs1": switch}, journal, clock, owns_all={"ocs1"})
-    assert (await executor.plan("ocs1", Change(disconnect=(THEIRS,)), ChangeMode.SAFE)).remove == (THEIRS,)
-    assert (await executor.change("ocs1", Change(OLD), ChangeMode.OVERWRITE)).evicted == (THEIRS,)
+    assert (await executor.plan("ocs1", CircuitChange(disconnect=(THEIRS,)), ChangeMode.SAFE)).remove == (THEIRS,)
+    assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.OVERWRITE)).evicted == (THEIRS,)
 
 
 async def test_what_is_not_there_cannot_be_taken_over(executor: CircuitExecutor, journal: Journal) -> None:
-    with pytest.raises(Conflict, match="9:30: is not on the device"):
+    with pytest.raises(CircuitConflict, match="9:30: is not on the device"):
         await executor.take_over("ocs1", [THEIRS])
-    assert journal.latest_by_subject(Kind.CIRCUITS_OWNED) == {}
+    assert journal.latest_by_subject(EntryKind.CIRCUITS_OWNED) == {}
 
 
 def test_whose_circuits_are_outlasts_the_oldest_entries(tmp_path: Path) -> None:
     with Journal(tmp_path / "small.sqlite", 1.0, max_entries=10) as journal:
         for switch in ("ocs1", "ocs2"):
-            journal.append(1.0, Kind.CIRCUITS_OWNED, switch, {"pairs": ["1:17"], "taken_over": []})
+            journal.append(1.0, EntryKind.CIRCUITS_OWNED, switch, {"pairs": ["1:17"], "taken_over": []})
         for _ in range(2500):
-            journal.append(2.0, Kind.ROUTES, "", {})
-        kept = journal.latest_by_subject(Kind.CIRCUITS_OWNED)
+            journal.append(2.0, EntryKind.ROUTES, "", {})
+        kept = journal.latest_by_subject(EntryKind.CIRCUITS_OWNED)
         assert {switch: entry.body["pairs"] for switch, entry in kept.items()} == {"ocs1": ["1:17"], "ocs2": ["1:17"]}

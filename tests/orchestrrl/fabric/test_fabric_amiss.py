@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, House, house
 
-from ocs_drivers.errors import Conflict
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Change, Connectivity, Diff, Reading
+from ocs_drivers.errors import CircuitConflict
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import CircuitChange, CircuitDiff, Connectivity, CrossConnectReading
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.core.journal.store import Kind
+from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.periods import PeriodState
 from planner.fabric.materialize import validate
@@ -35,7 +35,7 @@ async def site(tmp_path: Path) -> AsyncIterator[House]:
 def sound(site: House) -> bool:
     """Nothing is open, and what is shown is what is."""
     assert site.circuits.open == ()
-    assert site.journal.open_operations(Kind.CIRCUITS_INTENT) == []
+    assert site.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
     assert site.coordinator.glance.cross_connects == site.up()
     ports = [(each.switch, port) for each in site.up() for port in each.ports]
     assert len(ports) == len(set(ports))
@@ -45,19 +45,19 @@ def sound(site: House) -> bool:
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(FaultKind.PARTIAL_COMMIT, items=1),
-        Fault(FaultKind.PARTIAL_COMMIT, items=1, silent=True),
-        Fault(FaultKind.DROP_CONNECTION),
-        Fault(FaultKind.DROP_COMMAND),
-        Fault(FaultKind.SLOW_ANSWER, delay_s=0.3),
-        Fault(FaultKind.SLOW_ANSWER, delay_s=0.8),
-        Fault(FaultKind.RESTART),
+        DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1),
+        DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1, silent=True),
+        DeviceFault(DeviceFaultKind.DROP_CONNECTION),
+        DeviceFault(DeviceFaultKind.DROP_COMMAND),
+        DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.3),
+        DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.8),
+        DeviceFault(DeviceFaultKind.RESTART),
     ],
     ids=lambda fault: f"{fault.kind}{'-silent' if fault.silent else ''}{fault.delay_s or ''}",
 )
 @pytest.mark.parametrize("connectivity", list(Connectivity))
 async def test_a_passing_fault_does_not_keep_a_period_from_its_circuits(
-    tmp_path: Path, fault: Fault, connectivity: Connectivity
+    tmp_path: Path, fault: DeviceFault, connectivity: Connectivity
 ) -> None:
     async with house(tmp_path, connectivity=connectivity) as site:
         site.agent("n0", range(16))
@@ -74,7 +74,7 @@ async def test_what_has_come_to_nothing_is_not_repeated_outside_a_window(site: H
     await site.in_window(OVER_CORE)
     before, so_far = site.up(), len(site.sent)
     for switch in site.switches:
-        site.fail(switch, Fault(FaultKind.PARTIAL_COMMIT, items=0, silent=True))
+        site.fail(switch, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=0, silent=True))
     period = site.coordinator.expect(ACROSS_RAILS)
     while len(site.sent) == so_far:
         await site.pass_time(0.001)
@@ -90,7 +90,7 @@ async def test_what_has_come_to_nothing_is_not_repeated_outside_a_window(site: H
 
 
 async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: House) -> None:
-    site.fail("core0", Fault(FaultKind.STICK_MIRROR, 1))
+    site.fail("core0", DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))
     report = await site.in_window(OVER_CORE)
     assert (report.state, report.code) == (PeriodState.COMMITTED, "committed")
     failed, *rest = report.commits
@@ -102,7 +102,7 @@ async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: Ho
     assert sound(site)
     assert not any(1 in each.ports for each in site.up() if each.switch == CORE)
     await site.pass_time(60.0)
-    site.fail("core0", Fault(FaultKind.MEND_PORT, 1))
+    site.fail("core0", DeviceFault(DeviceFaultKind.MEND_PORT, 1))
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
     assert any(1 in each.ports for each in site.up() if each.switch == CORE)
 
@@ -111,7 +111,7 @@ async def test_a_switch_that_never_does_as_told_fails_the_period_and_what_was_up
     await site.in_window(OVER_CORE)
     glass = site.switches[CORE].glass
     for port in range(1, 33):
-        glass.inject(Fault(FaultKind.STICK_MIRROR, port))
+        glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, port))
     before = {each for each in site.up() if each.switch == CORE}
     report = await site.in_window(ACROSS_RAILS)
     assert (report.state, report.code) == (PeriodState.FAILED, "switch_failed")
@@ -127,7 +127,7 @@ async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: House) -> No
     really = wire.open
 
     async def open() -> None:
-        from ocs_drivers.errors import Retryable as NoRoute
+        from ocs_drivers.errors import DriverRetryable as NoRoute
 
         raise NoRoute("no route to host")
 
@@ -143,14 +143,14 @@ async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: House) -> No
 
 
 async def test_where_one_switch_refuses_nothing_is_begun_on_the_others(site: House) -> None:
-    async def plan(*_: object) -> Diff:
-        raise Conflict(["somebody has locked it"], device=CORE)
+    async def plan(*_: object) -> CircuitDiff:
+        raise CircuitConflict(["somebody has locked it"], device=CORE)
 
     site.switches[CORE].plan = plan  # type: ignore[assignment, method-assign]
     report = await site.in_window(OVER_CORE)
     assert (report.state, report.code) == (PeriodState.KEPT, "switch_refused")
     assert report.detail == "core0: somebody has locked it"
-    results = site.written(Kind.CIRCUITS_RESULT)
+    results = site.written(EntryKind.CIRCUITS_RESULT)
     why = "was not begun: another switch could not be prepared: core0: somebody has locked it"
     assert {(body["done"], body["detail"]) for body in results} == {(False, why)}
     assert site.up() == set()
@@ -162,7 +162,7 @@ async def test_a_switch_that_hangs_holds_up_one_look_only(site: House) -> None:
     switch = site.switches[CORE]
     really = switch.cross_connects
 
-    async def cross_connects() -> Reading:
+    async def cross_connects() -> CrossConnectReading:
         await hangs.wait()
         return await really()
 
@@ -185,7 +185,7 @@ async def test_a_switch_that_goes_away_while_a_period_waits_is_planned_around(si
     site.agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
-    site.fail("core0", Fault(FaultKind.FAIL_PORT, 1))
+    site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, 1))
     site.agents[0].quiet(10.0)
     report = await site.over(period)
     assert report.state is PeriodState.COMMITTED
@@ -198,7 +198,7 @@ async def test_pairs_that_a_failure_leaves_dark_are_told(site: House) -> None:
     await site.at_boundary(GEN)
     glass = site.switches[OcsId("gen0/agg0")].glass
     for port in range(1, 13):
-        glass.inject(Fault(FaultKind.STICK_MIRROR, port))
+        glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, port))
     before = site.pairs()
     report = await site.at_boundary(SYNC)
     told = " ".join(report.notes) + report.detail
@@ -278,7 +278,7 @@ async def test_circuits_that_packets_stay_on_are_not_touched(routed: House) -> N
     assert routed.up() == before
     assert len(routed.sent) == so_far
     assert router(routed).on == before  # what was moved off them is brought back
-    assert routed.journal.open_operations(Kind.CIRCUITS_INTENT) == []
+    assert routed.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
     router(routed).refuses = 1
     assert (await routed.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
 
@@ -323,7 +323,7 @@ async def test_a_full_journal_stops_what_is_not_begun(site: House, entries: int)
     site.journal.full_in = None
     await site.pass_time(6.0)  # what stayed open is written off, or found carried out
     assert site.circuits.open == ()
-    assert site.journal.open_operations(Kind.CIRCUITS_INTENT) == []
+    assert site.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
 
@@ -346,22 +346,22 @@ async def test_a_prepared_change_is_committed_once(site: House) -> None:
     operation = await executor.prepare(CORE, change, 60.0)
     outcome = _run(site, executor.commit(operation))
     assert (await outcome).done
-    with pytest.raises(Conflict, match="was begun or abandoned before"):
+    with pytest.raises(CircuitConflict, match="was begun or abandoned before"):
         await executor.commit(operation)
     executor.abandon(operation, "too late")
-    assert [body["done"] for body in site.written(Kind.CIRCUITS_RESULT)] == [True]
+    assert [body["done"] for body in site.written(EntryKind.CIRCUITS_RESULT)] == [True]
 
     empty = await executor.prepare(CORE, change, 60.0)
     outcome = await executor.commit(empty)
     assert (outcome.done, outcome.detail) == (True, "was so already")
-    just_in_time = await executor.prepare(CORE, Change(disconnect=change.connect), 1.0)
+    just_in_time = await executor.prepare(CORE, CircuitChange(disconnect=change.connect), 1.0)
     await site.pass_time(1.0)
     assert (await _run(site, executor.commit(just_in_time, begin_by_s=just_in_time.valid_until_s))).done
     late = await executor.prepare(CORE, change, 1.0)
     await site.pass_time(2.0)
-    with pytest.raises(Conflict, match="expired"):
+    with pytest.raises(CircuitConflict, match="expired"):
         await executor.commit(late)
-    assert [body["done"] for body in site.written(Kind.CIRCUITS_RESULT)] == [True, True, False]
+    assert [body["done"] for body in site.written(EntryKind.CIRCUITS_RESULT)] == [True, True, False]
     assert site.up() == set()
 
 

@@ -14,11 +14,11 @@ from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, House, house, train
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import Connectivity
-from orchestrrl.core.pause_registry import Part
-from orchestrrl.fabric.coordinator import Rules
-from orchestrrl.fabric.period_queue import Announced
+from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.fabric.coordinator import CommitRules
+from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodState
 from planner.fabric.intent import Intent
 from planner.fabric.materialize import validate
@@ -37,12 +37,12 @@ SWITCHES = ["train0/agg0", "train1/agg0", "gen0/agg0", "gen1/agg0", "core0"]
 MASKS = ["port core0:1", "port train0/agg0:2", "switch train1/agg0", "circuit core0:2-6", "nic train0/s0:1"]
 PINS = ["core0:1-5", "core0:2-6", "train0/agg0:1-5", "gen0/agg0:2-6"]
 FAULTS = [
-    Fault(FaultKind.PARTIAL_COMMIT, items=1),
-    Fault(FaultKind.PARTIAL_COMMIT, items=0, silent=True),
-    Fault(FaultKind.DROP_CONNECTION),
-    Fault(FaultKind.DROP_COMMAND),
-    Fault(FaultKind.SLOW_ANSWER, delay_s=0.2),
-    Fault(FaultKind.RESTART),
+    DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1),
+    DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=0, silent=True),
+    DeviceFault(DeviceFaultKind.DROP_CONNECTION),
+    DeviceFault(DeviceFaultKind.DROP_COMMAND),
+    DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.2),
+    DeviceFault(DeviceFaultKind.RESTART),
 ]
 
 _switch = st.sampled_from(SWITCHES)
@@ -67,8 +67,8 @@ ACTS = st.one_of(
     st.tuples(st.just("pin"), st.sets(st.sampled_from(PINS), max_size=2), st.none()),
     st.tuples(st.just("override"), st.sampled_from(sorted(INTENTS)), st.none()),
     st.tuples(st.just("release"), st.none(), st.none()),
-    st.tuples(st.just("pause"), st.sampled_from([Part.FABRIC, Part.SYNC]), st.none()),
-    st.tuples(st.just("resume"), st.sampled_from([Part.FABRIC, Part.SYNC]), st.none()),
+    st.tuples(st.just("pause"), st.sampled_from([PauseScope.FABRIC, PauseScope.SYNC]), st.none()),
+    st.tuples(st.just("resume"), st.sampled_from([PauseScope.FABRIC, PauseScope.SYNC]), st.none()),
     st.tuples(st.just("mode"), st.sampled_from(Mode), st.none()),
     st.tuples(st.just("withdraw"), st.none(), st.none()),
     st.tuples(st.just("kill"), st.none(), st.none()),
@@ -81,7 +81,7 @@ class Life:
     """Does what is drawn, and looks all the time."""
 
     site: House
-    announced: list[Announced] = field(default_factory=list)
+    announced: list[AnnouncedPeriod] = field(default_factory=list)
     broken: bool = False  # light went by a fault, of which the coordinator is not the cause
 
     async def do(self, act: Act) -> None:
@@ -120,9 +120,9 @@ class Life:
             case "release":
                 site.word.release("")
             case "pause":
-                site.holds.pause(Part(str(one)), "")
+                site.holds.pause(PauseScope(str(one)), "")
             case "resume":
-                site.holds.resume(Part(str(one)), "")
+                site.holds.resume(PauseScope(str(one)), "")
             case "mode":
                 site.mode = Mode(str(one))
             case "withdraw":
@@ -136,10 +136,14 @@ class Life:
 
     def _break(self, name: str, switch: str, what: object) -> None:
         self.broken = True
-        if isinstance(what, Fault):
+        if isinstance(what, DeviceFault):
             return self.site.fail(switch, what)
-        kinds = {"stick": FaultKind.STICK_MIRROR, "fail port": FaultKind.FAIL_PORT, "mend port": FaultKind.MEND_PORT}
-        return self.site.fail(switch, Fault(kinds[name], int(str(what))))
+        kinds = {
+            "stick": DeviceFaultKind.STICK_MIRROR,
+            "fail port": DeviceFaultKind.FAIL_PORT,
+            "mend port": DeviceFaultKind.MEND_PORT,
+        }
+        return self.site.fail(switch, DeviceFault(kinds[name], int(str(what))))
 
     async def _kill(self) -> None:
         self.broken = True
@@ -178,10 +182,10 @@ class Life:
         """Everything mended: what is open comes to its end, and the next period gets its circuits."""
         for switch in SWITCHES:
             for port in range(1, 33):
-                self.site.fail(switch, Fault(FaultKind.MEND_PORT, port))
+                self.site.fail(switch, DeviceFault(DeviceFaultKind.MEND_PORT, port))
             self.site.switches_glass(switch)._next_setter.clear()
         self.site.mode = Mode.ACT
-        for part in Part:
+        for part in PauseScope:
             self.site.holds.resume(part, "")
         self.site.word.release("")
         self.site.word.mask([], "")
@@ -191,7 +195,7 @@ class Life:
 
 
 async def lived(acts: list[Act], moves: int, connectivity: Connectivity) -> None:
-    rules = Rules(max_moves_per_stage=moves, within_s=1.0, boundary_within_s=3.0)
+    rules = CommitRules(max_moves_per_stage=moves, within_s=1.0, boundary_within_s=3.0)
     with tempfile.TemporaryDirectory() as folder:
         async with house(Path(folder), rules=rules, connectivity=connectivity) as site:
             site.agent("n0", range(8), ahead_s=3.0, way_s=0.0005)

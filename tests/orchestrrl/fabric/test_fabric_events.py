@@ -8,9 +8,9 @@ from typing import NoReturn
 import pytest
 from fabric_house import ACROSS_RAILS, OVER_CORE, House, house
 
-from ocs_drivers.errors import Retryable
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Circuit, CircuitState, Connectivity, Event, EventKind
+from ocs_drivers.errors import DriverRetryable
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import CircuitState, Connectivity, DeviceCircuit, EventKind, SwitchEvent
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.fabric.periods import PeriodState
@@ -44,7 +44,7 @@ async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: Hous
     listening = asyncio.create_task(events.run())
     await quiet(site, 1.0)
     pair = one(site)
-    site.fail("core0", Fault(FaultKind.FAIL_PORT, pair.port_a))
+    site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, pair.port_a))
     await quiet(site, 3.0)
     assert (OcsId("core0"), pair.port_a) in site.coordinator.glance.failures.ports
     assert pair not in site.up()
@@ -62,7 +62,7 @@ async def test_a_port_that_fails_while_a_period_waits_is_not_tried_in_its_window
     assert period.report.state is PeriodState.WAITING
     first = site.plans[-1][1].cross_connects
     port = min(pair for pair in first - site.up())
-    site.fail(port.switch, Fault(FaultKind.FAIL_PORT, port.port_a))
+    site.fail(port.switch, DeviceFault(DeviceFaultKind.FAIL_PORT, port.port_a))
     await site.pass_time(0.5)
     assert period.report.state is PeriodState.WAITING
     assert port not in site.plans[-1][1].cross_connects
@@ -80,10 +80,10 @@ async def test_a_port_that_failed_while_another_switch_was_silent_is_not_forgott
     ports = silent.ports
 
     async def no_answer() -> NoReturn:
-        raise Retryable("no route to host")
+        raise DriverRetryable("no route to host")
 
     silent.ports = no_answer  # type: ignore[method-assign]
-    site.fail("core0", Fault(FaultKind.FAIL_PORT, pair.port_a))
+    site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, pair.port_a))
     await quiet(site, 15.0)
     assert silent.device in site.coordinator.glance.unread
     assert pair in site.up()
@@ -103,9 +103,9 @@ async def test_a_circuit_that_has_failed_carries_nothing(tmp_path: Path, connect
         read = core.wire.read_circuits
         (failed, *_) = site.glass.device_pairs(pair)
 
-        async def shown() -> Sequence[Circuit]:
+        async def shown() -> Sequence[DeviceCircuit]:
             return [
-                Circuit(each.cross_connect, CircuitState.FAILED) if each.cross_connect == failed else each
+                DeviceCircuit(each.cross_connect, CircuitState.FAILED) if each.cross_connect == failed else each
                 for each in await read()
             ]
 
@@ -117,9 +117,9 @@ async def test_a_circuit_that_has_failed_carries_nothing(tmp_path: Path, connect
 class Telling(VirtualSwitch):
     """Its events are those of a list; what is no event is raised."""
 
-    words: Sequence[Event | Exception] = ()
+    words: Sequence[SwitchEvent | Exception] = ()
 
-    async def watch(self) -> AsyncGenerator[Event, None]:
+    async def watch(self) -> AsyncGenerator[SwitchEvent, None]:
         for word in self.words:
             if isinstance(word, Exception):
                 raise word
@@ -135,7 +135,7 @@ async def test_a_defect_of_one_driver_ends_nobodys_events(caplog: pytest.LogCapt
     listening = asyncio.create_task(SwitchEvents({"broken": broken, "sound": sound}, clock, heard.append).run())
     await clock.advance(0.1)
     assert heard == []
-    broken.words = [Event(1.0, EventKind.PORT, "port 3 failed", port=3)]
+    broken.words = [SwitchEvent(1.0, EventKind.PORT, "port 3 failed", port=3)]
     await clock.advance(LONGEST_PAUSE_S)
     assert heard == ["broken", "broken"]  # it may have told something while nobody listened
     assert "switch broken tells: port: port 3 failed" in caplog.text

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.fabric.intents import MOST_BYTES, intent_to_json, parse_intent
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.model import GpuId
 
 groups = st.lists(st.lists(st.integers(0, 5000), min_size=1, max_size=5).map(tuple), min_size=1, max_size=4).map(tuple)
@@ -22,7 +22,7 @@ def traffics(draw: st.DrawFn) -> Traffic:
     has_receivers = primitive in (Primitive.BIPARTITE, Primitive.BROADCAST)
     receivers = tuple(draw(st.lists(st.integers(0, 5000), min_size=1, max_size=4).map(tuple)) for _ in chosen)
     return Traffic(
-        draw(st.sampled_from(Operation)),
+        draw(st.sampled_from(TrafficOperation)),
         primitive,
         chosen,
         draw(st.floats(0, 1e15)),
@@ -94,7 +94,9 @@ def test_a_job_of_16384_gpus_that_are_mapped_one_by_one_fits() -> None:
     traffic = tuple(
         Traffic(operation, Primitive.RING_ALL_REDUCE, strided(size), 1e9)
         for operation, size in zip(
-            (Operation.TP, Operation.DP, Operation.EP, Operation.PP, Operation.CP), (8, 128, 64, 16, 2), strict=True
+            (TrafficOperation.TP, TrafficOperation.DP, TrafficOperation.EP, TrafficOperation.PP, TrafficOperation.CP),
+            (8, 128, 64, 16, 2),
+            strict=True,
         )
     )
     gpus = {rank: GpuId(ranks - 1 - rank) for rank in range(ranks)}

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.intents import intent_to_json
-from orchestrrl.fabric.period_queue import Announced
+from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodState
-from orchestrrl.fabric.stage_commit import Rules
-from planner.fabric.intent import Operation
+from orchestrrl.fabric.stage_commit import CommitRules
+from planner.fabric.intent import TrafficOperation
 from planner.fabric.windows import Window
 
-FIRST = train("first", (0, 3), (4, 7), job="one", operation=Operation.EP)  # of train0 alone
-SECOND = train("second", (8, 11), (12, 15), job="other", operation=Operation.EP)  # of train1 alone
+FIRST = train("first", (0, 3), (4, 7), job="one", operation=TrafficOperation.EP)  # of train0 alone
+SECOND = train("second", (8, 11), (12, 15), job="other", operation=TrafficOperation.EP)  # of train1 alone
 FIRST_NEXT = train("next", (0, 2), (4, 6), job="one")
 SECOND_NEXT = train("next", (8, 10), (12, 14), job="other")
 
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[House]:
-    async with house(tmp_path, rules=Rules(within_s=10.0, boundary_within_s=5.0)) as made:
+    async with house(tmp_path, rules=CommitRules(within_s=10.0, boundary_within_s=5.0)) as made:
         yield made
 
 
@@ -126,10 +126,10 @@ async def test_when_the_daemon_stops_each_of_them_ends_once(site: House, one: Ag
 async def test_whatever_two_jobs_do_one_changes_at_a_time_and_in_its_own_windows(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, bool, float]]
 ) -> None:
-    async with house(tmp_path_factory.mktemp("site"), rules=Rules(within_s=1.0, boundary_within_s=2.0)) as site:
+    async with house(tmp_path_factory.mktemp("site"), rules=CommitRules(within_s=1.0, boundary_within_s=2.0)) as site:
         agents = {"one": site.agent("a", range(8), "one"), "other": site.agent("b", range(8, 16), "other")}
         turns = {"one": [FIRST, FIRST_NEXT], "other": [SECOND, SECOND_NEXT]}
-        periods: list[Announced] = []
+        periods: list[AnnouncedPeriod] = []
         for what, first, duration_s in steps:
             job = "one" if first else "other"
             match what:
@@ -221,7 +221,7 @@ async def test_a_window_that_is_riskier_than_allowed_is_not_taken(tmp_path: Path
     for most_risk, code in ((0.005, "no_window"), (0.01, "committed")):
         folder = tmp_path / code
         folder.mkdir()
-        async with house(folder, rules=Rules(within_s=1.0, most_risk=most_risk)) as site:
+        async with house(folder, rules=CommitRules(within_s=1.0, most_risk=most_risk)) as site:
             agent = site.agent("a", range(8), "one")
             await site.pass_time(0.5)
             agent.quiet(5.0, "one")  # at a risk of 1 %

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, House, house
 
-from ocs_drivers.faults import Fault, FaultKind
-from orchestrrl.core.journal.store import Kind
-from orchestrrl.core.pause_registry import Part
-from orchestrrl.fabric.coordinator import Rules
-from orchestrrl.fabric.periods import ControlState, PeriodState
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.fabric.coordinator import CommitRules
+from orchestrrl.fabric.periods import OverrideState, PeriodState
 from planner.fabric.materialize import validate
 from planner.fabric.model import OcsId, PortPair
 from planner.fabric.plan import FabricState
@@ -19,7 +19,7 @@ STEPS = 26  # more entries than what follows writes
 
 async def lives(site: House) -> None:
     """A little of everything that is journalled; each part may be cut off."""
-    site.holds.pause(Part.BALANCER, "stays")
+    site.holds.pause(PauseScope.BALANCER, "stays")
     site.word.mask(["port core0:1"], "dirty")
     site.word.override("gradients", "as measured", 0.0)
     for intent in (OVER_CORE, ACROSS_RAILS, GEN, SYNC):
@@ -37,7 +37,7 @@ async def lives(site: House) -> None:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("entry", range(0, STEPS, 1))
 async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
-    async with house(tmp_path, rules=Rules(max_moves_per_stage=8, within_s=2.0, boundary_within_s=5.0)) as site:
+    async with house(tmp_path, rules=CommitRules(max_moves_per_stage=8, within_s=2.0, boundary_within_s=5.0)) as site:
         site.agent("n0", range(16))
         await site.pass_time(0.1)
         site.journal.kill_after = after
@@ -49,15 +49,15 @@ async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
         site.start()
         await site.pass_time(6.0)
         assert site.circuits.open == ()
-        assert site.journal.open_operations(Kind.CIRCUITS_INTENT) == []
+        assert site.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
         ports = [(each.switch, port) for each in site.up() for port in each.ports]
         assert len(ports) == len(set(ports))
         # An operator's word is as it was written down, or not there.
         assert site.word.masked in ((), ("port core0:1",))
-        if site.word.control.state is ControlState.OVERRIDDEN:
+        if site.word.control.state is OverrideState.OVERRIDDEN:
             assert site.word.masked == ("port core0:1",)
             site.word.release("go on")
-        assert set(site.holds.pauses) <= {Part.BALANCER}
+        assert set(site.holds.pauses) <= {PauseScope.BALANCER}
 
         report = await site.in_window(ACROSS_RAILS)
         assert report.state is PeriodState.COMMITTED, report
@@ -77,7 +77,7 @@ async def test_what_was_only_prepared_is_closed_as_not_begun(tmp_path: Path) -> 
         assert not period.report.over or period.report.code == "stopped"
         site.start()
         await site.pass_time(0.1)
-        results = site.written(Kind.CIRCUITS_RESULT)
+        results = site.written(EntryKind.CIRCUITS_RESULT)
         assert [(result["done"], result["detail"]) for result in results] == [
             (False, "was not begun; the switch is as it was")
         ] * 5
@@ -90,7 +90,7 @@ async def test_a_change_that_a_switch_took_in_part_is_ended(tmp_path: Path) -> N
     async with house(tmp_path) as site:
         site.agent("n0", range(16))
         await site.in_window(OVER_CORE)
-        site.fail("core0", Fault(FaultKind.PARTIAL_COMMIT, items=1))
+        site.fail("core0", DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
         site.agents[0].quiet(60.0)
         site.coordinator.expect(ACROSS_RAILS)
         so_far = len(site.sent)
@@ -115,7 +115,7 @@ async def test_a_change_that_is_not_wanted_any_more_is_not_taken_up(tmp_path: Pa
         operation = await site.circuits.prepare(core, change, 600.0)
         site.journal.full_in = 0
         site.circuits.abandon(operation, "no window")
-        assert len(site.journal.open_operations(Kind.CIRCUITS_INTENT)) == 1
+        assert len(site.journal.open_operations(EntryKind.CIRCUITS_INTENT)) == 1
         site.journal.full_in = None
         await site.pass_time(6.0)
-        assert site.journal.open_operations(Kind.CIRCUITS_INTENT) == []
+        assert site.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []

@@ -5,13 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from orchestrrl.core.pause_registry import Part
+from orchestrrl.core.pause_registry import PauseScope
 from orchestrrl.daemon.metrics import defect_metrics, pause_metrics
 from orchestrrl.fabric.metrics import fabric_metrics
 from orchestrrl.fabric.site import read_site
-from orchestrrl.fabric.switch_reader import Glance
+from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.model import OcsId, port_pair
-from planner.fabric.plan import Failures
+from planner.fabric.plan import FabricFailures
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,9 +23,9 @@ def samples(metrics: Any) -> dict[tuple[str, ...], float]:
 def test_what_is_up_and_what_became_of_periods() -> None:
     site = read_site(ROOT / "deploy" / "examples" / "site.yaml")
     core, away = OcsId("core0"), OcsId("gen1/agg0")
-    glance = Glance(
+    glance = SiteReading(
         frozenset({port_pair(core, 1, 5), port_pair(core, 500, 501)}),  # the second is between no fibres of the site
-        Failures(ports=frozenset({(core, 7)}), switches=frozenset({away})),
+        FabricFailures(ports=frozenset({(core, 7)}), switches=frozenset({away})),
         unread={away: "no answer"},
     )
     fabric: Any = SimpleNamespace(
@@ -47,7 +47,7 @@ def test_what_is_up_and_what_became_of_periods() -> None:
 
 
 def test_pauses() -> None:
-    seen = samples([pause_metrics({Part.SYNC: None})])
+    seen = samples([pause_metrics({PauseScope.SYNC: None})])
     assert seen == {
         ("orchestrrl_paused", "balancer"): 0,
         ("orchestrrl_paused", "fabric"): 0,

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import pytest
 from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, Agent, House, house, train
 
-from ocs_drivers.model import Change, ChangeMode, CrossConnect
+from ocs_drivers.model import ChangeMode, CircuitChange, CrossConnect
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.journal.store import Kind
-from orchestrrl.core.pause_registry import Part
-from orchestrrl.fabric.coordinator import Rules
+from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.fabric.coordinator import CommitRules
 from orchestrrl.fabric.intents import intent_to_json
 from orchestrrl.fabric.periods import PeriodState
 from planner.fabric.intent import Intent
@@ -47,7 +47,7 @@ async def test_a_period_is_prepared_ahead_and_committed_when_all_are_quiet(
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.3)
     assert period.report.state is PeriodState.WAITING
-    assert len(site.written(Kind.CIRCUITS_INTENT)) == 5  # written down, and nothing sent
+    assert len(site.written(EntryKind.CIRCUITS_INTENT)) == 5  # written down, and nothing sent
     assert site.sent == []
     agents[0].quiet(0.2)
     await site.pass_time(0.01)
@@ -91,7 +91,7 @@ async def test_the_bound_of_clocks_is_taken_off_a_window(site: House) -> None:
 
 async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None:
     """A device of 100 ms and windows of 50 ms."""
-    async with house(tmp_path, reconfiguration_s=0.1, rules=Rules(within_s=0.5, boundary_within_s=5.0)) as site:
+    async with house(tmp_path, reconfiguration_s=0.1, rules=CommitRules(within_s=0.5, boundary_within_s=5.0)) as site:
         for id in site.switches:
             site.coordinator.times.measured(id, control_s=0.001, device_s=0.1, route_s=0.0)
         agent = site.agent("n0", range(16))
@@ -105,9 +105,9 @@ async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None
         assert (period.report.state, period.report.code) == (PeriodState.KEPT, "no_window")
         assert period.report.ended_s == pytest.approx(period.deadline_s)
         assert site.sent == []
-        (valid_until_s,) = {intent["valid_until_s"] for intent in site.written(Kind.CIRCUITS_INTENT)}
+        (valid_until_s,) = {intent["valid_until_s"] for intent in site.written(EntryKind.CIRCUITS_INTENT)}
         assert valid_until_s == pytest.approx(period.deadline_s + 5.0)
-        results = site.written(Kind.CIRCUITS_RESULT)
+        results = site.written(EntryKind.CIRCUITS_RESULT)
         assert [result["done"] for result in results] == [False] * 5
         assert "was not begun" in results[0]["detail"]
         assert site.coordinator.counts["kept", "no_window"] == 1
@@ -244,7 +244,7 @@ async def test_a_boundary_that_is_over_changes_nothing(site: House) -> None:
 
 
 async def test_stages_that_are_left_when_the_caller_goes_on_stay_undone(tmp_path: Path) -> None:
-    async with house(tmp_path, rules=Rules(max_moves_per_stage=2, boundary_within_s=5.0)) as site:
+    async with house(tmp_path, rules=CommitRules(max_moves_per_stage=2, boundary_within_s=5.0)) as site:
         period = site.coordinator.expect(SYNC, boundary=True)
         while not site.sent:
             await site.pass_time(0.001)
@@ -257,7 +257,7 @@ async def test_stages_that_are_left_when_the_caller_goes_on_stay_undone(tmp_path
 
 
 async def test_stages_are_left_undone_for_a_newer_period_and_it_starts_from_there(tmp_path: Path) -> None:
-    async with house(tmp_path, rules=Rules(max_moves_per_stage=4, within_s=5.0)) as site:
+    async with house(tmp_path, rules=CommitRules(max_moves_per_stage=4, within_s=5.0)) as site:
         agent = site.agent("n0", range(16))
         await site.pass_time(0.1)
         agent.quiet(60.0)
@@ -276,7 +276,7 @@ async def test_stages_are_left_undone_for_a_newer_period_and_it_starts_from_ther
 
 async def test_a_pair_that_goes_dark_is_told_of_before(tmp_path: Path) -> None:
     """One ToR has one port left, and its circuit is to end at another port of its neighbour."""
-    async with house(tmp_path, rules=Rules(max_moves_per_stage=1, boundary_within_s=60.0)) as site:
+    async with house(tmp_path, rules=CommitRules(max_moves_per_stage=1, boundary_within_s=60.0)) as site:
         spent = [f"port gen0/agg0:{port}" for port in (1, 2, 5, 6, 7, 9, 10, 11, 12)]
         site.coordinator.mask([*spent, "port gen0/agg0:3"], "")
         assert (await site.at_boundary(GEN)).state is PeriodState.COMMITTED
@@ -302,22 +302,22 @@ async def test_advice_shows_the_plan_and_changes_nothing(site: House, agents: tu
     assert report.moves == 17
     assert report.stages == 1
     assert any(note.startswith("would take down nothing, and put up core0:") for note in report.notes)
-    assert site.written(Kind.CIRCUITS_INTENT) == []
+    assert site.written(EntryKind.CIRCUITS_INTENT) == []
     site.mode = Mode.ACT
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
 
 
 async def test_pauses_hold_the_fabric_or_syncs(site: House, agents: tuple[Agent, Agent]) -> None:
-    site.holds.pause(Part.SYNC, "bad weights")
+    site.holds.pause(PauseScope.SYNC, "bad weights")
     kept = await site.at_boundary(SYNC)
     assert (kept.state, kept.code) == (PeriodState.KEPT, "operator_paused")
     assert kept.detail == "an operator paused the sync: bad weights"
     assert (await site.at_boundary(GEN)).state is PeriodState.COMMITTED
-    site.holds.pause(Part.FABRIC, "cleaning fibres", ttl_s=1.0)
+    site.holds.pause(PauseScope.FABRIC, "cleaning fibres", ttl_s=1.0)
     assert (await site.in_window(OVER_CORE)).code == "operator_paused"
     await site.pass_time(1.0)
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
-    site.holds.resume(Part.SYNC, "fixed")
+    site.holds.resume(PauseScope.SYNC, "fixed")
     assert (await site.at_boundary(SYNC)).state is PeriodState.COMMITTED
 
 
@@ -325,7 +325,7 @@ async def test_a_pause_during_the_wait_is_seen_before_the_command(site: House, a
     agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
-    site.holds.pause(Part.FABRIC, "now")
+    site.holds.pause(PauseScope.FABRIC, "now")
     for agent in agents:
         agent.quiet(1.0)
     assert (await site.over(period)).code == "operator_paused"
@@ -337,7 +337,7 @@ async def test_a_switch_that_somebody_else_changed_is_looked_at_again(site: Hous
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
     pair = CrossConnect(1, 5)
-    assert (await _done(site, site.circuits.change("core0", Change((pair,)), ChangeMode.SAFE))).done
+    assert (await _done(site, site.circuits.change("core0", CircuitChange((pair,)), ChangeMode.SAFE))).done
     for agent in agents:
         agent.quiet(1.0)
     report = await site.over(period)
@@ -402,9 +402,9 @@ async def test_endings_alike_are_counted_and_not_all_written(site: House) -> Non
     for _ in range(60):
         period = site.coordinator.announce("gradients", intent_to_json(OVER_CORE), within_s=0.3)
         await site.over(period)
-    written = site.written(Kind.PERIOD)
+    written = site.written(EntryKind.PERIOD)
     assert 2 <= len(written) <= 4
     assert site.coordinator.counts["kept", "no_window"] == 60
-    assert len(site.written(Kind.PERIOD_INTENT)) == 1
+    assert len(site.written(EntryKind.PERIOD_INTENT)) == 1
     assert sum(each.get("alike_before", 0) for each in written) + len(written) >= 30
     assert all("commits" not in each for each in written)

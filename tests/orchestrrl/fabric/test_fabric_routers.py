@@ -16,7 +16,7 @@ from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.windows import TraceHub
 from orchestrrl.rpc.switches_service import drivers_of
 from planner.fabric.model import EndpointId, OcsId
-from planner.fabric.steering import PacketSide, Router
+from planner.fabric.steering import PacketSide, TorRouter
 
 SITE = {
     "link_gbps": 100,
@@ -78,8 +78,8 @@ def test_routers_become_a_domain(folder: Path) -> None:
     domain = domain_of(config.fabric.routers, config.fabric.steering.packet_hops)
     assert domain.packet_hops == 2
     assert domain.routers == {
-        EndpointId("r0"): Router("192.0.2.0", ("10.0.0.0/24",), PacketSide("eth0", "198.51.100.1")),
-        EndpointId("r1"): Router("192.0.2.1", ("10.0.1.0/24",)),
+        EndpointId("r0"): TorRouter("192.0.2.0", ("10.0.0.0/24",), PacketSide("eth0", "198.51.100.1")),
+        EndpointId("r1"): TorRouter("192.0.2.1", ("10.0.1.0/24",)),
     }
 
 

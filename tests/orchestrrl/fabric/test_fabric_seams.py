@@ -10,8 +10,8 @@ import pytest
 from fabric_house import ACROSS_RAILS, OVER_CORE, SYNC, House, house, train
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.core.journal.store import Kind
-from orchestrrl.fabric.coordinator import Rules
+from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.fabric.coordinator import CommitRules
 from orchestrrl.fabric.intents import intent_to_json
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.periods import PeriodState
@@ -34,7 +34,7 @@ class Called:
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[House]:
-    async with house(tmp_path, rules=Rules(within_s=2.0, boundary_within_s=5.0, max_moves_per_stage=2)) as made:
+    async with house(tmp_path, rules=CommitRules(within_s=2.0, boundary_within_s=5.0, max_moves_per_stage=2)) as made:
         yield made
 
 
@@ -109,7 +109,7 @@ async def test_a_switch_that_others_keep_busy_is_not_changed_after_the_window(tm
         await site.pass_time(0.1)
         assert site.sent
         assert core not in {sent.switch for sent in site.sent}
-        late = [body for body in site.written(Kind.CIRCUITS_RESULT) if "kept the switch busy" in body["detail"]]
+        late = [body for body in site.written(EntryKind.CIRCUITS_RESULT) if "kept the switch busy" in body["detail"]]
         assert [(body["switch"], body["done"]) for body in late] == [(core, False)]
         agent.quiet(0.2, since_s=0.01)
         report = await site.over(period)

@@ -9,17 +9,17 @@ import pytest
 from fabric_house import House
 from routed_house import RoutedHouse
 
-from ocs_drivers.errors import Retryable
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import Change, ChangeMode, Connectivity, CrossConnect
+from ocs_drivers.errors import DriverRetryable
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import ChangeMode, CircuitChange, Connectivity, CrossConnect
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.journal.store import Kind
-from orchestrrl.core.pause_registry import Part
+from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.core.pause_registry import PauseScope
 from orchestrrl.fabric.circuit_executor import CircuitOutcome
 from orchestrrl.fabric.route_drivers import virtual
 from orchestrrl.fabric.site import parse_site
-from orchestrrl.fabric.switch_reader import Glass
-from orchestrrl.fabric.verification import LIGHT_WITHIN_S, FabricVerifier, Verified
+from orchestrrl.fabric.switch_reader import SwitchReader
+from orchestrrl.fabric.verification import LIGHT_WITHIN_S, FabricVerifier, VerificationReport
 from orchestrrl.lab.box.site import SITE
 from planner.fabric.cables import DARK, STRANGER, STRAY, WRONG_CABLE
 from planner.fabric.model import EndpointId, OcsId, PortPair
@@ -54,14 +54,14 @@ class VerifiedHouse(RoutedHouse):
             change = await self.glass.change_of(pair.switch, [], [pair])
             assert (await self.during(self.circuits.change(pair.switch, change, ChangeMode.SAFE))).done
 
-    async def verify(self, walk: bool = False) -> Verified:
+    async def verify(self, walk: bool = False) -> VerificationReport:
         if walk:
-            self.holds.pause(Part.FABRIC, "fibres are looked at")
+            self.holds.pause(PauseScope.FABRIC, "fibres are looked at")
         return await self.during(verifier(self, self.follower).verify(walk))
 
     def lit_on(self, switch: OcsId, since: int = len(OVER_CORE) + 1) -> list[PortPair]:
         """What was commanded there, in order, but for the first `since` changes."""
-        entries = self.journal.tail(1000, (Kind.CIRCUITS_INTENT,))[since:]
+        entries = self.journal.tail(1000, (EntryKind.CIRCUITS_INTENT,))[since:]
         return [
             PortPair(switch, *map(int, each.split(":")))
             for entry in entries
@@ -71,7 +71,7 @@ class VerifiedHouse(RoutedHouse):
 
 
 def verifier(house: House, routing: object) -> FabricVerifier:
-    glass = Glass(house.site, house.switches, house.clock)
+    glass = SwitchReader(house.site, house.switches, house.clock)
     return FabricVerifier(house.coordinator, routing, house.circuits, glass, house.holds, house.clock)  # type: ignore[arg-type]
 
 
@@ -88,13 +88,13 @@ async def cut_off(house: House, switch: OcsId) -> None:
     """Nobody gets through to it any more."""
 
     async def open() -> None:
-        raise Retryable("no route to host")
+        raise DriverRetryable("no route to host")
 
     house.switches[switch]._wire.open = open  # type: ignore[method-assign]
     await house.switches[switch].close()
 
 
-def faults(found: Verified) -> list[tuple[str, str]]:
+def faults(found: VerificationReport) -> list[tuple[str, str]]:
     return [(fault.kind, fault.where) for fault in found.faults]
 
 
@@ -103,14 +103,14 @@ async def test_a_look_at_a_sound_site_changes_nothing(house: VerifiedHouse) -> N
     found = await house.verify()
     others = "core0:2, core0:3, core0:4, core0:6, core0:7, core0:8 and 18 more"
     why = f"no light shows where they end; --walk lights those that are free: {others}"
-    assert found == Verified((), 4, 2, IN_USE, FIBRES, (why,))
+    assert found == VerificationReport((), 4, 2, IN_USE, FIBRES, (why,))
     assert len(house.sent) == sent
 
 
 async def test_a_walk_lights_every_free_fibre_and_leaves_all_as_it_was(house: VerifiedHouse) -> None:
     up, owned, began_s = house.up(), house.circuits.owners.owned(TRAIN), house.clock.now_s()
     routed, sends = house.routed, [router.wire.sends for router in house.light.routers.values()]
-    assert await house.verify(walk=True) == Verified((), 4, 2, FIBRES, FIBRES)
+    assert await house.verify(walk=True) == VerificationReport((), 4, 2, FIBRES, FIBRES)
     lit = {switch: house.lit_on(switch) for switch in house.switches}
     assert {port for pair in lit[TRAIN] for port in pair.ports} == {*range(1, 13)} - {1, 2, 5, 9}
     assert {port for pair in lit[CORE] for port in pair.ports} == {*range(1, 9)} - {1, 5}
@@ -165,7 +165,7 @@ async def test_light_that_does_not_come_is_waited_for_and_told(house: VerifiedHo
 async def test_a_walk_leaves_alone_what_has_failed_or_is_masked(house: VerifiedHouse) -> None:
     masked = ["core0:2", "gen0/agg0:3", "gen0/agg0:4", "gen0/agg0:7", "train0/agg0:3"]
     house.word.mask([f"port {port}" for port in masked], "suspects")
-    house.fail(GEN, Fault(FaultKind.FAIL_PORT, 6))
+    house.fail(GEN, DeviceFault(DeviceFaultKind.FAIL_PORT, 6))
     found = await house.verify(walk=True)
     assert faults(found) == [("failed_port", "gen0/agg0:6")]
     # The lane behind port 2 is not lit; the one of the other PoD that is left over shares one that is lit already.
@@ -211,7 +211,7 @@ async def test_light_that_nobody_sends_is_told_with_who_answers(house: VerifiedH
 
 
 async def test_a_router_that_does_not_answer_is_told(house: VerifiedHouse) -> None:
-    house.light.routers[R1].device.inject(virtual.Fault(virtual.FaultKind.UNREACHABLE))
+    house.light.routers[R1].device.inject(virtual.RouterFault(virtual.RouterFaultKind.UNREACHABLE))
     found = await house.verify()
     assert found.not_seen[0].startswith("train0/r1 does not answer: ")
     assert found.fibres == IN_USE - len(INSIDE.ports)
@@ -223,7 +223,7 @@ async def test_nothing_is_said_of_light_that_nobody_can_know_of(house: VerifiedH
     if silent == GEN:
         await cut_off(house, GEN)
     else:
-        house.light.routers[R1].device.inject(virtual.Fault(virtual.FaultKind.UNREACHABLE))
+        house.light.routers[R1].device.inject(virtual.RouterFault(virtual.RouterFaultKind.UNREACHABLE))
     assert faults(await house.verify()) == ([("silent_switch", GEN)] if silent == GEN else [])
 
 
@@ -236,18 +236,18 @@ async def test_tors_that_notice_late_that_light_is_gone_do_not_confuse_a_walk(ho
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(Fault(FaultKind.STICK_MIRROR, 10), id="rolled back"),
-        pytest.param(Fault(FaultKind.DROP_CONNECTION), id="out of reach"),
+        pytest.param(DeviceFault(DeviceFaultKind.STICK_MIRROR, 10), id="rolled back"),
+        pytest.param(DeviceFault(DeviceFaultKind.DROP_CONNECTION), id="out of reach"),
     ],
 )
-async def test_a_walk_that_fails_darkens_what_it_lit(house: VerifiedHouse, fault: Fault) -> None:
+async def test_a_walk_that_fails_darkens_what_it_lit(house: VerifiedHouse, fault: DeviceFault) -> None:
     """At the switch at the end of a lane's way, when the other two have been lit."""
     really = house.circuits.change
 
-    async def change(switch: str, change: Change, mode: ChangeMode) -> CircuitOutcome:
+    async def change(switch: str, change: CircuitChange, mode: ChangeMode) -> CircuitOutcome:
         if change.connect == (CrossConnect(3, 10),) and switch == TRAIN:
             house.fail(TRAIN, fault)
-            if fault.kind is FaultKind.DROP_CONNECTION:
+            if fault.kind is DeviceFaultKind.DROP_CONNECTION:
                 await cut_off(house, TRAIN)
         return await really(switch, change, mode)
 
@@ -261,7 +261,7 @@ async def test_what_may_not_be_walked_is_refused(house: VerifiedHouse) -> None:
     sent = len(house.sent)
     with pytest.raises(Permanent, match="first `orchestrrl fabric pause`"):
         await house.during(verifier(house, house.follower).verify(walk=True))
-    house.holds.pause(Part.FABRIC, "fibres are looked at")
+    house.holds.pause(PauseScope.FABRIC, "fibres are looked at")
     with pytest.raises(Permanent, match=r"name them in fabric\.routers"):
         await house.during(verifier(house, None).verify(walk=True))
     assert len(house.sent) == sent
@@ -279,7 +279,7 @@ async def test_what_switches_show_is_held_against_what_is_ours(tmp_path: Path) -
     train.add([CrossConnect(6, 35), CrossConnect(3, 38)])  # nobody's
     train.add([CrossConnect(7, 36)])  # one way only
     core.add([CrossConnect(2, 35), CrossConnect(3, 34)])  # of one PoD
-    core.inject(Fault(FaultKind.FAIL_PORT, 8))
+    core.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 8))
     await cut_off(site, GEN)
     found = await site.during(verifier(site, None).verify(walk=False))
     assert [(fault.kind, fault.where) for fault in found.faults] == [
@@ -291,5 +291,5 @@ async def test_what_switches_show_is_held_against_what_is_ours(tmp_path: Path) -
         ("failed_port", "core0:8"),
     ]
     nobody = "fabric.routers names no ToRs, so that nobody can say where light comes out"
-    assert replace(found, faults=()) == Verified((), 3, 0, 0, 16, (nobody,))
+    assert replace(found, faults=()) == VerificationReport((), 3, 0, 0, 16, (nobody,))
     await site.stop()

@@ -11,21 +11,21 @@ from builders import engine_report, sample
 from fabric_gen_house import FIRST_GPU, MESH, PAIRS, FabricHouse
 from switch_house import CONFIG, House
 
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.pause_registry import Part
+from orchestrrl.core.pause_registry import PauseScope
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.fabric.generation_circuits import HEARD_WITHIN_S, PERIOD
 from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.fabric.site import site_text
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.found_engines import FoundFleet
-from orchestrrl.fleet.redeployment.steps import SwitchState, SwitchWish
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployRequest
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.model import Mode
 
-TO_TP1 = SwitchWish((("tp1", 0),), reason="the test says so")
-TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
+TO_TP1 = RedeployRequest((("tp1", 0),), reason="the test says so")
+TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ async def test_a_switch_changes_demand_and_circuits_before_requests_are_let_in(n
     house = FabricHouse(narrow)
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert house.circuits() == PAIRS
         assert house.let_in_under == [PAIRS, PAIRS]
         assert "circuits committed" in house.admitted()
         switching.begin(TO_TP1)
-        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert house.circuits() == MESH
         assert house.let_in_under[2:] == [MESH] * 4
         assert not narrow.gateway.cut
@@ -68,19 +68,19 @@ async def test_on_the_way_back_the_engines_of_before_get_their_circuits(narrow: 
     async with house.daemon() as switching:
         assert house.circuits() == {}
         switching.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is SwitchState.ROLLED_BACK
+        assert (await narrow.until_ended()).state is RedeploymentState.ROLLED_BACK
         assert house.circuits() == MESH
         assert house.let_in_under == [MESH] * 4
         assert "circuits committed" in house.admitted()
         # Another one that fails finds them up.
         switching.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is SwitchState.ROLLED_BACK
+        assert (await narrow.until_ended()).state is RedeploymentState.ROLLED_BACK
         assert "circuits committed: 0 cross-connects changed (was_so" in house.admitted()
         assert house.circuits() == MESH
 
 
 def pause(house: FabricHouse) -> None:
-    house.house.plane.holds.pause(Part.FABRIC, "measuring")
+    house.house.plane.holds.pause(PauseScope.FABRIC, "measuring")
 
 
 def advise(house: FabricHouse) -> None:
@@ -99,7 +99,7 @@ def break_all(house: FabricHouse) -> None:
     """The connection goes with each command, as often as it is tried."""
     for switch in house.switches.values():
         for _ in range(50):
-            switch.glass.inject(Fault(FaultKind.DROP_COMMAND))
+            switch.glass.inject(DeviceFault(DeviceFaultKind.DROP_COMMAND))
 
 
 HELD = {
@@ -117,7 +117,7 @@ async def test_a_fabric_that_holds_holds_nobody_else(narrow: House, case: str) -
     async with house.daemon() as switching:
         hold(house)
         switching.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert words in house.admitted()
         assert house.circuits() == {}
         assert not narrow.gateway.cut
@@ -133,7 +133,7 @@ async def test_circuits_that_an_operator_prefers_stay(narrow: House) -> None:
         pinned = [f"{each.switch}:{each.port_a}-{each.port_b}" for each in house.fabric.glance.cross_connects]
         house.fabric.word.pin(pinned, "each of them", 0.0)
         switching.begin(TO_TP1)
-        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert house.circuits() == PAIRS
         house.fabric.word.release("done")
         house.fabric.announce(PERIOD, boundary=True)
@@ -146,7 +146,7 @@ async def test_a_switch_that_takes_too_long_keeps_nobody_waiting(narrow: House) 
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         report = await narrow.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         assert "circuits are still being changed after 2 s" in house.admitted()
         (took_s,) = (each.took_s for each in report.steps if each.step.kind == "admit")
         assert took_s == pytest.approx(2.0)
@@ -157,7 +157,7 @@ async def test_a_switch_that_breaks_keeps_nobody_waiting(narrow: House) -> None:
     async with house.daemon() as switching:
         break_all(house)
         switching.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert "; circuits failed: 0 cross-connects changed (switch_failed: " in house.admitted()
         assert len(house.admitted()) < 300  # the period's report has all of it
         assert house.circuits() == {}
@@ -167,7 +167,7 @@ async def test_gpus_that_the_site_does_not_know_have_no_circuits(narrow: House) 
     house = FabricHouse(narrow, first_gpu=1000)
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is SwitchState.DONE
+        assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert "circuits kept: 0 cross-connects changed (nobody_placed: " in house.admitted()
 
 
@@ -253,7 +253,7 @@ async def test_circuits_that_were_lost_among_requests_are_replaced_once_there_ar
         assert len(house.fabric.reports(9)) == 1  # nothing more is asked for
         found.idle_after = (False,)
         lost = next(each.cross_connect for each in house.agg.glass.circuits())
-        house.agg.glass.inject(Fault(FaultKind.FAIL_PORT, lost.ingress_port))
+        house.agg.glass.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, lost.ingress_port))
         await house.clock.advance(30.0)
         assert house.fabric.reports(1)[0].code == "no_boundary"
         assert lost in {each.cross_connect for each in house.agg.glass.circuits()}
@@ -270,7 +270,7 @@ async def test_circuits_that_were_lost_among_requests_are_replaced_once_there_ar
 SYNC = Intent(
     "sync",
     Stage.WEIGHT_SYNC,
-    (Traffic(Operation.WEIGHT_SYNC, Primitive.BROADCAST, ((0,),), 1e9, receivers=((4, 5, 6, 7),)),),
+    (Traffic(TrafficOperation.WEIGHT_SYNC, Primitive.BROADCAST, ((0,),), 1e9, receivers=((4, 5, 6, 7),)),),
 )
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, Agent, House, house
 
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.fabric.periods import ControlState, PeriodState
+from orchestrrl.fabric.periods import OverrideState, PeriodState
 from planner.fabric.model import OcsId, PortPair
 
 
@@ -34,7 +34,7 @@ async def test_all_circuits_pinned_stay(site: House, agent: Agent) -> None:
     assert "an experiment runs" in kept.detail
     assert site.up() == up
     await site.pass_time(5.0)  # it expires
-    assert site.word.control.state is ControlState.FREE
+    assert site.word.control.state is OverrideState.FREE
     assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
 
 
@@ -106,7 +106,7 @@ async def test_circuits_go_around_what_is_masked(site: House, agent: Agent, mask
 async def test_ports_that_fail_are_gone_around_in_the_next_window(site: House, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     used = next(each for each in sorted(site.up()) if each.switch == "train0/agg0")
-    site.fail("train0/agg0", Fault(FaultKind.FAIL_PORT, used.port_a))
+    site.fail("train0/agg0", DeviceFault(DeviceFaultKind.FAIL_PORT, used.port_a))
     for _ in range(25):
         agent.quiet(60.0)
         await site.pass_time(0.5)
@@ -119,7 +119,7 @@ async def test_ports_that_fail_are_gone_around_in_the_next_window(site: House, a
 async def test_circuits_of_a_switch_that_restarted_dark_come_back(site: House, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     up = site.up()
-    site.fail("core0", Fault(FaultKind.RESTART))
+    site.fail("core0", DeviceFault(DeviceFaultKind.RESTART))
     assert site.up() < up
     for _ in range(25):
         agent.quiet(60.0)
@@ -172,4 +172,4 @@ def test_what_is_wrong_is_told_all_at_once(site: House) -> None:
         site.word.mask(["switch x", "port core0", "nic train0/s0:2", "cable 7", "circuit core0:1-1"], "")
     assert len(wrong.value.faults) == 5
     assert site.word.masked == ()
-    assert site.word.control.state is ControlState.FREE
+    assert site.word.control.state is OverrideState.FREE

@@ -11,7 +11,7 @@ from routed_house import LOOK_AGAIN_S, RoutedHouse, inline
 
 from ocs_drivers.model import CrossConnect
 from orchestrrl.fabric.periods import PeriodState
-from orchestrrl.fabric.route_drivers.virtual import Fault, FaultKind
+from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 from orchestrrl.fabric.site import read_site
 from planner.fabric.model import EndpointId, OcsId, PortPair
 
@@ -48,12 +48,12 @@ async def test_what_cannot_be_drained_stays(tmp_path: Path) -> None:
         await house.in_window(OVER_CORE)
         before, routed, sent = house.light.up(), house.routed, len(house.sent)
         deaf = house.light.routers[EndpointId("train0/r0")].device
-        deaf.inject(Fault(FaultKind.UNREACHABLE))
+        deaf.inject(RouterFault(RouterFaultKind.UNREACHABLE))
         report = await house.in_window(ACROSS_RAILS)
         assert report.state is PeriodState.KEPT
         assert "train0/r0" in report.detail
         assert (house.light.up(), len(house.sent)) == (before, sent)
-        deaf.inject(Fault(FaultKind.REACHABLE))
+        deaf.inject(RouterFault(RouterFaultKind.REACHABLE))
         await house.pass_time(3 * LOOK_AGAIN_S)
         assert house.routed == routed == house.light.links()
         assert house.follower.routed is not None

@@ -8,18 +8,18 @@ import pytest
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.fabric.rerouting import Limits, NotDrained, Steering
-from orchestrrl.fabric.route_drivers.virtual import Fault, FaultKind, VirtualRouter, VirtualRouterDriver
+from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingTimeouts
+from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind, VirtualRouter, VirtualRouterDriver
 from planner.fabric.model import EndpointId
-from planner.fabric.steering import Domain, Link, Router
+from planner.fabric.steering import RoutedLink, RoutingDomain, TorRouter
 
 
 def tor(number: int) -> EndpointId:
     return EndpointId(f"tor{number}")
 
 
-def link(a: int, interface_a: int, b: int, interface_b: int) -> Link:
-    return Link.of(tor(a), f"swp{interface_a}", tor(b), f"swp{interface_b}")
+def link(a: int, interface_a: int, b: int, interface_b: int) -> RoutedLink:
+    return RoutedLink.of(tor(a), f"swp{interface_a}", tor(b), f"swp{interface_b}")
 
 
 @pytest.fixture
@@ -45,21 +45,21 @@ class House:
             tor(n): VirtualRouterDriver(tor(n), clock=clock, address=f"192.0.2.{n}", **options)
             for n in range(1, count + 1)
         }
-        routers = {tor(n): Router(f"192.0.2.{n}", (f"10.0.{n}.0/24",)) for n in range(1, count + 1)}
-        self.domain = Domain(routers)
+        routers = {tor(n): TorRouter(f"192.0.2.{n}", (f"10.0.{n}.0/24",)) for n in range(1, count + 1)}
+        self.domain = RoutingDomain(routers)
         self.steering = self.restarted()
 
-    def restarted(self) -> Steering:
-        return Steering(self.drivers, self.domain, self.clock, Limits(link_up_s=0.1, neighbour_s=0.1))
+    def restarted(self) -> Rerouting:
+        return Rerouting(self.drivers, self.domain, self.clock, ReroutingTimeouts(link_up_s=0.1, neighbour_s=0.1))
 
     def device(self, number: int) -> VirtualRouter:
         return self.drivers[tor(number)].device
 
-    def connect(self, *links: Link) -> None:
+    def connect(self, *links: RoutedLink) -> None:
         for one in links:
             self.drivers[one.a].device.join(one.interface_a, self.drivers[one.b].device, one.interface_b)
 
-    def disconnect(self, *links: Link) -> None:
+    def disconnect(self, *links: RoutedLink) -> None:
         for one in links:
             self.drivers[one.a].device.part(one.interface_a)
 
@@ -122,19 +122,19 @@ async def test_nothing_is_drained_before_it_is_known_what_there_is(clock: Virtua
     assert house.device(1).ways("10.0.2.1")[0].interface == "swp2"
 
 
-@pytest.mark.parametrize("fault", [FaultKind.UNREACHABLE, FaultKind.DROP_COMMAND])
-async def test_a_router_that_cannot_be_drained_stops_the_commit(clock: VirtualClock, fault: FaultKind) -> None:
+@pytest.mark.parametrize("fault", [RouterFaultKind.UNREACHABLE, RouterFaultKind.DROP_COMMAND])
+async def test_a_router_that_cannot_be_drained_stops_the_commit(clock: VirtualClock, fault: RouterFaultKind) -> None:
     house = House(clock, 3)
     house.connect(*RING)
     await house.steering.steer(RING)
-    house.device(2).inject(Fault(fault))
+    house.device(2).inject(RouterFault(fault))
     with pytest.raises(NotDrained, match="tor2") as refusal:
         await house.steering.drain(RING[:1])
     # Without tor2's word nobody may count on it; tor1 would send to it what it sends back.
     assert tor(2) in refusal.value.routers
     assert house.steering.routed == tuple(sorted(RING))
     assert all(house.arrives(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b)
-    house.device(2).inject(Fault(FaultKind.REACHABLE))
+    house.device(2).inject(RouterFault(RouterFaultKind.REACHABLE))
     assert (await house.steering.steer(RING)).done
     await house.steering.drain(RING[:1])
 
@@ -143,7 +143,7 @@ async def test_a_router_whose_answer_got_lost_counts_by_what_it_shows(clock: Vir
     house = House(clock, 3)
     house.connect(*RING)
     await house.steering.steer(RING)
-    house.device(2).inject(Fault(FaultKind.DROP_CONNECTION))
+    house.device(2).inject(RouterFault(RouterFaultKind.DROP_CONNECTION))
     assert (await house.steering.drain(RING[:1])).failed == {}
 
 
@@ -152,7 +152,7 @@ async def test_a_router_that_does_not_matter_does_not_stop_a_drain(clock: Virtua
     links = (*RING, link(3, 3, 4, 1))
     house.connect(*links)
     await house.steering.steer(links)
-    house.device(4).inject(Fault(FaultKind.UNREACHABLE))
+    house.device(4).inject(RouterFault(RouterFaultKind.UNREACHABLE))
     drained = await house.steering.drain(RING[:1])
     assert set(drained.failed) == {tor(4)}
 
@@ -162,7 +162,7 @@ async def test_routers_behind_one_that_failed_keep_their_routes(clock: VirtualCl
     house = House(clock, 4)
     chain = (link(1, 1, 2, 1), link(2, 2, 3, 1), link(3, 2, 4, 1))
     house.connect(*chain)
-    house.device(2).inject(Fault(FaultKind.DROP_COMMAND))
+    house.device(2).inject(RouterFault(RouterFaultKind.DROP_COMMAND))
     steered = await house.steering.steer(chain)
     assert not steered.done
     assert set(steered.failed) == {tor(2)}
@@ -196,6 +196,6 @@ async def test_impossible_links_are_refused_before_anything_is_asked(clock: Virt
     with pytest.raises(ValueError, match="not a router that is steered"):
         await house.steering.steer([link(1, 1, 9, 1)])
     with pytest.raises(ValueError, match="routers must be those of the domain"):
-        Steering({}, house.domain, clock)
+        Rerouting({}, house.domain, clock)
     with pytest.raises(ValueError, match="settle_s must be >= 0"):
-        Limits(settle_s=-1)
+        ReroutingTimeouts(settle_s=-1)

@@ -15,8 +15,8 @@ from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.fabric.site import parse_site, read_site, site_document, site_from, site_text
 from orchestrrl.fabric.site_parts import numbers_in, numbers_text
 from planner.fabric.generate import regular_site
-from planner.fabric.shape import Impossible, Shape
-from planner.fabric.topology import DEVICES, Device
+from planner.fabric.shape import ImpossibleSite, SiteShape
+from planner.fabric.topology import DEVICES, SwitchModel
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "site.yaml"
 RADIX = {name: device.ports for name, device in DEVICES.items()}
@@ -267,7 +267,7 @@ def test_what_is_no_site_at_all(text: str) -> None:
 
 
 def test_one_pod_needs_no_core() -> None:
-    site = regular_site(Shape(train_pods=1, gen_pods=0, servers_per_pod=2))
+    site = regular_site(SiteShape(train_pods=1, gen_pods=0, servers_per_pod=2))
     assert not site.core_switches
     assert parse_site(site_text(site)) == site
 
@@ -399,8 +399,8 @@ SHAPES = st.builds(
     core_lanes=st.none() | st.integers(1, 12),
     response_lanes=st.none() | st.integers(0, 2),
     link_gbps=st.sampled_from([100.0, 212.5]),
-    agg_device=st.sampled_from([Device("lab", 0.012, 48), DEVICES["piezo_polatis"]]),
-    core_device=st.sampled_from([Device("yes", 1e-5, 32), DEVICES["rotornet_infocus"]]),
+    agg_device=st.sampled_from([SwitchModel("lab", 0.012, 48), DEVICES["piezo_polatis"]]),
+    core_device=st.sampled_from([SwitchModel("yes", 1e-5, 32), DEVICES["rotornet_infocus"]]),
     core_switches=st.none() | st.integers(1, 12),
 )
 
@@ -408,8 +408,8 @@ SHAPES = st.builds(
 @given(SHAPES)
 def test_generated_sites_are_sound_and_come_back_from_their_file(shape: dict[str, Any]) -> None:
     try:
-        site = regular_site(Shape(**shape))
-    except Impossible:
+        site = regular_site(SiteShape(**shape))
+    except ImpossibleSite:
         return
     assert parse_site(site_text(site)) == site
     assert faults(site_document(site)) == []

@@ -7,21 +7,21 @@ from fabric_house import OVER_CORE, House, house
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ocs_drivers.faults import Fault, FaultKind
-from ocs_drivers.model import BootBehaviour, Connectivity, CrossConnect, Facts
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.model import BootBehaviour, Connectivity, CrossConnect, SwitchFacts
 from orchestrrl.fabric.periods import PeriodState
-from orchestrrl.fabric.switch_reader import Glance, device_pairs, site_pairs
+from orchestrrl.fabric.switch_reader import SiteReading, device_pairs, site_pairs
 from planner.fabric.model import OcsId, PortPair, port_pair
 
 SWITCH = OcsId("agg0")
 
 
-def facts(connectivity: Connectivity, egress_from: int) -> Facts:
+def facts(connectivity: Connectivity, egress_from: int) -> SwitchFacts:
     sides = (
         range(1, 17),
         range(1, 17) if connectivity is Connectivity.ANY_TO_ANY else range(egress_from, 16 + egress_from),
     )
-    return Facts("v", "m", "s", "1", connectivity, *sides, 0.025, BootBehaviour.DARK)
+    return SwitchFacts("v", "m", "s", "1", connectivity, *sides, 0.025, BootBehaviour.DARK)
 
 
 # Polatis numbers the egress side after the ingress side, Calient both alike.
@@ -41,7 +41,7 @@ def matchings(draw: st.DrawFn) -> frozenset[PortPair]:
 
 @pytest.mark.parametrize("device", DEVICES, ids=["any to any", "sides in turn", "sides alike"])
 @given(wanted=matchings(), data=st.data())
-def test_there_and_back(device: Facts, wanted: frozenset[PortPair], data: st.DataObject) -> None:
+def test_there_and_back(device: SwitchFacts, wanted: frozenset[PortPair], data: st.DataObject) -> None:
     present = {pair for each in wanted for pair in device_pairs(device, each)}
     assert len(present) == len(wanted) * (1 if device.connectivity is Connectivity.ANY_TO_ANY else 2)
     assert site_pairs(SWITCH, device, present) == (set(wanted), set())
@@ -69,11 +69,11 @@ async def test_what_is_up_one_way_only_holds_its_ports(tmp_path: Path) -> None:
 
 async def test_ports_of_either_side_fail_for_both_ways(tmp_path: Path) -> None:
     async with house(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
-        site.fail("core0", Fault(FaultKind.FAIL_PORT, 32 + 3))
-        site.fail("core0", Fault(FaultKind.DISABLE_PORT, 7))
+        site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, 32 + 3))
+        site.fail("core0", DeviceFault(DeviceFaultKind.DISABLE_PORT, 7))
         assert (await _looked(site)).failures.ports == {("core0", 3), ("core0", 7)}
 
 
-async def _looked(site: House) -> Glance:
+async def _looked(site: House) -> SiteReading:
     await site.pass_time(0.01)
     return await site.coordinator.look()

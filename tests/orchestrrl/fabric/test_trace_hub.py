@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.fabric.windows import FORGET_AFTER_S, TraceHub
-from planner.fabric.clocks import Exchange
-from planner.fabric.slack import Remaining
+from planner.fabric.clocks import ClockExchange
+from planner.fabric.slack import RemainingQuiet
 from planner.fabric.windows import Window
 from planner.model import Hold
 
@@ -190,13 +190,13 @@ def test_a_window_never_begins_before_all_are_quiet_nor_outlasts_one(hosts: list
             await clock.advance(there_s)
             received_s = clock.now_s() + ahead_s
             await clock.advance(back_s)
-            stream.answers(Exchange(sent_s, received_s, received_s, clock.now_s()))
+            stream.answers(ClockExchange(sent_s, received_s, received_s, clock.now_s()))
             streams.append(stream)
         ranks = frozenset(range(len(hosts)))
         watch = hub.watch("", ranks, 0.01)
         now_s = clock.now_s()
         for number, (stream, (ahead_s, _, _, since_s, for_s)) in enumerate(zip(streams, hosts, strict=True)):
-            quiet = Remaining(1, now_s - since_s + ahead_s, now_s + for_s + ahead_s, 10, 0.0)
+            quiet = RemainingQuiet(1, now_s - since_s + ahead_s, now_s + for_s + ahead_s, 10, 0.0)
             stream.says("", now_s + ahead_s, number, quiet)
         window = watch.window()
         if isinstance(window, Window):

@@ -9,23 +9,23 @@ from builders import engine_report, gateway_hello, gateway_report, sample
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.journal.store import Entry, Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.core.operations import (
     CancelRequests,
-    CloseGate,
-    ItemResult,
-    OpenGate,
+    CloseBarrier,
+    EngineRoute,
+    OpenBarrier,
     Operation,
+    OperationItemResult,
     OperationResult,
     OperationStatus,
-    Route,
     SetRoutes,
 )
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
-from orchestrrl.fleet.pause_barrier import GateWish
+from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import FinishedRequest, GatePhase, GateReport
 from planner.model import EngineId, NodeId, RequestView
 
@@ -61,8 +61,8 @@ class Gateway:
         self.engines_run = False  # while the gate is closed
         self.ended: list[str] = []
         self.orders: list[Operation] = []
-        self.routes: tuple[Route, ...] = ()
-        self.routes_at_opening: tuple[Route, ...] = ()
+        self.routes: tuple[EngineRoute, ...] = ()
+        self.routes_at_opening: tuple[EngineRoute, ...] = ()
         self.in_flight: list[RequestView] = []
         self.done: list[FinishedRequest] = []
         self.generated: dict[str, int] = {}  # what an engine counts, where it is not what the others do
@@ -121,24 +121,24 @@ class Gateway:
         if not self.broken:
             self.plane.result_received(result)
 
-    async def _act(self, operation: Operation) -> tuple[ItemResult, ...]:
+    async def _act(self, operation: Operation) -> tuple[OperationItemResult, ...]:
         match operation.action:
-            case CloseGate() as order:
+            case CloseBarrier() as order:
                 return await self._close(order)
-            case OpenGate(lease):
+            case OpenBarrier(lease):
                 if lease != self.lease:
                     raise Permanent("the gate is not closed under this lease")
                 self._open()
                 self.routes_at_opening = self.routes
-                return tuple(ItemResult(engine, True) for engine in ("e0", "e1"))
+                return tuple(OperationItemResult(engine, True) for engine in ("e0", "e1"))
             case CancelRequests(requests, groups):
                 ended = [r for r in self.in_flight if r.id in requests or r.group in groups]
                 self.in_flight = [r for r in self.in_flight if r not in ended]
-                return tuple(ItemResult(r.id, True) for r in ended)
+                return tuple(OperationItemResult(r.id, True) for r in ended)
             case other:
                 raise Permanent(f"{other.kind} is not expected here")
 
-    async def _close(self, order: CloseGate) -> tuple[ItemResult, ...]:
+    async def _close(self, order: CloseBarrier) -> tuple[OperationItemResult, ...]:
         if order.lease in self.ended or self.lease not in ("", order.lease):
             raise Permanent("this lease is over")
         if not self.lease:
@@ -154,7 +154,7 @@ class Gateway:
         if self.phase is not GatePhase.QUIET:
             self._open()
             raise Permanent("not quiet by the deadline: 3 requests still run: r1, r2, r3")
-        return tuple(ItemResult(e, e not in self.unpaused, self.unpaused.get(e, "")) for e in (E0, E1))
+        return tuple(OperationItemResult(e, e not in self.unpaused, self.unpaused.get(e, "")) for e in (E0, E1))
 
     def _open(self) -> None:
         self.ended.append(self.lease)
@@ -247,7 +247,7 @@ class House:
             await self.clock.advance(0.25)
 
     async def pause(self, **wish: object) -> str:
-        asked = asyncio.create_task(self.plane.gate.pause(GateWish(**wish)))  # type: ignore[arg-type]
+        asked = asyncio.create_task(self.plane.gate.pause(PauseRequest(**wish)))  # type: ignore[arg-type]
         await self.within(200.0, asked)
         state = await asked
         assert state.lease is not None
@@ -264,8 +264,8 @@ class House:
         await asked
 
     def events(self) -> list[str]:
-        return [entry.body["event"] for entry in self.entries(Kind.GATE)]
+        return [entry.body["event"] for entry in self.entries(EntryKind.GATE)]
 
-    def entries(self, *kinds: Kind) -> list[Entry]:
+    def entries(self, *kinds: EntryKind) -> list[JournalEntry]:
         assert self.journal is not None
         return self.journal.since(0, kinds)

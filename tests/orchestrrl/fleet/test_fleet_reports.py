@@ -11,15 +11,15 @@ from builders import engine_report, gateway_hello, gateway_report, request, samp
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import LimitReached, Permanent, ProblemFaults
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import Attachment, GatewayEngine, NodeHello, NodeKind, NodeRegistry
-from orchestrrl.core.operations import ItemResult, MoveRequests, OperationResult, SetRoutes, status_of
+from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult, SetRoutes, status_of
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.membership_changes import NewEngine
 from orchestrrl.fleet.reports import EngineReport, GatewayReport, SendTimes
-from orchestrrl.fleet.state import NAMES_LAST_S, Capacity, EngineFacts, State
+from orchestrrl.fleet.state import NAMES_LAST_S, EngineFacts, FleetState, StateCapacity
 from orchestrrl.rpc.codecs.control import status_to_pb, worker_to_pb
 from planner.model import EngineId, EngineView, NodeId, RequestId
 
@@ -58,7 +58,7 @@ class House:
         report = replace(engine_report(engine, self.sequence, sample(self.clock.now_s())), **more)  # type: ignore[arg-type]
         self.plane.engine_reported(report, stream)
 
-    def noted(self, kind: Kind) -> list[tuple[str, dict[str, object]]]:
+    def noted(self, kind: EntryKind) -> list[tuple[str, dict[str, object]]]:
         return [(entry.subject, dict(entry.body)) for entry in self.journal.since(0, [kind])]
 
 
@@ -99,7 +99,7 @@ async def test_telemetry_lives_whoever_comes_and_goes(
             said.update(remarks)
         await house.clock.advance(EVERY_S)
     assert said
-    noted = [body["remarks"] for subject, body in house.noted(Kind.ENGINE_REMARKS) if subject == "e0"]
+    noted = [body["remarks"] for subject, body in house.noted(EntryKind.ENGINE_REMARKS) if subject == "e0"]
     assert noted[0] in [[remark] for remark in said]
     if first_s[1] != second_s[1]:
         assert noted[-1] == []
@@ -115,7 +115,7 @@ async def test_an_agent_that_attaches_again_is_one_and_its_late_reports_change_n
         assert house.engine("e0").running == 1
         house.plane.fast_tick()
         await house.clock.advance(EVERY_S)
-    assert house.noted(Kind.ENGINE_REMARKS) == house.noted(Kind.NODE_DOUBLE) == []
+    assert house.noted(EntryKind.ENGINE_REMARKS) == house.noted(EntryKind.NODE_DOUBLE) == []
 
 
 async def test_a_second_agent_that_cannot_reach_the_engine_takes_nothing_away(house: House) -> None:
@@ -154,7 +154,7 @@ async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(hou
     house.report("e0")
     house.report("e1")
     plane.fast_tick()
-    assert house.noted(Kind.NODE_DOUBLE) == [("gw", {"listed": "gw~312a5e8c"})]
+    assert house.noted(EntryKind.NODE_DOUBLE) == [("gw", {"listed": "gw~312a5e8c"})]
     assert list(status_to_pb(plane, "").remarks) == ["two nodes have the id gw: the second is listed as gw~312a5e8c"]
     seen: dict[str, list[object]] = {"aaaa": [], "bbbb": []}
     tasks = [
@@ -166,7 +166,7 @@ async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(hou
     assert "b" not in moved(seen["aaaa"])
     assert moved(seen["bbbb"]) == ["b"]
     (opened,) = [each for each in plane.runner.open if each.node == "gw~312a5e8c"]
-    items = (ItemResult("b", True),)
+    items = (OperationItemResult("b", True),)
     plane.result_received(OperationResult(opened.operation.id, NodeId("gw~312a5e8c"), status_of(items), items=items))
     assert (await move).items == items
     # The first comes again after a break, as itself, and when the second has gone nothing is left of it.
@@ -191,7 +191,7 @@ async def test_a_gateway_that_is_started_anew_has_its_id(house: House) -> None:
     assert plane.attach(hello("bbbb")).hello.node == "gw"
     plane.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="bbbb"), 2)
     assert [view.id for view in plane.state.snapshot(1000.0).requests] == ["a"]
-    assert house.noted(Kind.NODE_DOUBLE) == []
+    assert house.noted(EntryKind.NODE_DOUBLE) == []
 
 
 async def test_an_idle_stream_ends_with_its_attachment(house: House) -> None:
@@ -331,7 +331,7 @@ async def test_an_engine_with_two_names_is_counted_once(
     worker = worker_to_pb(plane, E0)
     assert (list(worker.other_names), list(worker.remarks)) == (["a"], ["a of gw is the same server as e0"])
     assert worker.requests == 1
-    assert house.noted(Kind.ENGINE_REMARKS) == [("e0", {"remarks": ["a of gw is the same server as e0"]})]
+    assert house.noted(EntryKind.ENGINE_REMARKS) == [("e0", {"remarks": ["a of gw is the same server as e0"]})]
     seen: list[object] = []
     with suppress(TimeoutError):
         await asyncio.wait_for(orders_of(orders, seen), 0.1)
@@ -424,7 +424,7 @@ async def test_what_an_operator_says_of_an_engine_holds_for_its_other_names(hous
 
 
 async def test_an_engine_keeps_what_it_offers_when_its_other_name_is_known(house: House) -> None:
-    house.report("x", url="http://e0", capabilities=Capabilities("vllm", "0", ("m",), max_sequences=7))
+    house.report("x", url="http://e0", capabilities=EngineCapabilities("vllm", "0", ("m",), max_sequences=7))
     for _ in range(2):
         await house.clock.advance(EVERY_S)
         house.plane.fast_tick()
@@ -435,7 +435,7 @@ async def test_an_engine_keeps_what_it_offers_when_its_other_name_is_known(house
 
 
 def test_engines_that_gateways_only_name_count_to_the_limit() -> None:
-    state = State(capacity=Capacity(engines=10))
+    state = FleetState(capacity=StateCapacity(engines=10))
     named = tuple(GatewayEngine(EngineId(f"n{index}"), f"http://n{index}") for index in range(40))
     with pytest.raises(LimitReached, match=r"limits\.engines"):
         state.check_gateway_report(replace(gateway_report(), engines=named), 1.0)
@@ -445,13 +445,13 @@ def test_engines_that_gateways_only_name_count_to_the_limit() -> None:
 
 def test_a_gateway_that_names_nothing_new_is_let_in_where_the_configuration_has_too_many() -> None:
     facts = [EngineFacts(EngineId(name), f"http://{name}") for name in ("e0", "e1")]
-    state = State(facts, capacity=Capacity(engines=1))
+    state = FleetState(facts, capacity=StateCapacity(engines=1))
     state.check_hello(gateway_hello("e0"), 1.0)
     state.check_hello(gateway_hello(gateway=NodeId("other")), 1.0)
 
 
 def test_names_that_gateways_use_leave_room_for_agents() -> None:
-    state = State(capacity=Capacity(engines=10))
+    state = FleetState(capacity=StateCapacity(engines=10))
     names = tuple(GatewayEngine(EngineId(f"e{index}"), f"http://e{index}") for index in range(10))
     for gateway in range(20):
         state.fold_hello(replace(gateway_hello(gateway=NodeId(f"g{gateway}")), addresses=names), 1.0)
@@ -481,7 +481,7 @@ async def test_a_node_that_cannot_be_written_down_is_not_attached(
 
 
 def test_names_of_a_late_report_do_not_replace_newer_ones() -> None:
-    state = State()
+    state = FleetState()
     new, old = (GatewayEngine(EngineId(name), f"http://{name}") for name in ("new", "old"))
     state.fold_gateway(replace(gateway_report(sequence=5, at_s=2.0), engines=(new,)), 2.0, stream=8)
     state.fold_gateway(replace(gateway_report(sequence=4, at_s=2.0), engines=(old,)), 2.0, stream=8)

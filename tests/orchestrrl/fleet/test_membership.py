@@ -13,7 +13,7 @@ from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.fleet.membership import REMOVED_REMEMBERED, Roster
+from orchestrrl.fleet.membership import REMOVED_REMEMBERED, Membership
 from orchestrrl.fleet.membership_changes import NewEngine
 from orchestrrl.fleet.state import EngineFacts
 from planner.model import EngineId
@@ -119,7 +119,7 @@ async def test_whatever_is_said_a_restarted_daemon_knows_it(said: Sequence[Word]
 
 def test_each_transition_done_twice_is_done_once() -> None:
     e2 = EngineFacts(EngineId("e2"), "http://e2")
-    full = Roster().with_added(e2).with_drained(e2.id, move=True)
+    full = Membership().with_added(e2).with_drained(e2.id, move=True)
     for step in (
         lambda roster: roster.with_added(e2),
         lambda roster: roster.with_drained(e2.id),
@@ -129,12 +129,12 @@ def test_each_transition_done_twice_is_done_once() -> None:
     ):
         once = step(full)
         assert step(once) == once
-        assert Roster.from_body(once.body()) == once
+        assert Membership.from_body(once.body()) == once
     assert full.with_drained(e2.id) == full, "moves are not called back"
 
 
 def test_names_of_removed_engines_are_not_kept_for_ever() -> None:
-    roster = Roster(removed=tuple(EngineId(f"pod-{n}") for n in range(REMOVED_REMEMBERED)))
+    roster = Membership(removed=tuple(EngineId(f"pod-{n}") for n in range(REMOVED_REMEMBERED)))
     after = roster.with_removed(EngineId("newest"))
     assert len(after.removed) == REMOVED_REMEMBERED
     assert (after.removed[0], after.removed[-1]) == ("pod-1", "newest")
@@ -150,4 +150,4 @@ def test_names_of_removed_engines_are_not_kept_for_ever() -> None:
 )
 def test_a_roster_that_contradicts_itself_is_none(fields: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        Roster(**fields)  # type: ignore[arg-type]
+        Membership(**fields)  # type: ignore[arg-type]

@@ -12,26 +12,26 @@ from builders import GATEWAY, engine_report, gateway_hello, gateway_report, requ
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.core.operations import (
-    CloseGate,
-    ItemResult,
+    CloseBarrier,
+    EngineRoute,
     MoveRequests,
-    OpenGate,
+    OpenBarrier,
+    OperationItemResult,
     OperationResult,
     OperationStatus,
     RequestMove,
-    Route,
     SetRoutes,
     status_of,
 )
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
-from orchestrrl.engines.base import Capabilities
-from orchestrrl.fleet.membership_changes import RETRY_CAP_S, NewEngine, Removal
-from orchestrrl.fleet.pause_barrier import GateWish
+from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.fleet.membership_changes import RETRY_CAP_S, EngineRemoval, NewEngine
+from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import GatePhase, GateReport
 from planner.model import EngineHealth, EngineId, RequestId
 from planner.solver.from_snapshot import live_fleet
@@ -62,7 +62,7 @@ class Nodes:
         self.where: dict[str, str] = {}
         self.immovable: set[str] = set()
         self.refusing: set[str] = set()  # engines that the gateway will not move anything to
-        self.routes: dict[str, Route] = {}
+        self.routes: dict[str, EngineRoute] = {}
         self.orders: list[RequestMove] = []
         self.gate = GateReport()
         self.moves_take_s = 0.0
@@ -95,24 +95,24 @@ class Nodes:
                     items = tuple(map(self._move, moves))
                     result = OperationResult(operation.id, GATEWAY, status_of(items), items=items)
                     self.plane.result_received(result)
-                case CloseGate(lease):
+                case CloseBarrier(lease):
                     self.gate = GateReport(GatePhase.QUIET, lease, self.clock.now_s() + 60.0)
-                    rests = tuple(ItemResult(engine, True) for engine in self.routes)
+                    rests = tuple(OperationItemResult(engine, True) for engine in self.routes)
                     self.plane.result_received(
                         OperationResult(operation.id, GATEWAY, OperationStatus.DONE, items=rests)
                     )
-                case OpenGate():
+                case OpenBarrier():
                     self.gate = GateReport()
                     self.plane.result_received(OperationResult(operation.id, GATEWAY, OperationStatus.DONE))
 
-    def _move(self, move: RequestMove) -> ItemResult:
+    def _move(self, move: RequestMove) -> OperationItemResult:
         self.orders.append(move)
         if move.to_engine in self.refusing:
-            return ItemResult(move.request, False, f"{move.to_engine} takes no requests: it does not answer")
+            return OperationItemResult(move.request, False, f"{move.to_engine} takes no requests: it does not answer")
         assert self.where[move.request] == move.from_engine
         assert not self.routes[move.to_engine].draining
         self.where[move.request] = move.to_engine
-        return ItemResult(move.request, True)
+        return OperationItemResult(move.request, True)
 
 
 class House:
@@ -155,7 +155,7 @@ class House:
 
     def said(self) -> list[tuple[str, str]]:
         assert self.journal is not None
-        return [(entry.body["change"], entry.subject) for entry in self.journal.since(0, (Kind.ENGINES,))]
+        return [(entry.body["change"], entry.subject) for entry in self.journal.since(0, (EntryKind.ENGINES,))]
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ async def test_an_engine_with_requests_is_removed_only_by_force(house: House) ->
             await plane.enrolment.remove(E0)
         removing = asyncio.create_task(plane.enrolment.remove(E0, force=True))
         await house.clock.advance(1.0)
-        assert await removing == Removal(requests_moved=2, requests_left=1)
+        assert await removing == EngineRemoval(requests_moved=2, requests_left=1)
         assert (sorted(nodes.routes), nodes.where) == (["e1"], {"a": "e1", "b": "e0", "c": "e1", "d": "e1"})
         await house.clock.advance(5.0)
         assert "b" in {view.id for view in plane.state.snapshot(house.clock.now_s()).requests}, "it finishes there"
@@ -363,7 +363,7 @@ async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(house: H
 
     def told(sequence: int, version: str = "") -> None:
         report = engine_report("e1", sequence, sample())
-        offers = Capabilities("vllm", version, ("tiny",)) if version else None
+        offers = EngineCapabilities("vllm", version, ("tiny",)) if version else None
         plane.engine_reported(replace(report, capabilities=offers), 1)
 
     def version() -> str | None:
@@ -372,7 +372,7 @@ async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(house: H
 
     told(1, "1")
     await plane.enrolment.remove(E1)
-    noted = len(house.journal.since(0, (Kind.ENGINE_HEALTH,))) if house.journal else 0
+    noted = len(house.journal.since(0, (EntryKind.ENGINE_HEALTH,))) if house.journal else 0
     told(2)
     plane.enrolment.add(NewEngine("e1"))
     assert (version(), plane.state.reported(E1)) == ("1", False), "what came meanwhile is no news of it"
@@ -382,7 +382,7 @@ async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(house: H
     told(4)
     assert (version(), plane.state.reported(E1)) == ("2", True)
     assert house.journal is not None
-    assert len(house.journal.since(0, (Kind.ENGINE_HEALTH,))) == noted
+    assert len(house.journal.since(0, (EntryKind.ENGINE_HEALTH,))) == noted
 
 
 async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(house: House) -> None:
@@ -399,7 +399,7 @@ async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(house: House
         assert nodes.routes["e2"].draining, "it is drained when it comes back"
         nodes.reported.remove("e2")
         await house.clock.advance(120.0)
-        assert await plane.enrolment.remove(E2) == Removal(0, 0)
+        assert await plane.enrolment.remove(E2) == EngineRemoval(0, 0)
 
 
 # --- what others make of it
@@ -414,7 +414,7 @@ async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(house: Ho
         await house.clock.advance(1.0)
         removing = asyncio.create_task(house.plane.enrolment.remove(E0, force=True))
         await house.clock.advance(1.0)
-        assert await removing == Removal(0, 6)
+        assert await removing == EngineRemoval(0, 6)
         nodes.orders.clear()
         house.plane.reconfigure(parse_config(acting))
         await house.clock.advance(40.0)
@@ -438,7 +438,7 @@ async def test_news_of_a_drained_engine_are_waited_for_by_nobody(house: House) -
 async def test_nothing_moves_while_weights_change(house: House) -> None:
     plane = house.start()
     async with house.running(a="e0") as nodes:
-        pausing = asyncio.create_task(plane.gate.pause(GateWish(holder="trainer", lease_s=60.0)))
+        pausing = asyncio.create_task(plane.gate.pause(PauseRequest(holder="trainer", lease_s=60.0)))
         await house.clock.advance(1.0)
         lease = (await pausing).lease
         assert lease is not None

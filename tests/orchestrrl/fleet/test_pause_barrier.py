@@ -9,18 +9,18 @@ from builders import finished, request, sample
 from gate_house import CONFIG, E0, E1, Gateway, House
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
-from orchestrrl.core.journal.store import Kind
+from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operations import (
     CancelRequests,
-    CloseGate,
+    CloseBarrier,
     FrozenRequests,
     MoveRequests,
-    OpenGate,
+    OpenBarrier,
     PauseMode,
 )
-from orchestrrl.fleet.pause_barrier import GateWish
-from orchestrrl.fleet.pause_lease import Ending
-from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
+from orchestrrl.fleet.pause_barrier import PauseRequest
+from orchestrrl.fleet.pause_lease import LeaseEnd
+from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.reports import FinishedRequest, GatePhase
 from planner.model import Act, Mode, Plan, RequestId, RequestView, Snapshot
 
@@ -42,8 +42,8 @@ async def test_all_gateways_close_and_open_and_routes_carry_the_version(house: H
         lease = await house.pause(holder="trainer", lease_s=30.0)
         assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.QUIET] * 2
         assert house.plane.gate.state.phase is GatePhase.QUIET
-        action = house.gateways["gw1"].of(CloseGate)[0].action
-        assert isinstance(action, CloseGate)
+        action = house.gateways["gw1"].of(CloseBarrier)[0].action
+        assert isinstance(action, CloseBarrier)
         assert (action.holder, action.mode, action.frozen) == ("trainer", PauseMode.KEEP, FrozenRequests.RECOMPUTE)
         assert action.lease_until_s == pytest.approx(house.plane.gate.state.lease.until_s)  # type: ignore[union-attr]
         await house.resume(lease, 12, (E1,))
@@ -53,7 +53,7 @@ async def test_all_gateways_close_and_open_and_routes_carry_the_version(house: H
                 ("e0", 12, 12, False),
                 ("e1", None, 12, True),
             ]
-            assert [order.action for order in gateway.of(OpenGate)] == [OpenGate(lease, 12, (E1,))]
+            assert [order.action for order in gateway.of(OpenBarrier)] == [OpenBarrier(lease, 12, (E1,))]
         assert [(rest.engine, rest.done, rest.policy_version) for rest in house.plane.gate.rests()] == [
             ("e0", True, 12),
             ("e1", False, None),
@@ -69,8 +69,8 @@ async def test_the_versions_are_known_before_gateways_open(house: House) -> None
     async with house.running():
         lease = await house.pause()
         await house.resume(lease, 3)
-        newest = house.entries(Kind.GATE)[-1].sequence
-        sent = [entry for entry in house.entries(Kind.OPERATION_INTENT) if "open_gate" in str(entry.body)]
+        newest = house.entries(EntryKind.GATE)[-1].sequence
+        sent = [entry for entry in house.entries(EntryKind.OPERATION_INTENT) if "open_gate" in str(entry.body)]
         assert newest < sent[0].sequence
         assert [route.policy_version for route in house.gateways["gw0"].routes_at_opening] == [3, 3]
         await house.resume(lease, 3)  # its answer got lost: the same again
@@ -92,17 +92,17 @@ async def test_one_lease_at_a_time(house: House) -> None:
 
 async def test_without_gateways_nothing_can_be_brought_to_rest(house: House) -> None:
     with pytest.raises(Permanent, match="no gateway is attached"):
-        await house.plane.gate.pause(GateWish())
+        await house.plane.gate.pause(PauseRequest())
     assert house.events() == []
     with pytest.raises(ProblemFaults) as caught:
-        await house.plane.gate.pause(GateWish(lease_s=-1.0, deadline_s=float("nan")))
+        await house.plane.gate.pause(PauseRequest(lease_s=-1.0, deadline_s=float("nan")))
     assert len(caught.value.faults) == 2
 
 
 async def test_a_drain_takes_as_long_as_it_may(house: House) -> None:
     async with house.running():
         house.gateways["gw0"].drains_s = 100.0
-        asked = asyncio.create_task(house.plane.gate.pause(GateWish(PauseMode.WAIT, deadline_s=120.0)))
+        asked = asyncio.create_task(house.plane.gate.pause(PauseRequest(PauseMode.WAIT, deadline_s=120.0)))
         await house.clock.advance(50.0)
         assert house.plane.gate.state.phase is GatePhase.CLOSING
         assert not asked.done()
@@ -114,19 +114,19 @@ async def test_engines_are_paused_when_no_gateway_has_anything_to_finish(house: 
     """The first one to be done would freeze what the others wait for."""
     async with house.running("gw0", "gw1"):
         house.gateways["gw1"].drains_s = 40.0
-        asked = asyncio.create_task(house.plane.gate.pause(GateWish(PauseMode.WAIT, deadline_s=120.0)))
+        asked = asyncio.create_task(house.plane.gate.pause(PauseRequest(PauseMode.WAIT, deadline_s=120.0)))
         await house.clock.advance(20.0)
         house.gateways["gw2"] = late = Gateway(house.plane, house.clock, "gw2", drains_s=30.0)
         late.start()
         for told_s in (20.0, 5.0):  # a renewal does not pause them either
             await house.renew(house.plane.gate.state.lease.id, 60.0)  # type: ignore[union-attr]
             await house.clock.advance(told_s)
-            orders = [gateway.of(CloseGate) for gateway in house.gateways.values()]
+            orders = [gateway.of(CloseBarrier) for gateway in house.gateways.values()]
             assert {order.action.engines_run for each in orders for order in each} == {True}  # type: ignore[union-attr]
             assert not asked.done()
         await house.clock.advance(10.0)
         assert (await asked).phase is GatePhase.QUIET
-        orders = [gateway.of(CloseGate) for gateway in house.gateways.values()]
+        orders = [gateway.of(CloseBarrier) for gateway in house.gateways.values()]
         assert [each[-1].action.engines_run for each in orders] == [False] * 3  # type: ignore[union-attr]
         assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.QUIET] * 3
 
@@ -139,7 +139,7 @@ async def test_where_one_gateway_does_not_come_to_rest_all_go_on(house: House, f
         bad.broken = fault == "silent"
         bad.lease = "another" if fault == "refuses" else ""
         bad.until_s = 1e9
-        asked = asyncio.create_task(house.plane.gate.pause(GateWish(lease_s=60.0, deadline_s=5.0)))
+        asked = asyncio.create_task(house.plane.gate.pause(PauseRequest(lease_s=60.0, deadline_s=5.0)))
         await house.clock.advance(1.0)
         if fault == "gone":
             await bad.stop()
@@ -154,14 +154,14 @@ async def test_where_one_gateway_does_not_come_to_rest_all_go_on(house: House, f
             await asked
         assert house.gateways["gw0"].phase is GatePhase.OPEN
         assert house.plane.gate.state.phase is GatePhase.OPEN
-        assert house.plane.gate.state.opened.how is Ending.GAVE_UP  # type: ignore[union-attr]
+        assert house.plane.gate.state.opened.how is LeaseEnd.GAVE_UP  # type: ignore[union-attr]
     assert house.events() == ["pause", "gave_up"]
 
 
 async def test_whoever_stops_waiting_leaves_nothing_closed(house: House) -> None:
     async with house.running():
         house.gateways["gw0"].drains_s = 1000.0
-        asked = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        asked = asyncio.create_task(house.plane.gate.pause(PauseRequest()))
         await house.clock.advance(1.0)
         asked.cancel()
         await house.clock.advance(1.0)
@@ -172,12 +172,12 @@ async def test_whoever_stops_waiting_leaves_nothing_closed(house: House) -> None
 async def test_one_may_begin_while_another_gives_up(house: House) -> None:
     async with house.running("gw0", "gw1"):
         house.gateways["gw1"].broken = True
-        first = asyncio.create_task(house.plane.gate.pause(GateWish(deadline_s=2.0)))
+        first = asyncio.create_task(house.plane.gate.pause(PauseRequest(deadline_s=2.0)))
         await house.clock.advance(9.0)
         assert (house.plane.gate.state.phase, first.done()) == (GatePhase.OPEN, False), "gw1 has still to answer"
         house.gateways["gw1"].broken = False
         house.gateways["gw0"].drains_s = 10.0
-        second = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        second = asyncio.create_task(house.plane.gate.pause(PauseRequest()))
         await house.clock.advance(5.0)
         with pytest.raises(Retryable, match="the fleet did not come to rest: not in time; gateway gw1"):
             await first
@@ -185,12 +185,12 @@ async def test_one_may_begin_while_another_gives_up(house: House) -> None:
         assert (await second).phase is GatePhase.QUIET
         await house.resume()
         house.gateways["gw0"].drains_s = 1000.0
-        first = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        first = asyncio.create_task(house.plane.gate.pause(PauseRequest()))
         await house.clock.advance(1.0)
         house.gateways["gw0"].drains_s = 0.1
         opening = asyncio.create_task(house.plane.gate.resume("", None, ()))
         await asyncio.sleep(0)
-        second = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        second = asyncio.create_task(house.plane.gate.pause(PauseRequest()))
         await house.clock.advance(8.0)
         assert (await opening).opened is not None
         with pytest.raises(Retryable, match="somebody has opened the gate"):
@@ -201,7 +201,7 @@ async def test_one_may_begin_while_another_gives_up(house: House) -> None:
 async def test_an_operator_may_open_while_it_closes(house: House) -> None:
     async with house.running():
         house.gateways["gw0"].drains_s = 1000.0
-        asked = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        asked = asyncio.create_task(house.plane.gate.pause(PauseRequest()))
         await house.clock.advance(1.0)
         await house.resume("")
         await house.clock.advance(1.0)
@@ -241,14 +241,14 @@ async def test_a_renewed_lease_lasts_and_then_ends_by_itself(house: House) -> No
         assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.OPEN] * 2
         state = house.plane.gate.state
         assert state.opened is not None
-        assert (state.phase, state.opened.how) == (GatePhase.OPEN, Ending.EXPIRED)
+        assert (state.phase, state.opened.how) == (GatePhase.OPEN, LeaseEnd.EXPIRED)
         assert "weights that were being changed may be mixed" in state.opened.detail
         for ask in (house.renew(lease, 10.0), house.resume(lease)):
             with pytest.raises(Permanent, match=r"has ended \(expired\): requests have gone on since"):
                 await ask
         assert house.plane.gate.totals.expired == 1
         assert house.plane.gate.paused_s == pytest.approx(45.0, abs=2.0)
-        assert [gateway.of(OpenGate) for gateway in house.gateways.values()] == [[], []]
+        assert [gateway.of(OpenBarrier) for gateway in house.gateways.values()] == [[], []]
     assert house.events()[-1] == "expired"
 
 
@@ -287,7 +287,7 @@ async def test_a_gateway_that_comes_while_closed_closes_and_later_hears_nothing(
 async def test_a_gateway_that_comes_while_the_fleet_comes_to_rest_is_waited_for(house: House) -> None:
     async with house.running():
         house.gateways["gw0"].drains_s = 2.0
-        asked = asyncio.create_task(house.plane.gate.pause(GateWish()))
+        asked = asyncio.create_task(house.plane.gate.pause(PauseRequest()))
         await house.clock.advance(1.0)
         late = house.gateways["gw1"] = Gateway(house.plane, house.clock, "gw1", drains_s=5.0)
         late.start()
@@ -306,7 +306,10 @@ async def test_a_gateway_that_missed_the_opening_is_told_again(house: House) -> 
         assert away.phase is GatePhase.QUIET
         away.come_back()
         await house.clock.advance(5.0)
-        assert (away.phase, [order.action for order in away.of(OpenGate)]) == (GatePhase.OPEN, [OpenGate(lease, 4)])
+        assert (away.phase, [order.action for order in away.of(OpenBarrier)]) == (
+            GatePhase.OPEN,
+            [OpenBarrier(lease, 4)],
+        )
 
 
 async def test_a_gateway_that_missed_an_opening_before_the_last_is_told_and_keeps_its_versions(house: House) -> None:
@@ -318,7 +321,7 @@ async def test_a_gateway_that_missed_an_opening_before_the_last_is_told_and_keep
         await house.resume(await house.pause(), 5)
         away.come_back()
         await house.clock.advance(5.0)
-        assert (away.phase, [order.action for order in away.of(OpenGate)]) == (GatePhase.OPEN, [OpenGate(lease)])
+        assert (away.phase, [order.action for order in away.of(OpenBarrier)]) == (GatePhase.OPEN, [OpenBarrier(lease)])
         assert [r.policy_version for r in away.routes] == [5, 5]
 
 
@@ -328,7 +331,7 @@ async def test_a_gateway_does_not_close_for_a_lease_that_is_over(house: House, p
     """It went while it was closing, and nobody could tell it of the end."""
     async with house.running("gw0", "gw1"):
         house.gateways["gw1"].drains_s = 1000.0
-        asked = asyncio.create_task(house.plane.gate.pause(GateWish(lease_s=3600.0, deadline_s=600.0)))
+        asked = asyncio.create_task(house.plane.gate.pause(PauseRequest(lease_s=3600.0, deadline_s=600.0)))
         await house.clock.advance(1.0)
         gone = house.gateways["gw1"]
         gone.leave()
@@ -368,7 +371,7 @@ async def test_a_gateway_that_does_not_answer_is_not_told_over_and_over(house: H
         away.broken, away.deaf = True, True
         away.come_back()
         await house.clock.advance(4.0)
-        assert len(away.of(OpenGate)) == 1
+        assert len(away.of(OpenBarrier)) == 1
 
 
 # --- restarts
@@ -381,7 +384,7 @@ async def test_a_restarted_daemon_knows_gate_lease_and_versions(house: House) ->
         await house.restart()
         assert house.plane.gate.state.phase is GatePhase.QUIET
         assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.QUIET] * 2
-        assert [len(gateway.of(CloseGate)) for gateway in house.gateways.values()] == [1, 1]
+        assert [len(gateway.of(CloseBarrier)) for gateway in house.gateways.values()] == [1, 1]
         await house.renew(lease, 30.0)
         await house.resume(lease, 8)
         assert [r.policy_version for r in house.gateways["gw1"].routes] == [8, 8]
@@ -422,7 +425,7 @@ async def test_a_daemon_that_is_away_until_the_lease_ends_says_so(house: House) 
 async def test_a_daemon_that_died_while_the_fleet_came_to_rest_opens_it(house: House) -> None:
     async with house.running():
         house.gateways["gw0"].drains_s = 1000.0
-        asked = asyncio.create_task(house.plane.gate.pause(GateWish(lease_s=600.0)))
+        asked = asyncio.create_task(house.plane.gate.pause(PauseRequest(lease_s=600.0)))
         await house.clock.advance(1.0)
         await house.restart()
         asked.cancel()
@@ -442,7 +445,7 @@ async def test_a_daemon_that_died_before_it_told_gateways_to_open_has_them_do_so
         assert house.plane.gate.state.versions == {E0: 7, E1: 7}
         await house.restart()
         await house.clock.advance(5.0)
-        orders = [o for gateway in house.gateways.values() for o in gateway.of(OpenGate)]
+        orders = [o for gateway in house.gateways.values() for o in gateway.of(OpenBarrier)]
         assert len(orders) == 2, "told once more each, which they refuse"
         await house.pause()
 
@@ -462,7 +465,7 @@ async def test_nothing_moves_while_the_gate_is_closed_nor_just_after(house: Hous
             await plane.move(RequestId("r1"), E1)
         plan = await plane.slow_tick()
         assert (plan.verdict.code, plan.acted) == ("gate_closed", False)
-        assert not house.entries(Kind.OPERATION_INTENT)[1:]
+        assert not house.entries(EntryKind.OPERATION_INTENT)[1:]
         await house.resume(lease, 1)
         await house.clock.advance(1.0)
         assert plane.balance.verdict.code == "gate_opened"
@@ -499,20 +502,20 @@ async def test_a_pause_waits_for_engines_that_are_being_changed(house: House) ->
     class Changing:
         busy = True
 
-        async def carry_out(self, plan: Plan, snapshot: Snapshot) -> DeploymentOutcome:
+        async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
             raise AssertionError("nothing is to be changed while the gate closes")
 
     async with house.running():
         house.plane.deployment = deployment = Changing()
-        asked = asyncio.create_task(house.plane.gate.pause(GateWish(deadline_s=30.0)))
+        asked = asyncio.create_task(house.plane.gate.pause(PauseRequest(deadline_s=30.0)))
         await house.clock.advance(10.0)
-        assert house.gateways["gw0"].of(CloseGate) == []
+        assert house.gateways["gw0"].of(CloseBarrier) == []
         deployment.busy = False
         await house.clock.advance(1.0)
         assert (await asked).phase is GatePhase.QUIET
         await house.resume()
         deployment.busy = True
-        asked = asyncio.create_task(house.plane.gate.pause(GateWish(deadline_s=5.0)))
+        asked = asyncio.create_task(house.plane.gate.pause(PauseRequest(deadline_s=5.0)))
         await house.clock.advance(6.0)
         with pytest.raises(Retryable, match="engines are being started or stopped"):
             await asked

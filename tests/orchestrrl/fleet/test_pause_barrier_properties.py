@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.fleet.pause_barrier import GateWish
-from orchestrrl.fleet.pause_lease import Ending
+from orchestrrl.fleet.pause_barrier import PauseRequest
+from orchestrrl.fleet.pause_lease import LeaseEnd
 from orchestrrl.fleet.reports import GatePhase
 
 LONGEST_S = 60.0
@@ -56,7 +56,7 @@ class Trainers:
             await question
 
     async def pause(self, mode: PauseMode, lease_s: float, deadline_s: float) -> None:
-        state = await self.house.plane.gate.pause(GateWish(mode, lease_s=lease_s, deadline_s=deadline_s))
+        state = await self.house.plane.gate.pause(PauseRequest(mode, lease_s=lease_s, deadline_s=deadline_s))
         assert state.lease is not None
         self.lease = state.lease.id
         event("the fleet came to rest")
@@ -143,7 +143,7 @@ def _check(house: House) -> None:
     now_s = house.clock.now_s()
     if state.lease is not None:
         assert now_s < state.lease.until_s <= now_s + LONGEST_S
-    if state.opened is not None and state.opened.how is Ending.RESUMED and state.opened.policy_version is not None:
+    if state.opened is not None and state.opened.how is LeaseEnd.RESUMED and state.opened.policy_version is not None:
         assert state.newest == state.opened.policy_version
         assert state.serves(E0)
     for gateway in house.gateways.values():

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import FrozenRequests, PauseMode
-from orchestrrl.fleet.pause_lease import Ending, GateState, Lease
+from orchestrrl.fleet.pause_lease import LeaseEnd, PauseLease, PauseState
 from orchestrrl.fleet.reports import GatePhase
 from planner.model import EngineId
 
 ENGINES = [EngineId(f"e{n}") for n in range(3)]
 
 
-def lease(id: str, now_s: float, lasts_s: float, quiet_s: float | None = None) -> Lease:
+def lease(id: str, now_s: float, lasts_s: float, quiet_s: float | None = None) -> PauseLease:
     quiet_by_s = now_s + (lasts_s if quiet_s is None else quiet_s)
-    return Lease(id, "trainer", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s, now_s + lasts_s, quiet_by_s)
+    return PauseLease(id, "trainer", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s, now_s + lasts_s, quiet_by_s)
 
 
 @dataclass
@@ -67,7 +67,7 @@ WORDS = st.one_of(
 
 @given(st.lists(WORDS, max_size=25))
 def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ...]]) -> None:
-    state, told = GateState(), Told()
+    state, told = PauseState(), Told()
     for word in words:
         named = {"mine": told.holder or "none", "old": "lease-0", "": ""}
         match word:
@@ -131,7 +131,7 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
                 if told.newest is not None:
                     told.without.discard(engine)
             case ("daemon restarts",):
-                state = GateState.from_body(state.body()).at(told.now_s)
+                state = PauseState.from_body(state.body()).at(told.now_s)
         assert (state.lease.id if state.lease else None) == told.holder
         assert state.lease is None or (state.lease.until_s == told.until_s and told.now_s < told.until_s)
         assert state.versions == told.versions
@@ -143,9 +143,9 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
 
 
 def test_a_lease_that_has_ended_is_refused_and_says_since_when() -> None:
-    state = GateState().paused(lease("a", 0.0, 60.0)).at_rest("a").at(3661.0)
+    state = PauseState().paused(lease("a", 0.0, 60.0)).at_rest("a").at(3661.0)
     assert state.opened is not None
-    assert (state.opened.how, state.opened.at_s) == (Ending.EXPIRED, 60.0)
+    assert (state.opened.how, state.opened.at_s) == (LeaseEnd.EXPIRED, 60.0)
     with pytest.raises(Permanent, match=r"has ended \(expired\): requests have gone on since 00:01:00 UTC; weights"):
         state.renewed("a", 4000.0)
     with pytest.raises(Permanent, match="lease b is not known, or ended long ago: the gate is open"):
@@ -155,7 +155,7 @@ def test_a_lease_that_has_ended_is_refused_and_says_since_when() -> None:
 
 
 def test_versions_may_go_down_and_who_was_left_out_waits_for_its_own() -> None:
-    state = GateState().told(ENGINES, 7)
+    state = PauseState().told(ENGINES, 7)
     state = state.paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 5, [EngineId("e2")])
     assert (dict(state.versions), state.newest) == ({"e0": 5, "e1": 5, "e2": 7}, 5)
     assert [state.serves(engine) for engine in ENGINES] == [True, True, False]
@@ -166,7 +166,7 @@ def test_versions_may_go_down_and_who_was_left_out_waits_for_its_own() -> None:
 
 
 def test_who_is_left_out_waits_also_where_nobody_speaks_of_versions() -> None:
-    state = GateState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, None, ENGINES[:1])
+    state = PauseState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, None, ENGINES[:1])
     state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, ENGINES[1:2])
     assert [state.serves(engine) for engine in ENGINES] == [False, False, True]
     state = state.paused(lease("c", 4.0, 60.0)).resumed("c", 5.0, ENGINES, 1, [])
@@ -174,12 +174,12 @@ def test_who_is_left_out_waits_also_where_nobody_speaks_of_versions() -> None:
 
 
 def test_a_lease_ends_at_its_end() -> None:
-    state = GateState().paused(lease("a", 0.0, 60.0))
+    state = PauseState().paused(lease("a", 0.0, 60.0))
     assert [state.at(now_s).phase for now_s in (59.9, 60.0)] == [GatePhase.CLOSING, GatePhase.OPEN]
 
 
 def test_weights_that_come_engine_by_engine_wait_for_the_last() -> None:
-    state = GateState().told(ENGINES, 1)
+    state = PauseState().told(ENGINES, 1)
     for engine in ENGINES[:2]:
         state = state.told([engine], 2)
         assert (state.newest, state.serves(engine)) == (1, False)
@@ -194,16 +194,16 @@ def test_a_lease_without_sense_is_refused(lasts_s: float, quiet_s: float) -> Non
 
 
 def test_a_state_that_was_written_before_folders_were_told_is_read() -> None:
-    state = GateState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 3, [], "", "/shared/3")
+    state = PauseState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 3, [], "", "/shared/3")
     body = state.body()
-    assert GateState.from_body(body) == state
+    assert PauseState.from_body(body) == state
     del body["newest_source"], body["opened"]["weights_source"]
-    old = GateState.from_body(body)
+    old = PauseState.from_body(body)
     assert (old.newest, old.newest_source) == (3, "")
 
 
 def test_the_folder_of_the_fleets_weights_is_kept_while_they_are_the_same() -> None:
-    state = GateState().told(ENGINES, 1, "/shared/1")
+    state = PauseState().told(ENGINES, 1, "/shared/1")
     assert state.told(ENGINES[:1], 1).newest_source == "/shared/1", "an engine that was started later"
     assert state.told(ENGINES[:1], 2, "/shared/2").newest_source == "/shared/1", "the fleet still has version 1"
     assert state.told(ENGINES, 2).newest_source == ""
@@ -217,17 +217,17 @@ def test_the_folder_of_the_fleets_weights_is_kept_while_they_are_the_same() -> N
 @pytest.mark.parametrize("weights_change", [False, True])
 def test_nobody_knows_versions_after_a_lease_ended_while_weights_changed(weights_change: bool, quiet: bool) -> None:
     """An engine that was left out before still is: it is not among those that were at rest for this."""
-    known = GateState().paused(lease("a", 0.0, 10.0)).resumed("a", 1.0, ENGINES, 7, [ENGINES[2]], weights_source="/w")
-    changing = Lease(
+    known = PauseState().paused(lease("a", 0.0, 10.0)).resumed("a", 1.0, ENGINES, 7, [ENGINES[2]], weights_source="/w")
+    changing = PauseLease(
         "b", "sync", PauseMode.KEEP, FrozenRequests.TAKEN_BACK, 2.0, 12.0, 12.0, weights_change=weights_change
     )
     state = known.paused(changing)
     state = (state.at_rest("b") if quiet else state).at(12.0)
     assert state.opened is not None
-    assert state.opened.how is Ending.EXPIRED
+    assert state.opened.how is LeaseEnd.EXPIRED
     if weights_change and quiet:
         assert (state.versions, state.newest, state.newest_source) == ({}, None, "")
     else:
         assert (state.versions, state.newest, state.newest_source) == (known.versions, 7, "/w")
     assert [state.serves(engine) for engine in ENGINES] == [True, True, False]
-    assert GateState.from_body(state.body()) == state
+    assert PauseState.from_body(state.body()) == state

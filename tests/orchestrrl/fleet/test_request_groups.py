@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.fleet import request_groups
 from orchestrrl.fleet.reports import FinishedRequest
-from orchestrrl.fleet.request_groups import Groups
+from orchestrrl.fleet.request_groups import FinishedGroups
 
 ANSWERS = st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.sampled_from(["stop", "length", "abort", "error"]))
 
@@ -23,7 +23,7 @@ def answer(group: str, enough: int, reason: str = "stop") -> FinishedRequest:
 def test_a_group_is_named_once_for_each_batch_in_which_it_has_enough(
     batches: list[list[tuple[str, int, str]] | None],
 ) -> None:
-    counted, found = Counter[str](), Groups()
+    counted, found = Counter[str](), FinishedGroups()
     for batch in batches:
         if batch is None:
             counted.clear()
@@ -41,13 +41,13 @@ def test_a_group_is_named_once_for_each_batch_in_which_it_has_enough(
 
 
 def test_answers_without_a_group_are_not_counted() -> None:
-    found = Groups()
+    found = FinishedGroups()
     found.count([answer("", 1)])
     assert found.take() == frozenset()
 
 
 def test_the_groups_that_were_heard_of_last_are_kept() -> None:
-    found = Groups()
+    found = FinishedGroups()
     with patch.object(request_groups, "GROUPS_REMEMBERED", 2):
         for group in ("a", "b", "a", "c", "a"):
             found.count([answer(group, 3)])

@@ -8,7 +8,7 @@ import pytest
 from builders import engine_report, gateway_hello, sample
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import Operation, SetRoutes
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
@@ -75,7 +75,7 @@ async def test_engines_that_come_up_together_are_one_message_for_each_gateway(
     assert len(house.sent) == gateways
     assert house.sent_bytes < 0.1 * MB * gateways
     assert house.written_bytes < 0.5 * MB
-    assert len(house.journal.since(0, [Kind.ENGINE_HEALTH], limit=2 * ENGINES)) == ENGINES
+    assert len(house.journal.since(0, [EntryKind.ENGINE_HEALTH], limit=2 * ENGINES)) == ENGINES
 
 
 @pytest.mark.parametrize("gateways", [1, 4])
@@ -111,7 +111,7 @@ async def test_what_has_not_changed_is_not_sent_again_before_it_could_be_missed(
         house.plane.fast_tick()
         await house.clock.advance(1.0)
     assert 2 * 4 <= len(house.sent) <= 2 * 9  # twice in the time in which an order expires
-    assert len(house.journal.since(0, [Kind.ROUTES])) == 1
+    assert len(house.journal.since(0, [EntryKind.ROUTES])) == 1
     # A gateway that comes back has lost them, the others have not.
     house.sent.clear()
     house.plane.attach(gateway_hello(gateway=NodeId("gw0")))

@@ -6,7 +6,7 @@ from pathlib import Path
 from builders import engine_report, gateway_hello, sample
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.core.operations import SetRoutes
 from orchestrrl.daemon.configuration import parse_config
@@ -48,7 +48,7 @@ class House:
 
     def written(self) -> int:
         assert self.journal is not None
-        return len(self.journal.since(0, [Kind.ROUTES]))
+        return len(self.journal.since(0, [EntryKind.ROUTES]))
 
 
 async def told(attachment: Attachment) -> SetRoutes:

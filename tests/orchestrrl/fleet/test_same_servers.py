@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.fleet.same_servers import CONFIGURATION, SETTLE_S, Claim, Names, find_names
+from orchestrrl.fleet.same_servers import CONFIGURATION, SETTLE_S, ServerClaim, ServerNames, find_names
 from planner.model import EngineId, NodeId
 
 RANKS = {"configuration": 0, "agent": 1, "gateway": 2}
@@ -14,11 +14,11 @@ RANKS = {"configuration": 0, "agent": 1, "gateway": 2}
 
 def claim(
     source: str, engine: str, url: str, host: str = "", server: str = "", known_as: str = "", rank: int | None = None
-) -> Claim:
+) -> ServerClaim:
     """`source`: e.g. agent-1; the word before the dash tells what it is."""
     kind = source.partition("-")[0]
     node = CONFIGURATION if kind == "configuration" else NodeId(source)
-    return Claim(
+    return ServerClaim(
         node,
         EngineId(engine),
         RANKS[kind] if rank is None else rank,
@@ -29,11 +29,11 @@ def claim(
     )
 
 
-def names(*claims: Claim, now_s: float = 1000.0) -> Names:
+def names(*claims: ServerClaim, now_s: float = 1000.0) -> ServerNames:
     return find_names(claims, now_s)
 
 
-def kept(*claims: Claim) -> list[str]:
+def kept(*claims: ServerClaim) -> list[str]:
     return sorted(names(*claims).engines)
 
 
@@ -52,7 +52,7 @@ AGENT = claim("agent-1", "e0", "http://127.0.0.1:8001", "A", "s1")
         claim("agent-2", "a", "http://localhost:8001", "A"),
     ],
 )
-def test_one_server_is_one_engine(other: Claim) -> None:
+def test_one_server_is_one_engine(other: ServerClaim) -> None:
     found = names(AGENT, other)
     assert sorted(found.engines) == ["e0"]
     assert found.engine(other.source, EngineId("a")) == "e0"
@@ -77,7 +77,7 @@ def test_one_server_is_one_engine(other: Claim) -> None:
         claim("agent-2", "a", "http://127.0.0.1:8001", "B", "s2"),
     ],
 )
-def test_two_servers_are_two_engines(other: Claim) -> None:
+def test_two_servers_are_two_engines(other: ServerClaim) -> None:
     found = names(AGENT, other)
     assert sorted(found.engines) == ["a", "e0"]
     assert not found.of
@@ -154,7 +154,7 @@ servers = st.builds(Server, st.sampled_from(["A", "B", "C"]), st.sampled_from([1
 
 
 @st.composite
-def claims_on(draw: st.DrawFn) -> list[tuple[Claim, Server]]:
+def claims_on(draw: st.DrawFn) -> list[tuple[ServerClaim, Server]]:
     """Nodes that call servers by ids of their own, each of which is used for one server only."""
     found = []
     for number in range(draw(st.integers(1, 12))):
@@ -172,7 +172,7 @@ def claims_on(draw: st.DrawFn) -> list[tuple[Claim, Server]]:
 
 
 @given(fleet=claims_on())
-def test_no_two_servers_are_ever_one_engine(fleet: list[tuple[Claim, Server]]) -> None:
+def test_no_two_servers_are_ever_one_engine(fleet: list[tuple[ServerClaim, Server]]) -> None:
     found = find_names([claim for claim, _ in fleet], 1000.0)
     behind: dict[str, set[Server]] = {}
     for made, server in fleet:
@@ -181,7 +181,9 @@ def test_no_two_servers_are_ever_one_engine(fleet: list[tuple[Claim, Server]]) -
 
 
 @given(fleet=claims_on(), data=st.data())
-def test_all_that_read_a_server_call_it_one_engine(fleet: list[tuple[Claim, Server]], data: st.DataObject) -> None:
+def test_all_that_read_a_server_call_it_one_engine(
+    fleet: list[tuple[ServerClaim, Server]], data: st.DataObject
+) -> None:
     reading = [(made, server) for made, server in fleet if made.server and made.rank]
     found = find_names([made for made, _ in data.draw(st.permutations(reading))], 1000.0)
     assert len(found.engines) == len({server for _, server in reading})

@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import LimitReached
-from orchestrrl.core.operations import ItemResult, OperationId, OperationResult, OperationStatus
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.core.operations import OperationId, OperationItemResult, OperationResult, OperationStatus
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.reports import GatewayReport
-from orchestrrl.fleet.state import FINISHED_REMEMBERED, LENGTHS_REMEMBERED, Capacity, EngineFacts, State, Step, Totals
+from orchestrrl.fleet.state import (
+    FINISHED_REMEMBERED,
+    LENGTHS_REMEMBERED,
+    EngineFacts,
+    FleetState,
+    GenerationStep,
+    StateCapacity,
+    TokenTotals,
+)
 from planner.model import (
     ConfigurationId,
     EngineHealth,
@@ -41,7 +49,7 @@ def engine(snapshot: Snapshot, id: str = "e0") -> EngineView:
 def test_engine_reports_in_any_order_and_any_number_leave_the_newest(
     order: list[tuple[int, int]], repeats: list[int]
 ) -> None:
-    state = State()
+    state = FleetState()
     delivered = order + [order[i] for i in repeats]
     for at, (stream, sequence) in enumerate(delivered):
         running = 10 * stream + sequence
@@ -78,7 +86,7 @@ def test_gateway_reports_in_any_order_and_any_number_count_each_finished_request
     reports: list[GatewayReport], data: st.DataObject
 ) -> None:
     delivered = data.draw(st.permutations(reports)) + data.draw(st.lists(st.sampled_from(reports), max_size=10))
-    state = State()
+    state = FleetState()
     for at, report in enumerate(delivered):
         state.fold_gateway(report, float(at))
     assert state.totals.finished == len({(report.gateway, f.id) for report in reports for f in report.finished})
@@ -90,7 +98,7 @@ def test_gateway_reports_in_any_order_and_any_number_count_each_finished_request
 
 
 def test_a_rate_is_the_agents_word_and_unknown_without_it() -> None:
-    state = State()
+    state = FleetState()
     for sequence, rate in enumerate((None, 42.0, None, 0.0), start=1):
         told = {} if rate is None else {"decode_tokens_per_s": rate}
         state.fold_engine(engine_report("e0", sequence, sample(float(sequence), total=100 * sequence, **told)), 0.0)
@@ -98,7 +106,7 @@ def test_a_rate_is_the_agents_word_and_unknown_without_it() -> None:
 
 
 def test_an_engine_that_cannot_be_read_keeps_its_last_sample_and_its_age() -> None:
-    state = State()
+    state = FleetState()
     state.fold_engine(engine_report("e0", 1, sample(5.0, running=3)), 5.0)
     state.fold_engine(engine_report("e0", 2, None, EngineHealth.GONE), 6.0)
     view = engine(state.snapshot(8.0))
@@ -108,7 +116,7 @@ def test_an_engine_that_cannot_be_read_keeps_its_last_sample_and_its_age() -> No
 
 def test_configured_facts_stand_where_the_engine_does_not_tell() -> None:
     facts = EngineFacts(E0, "http://configured", ConfigurationId("tp2"), (GpuId(0), GpuId(1)), 64, 5000)
-    state = State([facts])
+    state = FleetState([facts])
     before = engine(state.snapshot(0.0))
     assert (before.url, before.health, before.age_s) == ("http://configured", EngineHealth.GONE, None)
     silent = replace(sample(), kv_capacity_tokens=0)
@@ -116,7 +124,7 @@ def test_configured_facts_stand_where_the_engine_does_not_tell() -> None:
     view = engine(state.snapshot(0.0))
     assert (view.kv_capacity_tokens, view.kv_free_tokens, view.max_sequences) == (5000, 3750, 64)
     assert (view.configuration, view.gpus, view.url) == ("tp2", (0, 1), "http://e0")
-    told = Capabilities("vllm", "1", ("m",), max_sequences=48)
+    told = EngineCapabilities("vllm", "1", ("m",), max_sequences=48)
     state.fold_engine(replace(engine_report("e0", 2, sample()), capabilities=told), 1.0)
     view = engine(state.snapshot(1.0))
     assert (view.kv_capacity_tokens, view.max_sequences) == (10_000, 48)
@@ -125,7 +133,7 @@ def test_configured_facts_stand_where_the_engine_does_not_tell() -> None:
 
 
 def test_an_engine_of_a_gateway_and_of_an_agent_is_one() -> None:
-    state = State()
+    state = FleetState()
     state.fold_hello(gateway_hello("e0", "e1"), 0.0)
     state.fold_engine(engine_report("e0", 1, sample()), 0.0)
     state.fold_gateway(gateway_report(request("r", "e2")), 0.0)
@@ -138,7 +146,7 @@ def test_an_engine_of_a_gateway_and_of_an_agent_is_one() -> None:
 
 
 def test_who_is_silent_for_long_is_forgotten_unless_configured() -> None:
-    state = State([EngineFacts(EngineId("e9"), "http://e9")], forget_after_s=10.0)
+    state = FleetState([EngineFacts(EngineId("e9"), "http://e9")], forget_after_s=10.0)
     state.fold_engine(engine_report("e0", 1, sample()), 0.0)
     state.fold_gateway(gateway_report(request("r", "e1")), 0.0)
     assert [view.id for view in state.snapshot(10.0).engines] == ["e0", "e1", "e9"]
@@ -147,7 +155,7 @@ def test_who_is_silent_for_long_is_forgotten_unless_configured() -> None:
 
 
 def test_a_configured_engine_whose_agent_died_counts_as_gone_and_keeps_nobody_waiting() -> None:
-    state = State([EngineFacts(EngineId("e9"), "http://e9")], forget_after_s=10.0)
+    state = FleetState([EngineFacts(EngineId("e9"), "http://e9")], forget_after_s=10.0)
     state.fold_engine(engine_report("e9", 1, sample()), 0.0)
     for sequence in range(1, 12):
         state.fold_engine(engine_report("e0", sequence, sample()), float(sequence))
@@ -164,7 +172,7 @@ def test_a_configured_engine_whose_agent_died_counts_as_gone_and_keeps_nobody_wa
 
 
 def test_a_gateways_report_replaces_its_own_only() -> None:
-    state = State()
+    state = FleetState()
     other = NodeId("gw2")
     state.fold_gateway(gateway_report(request("a"), request("b")), 0.0)
     state.fold_gateway(gateway_report(request("c"), gateway=other), 1.0)
@@ -178,7 +186,7 @@ def test_a_gateways_report_replaces_its_own_only() -> None:
 
 
 def test_a_gateway_that_restarts_begins_its_sequence_anew() -> None:
-    state = State()
+    state = FleetState()
     state.fold_gateway(gateway_report(request("a"), sequence=900), 0.0, stream=1)
     state.fold_gateway(gateway_report(request("b"), sequence=1), 1.0, stream=2)
     state.fold_gateway(gateway_report(request("a"), sequence=901), 2.0, stream=1)
@@ -186,7 +194,7 @@ def test_a_gateway_that_restarts_begins_its_sequence_anew() -> None:
 
 
 def test_a_hello_makes_no_earlier_report_newer() -> None:
-    state = State()
+    state = FleetState()
     state.fold_gateway(gateway_report(request("a")), 1.0)
     state.fold_hello(gateway_hello("e0"), 50.0)
     snapshot = state.snapshot(51.0)
@@ -195,7 +203,7 @@ def test_a_hello_makes_no_earlier_report_newer() -> None:
 
 
 def test_an_id_that_is_used_again_is_another_request() -> None:
-    state = State()
+    state = FleetState()
     for sequence, duration_s in enumerate((3.0, 3.0, 4.0), start=1):  # the first is repeated
         ended = replace(finished("a"), duration_s=duration_s)
         state.fold_gateway(gateway_report(sequence=sequence, done=(ended,)), float(sequence))
@@ -203,7 +211,7 @@ def test_an_id_that_is_used_again_is_another_request() -> None:
 
 
 def test_a_step_that_never_ends_remembers_the_newest_lengths() -> None:
-    state = State()
+    state = FleetState()
     busy = request("always")
     for sequence in range(1, 4):
         done = tuple(finished(f"{sequence}-{i}", generated=sequence) for i in range(LENGTHS_REMEMBERED // 2))
@@ -213,7 +221,7 @@ def test_a_step_that_never_ends_remembers_the_newest_lengths() -> None:
 
 
 def test_a_step_runs_from_idle_to_idle() -> None:
-    state = State()
+    state = FleetState()
     state.fold_gateway(gateway_report(sequence=1), 1.0)
     assert state.step is None
     state.fold_gateway(gateway_report(request("a"), sequence=2), 2.0)
@@ -221,7 +229,7 @@ def test_a_step_runs_from_idle_to_idle() -> None:
     snapshot = state.snapshot(4.0)
     assert (snapshot.step_started_s, snapshot.finished_output_tokens) == (2.0, (7,))
     state.fold_gateway(gateway_report(sequence=4, done=(finished("b", 9),)), 5.0)
-    assert state.step == Step(2.0, 5.0)
+    assert state.step == GenerationStep(2.0, 5.0)
     assert state.snapshot(6.0).step_started_s is None
     assert state.snapshot(6.0).finished_output_tokens == (7, 9)
     state.fold_gateway(gateway_report(request("c"), sequence=5), 7.0)
@@ -230,24 +238,24 @@ def test_a_step_runs_from_idle_to_idle() -> None:
 
 
 def test_a_step_ends_when_the_last_gateway_is_idle() -> None:
-    state = State()
+    state = FleetState()
     state.fold_gateway(gateway_report(request("a")), 0.0)
     state.fold_gateway(gateway_report(request("b"), gateway=NodeId("gw2")), 1.0)
     state.fold_gateway(gateway_report(sequence=2), 2.0)
-    assert state.step == Step(0.0)
+    assert state.step == GenerationStep(0.0)
     state.fold_gateway(gateway_report(sequence=2, gateway=NodeId("gw2")), 3.0)
-    assert state.step == Step(0.0, 3.0)
+    assert state.step == GenerationStep(0.0, 3.0)
 
 
 def test_requests_that_lived_between_two_reports_are_a_step_of_their_own() -> None:
-    state = State()
+    state = FleetState()
     state.fold_gateway(gateway_report(done=(finished("a", 3),)), 1.0)
-    assert state.step == Step(1.0, 1.0)
+    assert state.step == GenerationStep(1.0, 1.0)
     assert state.totals.finished == 1
 
 
 def test_what_was_cut_short_says_nothing_about_lengths() -> None:
-    state = State()
+    state = FleetState()
     done = (finished("a", 3, "abort"), finished("b", 4, "length"), finished("c", 0, "error"))
     state.fold_gateway(gateway_report(request("d"), done=done), 0.0)
     assert state.snapshot(0.0).finished_output_tokens == (4,)
@@ -255,7 +263,7 @@ def test_what_was_cut_short_says_nothing_about_lengths() -> None:
 
 
 def test_finished_lengths_know_whether_they_were_cut_and_their_tag() -> None:
-    state = State()
+    state = FleetState()
     done = (finished("a", 3), replace(finished("b", 4, "length"), tag="math"))
     state.fold_gateway(gateway_report(request("d"), done=done), 0.0)
     assert state.snapshot(0.0).finished == (FinishedLength(3), FinishedLength(4, True, "math"))
@@ -263,31 +271,31 @@ def test_finished_lengths_know_whether_they_were_cut_and_their_tag() -> None:
 
 
 def test_without_a_gateway_the_engines_tell_when_a_step_runs() -> None:
-    state = State()
+    state = FleetState()
     state.fold_engine(engine_report("e0", 1, sample(running=0)), 1.0)
     assert state.snapshot(1.0).step_started_s is None
     state.fold_engine(engine_report("e0", 2, sample(running=2)), 2.0)
     assert state.snapshot(2.0).step_started_s == 2.0
     state.fold_engine(engine_report("e0", 3, sample(running=0)), 3.0)
-    assert state.step == Step(2.0, 3.0)
+    assert state.step == GenerationStep(2.0, 3.0)
 
 
 def test_results_count_moves() -> None:
-    state = State()
+    state = FleetState()
     items = (
-        ItemResult("a", True, recomputed_tokens=30),
-        ItemResult("b", False, "finished before the move"),
-        ItemResult("c", True, recomputed_tokens=1, loaded_tokens=50),
+        OperationItemResult("a", True, recomputed_tokens=30),
+        OperationItemResult("b", False, "finished before the move"),
+        OperationItemResult("c", True, recomputed_tokens=1, loaded_tokens=50),
     )
     state.fold_result(OperationResult(OperationId("1"), GATEWAY, OperationStatus.PARTIAL, items=items))
-    assert state.totals == Totals(moves_done=2, moves_failed=1, tokens_recomputed=31, tokens_loaded=50)
+    assert state.totals == TokenTotals(moves_done=2, moves_failed=1, tokens_recomputed=31, tokens_loaded=50)
 
 
 # --- snapshots
 
 
 def test_a_snapshot_knows_the_age_of_its_oldest_input_and_does_not_change() -> None:
-    state = State()
+    state = FleetState()
     state.fold_engine(engine_report("e0", 1, sample()), 1.0)
     assert state.snapshot(2.0).inputs_age_s is None  # no gateway yet
     state.fold_gateway(gateway_report(request("a")), 2.0)
@@ -298,7 +306,7 @@ def test_a_snapshot_knows_the_age_of_its_oldest_input_and_does_not_change() -> N
 
 
 def test_an_engine_that_is_gone_makes_no_snapshot_stale() -> None:
-    state = State()
+    state = FleetState()
     state.fold_engine(engine_report("e0", 1, sample()), 9.0)
     state.fold_engine(engine_report("e1", 1, sample()), 0.0)
     state.fold_engine(engine_report("e1", 2, None, EngineHealth.GONE), 9.0)
@@ -310,7 +318,7 @@ def test_an_engine_that_is_gone_makes_no_snapshot_stale() -> None:
 
 
 def test_more_engines_gateways_or_requests_than_there_is_room_for_are_refused_with_the_key() -> None:
-    state = State(capacity=Capacity(engines=2, gateways=1, requests=3))
+    state = FleetState(capacity=StateCapacity(engines=2, gateways=1, requests=3))
     for engine in ("e0", "e1"):
         state.check_engine_report(engine_report(engine), 0.0)
         state.fold_engine(engine_report(engine), 0.0)
@@ -330,7 +338,7 @@ def test_more_engines_gateways_or_requests_than_there_is_room_for_are_refused_wi
 
 
 def test_who_was_forgotten_makes_room_and_who_reports_stays() -> None:
-    state = State([EngineFacts(EngineId("configured"), "http://c")], 60.0, Capacity(engines=3, gateways=1))
+    state = FleetState([EngineFacts(EngineId("configured"), "http://c")], 60.0, StateCapacity(engines=3, gateways=1))
     state.fold_engine(engine_report("old"), 0.0)
     state.fold_engine(engine_report("new"), 50.0)
     state.fold_gateway(gateway_report(request("r", "old")), 0.0)
@@ -341,7 +349,7 @@ def test_who_was_forgotten_makes_room_and_who_reports_stays() -> None:
 
 
 def test_of_very_many_finished_requests_the_newest_are_remembered() -> None:
-    state, many = State(), FINISHED_REMEMBERED + 5000
+    state, many = FleetState(), FINISHED_REMEMBERED + 5000
     done = tuple(finished(f"f{n}") for n in range(many))
     state.fold_gateway(gateway_report(done=done), 0.0)
     state.fold_gateway(gateway_report(done=done[5000:], sequence=2), 1.0)

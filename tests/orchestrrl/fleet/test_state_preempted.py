@@ -6,16 +6,16 @@ from builders import engine_report, gateway_report, request, sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.fleet.state import State
+from orchestrrl.fleet.state import FleetState
 from planner.model import RequestId, RequestState, RequestView
 
 
-def waiting(state: State, now_s: float) -> set[RequestId]:
+def waiting(state: FleetState, now_s: float) -> set[RequestId]:
     return {r.id for r in state.snapshot(now_s).requests if r.state is RequestState.WAITING}
 
 
-def folded(engine_waiting: int, *held: RequestView, sampled_s: float = 10.0, reported_s: float = 10.0) -> State:
-    state = State()
+def folded(engine_waiting: int, *held: RequestView, sampled_s: float = 10.0, reported_s: float = 10.0) -> FleetState:
+    state = FleetState()
     state.fold_engine(engine_report("e0", 1, sample(running=2, waiting=engine_waiting)), sampled_s)
     state.fold_gateway(gateway_report(*held), reported_s)
     return state
@@ -41,7 +41,7 @@ def test_a_token_since_the_engine_was_read_proves_that_it_runs() -> None:
 
 
 def test_an_engine_without_a_sample_changes_nothing() -> None:
-    state = State()
+    state = FleetState()
     state.fold_gateway(gateway_report(quiet("a", 9.0)), 10.0)
     assert waiting(state, 11.0) == set()
 

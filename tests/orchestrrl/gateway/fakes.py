@@ -8,20 +8,20 @@ from typing import Any
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.core.operations import PauseMode, Route
+from orchestrrl.core.operations import EngineRoute, PauseMode
 from orchestrrl.engines.base import (
-    Capabilities,
     Chunk,
-    Endpoint,
+    CompletionEndpoint,
+    EngineCapabilities,
     EngineMetrics,
     GenerationRequest,
-    Refused,
+    RequestRefused,
     TokenLogprob,
 )
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.completion_requests import Ask, read_ask
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_ask
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId, NodeId
 
 # A token is a byte, so most characters take several; EOS ends an answer.
@@ -120,7 +120,7 @@ class FakeEngine:
     stuck: bool = False  # once paused it stays so
     pauses: list[bool] = field(default_factory=list)  # of each, whether KV was dropped
     hangs: bool = False
-    refuses: Refused | None = None
+    refuses: RequestRefused | None = None
     aborted: list[str] = field(default_factory=list)
     seen: list[GenerationRequest] = field(default_factory=list)
     attempts: dict[str, Attempt] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class FakeEngine:
         prompt = prompt_of(request)
         limit = request.body.get("max_tokens")
         if limit is None:
-            limit = 16 if request.endpoint is Endpoint.COMPLETIONS else MODEL_LENGTH - len(prompt)
+            limit = 16 if request.endpoint is CompletionEndpoint.COMPLETIONS else MODEL_LENGTH - len(prompt)
         assert limit >= 1
         attempt = Attempt(
             request, asyncio.Queue(), list(prompt), limit, request.body.get("min_tokens") or 0, DecodeStream(prompt)
@@ -222,10 +222,10 @@ class FakeEngine:
             raise Retryable("connection refused", 1.0)
         self.aborted.extend(request_ids)
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> EngineCapabilities:
         if self.dead:
             raise Retryable("connection refused", 1.0)
-        return Capabilities(
+        return EngineCapabilities(
             "fake",
             "0",
             ("model",),
@@ -275,7 +275,7 @@ class FakeEngine:
 
 
 def prompt_of(request: GenerationRequest) -> list[int]:
-    if request.endpoint is Endpoint.CHAT:
+    if request.endpoint is CompletionEndpoint.CHAT:
         return chat_prompt(request.body["messages"])
     prompt = request.body["prompt"]
     return list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
@@ -294,10 +294,12 @@ class World:
     clock: VirtualClock
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> EngineBackends:
         return self.gateway.fleet
 
-    def ask(self, endpoint: Endpoint = Endpoint.COMPLETIONS, request_id: str = "r", **body: Any) -> Ask:
+    def ask(
+        self, endpoint: CompletionEndpoint = CompletionEndpoint.COMPLETIONS, request_id: str = "r", **body: Any
+    ) -> CompletionRequest:
         return read_ask(
             endpoint, body, request_id=request_id, group="", tag="", default_model="model", now_s=self.clock.now_s()
         )
@@ -316,16 +318,16 @@ class World:
 def beside(w: World) -> World:
     """Another gateway over the same engines."""
     by_url = {fake.url: fake for fake in w.engines.values()}
-    fleet = Fleet(lambda url: by_url[url], clock=w.clock)
-    fleet.set_routes([Route(EngineId(name), fake.url) for name, fake in w.engines.items()])
-    return World(Gateway(NodeId("other"), fleet, limits=Limits(), clock=w.clock), w.engines, w.clock)
+    fleet = EngineBackends(lambda url: by_url[url], clock=w.clock)
+    fleet.set_routes([EngineRoute(EngineId(name), fake.url) for name, fake in w.engines.items()])
+    return World(Gateway(NodeId("other"), fleet, limits=RelayLimits(), clock=w.clock), w.engines, w.clock)
 
 
 def world(engines: int = 2, **limits: Any) -> World:
     clock = VirtualClock(1000.0)
     fakes = {f"e{index}": FakeEngine(url=f"http://e{index}") for index in range(engines)}
     by_url = {fake.url: fake for fake in fakes.values()}
-    fleet = Fleet(lambda url: by_url[url], clock=clock)
-    fleet.set_routes([Route(EngineId(name), fake.url) for name, fake in fakes.items()])
-    gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(**limits), clock=clock)
+    fleet = EngineBackends(lambda url: by_url[url], clock=clock)
+    fleet.set_routes([EngineRoute(EngineId(name), fake.url) for name, fake in fakes.items()])
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(**limits), clock=clock)
     return World(gateway, fakes, clock)

@@ -3,15 +3,15 @@
 import asyncio
 from typing import Any
 
-from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, PauseMode
-from orchestrrl.gateway.core import Job
+from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
+from orchestrrl.gateway.core import RequestGroup
 from planner.model import EngineId
 from tests.orchestrrl.gateway.fakes import World
 
 LEASE_S = 60.0
 
 
-def order(w: World, mode: PauseMode = PauseMode.KEEP, lease: str = "l", **fields: Any) -> CloseGate:
+def order(w: World, mode: PauseMode = PauseMode.KEEP, lease: str = "l", **fields: Any) -> CloseBarrier:
     now_s = w.clock.now_s()
     values: dict[str, Any] = {
         "holder": "trainer",
@@ -19,21 +19,21 @@ def order(w: World, mode: PauseMode = PauseMode.KEEP, lease: str = "l", **fields
         "lease_until_s": now_s + LEASE_S,
         "quiet_by_s": now_s + LEASE_S,
     }
-    return CloseGate(lease=lease, mode=mode, **(values | fields))
+    return CloseBarrier(lease=lease, mode=mode, **(values | fields))
 
 
 async def close(
     w: World, mode: PauseMode = PauseMode.KEEP, lease: str = "l", **fields: Any
-) -> "asyncio.Task[tuple[ItemResult, ...]]":
+) -> "asyncio.Task[tuple[OperationItemResult, ...]]":
     closing = asyncio.create_task(w.gateway.gate.close(order(w, mode, lease, **fields)))
     await w.settle()
     return closing
 
 
 async def open_gate(w: World, version: int | None = None, without: tuple[str, ...] = (), lease: str = "l") -> None:
-    await w.gateway.gate.open(OpenGate(lease, version, tuple(map(EngineId, without))))
+    await w.gateway.gate.open(OpenBarrier(lease, version, tuple(map(EngineId, without))))
     await w.settle()
 
 
-def tokens_of(job: Job) -> int:
+def tokens_of(job: RequestGroup) -> int:
     return sum(len(record.generated_ids) for record in job.records)

@@ -11,13 +11,13 @@ from typing import Any
 from aiohttp import web
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.operations import Route
+from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import OPERATOR_PREFIX, Server
-from orchestrrl.gateway.ledger.store import Store
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.http.server import OPERATOR_PREFIX, GatewayServer
+from orchestrrl.gateway.ledger.store import LedgerStore
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId, NodeId
 
 DEADLINE_S = 120.0
@@ -135,7 +135,7 @@ class HttpHouse:
     port: int
     engines: list[UpstreamEngine]
     gateway: Gateway
-    server: Server
+    server: GatewayServer
     log: LogLines
     operator_port: int
 
@@ -215,7 +215,7 @@ def _port(url: str) -> int:
 
 
 @asynccontextmanager
-async def http_house(*, plain: bool, engines: int = 1, store: Store | None = None) -> AsyncIterator[HttpHouse]:
+async def http_house(*, plain: bool, engines: int = 1, store: LedgerStore | None = None) -> AsyncIterator[HttpHouse]:
     upstream, runners = [], []
     for _ in range(engines):
         engine = UpstreamEngine()
@@ -233,11 +233,11 @@ async def http_house(*, plain: bool, engines: int = 1, store: Store | None = Non
     log = LogLines()
     logging.getLogger().addHandler(log)
     clock = WallClock()
-    fleet = Fleet(VllmEngine, clock=clock)
-    gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(engine_wait_s=5.0), clock=clock)
+    fleet = EngineBackends(VllmEngine, clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(engine_wait_s=5.0), clock=clock)
     gateway.store = store
-    gateway.set_routes([Route(EngineId(f"e{index}"), engine.url) for index, engine in enumerate(upstream)])
-    server = Server(gateway, plain=plain)
+    gateway.set_routes([EngineRoute(EngineId(f"e{index}"), engine.url) for index, engine in enumerate(upstream)])
+    server = GatewayServer(gateway, plain=plain)
     url, operator_url = await server.start("127.0.0.1", 0), await server.start_operator("127.0.0.1", 0)
     try:
         yield HttpHouse(_port(url), upstream, gateway, server, log, _port(operator_url))

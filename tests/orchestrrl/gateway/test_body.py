@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.http.body import BadAsk, read_json, type_faults, with_types
+from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.http.body import InvalidRequest, read_json, type_faults, with_types
 from orchestrrl.gateway.http.completion_requests import read_ask
 from orchestrrl.gateway.ledger.pieces import digest_of
 from orchestrrl.gateway.moves.movable import KNOWN_FIELDS, continued
@@ -35,7 +35,7 @@ def test_what_can_be_sent_on_is_read_and_nothing_else(value: Any) -> None:
     if fits(value):
         assert read_json(text) == value
     else:
-        with pytest.raises(BadAsk, match=r"must (be|have)") as raised:
+        with pytest.raises(InvalidRequest, match=r"must (be|have)") as raised:
             read_json(text)
         assert raised.value.param is not None
         raised.value.args[0].encode()  # the message is text, too
@@ -45,7 +45,7 @@ def test_what_can_be_sent_on_is_read_and_nothing_else(value: Any) -> None:
 def test_bytes_that_are_no_json_are_refused(data: bytes) -> None:
     try:
         value = read_json(data)
-    except BadAsk:
+    except InvalidRequest:
         return
     assert fits(value)
 
@@ -58,18 +58,18 @@ def test_nesting_is_bounded(depth: int, kind: str) -> None:
     if depth <= 128:
         assert json.dumps(read_json(text))
     else:
-        with pytest.raises(BadAsk, match="128 deep"):
+        with pytest.raises(InvalidRequest, match="128 deep"):
             read_json(text)
 
 
-@given(st.sampled_from(Endpoint), BODIES)
-def test_any_body_is_read_or_refused_by_name(endpoint: Endpoint, fields: dict[str, Any]) -> None:
-    needed = {"prompt": "a"} if endpoint is Endpoint.COMPLETIONS else {"messages": [{"role": "user"}]}
+@given(st.sampled_from(CompletionEndpoint), BODIES)
+def test_any_body_is_read_or_refused_by_name(endpoint: CompletionEndpoint, fields: dict[str, Any]) -> None:
+    needed = {"prompt": "a"} if endpoint is CompletionEndpoint.COMPLETIONS else {"messages": [{"role": "user"}]}
     refused_for = ""
     try:
         body = read_json(json.dumps({**needed, **fields}).encode())
         ask = read_ask(endpoint, body, request_id="r", group="", tag="", default_model="m", now_s=0.0)
-    except BadAsk as fault:
+    except InvalidRequest as fault:
         refused_for = fault.param or "nothing"
     if refused_for:
         assert refused_for.partition(".")[0].partition("[")[0] in {*needed, *fields}
@@ -84,8 +84,8 @@ def test_any_body_is_read_or_refused_by_name(endpoint: Endpoint, fields: dict[st
             assert record.immovable_because
 
 
-@given(st.sampled_from(Endpoint), BODIES)
-def test_types_are_settled_once(endpoint: Endpoint, body: dict[str, Any]) -> None:
+@given(st.sampled_from(CompletionEndpoint), BODIES)
+def test_types_are_settled_once(endpoint: CompletionEndpoint, body: dict[str, Any]) -> None:
     if type_faults(endpoint, body):
         return
     settled = with_types(endpoint, body)
@@ -97,13 +97,15 @@ def test_types_are_settled_once(endpoint: Endpoint, body: dict[str, Any]) -> Non
 
 def test_whole_numbers_and_flags_may_be_written_as_engines_allow() -> None:
     body = {"max_tokens": 16.0, "stream": 1, "echo": None, "temperature": 1, "logprobs": 2.0}
-    assert with_types(Endpoint.COMPLETIONS, body) == {**body, "max_tokens": 16, "stream": True, "logprobs": 2}
-    assert type_faults(Endpoint.CHAT, {"logprobs": 2}) == {"logprobs": "must be true or false, got 2"}
-    assert type_faults(Endpoint.COMPLETIONS, {"logprobs": True}) == {"logprobs": "must be a whole number, got True"}
+    assert with_types(CompletionEndpoint.COMPLETIONS, body) == {**body, "max_tokens": 16, "stream": True, "logprobs": 2}
+    assert type_faults(CompletionEndpoint.CHAT, {"logprobs": 2}) == {"logprobs": "must be true or false, got 2"}
+    assert type_faults(CompletionEndpoint.COMPLETIONS, {"logprobs": True}) == {
+        "logprobs": "must be a whole number, got True"
+    }
 
 
 def test_a_messages_content_may_have_texts_among_its_parts() -> None:
     """As vLLM takes them."""
     parts = ["a", {"type": "text", "text": "b"}]
-    assert type_faults(Endpoint.CHAT, {"messages": [{"role": "user", "content": parts}]}) == {}
-    assert type_faults(Endpoint.CHAT, {"messages": [{"role": "user", "content": [1]}]})
+    assert type_faults(CompletionEndpoint.CHAT, {"messages": [{"role": "user", "content": parts}]}) == {}
+    assert type_faults(CompletionEndpoint.CHAT, {"messages": [{"role": "user", "content": [1]}]})

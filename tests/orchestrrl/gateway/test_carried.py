@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.operations import ItemResult, RequestMove
-from orchestrrl.engines.base import Capabilities, Chunk, Endpoint
+from orchestrrl.core.operations import OperationItemResult, RequestMove
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities
 from orchestrrl.gateway.http.completion_requests import read_ask
 from orchestrrl.gateway.http.headers import KEPT_HERE, end_to_end
 from orchestrrl.gateway.http.openai import response
 from orchestrrl.gateway.ledger import store as store_module
-from orchestrrl.gateway.ledger.store import Keep, Store
+from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, SANE, HttpHouse, http_house, usage_of
 
@@ -42,7 +42,7 @@ async def until_tokens(house: HttpHouse, tokens: int) -> None:
             await asyncio.sleep(0.002)
 
 
-async def move(house: HttpHouse) -> ItemResult:
+async def move(house: HttpHouse) -> OperationItemResult:
     record = house.gateway.ledger.get(RequestId("r"))
     assert record is not None
     assert record.engine is not None
@@ -143,7 +143,14 @@ def test_what_is_passed_on_is_neither_the_connections_nor_the_gateways(headers: 
 def test_a_records_text_has_no_credential() -> None:
     headers = (("Authorization", "Bearer s3cret"),)
     ask = read_ask(
-        Endpoint.COMPLETIONS, SANE, request_id="r", group="", tag="", default_model="", now_s=0.0, headers=headers
+        CompletionEndpoint.COMPLETIONS,
+        SANE,
+        request_id="r",
+        group="",
+        tag="",
+        default_model="",
+        now_s=0.0,
+        headers=headers,
     )
     assert ask.records[0].headers == headers
     assert "s3cret" not in repr(ask)
@@ -174,7 +181,7 @@ async def test_fields_beside_the_answer_are_carried(house: HttpHouse, path: str,
 
 def test_several_answers_keep_what_is_each_ones_own() -> None:
     ask = read_ask(
-        Endpoint.COMPLETIONS,
+        CompletionEndpoint.COMPLETIONS,
         {**SANE, "prompt": ["a", "b"]},
         request_id="r",
         group="",
@@ -270,7 +277,7 @@ async def test_data_of_whole_answers_alone_comes_with_a_whole_answer(house: Http
     body = dict(SANE)
     if known == "capabilities":
         for slot in house.gateway.fleet:
-            slot.capabilities = Capabilities("vllm", "1", ("m",), routed_experts=True)
+            slot.capabilities = EngineCapabilities("vllm", "1", ("m",), routed_experts=True)
     else:
         body["routed_experts_prompt_start"] = 0
     _, whole = await house.post(body)
@@ -292,7 +299,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fast")
 async def test_the_ledger_keeps_fields_but_no_credential_and_gives_them_to_its_bearer_alone(tmp_path: Path) -> None:
     async def asked(credential: bytes) -> tuple[int, Any]:
-        store = Store(Keep(tmp_path / "ledger.db", from_s=0.0), WallClock())
+        store = LedgerStore(RetentionPolicy(tmp_path / "ledger.db", from_s=0.0), WallClock())
         store.start()
         async with http_house(plain=False, store=store) as house:
             house.engine.choice_fields = EXPERTS

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import Capabilities, Chunk, Endpoint, Refused
-from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, RequestRefused
+from orchestrrl.gateway.core import RequestGroup
+from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.moves import detokenizer as decoding
 from orchestrrl.gateway.moves.detokenizer import Detokenizer, unsent
 from planner.model import EngineId, RequestId
@@ -33,7 +33,7 @@ async def server_error(_: Sequence[int]) -> str:
 
 
 async def no_such_path(_: Sequence[int]) -> str:
-    raise Refused("/detokenize: 404: Not Found", 404, {})
+    raise RequestRefused("/detokenize: 404: Not Found", 404, {})
 
 
 async def nonsense(_: Sequence[int]) -> str:
@@ -71,7 +71,7 @@ def decode_by(engine: FakeEngine, decode: Decode) -> list[int]:
     return calls
 
 
-async def ended(w: World, jobs: list[Job]) -> None:
+async def ended(w: World, jobs: list[RequestGroup]) -> None:
     for _ in range(400):
         if all(job.done for job in jobs):
             return
@@ -86,15 +86,15 @@ def prompt_of(index: int) -> list[int]:
     return [*f"question {index}: ".encode(), 65 + index % 26]
 
 
-def form_of(index: int) -> tuple[Endpoint, list[int], dict[str, Any]]:
+def form_of(index: int) -> tuple[CompletionEndpoint, list[int], dict[str, Any]]:
     """Streams and whole answers, by text and by token ids, completions and chats, in turn."""
     streamed = {"stream": index % 2 == 1, "return_token_ids": index % 3 == 0}
     if index % 5 == 4:
         messages = [{"role": "user", "content": f"question {index}"}]
-        return Endpoint.CHAT, chat_prompt(messages), {"messages": messages, **streamed}
+        return CompletionEndpoint.CHAT, chat_prompt(messages), {"messages": messages, **streamed}
     ids = prompt_of(index)
     prompt = bytes(ids).decode() if index % 5 == 3 else ids
-    return Endpoint.COMPLETIONS, ids, {"prompt": prompt, **streamed}
+    return CompletionEndpoint.COMPLETIONS, ids, {"prompt": prompt, **streamed}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -181,7 +181,7 @@ async def test_an_engine_of_another_model_decodes_nothing() -> None:
     decode_by(w.engines["e0"], dropped)
     slots = {slot.id: slot for slot in w.fleet}
     for name, model in (("e0", "model"), ("e1", "other"), ("e2", "model")):
-        slots[EngineId(name)].capabilities = Capabilities("fake", "0", (model,), token_ids=True)
+        slots[EngineId(name)].capabilities = EngineCapabilities("fake", "0", (model,), token_ids=True)
     detokenizer = Detokenizer(slots[EngineId("e0")], w.fleet)
     assert await detokenizer.detokenize(list("漢".encode())) == "漢"
     assert not strangers
@@ -210,8 +210,8 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_s
 
 @given(WORDS, WORDS, st.characters(codec="utf-8"))
 def test_a_repeated_context_is_taken_off_the_text(prompt: str, sent: str, character: str) -> None:
-    record = Record(
-        RequestId("r"), Endpoint.COMPLETIONS, {"prompt": prompt}, streaming=False, arrived_s=0.0, max_tokens=9
+    record = RequestRecord(
+        RequestId("r"), CompletionEndpoint.COMPLETIONS, {"prompt": prompt}, streaming=False, arrived_s=0.0, max_tokens=9
     )
     record.prompt_tokens_estimate = len(prompt.encode()) // 4
     record.append(Chunk((1,), sent), sent, None, 0.0)
@@ -220,7 +220,9 @@ def test_a_repeated_context_is_taken_off_the_text(prompt: str, sent: str, charac
 
 @given(st.text("abc ", min_size=12, max_size=40), st.text("xyz ", min_size=1, max_size=60), st.integers(1, 8))
 def test_new_text_alone_is_kept_whole(sent: str, new: str, tokens: int) -> None:
-    record = Record(RequestId("r"), Endpoint.COMPLETIONS, {"prompt": [1]}, False, arrived_s=0.0, max_tokens=9)
+    record = RequestRecord(
+        RequestId("r"), CompletionEndpoint.COMPLETIONS, {"prompt": [1]}, False, arrived_s=0.0, max_tokens=9
+    )
     record.append(Chunk((1,), sent), sent, None, 0.0)
     if sent.strip():
         assert unsent(Chunk(tuple(range(tokens)), new), record) == new

@@ -9,8 +9,15 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.http.connections import MOST_BODY_BYTES, Door, Head, House, may_be_a_head, read_head
+from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.http.connections import (
+    MOST_BODY_BYTES,
+    HttpConnection,
+    HttpServer,
+    RequestHead,
+    may_be_a_head,
+    read_head,
+)
 
 DEADLINE_S = 120.0
 LINE = b"POST /v1/completions HTTP/1.1"
@@ -18,9 +25,9 @@ USUAL = LINE + b"\r\nHost: h\r\nX-Request-Id:  r1 \r\nx-tag: \xc3\xa9\r\nConnect
 
 
 def test_a_usual_head_is_read() -> None:
-    assert read_head(USUAL) == Head(Endpoint.COMPLETIONS, "r1", "", "é", 4)
+    assert read_head(USUAL) == RequestHead(CompletionEndpoint.COMPLETIONS, "r1", "", "é", 4)
     chat = read_head(b"POST /v1/chat/completions HTTP/1.1\r\nhost:h\r\ncontent-length:0")
-    assert chat == Head(Endpoint.CHAT, "", "", "", 0)
+    assert chat == RequestHead(CompletionEndpoint.CHAT, "", "", "", 0)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +71,8 @@ def test_a_head_never_breaks_the_reader(junk: bytes, at: int) -> None:
 class Fixture:
     host: str
     port: int
-    house: House
-    seen: list[tuple[Head, bytes]] = field(default_factory=list)
+    house: HttpServer
+    seen: list[tuple[RequestHead, bytes]] = field(default_factory=list)
     general: list[bytes] = field(default_factory=list)
 
     async def talk(self, *writes: bytes, until: bytes) -> bytes:
@@ -83,7 +90,7 @@ class Fixture:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Fixture]:
-    async def answer(head: Head, body: bytes, door: Door) -> None:
+    async def answer(head: RequestHead, body: bytes, door: HttpConnection) -> None:
         fixture.seen.append((head, body))
         if body == b"boom":
             raise RuntimeError("a defect")
@@ -95,7 +102,7 @@ async def served() -> AsyncIterator[Fixture]:
         await asyncio.sleep(0)
         door.whole(200, b"<" + body + b">")
 
-    async def flow(door: Door) -> None:
+    async def flow(door: HttpConnection) -> None:
         """More than sockets hold, written as its reader allows."""
         written = 0
         while written < 200:
@@ -114,7 +121,7 @@ async def served() -> AsyncIterator[Fixture]:
     runner = web.AppRunner(application)
     await runner.setup()
     assert runner.server is not None
-    house = House(answer, runner.server)
+    house = HttpServer(answer, runner.server)
     server = await asyncio.get_running_loop().create_server(house.door, "127.0.0.1", 0)
     fixture = Fixture(*server.sockets[0].getsockname(), house)
     yield fixture

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from orchestrrl.gateway.http import connections as doors
-from orchestrrl.gateway.http.connections import MOST_AHEAD_BYTES, Door, Head, House
+from orchestrrl.gateway.http.connections import MOST_AHEAD_BYTES, HttpConnection, HttpServer, RequestHead
 
 DEADLINE_S = 120.0
 LINE = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n"
@@ -23,13 +23,13 @@ def usual(body: bytes) -> bytes:
 class Served:
     """What a body asks for: `wait` for ever, `tidy` up after that, `large` answers; any other is said back."""
 
-    house: House
+    house: HttpServer
     port: int
     seen: list[bytes] = field(default_factory=list)
     tidied: int = 0
 
     @property
-    def door(self) -> Door:
+    def door(self) -> HttpConnection:
         (door,) = self.house.doors
         return door
 
@@ -56,7 +56,7 @@ class Served:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    async def answer(head: Head, body: bytes, door: Door) -> None:
+    async def answer(head: RequestHead, body: bytes, door: HttpConnection) -> None:
         fixture.seen.append(body)
         if body in (b"wait", b"tidy"):
             try:
@@ -75,7 +75,7 @@ async def served() -> AsyncIterator[Served]:
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     assert runner.server is not None
-    house = House(answer, runner.server)
+    house = HttpServer(answer, runner.server)
     server = await asyncio.get_running_loop().create_server(house.door, "127.0.0.1", 0)
     fixture = Served(house, server.sockets[0].getsockname()[1])
     yield fixture

@@ -10,14 +10,14 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.http.connections import Door, Head, House
+from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.http.connections import HttpConnection, HttpServer, RequestHead
 
 # An answer that has not come after so many turns of the event loop waits for more of its request: not after a time, in
 # which a machine may have stood still. Who answers is in the same loop.
 QUIET_TURNS = 30
 TURN_S = 0.01
-PATHS = {Endpoint.COMPLETIONS: "/v1/completions", Endpoint.CHAT: "/v1/chat/completions"}
+PATHS = {CompletionEndpoint.COMPLETIONS: "/v1/completions", CompletionEndpoint.CHAT: "/v1/chat/completions"}
 LABELS = ("X-Request-Id", "X-Group-Id", "X-Tag")
 PAUSE_S = 0.01
 LAST = b"GET /last HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
@@ -29,7 +29,7 @@ class Both:
 
     door_port: int
     plain_port: int
-    house: House
+    house: HttpServer
     runner: web.AppRunner
     servers: tuple[asyncio.Server, ...]
 
@@ -45,7 +45,7 @@ def told(path: str, labels: list[str], body: bytes) -> bytes:
 
 
 async def both() -> Both:
-    async def usual(head: Head, body: bytes, door: Door) -> None:
+    async def usual(head: RequestHead, body: bytes, door: HttpConnection) -> None:
         await asyncio.sleep(0)
         door.whole(200, told(PATHS[head.endpoint], [head.request_id, head.group, head.tag], body))
 
@@ -59,7 +59,7 @@ async def both() -> Both:
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     assert runner.server is not None
-    house = House(usual, runner.server)
+    house = HttpServer(usual, runner.server)
     loop = asyncio.get_running_loop()
     servers = [await loop.create_server(factory, "127.0.0.1", 0) for factory in (house.door, runner.server)]
     ports = [server.sockets[0].getsockname()[1] for server in servers]

@@ -5,10 +5,18 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from orchestrrl.core.operations import CloseGate, FrozenRequests, ItemResult, OpenGate, PauseMode, RequestMove, Route
-from orchestrrl.gateway.ledger.ledger import Record
+from orchestrrl.core.operations import (
+    CloseBarrier,
+    EngineRoute,
+    FrozenRequests,
+    OpenBarrier,
+    OperationItemResult,
+    PauseMode,
+    RequestMove,
+)
+from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
-from orchestrrl.gateway.routing.expected_engines import Expected
+from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
 from planner.model import EngineHealth, EngineId, RequestId, RequestState
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 from tests.orchestrrl.gateway.test_holding import begun
@@ -19,12 +27,14 @@ PATIENCE_S = 5.0
 
 def tell(w: World, *names: str, draining: str = "", expected: str = "", for_s: float = 0.0) -> None:
     """The routes, and which engines are expected for how long yet; names apart by blanks."""
-    routes = [Route(EngineId(name), f"http://{name}", EngineHealth.OK, draining=name in draining) for name in names]
-    coming = Expected(frozenset(map(EngineId, expected.split())), w.clock.now_s() + for_s)
+    routes = [
+        EngineRoute(EngineId(name), f"http://{name}", EngineHealth.OK, draining=name in draining) for name in names
+    ]
+    coming = ExpectedEngines(frozenset(map(EngineId, expected.split())), w.clock.now_s() + for_s)
     assert not w.gateway.set_routes(routes, coming)
 
 
-async def move(w: World, source: str, target: str, hold_s: float = 0.0, request: str = "r") -> ItemResult:
+async def move(w: World, source: str, target: str, hold_s: float = 0.0, request: str = "r") -> OperationItemResult:
     order = RequestMove(RequestId(request), EngineId(source), EngineId(target), hold_s)
     moving = asyncio.create_task(w.gateway.move([order]))
     await w.settle()
@@ -235,7 +245,7 @@ async def test_the_engine_comes_while_the_gate_is_closed() -> None:
         tell(w, "e0", expected="e1", for_s=60.0)
         assert (await move(w, "e0", "e1", hold_s=1.0)).done
         now_s = w.clock.now_s()
-        order = CloseGate("l", "", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s + 30.0, now_s + 10.0)
+        order = CloseBarrier("l", "", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s + 30.0, now_s + 10.0)
         closing = asyncio.create_task(w.gateway.gate.close(order))
         await w.clock.advance(5.0)
         await closing
@@ -244,7 +254,7 @@ async def test_the_engine_comes_while_the_gate_is_closed() -> None:
         await w.clock.advance(5.0)
         (record,) = job.records
         assert record.engine is None
-        opening = asyncio.create_task(w.gateway.gate.open(OpenGate("l")))
+        opening = asyncio.create_task(w.gateway.gate.open(OpenBarrier("l")))
         await w.clock.advance(1.0)
         await opening
         assert record.engine == "e1"
@@ -257,7 +267,7 @@ async def test_a_stream_just_pauses() -> None:
     tell(w, "e0")
     read: list[int] = []
 
-    def grown(record: Record) -> None:
+    def grown(record: RequestRecord) -> None:
         for delta in record.take_undelivered():
             read.extend(delta.token_ids)
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, PauseMode, RequestMove, Route
-from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.routing.expected_engines import Expected
+from orchestrrl.core.operations import CloseBarrier, EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
+from orchestrrl.gateway.core import RequestGroup
+from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
 from planner.model import EngineHealth, EngineId
 from tests.orchestrrl.gateway.fakes import undisturbed, world
 
@@ -57,7 +57,7 @@ class Order:
 
 @dataclass(eq=False)
 class Client:
-    job: Job
+    job: RequestGroup
     task: "asyncio.Task[None]"
     prompt: list[int]
     max_tokens: int
@@ -67,7 +67,7 @@ class Client:
     seen: bool = False  # it was given up, and that was looked at
 
     @property
-    def record(self) -> Record:
+    def record(self) -> RequestRecord:
         return self.job.records[0]
 
     @property
@@ -143,10 +143,10 @@ class Story:
             case ("close", PauseMode() as mode):
                 self.leases += 1
                 until_s = self.now_s + LEASE_S
-                order = CloseGate(f"l{self.leases}", "", mode, FrozenRequests.RECOMPUTE, until_s, until_s - 5.0)
+                order = CloseBarrier(f"l{self.leases}", "", mode, FrozenRequests.RECOMPUTE, until_s, until_s - 5.0)
                 self.orders.add(asyncio.create_task(w.gateway.gate.close(order)))
             case ("open",):
-                self.orders.add(asyncio.create_task(w.gateway.gate.open(OpenGate(""))))
+                self.orders.add(asyncio.create_task(w.gateway.gate.open(OpenBarrier(""))))
         await self.check()
 
     def ask(self, max_tokens: int, stream: bool) -> None:
@@ -155,7 +155,7 @@ class Story:
         job = self.w.gateway.job(ask)
         read: list[int] = []
 
-        def grown(record: Record) -> None:
+        def grown(record: RequestRecord) -> None:
             for delta in record.take_undelivered():
                 read.extend(delta.token_ids)
 
@@ -168,12 +168,12 @@ class Story:
 
     def tell(self) -> None:
         routes = [
-            Route(EngineId(name), f"http://{name}", EngineHealth.OK, draining=state == "draining")
+            EngineRoute(EngineId(name), f"http://{name}", EngineHealth.OK, draining=state == "draining")
             for name, state in self.routed.items()
             if state != "out"
         ]
         assert not self.w.gateway.set_routes(
-            routes, Expected(frozenset(map(EngineId, self.expected)), self.expected_until_s)
+            routes, ExpectedEngines(frozenset(map(EngineId, self.expected)), self.expected_until_s)
         )
 
     async def move(self, clients: list[Client], name: str, hold_s: float) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from orchestrrl.fleet.reports import EngineFailovers, FailoverCounts
-from orchestrrl.fleet.state import State
-from orchestrrl.gateway.core import Job
+from orchestrrl.fleet.state import FleetState
+from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.failovers import Failovers
 from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId
@@ -21,7 +21,7 @@ from tests.orchestrrl.gateway.test_relay import PROMPT, finish, move
 E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 
 
-async def begun(w: World, count: int, steps: int, **body: object) -> list[Job]:
+async def begun(w: World, count: int, steps: int, **body: object) -> list[RequestGroup]:
     jobs = []
     for index in range(count):
         asked = {"prompt": PROMPT, "max_tokens": 30, **body}
@@ -32,7 +32,7 @@ async def begun(w: World, count: int, steps: int, **body: object) -> list[Job]:
     return jobs
 
 
-async def ended(w: World, jobs: Sequence[Job]) -> None:
+async def ended(w: World, jobs: Sequence[RequestGroup]) -> None:
     for job in jobs:
         await finish(w, job)
         await job.__aexit__()
@@ -157,7 +157,7 @@ events = st.lists(
 @given(events)
 def test_each_failover_counts_once_whatever_is_lost_and_repeated(history: list[tuple[object, ...]]) -> None:
     """A daemon's totals are of the failovers that came since its start, or were not acknowledged before."""
-    gateway, state, sequence, expected = Failovers(), State(), 0, FailoverCounts()
+    gateway, state, sequence, expected = Failovers(), FleetState(), 0, FailoverCounts()
     unknown: list[FailoverCounts] = []  # counted, and not acknowledged
     known = 0  # of these, that the present daemon has been sent
     for at, event in enumerate(history):
@@ -178,7 +178,7 @@ def test_each_failover_counts_once_whatever_is_lost_and_repeated(history: list[t
                         gateway.acknowledge(sequence)
                         unknown, known = [], 0
             case ("daemon restarts",):
-                state, expected, known = State(), FailoverCounts(), 0
+                state, expected, known = FleetState(), FailoverCounts(), 0
             case ("gateway restarts",):
                 gateway, unknown, known, sequence = Failovers(), [], 0, 0
     assert sum(state.failovers.values(), FailoverCounts()) == expected

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.operations import Route
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.core.operations import EngineRoute
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId
 
 ENGINE = EngineId("e0")
@@ -36,11 +36,11 @@ class Line:
         self.is_open = False
 
 
-def house() -> tuple[VirtualClock, Fleet, Slot, Line]:
+def house() -> tuple[VirtualClock, EngineBackends, EngineBackend, Line]:
     clock, line = VirtualClock(), Line()
     engine: Any = line  # what else an engine can do is not asked here
-    fleet = Fleet(lambda url: engine, clock=clock)
-    fleet.set_routes([Route(ENGINE, URL)])
+    fleet = EngineBackends(lambda url: engine, clock=clock)
+    fleet.set_routes([EngineRoute(ENGINE, URL)])
     slot = fleet.get(ENGINE)
     assert slot is not None
     return clock, fleet, slot, line

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import FrozenRequests, OpenGate, PauseMode, RequestMove, Route
+from orchestrrl.core.operations import EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
 from orchestrrl.fleet.reports import GatePhase
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import beside, undisturbed, world
@@ -236,7 +236,7 @@ async def test_a_lease_that_is_not_renewed_ends_and_all_goes_on() -> None:
         assert w.gateway.gate.closed_total_s == pytest.approx(2 * LEASE_S - 1)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
-    for late in (w.gateway.gate.close(order(w)), w.gateway.gate.open(OpenGate("l", 1))):
+    for late in (w.gateway.gate.close(order(w)), w.gateway.gate.open(OpenBarrier("l", 1))):
         with pytest.raises(Permanent, match="this lease is over"):
             await late
     with pytest.raises(Permanent, match="not closed under this lease"):
@@ -249,7 +249,7 @@ async def test_one_lease_at_a_time() -> None:
     with pytest.raises(Permanent, match="closed by trainer for 60 s more"):
         await w.gateway.gate.close(order(w, lease="other"))
     with pytest.raises(Permanent, match="not closed under this lease"):
-        await w.gateway.gate.open(OpenGate("other"))
+        await w.gateway.gate.open(OpenBarrier("other"))
     await open_gate(w)
     await (await close(w, lease="other"))
     await open_gate(w, lease="other")
@@ -342,7 +342,7 @@ async def test_routes_tell_versions_and_wake_engines() -> None:
     await (await close(w))
     await open_gate(w, 3, ("e0",))
     routes = [
-        Route(EngineId(name), engine.url, policy_version=3, newest_policy_version=3)
+        EngineRoute(EngineId(name), engine.url, policy_version=3, newest_policy_version=3)
         for name, engine in w.engines.items()
     ]
     w.gateway.set_routes(routes)
@@ -350,7 +350,7 @@ async def test_routes_tell_versions_and_wake_engines() -> None:
     assert not w.engines["e0"].paused
     assert [slot.usable for slot in w.fleet] == [True, True]
     # A newcomer that nobody has given the weights.
-    w.gateway.set_routes([*routes[:1], Route(EngineId("e1"), w.engines["e1"].url, None, newest_policy_version=4)])
+    w.gateway.set_routes([*routes[:1], EngineRoute(EngineId("e1"), w.engines["e1"].url, None, newest_policy_version=4)])
     assert [slot.usable for slot in w.fleet] == [True, False]
 
 
@@ -382,7 +382,7 @@ async def test_without_a_lease_engines_that_an_earlier_gateway_paused_are_resume
 async def test_engines_that_a_dead_gateway_left_paused_are_resumed_after_a_while() -> None:
     w = world()
     w.engines["e0"].paused = True
-    routes = [Route(EngineId(name), engine.url) for name, engine in w.engines.items()]
+    routes = [EngineRoute(EngineId(name), engine.url) for name, engine in w.engines.items()]
     w.gateway.set_routes(routes[1:])
     w.gateway.set_routes(routes)
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
@@ -399,7 +399,7 @@ async def test_engines_that_a_dead_gateway_left_paused_are_resumed_after_a_while
 async def test_but_not_while_the_gate_is_closed() -> None:
     w = world()
     w.engines["e0"].paused = True
-    routes = [Route(EngineId(name), engine.url) for name, engine in w.engines.items()]
+    routes = [EngineRoute(EngineId(name), engine.url) for name, engine in w.engines.items()]
     w.gateway.set_routes(routes[1:])
     w.gateway.set_routes(routes)
     await w.clock.advance(30.0)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, PauseMode, RequestMove
+from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, PauseMode, RequestMove
 from orchestrrl.fleet.reports import GatePhase
-from orchestrrl.gateway.core import Job
+from orchestrrl.gateway.core import RequestGroup
 from planner.model import EngineId
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 
@@ -38,7 +38,7 @@ class Story:
 
     def __init__(self) -> None:
         self.w: World = world(ENGINES, engine_wait_s=10_000.0, failures=10_000)
-        self.jobs: list[tuple[Job, list[int], int]] = []
+        self.jobs: list[tuple[RequestGroup, list[int], int]] = []
         self.tasks: set[asyncio.Task[object]] = set()
         self.leases = 0
         self.stack = AsyncExitStack()
@@ -59,14 +59,14 @@ class Story:
                 self.leases += 1
                 now_s = w.clock.now_s()
                 until_s, quiet_by_s = now_s + LEASE_S, now_s + LEASE_S / 2
-                order = CloseGate(f"l{self.leases}", "", mode, frozen, until_s, quiet_by_s, engines_run)
+                order = CloseBarrier(f"l{self.leases}", "", mode, frozen, until_s, quiet_by_s, engines_run)
                 self._begin(w.gateway.gate.close(order))
             case ("pause engines",):
                 if (closed := w.gateway.gate.closed) is not None:
                     self._begin(w.gateway.gate.close(replace(closed, engines_run=False)))
             case ("open", version):
                 assert version is None or isinstance(version, int)
-                self._begin(w.gateway.gate.open(OpenGate("", version)))
+                self._begin(w.gateway.gate.open(OpenBarrier("", version)))
             case ("renew",):
                 if (closed := w.gateway.gate.closed) is not None:
                     w.gateway.gate.renew(closed.lease, w.clock.now_s() + LEASE_S)

@@ -18,21 +18,21 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, PauseMode, RequestMove, Route
-from orchestrrl.engines.base import Endpoint, Refused
+from orchestrrl.core.operations import CloseBarrier, EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
+from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.fleet.reports import GatePhase
-from orchestrrl.gateway.core import Gateway, Job
+from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.completion_requests import read_ask
 from orchestrrl.gateway.ledger import store as store_module
-from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Record
-from orchestrrl.gateway.ledger.store import Keep, Store
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestRecord
+from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from orchestrrl.gateway.ledger.versions import lag
 from orchestrrl.gateway.metrics import GatewayCollector
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet
-from orchestrrl.gateway.routing.expected_engines import Expected
-from orchestrrl.gateway.routing.strategies import STRATEGIES, Routing
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends
+from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
+from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
 from planner.model import EngineId, NodeId, RequestId, RequestState
 from tests.orchestrrl.gateway.fakes import FakeEngine, logprob_of, undisturbed
 
@@ -115,7 +115,7 @@ class Client:
     name: str
     number: int
     want: Want
-    job: Job | None = None
+    job: RequestGroup | None = None
     task: "asyncio.Task[None] | None" = None
     read: dict[RequestId, tuple[list[int], list[str]]] = field(default_factory=dict)  # by this connection
     ends: int = 0
@@ -124,7 +124,7 @@ class Client:
     def there(self) -> bool:
         return self.task is not None and not self.task.done()
 
-    def grown(self, record: Record) -> None:
+    def grown(self, record: RequestRecord) -> None:
         tokens, text = self.read.setdefault(record.id, ([], []))
         for delta in record.take_undelivered():
             tokens += delta.token_ids
@@ -143,7 +143,7 @@ class Story:
         self.urls: dict[str, str] = {}
         self.draining: set[str] = set()
         self.out: set[str] = set()
-        self.expected = Expected()
+        self.expected = ExpectedEngines()
         for name in ENGINES:
             self.build(name)
         self.clients: list[Client] = []
@@ -164,17 +164,19 @@ class Story:
         return self.houses[self.urls[name]]
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> EngineBackends:
         return self.gateway.fleet
 
     # --- the gateway ---
 
     async def begin(self, *, newest: int | None = None, known: dict[EngineId, int | None] | None = None) -> None:
-        fleet = Fleet(self.houses.__getitem__, clock=self.clock, routing=Routing(self.policy), queue_depth=self.depth)
-        limits = Limits(engine_wait_s=LONGER_THAN_ANY_S, stall_s=40.0, failures=10**6)
+        fleet = EngineBackends(
+            self.houses.__getitem__, clock=self.clock, routing=RoutingPolicy(self.policy), queue_depth=self.depth
+        )
+        limits = RelayLimits(engine_wait_s=LONGER_THAN_ANY_S, stall_s=40.0, failures=10**6)
         self.gateway = Gateway(NodeId("gateway"), fleet, limits=limits, clock=self.clock)
         if self.path is not None:
-            self.gateway.store = Store(Keep(self.path, from_s=0.0), self.clock)
+            self.gateway.store = LedgerStore(RetentionPolicy(self.path, from_s=0.0), self.clock)
             self.gateway.store.start()
         self.route(newest=newest, known=known)
         self.watching = asyncio.create_task(self.gateway.watch())
@@ -205,7 +207,7 @@ class Story:
 
     def route(self, *, newest: int | None = None, known: dict[EngineId, int | None] | None = None) -> None:
         told = [
-            Route(
+            EngineRoute(
                 EngineId(name),
                 self.urls[name],
                 draining=name in self.draining,
@@ -237,7 +239,7 @@ class Story:
     async def send(self, client: Client) -> None:
         body = client.want.body(client.number)
         ask = read_ask(
-            Endpoint.COMPLETIONS,
+            CompletionEndpoint.COMPLETIONS,
             body,
             request_id=client.name,
             group=client.want.group,
@@ -295,7 +297,7 @@ class Story:
                 prompt = len(bytes(f"prompt {self.number_of(record)}é".encode()))
                 self.versions[record.id, before[name] - prompt] = slot.policy_version
 
-    def number_of(self, record: Record) -> int:
+    def number_of(self, record: RequestRecord) -> int:
         return int(record.id.removeprefix("c").partition("-")[0])
 
     async def act_advance(self, seconds: float) -> None:
@@ -307,7 +309,7 @@ class Story:
             engine.die()
         elif kind == "refuse":
             self.refused = True
-            engine.refuses = Refused("no", 400, {"error": {"message": "no"}})
+            engine.refuses = RequestRefused("no", 400, {"error": {"message": "no"}})
         elif kind == "hang":
             engine.hangs = True
         else:
@@ -338,13 +340,13 @@ class Story:
         self.route()
 
     async def act_expect(self, names: frozenset[str], seconds: float) -> None:
-        self.expected = Expected(frozenset(map(EngineId, names)), self.clock.now_s() + seconds)
+        self.expected = ExpectedEngines(frozenset(map(EngineId, names)), self.clock.now_s() + seconds)
         self.route()
 
     async def act_close(self, mode: PauseMode, frozen: FrozenRequests) -> None:
         self.leases += 1
         now_s = self.clock.now_s()
-        order = CloseGate(f"l{self.leases}", "", mode, frozen, now_s + LEASE_S, now_s + LEASE_S / 2)
+        order = CloseBarrier(f"l{self.leases}", "", mode, frozen, now_s + LEASE_S, now_s + LEASE_S / 2)
         self.begin_task(self.gateway.gate.close(order))
 
     async def act_open(self, version: int | None, without: tuple[str, ...], anyhow: bool) -> None:
@@ -352,7 +354,7 @@ class Story:
         if closed is not None or anyhow:
             left_out = tuple(EngineId(name) for name in without if self.fleet.get(EngineId(name)) is not None)
             lease = "" if anyhow or closed is None else closed.lease
-            self.begin_task(self.gateway.gate.open(OpenGate(lease, version, left_out)))
+            self.begin_task(self.gateway.gate.open(OpenBarrier(lease, version, left_out)))
 
     async def act_renew(self) -> None:
         if (closed := self.gateway.gate.closed) is not None:
@@ -502,7 +504,7 @@ class Story:
         await self.finish()
 
 
-def assert_counts(slot: Slot) -> None:
+def assert_counts(slot: EngineBackend) -> None:
     """The running totals are what counting says."""
     running = [record for record in slot.records.values() if record.state is RequestState.RUNNING]
     waiting = [record for record in slot.records.values() if record.state is RequestState.WAITING]

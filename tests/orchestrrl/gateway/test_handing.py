@@ -8,11 +8,11 @@ from unittest.mock import ANY
 import pytest
 
 from orchestrrl.core.errors import Retryable
-from orchestrrl.core.operations import ItemResult, MoveMethod, RequestMove
+from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
 from orchestrrl.engines.base import EngineMetrics
-from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.moves.kv_handover import LoadCount
-from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.gateway.core import RequestGroup
+from orchestrrl.gateway.moves.kv_handover import KvLoadCount
+from orchestrrl.gateway.routing.backend import EngineBackend
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed, world
 
@@ -52,7 +52,7 @@ def set_versions(w: World, **versions: str) -> None:
     )
 
 
-def source_of(w: World) -> tuple[FakeEngine, Slot, FakeEngine, Slot]:
+def source_of(w: World) -> tuple[FakeEngine, EngineBackend, FakeEngine, EngineBackend]:
     """The request's engine, and the other."""
     record = w.gateway.ledger.get(R)
     assert record is not None
@@ -70,17 +70,17 @@ def told(engine: FakeEngine) -> Any:
     return None if params is None else params["handover"]
 
 
-async def begun(w: World, job: Job) -> None:
+async def begun(w: World, job: RequestGroup) -> None:
     for _ in range(5):
         await w.step()
         await w.clock.advance(0.1)
 
 
-def ordered(source: Slot, target: Slot, method: MoveMethod = MoveMethod.TRANSFER) -> RequestMove:
+def ordered(source: EngineBackend, target: EngineBackend, method: MoveMethod = MoveMethod.TRANSFER) -> RequestMove:
     return RequestMove(R, source.id, target.id, method=method, predicted_s=0.5, other_s=3.0)
 
 
-async def carry_out(w: World, order: RequestMove, loading: Loading, loaded: int | None) -> ItemResult:
+async def carry_out(w: World, order: RequestMove, loading: Loading, loaded: int | None) -> OperationItemResult:
     """Move; the destination loads so many tokens on the way."""
     moving = asyncio.create_task(w.gateway.move([order]))
     await w.settle()
@@ -92,7 +92,7 @@ async def carry_out(w: World, order: RequestMove, loading: Loading, loaded: int 
     return result
 
 
-async def finish(w: World, job: Job) -> None:
+async def finish(w: World, job: RequestGroup) -> None:
     for _ in range(2 * MAX_TOKENS):
         if not job.done:
             await w.step()
@@ -264,17 +264,17 @@ async def test_a_load_that_is_counted_late_is_not_taken_from_the_next() -> None:
     w, loading = handing_world()
     slot = w.fleet.get(EngineId("e1"))
     assert slot is not None
-    first = LoadCount(slot)
+    first = KvLoadCount(slot)
     await w.settle()
     loading.tokens["e1"] = 100
-    second = LoadCount(slot)
+    second = KvLoadCount(slot)
     await w.settle()
     assert await first.tokens(1000) == 100
     loading.tokens["e1"] = 130
     assert await second.tokens(1000) == 30
     assert slot.loads_open == 0
     loading.tokens["e1"] = 500  # by another gateway's
-    third = LoadCount(slot)
+    third = KvLoadCount(slot)
     await w.settle()
     assert await third.tokens(1000) == 0
 

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from orchestrrl.core.operations import ItemResult, RequestMove, Route
+from orchestrrl.core.operations import EngineRoute, OperationItemResult, RequestMove
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish
 
 
-async def hold(w: World, source: str, target: str, hold_s: float) -> ItemResult:
+async def hold(w: World, source: str, target: str, hold_s: float) -> OperationItemResult:
     move = RequestMove(RequestId("r"), EngineId(source), EngineId(target), hold_s)
     moving = asyncio.create_task(w.gateway.move([move]))
     await w.settle()
@@ -27,7 +27,7 @@ async def begun(w: World, tokens: int) -> None:
 async def test_it_goes_on_at_the_engine_it_waited_for() -> None:
     w = world(2)
     # e1 is known to the test's connections, but not routed to yet.
-    w.fleet.set_routes([Route(EngineId("e0"), "http://e0")])
+    w.fleet.set_routes([EngineRoute(EngineId("e0"), "http://e0")])
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 5)
         result = await hold(w, "e0", "e1", 60.0)
@@ -37,7 +37,7 @@ async def test_it_goes_on_at_the_engine_it_waited_for() -> None:
         assert record.engine is None
         await w.clock.advance(30.0)
         assert record.engine is None
-        w.fleet.set_routes([Route(EngineId("e1"), "http://e1")])
+        w.fleet.set_routes([EngineRoute(EngineId("e1"), "http://e1")])
         await w.settle()
         assert record.engine == "e1"
         await finish(w, job)
@@ -47,7 +47,7 @@ async def test_it_goes_on_at_the_engine_it_waited_for() -> None:
 
 async def test_an_engine_that_never_comes_leaves_it_to_the_others() -> None:
     w = world(2)
-    w.fleet.set_routes([Route(EngineId("e0"), "http://e0")])
+    w.fleet.set_routes([EngineRoute(EngineId("e0"), "http://e0")])
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 5)
         assert (await hold(w, "e0", "e1", 10.0)).done

@@ -2,14 +2,14 @@
 
 import pytest
 
-from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
-from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Ledger, Record
-from orchestrrl.gateway.ledger.versions import Span
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Ledger, RequestRecord
+from orchestrrl.gateway.ledger.versions import VersionSpan
 from planner.model import EngineId, RequestId, RequestState
 
 
-def record(name: str = "r", *, streaming: bool = True, **more: object) -> Record:
-    return Record(RequestId(name), Endpoint.COMPLETIONS, {}, streaming, 100.0, 16, **more)  # type: ignore[arg-type]
+def record(name: str = "r", *, streaming: bool = True, **more: object) -> RequestRecord:
+    return RequestRecord(RequestId(name), CompletionEndpoint.COMPLETIONS, {}, streaming, 100.0, 16, **more)  # type: ignore[arg-type]
 
 
 def test_a_record_grows_and_hands_out_each_delta_once() -> None:
@@ -49,7 +49,7 @@ def test_what_was_delivered_cannot_be_forgotten() -> None:
 
 @pytest.mark.parametrize("relayed", [False, True])
 def test_an_answer_that_starts_over_leaves_nothing(relayed: bool) -> None:
-    def answer(r: Record) -> list[object]:
+    def answer(r: RequestRecord) -> list[object]:
         names = "choice_fields answer_fields extras logprobs relayed_answer relayed_tokens text text_complete usage"
         return [list(r.generated_ids), r.versions.spans(1), *(getattr(r, name) for name in names.split())]
 
@@ -65,7 +65,7 @@ def test_an_answer_that_starts_over_leaves_nothing(relayed: bool) -> None:
     assert answer(r) == answer(record())
     assert r.take_undelivered() == []
     r.append(Chunk((6,), "b"), "b", None, 2.0, 4)
-    assert (r.text, r.versions.spans(1)) == ("b", (Span(4, 0, 1),))
+    assert (r.text, r.versions.spans(1)) == ("b", (VersionSpan(4, 0, 1),))
 
 
 def test_a_ledger_takes_all_of_an_ask_or_nothing() -> None:

@@ -15,36 +15,40 @@ from typer.testing import CliRunner
 from orchestrrl.cli.main import application
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.engines.base import Chunk, Endpoint
+from orchestrrl.engines.base import Chunk, CompletionEndpoint
 from orchestrrl.gateway.http.completion_requests import read_ask
 from orchestrrl.gateway.ledger import store as store_module
-from orchestrrl.gateway.ledger.claims import Claims
-from orchestrrl.gateway.ledger.file import AnswerFile, Asked, Row, check
-from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Failure, Record
-from orchestrrl.gateway.ledger.pieces import Cutter, key_of, put_together
-from orchestrrl.gateway.ledger.store import Entry, Keep, Store
+from orchestrrl.gateway.ledger.claims import RequestClaims
+from orchestrrl.gateway.ledger.file import AnswerFile, AnswerRow, NamedRequest, check
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestFailure, RequestRecord
+from orchestrrl.gateway.ledger.pieces import RecordCutter, key_of, put_together
+from orchestrrl.gateway.ledger.store import LedgerEntry, LedgerStore, RetentionPolicy
 
 WITHIN_S = 120.0
 BODY: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 100_000}
 
 
 @asynccontextmanager
-async def running(path: Path, **keep: Any) -> AsyncIterator[Store]:
-    store = Store(Keep(path, **{"from_s": 0.0, **keep}), WallClock())
+async def running(path: Path, **keep: Any) -> AsyncIterator[LedgerStore]:
+    store = LedgerStore(RetentionPolicy(path, **{"from_s": 0.0, **keep}), WallClock())
     store.start()
     yield store
     await store.close()
 
 
-async def entered(store: Store, name: str = "r", *, body: dict[str, Any] = BODY, stream: bool = False) -> Entry:
+async def entered(
+    store: LedgerStore, name: str = "r", *, body: dict[str, Any] = BODY, stream: bool = False
+) -> LedgerEntry:
     whole = {**body, "stream": stream}
-    ask = read_ask(Endpoint.COMPLETIONS, whole, request_id=name, group="", tag="", default_model="m", now_s=0.0)
-    entry = await store.enter(name, Endpoint.COMPLETIONS, whole, 1.0, ask.records)
+    ask = read_ask(
+        CompletionEndpoint.COMPLETIONS, whole, request_id=name, group="", tag="", default_model="m", now_s=0.0
+    )
+    entry = await store.enter(name, CompletionEndpoint.COMPLETIONS, whole, 1.0, ask.records)
     assert entry is not None
     return entry
 
 
-def grow(record: Record, *ids: int) -> None:
+def grow(record: RequestRecord, *ids: int) -> None:
     text = "".join(f"<{token}>" for token in ids)
     record.append(Chunk(ids, text), text, None, 0.0)
 
@@ -55,7 +59,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def until_written(path: Path, entry: Entry) -> None:
+async def until_written(path: Path, entry: LedgerEntry) -> None:
     with closing(AnswerFile(path)) as reader:
         await until(lambda: reader.has(entry.key))
 
@@ -137,7 +141,7 @@ async def test_what_failed_for_good_is_not_gone_on_with(tmp_path: Path) -> None:
             entry = await entered(store)
             if not entry.records[0].generated_ids:
                 grow(entry.records[0], 1)
-            entry.records[0].fail(Failure(status, {}), 0.0)
+            entry.records[0].fail(RequestFailure(status, {}), 0.0)
             store.leave(entry)
             again = await entered(store)
             assert list(again.records[0].generated_ids) == kept
@@ -240,15 +244,15 @@ async def test_a_failed_write_opens_the_file_again(tmp_path: Path, monkeypatch: 
 async def test_a_folder_that_comes_later_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RETRY_AFTER_S", 0.05)
     monkeypatch.setattr(store_module, "PRUNE_EVERY_S", 0.02)
-    opened = Store._opened
+    opened = LedgerStore._opened
     missing = True
 
-    def opened_later(store: Store) -> AnswerFile:
+    def opened_later(store: LedgerStore) -> AnswerFile:
         if missing:
             raise OSError("the folder is not mounted")
         return opened(store)
 
-    monkeypatch.setattr(Store, "_opened", opened_later)
+    monkeypatch.setattr(LedgerStore, "_opened", opened_later)
     async with running(tmp_path / "ledger") as store:
         await until(lambda: store.failing == "the folder is not mounted")
         missing = False
@@ -262,13 +266,13 @@ async def test_a_writer_without_work_waits(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(store_module, "BATCH_S", 0.01)
     monkeypatch.setattr(store_module, "PRUNE_EVERY_S", 3600.0)  # only news and the end wake it
     rounds: list[int] = []
-    write = Store._write
+    write = LedgerStore._write
 
-    def counted(store: Store, file: AnswerFile, orders: Any) -> bool:
+    def counted(store: LedgerStore, file: AnswerFile, orders: Any) -> bool:
         rounds.append(len(orders))
         return write(store, file, orders)
 
-    monkeypatch.setattr(Store, "_write", counted)
+    monkeypatch.setattr(LedgerStore, "_write", counted)
     async with running(tmp_path / "ledger") as store:
         entry = await entered(store)
         grow(entry.records[0], 1)
@@ -281,21 +285,23 @@ async def test_a_writer_without_work_waits(tmp_path: Path, monkeypatch: pytest.M
 async def test_no_ledger_at_all_stops_nothing(tmp_path: Path) -> None:
     async with running(tmp_path / "nowhere" / "ledger") as store:
         assert store.failing
-        assert await store.enter("r", Endpoint.COMPLETIONS, BODY, 0.0, ()) is None
+        assert await store.enter("r", CompletionEndpoint.COMPLETIONS, BODY, 0.0, ()) is None
         assert store.used_bytes is None
 
 
-def row(name: str, written_s: float, size: int = 100) -> Row:
-    ask = read_ask(Endpoint.COMPLETIONS, BODY, request_id=name, group="", tag="", default_model="m", now_s=0.0)
+def row(name: str, written_s: float, size: int = 100) -> AnswerRow:
+    ask = read_ask(
+        CompletionEndpoint.COMPLETIONS, BODY, request_id=name, group="", tag="", default_model="m", now_s=0.0
+    )
     grow(ask.records[0], *range(size))
-    piece = Cutter(0, ask.records[0], prompt_wanted=True).cut()
+    piece = RecordCutter(0, ask.records[0], prompt_wanted=True).cut()
     assert piece is not None
-    return Row(key_of(name), written_s, Asked(name, b"", 0.0), piece)
+    return AnswerRow(key_of(name), written_s, NamedRequest(name, b"", 0.0), piece)
 
 
 def test_what_is_old_goes_and_what_is_in_hand_stays(tmp_path: Path) -> None:
-    claims = Claims(tmp_path / "claims")
-    in_hand = Claims(tmp_path / "claims")
+    claims = RequestClaims(tmp_path / "claims")
+    in_hand = RequestClaims(tmp_path / "claims")
     with closing(AnswerFile(tmp_path / "ledger")) as file:
         file.write(row(f"r{index}", written_s=float(index)) for index in range(1000))
         file.write([row("r3", written_s=999.0)])  # it has grown since
@@ -310,7 +316,7 @@ def test_what_is_old_goes_and_what_is_in_hand_stays(tmp_path: Path) -> None:
 
 
 def test_the_file_stays_within_its_bytes_and_gives_space_back(tmp_path: Path) -> None:
-    claims = Claims(tmp_path / "claims")
+    claims = RequestClaims(tmp_path / "claims")
     most_bytes = 2 << 20
     with closing(AnswerFile(tmp_path / "ledger")) as file:
         for batch in range(20):
@@ -329,9 +335,11 @@ def test_after_a_crash_at_any_batch_each_answer_is_as_it_was(tmp_path: Path, see
     chance = random.Random(seed)
     records = {}
     for name in "abcd":
-        ask = read_ask(Endpoint.COMPLETIONS, BODY, request_id=name, group="", tag="", default_model="m", now_s=0.0)
+        ask = read_ask(
+            CompletionEndpoint.COMPLETIONS, BODY, request_id=name, group="", tag="", default_model="m", now_s=0.0
+        )
         records[name] = ask.records[0]
-    cutters = {name: Cutter(0, record, prompt_wanted=True) for name, record in records.items()}
+    cutters = {name: RecordCutter(0, record, prompt_wanted=True) for name, record in records.items()}
     written = dict.fromkeys(records, 0)
     with closing(AnswerFile(tmp_path / "ledger")) as file:
         for batch in range(12):
@@ -340,7 +348,9 @@ def test_after_a_crash_at_any_batch_each_answer_is_as_it_was(tmp_path: Path, see
                 grow(records[name], *(chance.randrange(1000) for _ in range(chance.randrange(1, 200))))
                 piece = cutters[name].cut()
                 assert piece is not None
-                rows.append(Row(key_of(name), 0.0, Asked(name, b"d", 0.0) if piece.number == 0 else None, piece))
+                rows.append(
+                    AnswerRow(key_of(name), 0.0, NamedRequest(name, b"d", 0.0) if piece.number == 0 else None, piece)
+                )
             file.write(rows)
             written.update({name: len(record.generated_ids) for name, record in records.items()})
             crashed = tmp_path / f"crashed{batch}"
@@ -370,7 +380,7 @@ def test_what_is_no_ledger_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_claim_is_held_by_one(tmp_path: Path) -> None:
-    one, other = Claims(tmp_path / "claims"), Claims(tmp_path / "claims")
+    one, other = RequestClaims(tmp_path / "claims"), RequestClaims(tmp_path / "claims")
     keys = [key_of(str(number)) for number in range(2000)] + [2**63 - 1, 0]
     assert all(one.take(key) for key in keys)
     assert not any(one.take(key) or other.take(key) for key in keys)

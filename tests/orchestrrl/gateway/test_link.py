@@ -10,6 +10,7 @@ import pytest
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.operations import (
     Action,
+    EngineRoute,
     MoveRequests,
     Operation,
     OperationId,
@@ -17,16 +18,15 @@ from orchestrrl.core.operations import (
     OperationStatus,
     ProbeEngine,
     RequestMove,
-    Route,
     SetRoutes,
 )
-from orchestrrl.engines.base import Endpoint
+from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.fleet.reports import GatewayReport, ReportAck
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.completion_requests import Ask, read_ask
+from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_ask
 from orchestrrl.gateway.link import GatewayLink
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs.node import operation_to_pb, result_from_pb
 from orchestrrl.rpc.codecs.telemetry import ack_to_pb, gateway_report_from_pb
@@ -95,8 +95,8 @@ class House:
         self.engines = {name: FakeEngine(url=f"http://{name}") for name in ("e0", "e1")}
         by_url = {engine.url: engine for engine in self.engines.values()}
         clock = WallClock()
-        self.fleet = Fleet(lambda url: by_url[url], clock=clock)
-        self.gateway = Gateway(NodeId("g"), self.fleet, limits=Limits(), clock=clock, url="http://gateway")
+        self.fleet = EngineBackends(lambda url: by_url[url], clock=clock)
+        self.gateway = Gateway(NodeId("g"), self.fleet, limits=RelayLimits(), clock=clock, url="http://gateway")
         self.link = GatewayLink(self.gateway, address, report_interval_s=0.02, clock=clock)
         self.daemon = Daemon()
 
@@ -114,13 +114,17 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
 
 
 def routes(**draining: bool) -> SetRoutes:
-    return SetRoutes(tuple(Route(EngineId(n), f"http://{n}", EngineHealth.OK, draining=d) for n, d in draining.items()))
+    return SetRoutes(
+        tuple(EngineRoute(EngineId(n), f"http://{n}", EngineHealth.OK, draining=d) for n, d in draining.items())
+    )
 
 
-def ask(house: House, name: str) -> Ask:
+def ask(house: House, name: str) -> CompletionRequest:
     body = {"prompt": PROMPT, "max_tokens": 50, "min_tokens": 50}
     now_s = house.gateway.clock.now_s()
-    return read_ask(Endpoint.COMPLETIONS, body, request_id=name, group="g1", tag="t", default_model="", now_s=now_s)
+    return read_ask(
+        CompletionEndpoint.COMPLETIONS, body, request_id=name, group="g1", tag="t", default_model="", now_s=now_s
+    )
 
 
 async def step(house: House, times: int) -> None:
@@ -201,7 +205,7 @@ async def test_engines_that_are_being_started_are_waited_for(house: House) -> No
 
 async def test_what_gateways_do_not_do_is_said(house: House) -> None:
     house.daemon.order("probe", ProbeEngine(EngineId("e0")))
-    house.daemon.order("nowhere", SetRoutes((Route(EngineId("e5"), ""),)))
+    house.daemon.order("nowhere", SetRoutes((EngineRoute(EngineId("e5"), ""),)))
     await eventually(lambda: {"probe", "nowhere"} <= house.daemon.results.keys())
     assert house.daemon.results["probe"].status is OperationStatus.FAILED
     assert house.daemon.results["nowhere"].status is OperationStatus.PARTIAL

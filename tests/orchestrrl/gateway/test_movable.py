@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.engines.base import Endpoint
+from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.moves.movable import asked_tokens, continued, immovable_because, relayed_because
 
-COMPLETIONS, CHAT = Endpoint.COMPLETIONS, Endpoint.CHAT
+COMPLETIONS, CHAT = CompletionEndpoint.COMPLETIONS, CompletionEndpoint.CHAT
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,9 @@ def test_what_depends_on_the_context_alone_may_move(body: dict[str, Any]) -> Non
         (COMPLETIONS, {"return_nothing_known": False}, ""),
     ],
 )
-def test_what_only_the_engine_can_answer_is_left_to_it(endpoint: Endpoint, body: dict[str, Any], name: str) -> None:
+def test_what_only_the_engine_can_answer_is_left_to_it(
+    endpoint: CompletionEndpoint, body: dict[str, Any], name: str
+) -> None:
     assert relayed_because(endpoint, body).split(":")[0] == name
 
 
@@ -111,7 +113,7 @@ def test_media_are_not_made_of_tokens() -> None:
         (COMPLETIONS, {"max_tokens": 2**32}, None),
     ],
 )
-def test_how_long_an_answer_may_get(endpoint: Endpoint, body: dict[str, Any], tokens: int | None) -> None:
+def test_how_long_an_answer_may_get(endpoint: CompletionEndpoint, body: dict[str, Any], tokens: int | None) -> None:
     assert asked_tokens(endpoint, body) == tokens
 
 

@@ -10,8 +10,8 @@ from aiohttp.test_utils import TestServer
 
 from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.gateway.http.server import Server
-from orchestrrl.gateway.service import GatewayOptions, Place, operator_port_of
+from orchestrrl.gateway.http.server import GatewayServer
+from orchestrrl.gateway.service import GatewayOptions, ProcessPlace, operator_port_of
 from orchestrrl.integrations.vllm_weights import reload_weights
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.processes import free_port
@@ -41,7 +41,7 @@ def routes_of(app: web.Application) -> set[tuple[str, str]]:
 
 def test_the_table_has_every_operator_route() -> None:
     async def routes() -> list[set[tuple[str, str]]]:
-        server = Server(world().gateway)
+        server = GatewayServer(world().gateway)
         return [routes_of(server.app), routes_of(server.operator_app)]
 
     trainers, operator = asyncio.run(routes())
@@ -85,7 +85,7 @@ async def test_the_version_names_the_operator_api(house: House) -> None:
 async def test_an_operator_api_on_all_addresses_is_named_by_that_of_the_asker(
     house: House, host: str, asked: str
 ) -> None:
-    server = Server(house.gateway)
+    server = GatewayServer(house.gateway)
     try:
         await server.start("127.0.0.1", 0)
         url = await server.start_operator(host, 0)
@@ -144,7 +144,7 @@ def test_an_operator_address_that_is_none_is_refused(operator: str, fault: str) 
 
 
 def test_each_process_has_an_operator_port_of_its_own() -> None:
-    places = [None, Place(0, 8000), Place(2, 8000)]
+    places = [None, ProcessPlace(0, 8000), ProcessPlace(2, 8000)]
     assert [operator_port_of(options(operator="127.0.0.1:9000"), place) for place in places] == [9000, 9000, 9002]
     assert [operator_port_of(options(), place) for place in places] == [0, 0, 0]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.nodes import GatewayEngine
-from orchestrrl.core.operations import RequestMove, Route
-from orchestrrl.engines.base import Endpoint, EngineMetrics
+from orchestrrl.core.operations import EngineRoute, RequestMove
+from orchestrrl.engines.base import CompletionEndpoint, EngineMetrics
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineHealth, EngineId, NodeId, RequestId
 
 A, B, E0, E1 = map(EngineId, ("a", "b", "e0", "e1"))
@@ -43,8 +43,8 @@ class House:
     def __init__(self, **own: str) -> None:
         self.servers: dict[str, str] = {}  # by URL
         self.lines: list[Line] = []
-        self.fleet = Fleet(self.connect, clock=VirtualClock(1000.0))
-        self.gateway = Gateway(NodeId("g"), self.fleet, limits=Limits(), clock=VirtualClock(1000.0))
+        self.fleet = EngineBackends(self.connect, clock=VirtualClock(1000.0))
+        self.gateway = Gateway(NodeId("g"), self.fleet, limits=RelayLimits(), clock=VirtualClock(1000.0))
         self.route(**own)
         self.fleet.own = {EngineId(name): url for name, url in own.items()}
 
@@ -53,10 +53,10 @@ class House:
         return self.lines[-1]
 
     def route(self, **urls: str) -> list[str]:
-        return self.gateway.set_routes([Route(EngineId(n), url, EngineHealth.OK) for n, url in urls.items()])
+        return self.gateway.set_routes([EngineRoute(EngineId(n), url, EngineHealth.OK) for n, url in urls.items()])
 
-    def put(self, name: str, engine: EngineId) -> Record:
-        record = Record(RequestId(name), Endpoint.COMPLETIONS, {}, False, 1000.0, 64)
+    def put(self, name: str, engine: EngineId) -> RequestRecord:
+        record = RequestRecord(RequestId(name), CompletionEndpoint.COMPLETIONS, {}, False, 1000.0, 64)
         slot = self.fleet.get(engine)
         assert slot is not None
         slot.enter(record, 1000.0)
@@ -111,7 +111,7 @@ async def test_moves_work_by_both_ids() -> None:
     asked: list[tuple[str, str]] = []
 
     class Relayed:
-        def __init__(self, record: Record) -> None:
+        def __init__(self, record: RequestRecord) -> None:
             self.record = record
 
         async def move(self, target: Any, move: RequestMove) -> str:

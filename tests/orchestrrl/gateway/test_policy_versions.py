@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrrl.core.operations import FrozenRequests
-from orchestrrl.gateway.ledger.versions import OnStale, Span
+from orchestrrl.gateway.ledger.versions import OnStale, VersionSpan
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.gates import close, open_gate, tokens_of
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish
@@ -26,7 +26,7 @@ async def test_every_token_tells_its_policy() -> None:
         await finish(w, job)
         (record,) = job.records
         total = len(record.generated_ids)
-        assert record.versions.spans(total) == (Span(7, 0, 4), Span(8, 4, total))
+        assert record.versions.spans(total) == (VersionSpan(7, 0, 4), VersionSpan(8, 4, total))
         assert record.view(w.clock.now_s()).policy_version == 7
     assert w.gateway.version_lags == {1: 1}
 
@@ -44,7 +44,7 @@ async def test_tokens_that_an_engine_gathered_for_a_chunk_count_as_the_older_pol
         await w.step()
         await w.step()
         (record,) = job.records
-        assert record.versions.spans(9) == (Span(1, 0, 6), Span(2, 6, 9))
+        assert record.versions.spans(9) == (VersionSpan(1, 0, 6), VersionSpan(2, 6, 9))
 
 
 async def test_an_engine_that_gathers_none_has_none_from_before_the_change() -> None:
@@ -59,7 +59,7 @@ async def test_an_engine_that_gathers_none_has_none_from_before_the_change() -> 
         w.engines["e0"].tokens_per_step = 3  # it was read late: each of these is newer than the change
         await w.step()
         (record,) = job.records
-        assert record.versions.spans(4) == (Span(1, 0, 1), Span(2, 1, 4))
+        assert record.versions.spans(4) == (VersionSpan(1, 0, 1), VersionSpan(2, 1, 4))
 
 
 async def test_a_request_that_would_become_too_old_is_ended_before_it_goes_on() -> None:
@@ -93,7 +93,7 @@ async def test_or_begins_anew() -> None:
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
         (record,) = job.records
-        assert record.versions.spans(99) == (Span(2, 0, 99),)
+        assert record.versions.spans(99) == (VersionSpan(2, 0, 99),)
     assert w.gateway.gate.stale_total == {OnStale.RESTART: 1}
 
 

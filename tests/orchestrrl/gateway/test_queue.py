@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.operations import Route
-from orchestrrl.engines.base import Chunk, Endpoint
-from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.routing.backend import Slot
-from orchestrrl.gateway.routing.backends import Fleet, NoEngine
-from orchestrrl.gateway.routing.queue import WAIT_BOUNDS_S, Queue, Waiter, Waits
-from orchestrrl.gateway.routing.strategies import STRATEGIES, Newcomer, Routing
+from orchestrrl.core.operations import EngineRoute
+from orchestrrl.engines.base import Chunk, CompletionEndpoint
+from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
+from orchestrrl.gateway.routing.queue import WAIT_BOUNDS_S, QueuedRequest, QueueWaits, RequestQueue
+from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutedRequest, RoutingPolicy
 from planner.model import EngineId, RequestId
 
 ENGINES = ("e0", "e1", "e2")
@@ -30,26 +30,28 @@ async def nothing() -> None: ...
 
 def fleet_of(
     clock: VirtualClock, *, depth: int, engines: tuple[str, ...] = ENGINES, policy: str = "load_index"
-) -> Fleet:
+) -> EngineBackends:
     def connect(url: str) -> Any:
         return SimpleNamespace(url=url, close=nothing)
 
-    fleet = Fleet(connect, clock=clock, routing=Routing(policy), queue_depth=depth)
+    fleet = EngineBackends(connect, clock=clock, routing=RoutingPolicy(policy), queue_depth=depth)
     fleet.set_routes(routes(engines))
     return fleet
 
 
-def routes(engines: tuple[str, ...], **known: Any) -> list[Route]:
-    return [Route(EngineId(name), f"http://{name}", **known) for name in engines]
+def routes(engines: tuple[str, ...], **known: Any) -> list[EngineRoute]:
+    return [EngineRoute(EngineId(name), f"http://{name}", **known) for name in engines]
 
 
-def record(name: str, *, again: bool = False) -> Record:
-    made = Record(RequestId(name), Endpoint.COMPLETIONS, {"prompt": name}, False, 0.0, 8, prompt_tokens_estimate=5)
+def record(name: str, *, again: bool = False) -> RequestRecord:
+    made = RequestRecord(
+        RequestId(name), CompletionEndpoint.COMPLETIONS, {"prompt": name}, False, 0.0, 8, prompt_tokens_estimate=5
+    )
     made.attempt = int(again)
     return made
 
 
-def slot_of(fleet: Fleet, name: str) -> Slot:
+def slot_of(fleet: EngineBackends, name: str) -> EngineBackend:
     slot = fleet.get(EngineId(name))
     assert slot is not None
     return slot
@@ -63,10 +65,10 @@ class World:
         self.depth = depth
         self.fleet = fleet_of(self.clock, depth=depth, policy=policy)
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, RequestRecord] = {}
         self.without: dict[str, frozenset[str]] = {}
         self.lines: tuple[list[str], list[str]] = ([], [])  # again, new: who is not placed yet, in order
-        self.on: dict[str, Slot] = {}
+        self.on: dict[str, EngineBackend] = {}
         self.draining: set[str] = set()
         self.placed_in_all = 0
 
@@ -221,7 +223,7 @@ def test_on_a_virtual_clock_no_engine_idles_while_somebody_waits(seats: int, dep
         clock = VirtualClock()
         fleet = fleet_of(clock, depth=depth)
         begun: list[int] = []
-        queues: dict[str, deque[tuple[Record, int]]] = {name: deque() for name in ENGINES}
+        queues: dict[str, deque[tuple[RequestRecord, int]]] = {name: deque() for name in ENGINES}
         seated: dict[str, list[list[Any]]] = {name: [] for name in ENGINES}
 
         async def client(number: int, length: int) -> None:
@@ -320,7 +322,7 @@ async def test_patience_counts_only_while_no_engine_is_there() -> None:
     await clock.advance(9.8)
     assert not waiting.done()
     await clock.advance(0.4)
-    with pytest.raises(NoEngine, match="no engine was there for 10 s"):
+    with pytest.raises(NoBackend, match="no engine was there for 10 s"):
         await waiting
     assert len(fleet.queue) == 0
     await fleet.close()
@@ -363,7 +365,7 @@ async def test_who_is_refused_by_all_that_are_there_gives_up_and_holds_up_nobody
     other = await fleet.place(record("r1"))
     assert other.id == "e0"
     await clock.advance(5.0)
-    with pytest.raises(NoEngine):
+    with pytest.raises(NoBackend):
         await refused
     await fleet.close()
 
@@ -387,13 +389,13 @@ async def test_who_avoids_an_engine_takes_it_only_where_there_is_no_other() -> N
 
 
 def test_a_queue_of_thousands_is_looked_through_no_further_than_needed() -> None:
-    queue = Queue()
-    waiters = [Waiter(record(f"r{number}"), Newcomer(5), 0.0) for number in range(10_000)]
+    queue = RequestQueue()
+    waiters = [QueuedRequest(record(f"r{number}"), RoutedRequest(5), 0.0) for number in range(10_000)]
     for waiter in waiters:
         queue.join(waiter)
     asked = []
 
-    def place_for(waiter: Waiter) -> str | None:
+    def place_for(waiter: QueuedRequest) -> str | None:
         asked.append(waiter)
         return "there" if len(asked) <= 2 else None
 
@@ -412,8 +414,8 @@ async def test_whoever_is_placed_may_make_room_at_once() -> None:
     fleet = fleet_of(VirtualClock(), depth=1, engines=("e0",))
     slot, placed = slot_of(fleet, "e0"), []
 
-    def ends_at_once(name: str) -> Callable[[Slot | NoEngine], None]:
-        def told(outcome: Slot | NoEngine) -> None:
+    def ends_at_once(name: str) -> Callable[[EngineBackend | NoBackend], None]:
+        def told(outcome: EngineBackend | NoBackend) -> None:
             assert outcome is slot
             one = records[name]
             slot.enter(one, 0.0)
@@ -433,7 +435,7 @@ async def test_whoever_is_placed_may_make_room_at_once() -> None:
 
 
 def test_waits_are_counted_as_prometheus_counts() -> None:
-    waits = Waits()
+    waits = QueueWaits()
     for waited_s in (0.0, 0.005, 0.01, 7000.0, 10_000.0):
         waits.add(waited_s)
     buckets = dict(waits.buckets())

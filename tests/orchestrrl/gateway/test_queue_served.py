@@ -10,12 +10,12 @@ from prometheus_client.core import CollectorRegistry
 from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.core.operations import RequestMove, Route
+from orchestrrl.core.operations import EngineRoute, RequestMove
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.metrics import GatewayCollector
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
-from orchestrrl.gateway.routing.strategies import Routing, Slack
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
+from orchestrrl.gateway.routing.strategies import AffinitySlack, RoutingPolicy
 from planner.model import EngineId, NodeId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed
 
@@ -27,9 +27,9 @@ def queued_world(depth: int, **known: int) -> World:
     engines = {f"e{index}": FakeEngine(url=f"http://e{index}", max_sequences=2) for index in range(2)}
     by_url = {engine.url: engine for engine in engines.values()}
     clock = VirtualClock(1000.0)
-    fleet = Fleet(lambda url: by_url[url], clock=clock, queue_depth=depth)
-    fleet.set_routes([Route(EngineId(name), engine.url, **known) for name, engine in engines.items()])  # type: ignore[arg-type]
-    return World(Gateway(NodeId("gateway"), fleet, limits=Limits(), clock=clock), engines, clock)
+    fleet = EngineBackends(lambda url: by_url[url], clock=clock, queue_depth=depth)
+    fleet.set_routes([EngineRoute(EngineId(name), engine.url, **known) for name, engine in engines.items()])  # type: ignore[arg-type]
+    return World(Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock), engines, clock)
 
 
 async def test_many_requests_through_few_places_and_an_engine_that_dies_meanwhile() -> None:
@@ -157,7 +157,7 @@ def test_flags_become_a_routing() -> None:
         affinity_slack=3,
         queue_depth=5,
     )
-    assert options.routing == Routing("least_tokens", {"math": "h20", "agent": "h800"}, Slack(3))
+    assert options.routing == RoutingPolicy("least_tokens", {"math": "h20", "agent": "h800"}, AffinitySlack(3))
     assert (options.queue_depth, options.pools) == (5, {"a": "h20"})
 
 
@@ -180,9 +180,9 @@ def test_bad_flags_are_named_all_at_once() -> None:
 
 async def test_an_engines_own_pool_holds_where_the_daemon_names_none() -> None:
     engine = FakeEngine(url="http://e0")
-    fleet = Fleet(lambda url: engine, clock=VirtualClock(), pools={EngineId("e0"): "h20"})
+    fleet = EngineBackends(lambda url: engine, clock=VirtualClock(), pools={EngineId("e0"): "h20"})
     pools = []
     for pool in ("", "h800", ""):
-        fleet.set_routes([Route(EngineId("e0"), engine.url, pool=pool)])
+        fleet.set_routes([EngineRoute(EngineId("e0"), engine.url, pool=pool)])
         pools += [slot.pool for slot in fleet]
     assert pools == ["h20", "h800", "h20"]

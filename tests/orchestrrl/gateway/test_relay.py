@@ -5,17 +5,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from orchestrrl.core.operations import ItemResult, RequestMove, Route
-from orchestrrl.engines.base import Endpoint, Refused
-from orchestrrl.gateway.core import Job
+from orchestrrl.core.operations import EngineRoute, OperationItemResult, RequestMove
+from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
+from orchestrrl.gateway.core import RequestGroup
 from planner.model import EngineId, RequestId, RequestState
 from tests.orchestrrl.gateway.fakes import World, chat_prompt, undisturbed, world
 
 PROMPT = list(b"what is the answer?")
 
 
-def move(w: World, target: str, request_id: str = "r", source: str | None = None) -> "asyncio.Task[ItemResult]":
-    async def run() -> ItemResult:
+def move(
+    w: World, target: str, request_id: str = "r", source: str | None = None
+) -> "asyncio.Task[OperationItemResult]":
+    async def run() -> OperationItemResult:
         record = w.gateway.ledger.get(RequestId(request_id))
         here = source or (record.engine if record else None) or ""
         (result,) = await w.gateway.move([RequestMove(RequestId(request_id), EngineId(here), EngineId(target))])
@@ -24,7 +26,7 @@ def move(w: World, target: str, request_id: str = "r", source: str | None = None
     return asyncio.create_task(run())
 
 
-async def finish(w: World, job: Job, steps: int = 400) -> None:
+async def finish(w: World, job: RequestGroup, steps: int = 400) -> None:
     for _ in range(steps):
         if job.done:
             return
@@ -33,7 +35,7 @@ async def finish(w: World, job: Job, steps: int = 400) -> None:
     raise AssertionError(f"not done after {steps} steps: {job.records}")
 
 
-def assert_undisturbed(job: Job, prompt: list[int], max_tokens: int) -> None:
+def assert_undisturbed(job: RequestGroup, prompt: list[int], max_tokens: int) -> None:
     (record,) = job.records
     tokens, text, finish_reason = undisturbed(prompt, max_tokens)
     assert list(record.generated_ids) == tokens
@@ -133,7 +135,7 @@ async def test_a_chat_request_goes_on_as_a_completion() -> None:
     w = world()
     messages = [{"role": "user", "content": "hello"}]
     body = {"messages": messages, "max_completion_tokens": 25, "logprobs": True, "top_logprobs": 2, "temperature": 0.0}
-    async with w.gateway.job(w.ask(Endpoint.CHAT, **body)) as job:
+    async with w.gateway.job(w.ask(CompletionEndpoint.CHAT, **body)) as job:
         await w.settle()
         await w.step()
         await w.step()
@@ -142,7 +144,7 @@ async def test_a_chat_request_goes_on_as_a_completion() -> None:
         await w.step()
         assert (await moving).done
         continued = w.engines["e1"].seen[-1]
-        assert continued.endpoint is Endpoint.COMPLETIONS
+        assert continued.endpoint is CompletionEndpoint.COMPLETIONS
         assert continued.body["max_tokens"] == 23
         assert continued.body["logprobs"] == 2
         assert continued.body["temperature"] == 0.0
@@ -154,7 +156,7 @@ async def test_a_chat_request_goes_on_as_a_completion() -> None:
 async def test_chat_without_max_tokens_may_fill_the_context_wherever_it_runs() -> None:
     w = world()
     messages = [{"role": "user", "content": "hello"}]
-    async with w.gateway.job(w.ask(Endpoint.CHAT, messages=messages)) as job:
+    async with w.gateway.job(w.ask(CompletionEndpoint.CHAT, messages=messages)) as job:
         await w.settle()
         await w.step()
         assert job.records[0].max_tokens == 4096 - len(chat_prompt(messages))
@@ -169,7 +171,7 @@ async def test_chat_without_max_tokens_stays_where_the_context_length_is_unknown
     w = world()
     for engine in w.engines.values():
         engine.model_length = None
-    async with w.gateway.job(w.ask(Endpoint.CHAT, messages=[{"role": "user", "content": "hello"}])) as job:
+    async with w.gateway.job(w.ask(CompletionEndpoint.CHAT, messages=[{"role": "user", "content": "hello"}])) as job:
         await w.settle()
         await w.step()
         result = await move(w, "e1")
@@ -237,7 +239,7 @@ async def test_a_destination_that_refuses_sends_the_request_back() -> None:
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         await w.step()
-        w.engines["e1"].refuses = Refused("too long", 400, {"error": {"message": "too long"}})
+        w.engines["e1"].refuses = RequestRefused("too long", 400, {"error": {"message": "too long"}})
         moving = move(w, "e1")
         await w.settle()
         await w.step()
@@ -258,7 +260,7 @@ async def test_a_waiting_request_that_its_destination_refuses_late_goes_on_elsew
         await w.clock.advance(w.gateway.limits.move_answer_s)
         assert (await moving).done
         (attempt,) = w.engines["e1"].attempts.values()
-        attempt.chunks.put_nowait(Refused("too long", 400, {"error": {"message": "too long"}}))
+        attempt.chunks.put_nowait(RequestRefused("too long", 400, {"error": {"message": "too long"}}))
         await w.settle()
         assert (job.failure, job.records[0].engine) == (None, "e0")
         await finish(w, job)
@@ -389,7 +391,7 @@ async def test_a_refusal_is_passed_on_as_it_is() -> None:
     w = world()
     body = {"error": {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}}
     for engine in w.engines.values():
-        engine.refuses = Refused("no such model", 404, body)
+        engine.refuses = RequestRefused("no such model", 404, body)
     async with w.gateway.job(w.ask(prompt=PROMPT)) as job:
         await w.settle()
         assert job.failure is not None
@@ -439,7 +441,7 @@ async def test_an_engine_that_moved_house_while_its_old_one_was_rechecked_is_rec
     old = w.fleet.get(EngineId("e0"))
     assert old is not None
     w.fleet.suspect(old, "no answer")
-    w.gateway.set_routes([Route(EngineId("e0"), "http://e2"), Route(EngineId("e1"), "http://e1")])
+    w.gateway.set_routes([EngineRoute(EngineId("e0"), "http://e2"), EngineRoute(EngineId("e1"), "http://e1")])
     new = w.fleet.get(EngineId("e0"))
     assert new is not None
     w.fleet.suspect(new, "no answer yet")
@@ -540,7 +542,7 @@ async def test_an_answer_does_not_go_where_it_would_end_early() -> None:
     w = world(3)
     w.engines["e0"].model_length = w.engines["e2"].model_length = 40
     w.gateway.set_routes([])
-    w.gateway.set_routes([Route(EngineId(name), engine.url) for name, engine in w.engines.items()])
+    w.gateway.set_routes([EngineRoute(EngineId(name), engine.url) for name, engine in w.engines.items()])
     await w.settle()
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()

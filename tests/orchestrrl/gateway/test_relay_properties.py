@@ -6,11 +6,11 @@ from contextlib import AsyncExitStack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.core.operations import ItemResult, RequestMove
-from orchestrrl.engines.base import Endpoint, Refused
-from orchestrrl.gateway.core import Job
-from orchestrrl.gateway.ledger.ledger import Delta
-from orchestrrl.gateway.routing.backend import Slot
+from orchestrrl.core.operations import OperationItemResult, RequestMove
+from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
+from orchestrrl.gateway.core import RequestGroup
+from orchestrrl.gateway.ledger.ledger import AnswerDelta
+from orchestrrl.gateway.routing.backend import EngineBackend
 from planner.model import EngineId, RequestState
 from tests.orchestrrl.gateway.fakes import World, chat_prompt, undisturbed, world
 
@@ -49,9 +49,9 @@ class Schedule:
             list("zweite 漢".encode())[:-1],
             chat_prompt([{"role": "user", "content": "third"}]),
         ]
-        self.jobs: list[Job] = []
-        self.read: list[list[Delta]] = [[] for _ in range(REQUESTS)]
-        self.moves: list[asyncio.Task[tuple[ItemResult, ...]]] = []
+        self.jobs: list[RequestGroup] = []
+        self.read: list[list[AnswerDelta]] = [[] for _ in range(REQUESTS)]
+        self.moves: list[asyncio.Task[tuple[OperationItemResult, ...]]] = []
         for engine in self.w.engines.values():
             engine.tokens_per_step = tokens_per_step
 
@@ -63,7 +63,7 @@ class Schedule:
                 self.w.ask(prompt=self.prompts[0], max_tokens=limit, logprobs=1, request_id="q0"),
                 self.w.ask(prompt=self.prompts[1], max_tokens=limit, stream=True, request_id="q1"),
                 self.w.ask(
-                    Endpoint.CHAT,
+                    CompletionEndpoint.CHAT,
                     messages=[{"role": "user", "content": "third"}],
                     max_tokens=limit,
                     stream=True,
@@ -102,7 +102,7 @@ class Schedule:
             case "refuse", engine if engine:
                 # Refusing a request that never ran is its answer; so only those that run elsewhere meet this.
                 if all(job.records[0].generated_ids for job in self.jobs):
-                    engine.refuses = Refused("no", 400, {"error": {"message": "no"}})
+                    engine.refuses = RequestRefused("no", 400, {"error": {"message": "no"}})
             case "accept", engine if engine:
                 engine.refuses = None
             case "give_up", engine if engine:
@@ -166,7 +166,7 @@ class Schedule:
             assert_counts(slot)
 
 
-def assert_counts(slot: Slot) -> None:
+def assert_counts(slot: EngineBackend) -> None:
     running = [record for record in slot.records.values() if record.state is RequestState.RUNNING]
     waiting = [record for record in slot.records.values() if record.state is RequestState.WAITING]
     assert slot.running == len(running)

@@ -11,12 +11,12 @@ import pytest
 from aiohttp import web
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.operations import CloseGate, FrozenRequests, OpenGate, PauseMode, RequestMove
-from orchestrrl.engines.base import Endpoint, EngineMetrics
+from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, PauseMode, RequestMove
+from orchestrrl.engines.base import CompletionEndpoint, EngineMetrics
 from orchestrrl.gateway.http.openai import response
 from orchestrrl.gateway.ledger import store as store_module
-from orchestrrl.gateway.ledger.store import Keep, Store
-from orchestrrl.gateway.ledger.versions import Span
+from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
+from orchestrrl.gateway.ledger.versions import VersionSpan
 from planner.model import EngineId, RequestId, RequestState
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, HttpHouse, http_house, request
@@ -202,12 +202,12 @@ async def test_a_stream_tells_the_version_of_each_event(house: HttpHouse) -> Non
     for engine in house.engines:
         engine.released.set()
     assert [event["choices"][0]["policy_version"] for event in await asking] == [7, 8, 8]
-    assert record.versions.spans(3) == (Span(7, 0, 1), Span(8, 1, 3))
+    assert record.versions.spans(3) == (VersionSpan(7, 0, 1), VersionSpan(8, 1, 3))
 
 
 async def test_nothing_of_it_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "BATCH_S", 0.001)
-    store = Store(Keep(tmp_path / "ledger.db", from_s=0.0), WallClock())
+    store = LedgerStore(RetentionPolicy(tmp_path / "ledger.db", from_s=0.0), WallClock())
     store.start()
     async with http_house(plain=False, store=store) as house:
         for tries in (1, 2):
@@ -258,7 +258,7 @@ async def test_a_gate_that_closes_waits_for_it_or_ends_it(mode: PauseMode) -> No
     running = asyncio.create_task(job.run())
     await there.settle()
     now_s = there.clock.now_s()
-    order = CloseGate("lease", "", mode, FrozenRequests.CONTINUE, now_s + 60.0, now_s + 50.0)
+    order = CloseBarrier("lease", "", mode, FrozenRequests.CONTINUE, now_s + 60.0, now_s + 50.0)
     closing = asyncio.create_task(there.gateway.gate.close(order))
     for _ in range(5):
         await there.clock.advance(0.5)
@@ -271,13 +271,15 @@ async def test_a_gate_that_closes_waits_for_it_or_ends_it(mode: PauseMode) -> No
     assert len(there.engines["e0"].seen) == 1
     answer = response(job.ask.form, job.records, 1)
     assert answer["choices"][0]["finish_reason"] == job.records[0].finish_reason
-    await there.gateway.gate.open(OpenGate("lease"))
+    await there.gateway.gate.open(OpenBarrier("lease"))
     await there.fleet.close()
 
 
 def test_what_the_engine_is_sent_has_nothing_of_the_gateways_own() -> None:
     there = world(1)
-    ask = there.ask(Endpoint.COMPLETIONS, **ECHO, group_enough=1, max_version_lag=2, on_stale="abort", request_id="r")
+    ask = there.ask(
+        CompletionEndpoint.COMPLETIONS, **ECHO, group_enough=1, max_version_lag=2, on_stale="abort", request_id="r"
+    )
     assert {**ask.records[0].body, **ask.records[0].form_fields} == ECHO
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.gateway.routing.policies.base import concurrency_cap, fits
 from orchestrrl.gateway.routing.policies.prefix_affinity import PREFIX_CHARACTERS, PREFIX_TOKENS, prefix_of, score
-from orchestrrl.gateway.routing.strategies import STRATEGIES, EngineLoad, Newcomer, Routing, Slack
+from orchestrrl.gateway.routing.strategies import STRATEGIES, AffinitySlack, EngineLoad, RoutedRequest, RoutingPolicy
 from planner.model import EngineId
 
 
@@ -19,8 +19,10 @@ def load(name: str, running: int = 0, waiting: int = 0, **known: object) -> Engi
     return EngineLoad(EngineId(name), running, waiting, **{**tokens, **known})  # type: ignore[arg-type]
 
 
-def chosen(routing: Routing, loads: list[EngineLoad], newcomer: Newcomer | int, last: str | None = None) -> EngineLoad:
-    newcomer = Newcomer(newcomer) if isinstance(newcomer, int) else newcomer
+def chosen(
+    routing: RoutingPolicy, loads: list[EngineLoad], newcomer: RoutedRequest | int, last: str | None = None
+) -> EngineLoad:
+    newcomer = RoutedRequest(newcomer) if isinstance(newcomer, int) else newcomer
     found = routing.choose(loads, newcomer, None if last is None else EngineId(last))
     assert found is not None
     return found
@@ -48,16 +50,16 @@ def many_loads(least: int = 1, most: int = 6) -> st.SearchStrategy[list[EngineLo
 
 
 newcomers = st.builds(
-    Newcomer,
+    RoutedRequest,
     context_tokens=st.integers(1, 50_000),
     prefix=st.integers(0, 2**64 - 1),
     tag=st.sampled_from(["", "math", "agent"]),
 )
 routings = st.builds(
-    Routing,
+    RoutingPolicy,
     policy=st.sampled_from(sorted(STRATEGIES)),
     affinity=st.sampled_from([{}, {"math": "h20"}, {"math": "h20", "agent": "h800"}]),
-    slack=st.builds(Slack, requests=st.integers(0, 20), fraction=st.sampled_from([0.0, 0.25, 1.0])),
+    slack=st.builds(AffinitySlack, requests=st.integers(0, 20), fraction=st.sampled_from([0.0, 0.25, 1.0])),
 )
 
 
@@ -66,7 +68,7 @@ routings = st.builds(
 
 @given(routing=routings, loads=many_loads(least=0), newcomer=newcomers, last=st.sampled_from([None, "a", "d"]))
 def test_one_of_the_loads_whatever_their_order(
-    routing: Routing, loads: list[EngineLoad], newcomer: Newcomer, last: EngineId | None
+    routing: RoutingPolicy, loads: list[EngineLoad], newcomer: RoutedRequest, last: EngineId | None
 ) -> None:
     choice = routing.choose(loads, newcomer, last)
     assert choice in loads or (choice is None and not loads)
@@ -79,21 +81,21 @@ def test_one_of_the_loads_whatever_their_order(
     newcomer=newcomers,
 )
 def test_an_engine_without_room_is_taken_only_where_none_has_room(
-    policy: str, loads: list[EngineLoad], newcomer: Newcomer
+    policy: str, loads: list[EngineLoad], newcomer: RoutedRequest
 ) -> None:
-    choice = chosen(Routing(policy), loads, newcomer)
+    choice = chosen(RoutingPolicy(policy), loads, newcomer)
     assert fits(choice, newcomer.context_tokens) == any(fits(load, newcomer.context_tokens) for load in loads)
 
 
 def test_a_policy_that_is_not_there_lists_those_that_are() -> None:
     with pytest.raises(ValueError, match="one of load_index, least_tokens, prefix_affinity, round_robin, got 'best'"):
-        Routing("best")
+        RoutingPolicy("best")
 
 
 @pytest.mark.parametrize("bad", [{"requests": -1}, {"fraction": -0.1}, {"fraction": float("nan")}])
 def test_a_slack_is_not_negative(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be >= 0"):
-        Slack(**bad)  # type: ignore[arg-type]
+        AffinitySlack(**bad)  # type: ignore[arg-type]
 
 
 # --- load_index ---
@@ -101,15 +103,15 @@ def test_a_slack_is_not_negative(bad: dict[str, float]) -> None:
 
 def test_without_any_knowledge_the_fewest_requests_then_the_smallest_id() -> None:
     loads = [load("b", 2), load("a", 2), load("c", 1, 1), load("d", 3)]
-    assert chosen(Routing(), loads, 10).id == "a"
+    assert chosen(RoutingPolicy(), loads, 10).id == "a"
 
 
 def test_more_seats_and_more_speed_draw_more() -> None:
     wide, narrow = load("wide", 4, max_sequences=48), load("narrow", 3, max_sequences=8)
-    assert chosen(Routing(), [narrow, wide], 10) is wide
+    assert chosen(RoutingPolicy(), [narrow, wide], 10) is wide
     slow = dataclasses.replace(wide, seconds_per_token=0.1)
     fast = dataclasses.replace(narrow, seconds_per_token=0.001)
-    assert chosen(Routing(), [slow, fast], 10) is fast
+    assert chosen(RoutingPolicy(), [slow, fast], 10) is fast
 
 
 def test_what_waits_has_a_claim_on_the_room() -> None:
@@ -132,7 +134,7 @@ def test_nothing_is_better_than_the_choice(loads: list[EngineLoad], context_toke
         index = (load.running + load.waiting + 1) / concurrency_cap(load, mean) * (load.seconds_per_token or typical_s)
         return not fits(load, context_tokens), index, load.running + load.waiting, load.id
 
-    assert chosen(Routing(), loads, context_tokens) == min(loads, key=key)
+    assert chosen(RoutingPolicy(), loads, context_tokens) == min(loads, key=key)
 
 
 @given(loads=many_loads())
@@ -150,12 +152,12 @@ def test_a_cap_is_at_least_one_and_within_its_limits(loads: list[EngineLoad]) ->
 def test_least_tokens_weighs_contexts_not_requests() -> None:
     few_long = load("a", 1, running_tokens=9000)
     many_short = load("b", 8, running_tokens=800)
-    assert chosen(Routing("least_tokens"), [few_long, many_short], 10) is many_short
-    assert chosen(Routing("load_index"), [few_long, many_short], 10) is few_long
+    assert chosen(RoutingPolicy("least_tokens"), [few_long, many_short], 10) is many_short
+    assert chosen(RoutingPolicy("load_index"), [few_long, many_short], 10) is few_long
 
 
 def test_round_robin_takes_turns_and_survives_changes() -> None:
-    routing, last, seen = Routing("round_robin"), None, []
+    routing, last, seen = RoutingPolicy("round_robin"), None, []
     three = [load("c"), load("a"), load("b")]
     for loads in (three, three, three, three, three[:2], three[:2]):
         last = chosen(routing, loads, 10, last).id
@@ -166,7 +168,7 @@ def test_round_robin_takes_turns_and_survives_changes() -> None:
 # --- prefix_affinity ---
 
 
-def allowed(loads: list[EngineLoad], context_tokens: int, slack: Slack) -> list[EngineLoad] | None:
+def allowed(loads: list[EngineLoad], context_tokens: int, slack: AffinitySlack) -> list[EngineLoad] | None:
     """Who is not too loaded, as the bound is described; None where somebody stands on its edge and rounding decides."""
     mean, typical_s = mean_and_typical(loads, context_tokens)
     candidates = [load for load in loads if fits(load, context_tokens)] or loads
@@ -179,7 +181,7 @@ def allowed(loads: list[EngineLoad], context_tokens: int, slack: Slack) -> list[
     for load in candidates:
         requests = load.running + load.waiting + 1
         most = (1 + slack.fraction) * least / per_request(load) + slack.requests
-        if abs(requests - most) < 1e-6 and slack != Slack(0, 0.0):
+        if abs(requests - most) < 1e-6 and slack != AffinitySlack(0, 0.0):
             return None
         if requests <= most + 1e-6:
             found.append(load)
@@ -187,20 +189,20 @@ def allowed(loads: list[EngineLoad], context_tokens: int, slack: Slack) -> list[
 
 
 @given(loads=many_loads(least=2), newcomer=newcomers)
-def test_the_best_ranked_within_the_bound(loads: list[EngineLoad], newcomer: Newcomer) -> None:
-    slack = Slack(requests=4, fraction=0.5)
+def test_the_best_ranked_within_the_bound(loads: list[EngineLoad], newcomer: RoutedRequest) -> None:
+    slack = AffinitySlack(requests=4, fraction=0.5)
     expected = allowed(loads, newcomer.context_tokens, slack)
     if newcomer.prefix and expected is not None:
-        choice = chosen(Routing("prefix_affinity", slack=slack), loads, newcomer)
+        choice = chosen(RoutingPolicy("prefix_affinity", slack=slack), loads, newcomer)
         assert choice == max(expected, key=lambda load: score(newcomer.prefix, load.id))
 
 
 def test_the_same_prefix_stays_together_until_the_bound_and_then_spills_to_the_same_second() -> None:
-    routing = Routing("prefix_affinity", slack=Slack(requests=8, fraction=0.0))
+    routing = RoutingPolicy("prefix_affinity", slack=AffinitySlack(requests=8, fraction=0.0))
     counts: Counter[EngineId] = Counter()
     for _ in range(30):
         loads = [load(name, counts[EngineId(name)]) for name in "abcd"]
-        counts[chosen(routing, loads, Newcomer(100, prefix=12345)).id] += 1
+        counts[chosen(routing, loads, RoutedRequest(100, prefix=12345)).id] += 1
     ranked = sorted("abcd", key=lambda name: score(12345, name), reverse=True)
     # Each is filled up to 8 beyond the least loaded, the newcomer counted in with both. The last one's first request
     # lets the others take one more each.
@@ -209,12 +211,12 @@ def test_the_same_prefix_stays_together_until_the_bound_and_then_spills_to_the_s
 
 @given(prefixes=st.lists(st.integers(1, 2**64 - 1), min_size=1, max_size=50), gone=st.sampled_from("abcdefgh"))
 def test_when_an_engine_goes_only_its_own_prefixes_go_elsewhere(prefixes: list[int], gone: str) -> None:
-    routing = Routing("prefix_affinity")
+    routing = RoutingPolicy("prefix_affinity")
     before = [load(name) for name in "abcdefgh"]
     after = [one for one in before if one.id != gone]
     for prefix in prefixes:
-        home = chosen(routing, before, Newcomer(100, prefix)).id
-        moved = chosen(routing, after, Newcomer(100, prefix)).id
+        home = chosen(routing, before, RoutedRequest(100, prefix)).id
+        moved = chosen(routing, after, RoutedRequest(100, prefix)).id
         assert moved == home or home == gone
 
 
@@ -253,21 +255,21 @@ def test_a_prefix_is_the_group_or_else_the_beginning_of_the_prompt() -> None:
 
 # --- hardware affinity ---
 
-AFFINE = Routing(affinity={"math": "h20"}, slack=Slack(requests=2, fraction=0.0))
+AFFINE = RoutingPolicy(affinity={"math": "h20"}, slack=AffinitySlack(requests=2, fraction=0.0))
 
 
 def test_a_tag_goes_to_its_pool_until_that_is_loaded_beyond_the_bound() -> None:
     other, inside = load("a", 0, pool="h800"), load("b", 1, pool="h20")
-    assert chosen(AFFINE, [other, inside], Newcomer(10, tag="math")) is inside
-    assert chosen(AFFINE, [other, inside], Newcomer(10, tag="chat")) is other
+    assert chosen(AFFINE, [other, inside], RoutedRequest(10, tag="math")) is inside
+    assert chosen(AFFINE, [other, inside], RoutedRequest(10, tag="chat")) is other
     full = load("b", 3, pool="h20")
-    assert chosen(AFFINE, [other, full], Newcomer(10, tag="math")) is other
-    assert chosen(AFFINE, [other], Newcomer(10, tag="math")) is other
+    assert chosen(AFFINE, [other, full], RoutedRequest(10, tag="math")) is other
+    assert chosen(AFFINE, [other], RoutedRequest(10, tag="math")) is other
 
 
 @given(routing=routings, loads=many_loads(), newcomer=newcomers)
 def test_affinity_narrows_and_the_strategy_chooses(
-    routing: Routing, loads: list[EngineLoad], newcomer: Newcomer
+    routing: RoutingPolicy, loads: list[EngineLoad], newcomer: RoutedRequest
 ) -> None:
     """Among those of the pool that are not too loaded, or among all where there is none."""
     pool = routing.affinity.get(newcomer.tag)

@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.operations import Route
-from orchestrrl.engines.base import Chunk, GenerationRequest, Refused
+from orchestrrl.core.operations import EngineRoute
+from orchestrrl.engines.base import Chunk, GenerationRequest, RequestRefused
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import Server
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.http.server import GatewayServer
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId, NodeId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed
 
@@ -31,7 +31,7 @@ class Picky(FakeEngine):
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         if request.body.get("seed") == self.refused_seed:
             self.seen.append(request)
-            raise Refused("no such seed", 400, {"error": {"message": "no such seed", "code": 400}})
+            raise RequestRefused("no such seed", 400, {"error": {"message": "no such seed", "code": 400}})
         async for chunk in super().generate(request):
             yield chunk
 
@@ -40,16 +40,16 @@ def picky_world() -> World:
     engines: dict[str, FakeEngine] = {f"e{index}": Picky(url=f"http://e{index}") for index in range(3)}
     by_url = {engine.url: engine for engine in engines.values()}
     clock = VirtualClock(1000.0)
-    fleet = Fleet(lambda url: by_url[url], clock=clock)
-    fleet.set_routes([Route(EngineId(name), engine.url) for name, engine in engines.items()])
-    return World(Gateway(NodeId("gateway"), fleet, limits=Limits(), clock=clock), engines, clock)
+    fleet = EngineBackends(lambda url: by_url[url], clock=clock)
+    fleet.set_routes([EngineRoute(EngineId(name), engine.url) for name, engine in engines.items()])
+    return World(Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock), engines, clock)
 
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[World, str, aiohttp.ClientSession]]:
     """A gateway on a socket before three engines that step by themselves."""
     w = picky_world()
-    server = Server(w.gateway)
+    server = GatewayServer(w.gateway)
     url = await server.start("127.0.0.1", 0)
 
     async def run() -> None:

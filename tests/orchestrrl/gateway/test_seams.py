@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.core.operations import FrozenRequests, OpenGate, PauseMode, RequestMove, Route
+from orchestrrl.core.operations import EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
 from orchestrrl.fleet.reports import GatePhase
-from orchestrrl.gateway.core import Job
+from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger import store as store_module
-from orchestrrl.gateway.ledger.store import Keep, Store
+from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, world
 from tests.orchestrrl.gateway.gates import close, open_gate, order
@@ -27,7 +27,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(path: Path, engines: int = 2) -> World:
     w = world(engines)
-    w.gateway.store = Store(Keep(path, from_s=0.0), w.clock)
+    w.gateway.store = LedgerStore(RetentionPolicy(path, from_s=0.0), w.clock)
     w.gateway.store.start()
     return w
 
@@ -37,7 +37,7 @@ async def ended(w: World) -> None:
     await w.gateway.store.close()
 
 
-def named(w: World, request_id: str = "r", **body: Any) -> Job:
+def named(w: World, request_id: str = "r", **body: Any) -> RequestGroup:
     group = body.pop("group", "")
     ask = w.ask(request_id=request_id, **body)
     for record in ask.records:
@@ -54,8 +54,8 @@ async def until(holds: Callable[[], bool]) -> None:
     raise AssertionError("it never came to that")
 
 
-def routes(w: World, *names: str, **fields: Any) -> list[Route]:
-    return [Route(EngineId(name), w.engines[name].url, **fields) for name in names]
+def routes(w: World, *names: str, **fields: Any) -> list[EngineRoute]:
+    return [EngineRoute(EngineId(name), w.engines[name].url, **fields) for name in names]
 
 
 # --- the ledger on disk -----------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ async def test_a_gate_that_is_still_opening_can_be_closed_again(monkeypatch: pyt
 
     monkeypatch.setattr(FakeEngine, "resume", slowly)
     await (await close(w, lease="first"))
-    opening = asyncio.create_task(w.gateway.gate.open(OpenGate("first")))
+    opening = asyncio.create_task(w.gateway.gate.open(OpenBarrier("first")))
     await w.settle()
     closing = await close(w, lease="second")
     await w.clock.advance(3.0)
@@ -195,7 +195,7 @@ async def test_a_gate_that_is_still_opening_can_be_closed_again(monkeypatch: pyt
     assert all(item.done for item in await closing)
     assert w.gateway.gate.report().phase is GatePhase.QUIET
     assert all(engine.paused for engine in w.engines.values())
-    opening = asyncio.create_task(w.gateway.gate.open(OpenGate("second")))
+    opening = asyncio.create_task(w.gateway.gate.open(OpenBarrier("second")))
     await w.clock.advance(3.0)
     await opening
 
@@ -290,7 +290,7 @@ async def test_a_version_that_is_told_while_the_gate_is_open_holds_for_all_engin
     w.engines["e1"].revive()
     await w.gateway.gate.set_version((EngineId("e1"),), 1)
     await w.clock.advance(10.0)
-    await w.gateway.gate.open(OpenGate("", 2))
+    await w.gateway.gate.open(OpenBarrier("", 2))
     assert {slot.id: (slot.policy_version, slot.outdated) for slot in w.fleet} == {"e0": (2, False), "e1": (2, False)}
 
 

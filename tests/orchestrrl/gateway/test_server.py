@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.operations import Route
+from orchestrrl.core.operations import EngineRoute
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import MAX_BODY_BYTES, Server
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.http.server import MAX_BODY_BYTES, GatewayServer
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 from planner.model import EngineId, NodeId
@@ -87,10 +87,10 @@ async def house() -> AsyncIterator[House]:
     ):
         holds: deque[int] = deque()
         released = asyncio.Event()
-        fleet = Fleet(lambda url: HeldEngine(url, holds, released), clock=clock)
-        gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(), clock=clock)
-        gateway.set_routes([Route(EngineId("e0"), first.url), Route(EngineId("e1"), second.url)])
-        server = Server(gateway)
+        fleet = EngineBackends(lambda url: HeldEngine(url, holds, released), clock=clock)
+        gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+        gateway.set_routes([EngineRoute(EngineId("e0"), first.url), EngineRoute(EngineId("e1"), second.url)])
+        server = GatewayServer(gateway)
         url = await server.start("127.0.0.1", 0)
         operator_url = await server.start_operator("127.0.0.1", 0)
         yield House(url, [first.url, second.url], gateway, http, holds, released, operator_url)

@@ -10,13 +10,13 @@ import aiohttp
 import pytest
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.operations import Route
-from orchestrrl.engines.base import Endpoint
+from orchestrrl.core.operations import EngineRoute
+from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import MAX_BODY_BYTES, Server, _stream_at
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.http.server import MAX_BODY_BYTES, GatewayServer, _stream_at
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId, NodeId
 from tests.orchestrrl.gateway.fakes import FakeEngine
 
@@ -104,7 +104,7 @@ class House:
     port: int
     engine: ScriptedEngine
     gateway: Gateway
-    server: Server
+    server: GatewayServer
     http: aiohttp.ClientSession
 
     async def post(self, body: Any, **headers: str) -> tuple[int, Any]:
@@ -127,10 +127,10 @@ async def house(request: pytest.FixtureRequest) -> AsyncIterator[House]:
     listening = await asyncio.start_server(engine.serve, "127.0.0.1", 0, backlog=4096)
     engine.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     clock = WallClock()
-    fleet = Fleet(VllmEngine, clock=clock)
-    gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(engine_wait_s=5.0), clock=clock)
-    gateway.set_routes([Route(EngineId("e0"), engine.url)])
-    server = Server(gateway, plain=request.param)
+    fleet = EngineBackends(VllmEngine, clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(engine_wait_s=5.0), clock=clock)
+    gateway.set_routes([EngineRoute(EngineId("e0"), engine.url)])
+    server = GatewayServer(gateway, plain=request.param)
     url = await server.start("127.0.0.1", 0)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         yield House(url, int(url.rpartition(":")[2]), engine, gateway, server, http)
@@ -394,10 +394,10 @@ class OnePieceDoor:
 async def test_a_slow_reader_gets_every_answer_whole(answers: int) -> None:
     clock = WallClock()
     engine = FakeEngine()
-    fleet = Fleet(lambda url: engine, clock=clock)
-    gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(), clock=clock)
-    gateway.set_routes([Route(EngineId("e0"), "fake")])
-    server = Server(gateway)
+    fleet = EngineBackends(lambda url: engine, clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+    gateway.set_routes([EngineRoute(EngineId("e0"), "fake")])
+    server = GatewayServer(gateway)
     body = {
         "prompt": [1, 2, 3],
         "max_tokens": 20,
@@ -406,7 +406,7 @@ async def test_a_slow_reader_gets_every_answer_whole(answers: int) -> None:
         "stream": True,
         "return_token_ids": True,
     }
-    job = server._job(Endpoint.COMPLETIONS, json.dumps(body).encode(), "r", "", "")
+    job = server._job(CompletionEndpoint.COMPLETIONS, json.dumps(body).encode(), "r", "", "")
     door = OnePieceDoor()
     streaming = asyncio.create_task(_stream_at(door, job))  # type: ignore[arg-type]
     async with asyncio.timeout(DEADLINE_S):

@@ -7,21 +7,31 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.engines.base import Endpoint
-from orchestrrl.gateway.core import Job
+from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger import store as store_module
-from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.ledger.store import Keep, Store
+from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from tests.orchestrrl.gateway.fakes import EOS, World, chat_prompt, logprob_of, undisturbed, world
 
 PROMPT = "12 ab"
 MAX_TOKENS = 24
 MESSAGES = [{"role": "user", "content": "hello"}]
-BODIES: dict[Endpoint, dict[str, Any]] = {
-    Endpoint.COMPLETIONS: {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "min_tokens": MAX_TOKENS, "logprobs": 0},
-    Endpoint.CHAT: {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "min_tokens": MAX_TOKENS, "logprobs": True},
+BODIES: dict[CompletionEndpoint, dict[str, Any]] = {
+    CompletionEndpoint.COMPLETIONS: {
+        "prompt": PROMPT,
+        "max_tokens": MAX_TOKENS,
+        "min_tokens": MAX_TOKENS,
+        "logprobs": 0,
+    },
+    CompletionEndpoint.CHAT: {
+        "messages": MESSAGES,
+        "max_tokens": MAX_TOKENS,
+        "min_tokens": MAX_TOKENS,
+        "logprobs": True,
+    },
 }
-PROMPTS = {Endpoint.COMPLETIONS: list(PROMPT.encode()), Endpoint.CHAT: chat_prompt(MESSAGES)}
+PROMPTS = {CompletionEndpoint.COMPLETIONS: list(PROMPT.encode()), CompletionEndpoint.CHAT: chat_prompt(MESSAGES)}
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +41,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def begun(path: Path) -> World:
     there = world()
-    there.gateway.store = Store(Keep(path, from_s=0.0), there.clock)
+    there.gateway.store = LedgerStore(RetentionPolicy(path, from_s=0.0), there.clock)
     there.gateway.store.start()
     return there
 
@@ -41,12 +51,12 @@ async def ended(there: World) -> None:
     await there.gateway.store.close()
 
 
-def job_of(there: World, endpoint: Endpoint, **more: Any) -> Job:
+def job_of(there: World, endpoint: CompletionEndpoint, **more: Any) -> RequestGroup:
     body = {**BODIES[endpoint], **more}
     return there.gateway.job(there.ask(endpoint, **body), body)
 
 
-async def answered(there: World, job: Job) -> None:
+async def answered(there: World, job: RequestGroup) -> None:
     running = asyncio.create_task(job.run())
     while not running.done():
         await there.step()
@@ -54,7 +64,7 @@ async def answered(there: World, job: Job) -> None:
     await running
 
 
-def check(record: Record, endpoint: Endpoint) -> None:
+def check(record: RequestRecord, endpoint: CompletionEndpoint) -> None:
     tokens, text, reason = undisturbed(PROMPTS[endpoint], MAX_TOKENS, min_tokens=MAX_TOKENS)
     assert (list(record.generated_ids), record.text, record.finish_reason) == (tokens, text, reason)
     context = PROMPTS[endpoint]
@@ -63,9 +73,9 @@ def check(record: Record, endpoint: Endpoint) -> None:
     assert [item.logprob for item in record.logprobs] == [item.logprob for item in expected]
 
 
-@pytest.mark.parametrize("endpoint", list(Endpoint))
+@pytest.mark.parametrize("endpoint", list(CompletionEndpoint))
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cut_after_any_number_of_tokens(tmp_path: Path, endpoint: Endpoint, stream: bool) -> None:
+async def test_cut_after_any_number_of_tokens(tmp_path: Path, endpoint: CompletionEndpoint, stream: bool) -> None:
     """Also in the middle of a character, which takes several tokens here."""
     for cut in range(1, MAX_TOKENS - 1):
         first = await begun(tmp_path / f"ledger{cut}")
@@ -95,14 +105,14 @@ async def test_cut_after_any_number_of_tokens(tmp_path: Path, endpoint: Endpoint
 
 async def test_a_whole_answer_asks_no_engine_and_keeps_its_time(tmp_path: Path) -> None:
     first = await begun(tmp_path / "ledger")
-    await answered(first, job_of(first, Endpoint.COMPLETIONS))
+    await answered(first, job_of(first, CompletionEndpoint.COMPLETIONS))
     await ended(first)
     then = await begun(tmp_path / "ledger")
     await then.clock.advance(500.0)
-    again = job_of(then, Endpoint.COMPLETIONS, stream=True)
-    told: list[Record] = []
+    again = job_of(then, CompletionEndpoint.COMPLETIONS, stream=True)
+    told: list[RequestRecord] = []
     await again.run(told.append)
-    check(again.records[0], Endpoint.COMPLETIONS)
+    check(again.records[0], CompletionEndpoint.COMPLETIONS)
     assert told
     assert not any(engine.seen for engine in then.engines.values())
     assert again.ask.form.created_unix_s == 1000
@@ -111,7 +121,7 @@ async def test_a_whole_answer_asks_no_engine_and_keeps_its_time(tmp_path: Path) 
 
 async def test_of_two_samples_one_was_done(tmp_path: Path) -> None:
     first = await begun(tmp_path / "ledger")
-    job = job_of(first, Endpoint.COMPLETIONS, n=2, seed=None)
+    job = job_of(first, CompletionEndpoint.COMPLETIONS, n=2, seed=None)
     async with job:
         await first.settle()
         job.records[0].finish("stop", EOS, 0.0)
@@ -119,8 +129,8 @@ async def test_of_two_samples_one_was_done(tmp_path: Path) -> None:
             await first.step()
     await ended(first)
     then = await begun(tmp_path / "ledger")
-    again = job_of(then, Endpoint.COMPLETIONS, n=2, seed=None)
+    again = job_of(then, CompletionEndpoint.COMPLETIONS, n=2, seed=None)
     await answered(then, again)
     assert (again.records[0].finish_reason, again.records[0].stop_reason) == ("stop", EOS)
-    check(again.records[1], Endpoint.COMPLETIONS)
+    check(again.records[1], CompletionEndpoint.COMPLETIONS)
     await ended(then)

@@ -7,22 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.engines.base import Chunk, Endpoint, TokenLogprob
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
 from orchestrrl.gateway.http.completion_requests import read_ask
-from orchestrrl.gateway.ledger.ledger import Record
-from orchestrrl.gateway.ledger.pieces import Cutter, Piece, digest_of, give_back, key_of, put_together
+from orchestrrl.gateway.ledger.ledger import RequestRecord
+from orchestrrl.gateway.ledger.pieces import AnswerPiece, RecordCutter, digest_of, give_back, key_of, put_together
 
 PROMPT = "a prompt"
 
 
-def record_of(*, streaming: bool = False, **body: Any) -> Record:
+def record_of(*, streaming: bool = False, **body: Any) -> RequestRecord:
     asked = {"prompt": PROMPT, "max_tokens": 1000, "stream": streaming, **body}
-    ask = read_ask(Endpoint.COMPLETIONS, asked, request_id="r", group="", tag="", default_model="m", now_s=0.0)
+    ask = read_ask(
+        CompletionEndpoint.COMPLETIONS, asked, request_id="r", group="", tag="", default_model="m", now_s=0.0
+    )
     (record,) = ask.records
     return record
 
 
-def shown(record: Record) -> tuple[Any, ...]:
+def shown(record: RequestRecord) -> tuple[Any, ...]:
     """All of an answer that a client could see."""
     ids = tuple(record.generated_ids)
     logprobs = tuple(record.logprobs) if record.logprobs is not None else None
@@ -35,14 +37,14 @@ def shown(record: Record) -> tuple[Any, ...]:
 class Disk:
     """Pieces on their way to the disk and there, as the store brings them: a batch arrives as a whole or is lost."""
 
-    record: Record = field(default_factory=record_of)
-    queued: list[Piece] = field(default_factory=list)
-    arrived: list[Piece] = field(default_factory=list)
+    record: RequestRecord = field(default_factory=record_of)
+    queued: list[AnswerPiece] = field(default_factory=list)
+    arrived: list[AnswerPiece] = field(default_factory=list)
     once: list[tuple[Any, ...]] = field(default_factory=list)  # what the record was whenever it was looked at
     lost: bool = False
 
     def __post_init__(self) -> None:
-        self.cutter = Cutter(0, self.record, prompt_wanted=True)
+        self.cutter = RecordCutter(0, self.record, prompt_wanted=True)
 
     def look(self) -> None:
         if self.lost:
@@ -128,11 +130,11 @@ def test_what_is_put_together_is_what_the_record_once_was(
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), min_size=1, max_size=6), st.data())
 def test_killed_again_and_again_it_goes_on_from_where_it_was(chunks: list[list[int]], data: st.DataObject) -> None:
-    arrived: list[Piece] = []
+    arrived: list[AnswerPiece] = []
     expected: list[int] = []
     for ids in chunks:
         record = record_of()
-        cutter = Cutter(0, record, prompt_wanted=True)
+        cutter = RecordCutter(0, record, prompt_wanted=True)
         kept = put_together(arrived).get(0)
         if kept is not None and give_back(record, kept, 0.0):
             cutter.resume(kept.pieces)
@@ -198,7 +200,7 @@ def test_an_answer_that_begins_anew_is_kept_from_its_beginning() -> None:
 def test_an_attempts_name_is_not_used_twice() -> None:
     record = record_of()
     record.attempt = 3
-    cutter = Cutter(0, record, prompt_wanted=True)
+    cutter = RecordCutter(0, record, prompt_wanted=True)
     record.append(Chunk((1,), "a", (5,)), "a", None, 0.0)
     piece = cutter.cut()
     assert piece is not None
@@ -223,16 +225,18 @@ def test_an_attempts_name_is_not_used_twice() -> None:
 def test_what_is_the_same_question(other: dict[str, Any], same: bool) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1000}
     assert (
-        digest_of(Endpoint.COMPLETIONS, body)
-        == digest_of(Endpoint.COMPLETIONS, dict(reversed({**body, **other}.items())))
+        digest_of(CompletionEndpoint.COMPLETIONS, body)
+        == digest_of(CompletionEndpoint.COMPLETIONS, dict(reversed({**body, **other}.items())))
     ) is same
-    assert digest_of(Endpoint.COMPLETIONS, body) != digest_of(Endpoint.CHAT, body)
+    assert digest_of(CompletionEndpoint.COMPLETIONS, body) != digest_of(CompletionEndpoint.CHAT, body)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1), st.lists(st.integers(0, 2**32 - 1), min_size=1))
 def test_prompts_of_ids_differ_where_they_do(one: list[int], other: list[int]) -> None:
     bodies = [{"prompt": one}, {"prompt": other}]
-    assert (digest_of(Endpoint.COMPLETIONS, bodies[0]) == digest_of(Endpoint.COMPLETIONS, bodies[1])) is (one == other)
+    assert (
+        digest_of(CompletionEndpoint.COMPLETIONS, bodies[0]) == digest_of(CompletionEndpoint.COMPLETIONS, bodies[1])
+    ) is (one == other)
 
 
 @given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126), min_size=1))

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.engines.base import Refused
-from orchestrrl.gateway.client import Patience
+from orchestrrl.engines.base import RequestRefused
+from orchestrrl.gateway.client import ClientPatience
 from orchestrrl.integrations.trl import GatewayRollout, read_completion, sampling_parameters, tokenize
 from tests.orchestrrl.gateway.processes import free_port
 from tests.orchestrrl.integrations.fake_vllm import servers
 
 REPOSITORY = Path(__file__).parents[3]
-PATIENCE = Patience(connect_s=2.0, probe_first_s=0.02, probe_cap_s=0.05, watch_s=0.05, nobody_s=0.2)
+PATIENCE = ClientPatience(connect_s=2.0, probe_first_s=0.02, probe_cap_s=0.05, watch_s=0.05, nobody_s=0.2)
 WITHIN_S = 120.0
 
 
@@ -154,7 +154,7 @@ async def test_engines_answer_while_there_is_no_gateway() -> None:
 async def test_a_refusal_ends_the_batch_with_the_reason_and_nothing_runs_on() -> None:
     async with servers() as (gateway,):
         gateway.batch = 100
-        with pytest.raises(Refused, match="what"):
+        with pytest.raises(RequestRefused, match="what"):
             await asyncio.to_thread(GatewayRollout(gateway.url), ["ab", "cd", "?"], FakeTrainer())
         async with asyncio.timeout(WITHIN_S):
             while gateway.left < len(gateway.asked) - 1:

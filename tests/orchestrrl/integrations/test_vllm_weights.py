@@ -12,12 +12,12 @@ from aiohttp.test_utils import TestServer
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.core.operations import CloseGate, FrozenRequests, PauseMode, Route
+from orchestrrl.core.operations import CloseBarrier, EngineRoute, FrozenRequests, PauseMode
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import Server
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.http.server import GatewayServer
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.integrations.trl import GatewayRollout
 from orchestrrl.integrations.vllm_weights import reload_weights
 from planner.model import EngineId, NodeId
@@ -29,10 +29,10 @@ from tests.orchestrrl.integrations.test_trl_adapter import FakeTrainer
 @asynccontextmanager
 async def gateway_before(engines: list[FakeVllm]) -> AsyncIterator[tuple[Gateway, str]]:
     clock = WallClock()
-    fleet = Fleet(lambda url: VllmEngine(url), clock=clock)
-    gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(), clock=clock)
-    gateway.set_routes([Route(EngineId(f"e{index}"), engine.url) for index, engine in enumerate(engines)])
-    server = Server(gateway)
+    fleet = EngineBackends(lambda url: VllmEngine(url), clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+    gateway.set_routes([EngineRoute(EngineId(f"e{index}"), engine.url) for index, engine in enumerate(engines)])
+    server = GatewayServer(gateway)
     url = await server.start("127.0.0.1", 0)
     await server.start_operator("127.0.0.1", 0)
     try:
@@ -163,7 +163,7 @@ async def test_the_lease_is_renewed_while_servers_load_and_ends_with_the_trainer
 async def test_another_who_holds_the_gate_is_named(weights: Path) -> None:
     async with servers() as (engine,), gateway_before([engine]) as (gateway, url):
         now_s = gateway.clock.now_s()
-        held = CloseGate("l", "somebody else", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s + 600, now_s + 600)
+        held = CloseBarrier("l", "somebody else", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s + 600, now_s + 600)
         await gateway.gate.close(held)
         with pytest.raises(Permanent, match=r"no weights were changed.*closed by somebody else"):
             await asyncio.to_thread(reload_weights, [engine.url], weights, gateway_url=url)

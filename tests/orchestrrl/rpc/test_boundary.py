@@ -14,14 +14,14 @@ from grpc_fuzz import Method, reflected_methods
 from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen
+from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2, control_pb2_grpc, telemetry_pb2
-from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
 
 DEADLINE_S = 120.0
@@ -73,7 +73,9 @@ async def house(tmp_path: Path, config: str) -> AsyncIterator[House]:
     clock = WallClock()
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
         plane = ControlPlane(parse_config(config), journal, clock)
-        server = await Server.start(plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
+        server = await DaemonServer.start(
+            plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
+        )
         async with asyncio.timeout(DEADLINE_S), grpc.aio.insecure_channel(server.address) as channel:
             yield House(plane, channel, server.address)
         await server.stop(0.1)
@@ -332,7 +334,7 @@ async def test_a_defect_ends_one_call_is_counted_and_logged_once(
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
     monkeypatch.undo()
     registry = CollectorRegistry()
-    registry.register(PlaneCollector(house.plane))
+    registry.register(DaemonCollector(house.plane))
     assert (
         'orchestrrl_defects_total{part="orchestrrl.v1.Control/ListRequests"} 3.0' in generate_latest(registry).decode()
     )

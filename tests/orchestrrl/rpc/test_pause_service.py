@@ -13,17 +13,24 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen
+from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.core.operations import CancelRequests, CloseGate, ItemResult, OpenGate, OperationResult, OperationStatus
+from orchestrrl.core.operations import (
+    CancelRequests,
+    CloseBarrier,
+    OpenBarrier,
+    OperationItemResult,
+    OperationResult,
+    OperationStatus,
+)
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.fleet.reports import GatePhase, GateReport
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2_grpc
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
 
 DEADLINE_S = 120.0
@@ -47,10 +54,13 @@ class House:
         async for message in call:
             action = node_codec.operation_from_pb(message).action
             match action:
-                case CloseGate() | OpenGate():
-                    items = (ItemResult("e0", True), ItemResult("e1", True, "its requests were taken back"))
+                case CloseBarrier() | OpenBarrier():
+                    items = (
+                        OperationItemResult("e0", True),
+                        OperationItemResult("e1", True, "its requests were taken back"),
+                    )
                 case CancelRequests():
-                    items = (ItemResult("r1", True),)
+                    items = (OperationItemResult("r1", True),)
                 case _:
                     continue
             self.orders.append(action)
@@ -64,7 +74,9 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     clock = WallClock()
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
         plane = ControlPlane(parse_config("mode: act"), journal, clock)
-        server = await Server.start(plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
+        server = await DaemonServer.start(
+            plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
+        )
         async with grpc.aio.insecure_channel(server.address) as channel:
             made = House(plane, channel)
             gateway = asyncio.create_task(made.gateway())
@@ -120,7 +132,7 @@ async def test_pause_renew_resume(house: House) -> None:
         assert [worker.policy_version for worker in workers] == [0, 0]
         assert (await house.control.GetStatus(pb.GetStatusRequest())).gate.phase == "open"
         assert opened.weights_source == ""
-    assert [type(order) for order in house.orders] == [CloseGate, CloseGate, OpenGate]
+    assert [type(order) for order in house.orders] == [CloseBarrier, CloseBarrier, OpenBarrier]
 
 
 async def test_what_is_to_be_done_before_it_opens_is_done_while_it_is_closed(house: House) -> None:
@@ -204,7 +216,7 @@ async def test_a_trainer_that_breaks_off_while_it_waits_leaves_the_gate_open(hou
         while not house.orders:
             await asyncio.sleep(0.01)
         asked.cancel()
-        while not isinstance(house.orders[-1], OpenGate):
+        while not isinstance(house.orders[-1], OpenBarrier):
             await asyncio.sleep(0.01)
     assert house.plane.gate.state.phase is GatePhase.OPEN
 
@@ -236,7 +248,7 @@ async def test_metrics_of_the_gate(house: House) -> None:
 
 def metrics(plane: ControlPlane) -> dict[tuple[str, ...], float]:
     registry = CollectorRegistry()
-    registry.register(PlaneCollector(plane))
+    registry.register(DaemonCollector(plane))
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     assert all(family.documentation for family in families)
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}

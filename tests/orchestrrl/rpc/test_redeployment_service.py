@@ -14,16 +14,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen
+from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.metrics import PlaneCollector
-from orchestrrl.fleet.redeployment.records import Fleet, write_end
-from orchestrrl.fleet.redeployment.steps import Direction, StepKind
+from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.fleet.redeployment.records import RecordedFleet, write_end
+from orchestrrl.fleet.redeployment.steps import StepDirection, StepKind
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.pb import control_pb2_grpc
-from orchestrrl.rpc.server import Server
+from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
 
 DEADLINE_S = 120.0
@@ -52,7 +52,9 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
         plane = ControlPlane(parse_config("mode: act"), journal, clock)
         switching = FakeSwitching(clock)
         plane.switching = cast(Any, switching)
-        server = await Server.start(plane, Listen(address="127.0.0.1:0"), SwitchesService({}, journal, clock))
+        server = await DaemonServer.start(
+            plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
+        )
         async with grpc.aio.insecure_channel(server.address) as channel:
             yield House(plane, switching, channel)
         await switching.close()
@@ -109,14 +111,14 @@ async def test_a_switch_is_told_as_it_goes_on_and_stays_in_the_history(house: Ho
 
 
 async def test_what_fails_and_how_it_went_back_is_told(house: House) -> None:
-    house.switching.failing[Direction.FORWARD, StepKind.READY] = "exited with 1: out of memory"
+    house.switching.failing[StepDirection.FORWARD, StepKind.READY] = "exited with 1: out of memory"
     last = (await house.all_of(TO_TP8))[-1]
     assert last.state == "rolled_back"
     assert last.detail == "ready of tp8-0.0: exited with 1: out of memory"
     assert not last.HasField("closed_s")
     states = {(step.direction, step.state) for step in last.steps}
     assert states == {("forward", "done"), ("forward", "failed"), ("forward", "skipped"), ("back", "done")}
-    house.switching.failing[Direction.BACK, StepKind.START] = "no such GPU"
+    house.switching.failing[StepDirection.BACK, StepKind.START] = "no such GPU"
     last = (await house.all_of(TO_TP8))[-1]
     assert (last.state, "e0" in last.engine_ids, len(last.engine_ids)) == ("degraded", False, 7)
     status = await house.control.GetStatus(pb.GetStatusRequest())
@@ -185,7 +187,7 @@ async def test_the_journal_tells_of_switches_where_there_is_no_deployer_any_more
     last = (await house.all_of(TO_TP8))[-1]
     await house.all_of(pb.SwitchDeploymentRequest(plan_id="p1"))
     for report in reversed(house.switching.history(0)):
-        write_end(house.plane.journal, house.plane.clock.now_s(), report, Fleet())
+        write_end(house.plane.journal, house.plane.clock.now_s(), report, RecordedFleet())
     house.plane.switching = None
     listed = (await house.control.ListDeployments(pb.ListDeploymentsRequest())).switches
     assert [report.switch_id for report in listed] == ["s2", "s1"]
@@ -208,10 +210,10 @@ async def test_without_a_deployer_it_says_what_to_configure(house: House) -> Non
 
 
 async def test_metrics_count_each_switch_once_however_few_are_remembered(house: House) -> None:
-    collector = PlaneCollector(house.plane)
+    collector = DaemonCollector(house.plane)
     assert metrics(collector)["orchestrrl_switch_running",] == 0
     await house.all_of(TO_TP8)
-    house.switching.failing[Direction.FORWARD, StepKind.READY] = "hung"
+    house.switching.failing[StepDirection.FORWARD, StepKind.READY] = "hung"
     for _ in range(2):
         await house.all_of(pb.SwitchDeploymentRequest(plan_id="p1", targets=[pb.SwitchTarget(configuration="tp2")]))
         metrics(collector)
@@ -233,7 +235,7 @@ async def test_metrics_count_each_switch_once_however_few_are_remembered(house: 
     assert ("orchestrrl_switch_running",) not in metrics(collector)
 
 
-def metrics(collector: PlaneCollector) -> dict[tuple[str, ...], float]:
+def metrics(collector: DaemonCollector) -> dict[tuple[str, ...], float]:
     registry = CollectorRegistry()
     registry.register(collector)
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))

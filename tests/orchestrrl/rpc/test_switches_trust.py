@@ -7,21 +7,21 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ocs_drivers.driver import Limits, SwitchDriver
-from ocs_drivers.errors import Retryable
-from ocs_drivers.faults import Fault, FaultKind
+from ocs_drivers.driver import DriverTimeouts, SwitchDriver
+from ocs_drivers.errors import DriverRetryable
+from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import (
-    Capabilities,
-    Change,
     ChangeMode,
-    Circuit,
+    CircuitChange,
+    CircuitDiff,
     CircuitState,
     CrossConnect,
-    Diff,
+    DeviceCircuit,
+    SwitchCapabilities,
 )
-from ocs_drivers.virtual import VirtualSwitch, VirtualWire
+from ocs_drivers.virtual import VirtualSwitch, VirtualSwitchWire
 from orchestrrl.core.clock import VirtualClock, WallClock
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fabric.circuit_executor import LATE_TIMES, RETRY_S, CircuitExecutor, CircuitOperation, operation_to_json
 from orchestrrl.rpc.ocs_client import GrpcSwitch
 from orchestrrl.rpc.ocs_server import serve_driver
@@ -51,22 +51,22 @@ async def running(clock: VirtualClock, work: Any, step_s: float = 0.005) -> Any:
     return task.result()
 
 
-class LateWire(VirtualWire):
+class LateWire(VirtualSwitchWire):
     """Of a device that lists a circuit once it is in place, and knows no other state."""
 
     def __init__(self, switch: VirtualSwitch, clock: VirtualClock, *, bulk: bool = True) -> None:
         super().__init__(switch.glass, clock, bulk=bulk)
-        self.capabilities = Capabilities(bulk=bulk)
+        self.capabilities = SwitchCapabilities(bulk=bulk)
 
-    async def read_circuits(self) -> Sequence[Circuit]:
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
         shown = await super().read_circuits()
-        return [Circuit(each.cross_connect) for each in shown if each.state is CircuitState.TUNED]
+        return [DeviceCircuit(each.cross_connect) for each in shown if each.state is CircuitState.TUNED]
 
 
 def late(clock: VirtualClock, *, bulk: bool = True, reconfiguration_s: float = 0.2) -> tuple[SwitchDriver, LateWire]:
     device = VirtualSwitch("late", clock=clock, reconfiguration_s=reconfiguration_s)
     wire = LateWire(device, clock, bulk=bulk)
-    return SwitchDriver("late", wire, clock=clock, limits=Limits(command_s=1.0, link_s=0.1)), wire
+    return SwitchDriver("late", wire, clock=clock, limits=DriverTimeouts(command_s=1.0, link_s=0.1)), wire
 
 
 @pytest.mark.parametrize("bulk", [True, False])
@@ -75,9 +75,9 @@ async def test_what_was_lost_on_the_way_and_is_listed_late_counts(
 ) -> None:
     """The connection breaks after the command was taken, while the mirrors still move."""
     driver, wire = late(clock, bulk=bulk)
-    wire._glass.inject(Fault(FaultKind.DROP_CONNECTION))
+    wire._glass.inject(DeviceFault(DeviceFaultKind.DROP_CONNECTION))
     executor = CircuitExecutor({"late": driver}, journal, clock)
-    outcome = await running(clock, executor.change("late", Change((ONE, TWO)), ChangeMode.SAFE))
+    outcome = await running(clock, executor.change("late", CircuitChange((ONE, TWO)), ChangeMode.SAFE))
     assert outcome.done, outcome
     assert sum("connect 1:17" in setter for setter in wire.setters) == 1, wire.setters
 
@@ -85,9 +85,9 @@ async def test_what_was_lost_on_the_way_and_is_listed_late_counts(
 async def test_what_an_earlier_daemon_commanded_last_may_come_yet(journal: Journal, clock: VirtualClock) -> None:
     """It died with the command; the device shows nothing of it before the mirrors are in place."""
     driver, wire = late(clock, reconfiguration_s=120.0)
-    diff = await running(clock, driver.plan(Change((ONE,))))
+    diff = await running(clock, driver.plan(CircuitChange((ONE,))))
     operation = CircuitOperation("circuits-0-1", "late", diff, clock.now_s() + 60.0)
-    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
+    journal.append(clock.now_s(), EntryKind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
     wire._glass.add([ONE])
     executor = CircuitExecutor({"late": driver}, journal, clock)
     executor.recover()
@@ -96,16 +96,16 @@ async def test_what_an_earlier_daemon_commanded_last_may_come_yet(journal: Journ
         await clock.advance(1.0)
     await running(clock, executor.settle(), 1.0)
     reading = await running(clock, driver.cross_connects())
-    results = [(entry.body["done"], entry.body["detail"]) for entry in journal.tail(9, (Kind.CIRCUITS_RESULT,))]
+    results = [(entry.body["done"], entry.body["detail"]) for entry in journal.tail(9, (EntryKind.CIRCUITS_RESULT,))]
     # Carried out, or undone; not: "was not begun", and then it is there.
     assert (reading.cross_connects == {ONE}) is results[-1][0], results
 
 
 def interrupted(driver: SwitchDriver, journal: Journal, clock: VirtualClock) -> CircuitExecutor:
     """A daemon after one that died with a change of its switch."""
-    diff = Diff(ChangeMode.SAFE, 0, frozenset(), (), (ONE,))
+    diff = CircuitDiff(ChangeMode.SAFE, 0, frozenset(), (), (ONE,))
     operation = CircuitOperation("circuits-0-1", driver.device, diff, clock.now_s() + 600.0)
-    journal.append(clock.now_s(), Kind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
+    journal.append(clock.now_s(), EntryKind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
     executor = CircuitExecutor({driver.device: driver}, journal, clock)
     executor.recover()
     return executor
@@ -121,7 +121,7 @@ async def test_what_may_come_soon_is_waited_for_and_looked_for_again(
     wire._glass.add([ONE] if commanded else [])
     await running(clock, executor.settle())
     assert clock.now_s() - 1000.0 == pytest.approx(LATE_TIMES * reconfiguration_s, abs=0.05)
-    (result,) = journal.tail(9, (Kind.CIRCUITS_RESULT,))
+    (result,) = journal.tail(9, (EntryKind.CIRCUITS_RESULT,))
     assert result.body["done"] is commanded
     assert result.body["detail"].startswith("found carried out" if commanded else "was not begun")
 
@@ -131,8 +131,8 @@ async def test_what_may_come_late_keeps_the_change_open_for_so_long(journal: Jou
     executor = interrupted(driver, journal, clock)
     for left_s in (240.0, 140.0, 40.0):
         words = f"nothing of circuits-0-1 is there, and for {left_s:.0f} s some of it may come yet"
-        with pytest.raises(Retryable, match=words) as caught:
-            await executor.change("late", Change((TWO,)), ChangeMode.SAFE)
+        with pytest.raises(DriverRetryable, match=words) as caught:
+            await executor.change("late", CircuitChange((TWO,)), ChangeMode.SAFE)
         assert caught.value.after_s == left_s
         await clock.advance(100.0 if left_s > 40.0 else left_s - RETRY_S)
     settling = asyncio.ensure_future(executor.settle())
@@ -148,7 +148,7 @@ async def test_a_device_that_tells_tuning_from_tuned_is_believed_at_once(journal
     executor = interrupted(switch, journal, clock)
     reads, read = [], switch.wire.read_circuits
 
-    async def counted() -> Sequence[Circuit]:
+    async def counted() -> Sequence[DeviceCircuit]:
         reads.append(clock.now_s())
         return await read()
 
@@ -162,9 +162,9 @@ async def test_a_device_that_tells_tuning_from_tuned_is_believed_at_once(journal
 async def test_a_circuit_that_has_failed_is_not_so_already(journal: Journal, clock: VirtualClock) -> None:
     switch = VirtualSwitch("s", clock=clock, link_timeout_s=0.1)
     executor = CircuitExecutor({"s": switch}, journal, clock)
-    assert (await running(clock, executor.change("s", Change((ONE,)), ChangeMode.SAFE))).done
-    switch.glass.inject(Fault(FaultKind.FAIL_PORT, 17))
-    outcome = await running(clock, executor.change("s", Change((ONE,)), ChangeMode.SAFE))
+    assert (await running(clock, executor.change("s", CircuitChange((ONE,)), ChangeMode.SAFE))).done
+    switch.glass.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 17))
+    outcome = await running(clock, executor.change("s", CircuitChange((ONE,)), ChangeMode.SAFE))
     assert not outcome.done
     assert "1:17" in outcome.detail
     assert "failed" in outcome.detail
@@ -203,7 +203,7 @@ def _context() -> Any:
 class FailsAfterwards(VirtualSwitch):
     """Sends, and then trips over its own feet."""
 
-    async def commit(self, diff: Diff, expect_revision: int, revert_in_s: float | None = None) -> NoReturn:
+    async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> NoReturn:
         await super().commit(diff, expect_revision, revert_in_s)
         raise ValueError("invalid literal for int() with base 10: ''")
 
@@ -214,7 +214,7 @@ async def test_a_defect_after_sending_is_not_taken_for_a_refusal() -> None:
     server, port = await serve_driver(device, "127.0.0.1:0")
     driver = GrpcSwitch("s", target=f"127.0.0.1:{port}", clock=WallClock())
     try:
-        diff = await driver.plan(Change((ONE,)))
+        diff = await driver.plan(CircuitChange((ONE,)))
         result = await driver.commit(diff, diff.revision)
         assert result.done, result
         assert (await driver.cross_connects()).foreign == frozenset()

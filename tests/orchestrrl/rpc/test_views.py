@@ -16,7 +16,7 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import OperationResult
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.rpc.codecs import control as control_codec
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
@@ -121,7 +121,7 @@ def look(plane: ControlPlane) -> None:
     for view in views:
         assert type(view).FromString(view.SerializeToString()) == view
     registry = CollectorRegistry()
-    registry.register(PlaneCollector(plane))
+    registry.register(DaemonCollector(plane))
     assert b"orchestrrl_workers" in generate_latest(registry)
 
 

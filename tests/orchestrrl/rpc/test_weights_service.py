@@ -13,43 +13,53 @@ from pydantic import ValidationError
 from orchestrrl.core.clock import VirtualClock, WallClock
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS, MESSAGE_BYTES, SERVER_OPTIONS
 from orchestrrl.rpc.codecs.weights import report_from_pb, status_from_pb
-from orchestrrl.rpc.order_pieces import Joining, pieces_of
+from orchestrrl.rpc.order_pieces import OrderAssembler, pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.weights_service import WeightsService
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
-from orchestrrl.weights.model import Held, Part, Peer, PeerId, PeerRole, Place, ShardMap, TensorMeta, VersionMap
+from orchestrrl.weights.model import (
+    HeldVersion,
+    Peer,
+    PeerId,
+    PeerLocation,
+    PeerRole,
+    ShardMap,
+    StagedPart,
+    TensorMeta,
+    VersionMap,
+)
 from orchestrrl.weights.orders import (
     NEWS,
     ORDER,
-    Arrived,
-    Carry,
-    Check,
-    Edge,
+    ArrivedBytes,
+    BackendAct,
+    CarryEdge,
+    CarryEdges,
+    CheckVersion,
     EdgeEvent,
     EdgeState,
     EndEdges,
-    Install,
-    Keep,
-    Look,
+    InstallVersion,
+    KeepVersions,
     OpenVersion,
     Order,
-    Outcome,
+    OrderOutcome,
     PeerNews,
     PeerOrder,
     PeerResult,
-    PlaneAct,
-    Probe,
-    Rest,
-    Serve,
+    ProbeWeights,
+    QueryVersion,
+    RestEngine,
+    ServeEngines,
     SumShards,
 )
 from orchestrrl.weights.publication import PUBLICATION, Publication
 from planner.model import EngineId
 
 DEADLINE_S = 120.0
-PEER = Peer(PeerId("gen0"), PeerRole.ENGINE, "node1", Place(pod="gen0"), {"tcp": "node1:7300"})
+PEER = Peer(PeerId("gen0"), PeerRole.ENGINE, "node1", PeerLocation(pod="gen0"), {"tcp": "node1:7300"})
 PUBLICATION_8 = Publication(8, 0, 1, PeerId("train0"), (TensorMeta("w", "F32", (4, 4)),), {"w": (((0, 4), (0, 4)),)})
 
 
@@ -98,7 +108,7 @@ class PlayedPeer:
 
     async def order(self) -> PeerOrder | None:
         """The next, None once there will be none."""
-        joining, order = Joining(), None
+        joining, order = OrderAssembler(), None
         while order is None:
             message = await self.call.read()
             if message is grpc.aio.EOF:
@@ -117,13 +127,13 @@ async def test_orders_go_out_and_news_come_in(house: House) -> None:
     await until(lambda: house.peers.lines)
     (line,) = house.peers.lines
     assert line.peer == PEER
-    order = PeerOrder("o1", 3, Check(8))
+    order = PeerOrder("o1", 3, CheckVersion(8))
     line.outgoing.put_nowait(order)
     assert await peer.order() == order
     told: list[PeerNews] = [
-        PeerResult("o1", Outcome.DONE, missing={"s0": ((0, 4096),)}),
+        PeerResult("o1", OrderOutcome.DONE, missing={"s0": ((0, 4096),)}),
         EdgeEvent(8, "a1", EdgeState.BROKEN, True, 4096, 1000.0, 1001.0, "nothing came for 10 s"),
-        Arrived(8, 4096, 8192),
+        ArrivedBytes(8, 4096, 8192),
         replace(PEER, room_bytes=5),
     ]
     for each in told:
@@ -137,10 +147,10 @@ async def test_orders_go_out_and_news_come_in(house: House) -> None:
 
 async def test_what_a_peer_says_of_the_time_comes_before_what_it_says_else(house: House) -> None:
     peer = PlayedPeer(house.weights)
-    for stamp_s, what in ((100.0, news(PEER)), (101.0, pb.PeerMessage()), (102.0, news(Arrived(8, 1, 2)))):
+    for stamp_s, what in ((100.0, news(PEER)), (101.0, pb.PeerMessage()), (102.0, news(ArrivedBytes(8, 1, 2)))):
         what.sent_unix_s = stamp_s
         peer.tell(what)
-    peer.tell(news(Arrived(8, 2, 2)))
+    peer.tell(news(ArrivedBytes(8, 2, 2)))
     await until(lambda: house.peers.lines and len(house.peers.lines[0].heard) == 2)
     assert house.peers.lines[0].stamps_s == [100.0, 101.0, 102.0]
     peer.tell(None)
@@ -158,9 +168,9 @@ async def test_news_that_make_no_sense_do_not_end_the_stream(house: House, caplo
     peer = PlayedPeer(house.weights)
     peer.tell(news(PEER))
     peer.tell(pb.PeerMessage(news_json='{"id": "o1", "outcome": "splendid"}'))
-    peer.tell(news(Arrived(8, 1, 2)))
+    peer.tell(news(ArrivedBytes(8, 1, 2)))
     await until(lambda: house.peers.lines and house.peers.lines[0].heard)
-    assert house.peers.lines[0].heard == [Arrived(8, 1, 2)]
+    assert house.peers.lines[0].heard == [ArrivedBytes(8, 1, 2)]
     assert "PeerResult.outcome" in caplog.text
     assert "Arrived.version" not in caplog.text  # it was not meant to be one
     peer.tell(None)
@@ -169,7 +179,7 @@ async def test_news_that_make_no_sense_do_not_end_the_stream(house: House, caplo
 @pytest.mark.parametrize(
     ("first", "code", "words"),
     [
-        (news(Arrived(8, 1, 2)), grpc.StatusCode.INVALID_ARGUMENT, "says who it is"),
+        (news(ArrivedBytes(8, 1, 2)), grpc.StatusCode.INVALID_ARGUMENT, "says who it is"),
         (pb.PeerMessage(news_json="{"), grpc.StatusCode.INVALID_ARGUMENT, "Invalid JSON"),
         (
             pb.PeerMessage(news_json='{"id": "x", "role": "spare", "host": "h", "place": {}, "transports": {}}'),
@@ -203,7 +213,7 @@ async def test_an_order_that_no_message_holds_comes_in_pieces_and_the_next_behin
     peer.tell(news(PEER))
     await until(lambda: house.peers.lines)
     (line,) = house.peers.lines
-    orders = [PeerOrder("o1", 1, opens(8_000)), PeerOrder("o2", 1, opens(56_000)), PeerOrder("o3", 1, Check(8))]
+    orders = [PeerOrder("o1", 1, opens(8_000)), PeerOrder("o2", 1, opens(56_000)), PeerOrder("o3", 1, CheckVersion(8))]
     assert [len(ORDER.dump_json(each)) > MESSAGE_BYTES for each in orders] == [False, True, False]
     for each in orders:
         line.outgoing.put_nowait(each)
@@ -216,12 +226,13 @@ def every_kind() -> list[PeerOrder]:
     """One of each, and with what JSON has to say otherwise."""
     box = ((0, 2), (0, 3))
     map = VersionMap(1, (TensorMeta('a"\\\u00e9\U0001f600', "F32", (2, 3)),), (ShardMap("s", 1, ()),), 4096)
-    engine, edge = EngineId("e\n0"), Edge("x", "s", 0, 1, PeerId("a"), PeerId("b"), "tcp", "b:1")
+    engine, edge = EngineId("e\n0"), CarryEdge("x", "s", 0, 1, PeerId("a"), PeerId("b"), "tcp", "b:1")
     orders: list[Order] = [
-        OpenVersion(map, (Part(0, {map.tensors[0].name: (box,)}),), ("s",)), SumShards(1, ("s",)), EndEdges(1),
-        Carry(1, (edge,), 4096, 1.0), Check(1), Install(1, engine, 1.5, True), Look(engine), Keep((1,), None),
-        Probe(engine, (1,), 1, 1.5), Rest(engine, True), PlaneAct("p", engine, "a", 1, "{}", True, 1.5),
-        Serve({engine: "http://e"}),
+        OpenVersion(map, (StagedPart(0, {map.tensors[0].name: (box,)}),), ("s",)), SumShards(1, ("s",)), EndEdges(1),
+        CarryEdges(1, (edge,), 4096, 1.0), CheckVersion(1), InstallVersion(1, engine, 1.5, True), QueryVersion(engine),
+        KeepVersions((1,), None),
+        ProbeWeights(engine, (1,), 1, 1.5), RestEngine(engine, True), BackendAct("p", engine, "a", 1, "{}", True, 1.5),
+        ServeEngines({engine: "http://e"}),
     ]  # fmt: skip
     assert {type(each) for each in orders} == set(get_args(Order))
     return [PeerOrder(f'o"{number}', number, each) for number, each in enumerate(orders)]
@@ -230,7 +241,7 @@ def every_kind() -> list[PeerOrder]:
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 def test_pieces_of_any_size_are_the_order_again(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrrl.rpc.order_pieces.PIECE_CHARACTERS", size)
-    joining = Joining()
+    joining = OrderAssembler()
     for order in every_kind():
         pieces = [pb.PeerOrder.FromString(piece.SerializeToString()) for piece in pieces_of(order)]
         assert "".join(piece.order_json for piece in pieces) == ORDER.dump_json(order).decode()
@@ -241,12 +252,12 @@ def test_pieces_of_any_size_are_the_order_again(size: int, monkeypatch: pytest.M
 
 
 def test_pieces_that_make_no_order_do_not_spoil_the_next() -> None:
-    joining = Joining()
+    joining = OrderAssembler()
     joining.add(pb.PeerOrder(order_json='{"id":', continues=True))
     with pytest.raises(ValidationError):
         joining.add(pb.PeerOrder(order_json="}"))
-    (piece,) = pieces_of(PeerOrder("o", 1, Check(1)))
-    assert joining.add(piece) == PeerOrder("o", 1, Check(1))
+    (piece,) = pieces_of(PeerOrder("o", 1, CheckVersion(1)))
+    assert joining.add(piece) == PeerOrder("o", 1, CheckVersion(1))
 
 
 # --- trainers
@@ -433,7 +444,7 @@ async def test_an_order_reaches_a_peer_that_went_away_and_came_back(
     first = PlayedPeer(weights)
     first.tell(news(PEER))
     await until(lambda: PEER.id in hub.peers)
-    asked = asyncio.ensure_future(hub.ask(PEER.id, Check(8), DEADLINE_S))
+    asked = asyncio.ensure_future(hub.ask(PEER.id, CheckVersion(8), DEADLINE_S))
     before = await first.order()
     assert before is not None
     first.call.cancel()
@@ -441,7 +452,7 @@ async def test_an_order_reaches_a_peer_that_went_away_and_came_back(
     second = PlayedPeer(weights)
     second.tell(news(PEER))
     assert await second.order() == before
-    second.tell(news(PeerResult(before.id, Outcome.DONE, detail="as it should be")))
+    second.tell(news(PeerResult(before.id, OrderOutcome.DONE, detail="as it should be")))
     assert (await asked).detail == "as it should be"
     second.tell(None)
     assert await second.order() is None
@@ -457,15 +468,15 @@ async def test_what_sixteen_ranks_have_of_sixty_thousand_tensors_reaches_their_p
     names = sorted(f"model.layers.{n // 1000}.mlp.experts.{n % 1000}.gate_up_proj.weight" for n in range(60_000))
     tensors = tuple(TensorMeta(name, "BF16", (2048, 7168)) for name in names)
     parts = tuple(
-        Part(rank, dict.fromkeys(names, (((rank * 128, rank * 128 + 128), (0, 7168)),))) for rank in range(16)
+        StagedPart(rank, dict.fromkeys(names, (((rank * 128, rank * 128 + 128), (0, 7168)),))) for rank in range(16)
     )
     opening = OpenVersion(VersionMap(8, tensors, (ShardMap("s", 1, ()),), 4096), parts)
     asked = asyncio.ensure_future(hub.ask(PEER.id, opening, DEADLINE_S))
     order = await peer.order()
     assert order is not None
     assert order.order == opening
-    peer.tell(news(PeerResult(order.id, Outcome.DONE)))
-    assert (await asked).outcome is Outcome.DONE
+    peer.tell(news(PeerResult(order.id, OrderOutcome.DONE)))
+    assert (await asked).outcome is OrderOutcome.DONE
     assert hub.peers[PEER.id].attached
     peer.tell(None)
     assert await peer.order() is None
@@ -507,12 +518,12 @@ def test_everything_that_is_wrong_with_a_publications_numbers_is_named() -> None
 @pytest.mark.parametrize(
     ("news_of", "was", "now"),
     [
-        (Arrived(8, 1, 2), '"received_bytes":1', f'"received_bytes":{2**64}'),
-        (Arrived(8, 1, 2), '"received_bytes":1', '"received_bytes":-1'),
+        (ArrivedBytes(8, 1, 2), '"received_bytes":1', f'"received_bytes":{2**64}'),
+        (ArrivedBytes(8, 1, 2), '"received_bytes":1', '"received_bytes":-1'),
         (EdgeEvent(8, "a", EdgeState.DONE, True, 1, 1.0), '"bytes":1', f'"bytes":{2**63}'),
         (EdgeEvent(8, "a", EdgeState.DONE, True, 1, 1.0), '"began_s":1.0', '"began_s":NaN'),
-        (PeerResult("o1", Outcome.DONE), '"ended_s":0.0', '"ended_s":Infinity'),
-        (replace(PEER, held=(Held(8, ("s0",)),)), '"version":8', f'"version":{2**64}'),
+        (PeerResult("o1", OrderOutcome.DONE), '"ended_s":0.0', '"ended_s":Infinity'),
+        (replace(PEER, held=(HeldVersion(8, ("s0",)),)), '"version":8', f'"version":{2**64}'),
         (PEER, '"nic_gbps":0.0', '"nic_gbps":NaN'),
         (PEER, '"room_bytes":0', f'"room_bytes":{2**64}'),
     ],

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.weights.controller.reports import (
-    EdgeTook,
-    EngineStands,
+    EdgeTime,
+    EngineStatus,
     EngineSync,
-    PeerStands,
-    PhaseTook,
+    PeerStatus,
+    PhaseTime,
     SyncPhase,
     SyncReport,
     SyncState,
@@ -24,11 +24,11 @@ from planner.model import EngineId
 BEGAN_S = 1_000_000.0
 
 
-def phases(*seconds: tuple[SyncPhase, float], began_s: float = BEGAN_S) -> tuple[PhaseTook, ...]:
+def phases(*seconds: tuple[SyncPhase, float], began_s: float = BEGAN_S) -> tuple[PhaseTime, ...]:
     """One behind the other."""
     took = []
     for phase, phase_s in seconds:
-        took.append(PhaseTook(phase, began_s, began_s + phase_s))
+        took.append(PhaseTime(phase, began_s, began_s + phase_s))
         began_s += phase_s
     return tuple(took)
 
@@ -52,8 +52,8 @@ def done(version: int = 7, *seconds: tuple[SyncPhase, float]) -> SyncReport:
         published=(0,),
         phases=took,
         engines=(
-            EngineStands(EngineId("e0"), EngineSync.SERVES, install_s=0.9),
-            EngineStands(EngineId("e1"), EngineSync.SERVES, install_s=1.0),
+            EngineStatus(EngineId("e0"), EngineSync.SERVES, install_s=0.9),
+            EngineStatus(EngineId("e1"), EngineSync.SERVES, install_s=1.0),
         ),
         bytes=2_000_000_000,
         carried_bytes=4_000_000_000,
@@ -64,8 +64,8 @@ def done(version: int = 7, *seconds: tuple[SyncPhase, float]) -> SyncReport:
         waves=2,
         edges=4,
         slowest=(
-            EdgeTook("train0", "gen0", "A", 2_000_000_000, 1.9, 1.6),
-            EdgeTook("gen0", "gen1", "B", 10**9, 0.9, 0.8),
+            EdgeTime("train0", "gen0", "A", 2_000_000_000, 1.9, 1.6),
+            EdgeTime("gen0", "gen1", "B", 10**9, 0.9, 0.8),
         ),
     )
 
@@ -78,19 +78,19 @@ def carrying(version: int = 8) -> SyncReport:
         code="",
         detail="",
         ended_s=None,
-        phases=(*phases((SyncPhase.GATHER, 0.5)), PhaseTook(SyncPhase.PHASE_A, BEGAN_S + 0.5)),
+        phases=(*phases((SyncPhase.GATHER, 0.5)), PhaseTime(SyncPhase.PHASE_A, BEGAN_S + 0.5)),
         engines=(
-            EngineStands(EngineId("e0"), EngineSync.PREPARED),
-            EngineStands(EngineId("e1"), EngineSync.WAITING, "gen1 has 500 MB of 2 GB"),
+            EngineStatus(EngineId("e0"), EngineSync.PREPARED),
+            EngineStatus(EngineId("e1"), EngineSync.WAITING, "gen1 has 500 MB of 2 GB"),
         ),
         arrived_bytes=2_500_000_000,
     )
 
 
 PEERS = (
-    PeerStands("train0", "trainer", "node0", True, (), (7, 8), "train0", "train0-tor0"),
-    PeerStands("gen0", "engine", "node1", True, (EngineId("e0"),), (7, 8), "gen0", "gen0-tor0"),
-    PeerStands("gen1", "engine", "node2", False, (EngineId("e1"),), (7,), "gen0", "gen0-tor0"),
+    PeerStatus("train0", "trainer", "node0", True, (), (7, 8), "train0", "train0-tor0"),
+    PeerStatus("gen0", "engine", "node1", True, (EngineId("e0"),), (7, 8), "gen0", "gen0-tor0"),
+    PeerStatus("gen1", "engine", "node2", False, (EngineId("e1"),), (7,), "gen0", "gen0-tor0"),
 )
 
 
@@ -100,8 +100,8 @@ class FakeSyncs:
     def __init__(self, *reports: SyncReport, committed: int | None = None) -> None:
         self.reports = {report.id: report for report in reports}
         self.committed = committed
-        self.quarantined: tuple[EngineStands, ...] = ()
-        self.peers: tuple[PeerStands, ...] = ()
+        self.quarantined: tuple[EngineStatus, ...] = ()
+        self.peers: tuple[PeerStatus, ...] = ()
         self.published: list[Publication] = []
         self.asked: list[tuple[str, str, str]] = []
         self.followed = 0  # how many follow now

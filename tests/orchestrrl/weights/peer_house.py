@@ -20,8 +20,8 @@ from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.weights.model import Peer, PeerId
 from orchestrrl.weights.orders import (
     NEWS,
-    Carry,
-    Edge,
+    CarryEdge,
+    CarryEdges,
     EdgeEvent,
     EdgeState,
     Order,
@@ -194,15 +194,17 @@ async def peers(*started: PeerProcess) -> AsyncIterator[None]:
             each.kill()
 
 
-def edge(number: int | str, shard: str, offset: int, size: int, src: str, dst: Peer, rate_gbps: float = 0.0) -> Edge:
-    return Edge(
+def edge(
+    number: int | str, shard: str, offset: int, size: int, src: str, dst: Peer, rate_gbps: float = 0.0
+) -> CarryEdge:
+    return CarryEdge(
         f"edge{number}", shard, offset, size, PeerId(src), dst.id, "tcp", dst.transports["tcp"], rate_gbps=rate_gbps
     )
 
 
-async def carry(daemon: FakeDaemon, version: int, edges: list[Edge], stall_s: float = 60.0) -> None:
+async def carry(daemon: FakeDaemon, version: int, edges: list[CarryEdge], stall_s: float = 60.0) -> None:
     """Both ends of each are told."""
     for peer in sorted({end for each in edges for end in (each.src, each.dst)}):
         own = tuple(each for each in edges if peer in (each.src, each.dst))
-        result = await daemon.ask(peer, Carry(version, own, CHUNK, stall_s))
+        result = await daemon.ask(peer, CarryEdges(version, own, CHUNK, stall_s))
         assert result.outcome == "done", result.detail

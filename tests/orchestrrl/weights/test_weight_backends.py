@@ -15,19 +15,19 @@ from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, P
 from orchestrrl.engines.base import TransferEnds
 from orchestrrl.weights.backends.base import (
     PLANES,
-    Asked,
-    Capabilities,
-    DirectPlane,
+    BackendCapabilities,
+    DirectBackend,
     SenderOptions,
+    TrainerStep,
     asked_of,
     make_direct,
     make_plane,
 )
-from orchestrrl.weights.backends.checkpoint_engine import Shares
-from orchestrrl.weights.backends.conformance import PlaneConformance, Step
+from orchestrrl.weights.backends.checkpoint_engine import RankShares
+from orchestrrl.weights.backends.conformance import BackendConformance, BackendStep
 from orchestrrl.weights.controller.reports import EngineSync, SyncReport, SyncState
 from orchestrrl.weights.model import PeerId, PeerRole
-from orchestrrl.weights.orders import Install, Order, Outcome, PeerResult, PlaneAct
+from orchestrrl.weights.orders import BackendAct, InstallVersion, Order, OrderOutcome, PeerResult
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
@@ -105,12 +105,12 @@ class Server:
 
 class DirectPeer(FakePeer):
     async def _result(self, order: Order) -> PeerResult:
-        if isinstance(order, Install):
+        if isinstance(order, InstallVersion):
             house = self.house
             assert isinstance(house, DirectHouse)
             if house.fence.state.lease is None and house.fence.state.serves(order.engine):
                 house.changed_while_open.append(order.engine)
-        if not isinstance(order, PlaneAct):
+        if not isinstance(order, BackendAct):
             return await super()._result(order)
         plane = make_direct(order.plane)
         body = {"init_info": {}, "update_info": {}, "within_s": 10.0}
@@ -118,10 +118,10 @@ class DirectPeer(FakePeer):
             server: Any = Server(Transfers(self, self._engine(order.engine)))
             told = await plane.at_engine(server, order.act, order.version, {**body, **json.loads(order.body_json)})
         except OutcomeUnknown as error:
-            return PeerResult("", Outcome.UNKNOWN, str(error))
+            return PeerResult("", OrderOutcome.UNKNOWN, str(error))
         except OrchestrRLError as error:
-            return PeerResult("", Outcome.FAILED, str(error))
-        return PeerResult("", Outcome.DONE, told_json=json.dumps(dict(told)))
+            return PeerResult("", OrderOutcome.FAILED, str(error))
+        return PeerResult("", OrderOutcome.DONE, told_json=json.dumps(dict(told)))
 
 
 class DirectHouse(House):
@@ -133,7 +133,7 @@ class DirectHouse(House):
         self.changed_while_open: list[str] = []
         self.failing: dict[str, str] = {}
         self.joined: dict[str, dict[str, Any]] = {}
-        self.trainer_fails: Step | None = None
+        self.trainer_fails: BackendStep | None = None
         super().__init__(folder, **settings)
 
     def _peer(self, id: str, role: PeerRole, engines: list[str]) -> FakePeer:
@@ -153,7 +153,7 @@ class TreeWorld:
         self._odd: list[Engine] = []
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> BackendCapabilities:
         return make_plane(self.plane).capabilities
 
     @property
@@ -170,20 +170,20 @@ class TreeWorld:
     def fleet(self) -> int | None:
         return self.house.sync.book.fleet.version
 
-    def fail(self, step: Step, engines: Sequence[EngineId]) -> None:
+    def fail(self, step: BackendStep, engines: Sequence[EngineId]) -> None:
         for id in engines:
             engine = self.house.engines[id]
             match step:
-                case Step.PREPARE:
+                case BackendStep.PREPARE:
                     self._fail_preparing(id)
-                case Step.INSTALL:
+                case BackendStep.INSTALL:
                     engine.fails, engine.spoils = 1, True
-                case Step.VERIFY:
+                case BackendStep.VERIFY:
                     engine.odd = True
                     self._odd.append(engine)
 
-    def lose_trainer(self, step: Step) -> None:
-        if step is Step.PREPARE:
+    def lose_trainer(self, step: BackendStep) -> None:
+        if step is BackendStep.PREPARE:
             self.house.later(0.3, self.house.trainer.die)
             self.house.later(30.0, self.house.trainer.come_back)
 
@@ -211,12 +211,12 @@ class DirectWorld(TreeWorld):
 
     def __init__(self, house: DirectHouse) -> None:
         super().__init__(house)
-        self._loses: Step | None = None
+        self._loses: BackendStep | None = None
         self._trainer: asyncio.Task[None] | None = None
         self.told: list[SyncReport] = []
         self.probe: tuple[int, ...] = (1, 2, 3)
 
-    def lose_trainer(self, step: Step) -> None:
+    def lose_trainer(self, step: BackendStep) -> None:
         self._loses = step
 
     def _fail_preparing(self, engine: EngineId) -> None:
@@ -246,7 +246,7 @@ class DirectWorld(TreeWorld):
             if asked is None or asked.number <= seen:
                 continue
             seen = asked.number
-            step = Step.PREPARE if asked.step in ("join", "register") else Step.INSTALL
+            step = BackendStep.PREPARE if asked.step in ("join", "register") else BackendStep.INSTALL
             calls = self._calls(asked)
             try:
                 for number, (call, body) in enumerate(calls):
@@ -259,7 +259,7 @@ class DirectWorld(TreeWorld):
                 with suppress(Permanent):  # nobody asks any more
                     await sync.relayed(id, 0, asked.number, "failed", {"why": str(error)})
 
-    def _calls(self, asked: Asked) -> list[tuple[str, dict[str, Any]]]:
+    def _calls(self, asked: TrainerStep) -> list[tuple[str, dict[str, Any]]]:
         if asked.step == "join":
             init_info = {"rank_offset": 1, "world_size": asked.body["workers"] + 1}
             return [("init_weight_transfer_engine", {"init_info": init_info})]
@@ -298,9 +298,9 @@ class BesideWorld(DirectWorld):
     def __init__(self, house: DirectHouse) -> None:
         super().__init__(house)
         self.server = RankServer()
-        self.sender = Shares(self.server, {}, SenderOptions(0, self.world))
+        self.sender = RankShares(self.server, {}, SenderOptions(0, self.world))
 
-    def _calls(self, asked: Asked) -> list[tuple[str, dict[str, Any]]]:
+    def _calls(self, asked: TrainerStep) -> list[tuple[str, dict[str, Any]]]:
         """What the first rank's sender tells."""
         told: list[tuple[str, dict[str, Any]]] = []
 
@@ -323,13 +323,13 @@ async def house(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
         peer.die()
 
 
-class TestTree(PlaneConformance):
+class TestTree(BackendConformance):
     @pytest.fixture
     def world(self, house: DirectHouse) -> TreeWorld:
         return TreeWorld(house)
 
 
-class TestVllmTransfer(PlaneConformance):
+class TestVllmTransfer(BackendConformance):
     @pytest.fixture
     def world(self, house: DirectHouse) -> DirectWorld:
         return DirectWorld(house)
@@ -348,12 +348,12 @@ class TestVllmTransfer(PlaneConformance):
         assert report.state is SyncState.DONE
         assert house.joined == {}
         assert report.notes == ()
-        world.fail(Step.INSTALL, [EngineId("e1")])
+        world.fail(BackendStep.INSTALL, [EngineId("e1")])
         await world.publish(3)
         assert set(house.joined) == {"e0", "e1", "e2"}, "anew, as it was broken"
 
     async def test_it_is_told_at_once_which_engine_has_not_taken_it(self, world: DirectWorld) -> None:
-        world.fail(Step.INSTALL, [EngineId("e1")])
+        world.fail(BackendStep.INSTALL, [EngineId("e1")])
         await world.publish(1)
         report = next(report for report in world.told if any(each.detail for each in report.engines))
         stands = {each.engine: each for each in report.engines}[EngineId("e1")]
@@ -377,7 +377,7 @@ class TestVllmTransfer(PlaneConformance):
         assert len(caught.value.faults) == 2
 
 
-class TestCheckpointEngine(PlaneConformance):
+class TestCheckpointEngine(BackendConformance):
     @pytest.fixture
     def world(self, house: DirectHouse) -> BesideWorld:
         return BesideWorld(house)
@@ -395,7 +395,7 @@ class TestCheckpointEngine(PlaneConformance):
 
 def test_planes_are_had_by_name() -> None:
     assert {"tree", "vllm_transfer"} <= set(PLANES.names())
-    assert isinstance(make_direct("vllm_transfer"), DirectPlane)
+    assert isinstance(make_direct("vllm_transfer"), DirectBackend)
     with pytest.raises(Permanent, match="tree"):
         make_plane("carrier pigeons")
     with pytest.raises(Permanent, match="tree"):

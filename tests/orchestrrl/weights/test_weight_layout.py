@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from orchestrrl.weights.layout import (
     ShardRuns,
-    Source,
+    SourceFile,
     faults_of_shard,
     gather,
     lay_out,
@@ -20,9 +20,9 @@ from orchestrrl.weights.layout import (
     scatter,
 )
 from orchestrrl.weights.model import DTYPE_BYTES, ShardMap, TensorMeta
-from orchestrrl.weights.ranges import Ranges
+from orchestrrl.weights.ranges import ByteRanges
 from planner.sync_tree.parameters import Box
-from planner.sync_tree.reshard import Slice
+from planner.sync_tree.reshard import ShardSlice
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_}
 
@@ -46,7 +46,7 @@ def shard_of(pieces: list[tuple[TensorMeta, Box]]) -> ShardMap:
     slices, at = [], 0
     for tensor, box in pieces:
         size = DTYPE_BYTES[tensor.dtype] * int(np.prod([last - first for first, last in box], dtype=int))
-        slices.append(Slice(tensor.name, box, at, size))
+        slices.append(ShardSlice(tensor.name, box, at, size))
         at += size
     return ShardMap("s", at, tuple(slices))
 
@@ -105,7 +105,7 @@ def test_every_range_of_a_shard_is_found_where_numpy_finds_it(data: st.DataObjec
         image[layout.places[each.name] : layout.places[each.name] + each.bytes] = contents[each.name].ravel()
     shard, expected = shard_of(pieces), wire(pieces, contents)
     assert faults_of_shard(shard, {each.name: each for each in metas}, 4) == []
-    runs = locate(shard, {each.name: each for each in metas}, [Source(0, layout.places)])
+    runs = locate(shard, {each.name: each for each in metas}, [SourceFile(0, layout.places)])
     check(data, runs, [image], expected)
 
 
@@ -132,7 +132,7 @@ def test_a_box_whose_parts_several_files_have_is_put_together(data: st.DataObjec
             for box in own[each.name]:
                 place = tuple(slice(*axis) for axis in box)
                 view[place] = contents[each.name][place]
-        sources.append(Source(number, layout.places, own))
+        sources.append(SourceFile(number, layout.places, own))
         images.append(image)
     tensor = data.draw(st.sampled_from(metas))
     pieces = [(tensor, box_of(data.draw, tensor.whole))]
@@ -166,28 +166,28 @@ def check(data: st.DataObject, runs: ShardRuns, images: list[np.ndarray], expect
 def test_what_nobody_staged_is_named() -> None:
     tensor = TensorMeta("w", "F32", (4, 4))
     shard = shard_of([(tensor, tensor.whole)])
-    half = Source(0, lay_out([tensor]).places, {"w": (((0, 2), (0, 4)),)})
+    half = SourceFile(0, lay_out([tensor]).places, {"w": (((0, 2), (0, 4)),)})
     with pytest.raises(ValueError, match=r"w: some of \(\(0, 4\), \(0, 4\)\) is not staged here"):
         locate(shard, {"w": tensor}, [half])
 
 
 def test_large_matrices_are_kept_in_little_and_small_tensors_are_one_piece() -> None:
     wide = TensorMeta("wide", "BF16", (100_000, 8192))
-    runs = locate(shard_of([(wide, ((0, 100_000), (1024, 2048)))]), {"wide": wide}, [Source(0, {"wide": 8})])
+    runs = locate(shard_of([(wide, ((0, 100_000), (1024, 2048)))]), {"wide": wide}, [SourceFile(0, {"wide": 8})])
     assert len(list(runs.pieces(0, runs.bytes))) == 1
     assert len(list(runs.pieces(1000, 4 << 20))) == 3
     norms = [TensorMeta(f"norm{number}", "F32", (64,)) for number in range(10)]
     runs = locate(
         shard_of([(norm, norm.whole) for norm in norms]),
         {norm.name: norm for norm in norms},
-        [Source(0, lay_out(norms).places)],
+        [SourceFile(0, lay_out(norms).places)],
     )
     assert runs.single(0, runs.bytes) is not None
 
 
 def test_faults_of_a_shard_come_all_at_once() -> None:
     tensor = TensorMeta("w", "F32", (4,))
-    slices = (Slice("x", ((0, 4),), 0, 16), Slice("w", ((0, 5),), 0, 20), Slice("w", ((0, 4),), 8, 16))
+    slices = (ShardSlice("x", ((0, 4),), 0, 16), ShardSlice("w", ((0, 5),), 0, 20), ShardSlice("w", ((0, 4),), 8, 16))
     faults = faults_of_shard(ShardMap("s", 16, slices, ("a",)), {"w": tensor}, 4)
     assert [fault.split(":")[0] for fault in faults] == [
         "shards.s.slices[0].parameter",
@@ -216,7 +216,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: bytes) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 12)), max_size=20))
 def test_ranges_are_as_a_set_of_bytes(steps: list[tuple[bool, int, int]]) -> None:
-    ranges, there = Ranges(), set[int]()
+    ranges, there = ByteRanges(), set[int]()
     for is_added, offset, size in steps:
         if is_added:
             ranges.add(offset, size)

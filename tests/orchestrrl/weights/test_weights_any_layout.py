@@ -16,27 +16,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrrl.core.config.weights import WeightSettings
-from orchestrrl.weights.controller.planning import Holding, Network, PlannedSync, Station, plan_sync
+from orchestrrl.weights.controller.planning import NetworkStation, PeerHolding, PlannedSync, SyncNetwork, plan_sync
 from orchestrrl.weights.layout import read_layout
 from orchestrrl.weights.model import (
     DTYPE_BYTES,
     MODEL_FILE,
     EngineAt,
+    EngineShare,
     Peer,
     PeerId,
+    PeerLocation,
     PeerRole,
-    Place,
     Range,
-    Share,
     TensorMeta,
     VersionMap,
 )
-from orchestrrl.weights.orders import Arrived, Carry, Edge, EdgeEvent, EdgeState
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.staged import StagedVersion
-from orchestrrl.weights.peer.store import Store
+from orchestrrl.weights.peer.store import VersionStore
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.trainer.boxes import Piece, slices
+from orchestrrl.weights.trainer.boxes import TensorPiece, slices
 from orchestrrl.weights.trainer.staging import ArrayCopies, stage
 from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.tcp import TcpTransport
@@ -65,12 +65,12 @@ TENSORS = tuple(
     ]
 )
 SHARES = (
-    Share(),
-    Share(tp=2, tp_ranks=(0,)),
-    Share(tp=2, tp_ranks=(1,)),
-    Share(tp=4, tp_ranks=(0, 2)),
-    Share(pp=2, pp_ranks=(1,)),
-    Share(ep=2, ep_ranks=(1,), tp=2, tp_ranks=(1,)),
+    EngineShare(),
+    EngineShare(tp=2, tp_ranks=(0,)),
+    EngineShare(tp=2, tp_ranks=(1,)),
+    EngineShare(tp=4, tp_ranks=(0, 2)),
+    EngineShare(pp=2, pp_ranks=(1,)),
+    EngineShare(ep=2, ep_ranks=(1,), tp=2, tp_ranks=(1,)),
 )
 
 
@@ -93,7 +93,7 @@ class Host:
     heard: threading.Condition = field(default_factory=threading.Condition)
 
     def start(self) -> None:
-        self.store = Store(self.folder)
+        self.store = VersionStore(self.folder)
         self.transport = TcpTransport(TransportOptions("127.0.0.1"))
         self.peer = replace(self.peer, transports={"tcp": self.transport.open()})
         self.carrier = ThreadedCarrier(self.peer.id, {"tcp": self.transport}, self._tell)
@@ -103,13 +103,13 @@ class Host:
         self.transport.close()
         self.store.close()
 
-    def _tell(self, news: EdgeEvent | Arrived) -> None:
+    def _tell(self, news: EdgeEvent | ArrivedBytes) -> None:
         if isinstance(news, EdgeEvent) and news.is_receiver and news.state is not EdgeState.BEGAN:
             with self.heard:
                 self.told[news.edge] = news
                 self.heard.notify_all()
 
-    def until_done(self, edges: Sequence[Edge]) -> None:
+    def until_done(self, edges: Sequence[CarryEdge]) -> None:
         own = {edge.id for edge in edges if edge.dst == self.peer.id}
         with self.heard:
             assert self.heard.wait_for(lambda: own <= self.told.keys(), WITHIN_S), own - self.told.keys()
@@ -136,7 +136,7 @@ class Host:
                 assert (found[slices(box)] == right[slices(box)]).all(), (self.peer.id, name, box)
 
 
-def needs(share: Share) -> Mapping[str, tuple[Box, ...]]:
+def needs(share: EngineShare) -> Mapping[str, tuple[Box, ...]]:
     return needed_boxes(
         {each.name: each.shape for each in TENSORS},
         tp=share.tp,
@@ -160,11 +160,11 @@ def cells(rng: random.Random, shape: Sequence[int]) -> list[Box]:
 def publish(rng: random.Random, hosts: Sequence[Host], values: Values) -> list[Publication]:
     """Each cell is some rank's, or several have it."""
     world = rng.randint(1, 4)
-    ranks: list[list[Piece]] = [[] for _ in range(world)]
+    ranks: list[list[TensorPiece]] = [[] for _ in range(world)]
     for meta in TENSORS:
         for box in cells(rng, meta.shape):
             for rank in rng.sample(range(world), rng.randint(1, min(2, world))):
-                ranks[rank].append(Piece(meta, box, values[meta.name][slices(box)]))
+                ranks[rank].append(TensorPiece(meta, box, values[meta.name][slices(box)]))
     found = []
     for rank, pieces in enumerate(ranks):
         if pieces:
@@ -174,15 +174,15 @@ def publish(rng: random.Random, hosts: Sequence[Host], values: Values) -> list[P
     return found
 
 
-def network(hosts: Sequence[Host]) -> Network:
-    return Network(10.0, {host.peer.id: Station(f"pod{n % 2}", "tor", 10.0) for n, host in enumerate(hosts)})
+def network(hosts: Sequence[Host]) -> SyncNetwork:
+    return SyncNetwork(10.0, {host.peer.id: NetworkStation(f"pod{n % 2}", "tor", 10.0) for n, host in enumerate(hosts)})
 
 
 def plan(
     hosts: Sequence[Host],
     publications: Sequence[Publication],
     settings: WeightSettings,
-    have: Mapping[PeerId, Holding] | None = None,
+    have: Mapping[PeerId, PeerHolding] | None = None,
     attempt: int = 0,
 ) -> tuple[PlannedSync, VersionMap]:
     """With all sums, as the daemon asks for them."""
@@ -210,12 +210,12 @@ def give(hosts: Sequence[Host], planned: PlannedSync, settings: WeightSettings) 
         own = tuple(edge for edge in planned.edges if host.peer.id in (edge.src, edge.dst))
         if own:
             staged = host.store.version(VERSION)
-            host.carrier.carry(staged, Carry(VERSION, own, settings.chunk_bytes, WITHIN_S))
+            host.carrier.carry(staged, CarryEdges(VERSION, own, settings.chunk_bytes, WITHIN_S))
 
 
-def peer_of(name: str, role: PeerRole, share: Share = SHARES[0], has_engine: bool = True) -> Peer:
+def peer_of(name: str, role: PeerRole, share: EngineShare = SHARES[0], has_engine: bool = True) -> Peer:
     engines = (EngineAt(EngineId(f"{name}-engine"), "http://x"),) if has_engine else ()
-    return Peer(PeerId(name), role, name, Place(), {}, engines, share)
+    return Peer(PeerId(name), role, name, PeerLocation(), {}, engines, share)
 
 
 @contextmanager
@@ -293,7 +293,7 @@ def test_a_second_attempt_carries_what_is_not_there(seed: int, tmp_path_factory:
             if host.peer.engines and host.peer.id in first.opens:
                 staged = host.store.version(VERSION)
                 staged.check()
-                have[host.peer.id] = Holding(first.opens[host.peer.id].map, staged.missing())
+                have[host.peer.id] = PeerHolding(first.opens[host.peer.id].map, staged.missing())
         again = [host for host in hosts if host in trainers or rng.random() < 0.8] + [late]
         second, map = plan(again, publications, own, have, attempt=1)
         for host in again:
@@ -314,7 +314,7 @@ def test_a_second_attempt_carries_what_is_not_there(seed: int, tmp_path_factory:
             assert new <= rows
 
 
-def fed(edges: Sequence[Edge], publications: Sequence[Publication]) -> tuple[Edge, ...]:
+def fed(edges: Sequence[CarryEdge], publications: Sequence[Publication]) -> tuple[CarryEdge, ...]:
     """Without those whose source neither has staged it nor gets all of it."""
     sources = {each.peer for each in publications}
     kept = list(edges)
@@ -337,7 +337,7 @@ def fed(edges: Sequence[Edge], publications: Sequence[Publication]) -> tuple[Edg
         kept = fine
 
 
-def missing_bytes(planned: PlannedSync, peer: PeerId, holding: Holding) -> int:
+def missing_bytes(planned: PlannedSync, peer: PeerId, holding: PeerHolding) -> int:
     """In whole rows, of which a box of several has the bytes behind its first axis that is longer than one."""
     found = 0
     for shard in planned.opens[peer].map.shards:

@@ -8,9 +8,9 @@ import numpy as np
 import xxhash
 
 from orchestrrl.weights.layout import lay_out
-from orchestrrl.weights.model import DTYPE_BYTES, Part, ShardMap, TensorMeta, VersionMap
+from orchestrrl.weights.model import DTYPE_BYTES, ShardMap, StagedPart, TensorMeta, VersionMap
 from planner.sync_tree.parameters import Box
-from planner.sync_tree.reshard import Slice
+from planner.sync_tree.reshard import ShardSlice
 
 BLOCK = 1024
 # Shapes that make pieces of several kinds: rows longer and shorter than a block, scalars, and odd sizes.
@@ -46,7 +46,7 @@ class Contents:
             for each in shard.slices
         )
 
-    def stage(self, folder: Path, rank: int, boxes: Mapping[str, Sequence[Box]]) -> Part:
+    def stage(self, folder: Path, rank: int, boxes: Mapping[str, Sequence[Box]]) -> StagedPart:
         """As a trainer's rank does."""
         layout = lay_out([each for each in self.tensors if each.name in boxes])
         image = np.zeros(layout.bytes, dtype=np.uint8)
@@ -56,7 +56,7 @@ class Contents:
             for box in boxes[tensor.name]:
                 place = (*(slice(*axis) for axis in box), slice(None))
                 view[place] = self.values[tensor.name][place]
-        part = Part(rank, {name: tuple(each) for name, each in boxes.items()})
+        part = StagedPart(rank, {name: tuple(each) for name, each in boxes.items()})
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f".{part.file}.1"
         unfinished.write_bytes(image.tobytes())
@@ -78,7 +78,7 @@ def shard_map(name: str, tensors: Mapping[str, TensorMeta]) -> ShardMap:
     slices, at = [], 0
     for tensor, box in SHARDS[name]:
         size = DTYPE_BYTES[tensors[tensor].dtype] * int(np.prod([last - first for first, last in box], dtype=int))
-        slices.append(Slice(tensor, box, at, size))
+        slices.append(ShardSlice(tensor, box, at, size))
         at += size
     return ShardMap(name, at, tuple(slices))
 

@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Provenance, Source, StepTime, affine_fit
+from planner.cost.profile import (
+    Curve,
+    EngineProfile,
+    MoveCosts,
+    Parallelism,
+    ProfileSource,
+    Provenance,
+    StepTime,
+    affine_fit,
+)
 from planner.model import ConfigurationId
-from planner.solver.problem import Transfer
+from planner.solver.problem import KvTransferCost
 
 sizes = st.floats(min_value=0, max_value=1e4)
 seconds = st.floats(min_value=0, max_value=10)
@@ -62,8 +71,8 @@ def test_what_is_rebuilt_counts_as_usual_prompts(waits_s: float, token_s: float,
     assert rebuilt is not None
     per_usual_s = (prefill_s(2048) - waits_s) / 2048
     assert rebuilt.at(x) * per_usual_s == pytest.approx(prefill_s(x) - waits_s, rel=0.15, abs=1e-6)
-    by_rate = Transfer(0.0, 0.0, 0.0).recompute_s(np.array([x]), np.array([1 / per_usual_s]))
-    bent = Transfer(0.0, 0.0, 0.0, rebuilt).recompute_s(np.array([x]), np.array([1 / per_usual_s]))
+    by_rate = KvTransferCost(0.0, 0.0, 0.0).recompute_s(np.array([x]), np.array([1 / per_usual_s]))
+    bent = KvTransferCost(0.0, 0.0, 0.0, rebuilt).recompute_s(np.array([x]), np.array([1 / per_usual_s]))
     assert by_rate.tolist() == [x / (1 / per_usual_s)]
     assert (bent >= by_rate * (1 - 1e-9)).all() if x >= 2048 else (bent <= by_rate * (1 + 1e-9)).all()
 
@@ -122,7 +131,14 @@ def test_a_configuration_is_fitted_to_the_batches_asked_for() -> None:
     """Where a curve bends, small batches see its first part and large ones its last."""
     bent = Curve((1.0, 64.0, 1024.0), (0.010, 0.010, 0.106))
     profile = EngineProfile(
-        ConfigurationId("tp1"), Parallelism(), StepTime(bent, 0.0), 1.0, 1, 1024, 0.0, Provenance(Source.GIVEN, "")
+        ConfigurationId("tp1"),
+        Parallelism(),
+        StepTime(bent, 0.0),
+        1.0,
+        1,
+        1024,
+        0.0,
+        Provenance(ProfileSource.GIVEN, ""),
     )
     assert profile.configuration((1, 64)).beta_s == pytest.approx(0.0, abs=1e-9)
     assert profile.configuration((64, 1024)).beta_s == pytest.approx(1e-4)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cost.fit import (
-    Belief,
-    Seen,
     StepSample,
+    StepTimePrior,
+    TimedSample,
     TooFewSamples,
     fit_curve,
     fit_rate,
@@ -100,24 +100,24 @@ def test_what_cannot_be_told_apart_is_refused(samples: list[StepSample]) -> None
 
 
 def test_a_rate_is_told_from_the_fixed_part_beside_it() -> None:
-    rate, error = fit_rate([Seen(tokens, 0.05 + tokens / 18_000) for tokens in (100, 1000, 5000, 10_000)])
+    rate, error = fit_rate([TimedSample(tokens, 0.05 + tokens / 18_000) for tokens in (100, 1000, 5000, 10_000)])
     assert rate == pytest.approx(18_000, rel=1e-3)
     assert error.max < 1e-6
 
 
 def test_a_rate_beyond_what_can_be_seen_is_finite() -> None:
-    rate, _ = fit_rate([Seen(tokens, 0.05) for tokens in (100, 1000, 5000)])
+    rate, _ = fit_rate([TimedSample(tokens, 0.05) for tokens in (100, 1000, 5000)])
     assert 1e6 < rate < float("inf")
 
 
 def test_a_curve_keeps_its_bend() -> None:
     truth = Curve((0, 1000, 10_000), (0.001, 0.002, 0.1))
-    fit = fit_curve([Seen(x, truth.at(x)) for x in (10, 100, 500, 1000, 2000, 4000, 7000, 10_000)])
+    fit = fit_curve([TimedSample(x, truth.at(x)) for x in (10, 100, 500, 1000, 2000, 4000, 7000, 10_000)])
     assert fit.error.max < 0.05
 
 
 PRIOR = StepTime(Curve((1, 512), (0.01, 0.04)), 2e-8)
-BELIEF = Belief(PRIOR, max_sequences=512, kv_capacity_tokens=500_000)
+BELIEF = StepTimePrior(PRIOR, max_sequences=512, kv_capacity_tokens=500_000)
 
 
 @given(
@@ -144,7 +144,7 @@ def test_one_load_scales_everything_alike(factor: float, batch: int) -> None:
 
 
 def test_a_curve_of_one_knot_gets_a_slope() -> None:
-    belief = Belief(StepTime(Curve((0,), (0.02,)), 0.0), 64, 10_000)
+    belief = StepTimePrior(StepTime(Curve((0,), (0.02,)), 0.0), 64, 10_000)
     truth = StepTime(Curve.line(0.01, 1e-3), 0.0)
     samples = [StepSample(b, 10 * b, truth.at(b, 0)) for b in (1, 8, 32, 64)] * 20
     fit = refit_step(belief, samples, np.ones(80), trust=0.01)
@@ -154,7 +154,7 @@ def test_a_curve_of_one_knot_gets_a_slope() -> None:
 def test_a_curve_is_moved_by_what_was_seen() -> None:
     prior = Curve.line(0.01, 1e-11)
     truth = Curve.line(0.05, 4e-11)
-    seen = [Seen(size, truth.at(size)) for size in (1e7, 1e8, 1e9, 1e10)] * 5
+    seen = [TimedSample(size, truth.at(size)) for size in (1e7, 1e8, 1e9, 1e10)] * 5
     fit = refit_curve(prior, seen, np.ones(20), trust=0.01)
     for size in (1e8, 1e10):
         assert fit.curve.at(size) == pytest.approx(truth.at(size), rel=0.05)

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cost.engines import ENGINES, UnknownEngine, engine_named
-from planner.cost.hardware import GPUS, Gpu, gpu_named
+from planner.cost.hardware import GPUS, GpuModel, gpu_named
 from planner.cost.models import MODELS, Model, model_named
 from planner.cost.paper import paper_engine
 from planner.cost.predict import DoesNotFit, identifier, move_costs, predict, predict_profile
-from planner.cost.profile import Parallelism, Source
+from planner.cost.profile import Parallelism, ProfileSource
 from planner.cost.roofline import Precision
-from planner.solver.layouts import Phase, biased, bulk_cost, candidates, layouts, phase_of, tail_cost
+from planner.solver.layouts import StepPhase, biased, bulk_cost, candidates, layouts, phase_of, tail_cost
 
 VLLM = engine_named("vllm")
 H800 = gpu_named("h800")
@@ -28,7 +28,7 @@ EXPERTS = model_named("qwen3-235b-a22b")
     st.sampled_from([8, 16, 40]),
 )
 def test_every_candidate_is_a_configuration_that_can_be_planned_with(
-    model: Model, gpu: Gpu, engine: object, gpus_count: int
+    model: Model, gpu: GpuModel, engine: object, gpus_count: int
 ) -> None:
     for profile in candidates(model, gpu, gpus_count, 8, engine):  # type: ignore[arg-type]
         assert 1 <= profile.parallelism.gpus <= gpus_count
@@ -37,7 +37,7 @@ def test_every_candidate_is_a_configuration_that_can_be_planned_with(
         assert all(fewer <= more for fewer, more in pairwise(ys))
         configuration = profile.configuration()  # checks itself
         assert configuration.gpus == profile.parallelism.gpus
-        assert profile.provenance.source is Source.ROOFLINE
+        assert profile.provenance.source is ProfileSource.ROOFLINE
         assert profile.provenance.fit_error_mean is not None
 
 
@@ -127,28 +127,28 @@ def test_whole_attention_on_each_gpu_needs_no_heads_to_split() -> None:
 
 
 def test_the_candidates_lean_to_the_phase() -> None:
-    bulk, tail = (candidates(model_named("qwen2.5-72b"), H800, 64, 8, VLLM, phase) for phase in Phase)
+    bulk, tail = (candidates(model_named("qwen2.5-72b"), H800, 64, 8, VLLM, phase) for phase in StepPhase)
     assert "tp4" in [profile.id for profile in bulk]
     assert max(profile.parallelism.gpus for profile in tail) > max(profile.parallelism.gpus for profile in bulk)
     everything = candidates(EXPERTS, H800, 64, 8, VLLM)
     assert sum(profile.parallelism.afd for profile in everything) == 2
-    for phase, cost in ((Phase.BULK, bulk_cost), (Phase.TAIL, tail_cost)):
+    for phase, cost in ((StepPhase.BULK, bulk_cost), (StepPhase.TAIL, tail_cost)):
         left = biased(everything, phase)
         assert min(everything, key=cost) in left
         assert min(everything, key=lambda profile: profile.parallelism.gpus) in left
-    assert biased([], Phase.BULK) == []
+    assert biased([], StepPhase.BULK) == []
 
 
 def test_few_sequences_on_many_gpus_are_a_tail() -> None:
-    assert phase_of(512, 8) is Phase.BULK
-    assert phase_of(15, 8) is Phase.TAIL
+    assert phase_of(512, 8) is StepPhase.BULK
+    assert phase_of(15, 8) is StepPhase.TAIL
 
 
 def test_what_no_roofline_knows_is_said_to_be_given() -> None:
     """A cold start is a rule of thumb, the paper's switch is its own; neither is any roofline's."""
     for engine, source in ((VLLM, "rule of thumb"), (paper_engine(DENSE), "figure 11")):
         ((figure, provenance),) = predict(DENSE, H800, Parallelism(), engine).others
-        assert (figure, provenance.source) == ("switch_s", Source.GIVEN)
+        assert (figure, provenance.source) == ("switch_s", ProfileSource.GIVEN)
         assert source in provenance.detail
 
 

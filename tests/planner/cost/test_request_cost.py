@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import configuration, configurations, pendings
 
-from planner.cost.profile import Curve, EngineProfile, Parallelism, Provenance, Source, StepTime
-from planner.cost.requests import Pending, work_s
+from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
+from planner.cost.requests import RemainingWork, work_s
 from planner.model import Configuration, ConfigurationId
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
 
 
 @given(configurations(), pendings())
-def test_decoding_takes_what_it_takes_step_by_step(instance: Configuration, requests: list[Pending]) -> None:
+def test_decoding_takes_what_it_takes_step_by_step(instance: Configuration, requests: list[RemainingWork]) -> None:
     assert decode_s(instance, requests) == pytest.approx(step_by_step_s(instance, requests), **CLOSE)
 
 
 @given(configurations(), pendings())
-def test_with_room_for_all_the_closed_form_holds(instance: Configuration, requests: list[Pending]) -> None:
+def test_with_room_for_all_the_closed_form_holds(instance: Configuration, requests: list[RemainingWork]) -> None:
     roomy = replace(instance, max_sequences=100, kv_capacity_tokens=10_000)
     longest = max((pending.remaining_tokens for pending in requests), default=0)
     all_at_once_s = roomy.alpha_s * longest + sum(work_s(roomy, pending) for pending in requests)
@@ -32,7 +32,7 @@ def test_with_room_for_all_the_closed_form_holds(instance: Configuration, reques
 
 @given(configurations(), pendings(), st.integers(0, 50), st.integers(0, 3))
 def test_more_room_never_takes_longer(
-    instance: Configuration, requests: list[Pending], tokens: int, sequences: int
+    instance: Configuration, requests: list[RemainingWork], tokens: int, sequences: int
 ) -> None:
     larger = replace(
         instance,
@@ -43,9 +43,11 @@ def test_more_room_never_takes_longer(
 
 
 @given(configurations(), pendings(), st.data())
-def test_more_to_decode_never_takes_less(instance: Configuration, requests: list[Pending], data: st.DataObject) -> None:
+def test_more_to_decode_never_takes_less(
+    instance: Configuration, requests: list[RemainingWork], data: st.DataObject
+) -> None:
     more = [
-        Pending(
+        RemainingWork(
             context + data.draw(st.integers(0, 20 - context)), remaining + data.draw(st.integers(0, 20 - remaining))
         )
         for context, remaining in requests
@@ -57,7 +59,7 @@ def test_more_to_decode_never_takes_less(instance: Configuration, requests: list
 def test_the_lead_by_hand() -> None:
     instance = configuration(alpha_s=1.0, beta_s=0.1, gamma_s=0.01)
     # 2 iterations of 2 sequences holding 30 and 32 tokens, then 1 of 1 holding 22.
-    assert decode_s(instance, [Pending(10, 2), Pending(20, 3)]) == pytest.approx(
+    assert decode_s(instance, [RemainingWork(10, 2), RemainingWork(20, 3)]) == pytest.approx(
         (1 + 0.2 + 0.3) + (1 + 0.2 + 0.32) + (1 + 0.1 + 0.22)
     )
 
@@ -65,17 +67,25 @@ def test_the_lead_by_hand() -> None:
 def test_admission_is_first_come_first_served_even_past_a_smaller_one() -> None:
     instance = configuration(alpha_s=1.0, beta_s=0.0, gamma_s=0.0, capacity=100, slots=2)
     # The second (90) waits for the first (20); the third (10) waits behind it although it would fit at once.
-    assert decode_s(instance, [Pending(10, 10), Pending(85, 5), Pending(5, 5)]) == 15
+    assert decode_s(instance, [RemainingWork(10, 10), RemainingWork(85, 5), RemainingWork(5, 5)]) == 15
 
 
 def test_a_request_that_never_fits_is_named() -> None:
     with pytest.raises(DoesNotFit, match="a request of 101 tokens does not fit into a KV cache of 100"):
-        decode_s(configuration(capacity=100), [Pending(1, 1), Pending(51, 50)])
+        decode_s(configuration(capacity=100), [RemainingWork(1, 1), RemainingWork(51, 50)])
 
 
 def profile(step: StepTime, capacity: int = 1_000, slots: int = 4, spill: int = 0, name: str = "tp1") -> EngineProfile:
     return EngineProfile(
-        ConfigurationId(name), Parallelism(), step, 1.0, capacity, slots, 0.0, Provenance(Source.GIVEN, ""), spill
+        ConfigurationId(name),
+        Parallelism(),
+        step,
+        1.0,
+        capacity,
+        slots,
+        0.0,
+        Provenance(ProfileSource.GIVEN, ""),
+        spill,
     )
 
 
@@ -89,14 +99,16 @@ bent_steps = st.builds(
 
 @given(bent_steps, pendings(), st.sampled_from([40, 60, 1_000]), st.integers(1, 6), st.sampled_from([0, 10, 100]))
 def test_along_a_curve_decoding_takes_what_it_takes_step_by_step(
-    step: StepTime, requests: list[Pending], capacity: int, slots: int, spill: int
+    step: StepTime, requests: list[RemainingWork], capacity: int, slots: int, spill: int
 ) -> None:
     instance = profile(step, capacity, slots, spill)
     assert curve_decode_s(instance, requests) == pytest.approx(along_the_curve_s(instance, requests), **CLOSE)
 
 
 @given(configurations(), pendings())
-def test_a_straight_curve_decodes_as_the_affine_step_time(instance: Configuration, requests: list[Pending]) -> None:
+def test_a_straight_curve_decodes_as_the_affine_step_time(
+    instance: Configuration, requests: list[RemainingWork]
+) -> None:
     step = StepTime(Curve.line(instance.alpha_s, instance.beta_s), instance.gamma_s)
     straight = profile(step, instance.kv_capacity_tokens, instance.max_sequences)
     assert curve_decode_s(straight, requests) == pytest.approx(decode_s(instance, requests), **CLOSE)
@@ -104,7 +116,7 @@ def test_a_straight_curve_decodes_as_the_affine_step_time(instance: Configuratio
 
 def test_spilling_pays_where_it_costs_less_than_waiting() -> None:
     """Two requests of 20 tokens and room for one: together in 20 iterations, or one after the other in 40."""
-    two = [Pending(0, 20), Pending(0, 20)]
+    two = [RemainingWork(0, 20), RemainingWork(0, 20)]
     waits = profile(StepTime(Curve.line(1.0, 0.0), 0.0), capacity=20)
     assert curve_decode_s(waits, two) == 40.0
     # From the 11th iteration on they hold 20, 22, ... 38 tokens: 0 + 2 + ... + 18 = 90 of them spilled.
@@ -116,4 +128,4 @@ def test_spilling_pays_where_it_costs_less_than_waiting() -> None:
 
 def test_what_fits_neither_gpu_nor_cpu_is_refused() -> None:
     with pytest.raises(DoesNotFit, match="41 tokens does not fit into a KV cache of 40"):
-        curve_decode_s(profile(StepTime(Curve.line(1.0, 0.0), 0.0), capacity=20, spill=20), [Pending(1, 40)])
+        curve_decode_s(profile(StepTime(Curve.line(1.0, 0.0), 0.0), capacity=20, spill=20), [RemainingWork(1, 40)])

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from planner.cost.engine_constants import BACKENDS, UnknownBackend, constants_of, flat_priors, prior_values
 from planner.cost.fitted import FITTED
-from planner.cost.hardware import GPUS, Gpu, UnknownGpu, gpu_named
+from planner.cost.hardware import GPUS, GpuModel, UnknownGpu, gpu_named
 from planner.cost.models import MODELS, Model, UnknownModel, model_named
 from planner.cost.profile import Parallelism
 from planner.cost.roofline import (
-    Load,
+    ClosedLoop,
     Precision,
     all_reduce_s_per_byte,
     decode_s,
@@ -37,7 +37,7 @@ backends = st.sampled_from(BACKENDS)
 
 @given(models, gpus, tps, precisions, batches, batches)
 def test_more_sequences_never_take_less(
-    model: Model, gpu: Gpu, tp: int, precision: Precision, one: float, other: float
+    model: Model, gpu: GpuModel, tp: int, precision: Precision, one: float, other: float
 ) -> None:
     fewer, more = sorted((one, other))
     layout = Parallelism(tp=tp, ep=tp if model.moe else 1)
@@ -47,7 +47,7 @@ def test_more_sequences_never_take_less(
 
 
 @given(models, gpus, precisions)
-def test_wider_tp_reads_fewer_weights_and_less_kv(model: Model, gpu: Gpu, precision: Precision) -> None:
+def test_wider_tp_reads_fewer_weights_and_less_kv(model: Model, gpu: GpuModel, precision: Precision) -> None:
     works = [work_of(model, gpu, Parallelism(tp=tp), precision, 1.0) for tp in (1, 2, 4, 8)]
     weights_s = [float(work.dense_read_s) for work in works]
     assert weights_s == pytest.approx([weights_s[0] / tp for tp in (1, 2, 4, 8)])
@@ -58,7 +58,7 @@ def test_wider_tp_reads_fewer_weights_and_less_kv(model: Model, gpu: Gpu, precis
 
 @given(models, gpus, tps, precisions, batches, st.integers(1, 32768), st.integers(1, 32768))
 def test_more_kv_is_slower(
-    model: Model, gpu: Gpu, tp: int, precision: Precision, batch: float, one: int, other: int
+    model: Model, gpu: GpuModel, tp: int, precision: Precision, batch: float, one: int, other: int
 ) -> None:
     shorter, longer = sorted((one, other))
     work = work_of(model, gpu, Parallelism(tp=tp), precision, batch)
@@ -67,7 +67,7 @@ def test_more_kv_is_slower(
 
 
 @given(models, gpus, tps, batches, st.integers(1, 8192), st.integers(1, 8192))
-def test_longer_prompts_disturb_more(model: Model, gpu: Gpu, tp: int, batch: float, one: int, other: int) -> None:
+def test_longer_prompts_disturb_more(model: Model, gpu: GpuModel, tp: int, batch: float, one: int, other: int) -> None:
     shorter, longer = sorted((one, other))
     work = work_of(model, gpu, Parallelism(tp=tp), Precision(), batch)
     times = [float(tpot_s(work, CONSTANTS, 1000.0, prompt, 500.0)) for prompt in (shorter, longer)]
@@ -76,7 +76,7 @@ def test_longer_prompts_disturb_more(model: Model, gpu: Gpu, tp: int, batch: flo
 
 
 @given(models, gpus)
-def test_more_gpus_hold_more_tokens(model: Model, gpu: Gpu) -> None:
+def test_more_gpus_hold_more_tokens(model: Model, gpu: GpuModel) -> None:
     capacities = [kv_capacity_tokens(model, gpu, Parallelism(tp=tp), Precision()) for tp in (1, 2, 4, 8)]
     assert capacities == sorted(capacities)
 
@@ -132,9 +132,9 @@ def test_kv_heads_are_repeated_rather_than_cut() -> None:
 
 
 def test_the_kv_cache_limits_how_many_run() -> None:
-    assert running_sequences(Load(100, 1000, 1000), 15_000) == 10
-    assert running_sequences(Load(8, 1000, 1000), 15_000) == 8
-    assert running_sequences(Load(100, 1000, 1000), 10) == 1
+    assert running_sequences(ClosedLoop(100, 1000, 1000), 15_000) == 10
+    assert running_sequences(ClosedLoop(8, 1000, 1000), 15_000) == 8
+    assert running_sequences(ClosedLoop(100, 1000, 1000), 10) == 1
 
 
 @pytest.mark.parametrize(

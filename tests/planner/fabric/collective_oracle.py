@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from planner.fabric.intent import Primitive, Traffic
 from planner.fabric.model import EndpointId
-from planner.fabric.plan import Failures
+from planner.fabric.plan import FabricFailures
 from planner.fabric.topology import Server, Site
 from planner.model import GpuId
 
@@ -59,7 +59,7 @@ def _of_group(traffic: Traffic, group: tuple[int, ...]) -> Iterator[Message]:
 class Walk:
     """Where a message goes: `hop` says over which two ToRs, or why over none."""
 
-    def __init__(self, site: Site, failures: Failures) -> None:
+    def __init__(self, site: Site, failures: FabricFailures) -> None:
         self._site = site
         self._failures = failures
 

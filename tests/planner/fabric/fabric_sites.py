@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from hypothesis import strategies as st
 
 from planner.fabric.generate import regular_site
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
-from planner.fabric.plan import Failures
-from planner.fabric.shape import Shape
-from planner.fabric.topology import Role, Site
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
+from planner.fabric.plan import FabricFailures
+from planner.fabric.shape import SiteShape
+from planner.fabric.topology import PodRole, Site
 
 GB = 1e9
 
@@ -27,7 +27,7 @@ def small_site(
 ) -> Site:
     """Of servers with four GPUs and as many NICs."""
     return regular_site(
-        Shape(
+        SiteShape(
             train_pods=train_pods,
             gen_pods=gen_pods,
             servers_per_pod=servers_per_pod,
@@ -44,7 +44,7 @@ def small_site(
     )
 
 
-def gpus_of(site: Site, role: Role) -> tuple[int, ...]:
+def gpus_of(site: Site, role: PodRole) -> tuple[int, ...]:
     return tuple(gpu for server in site.servers if site.pod[server.pod].role is role for gpu in server.gpus)
 
 
@@ -75,7 +75,7 @@ def traffic(draw: st.DrawFn, ranks: tuple[int, ...]) -> Traffic:
         cut = draw(st.integers(1, size - 1))
         groups, receivers = tuple(group[:cut] for group in groups), tuple(group[cut:] for group in groups)
     return Traffic(
-        operation=draw(st.sampled_from([Operation.DP, Operation.EP, Operation.RESPONSES])),
+        operation=draw(st.sampled_from([TrafficOperation.DP, TrafficOperation.EP, TrafficOperation.RESPONSES])),
         primitive=primitive,
         groups=groups,
         bytes_per_rank=draw(st.sampled_from([1.0, 3e6, GB])),
@@ -90,16 +90,16 @@ def intents(draw: st.DrawFn, site: Site, stages: Iterable[Stage] = Stage) -> Int
     stage = draw(st.sampled_from(sorted(stages)))
     ranks = tuple(int(gpu) for server in site.servers for gpu in server.gpus)
     if stage is not Stage.WEIGHT_SYNC:
-        ranks = gpus_of(site, Role.TRAIN if stage is Stage.TRAIN else Role.GEN)
+        ranks = gpus_of(site, PodRole.TRAIN if stage is Stage.TRAIN else PodRole.GEN)
     found = draw(st.lists(traffic(tuple(map(int, ranks))), min_size=1, max_size=3))
     return Intent("any", stage, tuple(found))
 
 
 @st.composite
-def failures(draw: st.DrawFn, site: Site) -> Failures:
+def failures(draw: st.DrawFn, site: Site) -> FabricFailures:
     ports = [(switch.id, port) for switch in site.switches for ports in switch.ports.values() for port in ports]
     nics = [(server.id, nic) for server in site.servers for nic in range(len(server.tors))]
-    return Failures(
+    return FabricFailures(
         ports=frozenset(draw(st.lists(st.sampled_from(ports), max_size=6))),
         switches=frozenset(draw(st.lists(st.sampled_from([switch.id for switch in site.switches]), max_size=1))),
         nics=frozenset(draw(st.lists(st.sampled_from(nics), max_size=5))),

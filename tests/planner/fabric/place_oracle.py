@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, port_pair
-from planner.fabric.place import Placed, PlacingProblem
+from planner.fabric.place import PlacedCircuits, PlacingProblem
 
 
 def draw_problem(
@@ -38,7 +38,7 @@ def draw_problem(
     )
 
 
-def check(problem: PlacingProblem, placed: Placed) -> None:
+def check(problem: PlacingProblem, placed: PlacedCircuits) -> None:
     """All that any placement must hold to."""
     used = Counter((each.switch, port) for each in placed.cross_connects for port in each.ports)
     assert all(count == 1 for count in used.values())

@@ -5,7 +5,17 @@ from hypothesis import strategies as st
 
 from orchestrrl.fabric.site import parse_site
 from orchestrrl.lab.box.site import SITE
-from planner.fabric.cables import DARK, STRANGER, STRAY, WRONG_CABLE, Seen, faults_seen, port_text, traced, walk
+from planner.fabric.cables import (
+    DARK,
+    STRANGER,
+    STRAY,
+    WRONG_CABLE,
+    ObservedCables,
+    faults_seen,
+    port_text,
+    traced,
+    walk,
+)
 from planner.fabric.light import Interface, fibres_of, interfaces_at
 from planner.fabric.model import OcsId, PortPair, port_pair
 
@@ -50,13 +60,13 @@ def test_a_walk_finds_what_is_plugged_in_elsewhere(
         assert DARK in {fault.kind for fault in faults if fault.where == port_text(port)}
 
 
-def seen(ends: dict[tuple[OcsId, int], Interface], up: list[PortPair]) -> Seen:
+def seen(ends: dict[tuple[OcsId, int], Interface], up: list[PortPair]) -> ObservedCables:
     """What the ToRs would tell of these cross-connects."""
     heard: dict[Interface, frozenset[str]] = {}
     for pair in up:
         one, other = (ends[pair.switch, number] for number in pair.ports)
         heard |= {one: frozenset({other[0]} - {one[0]}), other: frozenset({one[0]} - {other[0]})}
-    return Seen(frozenset(heard), heard)  # type: ignore[arg-type]  # ids
+    return ObservedCables(frozenset(heard), heard)  # type: ignore[arg-type]  # ids
 
 
 def test_of_two_that_are_free_the_one_that_is_not_where_it_should_be_is_told() -> None:
@@ -97,5 +107,5 @@ def test_two_ends_of_other_routers_are_strangers() -> None:
 
 def test_a_signal_that_nobody_sends_is_told() -> None:
     stray = CABLING[SWITCH, 3]
-    (fault,) = faults_seen(PLANT, CABLING, [], Seen(frozenset({stray}), {}))
+    (fault,) = faults_seen(PLANT, CABLING, [], ObservedCables(frozenset({stray}), {}))
     assert (fault.kind, fault.where) == (STRAY, "gen0/r0/swp3")

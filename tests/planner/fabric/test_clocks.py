@@ -6,14 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.fabric.clocks import DRIFT_PPM, EXCHANGES, ClockOffset, Exchange, OffsetEstimator
+from planner.fabric.clocks import DRIFT_PPM, EXCHANGES, ClockExchange, ClockOffset, OffsetEstimator
 
 DELAYS = st.floats(0, 0.2)
 EXCHANGE = st.tuples(DELAYS, DELAYS, DELAYS, st.floats(0, 20))  # there, thinking, back, pause
 EPSILON = 1e-9
 
 
-def exchange(now_s: float, offset_s: float, rate: float, there_s: float, thinking_s: float, back_s: float) -> Exchange:
+def exchange(
+    now_s: float, offset_s: float, rate: float, there_s: float, thinking_s: float, back_s: float
+) -> ClockExchange:
     """The other's clock shows `offset_s + rate * t` more at our time t."""
 
     def theirs(ours_s: float) -> float:
@@ -21,7 +23,7 @@ def exchange(now_s: float, offset_s: float, rate: float, there_s: float, thinkin
 
     received_s = now_s + there_s
     answered_s = received_s + thinking_s
-    return Exchange(now_s, theirs(received_s), theirs(answered_s), answered_s + back_s)
+    return ClockExchange(now_s, theirs(received_s), theirs(answered_s), answered_s + back_s)
 
 
 @given(
@@ -52,7 +54,7 @@ def test_the_true_offset_lies_within_the_bound(
 
 def test_one_exchange_is_known_to_half_its_way() -> None:
     estimator = OffsetEstimator(drift_ppm=0)
-    estimator.add(Exchange(10.0, 110.004, 110.104, 10.110))
+    estimator.add(ClockExchange(10.0, 110.004, 110.104, 10.110))
     told = estimator.offset(10.110)
     assert told is not None
     assert told.offset_s == pytest.approx(99.999)
@@ -96,16 +98,16 @@ def test_a_clock_that_was_set_is_noticed_at_the_next_exchange(by_s: float, forwa
 
 def test_an_exchange_during_which_a_clock_was_set_is_refused() -> None:
     estimator = OffsetEstimator()
-    estimator.add(Exchange(0.0, 5.0, 9.0, 0.1))
+    estimator.add(ClockExchange(0.0, 5.0, 9.0, 0.1))
     assert estimator.refused == 1
     assert estimator.offset(0.2) is None
 
 
 def test_impossible_times_say_which() -> None:
     with pytest.raises(ValueError, match=r"back_s must be >= sent_s, got 0.5 < 1.0"):
-        Exchange(1.0, 2.0, 3.0, 0.5)
+        ClockExchange(1.0, 2.0, 3.0, 0.5)
     with pytest.raises(ValueError, match="answered_s must be >= received_s"):
-        Exchange(1.0, 3.0, 2.0, 1.5)
+        ClockExchange(1.0, 3.0, 2.0, 1.5)
     with pytest.raises(ValueError, match="drift_ppm must be >= 0, got -1"):
         OffsetEstimator(drift_ppm=-1)
 

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from planner.fabric.collectives import double_tree, transfers_of
 from planner.fabric.demand import GENERAL, demand_of, flows_of
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.model import EndpointId
-from planner.fabric.plan import Failures
-from planner.fabric.topology import RESPONSES, Role
+from planner.fabric.plan import FabricFailures
+from planner.fabric.topology import RESPONSES, PodRole
 from planner.model import GpuId
 
-NOTHING = Failures()
+NOTHING = FabricFailures()
 
 
 def one(primitive: Primitive, groups: tuple[tuple[int, ...], ...], **more: object) -> Intent:
-    each = Traffic(Operation.EP, primitive, groups, bytes_per_rank=GB, **more)  # type: ignore[arg-type]
+    each = Traffic(TrafficOperation.EP, primitive, groups, bytes_per_rank=GB, **more)  # type: ignore[arg-type]
     return Intent("any", Stage.TRAIN, (each,))
 
 
@@ -33,7 +33,7 @@ def test_every_message_is_found_between_its_tors(data: st.DataObject) -> None:
         traffic(ranks).filter(lambda each: each.primitive not in (Primitive.TREE_ALL_REDUCE, Primitive.BROADCAST))
     )
     servers = data.draw(st.lists(st.sampled_from([each.id for each in site.servers]), max_size=3, unique=True))
-    broken = Failures(
+    broken = FabricFailures(
         nics=frozenset((server, data.draw(st.integers(0, 3))) for server in servers),
         servers=frozenset(data.draw(st.lists(st.sampled_from([each.id for each in site.servers]), max_size=1))),
     )
@@ -43,7 +43,7 @@ def test_every_message_is_found_between_its_tors(data: st.DataObject) -> None:
     for source, destination, sent_bytes in messages(some):
         expected[walk.hop(places[source], places[destination])] += sent_bytes
     flows = flows_of(Intent("any", Stage.TRAIN, (some,), places), site, broken)
-    purpose = RESPONSES if some.operation is Operation.RESPONSES and site.reservations else GENERAL
+    purpose = RESPONSES if some.operation is TrafficOperation.RESPONSES and site.reservations else GENERAL
     found = {**flows.tors[purpose], "nvlink": flows.nvlink_bytes, "below": flows.below_tor_bytes}
     found["dropped"] = flows.dropped_bytes  # type: ignore[index]
     assert {key: value for key, value in found.items() if value} == pytest.approx(dict(expected))
@@ -117,7 +117,7 @@ def test_a_broadcast_enters_each_pod_tor_and_server_once(data: st.DataObject) ->
 
 def test_shards_are_seeded_at_different_tors() -> None:
     site = small_site()
-    gen = gpus_of(site, Role.GEN)
+    gen = gpus_of(site, PodRole.GEN)
     flows = flows_of(one(Primitive.BROADCAST, tuple((rank,) for rank in range(8)), receivers=(gen,) * 8), site, NOTHING)
     seeded = {end for start, end in flows.tors[GENERAL] if site.pod_of[start] != site.pod_of[end]}
     assert len(seeded) > 4
@@ -141,7 +141,7 @@ def test_what_changes_rails_is_handed_over_inside_the_server_first() -> None:
 def test_traffic_of_a_failed_nic_takes_another_and_is_told() -> None:
     site = small_site()
     server = site.servers[0]
-    broken = Failures(nics=frozenset({(server.id, 0)}))
+    broken = FabricFailures(nics=frozenset({(server.id, 0)}))
     intent = one(Primitive.PIPELINE, ((8, 0),))
     flows = flows_of(intent, site, broken)
     assert flows.tors[GENERAL] == {(site.tor_of(GpuId(9)), site.tor_of(GpuId(1))): GB}
@@ -153,7 +153,9 @@ def test_traffic_of_a_failed_nic_takes_another_and_is_told() -> None:
 
 def test_ranks_that_are_nowhere_are_told() -> None:
     site = small_site()
-    demand = demand_of(one(Primitive.PIPELINE, ((0, 9), (1, 2000))), site, Failures(servers=frozenset({"train0/s2"})))  # type: ignore[arg-type]
+    demand = demand_of(
+        one(Primitive.PIPELINE, ((0, 9), (1, 2000))), site, FabricFailures(servers=frozenset({"train0/s2"}))
+    )  # type: ignore[arg-type]
     assert not demand.core
     assert demand.notes == (
         "2 ranks are on no server of the site that works (9, 2000)",
@@ -176,7 +178,9 @@ def test_shares_of_uplinks_follow_their_healthy_lanes() -> None:
     first = site.uplinks_of[EndpointId("train0")][0].id
     lanes = [lane for lane in site.lanes if lane.uplink == first]
     demand = demand_of(
-        one(Primitive.PIPELINE, ((0, 16),)), site, Failures(ports=frozenset({(lanes[0].core, lanes[0].core_port)}))
+        one(Primitive.PIPELINE, ((0, 16),)),
+        site,
+        FabricFailures(ports=frozenset({(lanes[0].core, lanes[0].core_port)})),
     )
     shares = {end: count / GB for (_, end), count in demand.agg[EndpointId("train0")].items()}
     assert shares[first] == pytest.approx(3 / 7)
@@ -186,7 +190,7 @@ def test_shares_of_uplinks_follow_their_healthy_lanes() -> None:
 def test_a_pod_without_lanes_is_told() -> None:
     site = small_site(response_lanes=0)
     lanes = [lane for lane in site.lanes if site.pod_of[lane.uplink] == "train1"]
-    broken = Failures(ports=frozenset((lane.core, lane.core_port) for lane in lanes))
+    broken = FabricFailures(ports=frozenset((lane.core, lane.core_port) for lane in lanes))
     demand = demand_of(one(Primitive.PIPELINE, ((0, 16),)), site, broken)
     assert demand.core == {("train0", "train1"): GB}
     assert demand.notes == ("train1: no lane to the core is left",)

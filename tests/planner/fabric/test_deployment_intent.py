@@ -9,17 +9,17 @@ from planner.cost.models import MODELS
 from planner.fabric.demand import GENERAL, demand_of, flows_of
 from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
 from planner.fabric.generate import regular_site
-from planner.fabric.intent import Operation, Primitive, Stage
+from planner.fabric.intent import Primitive, Stage, TrafficOperation
 from planner.fabric.materialize import materialize
-from planner.fabric.plan import FabricPlan, FabricState, Failures
-from planner.fabric.shape import Shape
-from planner.fabric.topology import Role
+from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
+from planner.fabric.shape import SiteShape
+from planner.fabric.topology import PodRole
 from planner.model import EngineId, GpuId, Parallelism
 
 DENSE = MODELS["qwen2.5-14b"]
 EXPERTS = MODELS["qwen3-235b-a22b"]
 TOKENS = 1e6
-NOTHING = Failures()
+NOTHING = FabricFailures()
 
 
 def engine(layout: Parallelism, first: int = 0, name: str = "e0", responses: float = 0.0) -> DeployedEngine:
@@ -30,7 +30,7 @@ def engine(layout: Parallelism, first: int = 0, name: str = "e0", responses: flo
 def test_tp_sums_up_twice_a_layer() -> None:
     (found,) = deployment_intent(DENSE, [engine(Parallelism(tp=4))]).traffic
     assert (found.operation, found.primitive, found.groups) == (
-        Operation.TP,
+        TrafficOperation.TP,
         Primitive.RING_ALL_REDUCE,
         ((0, 1, 2, 3),),
     )
@@ -42,8 +42,8 @@ def test_one_gpu_says_nothing() -> None:
 
 
 def test_tp_beyond_a_node_crosses_on_every_rail() -> None:
-    site = regular_site(Shape(1, 1, servers_per_pod=2, servers_per_tor=1))
-    gen = gpus_of(site, Role.GEN)
+    site = regular_site(SiteShape(1, 1, servers_per_pod=2, servers_per_tor=1))
+    gen = gpus_of(site, PodRole.GEN)
     layout = Parallelism(tp=16)
     found = deployment_intent(DENSE, [DeployedEngine(EngineId("wide"), tuple(map(GpuId, gen)), layout, TOKENS)])
     flows = flows_of(found, site, NOTHING)
@@ -56,31 +56,31 @@ def test_tp_beyond_a_node_crosses_on_every_rail() -> None:
 def test_experts_are_reached_and_left_by_all_replicas() -> None:
     both = deployment_intent(EXPERTS, [engine(Parallelism(tp=2, dp=4, ep=8))]).traffic
     found = {each.operation: each for each in both}
-    exchange = found[Operation.EP]
+    exchange = found[TrafficOperation.EP]
     assert exchange.groups == (tuple(range(8)),)
     assert exchange.bytes_per_rank * exchange.times * 8 == pytest.approx(TOKENS * 8 * 4096 * 2 * 2 * 94)
-    summed = found[Operation.TP]
+    summed = found[TrafficOperation.TP]
     assert summed.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert summed.bytes_per_rank * summed.times == pytest.approx(TOKENS / 4 * 4096 * 2 * 94)
 
 
 def test_experts_inside_one_tp_group_are_summed_up_instead() -> None:
     (found,) = deployment_intent(EXPERTS, [engine(Parallelism(tp=8, ep=8))]).traffic
-    assert (found.operation, found.times) == (Operation.TP, 2 * 94)
+    assert (found.operation, found.times) == (TrafficOperation.TP, 2 * 94)
 
 
 def test_pipeline_stages_hand_on_once() -> None:
     found = {each.operation: each for each in deployment_intent(DENSE, [engine(Parallelism(tp=2, pp=2))]).traffic}
-    assert found[Operation.PP].groups == ((0, 2), (1, 3))
-    assert found[Operation.PP].bytes_per_rank == TOKENS * 5120 * 2 / 2
-    assert found[Operation.TP].groups == ((0, 1), (2, 3))
-    assert found[Operation.TP].times == 48
+    assert found[TrafficOperation.PP].groups == ((0, 2), (1, 3))
+    assert found[TrafficOperation.PP].bytes_per_rank == TOKENS * 5120 * 2 / 2
+    assert found[TrafficOperation.TP].groups == ((0, 1), (2, 3))
+    assert found[TrafficOperation.TP].times == 48
 
 
 def test_attention_and_experts_exchange_both_ways() -> None:
     layout = Parallelism(attention_gpus=16, ffn_gpus=8)
     (found,) = deployment_intent(EXPERTS, [engine(layout)]).traffic
-    assert (found.operation, found.primitive, found.both_ways) == (Operation.AFD, Primitive.BIPARTITE, True)
+    assert (found.operation, found.primitive, found.both_ways) == (TrafficOperation.AFD, Primitive.BIPARTITE, True)
     assert (found.groups, found.receivers) == ((tuple(range(16)),), (tuple(range(16, 24)),))
     assert found.bytes_per_rank * found.times * 16 == pytest.approx(TOKENS * 8 * 4096 * 2 * 94)
 
@@ -89,18 +89,18 @@ def test_a_dense_ffn_of_its_own_is_summed_up() -> None:
     layout = Parallelism(tp=2, attention_gpus=4, ffn_gpus=2)
     found = deployment_intent(DENSE, [engine(layout)]).traffic
     assert [(each.operation, each.groups) for each in found] == [
-        (Operation.AFD, ((0, 1, 2, 3),)),
-        (Operation.TP, ((0, 1), (2, 3))),
-        (Operation.TP, ((4, 5),)),
+        (TrafficOperation.AFD, ((0, 1, 2, 3),)),
+        (TrafficOperation.TP, ((0, 1), (2, 3))),
+        (TrafficOperation.TP, ((4, 5),)),
     ]
 
 
 def test_responses_go_to_trainers_in_turn_over_the_slice() -> None:
     site = small_site()
-    gen, train = gpus_of(site, Role.GEN), gpus_of(site, Role.TRAIN)
+    gen, train = gpus_of(site, PodRole.GEN), gpus_of(site, PodRole.TRAIN)
     engines = [engine(Parallelism(tp=4), gen[0] + 4 * number, f"e{number}", 1000.0) for number in range(8)]
     intent = deployment_intent(DENSE, engines, trainers=tuple(map(GpuId, train[:2])))
-    streams = [each for each in intent.traffic if each.operation is Operation.RESPONSES]
+    streams = [each for each in intent.traffic if each.operation is TrafficOperation.RESPONSES]
     assert Counter(group[1] for each in streams for group in each.groups) == {train[0]: 4, train[1]: 4}
     demand = demand_of(intent, site, NOTHING)
     assert demand.core == pytest.approx({("gen0", "train0"): 4 * 8000.0, ("gen1", "train0"): 4 * 8000.0})
@@ -116,8 +116,8 @@ def test_engines_that_are_alike_share_an_entry() -> None:
 
 
 def test_a_switch_of_parallelism_changes_demand_and_circuits() -> None:
-    site = regular_site(Shape(1, 1, servers_per_pod=4, servers_per_tor=1))
-    gen = gpus_of(site, Role.GEN)
+    site = regular_site(SiteShape(1, 1, servers_per_pod=4, servers_per_tor=1))
+    gen = gpus_of(site, PodRole.GEN)
     narrow = [engine(Parallelism(tp=8), gen[0] + 8 * number, f"e{number}") for number in range(4)]
     wide = [engine(Parallelism(tp=1, dp=32, ep=32), gen[0])]
     split = [engine(Parallelism(attention_gpus=24, ffn_gpus=8), gen[0])]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
 from planner.fabric.direct import direct
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
 from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
 from planner.fabric.plan import FabricPlan, FabricState
@@ -114,7 +114,7 @@ def sent(site: Site, pairs: Mapping[Pair, float]) -> Intent:
         "period",
         Stage.TRAIN,
         tuple(
-            Traffic(Operation.PP, Primitive.PIPELINE, ((int(voice[one]), int(voice[other])),), size)
+            Traffic(TrafficOperation.PP, Primitive.PIPELINE, ((int(voice[one]), int(voice[other])),), size)
             for (one, other), size in sorted(pairs.items())
         ),
     )

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.fabric.generate import regular_site
-from planner.fabric.shape import Impossible, Shape
+from planner.fabric.shape import ImpossibleSite, SiteShape
 from planner.fabric.survey import survey
-from planner.fabric.topology import RESPONSES, Device, Role, Site, Switch, Tier
+from planner.fabric.topology import RESPONSES, PodRole, Site, Switch, SwitchModel, Tier
 
 COUNTS = {
     "train_pods": st.integers(0, 4),
@@ -25,25 +25,25 @@ COUNTS = {
     "core_lanes": st.sampled_from([None, 5, 6, 12, 24, 36, 48]),
     "response_lanes": st.none() | st.integers(0, 3),
     "link_gbps": st.sampled_from([100.0, 200.0, 400.0]),
-    "agg_device": st.builds(Device, st.just("agg"), st.just(0.01), st.integers(4, 160)),
-    "core_device": st.builds(Device, st.just("core"), st.just(0.01), st.integers(4, 160)),
+    "agg_device": st.builds(SwitchModel, st.just("agg"), st.just(0.01), st.integers(4, 160)),
+    "core_device": st.builds(SwitchModel, st.just("core"), st.just(0.01), st.integers(4, 160)),
     "agg_switches": st.sampled_from([None, None, 1, 2, 4]),
     "core_switches": st.sampled_from([None, None, 1, 2, 4]),
 }
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> Shape | Impossible:
+def shapes(draw: st.DrawFn) -> SiteShape | ImpossibleSite:
     try:
-        return Shape(**{name: draw(values) for name, values in COUNTS.items()})
-    except Impossible as impossible:
+        return SiteShape(**{name: draw(values) for name, values in COUNTS.items()})
+    except ImpossibleSite as impossible:
         return impossible
 
 
-def built(shape: Shape | Impossible) -> Site | Impossible:
+def built(shape: SiteShape | ImpossibleSite) -> Site | ImpossibleSite:
     try:
-        return shape if isinstance(shape, Impossible) else regular_site(shape)
-    except Impossible as impossible:
+        return shape if isinstance(shape, ImpossibleSite) else regular_site(shape)
+    except ImpossibleSite as impossible:
         return impossible
 
 
@@ -72,9 +72,9 @@ def tiers(site: Site) -> list[tuple[Tier, list[Switch], list[str]]]:
 
 
 @given(shapes())
-def test_any_two_endpoints_share_every_switch_evenly(shape: Shape | Impossible) -> None:
+def test_any_two_endpoints_share_every_switch_evenly(shape: SiteShape | ImpossibleSite) -> None:
     site = built(shape)
-    if isinstance(site, Impossible):
+    if isinstance(site, ImpossibleSite):
         return
     for _, switches, endpoints in tiers(site):
         for endpoint in endpoints:
@@ -89,9 +89,9 @@ def test_any_two_endpoints_share_every_switch_evenly(shape: Shape | Impossible) 
 
 
 @given(shapes())
-def test_no_switch_more_than_the_ports_need(shape: Shape | Impossible) -> None:
+def test_no_switch_more_than_the_ports_need(shape: SiteShape | ImpossibleSite) -> None:
     site = built(shape)
-    if isinstance(site, Impossible) or isinstance(shape, Impossible):
+    if isinstance(site, ImpossibleSite) or isinstance(shape, ImpossibleSite):
         return
     for tier, switches, endpoints in tiers(site):
         wanted = shape.agg_switches if tier is Tier.AGG else shape.core_switches
@@ -102,9 +102,9 @@ def test_no_switch_more_than_the_ports_need(shape: Shape | Impossible) -> None:
 
 
 @given(shapes())
-def test_servers_are_rail_aligned(shape: Shape | Impossible) -> None:
+def test_servers_are_rail_aligned(shape: SiteShape | ImpossibleSite) -> None:
     site = built(shape)
-    if isinstance(site, Impossible) or isinstance(shape, Impossible):
+    if isinstance(site, ImpossibleSite) or isinstance(shape, ImpossibleSite):
         return
     assert list(site.server_of) == list(range(shape.pods * shape.servers_per_pod * shape.gpus_per_server))
     for server in site.servers:
@@ -119,9 +119,9 @@ def test_servers_are_rail_aligned(shape: Shape | Impossible) -> None:
 
 
 @given(shapes())
-def test_responses_have_lanes_in_pairs_and_leave_some(shape: Shape | Impossible) -> None:
+def test_responses_have_lanes_in_pairs_and_leave_some(shape: SiteShape | ImpossibleSite) -> None:
     site = built(shape)
-    if isinstance(site, Impossible) or isinstance(shape, Impossible):
+    if isinstance(site, ImpossibleSite) or isinstance(shape, ImpossibleSite):
         return
     role = {pod.id: pod.role for pod in site.pods}
     lanes = Counter(site.pod_of[lane.uplink] for lane in site.lanes)
@@ -129,21 +129,21 @@ def test_responses_have_lanes_in_pairs_and_leave_some(shape: Shape | Impossible)
     for each in site.reservations:
         assert each.purpose == RESPONSES
         pods = [site.core_cabling.ports[each.switch][port] for port in each.ports]
-        assert Counter(role[pod] for pod in pods) == dict.fromkeys(Role, len(pods) // 2)
+        assert Counter(role[pod] for pod in pods) == dict.fromkeys(PodRole, len(pods) // 2)
         kept.update(pods)
     assert all(kept[pod] < lanes[pod] for pod in kept)
-    gen = {kept[pod.id] for pod in site.pods if pod.role is Role.GEN}
+    gen = {kept[pod.id] for pod in site.pods if pod.role is PodRole.GEN}
     assert len(gen) <= 1
     if shape.response_lanes is not None and shape.train_pods and shape.gen_pods:
         assert gen == {shape.response_lanes}
-    train = [kept[pod.id] for pod in site.pods if pod.role is Role.TRAIN]
+    train = [kept[pod.id] for pod in site.pods if pod.role is PodRole.TRAIN]
     assert not train or max(train) - min(train) <= 1
 
 
 @given(shapes())
-def test_what_cannot_be_names_parameters_and_their_values(shape: Shape | Impossible) -> None:
+def test_what_cannot_be_names_parameters_and_their_values(shape: SiteShape | ImpossibleSite) -> None:
     site = built(shape)
-    if isinstance(site, Impossible):
+    if isinstance(site, ImpossibleSite):
         assert site.faults
         for fault in site.faults:
             assert fault.parameter in COUNTS
@@ -151,9 +151,9 @@ def test_what_cannot_be_names_parameters_and_their_values(shape: Shape | Impossi
 
 
 @given(shapes())
-def test_a_radix_that_is_refused_does_not_suffice(shape: Shape | Impossible) -> None:
+def test_a_radix_that_is_refused_does_not_suffice(shape: SiteShape | ImpossibleSite) -> None:
     site = built(shape)
-    if isinstance(shape, Impossible) or not isinstance(site, Impossible):
+    if isinstance(shape, ImpossibleSite) or not isinstance(site, ImpossibleSite):
         return
     tors = [shape.tor_fibres] * (shape.blocks * shape.rail_count)
     uplinks = [shape.uplink_lanes] * shape.uplinks
@@ -165,7 +165,7 @@ def test_a_radix_that_is_refused_does_not_suffice(shape: Shape | Impossible) -> 
 
 
 def test_by_default_tors_are_not_oversubscribed_and_half_of_their_capacity_leaves_the_pod() -> None:
-    found = survey(regular_site(Shape(train_pods=2, gen_pods=4, servers_per_pod=8)))
+    found = survey(regular_site(SiteShape(train_pods=2, gen_pods=4, servers_per_pod=8)))
     assert {each.tor_ratio for each in found.pods} == {1.0}
     assert {each.uplink_ratio for each in found.pods} == {2.0}
     assert {(each.gpus, each.lanes) for each in found.pods} == {(64, 32)}
@@ -176,31 +176,31 @@ def test_by_default_tors_are_not_oversubscribed_and_half_of_their_capacity_leave
 @pytest.mark.parametrize(
     ("shape", "gpus"),
     [
-        (Shape(train_pods=4, gen_pods=4, servers_per_pod=32), 2_048),
-        (Shape(train_pods=24, gen_pods=40, servers_per_pod=32), 16_384),
-        (Shape(train_pods=4, gen_pods=4, servers_per_pod=256), 16_384),
+        (SiteShape(train_pods=4, gen_pods=4, servers_per_pod=32), 2_048),
+        (SiteShape(train_pods=24, gen_pods=40, servers_per_pod=32), 16_384),
+        (SiteShape(train_pods=4, gen_pods=4, servers_per_pod=256), 16_384),
     ],
 )
-def test_large_sites(shape: Shape, gpus: int) -> None:
+def test_large_sites(shape: SiteShape, gpus: int) -> None:
     site = regular_site(shape)
     assert len(site.server_of) == gpus
     assert survey(site).warnings == ()
 
 
 def test_all_faults_of_a_shape_at_once() -> None:
-    with pytest.raises(Impossible) as raised:
-        Shape(train_pods=-1, gen_pods=2, servers_per_pod=0, rails=0, link_gbps=float("nan"))
+    with pytest.raises(ImpossibleSite) as raised:
+        SiteShape(train_pods=-1, gen_pods=2, servers_per_pod=0, rails=0, link_gbps=float("nan"))
     assert {fault.parameter for fault in raised.value.faults} == {"train_pods", "servers_per_pod", "rails", "link_gbps"}
 
 
 def test_a_switch_too_small_says_what_to_change() -> None:
-    tiny = Device("tiny", 0.01, 8)
-    shape = Shape(train_pods=1, gen_pods=1, servers_per_pod=8, agg_device=tiny)
-    with pytest.raises(Impossible, match=r"needs 12; take fewer servers_per_pod, more servers_per_tor"):
+    tiny = SwitchModel("tiny", 0.01, 8)
+    shape = SiteShape(train_pods=1, gen_pods=1, servers_per_pod=8, agg_device=tiny)
+    with pytest.raises(ImpossibleSite, match=r"needs 12; take fewer servers_per_pod, more servers_per_tor"):
         regular_site(shape)
-    assert regular_site(replace(shape, agg_device=Device("enough", 0.01, 16)))
+    assert regular_site(replace(shape, agg_device=SwitchModel("enough", 0.01, 16)))
 
 
 def test_more_responses_than_the_core_has_lanes_for() -> None:
-    with pytest.raises(Impossible, match=r"lower it \(0: none are kept\) or raise core_lanes"):
-        regular_site(Shape(train_pods=1, gen_pods=4, servers_per_pod=1, core_lanes=4, response_lanes=1))
+    with pytest.raises(ImpossibleSite, match=r"lower it \(0: none are kept\) or raise core_lanes"):
+        regular_site(SiteShape(train_pods=1, gen_pods=4, servers_per_pod=1, core_lanes=4, response_lanes=1))

@@ -13,7 +13,7 @@ from planner.fabric.masks import Port
 from planner.fabric.materialize import materialize
 from planner.fabric.model import OcsId, PortPair, port_pair
 from planner.fabric.plan import FabricPlan, FabricState
-from planner.fabric.steering import Link
+from planner.fabric.steering import RoutedLink
 from planner.fabric.templates import TemplateBook
 from planner.fabric.topology import Site, Tier
 
@@ -34,7 +34,9 @@ def patched(draw: st.DrawFn, site: Site) -> frozenset[PortPair]:
     return frozenset(found)
 
 
-def oracle(site: Site, up: Iterable[PortPair], interfaces: Mapping[Port, Interface]) -> dict[Link, frozenset[PortPair]]:
+def oracle(
+    site: Site, up: Iterable[PortPair], interfaces: Mapping[Port, Interface]
+) -> dict[RoutedLink, frozenset[PortPair]]:
     """A set of joined ports with two ToRs in it is a link, over every cross-connect in it."""
     up = frozenset(up)
     group: dict[Port, set[Port]] = {}
@@ -52,11 +54,11 @@ def oracle(site: Site, up: Iterable[PortPair], interfaces: Mapping[Port, Interfa
     for ports in group.values():
         ends = sorted(interfaces[port] for port in ports if port in interfaces)
         if len(ends) == 2 and ends[0][0] != ends[1][0]:
-            found[Link.of(*ends[0], *ends[1])] = frozenset(p for p in up if (p.switch, p.port_a) in ports)
+            found[RoutedLink.of(*ends[0], *ends[1])] = frozenset(p for p in up if (p.switch, p.port_a) in ports)
     return found
 
 
-def told(lit: Iterable[Lit]) -> dict[Link, frozenset[PortPair]]:
+def told(lit: Iterable[Lit]) -> dict[RoutedLink, frozenset[PortPair]]:
     return {each.link: frozenset(each.over) for each in lit}
 
 

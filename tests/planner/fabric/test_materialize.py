@@ -8,13 +8,13 @@ from fabric_sites import GB, failures, gpus_of, intents, sites, small_site
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize, validate
 from planner.fabric.model import EndpointId, OcsId, PortPair, port_pair
-from planner.fabric.plan import FabricPlan, FabricState, Failures
+from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
 from planner.fabric.sizing import spread
 from planner.fabric.templates import TemplateBook
-from planner.fabric.topology import Role, Site, Tier
+from planner.fabric.topology import PodRole, Site, Tier
 from planner.model import Hold
 
 
@@ -24,24 +24,26 @@ def planned(site: Site, intent: Intent, state: FabricState) -> FabricPlan:
     return plan
 
 
-def all_to_all(site: Site, role: Role, stage: Stage, period: str = "any") -> Intent:
-    each = Traffic(Operation.EP, Primitive.ALL_TO_ALL, (gpus_of(site, role),), GB)
+def all_to_all(site: Site, role: PodRole, stage: Stage, period: str = "any") -> Intent:
+    each = Traffic(TrafficOperation.EP, Primitive.ALL_TO_ALL, (gpus_of(site, role),), GB)
     return Intent(period, stage, (each,))
 
 
 def gradients(site: Site) -> Intent:
-    return all_to_all(site, Role.TRAIN, Stage.TRAIN, "gradients")
+    return all_to_all(site, PodRole.TRAIN, Stage.TRAIN, "gradients")
 
 
 def generation(site: Site) -> Intent:
-    groups = [gpus_of(site, Role.GEN)[first : first + 16] for first in range(0, len(gpus_of(site, Role.GEN)), 16)]
-    return Intent("generation", Stage.GEN, (Traffic(Operation.EP, Primitive.ALL_TO_ALL, tuple(groups), GB),))
+    groups = [gpus_of(site, PodRole.GEN)[first : first + 16] for first in range(0, len(gpus_of(site, PodRole.GEN)), 16)]
+    return Intent("generation", Stage.GEN, (Traffic(TrafficOperation.EP, Primitive.ALL_TO_ALL, tuple(groups), GB),))
 
 
 def weights(site: Site) -> Intent:
-    holders = gpus_of(site, Role.TRAIN)[:4]
-    receivers = (gpus_of(site, Role.GEN),) * 4
-    each = Traffic(Operation.WEIGHT_SYNC, Primitive.BROADCAST, tuple((r,) for r in holders), GB, receivers=receivers)
+    holders = gpus_of(site, PodRole.TRAIN)[:4]
+    receivers = (gpus_of(site, PodRole.GEN),) * 4
+    each = Traffic(
+        TrafficOperation.WEIGHT_SYNC, Primitive.BROADCAST, tuple((r,) for r in holders), GB, receivers=receivers
+    )
     return Intent("weights", Stage.WEIGHT_SYNC, (each,))
 
 
@@ -104,7 +106,7 @@ def test_a_plan_leaves_others_alone(data: st.DataObject) -> None:
     before = planned(site, generation(site), FabricState(before.cross_connects))
     intent = data.draw(intents(site, [Stage.TRAIN, Stage.GEN]))
     plan = planned(site, intent, FabricState(before.cross_connects))
-    other = Role.GEN if intent.stage is Stage.TRAIN else Role.TRAIN
+    other = PodRole.GEN if intent.stage is Stage.TRAIN else PodRole.TRAIN
     untouched = {pod.id for pod in site.pods if pod.role is other}
     for one, two in ((before, plan), (plan, before)):
         assert not [each for each in one.cross_connects - two.cross_connects if pods_of(site, each) <= untouched]
@@ -188,7 +190,7 @@ def test_weights_reach_gen_pods_over_the_core() -> None:
 def test_left_over_ports_raise_bisection() -> None:
     site = small_site(train_pods=1, response_lanes=0)
     far = (0, 8)  # one rank on either block: a single pair of ToRs has demand
-    intent = Intent("pair", Stage.TRAIN, (Traffic(Operation.DP, Primitive.RING_ALL_REDUCE, (far,), GB),))
+    intent = Intent("pair", Stage.TRAIN, (Traffic(TrafficOperation.DP, Primitive.RING_ALL_REDUCE, (far,), GB),))
     plan = planned(site, intent, FabricState())
     (tier, _) = plan.tiers
     assert len(tier.circuits) == 1 + 6 * 5 // 2  # the pair has all ports of its two ToRs, the other six meet each other
@@ -222,7 +224,7 @@ def test_a_pod_that_cannot_lift_takes_circuits_from_the_core() -> None:
         for port in ports[2:]
     }
     assert switches
-    state = FabricState(failures=Failures(ports=frozenset(some)))
+    state = FabricState(failures=FabricFailures(ports=frozenset(some)))
     left = planned(site, gradients(site), state)
     assert len(in_core(site, left.cross_connects)) < len(in_core(site, whole.cross_connects))
     assert not validate(site, state, left.cross_connects)
@@ -233,7 +235,7 @@ def test_pinned_circuits_stay_and_nobody_else_has_their_ports() -> None:
     up = planned(site, gradients(site), FabricState())
     kept = frozenset(sorted(up.cross_connects)[::7])
     state = FabricState(up.cross_connects, pinned=kept)
-    for intent in (generation(site), weights(site), all_to_all(site, Role.TRAIN, Stage.TRAIN)):
+    for intent in (generation(site), weights(site), all_to_all(site, PodRole.TRAIN, Stage.TRAIN)):
         assert kept <= planned(site, intent, state).cross_connects
 
 
@@ -249,7 +251,7 @@ def test_what_was_planned_is_checked_again_before_it_is_committed() -> None:
     used = min(in_core(site, plan.cross_connects))
     lane = next(lane for lane in site.lanes if (lane.core, lane.core_port) == (used.switch, used.port_a))
     assert validate(site, FabricState(), plan.cross_connects) == ()
-    broken = FabricState(failures=Failures(ports=frozenset({(lane.agg, lane.agg_port)})))
+    broken = FabricState(failures=FabricFailures(ports=frozenset({(lane.agg, lane.agg_port)})))
     assert validate(site, broken, plan.cross_connects) == (f"port {lane.agg_port} of {lane.agg} has failed",)
     pinned = FabricState(pinned=frozenset({port_pair(used.switch, used.port_a, 570)}))
     assert validate(site, pinned, plan.cross_connects) == (f"{used}: port {used.port_a} is pinned",)
@@ -270,7 +272,7 @@ def test_an_intent_of_nobody_is_held() -> None:
 
 def test_traffic_that_a_stage_gives_no_circuits_is_told() -> None:
     site = small_site()
-    across = Intent("any", Stage.GEN, all_to_all(site, Role.GEN, Stage.GEN).traffic)
+    across = Intent("any", Stage.GEN, all_to_all(site, PodRole.GEN, Stage.GEN).traffic)
     assert any("gives no circuits" in note for note in planned(site, across, FabricState()).notes)
 
 

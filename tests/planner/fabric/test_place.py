@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from place_oracle import best_by_program, best_of_all, check, draw_problem
 
 from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, pair_of, port_pair
-from planner.fabric.place import Placed, PlacingProblem, place
+from planner.fabric.place import PlacedCircuits, PlacingProblem, place
 
 
 def tor(number: int) -> EndpointId:
@@ -35,7 +35,7 @@ def circuits(*ends: tuple[int, int, int]) -> Mapping[Pair, int]:
     return {pair_of(tor(one), tor(other)): count for one, other, count in ends}
 
 
-def figures(placed: Placed) -> tuple[int, int]:
+def figures(placed: PlacedCircuits) -> tuple[int, int]:
     return len(placed.cross_connects), len(placed.kept)
 
 
@@ -69,7 +69,7 @@ def test_a_failed_port_is_not_used_and_what_is_up_on_it_goes() -> None:
 
 def test_nothing_wanted_removes_everything() -> None:
     problem = PlacingProblem(regular(2, 1, 1), {}, frozenset((PortPair(ocs(0), 0, 1),)))
-    assert place(problem) == Placed((), (), {}, 0, 0)
+    assert place(problem) == PlacedCircuits((), (), {}, 0, 0)
 
 
 def test_an_endpoint_without_fibres_is_left_out() -> None:

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.fabric.sequence import PLACE_UNKNOWN, UNLEARNT, Found, Marked, Quiet, repetition
+from planner.fabric.sequence import PLACE_UNKNOWN, UNLEARNT, MarkedIterations, QuietSpan, RepetitionFinder, repetition
 from planner.model import Hold
 
-QUIET = Quiet(0.0, 0.0, 0.01)
+QUIET = QuietSpan(0.0, 0.0, 0.01)
 
 
-def tell(follower: Found | Marked, ids: list[int]) -> list[bool]:
+def tell(follower: RepetitionFinder | MarkedIterations, ids: list[int]) -> list[bool]:
     """Whether each was expected: True where the place was certain and the collective was the one there."""
     fitted = []
     for id in ids:
         place = follower.place
-        known = follower.sequence if isinstance(follower, Found) else follower.here
+        known = follower.sequence if isinstance(follower, RepetitionFinder) else follower.here
         expected = None
         if not isinstance(place, Hold) and known is not None:
             expected = known.ids[place[0]] if place[0] < len(known.ids) else None
@@ -26,7 +26,7 @@ def tell(follower: Found | Marked, ids: list[int]) -> list[bool]:
     return fitted
 
 
-def certain(follower: Found | Marked) -> bool:
+def certain(follower: RepetitionFinder | MarkedIterations) -> bool:
     return not isinstance(follower.place, Hold)
 
 
@@ -44,7 +44,7 @@ def test_a_repetition_is_the_one_that_covers_most(ids: list[int]) -> None:
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.lists(st.integers(6, 9), max_size=10))
 def test_a_repetition_is_found_behind_whatever_came_first(loop: list[int], before: list[int]) -> None:
-    follower = Found()
+    follower = RepetitionFinder()
     tell(follower, before)
     tell(follower, loop * 12)
     assert certain(follower)
@@ -60,7 +60,7 @@ def test_a_repetition_is_found_behind_whatever_came_first(loop: list[int], befor
 def test_equal_layers_are_told_from_iterations(layers: int, per_layer: list[int]) -> None:
     """A layer is taken for the iteration once; where the layers end is a surprise no more than that once."""
     iteration = per_layer * layers + [7, 8, 9] + per_layer[::-1] * layers + [5]
-    follower, surprises = Found(), 0
+    follower, surprises = RepetitionFinder(), 0
     for _ in range(4):
         for id in iteration:
             sure = certain(follower)
@@ -74,7 +74,7 @@ def test_equal_layers_are_told_from_iterations(layers: int, per_layer: list[int]
 
 
 def test_a_short_loop_that_never_ends_is_an_iteration() -> None:
-    follower = Found()
+    follower = RepetitionFinder()
     tell(follower, [1, 2] * 200)
     assert follower.sequence is not None
     assert len(follower.sequence.ids) == 2
@@ -88,7 +88,7 @@ def test_a_short_loop_that_never_ends_is_an_iteration() -> None:
 
 
 def test_another_sequence_is_learned_anew() -> None:
-    follower = Found()
+    follower = RepetitionFinder()
     tell(follower, [1, 2, 3] * 200)
     tell(follower, [1, 4, 3, 5] * 20)
     assert follower.sequence is not None
@@ -99,7 +99,7 @@ def test_another_sequence_is_learned_anew() -> None:
 
 @given(st.integers(0, 1000))
 def test_noise_is_believed_only_where_it_does_repeat(seed: int) -> None:
-    rng, follower, told = random.Random(seed), Found(), list[int]()
+    rng, follower, told = random.Random(seed), RepetitionFinder(), list[int]()
     for _ in range(300):
         id = rng.randrange(3)
         tell(follower, [id])
@@ -108,7 +108,7 @@ def test_noise_is_believed_only_where_it_does_repeat(seed: int) -> None:
             assert repetition(told)[1] >= 8
 
 
-def iterate(follower: Marked, iterations: list[list[int]]) -> list[list[bool]]:
+def iterate(follower: MarkedIterations, iterations: list[list[int]]) -> list[list[bool]]:
     fitted = []
     for ids in iterations:
         follower.begin()
@@ -117,7 +117,7 @@ def iterate(follower: Marked, iterations: list[list[int]]) -> list[list[bool]]:
 
 
 def test_one_marked_iteration_is_enough() -> None:
-    follower = Marked()
+    follower = MarkedIterations()
     assert isinstance(follower.place, Hold)
     assert follower.place.code == UNLEARNT
     first, second = iterate(follower, [[1, 2, 3]] * 2)
@@ -137,7 +137,7 @@ def test_what_does_not_fit_ends_certainty_until_the_next_mark(ids: list[int], da
         "extra": [*ids[:at], 99, *ids[at:]],
         "other": [*ids[:at], 99, *ids[at + 1 :]],
     }
-    follower = Marked()
+    follower = MarkedIterations()
     iterate(follower, [ids] * 3)
     follower.begin()
     differs = next((k for k, (a, b) in enumerate(zip(odd[how], ids, strict=False)) if a != b), None)
@@ -153,7 +153,7 @@ def test_what_does_not_fit_ends_certainty_until_the_next_mark(ids: list[int], da
 def test_every_fourth_iteration_sends_the_weights() -> None:
     """The place stays certain where two iterations differ, once both have been seen; what is known of the quiet there
     is of both."""
-    follower = Marked()
+    follower = MarkedIterations()
     plain, sending = [1, 2, 3], [1, 2, 3, 9, 9]
     iterate(follower, ([plain] * 3 + [sending]) * 3)
     assert {tuple(known.ids) for known in follower.known} == {(1, 2, 3), (1, 2, 3, 9, 9)}
@@ -167,7 +167,7 @@ def test_every_fourth_iteration_sends_the_weights() -> None:
 
 
 def test_a_sequence_that_came_twice_in_a_row_is_a_change() -> None:
-    follower = Marked()
+    follower = MarkedIterations()
     iterate(follower, [[1, 2]] * 3 + [[1, 3, 4]] * 3)
     assert follower.relearned == 1
     assert "3 collectives" in follower.reason
@@ -176,7 +176,7 @@ def test_a_sequence_that_came_twice_in_a_row_is_a_change() -> None:
 
 
 def test_lost_events_end_certainty_until_the_next_mark() -> None:
-    follower = Marked()
+    follower = MarkedIterations()
     iterate(follower, [[1, 2, 3]] * 3)
     follower.lose("ring overran")
     assert isinstance(follower.place, Hold)
@@ -189,7 +189,7 @@ def test_lost_events_end_certainty_until_the_next_mark() -> None:
 
 
 def test_lost_events_without_marks_end_certainty_until_one_round_has_come() -> None:
-    follower = Found()
+    follower = RepetitionFinder()
     tell(follower, [1, 2, 3, 4] * 20)
     follower.lose("ring overran")
     tell(follower, [3, 4, 1])

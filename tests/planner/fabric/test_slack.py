@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.bench.slack import ARMS, LAYERS, Q, commits, events, feed, score
-from planner.fabric.recent import Trust
+from planner.fabric.recent import SampleTrust
 from planner.fabric.sequence import PLACE_UNKNOWN, UNLEARNT
-from planner.fabric.slack import FEW_SAMPLES, MOST_SIZES, OUTLASTED, TRAFFIC, Remaining, Signature, SlackLearner
+from planner.fabric.slack import FEW_SAMPLES, MOST_SIZES, OUTLASTED, TRAFFIC, RemainingQuiet, Signature, SlackLearner
 from planner.fabric.slack_histogram import SlackHistogram, edge_s
 from planner.fabric.slack_summary import SlackSummary, merged, summarize
 from planner.model import Hold
@@ -20,7 +20,7 @@ REDUCE = Signature("all_reduce", 0, 1024)
 EXCHANGE = Signature("all_to_all", 1, 4096)
 
 
-def code(said: Remaining | Hold) -> str:
+def code(said: RemainingQuiet | Hold) -> str:
     return said.code if isinstance(said, Hold) else "promised"
 
 
@@ -67,20 +67,20 @@ def test_the_probability_asked_for_is_the_one_that_is_kept(q: float) -> None:
 def test_early_promises_are_shrunk_and_say_their_risk() -> None:
     learner = told(6)
     said = learner.remaining(1.8, Q)
-    assert isinstance(said, Remaining)
+    assert isinstance(said, RemainingQuiet)
     assert said.risk > Q
     # 0.120 s of quiet before the first collective have passed when the sixth iteration ends; 0.050 s are left.
     assert said.opened_s == pytest.approx(1.67)
-    assert said.until_s == pytest.approx(1.8 + Trust().shrunk(said.risk, Q) * 0.05)
+    assert said.until_s == pytest.approx(1.8 + SampleTrust().shrunk(said.risk, Q) * 0.05)
     assert 1.825 < said.until_s < 1.840
-    bold = told(6, learner=SlackLearner(0, Trust(shrink=1.0))).remaining(1.8, Q)
-    assert isinstance(bold, Remaining)
+    bold = told(6, learner=SlackLearner(0, SampleTrust(shrink=1.0))).remaining(1.8, Q)
+    assert isinstance(bold, RemainingQuiet)
     assert bold.until_s == pytest.approx(1.85)
 
 
 def test_with_enough_iterations_the_whole_of_it_is_promised() -> None:
     said = told(30).remaining(9.0, Q)
-    assert isinstance(said, Remaining)
+    assert isinstance(said, RemainingQuiet)
     assert said.risk <= Q
     assert said.until_s == pytest.approx(9.05)
     assert said.position == 0
@@ -132,7 +132,7 @@ def test_gradients_that_are_sent_behind_the_backward_pass_are_traffic_to_promise
             if not begins:
                 learner.ended(signature, now_s)
                 said = learner.remaining(now_s, Q)
-                if isinstance(said, Remaining):
+                if isinstance(said, RemainingQuiet):
                     promised += 1
                     until_s = said.until_s
                     optimizer += said.position == 6 and said.until_s - now_s > 0.040
@@ -238,9 +238,9 @@ def test_a_quiet_that_outlasts_the_short_ones_is_promised_what_the_long_ones_las
         learner.ended(learner.started(REDUCE, at_s), at_s + 1.0)
     learner.iteration(100, 1000.0)
     early, late = learner.remaining(1000.0, Q), learner.remaining(1002.0, Q)
-    assert isinstance(early, Remaining)
+    assert isinstance(early, RemainingQuiet)
     assert early.until_s == pytest.approx(1001.0)
-    assert isinstance(late, Remaining)
+    assert isinstance(late, RemainingQuiet)
     assert late.until_s == pytest.approx(1005.0)
     assert code(learner.remaining(1006.0, Q)) == OUTLASTED
 
@@ -313,7 +313,7 @@ def test_shrinking_windows_make_promises_careful() -> None:
         at_s, quiet_s = 1.0 * number, 0.5 * 0.995**number
         learner.iteration(number, at_s)
         said = learner.remaining(at_s, Q)
-        if isinstance(said, Remaining):
+        if isinstance(said, RemainingQuiet):
             promised += 1
             broken += said.until_s > at_s + quiet_s
         learner.ended(learner.started(EXCHANGE, at_s + quiet_s), at_s + 0.9)

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from planner.fabric.model import EndpointId, OcsId, PortPair
 from planner.fabric.steering import (
-    Domain,
-    Link,
     NextHop,
+    PacketRoute,
     PacketSide,
-    Route,
     RouteChange,
-    Router,
+    RoutedLink,
+    RouteStage,
     RouteTable,
-    Stage,
+    RoutingDomain,
+    TorRouter,
     changes,
     drain,
     fit,
@@ -35,29 +35,31 @@ def tor(number: int) -> EndpointId:
     return EndpointId(f"tor{number}")
 
 
-def domain(count: int, with_packet_side: Collection[int] = (), packet_hops: int | None = None) -> Domain:
+def domain(count: int, with_packet_side: Collection[int] = (), packet_hops: int | None = None) -> RoutingDomain:
     routers = {
-        tor(n): Router(
+        tor(n): TorRouter(
             f"192.0.2.{n}",
             (f"10.0.{n}.0/24",),
             PacketSide("eth0", f"198.51.100.{n}") if n in with_packet_side else None,
         )
         for n in range(1, count + 1)
     }
-    return Domain(routers, packet_hops)
+    return RoutingDomain(routers, packet_hops)
 
 
-def wire(counts: Mapping[tuple[int, int], int]) -> list[Link]:
+def wire(counts: Mapping[tuple[int, int], int]) -> list[RoutedLink]:
     """So many circuits between two routers each; interfaces are numbered from 1 at every router."""
     ports: defaultdict[int, Iterator[int]] = defaultdict(lambda: itertools.count(1))
     return [
-        Link.of(tor(a), f"swp{next(ports[a])}", tor(b), f"swp{next(ports[b])}")
+        RoutedLink.of(tor(a), f"swp{next(ports[a])}", tor(b), f"swp{next(ports[b])}")
         for (a, b), count in counts.items()
         for _ in range(count)
     ]
 
 
-def walks(where: Domain, links: Collection[Link], tables: Tables, start: EndpointId, to: EndpointId) -> set[str]:
+def walks(
+    where: RoutingDomain, links: Collection[RoutedLink], tables: Tables, start: EndpointId, to: EndpointId
+) -> set[str]:
     """How packets may end, whatever next hop each router picks: "there", "lost" or "loop"."""
     far_end = {(name, interface): other for link in links for (name, interface), (other, _) in _both(link)}
     prefix = where.routers[to].prefixes[0]
@@ -88,25 +90,25 @@ def walks(where: Domain, links: Collection[Link], tables: Tables, start: Endpoin
     return ends
 
 
-def _both(link: Link) -> list[tuple[tuple[EndpointId, str], tuple[EndpointId, str]]]:
+def _both(link: RoutedLink) -> list[tuple[tuple[EndpointId, str], tuple[EndpointId, str]]]:
     a, b = link.ends
     return [(a, b), (b, a)]
 
 
 @st.composite
-def domains(draw: st.DrawFn) -> Domain:
+def domains(draw: st.DrawFn) -> RoutingDomain:
     count = draw(st.integers(2, 6))
     sides = draw(st.sets(st.integers(1, count)))
     return domain(count, sides, draw(st.sampled_from([None, 1, 2])))
 
 
 @st.composite
-def wired(draw: st.DrawFn, where: Domain) -> list[Link]:
+def wired(draw: st.DrawFn, where: RoutingDomain) -> list[RoutedLink]:
     pairs = list(itertools.combinations(range(1, len(where.routers) + 1), 2))
     return wire(dict(zip(pairs, draw(st.tuples(*(st.integers(0, 2) for _ in pairs))), strict=True)))
 
 
-def hops_to(where: Domain, links: Collection[Link], to: EndpointId) -> dict[EndpointId, int]:
+def hops_to(where: RoutingDomain, links: Collection[RoutedLink], to: EndpointId) -> dict[EndpointId, int]:
     """By relaxing every edge again and again: nothing of the code under test."""
     edges = {(link.a, link.b): 1 for link in links}
     for a, b in itertools.combinations(sorted(where.routers), 2):
@@ -210,10 +212,10 @@ def test_routers_that_fail_never_make_packets_loop(data: st.DataObject) -> None:
 
 
 def check_every_point(
-    where: Domain,
-    links: Collection[Link],
+    where: RoutingDomain,
+    links: Collection[RoutedLink],
     before: Tables,
-    stages: Collection[Stage],
+    stages: Collection[RouteStage],
     served: set[tuple[EndpointId, EndpointId]],
     rng: random.Random,
 ) -> Tables:
@@ -271,7 +273,7 @@ def test_draining_the_last_circuit_of_a_pair_says_who_has_no_way() -> None:
 def test_what_a_router_can_hold_is_near_to_what_is_wanted(
     weights: Mapping[tuple[int, int], int], max_next_hops: int, max_weight: int
 ) -> None:
-    route = Route.of("10.0.1.0/24", {(f"192.0.2.{a}", f"swp{b}"): weight for (a, b), weight in weights.items()})
+    route = PacketRoute.of("10.0.1.0/24", {(f"192.0.2.{a}", f"swp{b}"): weight for (a, b), weight in weights.items()})
     table = RouteTable.of([route])
     fitted = fit(table, max_next_hops, max_weight).routes["10.0.1.0/24"]
     assert len(fitted.next_hops) <= max_next_hops
@@ -292,23 +294,25 @@ def test_cross_connects_become_links_of_the_routers_that_they_join() -> None:
     ocs = OcsId("ocs1")
     fibres = {ocs: {1: (tor(2), "swp1"), 2: (tor(1), "swp4"), 3: (tor(1), "swp5")}}
     found = links_of(fibres, [PortPair(ocs, 1, 2), PortPair(ocs, 2, 3), PortPair(ocs, 3, 9)])
-    assert found == (Link(tor(1), tor(2), "swp4", "swp1"),)
+    assert found == (RoutedLink(tor(1), tor(2), "swp4", "swp1"),)
 
 
 def test_values_check_themselves() -> None:
     for wrong in ("10.0.1.1/24", "10.0.1.0", "fd00::/64", "10.0.1.0/33"):
         with pytest.raises(ValueError, match="prefix"):
-            Route.of(wrong, {("192.0.2.1", "swp1"): 1})
+            PacketRoute.of(wrong, {("192.0.2.1", "swp1"): 1})
     for interface in ("swp 1", "", "-x", "if7", "a;reboot", "x" * 16):
         with pytest.raises(ValueError, match="interface must match"):
             NextHop("192.0.2.1", interface)
     with pytest.raises(ValueError, match="address"):
         NextHop("tor1", "swp1")
     with pytest.raises(ValueError, match=r"192\.0\.2\.1 belongs to two"):
-        Domain({tor(1): Router("192.0.2.1", ()), tor(2): Router("192.0.2.1", ())})
+        RoutingDomain({tor(1): TorRouter("192.0.2.1", ()), tor(2): TorRouter("192.0.2.1", ())})
     with pytest.raises(ValueError, match="overlap"):
-        Domain({tor(1): Router("192.0.2.1", ("10.0.0.0/16",)), tor(2): Router("192.0.2.2", ("10.0.1.0/24",))})
+        RoutingDomain(
+            {tor(1): TorRouter("192.0.2.1", ("10.0.0.0/16",)), tor(2): TorRouter("192.0.2.2", ("10.0.1.0/24",))}
+        )
     with pytest.raises(ValueError, match="in two circuits"):
-        steer(domain(3), [Link.of(tor(1), "swp1", tor(2), "swp1"), Link.of(tor(1), "swp1", tor(3), "swp1")])
+        steer(domain(3), [RoutedLink.of(tor(1), "swp1", tor(2), "swp1"), RoutedLink.of(tor(1), "swp1", tor(3), "swp1")])
     with pytest.raises(ValueError, match="packet side"):
-        steer(domain(2, {1}), [Link.of(tor(1), "eth0", tor(2), "swp1")])
+        steer(domain(2, {1}), [RoutedLink.of(tor(1), "eth0", tor(2), "swp1")])

@@ -2,20 +2,20 @@
 
 from dataclasses import replace
 
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.model import EndpointId
-from planner.fabric.templates import Spare, TemplateBook, template_of
-from planner.fabric.topology import Pod, Role
+from planner.fabric.templates import SpareCapacity, TemplateBook, template_of
+from planner.fabric.topology import Pod, PodRole
 from planner.model import GpuId
 
 PODS = (
-    Pod(EndpointId("train0"), Role.TRAIN),
-    Pod(EndpointId("train1"), Role.TRAIN),
-    Pod(EndpointId("gen0"), Role.GEN),
-    Pod(EndpointId("gen1"), Role.GEN),
+    Pod(EndpointId("train0"), PodRole.TRAIN),
+    Pod(EndpointId("train1"), PodRole.TRAIN),
+    Pod(EndpointId("gen0"), PodRole.GEN),
+    Pod(EndpointId("gen1"), PodRole.GEN),
 )
-ALL_TO_ALL = Traffic(Operation.EP, Primitive.ALL_TO_ALL, ((0, 1), (2, 3)), 1.0)
-M2N = Traffic(Operation.AFD, Primitive.BIPARTITE, ((0, 1),), 4.0, receivers=((2, 3),))
+ALL_TO_ALL = Traffic(TrafficOperation.EP, Primitive.ALL_TO_ALL, ((0, 1), (2, 3)), 1.0)
+M2N = Traffic(TrafficOperation.AFD, Primitive.BIPARTITE, ((0, 1),), 4.0, receivers=((2, 3),))
 
 
 def intent(stage: Stage, *traffic: Traffic) -> Intent:
@@ -33,9 +33,9 @@ def test_who_may_meet_in_the_core() -> None:
 
 def test_only_weight_sync_leaves_spare_ports_as_they_are() -> None:
     assert {stage: template_of(intent(stage)).spare for stage in Stage} == {
-        Stage.TRAIN: Spare.SPREAD,
-        Stage.GEN: Spare.SPREAD,
-        Stage.WEIGHT_SYNC: Spare.KEEP,
+        Stage.TRAIN: SpareCapacity.SPREAD,
+        Stage.GEN: SpareCapacity.SPREAD,
+        Stage.WEIGHT_SYNC: SpareCapacity.KEEP,
     }
 
 

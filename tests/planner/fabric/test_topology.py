@@ -4,18 +4,18 @@ import pytest
 
 from planner.fabric.generate import regular_site
 from planner.fabric.model import EndpointId, OcsId
-from planner.fabric.shape import Shape
+from planner.fabric.shape import SiteShape
 from planner.fabric.topology import (
     DEVICES,
     RESPONSES,
-    Device,
     Pod,
+    PodRole,
     Reservation,
-    Role,
     Server,
     ServerId,
     Site,
     Switch,
+    SwitchModel,
     Tier,
     Tor,
     Uplink,
@@ -23,7 +23,7 @@ from planner.fabric.topology import (
 from planner.model import GpuId
 
 TRAIN, GEN = EndpointId("train0"), EndpointId("gen0")
-LAB = Device("lab", 0.012, 16)
+LAB = SwitchModel("lab", 0.012, 16)
 
 
 def small() -> Site:
@@ -35,7 +35,7 @@ def small() -> Site:
     return Site(
         link_gbps=200.0,
         nic_gbps=200.0,
-        pods=(Pod(TRAIN, Role.TRAIN), Pod(GEN, Role.GEN)),
+        pods=(Pod(TRAIN, PodRole.TRAIN), Pod(GEN, PodRole.GEN)),
         tors=(
             Tor(EndpointId("train0/r0"), TRAIN, 0),
             Tor(EndpointId("train0/r1"), TRAIN, 1),
@@ -116,12 +116,12 @@ def test_the_devices_of_table_2() -> None:
 @pytest.mark.parametrize(("reconfiguration_s", "ports"), [(0.0, 4), (float("nan"), 4), (float("inf"), 4), (0.1, 1)])
 def test_a_device_that_cannot_be(reconfiguration_s: float, ports: int) -> None:
     with pytest.raises(ValueError, match="must be"):
-        Device("odd", reconfiguration_s, ports)
+        SwitchModel("odd", reconfiguration_s, ports)
 
 
 def test_questions_about_a_large_site_look_at_each_part_once() -> None:
     """16,384 GPUs: what is asked often is kept, so that asking again is looking up."""
-    site = regular_site(Shape(train_pods=24, gen_pods=40, servers_per_pod=32))
+    site = regular_site(SiteShape(train_pods=24, gen_pods=40, servers_per_pod=32))
     assert len(site.server_of) == 16_384
     assert len(site.lanes) == 64 * 128
     assert site.lanes is site.lanes

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from planner.fabric.clocks import SAME_CLOCK, ClockOffset
 from planner.fabric.intent import Stage
-from planner.fabric.slack import Remaining
+from planner.fabric.slack import RemainingQuiet
 from planner.fabric.windows import CommitNeed, HostWindows, Window, common_quiet, intersect, may_commit, quiet_between
 from planner.model import Act, Hold
 
@@ -57,7 +57,7 @@ def test_a_window_is_what_every_rank_promises_at_every_clock_that_is_possible(
     for number, (clock, promises) in enumerate(hosts):
         ranks = []
         for rank, (opened_s, until_s, broken) in enumerate(promises):
-            ranks.append((rank, Remaining(0, opened_s + clock.offset_s, until_s + clock.offset_s, 20, broken)))
+            ranks.append((rank, RemainingQuiet(0, opened_s + clock.offset_s, until_s + clock.offset_s, 20, broken)))
             for off_s in (-clock.bound_s, 0.0, clock.bound_s):
                 opened.append(opened_s + off_s)
                 until.append(until_s + off_s)
@@ -77,7 +77,7 @@ def test_a_window_is_what_every_rank_promises_at_every_clock_that_is_possible(
 
 
 def test_whoever_has_no_window_is_named() -> None:
-    open_now = (0, Remaining(3, 99.0, 101.0, 20, 0.05))
+    open_now = (0, RemainingQuiet(3, 99.0, 101.0, 20, 0.05))
     busy = (1, Hold("traffic", "rank 1: 2 in flight, the oldest all_to_all"))
     quiet = HostWindows("node1", 100.0, (open_now,), SAME_CLOCK)
     for host, code, words in (
@@ -99,7 +99,7 @@ def test_whoever_has_no_window_is_named() -> None:
 
 
 def test_the_limiting_rank_is_the_one_whose_promise_ends_first() -> None:
-    ranks = tuple((rank, Remaining(0, 99.0, 101.0 + 0.1 * ((rank - 5) % 8), 20, 0.01)) for rank in range(8))
+    ranks = tuple((rank, RemainingQuiet(0, 99.0, 101.0 + 0.1 * ((rank - 5) % 8), 20, 0.01)) for rank in range(8))
     said = intersect([HostWindows("node1", 100.0, ranks, ClockOffset(0.0, 0.002, 4))], 100.0)
     assert isinstance(said, Window)
     assert said.limiting == "node1, rank 5"

@@ -9,14 +9,14 @@ from decode_oracle import curve_decode_s
 from numpy.typing import NDArray
 from planner_builders import engine, request, snapshot
 
-from planner.cost.profile import Curve, EngineProfile, Parallelism, Provenance, Source, StepTime
-from planner.cost.requests import Pending
+from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
+from planner.cost.requests import RemainingWork
 from planner.model import ConfigurationId, RequestState
-from planner.solver.candidates import Candidate
+from planner.solver.candidates import CandidateFleet
 from planner.solver.from_snapshot import NO_TRANSFER, live_fleet, problem_of
 from planner.solver.options import consider
 from planner.solver.phases import line_ahead
-from planner.workload.sampled_lengths import Lengths
+from planner.workload.sampled_lengths import SampledLengths
 
 GPUS = 16
 SAMPLES = 3
@@ -28,7 +28,7 @@ def experts(tp: int, scale: float) -> EngineProfile:
     sizes = [float(2**k) for k in range(9)]
     base_s = [0.003 + scale * (0.008 + 0.045 * (1 - np.exp(-size / 12))) + 2e-5 * size for size in sizes]
     step = StepTime(Curve(tuple(sizes), tuple(base_s)), 2e-8 / tp)
-    given = Provenance(Source.GIVEN, "")
+    given = Provenance(ProfileSource.GIVEN, "")
     return EngineProfile(
         ConfigurationId(f"tp{tp}"), Parallelism(tp=tp), step, 9000.0 * tp, 400_000 * tp, 256, 3.0, given
     )
@@ -37,14 +37,14 @@ def experts(tp: int, scale: float) -> EngineProfile:
 PROFILES = [experts(tp, scale) for tp, scale in ((1, 1.0), (2, 0.6), (4, 0.4), (8, 0.3))]
 
 
-def along_curves_s(fleet: Candidate, context: NDArray[np.int64], samples: NDArray[np.int64]) -> float:
+def along_curves_s(fleet: CandidateFleet, context: NDArray[np.int64], samples: NDArray[np.int64]) -> float:
     """Seconds to the end in the mean, costs included, as the plan takes them."""
     profiles = {profile.id: profile for profile in PROFILES}
     ends_s = [
         [
             curve_decode_s(
                 profiles[instance.configuration],
-                [Pending(int(context[row]), int(sample[row])) for row in fleet.requests_of(place)],
+                [RemainingWork(int(context[row]), int(sample[row])) for row in fleet.requests_of(place)],
             )
             for place, instance in enumerate(fleet.instances)
         ]
@@ -72,7 +72,9 @@ def test_the_fleet_that_lines_choose_is_as_good_along_the_curves(runs: int, gene
     ahead = samples.mean(axis=0)
     lines = tuple(line_ahead(profile, ahead, float(PROMPT_TOKENS + generated), GPUS) for profile in PROFILES)
     fleet = live_fleet(seen, lines, GPUS, 8, 4)
-    lengths = Lengths(samples, np.rint(ahead).astype(np.int64), np.quantile(samples, 0.8, axis=0).astype(np.int64))
+    lengths = SampledLengths(
+        samples, np.rint(ahead).astype(np.int64), np.quantile(samples, 0.8, axis=0).astype(np.int64)
+    )
     problem = partial(problem_of, fleet, per_node=8, kv_bytes_per_token=0.0, transfer=NO_TRANSFER, work_budget=20_000)
     options = consider(fleet, lengths, problem, 1.0).found
     ends_s = [along_curves_s(option.fleet, fleet.columns.context_tokens, samples) for option in options]

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import configuration
 
-from planner.cost.requests import Pending
+from planner.cost.requests import RemainingWork
 from planner.model import Configuration, EngineId, GpuId, RequestId
 from planner.solver.admission_order import TURNS, admit, least, orders
 from planner.solver.band import balanced, violation
 from planner.solver.bound import lower_bound_s, room_shares
 from planner.solver.choose import chosen
-from planner.solver.columns import Columns, columns
-from planner.solver.cut import Cut, Cutter
+from planner.solver.columns import ProblemColumns, columns
+from planner.solver.cut import RequestCut, RequestCutter
 from planner.solver.dual import SAMPLE, tightened_s
-from planner.solver.evaluate import Fleet, Placement, current_fleet, place
+from planner.solver.evaluate import FleetPlacement, SolverFleet, current_fleet, place
 from planner.solver.fill import fill, match
 from planner.solver.fleets import fleets
 from planner.solver.layout import in_a_row, lay_out
@@ -32,14 +32,14 @@ from planner.solver.problem import (
     NOWHERE,
     RUNNING,
     WAITING,
+    CurrentInstance,
     Infeasible,
-    Instance,
     KvBalance,
-    Problem,
-    Requests,
-    Transfer,
+    KvTransferCost,
+    MakespanProblem,
+    ProblemRequests,
 )
-from planner.solver.search import Orders, Search, Work
+from planner.solver.search import AdmissionOrders, PlacementSearch, SearchBudget
 from planner.solver.settle import LEAST, moves, settled
 from planner.solver.small import CLOSELY, POLISHED, best_of_all, polished
 from planner.solver.spread import MANY, least_loaded, least_s, loads, one_by_one
@@ -59,21 +59,21 @@ def problem(
     *,
     gpus: int = 16,
     per_node: int = 8,
-    current: Sequence[Instance] = (),
+    current: Sequence[CurrentInstance] = (),
     places: Sequence[int] | None = None,
     states: Sequence[int] | None = None,
     epsilon_s: float = 0.5,
     work_budget: int | None = None,
-) -> Problem:
+) -> MakespanProblem:
     count = len(lengths)
-    return Problem(
+    return MakespanProblem(
         gpus_count=gpus,
         per_node=per_node,
         configurations=tuple(configurations),
         kv_bytes_per_token=196_608.0,
-        transfer=Transfer(200.0, 1600.0, 0.002),
+        transfer=KvTransferCost(200.0, 1600.0, 0.002),
         current=tuple(current),
-        requests=Requests(
+        requests=ProblemRequests(
             ids=tuple(RequestId(f"r{place}") for place in range(count)),
             context_tokens=np.array([context for context, _ in lengths], dtype=np.int64),
             remaining_tokens=np.array([remaining for _, remaining in lengths], dtype=np.int64),
@@ -91,9 +91,9 @@ def heavy_tailed(seed: int, count: int, mean: float = 7.2) -> list[tuple[int, in
     return list(zip(rng.integers(100, 3000, count).tolist(), remaining, strict=True))
 
 
-def fleet(kind: Configuration, gpus: int) -> list[Instance]:
+def fleet(kind: Configuration, gpus: int) -> list[CurrentInstance]:
     return [
-        Instance(EngineId(f"i{place}"), kind.id, tuple(GpuId(gpu) for gpu in range(first, first + kind.gpus)))
+        CurrentInstance(EngineId(f"i{place}"), kind.id, tuple(GpuId(gpu) for gpu in range(first, first + kind.gpus)))
         for place, first in enumerate(range(0, gpus, kind.gpus))
     ]
 
@@ -107,7 +107,7 @@ def test_admission_counts_the_iterations_of_decoding_step_by_step(
     held: list[tuple[int, int]], capacity: int, slots: int
 ) -> None:
     counted = configuration(alpha_s=1.0, beta_s=0.0, gamma_s=0.0, capacity=capacity, slots=slots)
-    requests = [Pending(*each) for each in held]
+    requests = [RemainingWork(*each) for each in held]
     iterations = admit(
         [each.remaining_tokens for each in requests], [each.footprint_tokens for each in requests], capacity, slots
     )
@@ -163,8 +163,8 @@ def test_evening_out_keeps_every_request_and_ends_no_later(seed: int) -> None:
     fleet_of_kind = in_a_row(table, [], 0, 8)
     dealt = np.arange(200) % 8
     before = place(table, fleet_of_kind, dealt)
-    (after,) = sooner(table, [before], 0.0, Work(100_000))
-    soon_enough = Waves(table, before, Work(100_000))
+    (after,) = sooner(table, [before], 0.0, SearchBudget(100_000))
+    soon_enough = Waves(table, before, SearchBudget(100_000))
     soon_enough.level(before.makespan_s)
     assert soon_enough.placement().order.tolist() == before.order.tolist()
     assert sorted(after.order.tolist()) == list(range(200))
@@ -177,10 +177,10 @@ def test_an_order_in_which_nobody_blocks_is_taken_where_requests_wait_for_room()
     kind = configuration("tp2", 2, alpha_s=0.5, capacity=100, slots=4)
     table = columns(problem([kind], [(room - left, left) for left, room in zip(lefts, rooms, strict=True)], gpus=2))
     before = place(table, in_a_row(table, [], 0, 1), np.zeros(4, dtype=np.int64))
-    (after,) = sooner(table, [before], 0.0, Work(1000))
+    (after,) = sooner(table, [before], 0.0, SearchBudget(1000))
     assert before.makespan_s - after.makespan_s == pytest.approx(0.5 * (24 - 19))
-    assert sooner(table, [before], 0.0, Work(0)) == []
-    alone = Waves(table, before, Work(1000))
+    assert sooner(table, [before], 0.0, SearchBudget(0)) == []
+    alone = Waves(table, before, SearchBudget(1000))
     alone.reorder(0.0)
     assert alone.makespan_s == pytest.approx(after.makespan_s)
 
@@ -283,7 +283,7 @@ def test_a_bound_that_a_sample_gives_is_checked_with_all_requests() -> None:
 @given(SEEDS, st.integers(0, 60))
 def test_cuts_cover_every_request_once(seed: int, count: int) -> None:
     table = columns(problem([TP1, TP2, TP8], heavy_tailed(seed, count)))
-    cuts = Cutter(table).cut(lower_bound_s(table) * 1.5 + 1)
+    cuts = RequestCutter(table).cut(lower_bound_s(table) * 1.5 + 1)
     assert cuts is not None
     blocks = sorted(block for cut in cuts for block in cut.blocks)
     assert [place for first, end in blocks for place in range(first, end)] == list(range(count))
@@ -390,7 +390,7 @@ def test_the_band_is_missed_by_less_and_in_time(seed: int, count: int, mu: float
 
 
 def test_new_instances_take_no_name_that_a_current_one_has() -> None:
-    current = [Instance(EngineId("new0"), TP2.id, (GpuId(4), GpuId(5)))]
+    current = [CurrentInstance(EngineId("new0"), TP2.id, (GpuId(4), GpuId(5)))]
     solution = solve(problem([TP2, TP8], heavy_tailed(1, 40), current=current, places=[0] * 40, states=[WAITING] * 40))
     names = [placed.id for placed in solution.instances]
     assert len(set(names)) == len(names)
@@ -431,7 +431,7 @@ def test_being_told_to_stop_still_gives_an_answer() -> None:
 
 def dealt(
     seed: int, count: int, *, kind: Configuration = TP2, states: Sequence[int] = (RUNNING,), two_lengths: bool = False
-) -> tuple[Columns, Placement]:
+) -> tuple[ProblemColumns, FleetPlacement]:
     """Requests here and there on four instances, and a placement of them at random. `two_lengths`: moves are free."""
     rng = np.random.default_rng(seed)
     given_problem = problem(
@@ -443,7 +443,7 @@ def dealt(
         states=rng.choice(states, count).tolist(),
     )
     if two_lengths:
-        given_problem = replace(given_problem, transfer=Transfer(1e12, 1e12, 0.0))
+        given_problem = replace(given_problem, transfer=KvTransferCost(1e12, 1e12, 0.0))
     table = columns(given_problem)
     return table, place(table, current_fleet(table), rng.integers(0, 4, count))
 
@@ -454,7 +454,7 @@ def dealt(
 @given(SEEDS, st.integers(1, 24))
 def test_no_move_and_no_exchange_betters_what_was_improved(seed: int, count: int) -> None:
     table, start = dealt(seed, count, kind=BUSY, states=[RUNNING, WAITING])
-    (found,) = polished(table, [start], Work(10**9), lambda: False)
+    (found,) = polished(table, [start], SearchBudget(10**9), lambda: False)
     assert sorted(found.order.tolist()) == list(range(count))
     assert found.makespan_s <= start.makespan_s
     at, last = found.assigned(), int(found.finish_s.argmax())
@@ -469,12 +469,12 @@ def test_no_move_and_no_exchange_betters_what_was_improved(seed: int, count: int
 
 def test_improving_ends_when_told_to_when_the_work_is_spent_and_where_there_is_too_much() -> None:
     table, start = dealt(1, 40)
-    assert polished(table, [start], Work(10**6), lambda: True) == []
-    assert polished(table, [start], Work(0), lambda: False) == []
-    (barely,), (much,) = (polished(table, [start], Work(left), lambda: False) for left in (1, 10**6))
+    assert polished(table, [start], SearchBudget(10**6), lambda: True) == []
+    assert polished(table, [start], SearchBudget(0), lambda: False) == []
+    (barely,), (much,) = (polished(table, [start], SearchBudget(left), lambda: False) for left in (1, 10**6))
     assert much.makespan_s < barely.makespan_s == start.makespan_s
     many, piled = dealt(1, POLISHED // 4 + 1)
-    assert polished(many, [piled], Work(10**6), lambda: False) == []
+    assert polished(many, [piled], SearchBudget(10**6), lambda: False) == []
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -483,7 +483,7 @@ def test_a_fleet_is_filled_in_turn_or_by_a_given_time(fresh: bool, seed: int, co
     """Longest first, each where it ends soonest; by a given time none later, or nothing changes."""
     table = columns(problem([TP2], heavy_tailed(seed, count), gpus=8)) if fresh else dealt(seed, count)[0]
     instances = in_a_row(table, [], 0, 4)
-    search = Search(table, instances, Orders(table, Work(10**9)))
+    search = PlacementSearch(table, instances, AdmissionOrders(table, SearchBudget(10**9)))
     assert search.insert()
     ends_s, held = [0.0] * 4, [0] * 4
     for request in table.longest_first.tolist():
@@ -509,7 +509,7 @@ def test_kicks_lead_out_of_a_dead_end_the_same_way_each_time() -> None:
     table, start = dealt(1, 24, kind=BUSY)
     found = []
     for rounds in (0, 200, 200):
-        search = Search(table, start.fleet, Orders(table, Work(10**7)))
+        search = PlacementSearch(table, start.fleet, AdmissionOrders(table, SearchBudget(10**7)))
         search.take(start.assigned())
         search.improve()
         search.shake(rounds)
@@ -518,7 +518,7 @@ def test_kicks_lead_out_of_a_dead_end_the_same_way_each_time() -> None:
     assert shaken.makespan_s < 0.99 * still.makespan_s
     assert shaken.order.tolist() == again.order.tolist()
     assert shaken.starts.tolist() == again.starts.tolist()
-    enough = Search(table, start.fleet, Orders(table, Work(10**7)))
+    enough = PlacementSearch(table, start.fleet, AdmissionOrders(table, SearchBudget(10**7)))
     enough.take(start.assigned())
     enough.shake(200, enough_s=start.makespan_s)
     assert enough.placement().makespan_s == start.makespan_s
@@ -529,35 +529,35 @@ def test_the_best_that_two_instances_can_do_is_found(seed: int) -> None:
     busy = replace(TP8, beta_s=0.01, switch_s=0.0)
     table = columns(problem([busy], heavy_tailed(seed, 10)))
     ends_s = [place(table, in_a_row(table, [], 0, 2), half >> np.arange(10) & 1).makespan_s for half in range(1 << 9)]
-    (best, *_) = best_of_all(table, [], 0.0, Work(10**7), lambda: False)
+    (best, *_) = best_of_all(table, [], 0.0, SearchBudget(10**7), lambda: False)
     assert best.makespan_s == pytest.approx(min(ends_s))
 
 
 @given(SEEDS, st.integers(1, 10))
 def test_the_best_of_a_small_fleet_come_soonest_first_and_none_later_than_a_start(seed: int, count: int) -> None:
     table, start = dealt(seed, count)
-    found = best_of_all(table, [start], 0.0, Work(20_000), lambda: False)
+    found = best_of_all(table, [start], 0.0, SearchBudget(20_000), lambda: False)
     ends_s = [each.makespan_s for each in found]
     assert ends_s == sorted(ends_s)
     assert 1 <= len(found) <= CLOSELY
     assert ends_s[0] <= start.makespan_s
     assert all(sorted(each.order.tolist()) == list(range(count)) for each in found)
-    assert best_of_all(table, [start], 0.0, Work(20_000), lambda: True) == []
+    assert best_of_all(table, [start], 0.0, SearchBudget(20_000), lambda: True) == []
 
 
 def test_with_hardly_any_work_the_best_of_many_starts_is_still_there() -> None:
     table, _ = dealt(1, 10, kind=BUSY)
     starts = [place(table, current_fleet(table), np.arange(10) % at) for at in (*[1] * 20, 4)]
-    found = best_of_all(table, starts, 0.0, Work(1), lambda: False)
+    found = best_of_all(table, starts, 0.0, SearchBudget(1), lambda: False)
     assert found[0].makespan_s == starts[-1].makespan_s < starts[0].makespan_s
-    work = Work(3)
+    work = SearchBudget(3)
     assert (work.spend(2), work.spend(1), work.left) == (True, False, 0)
 
 
 # --- fleets
 
 
-def per_node(fleet: Fleet, node: int) -> frozenset[tuple[frozenset[int], tuple[int, ...]]]:
+def per_node(fleet: SolverFleet, node: int) -> frozenset[tuple[frozenset[int], tuple[int, ...]]]:
     """What there is on which nodes."""
     held: dict[frozenset[int], list[int]] = {}
     for kind, gpus in zip(fleet.configuration.tolist(), fleet.gpus, strict=True):
@@ -591,7 +591,7 @@ def test_an_instance_of_several_nodes_takes_any_that_are_free() -> None:
     """Three nodes and a half: two of the full ones hold the wide instance, the others what fits a node."""
     kinds = [configuration("node", 4), configuration("wide", 8)]
     for running, ways in ((False, 2), (True, 3)):
-        current = [Instance(EngineId("i0"), kinds[0].id, tuple(map(GpuId, range(4))))] if running else []
+        current = [CurrentInstance(EngineId("i0"), kinds[0].id, tuple(map(GpuId, range(4))))] if running else []
         table = columns(problem(kinds, [(1, 1)], gpus=14, per_node=4, current=current))
         spans = {
             frozenset(gpu // 4 for gpu in gpus)
@@ -682,7 +682,7 @@ def test_requests_stay_where_they_are_while_a_fleet_is_filled() -> None:
     lengths = [(1000, 1000 * (4 - place // 4)) for place in range(16)]
     at = [(3, 0, 2, 1)[place // 4] for place in range(16)]
     table = columns(problem([TP2], lengths, gpus=8, current=fleet(TP2, 8), places=at, states=[RUNNING] * 16))
-    cuts = [Cut(0, True, [(first, first + 4)]) for first in range(0, 16, 4)]
+    cuts = [RequestCut(0, True, [(first, first + 4)]) for first in range(0, 16, 4)]
     assert match(table, cuts, range(4)) == [3, 0, 2, 1]
     assert match(table, cuts, (0, 3)) == [3, 0, -1, -1]
     found = packed(table, (100.0, cuts), 1)
@@ -692,7 +692,7 @@ def test_requests_stay_where_they_are_while_a_fleet_is_filled() -> None:
 
 def test_instances_that_nothing_runs_on_are_kept_as_well() -> None:
     table = columns(problem([TP2], [(1000, 1000)] * 8, gpus=8, current=fleet(TP2, 8)))
-    cuts = [Cut(0, kept, [(2 * place, 2 * place + 2)]) for place, kept in enumerate((True, False, True, True))]
+    cuts = [RequestCut(0, kept, [(2 * place, 2 * place + 2)]) for place, kept in enumerate((True, False, True, True))]
     assert match(table, cuts, range(3)) == [0, -1, 1, 2]
     (whole,) = packed(table, (100.0, cuts), 0)
     assert whole.fleet.current.tolist() == [0, 1, 2, 3]  # what comes to lie where one of its kind is, is that one
@@ -760,7 +760,7 @@ def test_of_what_ends_about_as_soon_the_one_that_changes_least_is_chosen() -> No
     first, second = [(0, 0, (GpuId(0), GpuId(1)))], [(0, 1, (GpuId(2), GpuId(3)))]
     fresh = [(0, -1, (GpuId(4), GpuId(5)))]
     stays, moves_all, anew = (
-        place(table, Fleet.of(table, parts), np.zeros(8, dtype=np.int64)) for parts in (first, second, fresh)
+        place(table, SolverFleet.of(table, parts), np.zeros(8, dtype=np.int64)) for parts in (first, second, fresh)
     )
     late = replace(stays, decode_s=stays.decode_s + 60.0)
     barely = replace(moves_all, decode_s=moves_all.decode_s * 0.998)

@@ -11,17 +11,17 @@ from planner_builders import configuration, engine, request, snapshot
 
 from planner.cost.profile import Curve
 from planner.model import RequestState
-from planner.solver.candidates import Candidate, candidate, longest, moves_of, rebalanced
+from planner.solver.candidates import CandidateFleet, candidate, longest, moves_of, rebalanced
 from planner.solver.from_snapshot import NO_TRANSFER, live_fleet, problem_of
 from planner.solver.makespan import solve
-from planner.solver.problem import Problem, Transfer
+from planner.solver.problem import KvTransferCost, MakespanProblem
 
 TP2 = configuration("tp2", capacity=400_000)
 BENT = Curve((0.0, 2048.0, 20_000.0), (0.0, 2048.0, 60_000.0))  # three times a usual prompt's rate, at 20,000 tokens
 CONTEXT_TOKENS = 20_000
 
 
-def crowded(transfer: Transfer, kv_bytes: float = 0.0) -> tuple[Problem, Candidate]:
+def crowded(transfer: KvTransferCost, kv_bytes: float = 0.0) -> tuple[MakespanProblem, CandidateFleet]:
     """Six requests of one length on the first of two engines, and what rebalancing makes of it."""
     requests = [request(f"r{n}", CONTEXT_TOKENS - 100, where="e0") for n in range(6)]
     seen = snapshot([engine("e0"), engine("e1")], requests)
@@ -35,13 +35,13 @@ def crowded(transfer: Transfer, kv_bytes: float = 0.0) -> tuple[Problem, Candida
     ("transfer", "each_s", "method"),
     [
         (NO_TRANSFER, CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
-        (Transfer(0.0, 0.0, 0.0, BENT), 3 * CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
-        (Transfer(0.0, 400.0, 0.01, BENT), 0.01 + CONTEXT_TOKENS * 2e5 * 8 / (2 * 400e9), "transfer"),
-        (Transfer(1e3, 0.1, 0.01, BENT), 3 * CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
+        (KvTransferCost(0.0, 0.0, 0.0, BENT), 3 * CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
+        (KvTransferCost(0.0, 400.0, 0.01, BENT), 0.01 + CONTEXT_TOKENS * 2e5 * 8 / (2 * 400e9), "transfer"),
+        (KvTransferCost(1e3, 0.1, 0.01, BENT), 3 * CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
     ],
     ids=["by rate", "by curve", "by link", "by curve, the link being slow"],
 )
-def test_a_move_costs_what_its_way_takes(transfer: Transfer, each_s: float, method: str) -> None:
+def test_a_move_costs_what_its_way_takes(transfer: KvTransferCost, each_s: float, method: str) -> None:
     problem, spread = crowded(transfer, 2e5)
     moved = moves_of(problem, spread)
     assert [(move.method, move.cost_s) for move in moved] == [(method, pytest.approx(each_s))] * len(moved)
@@ -53,17 +53,17 @@ def test_a_move_costs_what_its_way_takes(transfer: Transfer, each_s: float, meth
 @pytest.mark.parametrize(
     ("transfer", "each_s", "method"),
     [
-        (Transfer(0.0, 0.0, 0.0, None, 0.7), CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
+        (KvTransferCost(0.0, 0.0, 0.0, None, 0.7), CONTEXT_TOKENS / TP2.prefill_tokens_per_s, "recompute"),
         # Without its fixed part, recomputing would take less than the link.
         (
-            Transfer(0.0, 400.0, 0.5 + CONTEXT_TOKENS / TP2.prefill_tokens_per_s, None, 0.7),
+            KvTransferCost(0.0, 400.0, 0.5 + CONTEXT_TOKENS / TP2.prefill_tokens_per_s, None, 0.7),
             0.5 + CONTEXT_TOKENS / TP2.prefill_tokens_per_s + CONTEXT_TOKENS * 2e5 * 8 / (2 * 400e9),
             "transfer",
         ),
     ],
 )
 def test_requests_that_arrive_together_pay_the_fixed_part_of_recomputing_once(
-    transfer: Transfer, each_s: float, method: str
+    transfer: KvTransferCost, each_s: float, method: str
 ) -> None:
     problem, spread = crowded(transfer, 2e5)
     moved = moves_of(problem, spread)
@@ -92,7 +92,7 @@ def test_what_an_instance_pays_for_those_that_come_is_the_sum_of_their_contexts_
     ]
     seen = snapshot([engine(f"e{n}") for n in range(3)], requests)
     fleet = live_fleet(seen, (TP2,), 6, 8, 4)
-    left, transfer = np.full(len(held), 10), Transfer(gbps, gbps, 0.3, None, fixed_s)
+    left, transfer = np.full(len(held), 10), KvTransferCost(gbps, gbps, 0.3, None, fixed_s)
     problem = problem_of(fleet, left, per_node=8, kv_bytes_per_token=2e5, transfer=transfer, work_budget=1000)
     at = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(held), max_size=len(held))), dtype=np.int64)
     spread = candidate("dealt", problem, fleet, problem.current, np.arange(len(held)), at)
@@ -111,6 +111,6 @@ def test_what_an_instance_pays_for_those_that_come_is_the_sum_of_their_contexts_
         assert spread.migration_s[place] == pytest.approx(pays_s, abs=1e-9)
 
 
-def _costs_s(problem: Problem) -> Sequence[float]:
+def _costs_s(problem: MakespanProblem) -> Sequence[float]:
     """The solver's word on the same."""
     return [move.cost_s for move in solve(problem).migrations]

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_builders import engine, request, snapshot
 
-from planner.cost.profile import Curve, EngineProfile, Parallelism, Provenance, Source, StepTime
-from planner.cost.requests import Pending
+from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
+from planner.cost.requests import RemainingWork
 from planner.model import ConfigurationId
-from planner.solver.layouts import Phase, biased
+from planner.solver.layouts import StepPhase, biased
 from planner.solver.phases import FEW, iterations_ahead, line_ahead, worth_a_look
 
-GIVEN = Provenance(Source.GIVEN, "")
+GIVEN = Provenance(ProfileSource.GIVEN, "")
 
 
 def profile(curve: Curve, tp: int = 2, *, slots: int = 256, capacity: int = 1_000_000, name: str = "") -> EngineProfile:
@@ -69,7 +69,7 @@ def test_a_bent_curves_line_is_right_over_the_step(curve: Curve, remaining: list
     """The oracle walks over every change of the batch with the curve itself."""
     one = profile(curve, tp=1, slots=256, capacity=10**9)
     line = line_ahead(one, remaining, 0.0, instances)
-    pending = [Pending(0, length) for length in sorted(remaining, reverse=True)[::instances]]
+    pending = [RemainingWork(0, length) for length in sorted(remaining, reverse=True)[::instances]]
     by_line_s, by_curve_s = decode_s(line, pending), curve_decode_s(one, pending)
     sizes = [float(size + 1) for size in range(max(2, len(pending)))]
     slack_s = (
@@ -97,7 +97,7 @@ def test_what_spills_costs_what_it_costs_along_the_way(spill_s: float, count: in
     straight = profile(Curve((0.0, 256.0), (0.01, 0.03)), tp=1, capacity=40 * 2000)
     step = replace(straight.step, spill_s_per_token=spill_s)
     spills = replace(straight, step=step, spill_capacity_tokens=160 * 2000)
-    pending = [Pending(1000, 1000 - 5 * (n % 3)) for n in range(count)]
+    pending = [RemainingWork(1000, 1000 - 5 * (n % 3)) for n in range(count)]
     line = line_ahead(spills, [one.remaining_tokens for one in pending], 1000.0, 1)
     assert line.kv_capacity_tokens == (200 if count == 100 else 40) * 2000
     by_curve_s = curve_decode_s(spills, pending)
@@ -130,5 +130,5 @@ def test_what_is_looked_at(kinds: list[tuple[Curve, int]], count: int, gpus: int
     if len(profiles) <= FEW:
         assert len(chosen) == len(profiles)
     else:
-        close = {one.id for one in biased(profiles, Phase.TAIL if count < 2 * gpus else Phase.BULK)}
+        close = {one.id for one in biased(profiles, StepPhase.TAIL if count < 2 * gpus else StepPhase.BULK)}
         assert set(chosen) == close | {runs, wanted}

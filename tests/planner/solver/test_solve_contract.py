@@ -32,7 +32,16 @@ from typer.testing import CliRunner
 from orchestrrl.cli.main import application
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, RequestId
 from planner.solver.makespan import solve
-from planner.solver.problem import NOWHERE, Infeasible, Instance, KvBalance, Problem, Requests, Solution, Transfer
+from planner.solver.problem import (
+    NOWHERE,
+    CurrentInstance,
+    Infeasible,
+    KvBalance,
+    KvTransferCost,
+    MakespanProblem,
+    ProblemRequests,
+    Solution,
+)
 
 CONTRACT_EXAMPLE = Path(__file__).parents[4] / "shared" / "contracts" / "plan_problem.json"
 STATES = ("running", "waiting", "new")
@@ -44,25 +53,25 @@ FEW_EXAMPLES = settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Ph
 MANY_EXAMPLES = settings(suppress_health_check=SLOWLY)
 
 
-def typed(document: Json) -> Problem:
+def typed(document: Json) -> MakespanProblem:
     """The problem in the planner's words."""
     place = {each["id"]: n for n, each in enumerate(document["current"])}
     requests = document["requests"]
-    return Problem(
+    return MakespanProblem(
         gpus_count=document["gpus"]["count"],
         per_node=document["gpus"]["per_node"],
         configurations=tuple(
             Configuration(**{**each, "id": ConfigurationId(each["id"])}) for each in document["configurations"]
         ),
         kv_bytes_per_token=document["kv_bytes_per_token"],
-        transfer=Transfer(**document["transfer"]),
+        transfer=KvTransferCost(**document["transfer"]),
         current=tuple(
-            Instance(
+            CurrentInstance(
                 EngineId(each["id"]), ConfigurationId(each["configuration"]), tuple(map(GpuId, sorted(each["gpus"])))
             )
             for each in document["current"]
         ),
-        requests=Requests(
+        requests=ProblemRequests(
             ids=tuple(RequestId(each["id"]) for each in requests),
             context_tokens=np.array([each["context_tokens"] for each in requests], dtype=np.int64),
             remaining_tokens=np.array([each["remaining_tokens"] for each in requests], dtype=np.int64),

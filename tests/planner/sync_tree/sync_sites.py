@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.sync_tree.model import Pairs, Shard, SyncPlan, SyncProblem
+from planner.sync_tree.model import Shard, ShardPairs, SyncPlan, SyncProblem
 
 Document = dict[str, Any]
 
@@ -142,14 +142,14 @@ def problem_of(document: Document) -> SyncProblem:
     )
 
 
-def _pairs(pods: dict[str, int], links: list[Document]) -> Pairs:
+def _pairs(pods: dict[str, int], links: list[Document]) -> ShardPairs:
     circuits = np.zeros((len(pods), len(pods)), dtype=np.int64)
     gbps = np.zeros((len(pods), len(pods)))
     for link in links:
         a, b = pods[link["a"]], pods[link["b"]]
         circuits[a, b] = circuits[b, a] = link["circuits"]
         gbps[a, b] = gbps[b, a] = link["gbps"]
-    return Pairs(circuits, gbps)
+    return ShardPairs(circuits, gbps)
 
 
 def answer_of(problem: SyncProblem, plan: SyncPlan) -> Document:

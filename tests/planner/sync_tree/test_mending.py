@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.sync_tree.mend import Feed, Mended, Range, Weight, mend
+from planner.sync_tree.mend import Range, RepairedEdges, RepairFeed, Weight, mend
 
 SIZE = 12  # bytes of a shard
 seeds = st.integers(0, 2**32)
@@ -21,7 +21,7 @@ class World:
         self.rng = rng
         self.peers = {f"p{number}" for number in range(rng.randint(2, 7))}
         self.has: dict[tuple[str, str], set[int]] = {}  # [peer, shard]
-        self.edges: dict[str, Feed] = {}  # not ended
+        self.edges: dict[str, RepairFeed] = {}  # not ended
         self.came: dict[tuple[str, str, int], int] = defaultdict(int)
         self.at: dict[str, int] = {}  # [edge], the first byte that it has not carried
         self.repairs = 0
@@ -40,7 +40,7 @@ class World:
             src = self.rng.choice(sorted(wave))
             wave[dst] = wave[src] + self.rng.choice([0, 0, 1, 2])
             number = len(self.edges)
-            self.edges[f"e{number}"] = Feed(f"e{number}", shard, first, last - first, src, dst, wave[dst])
+            self.edges[f"e{number}"] = RepairFeed(f"e{number}", shard, first, last - first, src, dst, wave[dst])
 
     def missing(self) -> dict[str, dict[str, list[Range]]]:
         found: dict[str, dict[str, list[Range]]] = {peer: {} for peer in self.peers}
@@ -69,7 +69,7 @@ class World:
                 return True
         return False
 
-    def progress(self, edge: Feed) -> int:
+    def progress(self, edge: RepairFeed) -> int:
         return self.at.get(edge.id, edge.offset)
 
     def fail(self) -> None:
@@ -86,7 +86,7 @@ class World:
                 self.peers.discard(dying)
         self.mend(broken)
 
-    def mend(self, broken: set[str]) -> Mended:
+    def mend(self, broken: set[str]) -> RepairedEdges:
         self.repairs += 1
         name = f"r{self.repairs}."
         done = mend(self.edges.values(), broken, self.missing(), name=name, part_bytes=self.rng.choice([2, 5, 100]))
@@ -135,15 +135,17 @@ def test_whatever_fails_everybody_who_lives_gets_every_byte_once(seed: int) -> N
     assert not held & set(world.came)
 
 
-def mended(feeds: Iterable[Feed], missing: dict[str, dict[str, list[Range]]], weight: Weight | None = None) -> Mended:
+def mended(
+    feeds: Iterable[RepairFeed], missing: dict[str, dict[str, list[Range]]], weight: Weight | None = None
+) -> RepairedEdges:
     return mend(feeds, {"broken"}, missing, name="new", **({"weight": weight} if weight else {}))
 
 
 def test_who_is_below_the_dead_one_gets_one_edge_and_passes_it_on() -> None:
     """a -> b -> c -> d: b dies."""
-    feeds = [Feed("0", "s", 0, 9, "b", "c"), Feed("1", "s", 0, 9, "c", "d")]
+    feeds = [RepairFeed("0", "s", 0, 9, "b", "c"), RepairFeed("1", "s", 0, 9, "c", "d")]
     done = mended(feeds, {"a": {"s": []}, "c": {"s": [(4, 5)]}, "d": {"s": [(0, 9)]}})
-    assert done == Mended((Feed("new0", "s", 4, 5, "a", "c"),), {})
+    assert done == RepairedEdges((RepairFeed("new0", "s", 4, 5, "a", "c"),), {})
 
 
 def test_many_at_once_are_served_by_each_other_rather_than_by_one() -> None:
@@ -163,9 +165,9 @@ def test_holders_share_what_is_to_be_sent_in_parts() -> None:
 
 
 def test_what_nobody_has_is_lost_and_the_rest_is_not() -> None:
-    feeds = [Feed("broken", "s", 0, 9, "a", "b"), Feed("1", "s", 0, 9, "b", "c")]
+    feeds = [RepairFeed("broken", "s", 0, 9, "a", "b"), RepairFeed("1", "s", 0, 9, "b", "c")]
     done = mended(feeds, {"b": {"s": [(3, 6)]}, "c": {"s": [(0, 9)]}})
-    assert done == Mended((), {"b": {"s": ((3, 6),)}, "c": {"s": ((3, 6),)}})
+    assert done == RepairedEdges((), {"b": {"s": ((3, 6),)}, "c": {"s": ((3, 6),)}})
 
 
 def test_where_there_is_no_way_another_goes_first() -> None:

@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 from sync_checker import check
 from sync_sites import answer_of, problem_of, regular
 
-from planner.sync_tree.layout import EngineLayout, Local, TrainerLayout, megatron_stages, vllm_stages
-from planner.sync_tree.parameters import Box, Parameter, Payload, Split, Transformer, megatron_name
+from planner.sync_tree.layout import EngineLayout, LocalShard, TrainerLayout, megatron_stages, vllm_stages
+from planner.sync_tree.parameters import (
+    Box,
+    Parameter,
+    ParameterPayload,
+    ParameterSplit,
+    TransformerParameters,
+    megatron_name,
+)
 from planner.sync_tree.plan import make_plan
-from planner.sync_tree.reshard import Resharded, reshard, reshard_boxes
+from planner.sync_tree.reshard import ReshardedVersion, reshard, reshard_boxes
 
 Array = np.ndarray[Any, Any]
 seeds = st.integers(0, 2**32)
@@ -26,7 +33,7 @@ seeds = st.integers(0, 2**32)
 
 @dataclass(frozen=True)
 class Case:
-    model: Transformer
+    model: TransformerParameters
     trainer: TrainerLayout
     engines: tuple[EngineLayout, ...]
 
@@ -41,7 +48,7 @@ def case(seed: int) -> Case:
     heads = kv_heads * rng.choice([1, 2]) * (4 // kv_heads)
     experts = rng.choice([0, 0, 4, 8])
     layers = rng.choice([2, 4])
-    model = Transformer(
+    model = TransformerParameters(
         layers=layers,
         hidden=rng.choice([8, 12]),
         heads=heads,
@@ -124,12 +131,12 @@ def _padded_vocab(tensor: Array, rank: int, of: int, multiple: int) -> Array:
     return _even(np.concatenate([tensor, np.full((padding, *tensor.shape[1:]), -1)]), rank, of, 0)
 
 
-def _parts(tensor: Array, split: Split) -> list[Array]:
+def _parts(tensor: Array, split: ParameterSplit) -> list[Array]:
     assert split.axis is not None
     return np.split(tensor, np.cumsum([part.length for part in split.parts])[:-1], axis=split.axis)
 
 
-def in_engine(model: Transformer, engine: EngineLayout, parameter: Parameter, rank: int) -> list[Array]:
+def in_engine(model: TransformerParameters, engine: EngineLayout, parameter: Parameter, rank: int) -> list[Array]:
     """What vLLM's loaders would put there; -1 is padding."""
     grid = np.arange(len(engine.endpoints)).reshape(engine.dp, engine.pp, engine.tp)
     dp, stage, tp = (int(each[0]) for each in np.nonzero(grid == rank))
@@ -165,7 +172,7 @@ def in_engine(model: Transformer, engine: EngineLayout, parameter: Parameter, ra
     return [tensor]
 
 
-def in_trainer(model: Transformer, trainer: TrainerLayout, parameter: Parameter, rank: int) -> list[Array]:
+def in_trainer(model: TransformerParameters, trainer: TrainerLayout, parameter: Parameter, rank: int) -> list[Array]:
     grid = np.arange(len(trainer.endpoints)).reshape(trainer.pp, trainer.replicas, trainer.fsdp, trainer.tp)
     stage, _, part, tp = (int(each[0]) for each in np.nonzero(grid == rank))
     tensor, split, of = whole(parameter), parameter.split, trainer.tp
@@ -197,7 +204,7 @@ def in_trainer(model: Transformer, trainer: TrainerLayout, parameter: Parameter,
     return [each for each in (_torch_chunk(each, part, parts_of) for each in pieces) if each.size]
 
 
-def gathered(local: Local, tensor: Array) -> Array:
+def gathered(local: LocalShard, tensor: Array) -> Array:
     return np.concatenate([tensor[_at(box)] for box in local.boxes], axis=local.axis)
 
 
@@ -205,7 +212,7 @@ def _at(box: Box) -> tuple[slice, ...]:
     return tuple(slice(first, last) for first, last in box)
 
 
-def tensors(case: Case) -> Iterator[tuple[bool, Parameter, int, tuple[Local, ...], list[Array]]]:
+def tensors(case: Case) -> Iterator[tuple[bool, Parameter, int, tuple[LocalShard, ...], list[Array]]]:
     """Of every rank: whether it trains, the parameter, endpoint, what the layout says, what the oracle says."""
     for parameter in case.parameters:
         for rank, end in enumerate(case.trainer.endpoints):
@@ -330,7 +337,7 @@ def kinds(has: dict[tuple[int, str], set[int]], needs: dict[tuple[int, str], set
 def test_bytes_put_together_by_a_holder_come_apart_as_the_engine_has_them(seed: int) -> None:
     """The executor's part: buffers filled from a holder's own tensors alone, and emptied into a receiver's."""
     asked = case(seed)
-    sides: dict[bool, dict[tuple[int, str], list[tuple[Local, Array]]]]
+    sides: dict[bool, dict[tuple[int, str], list[tuple[LocalShard, Array]]]]
     sides = {True: defaultdict(list), False: defaultdict(list)}
     for trains, parameter, end, locals_, arrays in tensors(asked):
         solid = [array for array in arrays if (array >= 0).any()]
@@ -353,7 +360,7 @@ def test_bytes_put_together_by_a_holder_come_apart_as_the_engine_has_them(seed: 
             assert (expected == found).all(), key
 
 
-QWEN3_32B = Transformer(64, 5120, 64, 8, 128, 25600, 151936, has_qk_norm=True)
+QWEN3_32B = TransformerParameters(64, 5120, 64, 8, 128, 25600, 151936, has_qk_norm=True)
 
 
 def engines(first: int, count: int, tp: int) -> list[EngineLayout]:
@@ -376,7 +383,7 @@ def test_shards_are_few_and_their_bytes_are_the_models() -> None:
 def test_what_is_to_be_resharded_can_be_planned() -> None:
     """Eight GPUs train with TP 4; two engines of TP 2 in another PoD."""
     document = regular(1, 1, 8, shards=1, circuits=4)
-    model = Transformer(2, 1024, 8, 2, 128, 4096, 32000)
+    model = TransformerParameters(2, 1024, 8, 2, 128, 4096, 32000)
     trainer = TrainerLayout(tuple(range(8)), tp=4, replicas=2, vocab_multiple=512)
     shards = tuple(each.shard for each in reshard(model.parameters(), trainer, engines(8, 2, 2)))
     problem = replace(problem_of(document), shards=shards)
@@ -398,29 +405,29 @@ def test_what_is_to_be_resharded_can_be_planned() -> None:
 @pytest.mark.parametrize(
     ("payload", "elements", "expected"),
     [
-        (Payload(), 1000, 2000),
-        (Payload(element_bits=8, block_elements=128, scale_bytes=4), 1000, 1000 + 8 * 4),
-        (Payload(element_bits=4), 1001, 501),
-        (Payload(changed=0.03), 1000, 30 * (2 + 4)),
-        (Payload(changed=0.03), 1, 6),
+        (ParameterPayload(), 1000, 2000),
+        (ParameterPayload(element_bits=8, block_elements=128, scale_bytes=4), 1000, 1000 + 8 * 4),
+        (ParameterPayload(element_bits=4), 1001, 501),
+        (ParameterPayload(changed=0.03), 1000, 30 * (2 + 4)),
+        (ParameterPayload(changed=0.03), 1, 6),
     ],
 )
-def test_payloads_say_how_many_bytes_travel(payload: Payload, elements: int, expected: int) -> None:
+def test_payloads_say_how_many_bytes_travel(payload: ParameterPayload, elements: int, expected: int) -> None:
     assert payload.bytes_of(elements, 2) == expected
 
 
 def test_with_another_payload_bytes_differ_and_all_else_is_the_same() -> None:
     trainer, engine = TrainerLayout((0, 1), tp=2), [EngineLayout((2, 3, 4, 5), tp=4)]
-    model = Transformer(1, 64, 4, 2, 16, 128, 256)
+    model = TransformerParameters(1, 64, 4, 2, 16, 128, 256)
     parameters = model.parameters()
     plain = reshard(parameters, trainer, engine)
-    less = reshard([replace(each, payload=Payload(element_bits=8)) for each in parameters], trainer, engine)
+    less = reshard([replace(each, payload=ParameterPayload(element_bits=8)) for each in parameters], trainer, engine)
     for one, other in zip(plain, less, strict=True):
         assert one.shard.bytes == 2 * other.shard.bytes
         assert _but_bytes(one) == _but_bytes(other)
 
 
-def _but_bytes(each: Resharded) -> Any:
+def _but_bytes(each: ReshardedVersion) -> Any:
     shard = each.shard
     return (
         shard.id,
@@ -452,8 +459,8 @@ def test_names_are_known_on_both_sides() -> None:
         (lambda: TrainerLayout((1, 2), fsdp=2, ep=2), "expert_fsdp must be given"),
         (lambda: megatron_stages(7, 2), "7 layers cannot be divided by 2 stages"),
         (lambda: reshard(QWEN3_32B.parameters(), TrainerLayout((0,)), engines(1, 1, 3)), "cannot be divided by TP 3"),
-        (lambda: Parameter("w", (4, 0), 2, Split(0), 1), "w: every axis must have elements"),
-        (lambda: Payload(changed=0), "changed must be in"),
+        (lambda: Parameter("w", (4, 0), 2, ParameterSplit(0), 1), "w: every axis must have elements"),
+        (lambda: ParameterPayload(changed=0), "changed must be in"),
     ],
 )
 def test_what_cannot_be_is_said(make: Any, told: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.sync_tree.layout import EngineLayout, vllm_stages
-from planner.sync_tree.parameters import Box, Parameter, Transformer
+from planner.sync_tree.parameters import Box, Parameter, TransformerParameters
 from planner.sync_tree.shares import needed_boxes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -53,7 +53,7 @@ def test_ranks_need_what_their_layout_has_and_hardly_more(seed: int) -> None:
     rng = random.Random(seed)
     tp, pp = rng.choice([1, 2, 4]), rng.choice([1, 2, 3])
     kv_heads = rng.choice([1, 2, 4])
-    model = Transformer(
+    model = TransformerParameters(
         layers=rng.choice([3, 4, 5]),
         hidden=8,
         heads=rng.choice([4, 8]),

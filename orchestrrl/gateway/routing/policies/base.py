@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from planner.model import EngineId
 
 
-class Load(Protocol):
+class BackendLoad(Protocol):
     """One engine that may take a request, now. Counts are the gateway's own; 0 capacity or sequences: unknown.
 
     A protocol, because the gateway's own slots are it: to copy each of them for every choice costs more than choosing.
@@ -56,11 +56,11 @@ class EngineLoad:
     pool: str = ""
 
 
-L = TypeVar("L", bound=Load)
+L = TypeVar("L", bound=BackendLoad)
 
 
 @dataclass(frozen=True, slots=True)
-class Newcomer:
+class RoutedRequest:
     """The request to be placed."""
 
     context_tokens: int
@@ -69,7 +69,7 @@ class Newcomer:
 
 
 @dataclass(frozen=True, slots=True)
-class Slack:
+class AffinitySlack:
     """How much more than its share an engine may be given by those who prefer it: `(1 + fraction) * share + requests`.
 
     Its share are the requests with which it would be as loaded as the least loaded engine.
@@ -86,21 +86,21 @@ class Slack:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot(Generic[L]):
+class RoutingSnapshot(Generic[L]):
     """All that a strategy goes by."""
 
     loads: Sequence[L]  # of engines that may take the newcomer; at least one
-    newcomer: Newcomer
+    newcomer: RoutedRequest
     last: EngineId | None  # the engine that was chosen last; None: none yet
-    slack: Slack
+    slack: AffinitySlack
 
 
-def fits(load: Load, context_tokens: int) -> bool:
+def fits(load: BackendLoad, context_tokens: int) -> bool:
     """Whether the context fits beside what runs and what waits; an unknown capacity is no obstacle."""
     return load.kv_capacity_tokens == 0 or load.kv_free_tokens - load.waiting_tokens >= context_tokens
 
 
-def concurrency_cap(load: Load, mean_tokens: float) -> int:
+def concurrency_cap(load: BackendLoad, mean_tokens: float) -> int:
     """How many requests the engine can run at once with its present KV margin; 1 where nothing is known of it."""
     cap = load.max_sequences
     if load.kv_capacity_tokens:
@@ -111,7 +111,7 @@ def concurrency_cap(load: Load, mean_tokens: float) -> int:
     return cap if cap > 1 else 1
 
 
-def scale(loads: Sequence[Load], context_tokens: int) -> tuple[float, float]:
+def scale(loads: Sequence[BackendLoad], context_tokens: int) -> tuple[float, float]:
     """Mean context of a request, the newcomer's counted in, and seconds per token of engines whose own are unknown."""
     held, requests = context_tokens, 1
     known: list[float] = []
@@ -128,7 +128,7 @@ def scale(loads: Sequence[Load], context_tokens: int) -> tuple[float, float]:
     return max(1.0, held / requests), typical_s
 
 
-def ranks(loads: Sequence[Load], context_tokens: int) -> list[tuple[bool, float, int]]:
+def ranks(loads: Sequence[BackendLoad], context_tokens: int) -> list[tuple[bool, float, int]]:
     """For each load: whether it has no KV room for the newcomer, equation 5 with the newcomer, and its requests."""
     mean_tokens, typical_s = scale(loads, context_tokens)
     found = []
@@ -147,7 +147,7 @@ def ranks(loads: Sequence[Load], context_tokens: int) -> list[tuple[bool, float,
     return found
 
 
-def within(snapshot: Snapshot[L]) -> list[L]:
+def within(snapshot: RoutingSnapshot[L]) -> list[L]:
     """Those with KV room, if any has it, that are loaded no more than the slack beyond the least loaded of them."""
     slack, loads = snapshot.slack, snapshot.loads
     ranked = ranks(loads, snapshot.newcomer.context_tokens)

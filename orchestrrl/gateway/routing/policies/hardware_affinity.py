@@ -3,10 +3,10 @@ memory bandwidth (RollArt). It narrows the candidates; any strategy then chooses
 
 from collections.abc import Sequence
 
-from orchestrrl.gateway.routing.policies.base import L, Snapshot, within
+from orchestrrl.gateway.routing.policies.base import L, RoutingSnapshot, within
 
 
-def narrow(snapshot: Snapshot[L], pool: str) -> Sequence[L]:
+def narrow(snapshot: RoutingSnapshot[L], pool: str) -> Sequence[L]:
     """The engines of the pool that are not loaded too far beyond the least loaded of all. Where there is none, all: to
     wait for the right hardware costs more than the wrong one."""
     inside = sum(load.pool == pool for load in snapshot.loads)

@@ -4,10 +4,10 @@ Attention and KV grow with tokens, not with requests, so prompts of very differe
 engine's size and speed do not count: for fleets of equal engines.
 """
 
-from orchestrrl.gateway.routing.policies.base import L, Snapshot, fits
+from orchestrrl.gateway.routing.policies.base import L, RoutingSnapshot, fits
 
 
-def choose(snapshot: Snapshot[L]) -> L:
+def choose(snapshot: RoutingSnapshot[L]) -> L:
     """Among those with KV room; among all where none has room. Ties go to fewer requests, then to the smaller id."""
     tokens = snapshot.newcomer.context_tokens
 

@@ -1,9 +1,9 @@
 """`load_index`: the least loaded engine by equation 5. Pure."""
 
-from orchestrrl.gateway.routing.policies.base import L, Snapshot, ranks
+from orchestrrl.gateway.routing.policies.base import L, RoutingSnapshot, ranks
 
 
-def choose(snapshot: Snapshot[L]) -> L:
+def choose(snapshot: RoutingSnapshot[L]) -> L:
     """Among those with KV room; among all where none has room. Ties go to fewer requests, then to the smaller id."""
     loads = snapshot.loads
     ids = [load.id for load in loads]

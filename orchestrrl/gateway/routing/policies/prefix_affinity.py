@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from orchestrrl.gateway.routing.policies import load_index
-from orchestrrl.gateway.routing.policies.base import L, Snapshot, within
+from orchestrrl.gateway.routing.policies.base import L, RoutingSnapshot, within
 
 # So much of a prompt tells prefixes apart. What is longer in common, as a long system prompt, makes one prefix of all.
 PREFIX_TOKENS = 256
@@ -22,7 +22,7 @@ PREFIX_CHARACTERS = 1024
 _MASK = (1 << 64) - 1
 
 
-def choose(snapshot: Snapshot[L]) -> L:
+def choose(snapshot: RoutingSnapshot[L]) -> L:
     """The engine that the prefix ranks highest among those within the slack; by load index without a prefix."""
     prefix = snapshot.newcomer.prefix
     if not prefix:

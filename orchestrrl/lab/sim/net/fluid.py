@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit
 
 from orchestrrl.lab.sim.net.max_min import filled, rates
-from orchestrrl.lab.sim.net.model import Floats, Flows, Ints, Network, Routes
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork
 from orchestrrl.lab.sim.net.problem import problem_of, reduced, routes_of
 
 TOLERANCE = 1e-3
@@ -22,14 +22,16 @@ class Shared:
     behind_s: Floats  # [steady flow]
 
 
-def finish_s(network: Network, flows: Flows, *, tolerance: float = TOLERANCE) -> Floats:
+def finish_s(network: LinkNetwork, flows: GpuFlows, *, tolerance: float = TOLERANCE) -> Floats:
     """[flow], seconds; all begin at 0, and those that are done leave their room to others. inf: over a link without
     capacity. Flows that end within `tolerance` of the time since the beginning of each other are taken in one go, so
     that a link stays at most that share of its bytes behind."""
     return finish_routed_s(network, flows, routes_of(network, flows), tolerance=tolerance)
 
 
-def finish_routed_s(network: Network, flows: Flows, routes: Routes, *, tolerance: float = TOLERANCE) -> Floats:
+def finish_routed_s(
+    network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, *, tolerance: float = TOLERANCE
+) -> Floats:
     """`finish_s` for who has the flows' routes already."""
     if not len(flows):
         return np.empty(0)
@@ -40,7 +42,7 @@ def finish_routed_s(network: Network, flows: Flows, routes: Routes, *, tolerance
 
 
 def finish_beside(
-    network: Network, flows: Flows, routes: Routes, steady: Flows, *, tolerance: float = TOLERANCE
+    network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, steady: GpuFlows, *, tolerance: float = TOLERANCE
 ) -> Shared:
     """`finish_routed_s` beside flows that never end and want no more than `steady.bytes` bytes/s each. With others that
     pass other links such a flow may be quicker for a while: it is behind by what it is at the end."""
@@ -56,8 +58,8 @@ def finish_beside(
     return Shared(np.asarray(end_s[small.of][:count]), np.maximum(behind_s, 0.0))
 
 
-def _joined(first: Routes, then: Routes) -> Routes:
-    return Routes(
+def _joined(first: FlowRoutes, then: FlowRoutes) -> FlowRoutes:
+    return FlowRoutes(
         np.concatenate((first.begin, first.begin[-1] + then.begin[1:])),
         np.concatenate((first.link, then.link)),
         np.concatenate((first.share, then.share)),

@@ -6,18 +6,18 @@ import heapq
 import numpy as np
 from numba import njit
 
-from orchestrrl.lab.sim.net.model import Floats, Flows, Ints, Network
-from orchestrrl.lab.sim.net.problem import Problem, problem_of, routes_of
+from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints, LinkNetwork
+from orchestrrl.lab.sim.net.problem import FlowProblem, problem_of, routes_of
 
 
-def rates(network: Network, flows: Flows, *, weight: Floats | None = None, cap: Floats | None = None) -> Floats:
+def rates(network: LinkNetwork, flows: GpuFlows, *, weight: Floats | None = None, cap: Floats | None = None) -> Floats:
     """[flow], bytes/s, all being under way: 0 over a link without capacity, inf over no link at all. `weight` [flow]:
     rates are raised in proportion to it; `cap` [flow], bytes/s: no flow takes more."""
     level = levels(problem_of(network, routes_of(network, flows), weight, cap))
     return level if weight is None else level * weight
 
 
-def levels(problem: Problem) -> Floats:
+def levels(problem: FlowProblem) -> Floats:
     """[row]. One filling takes less than finding rows that are alike; that pays where flows end one after the other."""
     return np.asarray(filled(problem.capacity, problem.begin, problem.link, problem.load, np.arange(problem.rows)))
 

@@ -19,7 +19,7 @@ GBPS = 1e9 / 8  # bytes per second
 ROCE_BYTES = 44.0  # of headers in a packet's MTU
 
 
-class Tier(StrEnum):
+class LinkTier(StrEnum):
     """Where a link lies, for bandwidth by tier in reports."""
 
     NVLINK = "nvlink"
@@ -86,7 +86,7 @@ class Servers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
-class Flows:
+class GpuFlows:
     """Bytes from GPUs to GPUs that begin together."""
 
     src: Ints  # [flow], GPU
@@ -101,11 +101,11 @@ class Flows:
         return len(self.src)
 
     @classmethod
-    def none(cls) -> "Flows":
+    def none(cls) -> "GpuFlows":
         return cls(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 
     @classmethod
-    def of(cls, rows: list[tuple[int, int, float]]) -> "Flows":
+    def of(cls, rows: list[tuple[int, int, float]]) -> "GpuFlows":
         """From (src, dst, bytes)."""
         if not rows:
             return cls.none()
@@ -113,7 +113,7 @@ class Flows:
         return cls(np.array(src, np.int64), np.array(dst, np.int64), np.array(size, np.float64))
 
     @classmethod
-    def joined(cls, parts: "list[Flows]") -> "Flows":
+    def joined(cls, parts: "list[GpuFlows]") -> "GpuFlows":
         if not parts:
             return cls.none()
         return cls(
@@ -122,12 +122,12 @@ class Flows:
             np.concatenate([each.bytes for each in parts]),
         )
 
-    def times(self, factor: float) -> "Flows":
-        return Flows(self.src, self.dst, self.bytes * factor)
+    def times(self, factor: float) -> "GpuFlows":
+        return GpuFlows(self.src, self.dst, self.bytes * factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
-class Routes:
+class FlowRoutes:
     """Of each flow the links that it takes, in rows one behind the other: row f is `begin[f]` to `begin[f + 1]`.
     `share` of the flow's bytes pass the link: less than 1 where it is spread over several paths, more than 1 where a
     path comes by twice."""
@@ -138,22 +138,22 @@ class Routes:
     latency_s: Floats  # [flow]: of the first byte, propagation and processing
 
 
-class Router(Protocol):
+class FlowRouter(Protocol):
     """Pure: the same flows take the same routes."""
 
-    def __call__(self, src: Ints, dst: Ints) -> Routes:
+    def __call__(self, src: Ints, dst: Ints) -> FlowRoutes:
         """Of flows between GPUs, src other than dst. Raises ValueError where there is no way."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
-class Network:
+class LinkNetwork:
     """Links, and who takes which. What a fabric is at one time."""
 
     servers: Servers
     capacity_bytes_per_s: Floats  # [link], payload
-    tier: tuple[Tier, ...]  # [link]
-    router: Router = field(repr=False, compare=False)
+    tier: tuple[LinkTier, ...]  # [link]
+    router: FlowRouter = field(repr=False, compare=False)
     name: str = ""
     ends: Ints | None = None  # [link, from and to], nodes. The nodes 0 to servers.nics are NICs with their GPUs
 

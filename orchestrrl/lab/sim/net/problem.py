@@ -12,14 +12,14 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from orchestrrl.lab.sim.net.model import Floats, Flows, Ints, Network, Routes
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork
 
 MAX_ROUNDS = 48  # of refining; what is not settled by then is left as it is
 WORTH = 0.7  # classes per flow from which on putting together does not pay
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FlowProblem:
     """One byte/s of row r puts `load` bytes/s on the links of entries `begin[r]` to `begin[r + 1]`."""
 
     capacity: Floats  # [link], bytes/s
@@ -33,13 +33,13 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
-    problem: Problem
+class ReducedProblem:
+    problem: FlowProblem
     of: Ints  # [row before], row after
     first: Ints  # [row after], a row before that it stands for
 
 
-def routes_of(network: Network, flows: Flows) -> Routes:
+def routes_of(network: LinkNetwork, flows: GpuFlows) -> FlowRoutes:
     """As the router has them; a flow from a GPU to itself takes no link and no time."""
     moves = flows.src != flows.dst
     if bool(np.all(moves)):
@@ -49,29 +49,31 @@ def routes_of(network: Network, flows: Flows) -> Routes:
     length[moves] = np.diff(found.begin)
     latency_s = np.zeros(len(flows))
     latency_s[moves] = found.latency_s
-    return Routes(np.concatenate(([0], np.cumsum(length))), found.link, found.share, latency_s)
+    return FlowRoutes(np.concatenate(([0], np.cumsum(length))), found.link, found.share, latency_s)
 
 
-def problem_of(network: Network, routes: Routes, weight: Floats | None = None, cap: Floats | None = None) -> Problem:
+def problem_of(
+    network: LinkNetwork, routes: FlowRoutes, weight: Floats | None = None, cap: Floats | None = None
+) -> FlowProblem:
     """Rows are levels: a flow's rate is its level times its weight. A flow that wishes no more than `cap` bytes/s (inf:
     as much as it gets) has a link of its own of that capacity."""
     load = routes.share if weight is None else routes.share * np.repeat(weight, np.diff(routes.begin))
-    plain = Problem(network.capacity_bytes_per_s, routes.begin, routes.link, load)
+    plain = FlowProblem(network.capacity_bytes_per_s, routes.begin, routes.link, load)
     plain = _taken(plain, load > 0)  # of a link that is full they take nothing, and it shall not hold them up
     return plain if cap is None else _capped(plain, cap, np.ones_like(cap) if weight is None else weight)
 
 
-def _taken(problem: Problem, entries: NDArray[np.bool_]) -> Problem:
+def _taken(problem: FlowProblem, entries: NDArray[np.bool_]) -> FlowProblem:
     if bool(np.all(entries)):
         return problem
     begin = np.concatenate(([0], np.cumsum(entries)))[problem.begin]
-    return Problem(problem.capacity, begin, problem.link[entries], problem.load[entries])
+    return FlowProblem(problem.capacity, begin, problem.link[entries], problem.load[entries])
 
 
-def _capped(problem: Problem, cap: Floats, weight: Floats) -> Problem:
+def _capped(problem: FlowProblem, cap: Floats, weight: Floats) -> FlowProblem:
     capped = np.flatnonzero(np.isfinite(cap))
     ends = problem.begin[capped + 1]
-    return Problem(
+    return FlowProblem(
         np.concatenate((problem.capacity, cap[capped])),
         problem.begin + np.concatenate(([0], np.cumsum(np.isfinite(cap)))),
         np.insert(problem.link, ends, len(problem.capacity) + np.arange(len(capped))),
@@ -79,19 +81,19 @@ def _capped(problem: Problem, cap: Floats, weight: Floats) -> Problem:
     )
 
 
-def bounding(problem: Problem) -> Problem:
+def bounding(problem: FlowProblem) -> FlowProblem:
     """Without entries of links that can never be full, as a non-blocking fabric's above its NICs."""
     holds = _bounding(problem.capacity, problem.begin, problem.link, problem.load)
     return _taken(problem, holds[problem.link])
 
 
-def reduced(problem: Problem, key: Floats) -> Reduced:
+def reduced(problem: FlowProblem, key: Floats) -> ReducedProblem:
     """With rows put together that nothing tells apart; `key` [row] tells apart as well."""
     problem = bounding(problem)
     found, of, link_class = _refine(problem.capacity, problem.begin, problem.link, problem.load, key, MAX_ROUNDS, WORTH)
     if found < 0:
         every = np.arange(problem.rows)
-        return Reduced(problem, every, every)
+        return ReducedProblem(problem, every, every)
     first = _firsts(of, found)
     links = int(link_class.max()) + 1
     first_link = _firsts(link_class, links)
@@ -101,7 +103,7 @@ def reduced(problem: Problem, key: Floats) -> Reduced:
     pairs, where = np.unique(pair, return_inverse=True)
     load = np.bincount(where, problem.load[ours], len(pairs)).astype(np.float64)
     begin = np.searchsorted(pairs, np.arange(found + 1) * links)
-    return Reduced(Problem(problem.capacity[first_link], begin, pairs % links, load), of, first)
+    return ReducedProblem(FlowProblem(problem.capacity[first_link], begin, pairs % links, load), of, first)
 
 
 def _firsts(classes: Ints, count: int) -> Ints:

@@ -13,13 +13,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.model import Floats, Flows, Ints, Servers
+from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints, Servers
 
 Hop = tuple[tuple[int, int], ...]  # from a rank to the next: straight, or by a third
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RankShape:
     """[rank], the server, counted from the first rank's, and the NIC in it."""
 
     server: tuple[int, ...]
@@ -62,23 +62,25 @@ class Pattern:
         pairs = np.array(list(rows), np.int64).reshape(-1, 2)
         return cls(pairs[:, 0], pairs[:, 1], np.array(list(rows.values()), np.float64))
 
-    def over(self, groups: Ints, size: float) -> Flows:
+    def over(self, groups: Ints, size: float) -> GpuFlows:
         """As flows of every group [group, rank]."""
-        return Flows(groups[:, self.src].ravel(), groups[:, self.dst].ravel(), np.tile(self.part * size, len(groups)))
+        return GpuFlows(
+            groups[:, self.src].ravel(), groups[:, self.dst].ravel(), np.tile(self.part * size, len(groups))
+        )
 
 
-def shaped(groups: Ints, servers: Servers) -> Iterator[tuple[Shape, Ints]]:
+def shaped(groups: Ints, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
     """Groups [group, rank] that lie alike, together; in the order of their shapes' first groups."""
     server, nic = np.divmod(servers.nic_of(groups), servers.nics_per_server)
     rows = np.concatenate((server - server[:, :1], nic), axis=1)
     _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     for index in np.argsort(first):
         row = rows[first[index]].tolist()
-        yield Shape(tuple(row[: groups.shape[1]]), tuple(row[groups.shape[1] :])), groups[which == index]
+        yield RankShape(tuple(row[: groups.shape[1]]), tuple(row[groups.shape[1] :])), groups[which == index]
 
 
 @lru_cache(maxsize=512)
-def rings(shape: Shape) -> tuple[tuple[Hop, ...], ...]:
+def rings(shape: RankShape) -> tuple[tuple[Hop, ...], ...]:
     """[channel][rank in the ring's order], the hop from there to the next."""
     blocks = list(shape.members().values())
     found = []
@@ -104,14 +106,14 @@ def _across(order: list[int], following: list[int]) -> Hop:
 
 
 @lru_cache(maxsize=512)
-def ring(shape: Shape) -> Pattern:
+def ring(shape: RankShape) -> Pattern:
     """Part 1: a lap of the whole message, cut over channels."""
     channels = rings(shape)
     return _summed([(pair, 1 / len(channels)) for hops in channels for hop in hops for pair in hop])
 
 
 @lru_cache(maxsize=512)
-def chain(shape: Shape) -> Pattern:
+def chain(shape: RankShape) -> Pattern:
     """From rank 0 once around to the rank before it."""
     channels = rings(shape)
     hops = [hop for each in channels for hop in each if hop[-1][1] != 0]
@@ -119,7 +121,7 @@ def chain(shape: Shape) -> Pattern:
 
 
 @lru_cache(maxsize=512)
-def trees(shape: Shape) -> Pattern:
+def trees(shape: RankShape) -> Pattern:
     """Up and down two binary trees over servers, each with half of a channel's message, so that the inner servers of
     one are leaves of the other (Sanders, Speck and Traff 2009); in a server along a chain from the channel's leader."""
     blocks = list(shape.members().values())
@@ -162,7 +164,7 @@ def tree_depth(count: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def pairs(shape: Shape, by_rail: bool) -> Pattern:
+def pairs(shape: RankShape, by_rail: bool) -> Pattern:
     """From every rank to every other, part 1 each. `by_rail`: to another server it goes over the NIC of the rail that
     the receiver is on, by way of the GPU beside it, if that is in the group (PXN)."""
     server, nic = np.unique(shape.server, return_inverse=True)[1], np.array(shape.nic)

@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from orchestrrl.lab.sim.net.fluid import TOLERANCE, finish_routed_s
-from orchestrrl.lab.sim.net.model import Floats, Flows, Network, Routes, Tier
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, LinkNetwork, LinkTier
 from orchestrrl.lab.sim.net.problem import routes_of
-from orchestrrl.lab.sim.net.transfer import Transfer
+from orchestrrl.lab.sim.net.transfer import MessageTransfer
 
 
-def seconds(network: Network, transfers: Sequence[Transfer], *, tolerance: float = TOLERANCE) -> Floats:
+def seconds(network: LinkNetwork, transfers: Sequence[MessageTransfer], *, tolerance: float = TOLERANCE) -> Floats:
     """[transfer], all beginning together. Each ends when its last flow does, its rounds' latency later. A message of
     one round takes as long as the slowest; those of several rounds go from server to server, in turn over every flow
     that leaves one: they take these flows' mean each."""
-    flows = Flows.joined([each.flows for each in transfers])
+    flows = GpuFlows.joined([each.flows for each in transfers])
     routes = routes_of(network, flows)
     finish_s = finish_routed_s(network, flows, routes, tolerance=tolerance)
     took_s, begin = np.array([each.overhead_s for each in transfers], np.float64), 0
@@ -26,7 +26,7 @@ def seconds(network: Network, transfers: Sequence[Transfer], *, tolerance: float
     return took_s
 
 
-def _latency_s(network: Network, transfer: Transfer, latency_s: Floats) -> float:
+def _latency_s(network: LinkNetwork, transfer: MessageTransfer, latency_s: Floats) -> float:
     """Of all rounds; `latency_s` [flow]."""
     if transfer.rounds <= 1:
         return float(latency_s.max()) * transfer.rounds
@@ -35,13 +35,13 @@ def _latency_s(network: Network, transfer: Transfer, latency_s: Floats) -> float
     return float(latency_s[leaves].mean() if leaves.any() else latency_s.mean()) * transfer.rounds
 
 
-def tier_bytes(network: Network, flows: Flows, routes: Routes | None = None) -> Mapping[Tier, float]:
+def tier_bytes(network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None) -> Mapping[LinkTier, float]:
     """Bytes over the links of each tier, both ends of a tier's path counted: up to a switch and down from it. `routes`:
     for who has them already."""
     routes = routes_of(network, flows) if routes is None else routes
     of_entry = np.repeat(flows.bytes, np.diff(routes.begin)) * routes.share
     by_link = np.bincount(routes.link, of_entry, len(network.tier))
-    known = list(Tier)
+    known = list(LinkTier)
     tiers = np.array([known.index(each) for each in network.tier], np.int64)
     total = np.bincount(tiers, by_link, len(known))
     return {tier: float(total[i]) for i, tier in enumerate(known) if total[i] > 0}

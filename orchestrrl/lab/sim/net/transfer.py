@@ -6,15 +6,15 @@ the latency of a message once per round.
 
 from dataclasses import dataclass
 
-from orchestrrl.lab.sim.net.model import Flows
+from orchestrrl.lab.sim.net.model import GpuFlows
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class MessageTransfer:
     """`rounds` are messages between servers that wait for each other. What does not depend on the network is in
     `overhead_s`: launching, and steps inside a server."""
 
-    flows: Flows
+    flows: GpuFlows
     rounds: int = 1
     label: str = ""
     overhead_s: float = 0.0

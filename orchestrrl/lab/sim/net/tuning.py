@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.net.shapes import Shape, tree_depth
+from orchestrrl.lab.sim.net.shapes import RankShape, tree_depth
 
 NET_OVERHEAD_S = 1e-6  # per message; three times with Simple in a ring inside servers
 ONE_SWITCH_S = 2 * 1e-6 + 0.8e-6  # two links and a switch, as `Servers` has them
@@ -60,7 +60,7 @@ class Choice:
         return WIRE[self.protocol]
 
 
-def ring_choice(shape: Shape, protocol: Protocol, laps: int) -> Choice:
+def ring_choice(shape: RankShape, protocol: Protocol, laps: int) -> Choice:
     """`laps`: 2 of an all-reduce, 1 of what goes around once."""
     latency, servers = LATENCIES[Algorithm.RING, protocol], shape.servers
     steps, across = laps * (shape.ranks - 1), laps * (servers - 1)
@@ -75,7 +75,7 @@ def ring_choice(shape: Shape, protocol: Protocol, laps: int) -> Choice:
     )
 
 
-def tree_choice(shape: Shape, protocol: Protocol) -> Choice:
+def tree_choice(shape: RankShape, protocol: Protocol) -> Choice:
     latency, servers = LATENCIES[Algorithm.TREE, protocol], shape.servers
     rounds = 2 * tree_depth(servers)
     inside = 2 * (-(-shape.ranks // servers) - 1)
@@ -93,7 +93,7 @@ def _host_s(latency: Latency, protocol: Protocol) -> float:
     return latency.net_s + NET_OVERHEAD_S * (2 if protocol is Protocol.SIMPLE else 1) - ONE_SWITCH_S
 
 
-def best(shape: Shape, size: float, laps: int, servers: Servers, tree: bool) -> Choice:
+def best(shape: RankShape, size: float, laps: int, servers: Servers, tree: bool) -> Choice:
     """By the alpha-beta model: what takes `size` bytes once (or twice) around in the shortest time on a network that is
     in nobody's way."""
     choices = [ring_choice(shape, protocol, laps) for protocol in Protocol]
@@ -102,7 +102,7 @@ def best(shape: Shape, size: float, laps: int, servers: Servers, tree: bool) -> 
     return min(choices, key=lambda each: _seconds(each, shape, size, laps, servers))
 
 
-def _seconds(choice: Choice, shape: Shape, size: float, laps: int, servers: Servers) -> float:
+def _seconds(choice: Choice, shape: RankShape, size: float, laps: int, servers: Servers) -> float:
     rate = servers.nvlink_bytes_per_s
     if shape.servers > 1:
         rate = min(rate, servers.nic_bytes_per_s * shape.channels)

@@ -4,16 +4,16 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
-from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.report_page import words
-from orchestrrl.lab.sim.report_page.groups import Group, frontier
+from orchestrrl.lab.sim.report_page.groups import ArmGroup, frontier
 from orchestrrl.lab.sim.report_page.svg import (
     BOTTOM,
     LEFT,
     TOP,
+    AxisScale,
     Chart,
     Dot,
-    Scale,
     colour,
     figure,
     logarithmic,
@@ -23,12 +23,14 @@ from orchestrrl.lab.sim.report_page.svg import (
     stroke,
     upwards,
 )
-from orchestrrl.lab.sim.rl.model import RlRun, Span
+from orchestrrl.lab.sim.rl.model import RlRun, TimelineSpan
 from orchestrrl.lab.sim.rl.response_stream import RESPONSE_STREAM
 
 FAULTS = "fault"
-STAGE_COLOUR = {Stage.TRAIN: "c0", Stage.GEN: "c2", Stage.WEIGHT_SYNC: "c1"}
-DURING: Mapping[str, str] = {RESPONSE_STREAM: Stage.GEN}  # what has no time of its own, and goes on beside another
+STAGE_COLOUR = {FabricStage.TRAIN: "c0", FabricStage.GEN: "c2", FabricStage.WEIGHT_SYNC: "c1"}
+DURING: Mapping[str, str] = {
+    RESPONSE_STREAM: FabricStage.GEN
+}  # what has no time of its own, and goes on beside another
 FAULT_COLOUR = "c5"
 FAULT_LANES, FAULT_LETTERS = 6, 12  # at most: of their own, and of a name beside one
 LANE_HEIGHT, LANE_FILL = 30.0, 0.7
@@ -63,22 +65,22 @@ def time_line(run: RlRun, until_s: float) -> str | None:
     return figure(chart, caption)
 
 
-def _lanes(spans: Sequence[Span]) -> dict[str, list[Span]]:
+def _lanes(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
     """By name, from above. Faults may hold at the same time: each has a lane of its own, where they are few."""
     labels = {span.label for span in spans if span.lane == FAULTS}
     few = len(labels) <= FAULT_LANES and all(len(label) <= FAULT_LETTERS for label in labels)
-    lanes: dict[str, list[Span]] = {}
+    lanes: dict[str, list[TimelineSpan]] = {}
     for span in sorted(spans, key=lambda span: words.rank(words.LANES, span.lane)):
         own = span.label if span.lane == FAULTS and few else ""
         lanes.setdefault(own or words.known(words.LANES, span.lane), []).append(span)
     return lanes
 
 
-def _colour(span: Span) -> str:
+def _colour(span: TimelineSpan) -> str:
     return FAULT_COLOUR if span.lane == FAULTS else STAGE_COLOUR[span.stage]
 
 
-def _told(span: Span) -> str:
+def _told(span: TimelineSpan) -> str:
     what = f"{span.lane} {span.step}" + (f", {span.label}" if span.label else "")
     return f"{what}: {number(span.begin_s)} to {number(span.end_s)} s, {number(span.end_s - span.begin_s)} s"
 
@@ -105,7 +107,7 @@ def by_stage(stage: str, tier: str) -> tuple[tuple[int, str], tuple[int, str]]:
     return words.rank(words.STAGES, stage), words.rank(words.TIERS, tier)
 
 
-def tiers(groups: Sequence[Group]) -> str | None:
+def tiers(groups: Sequence[ArmGroup]) -> str | None:
     """Bars of bandwidth, a row for each stage, tier and group."""
     rates = [tier_gbps(group.first.run) for group in groups]
     bars = {
@@ -118,7 +120,7 @@ def tiers(groups: Sequence[Group]) -> str | None:
 
 
 def _bars(
-    title: str, label: str, bars: Mapping[str, Sequence[tuple[int, float]]], groups: Sequence[Group]
+    title: str, label: str, bars: Mapping[str, Sequence[tuple[int, float]]], groups: Sequence[ArmGroup]
 ) -> str | None:
     """By name, bars of (group, value) below it; values stand behind them, since they may be far apart."""
     if not bars:
@@ -139,7 +141,7 @@ def _bars(
     return figure(chart, keys=_keys(groups))
 
 
-def remaining(groups: Sequence[Group]) -> str | None:
+def remaining(groups: Sequence[ArmGroup]) -> str | None:
     """Requests in flight over a generation step."""
     drawn = [(index, group.first.run.remaining) for index, group in enumerate(groups) if group.first.run.remaining]
     if not drawn:
@@ -153,7 +155,7 @@ def remaining(groups: Sequence[Group]) -> str | None:
     return figure(chart, keys=_line_keys(groups, {index for index, _ in drawn}))
 
 
-def slack(groups: Sequence[Group]) -> str | None:
+def slack(groups: Sequence[ArmGroup]) -> str | None:
     """Share of windows that are at most so long."""
     lengths = [sorted(window.length_s * 1e3 for window in group.first.run.windows) for group in groups]
     positive = [value for told in lengths for value in told if value > 0]
@@ -170,7 +172,7 @@ def slack(groups: Sequence[Group]) -> str | None:
     return figure(chart, keys=_line_keys(groups, {index for index, told in enumerate(lengths) if told}))
 
 
-def pareto(groups: Sequence[Group]) -> str | None:
+def pareto(groups: Sequence[ArmGroup]) -> str | None:
     """Throughput against dollars of network; the frontier is ringed, and joined by a line."""
     priced = [group for group in groups if group.network_usd > 0]
     if not priced:
@@ -196,17 +198,17 @@ def pareto(groups: Sequence[Group]) -> str | None:
     return figure(chart, "ringed: nothing else has as much throughput for as little money", keys)
 
 
-def _worth_told(group: Group, is_best: bool) -> str:
+def _worth_told(group: ArmGroup, is_best: bool) -> str:
     told = f"{group.title}: {number(group.samples_per_s)} samples/s for ${number(group.network_usd)}"
     return told + (", on the frontier" if is_best else "")
 
 
-def _corners(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> list[tuple[float, float]]:
+def _corners(points: Sequence[tuple[float, float]], x: AxisScale, y: AxisScale) -> list[tuple[float, float]]:
     """What the money buys at most: it rises only where another is reached."""
     return stairs([(usd / 1e6, rate) for usd, rate in points], x, y)
 
 
-def parts(title: str, told: Sequence[Mapping[str, float]], groups: Sequence[Group]) -> str | None:
+def parts(title: str, told: Sequence[Mapping[str, float]], groups: Sequence[ArmGroup]) -> str | None:
     """Seconds of each group, one stretch of a bar behind the other and their sum at the end; a colour for each part."""
     names = list(dict.fromkeys(name for each in told for name in each))
     shown = [name for name in names if any(each.get(name, 0.0) > 0 for each in told)]
@@ -229,9 +231,9 @@ def parts(title: str, told: Sequence[Mapping[str, float]], groups: Sequence[Grou
     return figure(chart, keys=[(colour(place), name) for place, name in enumerate(shown)])
 
 
-def _keys(groups: Sequence[Group]) -> list[tuple[str, str]]:
+def _keys(groups: Sequence[ArmGroup]) -> list[tuple[str, str]]:
     return [(colour(index), group.title) for index, group in enumerate(groups)]
 
 
-def _line_keys(groups: Sequence[Group], drawn: Container[int]) -> list[tuple[str, str]]:
+def _line_keys(groups: Sequence[ArmGroup], drawn: Container[int]) -> list[tuple[str, str]]:
     return [(stroke(index), group.title) for index, group in enumerate(groups) if index in drawn]

@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.report_page.naming import in_order, scenario_names
-from orchestrrl.lab.sim.rl.results import Result, digest_of
+from orchestrrl.lab.sim.rl.results import ClusterResult, digest_of
 
 _ALIKE = re.compile(r"^\d+ x (\S+)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ArmGroup:
     """One arm on one fabric of one scenario. Pictures show the first seed, figures the median over all."""
 
     scenario: str  # its name, with what tells it from others of that name
     fabric: str
     arm: str
-    results: tuple[Result, ...]  # by seed
+    results: tuple[ClusterResult, ...]  # by seed
     is_alone: bool = False  # no other scenario is in the report: its name goes without saying
 
     @property
@@ -34,7 +34,7 @@ class Group:
         return str(self.first.scenario.get("name") or "scenario")
 
     @property
-    def first(self) -> Result:
+    def first(self) -> ClusterResult:
         return self.results[0]
 
     @property
@@ -72,7 +72,7 @@ class Group:
             found[kind] = found.get(kind, 0.0) + seconds
         return found
 
-    def idle_share(self, stage: Stage) -> float | None:
+    def idle_share(self, stage: FabricStage) -> float | None:
         """None where no run says."""
         told = [result.run.idle_share[stage] for result in self.results if stage in result.run.idle_share]
         return median(told) if told else None
@@ -84,7 +84,7 @@ class Group:
         return {name: median(_mean(_measured(result), name) for result in self.results) for name in names}
 
 
-def _measured(result: Result) -> Sequence[Mapping[str, float]]:
+def _measured(result: ClusterResult) -> Sequence[Mapping[str, float]]:
     loop = result.scenario.get("loop")
     return result.run.steps[int(loop.get("warmup_steps", 0)) if isinstance(loop, Mapping) else 0 :]
 
@@ -93,23 +93,23 @@ def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(row.get(name, 0.0) for row in rows) / len(rows) if rows else 0.0
 
 
-def groups_of(results: Sequence[Result]) -> tuple[Group, ...]:
+def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:
     """Scenarios by name, numbers in it by their size; fabrics and arms as they first appear; seeds ascend. Of a seed
     that was run more than once the first run."""
     names = scenario_names([result.scenario for result in results])
-    found: dict[tuple[str, str, str], dict[int, Result]] = {}
+    found: dict[tuple[str, str, str], dict[int, ClusterResult]] = {}
     for result in results:
         key = (names[digest_of(result.scenario)], result.run.fabric, result.run.arm)
         found.setdefault(key, {}).setdefault(result.run.seed, result)
     is_alone = len(set(names.values())) == 1
     groups = [
-        Group(name, fabric, arm, tuple(of_seed[seed] for seed in sorted(of_seed)), is_alone)
+        ArmGroup(name, fabric, arm, tuple(of_seed[seed] for seed in sorted(of_seed)), is_alone)
         for (name, fabric, arm), of_seed in found.items()
     ]
     return tuple(sorted(groups, key=lambda group: in_order(group.scenario)))
 
 
-def frontier(groups: Sequence[Group]) -> tuple[bool, ...]:
+def frontier(groups: Sequence[ArmGroup]) -> tuple[bool, ...]:
     """[group]: whether no other has at least its throughput for at most its dollars, and one of the two better. Where
     no price is known it is on none."""
     points = [(group.network_usd, group.samples_per_s) for group in groups if group.network_usd > 0]

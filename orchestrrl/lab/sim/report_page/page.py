@@ -8,10 +8,10 @@ from typing import Any
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.report_page import charts, tables, words
-from orchestrrl.lab.sim.report_page.groups import Group, groups_of
+from orchestrrl.lab.sim.report_page.groups import ArmGroup, groups_of
 from orchestrrl.lab.sim.report_page.naming import scenario_names
 from orchestrrl.lab.sim.report_page.style import CSS
-from orchestrrl.lab.sim.rl.results import Result, digest_of
+from orchestrrl.lab.sim.rl.results import ClusterResult, digest_of
 
 NOTHING = '<p class="note">Nothing of this is in the results.</p>'
 OPEN_TIME_LINES = 4  # the others are folded
@@ -42,7 +42,7 @@ SECTIONS = {
 }
 
 # Of a stage: its heading, what its parts are, and how long they took.
-PARTS: tuple[tuple[str, str, Callable[[Group], Mapping[str, float]]], ...] = (
+PARTS: tuple[tuple[str, str, Callable[[ArmGroup], Mapping[str, float]]], ...] = (
     (
         "A training step",
         "tp, cp, ep, pp and dp: what compute does not hide of exchanges in such groups; bubble: of the pipeline.",
@@ -57,7 +57,7 @@ PARTS: tuple[tuple[str, str, Callable[[Group], Mapping[str, float]]], ...] = (
 )
 
 
-def write(results: Iterable[Result], path: Path, *, command: str = "") -> None:
+def write(results: Iterable[ClusterResult], path: Path, *, command: str = "") -> None:
     """The page, at `path`. `command`: what makes it again. Raises ProblemFaults where there is nothing to report, or
     the file cannot be written."""
     text = page(list(results), command=command)
@@ -68,7 +68,7 @@ def write(results: Iterable[Result], path: Path, *, command: str = "") -> None:
         raise ProblemFaults([f"{path}: cannot be written: {error.strerror}"]) from error
 
 
-def page(results: Sequence[Result], *, command: str = "") -> str:
+def page(results: Sequence[ClusterResult], *, command: str = "") -> str:
     """Raises ProblemFaults where there are no results."""
     if not results:
         raise ProblemFaults(["results: must be one at least, got none"])
@@ -104,7 +104,7 @@ def page(results: Sequence[Result], *, command: str = "") -> str:
     )
 
 
-def _what(results: Sequence[Result], groups: Sequence[Group]) -> str:
+def _what(results: Sequence[ClusterResult], groups: Sequence[ArmGroup]) -> str:
     seeds = sorted({result.run.seed for result in results})
     runs = sum(len(group.results) for group in groups)
     told = f"{runs} simulated run{'' if runs == 1 else 's'}: "
@@ -127,7 +127,7 @@ def _section(name: str, body: str) -> str:
     return f'<section id="{name}"><h2>{escape(heading)}</h2><p>{escape(about)}</p>{body or NOTHING}</section>'
 
 
-def _time_lines(groups: Sequence[Group]) -> str:
+def _time_lines(groups: Sequence[ArmGroup]) -> str:
     until_s: dict[str, float] = {}  # what is compared is on one scale
     for group in groups:
         ends_s = [span.end_s for span in group.first.run.spans]
@@ -141,7 +141,7 @@ def _time_lines(groups: Sequence[Group]) -> str:
     return "".join(shown)
 
 
-def _stages(groups: Sequence[Group]) -> str:
+def _stages(groups: Sequence[ArmGroup]) -> str:
     """Each part with its own picture, where it is told."""
     body = tables.stages(groups)
     for title, about, of in PARTS:
@@ -155,13 +155,13 @@ def _stages(groups: Sequence[Group]) -> str:
     return body
 
 
-def _pictures(groups: Sequence[Group], draw: Callable[[Sequence[Group]], str | None]) -> str:
+def _pictures(groups: Sequence[ArmGroup], draw: Callable[[Sequence[ArmGroup]], str | None]) -> str:
     """One for the scenarios of each name, or several, each with as many groups as can be told apart."""
     return "".join(picture for some in _cut(groups) if (picture := draw(some)))
 
 
-def _cut(groups: Sequence[Group], most: int = charts.PER_CHART) -> list[list[Group]]:
-    cut: list[list[Group]] = []
+def _cut(groups: Sequence[ArmGroup], most: int = charts.PER_CHART) -> list[list[ArmGroup]]:
+    cut: list[list[ArmGroup]] = []
     for group in groups:
         if not cut or len(cut[-1]) == most or cut[-1][0].family != group.family:
             cut.append([])
@@ -169,12 +169,12 @@ def _cut(groups: Sequence[Group], most: int = charts.PER_CHART) -> list[list[Gro
     return cut
 
 
-def _arms(groups: Sequence[Group]) -> str:
+def _arms(groups: Sequence[ArmGroup]) -> str:
     told = [f"{arm}: {words.ARMS[arm]}" for arm in dict.fromkeys(group.arm for group in groups) if arm in words.ARMS]
     return f'<p class="note">{escape("; ".join(told))}.</p>' if told else ""
 
 
-def _notes(groups: Sequence[Group]) -> str:
+def _notes(groups: Sequence[ArmGroup]) -> str:
     """Each once, with who has it."""
     having: dict[str, list[str]] = {}
     for group in groups:
@@ -191,7 +191,7 @@ def _folded(title: str, body: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
 
 
-def _scenarios(results: Sequence[Result]) -> str:
+def _scenarios(results: Sequence[ClusterResult]) -> str:
     documents: dict[str, Mapping[str, Any]] = {}
     seeds: dict[str, set[int]] = {}
     for result in results:

@@ -32,7 +32,7 @@ def place(value: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class AxisScale:
     """From values to coordinates; on a logarithmic one values below `low` lie at its beginning."""
 
     low: float
@@ -64,20 +64,20 @@ def _step(wish: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wish * 0.999)
 
 
-def upwards(most: float, height: float = HEIGHT) -> Scale:
+def upwards(most: float, height: float = HEIGHT) -> AxisScale:
     """From 0, with a little room above."""
-    return Scale(0.0, most * 1.05 if most > 0 else 1.0, height - BOTTOM, TOP)
+    return AxisScale(0.0, most * 1.05 if most > 0 else 1.0, height - BOTTOM, TOP)
 
 
-def rightwards(most: float, begin: float = LEFT) -> Scale:
+def rightwards(most: float, begin: float = LEFT) -> AxisScale:
     """From 0."""
-    return Scale(0.0, most if most > 0 else 1.0, begin, WIDTH - RIGHT)
+    return AxisScale(0.0, most if most > 0 else 1.0, begin, WIDTH - RIGHT)
 
 
-def logarithmic(least: float, most: float) -> Scale:
+def logarithmic(least: float, most: float) -> AxisScale:
     """Whole decades, to the right."""
     low, high = 10.0 ** floor(log10(least)), 10.0 ** ceil(log10(most))
-    return Scale(low, high if high > low else 10 * low, LEFT, WIDTH - RIGHT, is_log=True)
+    return AxisScale(low, high if high > low else 10 * low, LEFT, WIDTH - RIGHT, is_log=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Chart:
     height: float = HEIGHT
     elements: list[str] = field(default_factory=list)
 
-    def axes(self, x: Scale, y: Scale | None, x_label: str, y_label: str = "") -> None:
+    def axes(self, x: AxisScale, y: AxisScale | None, x_label: str, y_label: str = "") -> None:
         bottom = self.height - BOTTOM
         for tick in x.ticks():
             at = place(x.at(tick))
@@ -146,7 +146,7 @@ class Chart:
         return "\n".join([head, f"<title>{escape(self.title)}</title>", *self.elements, "</svg>"])
 
 
-def stairs(points: Sequence[tuple[float, float]], x: Scale, y: Scale) -> list[tuple[float, float]]:
+def stairs(points: Sequence[tuple[float, float]], x: AxisScale, y: AxisScale) -> list[tuple[float, float]]:
     """Values that stay until the next point."""
     drawn: list[tuple[float, float]] = []
     for at, value in points:

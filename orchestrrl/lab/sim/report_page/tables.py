@@ -7,23 +7,23 @@ from html import escape
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.report_page import words
 from orchestrrl.lab.sim.report_page.charts import by_stage, stage_s, tier_gbps
-from orchestrrl.lab.sim.report_page.groups import Group, frontier
+from orchestrrl.lab.sim.report_page.groups import ArmGroup, frontier
 from orchestrrl.lab.sim.report_page.svg import number
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PercentShare:
     """Of one, shown in per cent."""
 
     value: float
 
 
-Cell = str | float | int | Share | None
+Cell = str | float | int | PercentShare | None
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], best: Sequence[bool] = ()) -> str:
@@ -51,12 +51,12 @@ def _cell(value: Cell) -> str:
         return "<td>–</td>"
     if isinstance(value, str):
         return f"<td{_word(True)}>{escape(value)}</td>"
-    if isinstance(value, Share):
+    if isinstance(value, PercentShare):
         return f'<td data-value="{value.value!r}">{value.value:.1%}</td>'
     return f'<td data-value="{value!r}">{escape(number(value))}</td>'
 
 
-def summary(groups: Sequence[Group]) -> str:
+def summary(groups: Sequence[ArmGroup]) -> str:
     """Throughput beside that of the first of that name, and what the network costs."""
     columns = (
         "",
@@ -77,10 +77,10 @@ def summary(groups: Sequence[Group]) -> str:
     for group in groups:
         reference = first.setdefault(group.family, group.samples_per_s)
         gain = group.samples_per_s / reference if reference > 0 and sizes[group.family] > 1 else None
-        idle = [group.idle_share(stage) for stage in (Stage.TRAIN, Stage.GEN)]
+        idle = [group.idle_share(stage) for stage in (FabricStage.TRAIN, FabricStage.GEN)]
         spread = group.spread if len(group.seeds) > 1 else (None, None)
         usd = (group.network_usd / 1e6, group.samples_per_s_per_musd) if group.network_usd else (None, None)
-        shares = [None if share is None else Share(share) for share in idle]
+        shares = [None if share is None else PercentShare(share) for share in idle]
         rows.append(
             [
                 group.title,
@@ -96,18 +96,18 @@ def summary(groups: Sequence[Group]) -> str:
     return table(columns, rows)
 
 
-def stages(groups: Sequence[Group]) -> str:
+def stages(groups: Sequence[ArmGroup]) -> str:
     """What one of each takes: the median of the first seed's."""
     columns = ("", "training, s", "generation, s", "weight sync, s", "MFU of training")
     rows: list[list[Cell]] = []
     for group in groups:
         mfu = group.first.train_mfu
-        seconds = (stage_s(group.first.run, stage) for stage in Stage)
-        rows.append([group.title, *seconds, Share(mfu) if mfu else None])
+        seconds = (stage_s(group.first.run, stage) for stage in FabricStage)
+        rows.append([group.title, *seconds, PercentShare(mfu) if mfu else None])
     return table(columns, rows)
 
 
-def steps(groups: Sequence[Group]) -> str:
+def steps(groups: Sequence[ArmGroup]) -> str:
     """Seconds of a step, in the mean over steps. What never took any is left out."""
     told = [group.mean_step_s() for group in groups]
     names = sorted(
@@ -119,7 +119,7 @@ def steps(groups: Sequence[Group]) -> str:
     return table(("", *columns), rows if names else [])
 
 
-def tier_rates(groups: Sequence[Group]) -> str:
+def tier_rates(groups: Sequence[ArmGroup]) -> str:
     rows: list[list[Cell]] = []
     for group in groups:
         run = group.first.run
@@ -129,7 +129,7 @@ def tier_rates(groups: Sequence[Group]) -> str:
     return table(("", "stage", "tier", "GB in one of it", "Gbps"), rows)
 
 
-def slack(groups: Sequence[Group]) -> str:
+def slack(groups: Sequence[ArmGroup]) -> str:
     """Windows of an optimiser step, in milliseconds; those that a run kept stand for all."""
     quantiles = (f"{quantile:.0%} are at most, ms" for quantile in QUANTILES)
     columns = ("", "windows kept", *quantiles, "longest, ms")
@@ -142,7 +142,7 @@ def slack(groups: Sequence[Group]) -> str:
     return table(columns, rows)
 
 
-def staleness(groups: Sequence[Group]) -> str:
+def staleness(groups: Sequence[ArmGroup]) -> str:
     """Shares of samples by the versions that they were behind."""
     lags = sorted({lag for group in groups for lag in group.first.run.staleness})
     rows: list[list[Cell]] = []
@@ -150,11 +150,11 @@ def staleness(groups: Sequence[Group]) -> str:
         counts = group.first.run.staleness
         total = sum(counts.values())
         if total:
-            rows.append([group.title, *(Share(counts.get(lag, 0) / total) for lag in lags)])
+            rows.append([group.title, *(PercentShare(counts.get(lag, 0) / total) for lag in lags)])
     return table(("", *(f"{lag} behind" for lag in lags)), rows)
 
 
-def cost(groups: Sequence[Group]) -> str:
+def cost(groups: Sequence[ArmGroup]) -> str:
     """Rows on the frontier are marked."""
     names = sorted({name for group in groups for name in group.first.bill.parts_usd})
     parts_of = (f"{words.known({}, name)}, $" for name in names)

@@ -2,23 +2,23 @@
 
 from collections.abc import Mapping
 
-from orchestrrl.lab.sim.net.fabrics.base import Stage
-from orchestrrl.lab.sim.net.model import Tier
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
+from orchestrrl.lab.sim.net.model import LinkTier
 from orchestrrl.lab.sim.rl.response_stream import RESPONSE_STREAM
 
 # In the order in which they are shown.
 STAGES: Mapping[str, str] = {
-    Stage.GEN: "generation",
+    FabricStage.GEN: "generation",
     RESPONSE_STREAM: "answers to training",
-    Stage.TRAIN: "training",
-    Stage.WEIGHT_SYNC: "weight sync",
+    FabricStage.TRAIN: "training",
+    FabricStage.WEIGHT_SYNC: "weight sync",
 }
 TIERS: Mapping[str, str] = {
-    Tier.NVLINK: "NVLink",
-    Tier.NIC: "server to ToR",
-    Tier.AGG: "ToR to ToR in a PoD",
-    Tier.CORE: "PoD to PoD",
-    Tier.DIRECT: "circuits between NICs",
+    LinkTier.NVLINK: "NVLink",
+    LinkTier.NIC: "server to ToR",
+    LinkTier.AGG: "ToR to ToR in a PoD",
+    LinkTier.CORE: "PoD to PoD",
+    LinkTier.DIRECT: "circuits between NICs",
 }
 LANES: Mapping[str, str] = {
     "gen": "generation",

@@ -6,13 +6,13 @@ collectives of its optimiser steps, engines' exchanges where they span servers, 
 
 from dataclasses import replace
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import options_of
-from orchestrrl.lab.sim.net.model import Flows
+from orchestrrl.lab.sim.net.model import GpuFlows
 from orchestrrl.lab.sim.rl.generation_bytes import token_flows
 from orchestrrl.lab.sim.rl.generation_exchange import leaves_servers
-from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
-from orchestrrl.lab.sim.rl.scenario import ClusterScenario, FabricSection
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
+from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
 from orchestrrl.lab.sim.rl.weight_sync import steps_of
 from orchestrrl.lab.sim.rl.weight_sync_shards import shards_of
 from orchestrrl.lab.sim.rl.weight_sync_site import site_of
@@ -22,7 +22,9 @@ from orchestrrl.lab.sim.train.periods import periods
 from orchestrrl.lab.sim.workload import mean_tokens
 
 
-def fabric_for(scenario: ClusterScenario, section: FabricSection, constants: TrainConstants = MEGATRON) -> Fabric:
+def fabric_for(
+    scenario: ClusterScenario, section: ClusterFabricSection, constants: TrainConstants = MEGATRON
+) -> SimulatedFabric:
     """The section's, made for the scenario's job where its kind is. Raises Impossible with all that is wrong with its
     options."""
     plain = scenario.fabric(section)
@@ -31,13 +33,13 @@ def fabric_for(scenario: ClusterScenario, section: FabricSection, constants: Tra
     return scenario.fabric(section, demand=job_demand(scenario, plain, constants))
 
 
-def job_demand(scenario: ClusterScenario, plain: Fabric, constants: TrainConstants = MEGATRON) -> Flows:
+def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: TrainConstants = MEGATRON) -> GpuFlows:
     """Of one step. `plain`: the fabric as it would be without, for the sync's plan."""
     job, fleet = _job(scenario), _fleet(scenario, plain)
     parts = _training(scenario, job, constants)
     if fleet is not None:
         parts += [_weights(scenario, job, fleet, plain), _exchanges(scenario, fleet)]
-    return Flows.joined(parts)
+    return GpuFlows.joined(parts)
 
 
 def _job(scenario: ClusterScenario) -> TrainJob:
@@ -46,7 +48,7 @@ def _job(scenario: ClusterScenario) -> TrainJob:
     )
 
 
-def _training(scenario: ClusterScenario, job: TrainJob, constants: TrainConstants) -> list[Flows]:
+def _training(scenario: ClusterScenario, job: TrainJob, constants: TrainConstants) -> list[GpuFlows]:
     """All optimiser steps of a training step."""
     return [
         period.demand.times(times)
@@ -55,7 +57,7 @@ def _training(scenario: ClusterScenario, job: TrainJob, constants: TrainConstant
     ]
 
 
-def _fleet(scenario: ClusterScenario, plain: Fabric) -> Fleet | None:
+def _fleet(scenario: ClusterScenario, plain: SimulatedFabric) -> UniformFleet | None:
     """Of the last layout that there is room for: which of them will run is known once the fabric is."""
     cluster = scenario.cluster
     where = GenGpus(cluster.first_generating, cluster.generating)
@@ -66,16 +68,16 @@ def _fleet(scenario: ClusterScenario, plain: Fabric) -> Fleet | None:
     return None
 
 
-def _exchanges(scenario: ClusterScenario, fleet: Fleet) -> Flows:
+def _exchanges(scenario: ClusterScenario, fleet: UniformFleet) -> GpuFlows:
     """Of engines that span servers, for all tokens of a step."""
     if not leaves_servers(fleet, scenario.servers):
-        return Flows.none()
+        return GpuFlows.none()
     tokens = scenario.samples * mean_tokens(scenario.generation.workload)
     return token_flows(fleet, scenario.model_value, scenario.servers).times(tokens)
 
 
-def _weights(scenario: ClusterScenario, job: TrainJob, fleet: Fleet, plain: Fabric) -> Flows:
+def _weights(scenario: ClusterScenario, job: TrainJob, fleet: UniformFleet, plain: SimulatedFabric) -> GpuFlows:
     part, servers = scenario.weight_sync, scenario.servers
     shards = shards_of(job, [fleet], servers.gpus_per_server, part.bits)
     steps = steps_of(part.scheme, shards, site_of(plain.network(None)), servers)
-    return Flows.joined([step.flows for step in steps])
+    return GpuFlows.joined([step.flows for step in steps])

@@ -7,7 +7,7 @@ from orchestrrl.core.documents import dump_yaml
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.engines.profiles.store import as_text
-from orchestrrl.lab.sim.net.fabrics.base import Failures
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.rl.scenario import ClusterScenario
 from orchestrrl.lab.sim.rl.stages import FabricStages
 from planner.cost.profile import Profile
@@ -20,7 +20,7 @@ def daemon_document(scenario: ClusterScenario, fabric: str | None, profile_path:
         raise ProblemFaults([f"--fabric: must be one of {', '.join(titles)}, got {fabric!r}"])
     section = scenario.fabrics[titles.index(fabric) if fabric is not None else 0]
     try:
-        profile = FabricStages(scenario, section).ready(Failures()).profile
+        profile = FabricStages(scenario, section).ready(SimulatedFailures()).profile
     except ValueError as error:
         raise ProblemFaults([f"generation: {error}"]) from None
     fleet: dict[str, Any] = {

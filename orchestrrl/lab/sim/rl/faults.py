@@ -1,8 +1,9 @@
 """What fails when, and what that does to a stage. Pure.
 
-A schedule reads as it is meant: `Schedule().at(12.0).fail_nic(7, back_after_s=60.0).at(30.0).fail_server(3)`.
-A link or port is a share of one ToR's or PoD's uplinks; a switch is a share of those of all ToRs, or PoDs, that it
-joins. A server that fails takes the work of the iteration that it was in with it.
+A schedule reads as it is meant: `ClusterFaultSchedule().at(12.0).fail_nic(7,
+back_after_s=60.0).at(30.0).fail_server(3)`. A link or port is a share of one ToR's or PoD's uplinks; a switch is a
+share of those of all ToRs, or PoDs, that it joins. A server that fails takes the work of the iteration that it was in
+with it.
 """
 
 import math
@@ -10,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from orchestrrl.lab.sim.net.fabrics.base import Failures
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 
 
-class Part(StrEnum):
+class FaultyPart(StrEnum):
     NIC = "nic"
     TOR_UPLINKS = "tor_uplinks"
     POD_UPLINKS = "pod_uplinks"
@@ -22,12 +23,12 @@ class Part(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ClusterFault:
     """`of`: numbers of NICs, ToRs, PoDs or servers, or of engines in the order of their GPUs. `back_after_s` None: it
     stays away."""
 
     at_s: float
-    part: Part
+    part: FaultyPart
     of: tuple[int, ...]
     share: float = 1.0  # of the uplinks
     back_after_s: float | None = None
@@ -48,27 +49,27 @@ class Fault:
         return self.at_s <= now_s < self.back_s
 
     def __str__(self) -> str:
-        share = f", {self.share:.0%}" if self.part in (Part.TOR_UPLINKS, Part.POD_UPLINKS) else ""
+        share = f", {self.share:.0%}" if self.part in (FaultyPart.TOR_UPLINKS, FaultyPart.POD_UPLINKS) else ""
         return f"{self.part.replace('_', ' ')} {', '.join(map(str, self.of))}{share}"
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    faults: tuple[Fault, ...] = ()
+class ClusterFaultSchedule:
+    faults: tuple[ClusterFault, ...] = ()
 
     def at(self, at_s: float) -> "At":
         return At(self, at_s)
 
-    def holding(self, now_s: float, *parts: Part) -> tuple[Fault, ...]:
+    def holding(self, now_s: float, *parts: FaultyPart) -> tuple[ClusterFault, ...]:
         return tuple(fault for fault in self.faults if fault.part in parts and fault.holds(now_s))
 
-    def network(self, now_s: float) -> Failures:
+    def network(self, now_s: float) -> SimulatedFailures:
         """What the fabric has to do without. Servers are not in it: others take their places, or nobody uses them."""
-        nics = {nic for fault in self.holding(now_s, Part.NIC) for nic in fault.of}
-        return Failures(
+        nics = {nic for fault in self.holding(now_s, FaultyPart.NIC) for nic in fault.of}
+        return SimulatedFailures(
             nics=frozenset(nics),
-            tor_uplinks=_shares(self.holding(now_s, Part.TOR_UPLINKS)),
-            pod_uplinks=_shares(self.holding(now_s, Part.POD_UPLINKS)),
+            tor_uplinks=_shares(self.holding(now_s, FaultyPart.TOR_UPLINKS)),
+            pod_uplinks=_shares(self.holding(now_s, FaultyPart.POD_UPLINKS)),
         )
 
     def changes_s(self) -> tuple[float, ...]:
@@ -90,36 +91,42 @@ class Schedule:
 class At:
     """What fails at a time: adds to the schedule."""
 
-    schedule: Schedule
+    schedule: ClusterFaultSchedule
     at_s: float
 
-    def fail_nic(self, *nics: int, back_after_s: float | None = None) -> Schedule:
-        return self._with(Part.NIC, nics, 1.0, back_after_s)
+    def fail_nic(self, *nics: int, back_after_s: float | None = None) -> ClusterFaultSchedule:
+        return self._with(FaultyPart.NIC, nics, 1.0, back_after_s)
 
-    def fail_tor_uplinks(self, tor: int, share: float, *, back_after_s: float | None = None) -> Schedule:
-        return self._with(Part.TOR_UPLINKS, (tor,), share, back_after_s)
+    def fail_tor_uplinks(self, tor: int, share: float, *, back_after_s: float | None = None) -> ClusterFaultSchedule:
+        return self._with(FaultyPart.TOR_UPLINKS, (tor,), share, back_after_s)
 
-    def fail_pod_uplinks(self, pod: int, share: float, *, back_after_s: float | None = None) -> Schedule:
-        return self._with(Part.POD_UPLINKS, (pod,), share, back_after_s)
+    def fail_pod_uplinks(self, pod: int, share: float, *, back_after_s: float | None = None) -> ClusterFaultSchedule:
+        return self._with(FaultyPart.POD_UPLINKS, (pod,), share, back_after_s)
 
-    def fail_tor_switch(self, tors: Iterable[int], share: float, *, back_after_s: float | None = None) -> Schedule:
+    def fail_tor_switch(
+        self, tors: Iterable[int], share: float, *, back_after_s: float | None = None
+    ) -> ClusterFaultSchedule:
         """One that joins these ToRs, each by this share of its uplinks."""
-        return self._with(Part.TOR_UPLINKS, tuple(tors), share, back_after_s)
+        return self._with(FaultyPart.TOR_UPLINKS, tuple(tors), share, back_after_s)
 
-    def fail_core_switch(self, pods: Iterable[int], share: float, *, back_after_s: float | None = None) -> Schedule:
-        return self._with(Part.POD_UPLINKS, tuple(pods), share, back_after_s)
+    def fail_core_switch(
+        self, pods: Iterable[int], share: float, *, back_after_s: float | None = None
+    ) -> ClusterFaultSchedule:
+        return self._with(FaultyPart.POD_UPLINKS, tuple(pods), share, back_after_s)
 
-    def fail_server(self, *servers: int, back_after_s: float | None = None) -> Schedule:
-        return self._with(Part.SERVER, servers, 1.0, back_after_s)
+    def fail_server(self, *servers: int, back_after_s: float | None = None) -> ClusterFaultSchedule:
+        return self._with(FaultyPart.SERVER, servers, 1.0, back_after_s)
 
-    def fail_engine(self, *engines: int, back_after_s: float | None = None) -> Schedule:
-        return self._with(Part.ENGINE, engines, 1.0, back_after_s)
+    def fail_engine(self, *engines: int, back_after_s: float | None = None) -> ClusterFaultSchedule:
+        return self._with(FaultyPart.ENGINE, engines, 1.0, back_after_s)
 
-    def _with(self, part: Part, of: tuple[int, ...], share: float, back_after_s: float | None) -> Schedule:
-        return Schedule((*self.schedule.faults, Fault(self.at_s, part, of, share, back_after_s)))
+    def _with(
+        self, part: FaultyPart, of: tuple[int, ...], share: float, back_after_s: float | None
+    ) -> ClusterFaultSchedule:
+        return ClusterFaultSchedule((*self.schedule.faults, ClusterFault(self.at_s, part, of, share, back_after_s)))
 
 
-def _shares(faults: Iterable[Fault]) -> dict[int, float] | None:
+def _shares(faults: Iterable[ClusterFault]) -> dict[int, float] | None:
     """Two faults of one bundle leave out what both do, at most all of it."""
     lost: dict[int, float] = {}
     for fault in faults:
@@ -132,7 +139,7 @@ class NeverEnds(ValueError):
     """A stage that a fault holds up for good."""
 
 
-def stretched_s(schedule: Schedule, begin_s: float, seconds: Callable[[float], float]) -> float:
+def stretched_s(schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float]) -> float:
     """How long work takes that begins then. `seconds(now_s)` is what all of it would take as things are at that time,
     inf where it stands still; what is done stays done. Raises NeverEnds."""
     left = 1.0
@@ -148,13 +155,15 @@ def stretched_s(schedule: Schedule, begin_s: float, seconds: Callable[[float], f
 
 
 def with_lost_work_s(
-    schedule: Schedule, begin_s: float, seconds: Callable[[float], float], servers: range, recovery_s: float
+    schedule: ClusterFaultSchedule, begin_s: float, seconds: Callable[[float], float], servers: range, recovery_s: float
 ) -> float:
     """As `stretched_s`, of an iteration that any failed server of these throws back to its beginning, for another one
     to take that server's place `recovery_s` later."""
     start_s = begin_s
     lost = sorted(
-        fault.at_s for fault in schedule.faults if fault.part is Part.SERVER and any(n in servers for n in fault.of)
+        fault.at_s
+        for fault in schedule.faults
+        if fault.part is FaultyPart.SERVER and any(n in servers for n in fault.of)
     )
     for at_s in (*lost, math.inf):
         if at_s < start_s:

@@ -14,21 +14,21 @@ from typing import Any
 from orchestrrl.lab.sim.controlled import CONTROLS, ControlledRun
 from orchestrrl.lab.sim.engines import EngineKind, homogeneous
 from orchestrrl.lab.sim.known import best_known, best_prompts_known
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.rl.generation_bytes import Exchanged, summed
-from orchestrrl.lab.sim.rl.generation_exchange import Exchange
+from orchestrrl.lab.sim.rl.generation_exchange import TokenExchange
 from orchestrrl.lab.sim.rl.generation_fast import FastStep, run_fast
-from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.generation_kv import OverFabric
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.run import FUTURES, steps_of, usable_kinds
 from orchestrrl.lab.sim.scenario import (
-    ControlSection,
     EnginesSection,
     GatewaySection,
+    GenerationControlSection,
+    GenerationScenario,
     NetworkSection,
-    Scenario,
     WorkloadSection,
 )
 from orchestrrl.lab.sim.static import StaticStep, dealt, run_partial, run_static
@@ -54,7 +54,7 @@ class GenJob:
     kv_transfer: bool = True
     partial_share: float = 0.9
     prefix_caching: bool = False
-    control: ControlSection = field(default_factory=ControlSection)
+    control: GenerationControlSection = field(default_factory=GenerationControlSection)
     gateway: GatewaySection = field(default_factory=GatewaySection)
     daemon: Mapping[str, Any] = field(default_factory=dict)
 
@@ -64,9 +64,9 @@ class Prepared:
     """A job on a fabric: what all arms and seeds have in common."""
 
     job: GenJob
-    fabric: Fabric
+    fabric: SimulatedFabric
     profile: Profile
-    exchanges: Mapping[ConfigurationId, Exchange]
+    exchanges: Mapping[ConfigurationId, TokenExchange]
 
     @cached_property
     def exchanged(self) -> Exchanged:
@@ -74,7 +74,7 @@ class Prepared:
         return Exchanged(self.fabric, self.job.where, self.job.hardware.model)
 
     @cached_property
-    def wide(self) -> Mapping[ConfigurationId, Fleet]:
+    def wide(self) -> Mapping[ConfigurationId, UniformFleet]:
         """Fleets of the configurations that span servers."""
         servers, each = self.fabric.servers, self.fabric.servers.gpus_per_server
         layouts = {configuration.id: configuration.parallelism for configuration in self.profile.configurations}
@@ -84,17 +84,17 @@ class Prepared:
             if layout.gpus > each and layout.gpus % each == 0
         }
 
-    def kinds(self, scenario: Scenario) -> dict[ConfigurationId, EngineKind]:
+    def kinds(self, scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
         """With no more engines of each than PoDs have room for."""
         return {
             name: replace(kind, most=len(self.wide[name])) if name in self.wide else kind
             for name, kind in usable_kinds(scenario).items()
         }
 
-    def scenario(self, steps: int) -> Scenario:
+    def scenario(self, steps: int) -> GenerationScenario:
         job, servers = self.job, self.fabric.servers
         slow = {"max_output_tokens": job.workload.max_tokens, **(job.daemon.get("slow") or {})}
-        return Scenario(
+        return GenerationScenario(
             name="generation",
             gpus=job.where.count,
             gpus_per_node=servers.gpus_per_server,
@@ -112,7 +112,7 @@ class Prepared:
         )
 
 
-def prepared(job: GenJob, fabric: Fabric) -> Prepared:
+def prepared(job: GenJob, fabric: SimulatedFabric) -> Prepared:
     """Raises ValueError where no configuration fits."""
     if job.profile is not None:
         return Prepared(job, fabric, job.profile, {})
@@ -120,7 +120,7 @@ def prepared(job: GenJob, fabric: Fabric) -> Prepared:
     return Prepared(job, fabric, found.profile, found.exchanges)
 
 
-def generation_stage(job: GenJob, fabric: Fabric, arm: str, seed: int = 1) -> GenStage:
+def generation_stage(job: GenJob, fabric: SimulatedFabric, arm: str, seed: int = 1) -> GenStage:
     """One step."""
     return generation_stages(prepared(job, fabric), arm, seed, 1)[0]
 
@@ -160,7 +160,7 @@ def _sent(
 
 
 def _static(
-    scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], arm: str, seed: int, asked: Steps
+    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], arm: str, seed: int, asked: Steps
 ) -> list[Ran]:
     every = list(kinds.values())
     match arm:
@@ -182,12 +182,12 @@ def _static(
     raise ValueError(f"arm must be one of sim gen's, got {arm!r}")
 
 
-def _tuned(scenario: Scenario, kinds: Mapping[ConfigurationId, EngineKind], asked: Steps) -> ConfigurationId:
+def _tuned(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], asked: Steps) -> ConfigurationId:
     """Whose steps are shortest when prompts are dealt in turn."""
     return min(kinds, key=lambda name: sum(step.makespan_s for _, step in _dealt(scenario, kinds[name], asked)))
 
 
-def _dealt(scenario: Scenario, kind: EngineKind, asked: Steps) -> list[Ran]:
+def _dealt(scenario: GenerationScenario, kind: EngineKind, asked: Steps) -> list[Ran]:
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
     return [(kind, _static_step(kind, engines, tuple(requests))) for requests in asked]
 
@@ -198,7 +198,7 @@ def _static_step(kind: EngineKind, engines: int, requests: tuple[SimRequest, ...
     return run_static(kind, dealt(requests, engines))
 
 
-def _partial(scenario: Scenario, kind: EngineKind, asked: Steps) -> list[Ran]:
+def _partial(scenario: GenerationScenario, kind: EngineKind, asked: Steps) -> list[Ran]:
     """What an earlier step cut goes first, dealt over all engines."""
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
     carried: list[tuple[SimRequest, int]] = []

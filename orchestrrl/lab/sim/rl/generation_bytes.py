@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
-from orchestrrl.lab.sim.net.model import Flows, Ints, Servers
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
+from orchestrrl.lab.sim.net.model import GpuFlows, Ints, Servers
 from orchestrrl.lab.sim.net.timing import tier_bytes
 from orchestrrl.lab.sim.rl.generation_exchange import gen_period, pattern
-from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from planner.cost.models import Model
 from planner.cost.profile import Parallelism
 from planner.cost.roofline import ACTIVATION_BYTES
@@ -23,7 +23,7 @@ from planner.model import ConfigurationId
 TierBytes = Mapping[str, float]
 
 
-def token_flows(fleet: Fleet, model: Model, servers: Servers) -> Flows:
+def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows:
     """That a token causes as it passes an engine, in the mean over the fleet: each instance has as many tokens."""
     p = fleet.parallelism
     vector = model.layers * model.hidden * ACTIVATION_BYTES
@@ -36,10 +36,10 @@ def token_flows(fleet: Fleet, model: Model, servers: Servers) -> Flows:
             copies *= (p.gpus - p.tp) / p.gpus  # the others are on the token's own GPUs
         flows, _ = pattern(fleet, 1.0, servers)
         parts.append(flows.times(2.0 * vector * copies / float(flows.bytes.sum())))
-    return Flows.joined(parts)
+    return GpuFlows.joined(parts)
 
 
-def _summed_up(fleet: Fleet, size: float, servers: Servers) -> list[Flows]:
+def _summed_up(fleet: UniformFleet, size: float, servers: Servers) -> list[GpuFlows]:
     """A token's vectors, over the GPUs of its attention replica: rings in servers, and round servers rail by rail."""
     tp, each = fleet.parallelism.tp, servers.gpus_per_server
     if tp == 1:
@@ -54,17 +54,17 @@ def _summed_up(fleet: Fleet, size: float, servers: Servers) -> list[Flows]:
     return found
 
 
-def _rings(members: Ints, apart: int, given: float) -> Flows:
+def _rings(members: Ints, apart: int, given: float) -> GpuFlows:
     """[ring, member]: each to the one so many places on."""
     src, dst = members.reshape(-1), np.roll(members, -apart, axis=1).reshape(-1)
-    return Flows(src, dst, np.full(len(src), given))
+    return GpuFlows(src, dst, np.full(len(src), given))
 
 
 @dataclass
 class Exchanged:
     """Of engines on a fabric; each configuration is looked at once."""
 
-    fabric: Fabric
+    fabric: SimulatedFabric
     where: GenGpus
     model: Model
     _of_token: dict[ConfigurationId, TierBytes] = field(default_factory=dict)

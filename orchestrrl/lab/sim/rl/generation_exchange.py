@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrrl.lab.sim.net.collectives import m2n
-from orchestrrl.lab.sim.net.fabrics.base import Fabric, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import finish_routed_s
-from orchestrrl.lab.sim.net.model import Flows, Ints, Network, Servers
+from orchestrrl.lab.sim.net.model import GpuFlows, Ints, LinkNetwork, Servers
 from orchestrrl.lab.sim.net.problem import routes_of
-from orchestrrl.lab.sim.rl.generation_fleet import Fleet
+from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet
 
 # Of each GPU. Large against latencies, so that rates are those of the links.
 SENT_BYTES = 64e6
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class TokenExchange:
     """In the mean over instances. `extra_hop_s`: beyond what two links and one switch take."""
 
     bytes_per_s: float  # of each GPU
@@ -28,11 +28,11 @@ class Exchange:
     extra_hop_s: float
 
 
-def leaves_servers(fleet: Fleet, servers: Servers) -> bool:
+def leaves_servers(fleet: UniformFleet, servers: Servers) -> bool:
     return fleet.parallelism.gpus > servers.gpus_per_server
 
 
-def pattern(fleet: Fleet, sent_bytes: float, servers: Servers) -> tuple[Flows, Ints]:
+def pattern(fleet: UniformFleet, sent_bytes: float, servers: Servers) -> tuple[GpuFlows, Ints]:
     """What a fleet's instances send, `sent_bytes` by each GPU (under AFD, of the smaller side), and whose each flow
     is."""
     p = fleet.parallelism
@@ -43,7 +43,7 @@ def pattern(fleet: Fleet, sent_bytes: float, servers: Servers) -> tuple[Flows, I
             for attention, ffn in zip(fleet.attention, fleet.ffn, strict=True)
             for src, dst in ((attention, ffn), (ffn, attention))
         ]
-        flows = Flows.joined(both_ways)
+        flows = GpuFlows.joined(both_ways)
     elif p.dp > 1:
         src, dst = np.repeat(fleet.gpus, p.gpus, axis=1), np.tile(fleet.gpus, (1, p.gpus))
         other = src[0] != dst[0]  # the same places in each instance
@@ -53,29 +53,29 @@ def pattern(fleet: Fleet, sent_bytes: float, servers: Servers) -> tuple[Flows, I
     return flows, np.repeat(np.arange(len(fleet)), len(flows) // max(1, len(fleet)))
 
 
-def _alike(src: Ints, dst: Ints, bytes: float) -> Flows:
-    return Flows(src.reshape(-1), dst.reshape(-1), np.full(src.size, bytes))
+def _alike(src: Ints, dst: Ints, bytes: float) -> GpuFlows:
+    return GpuFlows(src.reshape(-1), dst.reshape(-1), np.full(src.size, bytes))
 
 
-def gen_period(fleet: Fleet, servers: Servers, name: str) -> Period:
+def gen_period(fleet: UniformFleet, servers: Servers, name: str) -> Period:
     """Of a stretch of generation in which this fleet is deployed."""
-    demand = pattern(fleet, SENT_BYTES, servers)[0] if leaves_servers(fleet, servers) else Flows.none()
-    return Period.of(f"gen {name}", Stage.GEN, demand)
+    demand = pattern(fleet, SENT_BYTES, servers)[0] if leaves_servers(fleet, servers) else GpuFlows.none()
+    return Period.of(f"gen {name}", FabricStage.GEN, demand)
 
 
-def exchange(fleet: Fleet, fabric: Fabric, name: str) -> Exchange:
+def exchange(fleet: UniformFleet, fabric: SimulatedFabric, name: str) -> TokenExchange:
     """On the fabric as it is made for this fleet alone."""
     return exchange_on(fabric.network(gen_period(fleet, fabric.servers, name)), fleet)
 
 
-def exchange_on(network: Network, fleet: Fleet) -> Exchange:
+def exchange_on(network: LinkNetwork, fleet: UniformFleet) -> TokenExchange:
     servers = network.servers
     flows, instance = pattern(fleet, SENT_BYTES, servers)
     routes = routes_of(network, flows)
     wire_s, latency_s = np.zeros(len(fleet)), routes.latency_s
     np.maximum.at(wire_s, instance, finish_routed_s(network, flows, routes))
     nearest_s = 2 * servers.propagation_s + servers.processing_s
-    return Exchange(
+    return TokenExchange(
         SENT_BYTES / float(wire_s.mean()),
         SENT_BYTES / float(wire_s.max()),
         max(0.0, float(latency_s.max()) - nearest_s),

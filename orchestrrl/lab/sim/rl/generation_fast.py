@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 
 from orchestrrl.core.config.schema import Config, FastPolicy
-from orchestrrl.daemon.balancing import Situation, decide_balance
+from orchestrrl.daemon.balancing import BalanceSituation, decide_balance
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import homogeneous
@@ -27,7 +27,7 @@ from orchestrrl.lab.sim.rl.generation_records import (
     snapshot_of,
 )
 from orchestrrl.lab.sim.workload import SimRequest
-from planner.admission import FREE, Control, ControlState
+from planner.admission import FREE, ControlState, OperatorControl
 from planner.model import (
     Act,
     ConfigurationId,
@@ -43,11 +43,11 @@ from planner.model import (
 from planner.plan import History
 from planner.solver.from_snapshot import words
 
-NEVER_CHANGES = Control(ControlState.PINNED, reason="this arm does not plan")
+NEVER_CHANGES = OperatorControl(ControlState.PINNED, reason="this arm does not plan")
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class FleetChange:
     """A change of engines, seconds from its step's beginning."""
 
     begin_s: float
@@ -66,7 +66,7 @@ class FastStep:
     finish_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
     moves: int = 0
-    switches: list[Switch] = field(default_factory=list)
+    switches: list[FleetChange] = field(default_factory=list)
     busy_gpu_s: float = 0.0
     tokens_recomputed: int = 0
     preemptions: int = 0
@@ -200,7 +200,7 @@ class _FastFleet:
         fast = self._config.fast
         moved_s = {id: live.moved_s for id, live in self._live.items() if live.moved_s is not None}
         rested = {id: at_s for id, at_s in moved_s.items() if self._now_s - at_s <= fast.rest_after_move_s}
-        situation = Situation(
+        situation = BalanceSituation(
             Mode.ACT,
             configurations=self._planning.lines,
             remaining_tokens=self._planning.remaining_tokens(snapshot),
@@ -241,7 +241,7 @@ class _FastFleet:
             after = _words(self._engines.values())
             at_s, moved = self._now_s - started_s, kv.bytes if kv else 0.0
             _add(step.kv_tier_bytes, kv.tier_bytes if kv else {})
-            step.switches.append(Switch(at_s, up_s - self._now_s, kv_s, before, after, len(new), moved))
+            step.switches.append(FleetChange(at_s, up_s - self._now_s, kv_s, before, after, len(new), moved))
 
     def _kv(self, instances: Sequence[PlannedInstance]) -> KvOutcome:
         assert self._kv_network is not None

@@ -31,7 +31,7 @@ class GenGpus:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class UniformFleet:
     """Instances that are all laid out alike."""
 
     parallelism: Parallelism
@@ -51,7 +51,7 @@ class Fleet:
         return self.gpus[:, self.parallelism.attention_gpus :] if self.parallelism.afd else self.gpus[:, :0]
 
 
-def deployed(parallelism: Parallelism, where: GenGpus, servers: Servers, pods: Pods | None = None) -> Fleet:
+def deployed(parallelism: Parallelism, where: GenGpus, servers: Servers, pods: Pods | None = None) -> UniformFleet:
     """As many instances as there is room for; `pods` None: all servers are of one. Raises ValueError where instances
     cannot be told apart by servers."""
     size, per_server = parallelism.gpus, servers.gpus_per_server
@@ -62,12 +62,12 @@ def deployed(parallelism: Parallelism, where: GenGpus, servers: Servers, pods: P
     server = np.arange(where.first, where.first + where.count, per_server) // per_server
     if size > per_server:
         rows = _in_pods(server, size // per_server, pods or Pods(np.zeros(servers.count, np.int64), apart=False))
-        return Fleet(parallelism, (rows[:, :, None] * per_server + np.arange(per_server)).reshape(-1, size))
+        return UniformFleet(parallelism, (rows[:, :, None] * per_server + np.arange(per_server)).reshape(-1, size))
     starts = (server[:, None] * per_server + np.arange(0, per_server - size + 1, size)).reshape(-1)
-    return Fleet(parallelism, starts[:, None] + np.arange(size))
+    return UniformFleet(parallelism, starts[:, None] + np.arange(size))
 
 
-def left_idle(fleet: Fleet, where: GenGpus) -> int:
+def left_idle(fleet: UniformFleet, where: GenGpus) -> int:
     """GPUs that could take further instances which span servers, were it not for PoDs."""
     size = fleet.parallelism.gpus
     return (where.count // size - len(fleet)) * size

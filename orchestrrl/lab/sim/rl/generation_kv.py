@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
 from orchestrrl.lab.sim.rl.generation_records import KvOutcome, Leaving
 from orchestrrl.lab.sim.rl.kv_moves import Home, KvWish, kv_tier_bytes, move_kv
@@ -19,7 +19,7 @@ class OverFabric:
     """Engines' GPUs are numbered from `where.first` on. Circuits are set for it where the fabric has any, while the new
     engines start."""
 
-    fabric: Fabric
+    fabric: SimulatedFabric
     where: GenGpus
     kv_bytes_per_token: float
 

@@ -8,11 +8,11 @@ Under several configurations at once each is taken to get what it would get in a
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
-from orchestrrl.lab.sim.rl.generation_exchange import Exchange, exchange, leaves_servers
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
+from orchestrrl.lab.sim.rl.generation_exchange import TokenExchange, exchange, leaves_servers
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, deployed
-from planner.cost.engines import Engine
-from planner.cost.hardware import Gpu
+from planner.cost.engines import EngineModel
+from planner.cost.hardware import GpuModel
 from planner.cost.models import Model
 from planner.cost.predict import DoesNotFit, identifier, move_costs, predict
 from planner.cost.profile import Parallelism, Profile
@@ -25,21 +25,23 @@ class Hardware:
     """What generates: model, GPU and engine. `precision` None: the checkpoint's own."""
 
     model: Model
-    gpu: Gpu
-    engine: Engine
+    gpu: GpuModel
+    engine: EngineModel
     precision: Precision | None = None
     cpu_kv_bytes_per_gpu: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class OnFabric:
+class ProfilesOnFabric:
     """Profiles, and what each configuration that leaves its servers gets of the network."""
 
     profile: Profile
-    exchanges: Mapping[ConfigurationId, Exchange]
+    exchanges: Mapping[ConfigurationId, TokenExchange]
 
 
-def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: GenGpus, fabric: Fabric) -> OnFabric:
+def on_fabric(
+    hardware: Hardware, layouts: Sequence[Parallelism], where: GenGpus, fabric: SimulatedFabric
+) -> ProfilesOnFabric:
     """Of all `layouts` that fit the GPUs' memory and of which there is room for one. Raises ValueError where none."""
     configurations, exchanges = [], {}
     nominal = replace(hardware.gpu, nic_bytes_per_s=fabric.servers.nic_bytes_per_s)
@@ -69,10 +71,10 @@ def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: GenGpus
         raise ValueError(f"no configuration of {hardware.model.name} fits {where.count} GPUs of {hardware.gpu.name}")
     moves = move_costs(hardware.model, nominal, hardware.engine, hardware.precision)
     profile = Profile(hardware.model.name, hardware.gpu.name, hardware.engine.name, tuple(configurations), moves)
-    return OnFabric(profile, exchanges)
+    return ProfilesOnFabric(profile, exchanges)
 
 
-def with_exchange(gpu: Gpu, got: Exchange) -> Gpu:
+def with_exchange(gpu: GpuModel, got: TokenExchange) -> GpuModel:
     return replace(
         gpu, nic_bytes_per_s=got.bytes_per_s, inter_node_latency_s=gpu.inter_node_latency_s + got.extra_hop_s
     )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrrl.lab.sim.engines import EngineKind
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
-from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
 from orchestrrl.lab.sim.rl.kv_moves import Home, KvMoved, KvWish, move_kv
 from orchestrrl.lab.sim.rl.model import GenStage
@@ -57,7 +57,7 @@ class _Left:
         return self.request.prompt_tokens + self.generated
 
 
-def switched_stage(case: SwitchCase, fabric: Fabric) -> GenStage:
+def switched_stage(case: SwitchCase, fabric: SimulatedFabric) -> GenStage:
     """Phases: by the names of the two configurations, `switching` and `moving KV`."""
     profile = on_fabric(case.hardware, (case.first, case.then), case.where, fabric).profile
     if len(profile.configurations) < 2:
@@ -120,7 +120,7 @@ def _run(
     return finished, engines
 
 
-def _dealt(left: Sequence[_Left], before: Fleet, after: Fleet, is_near: bool) -> list[int]:
+def _dealt(left: Sequence[_Left], before: UniformFleet, after: UniformFleet, is_near: bool) -> list[int]:
     """[request], the instance: of those that it may go to the one that holds least, the largest request first."""
     near: list[list[int]] = [[] for _ in before.gpus]
     if is_near:
@@ -139,10 +139,10 @@ def _moved(
     case: SwitchCase,
     left: Sequence[_Left],
     targets: Sequence[int],
-    before: Fleet,
-    after: Fleet,
+    before: UniformFleet,
+    after: UniformFleet,
     kind: EngineKind,
-    fabric: Fabric,
+    fabric: SimulatedFabric,
 ) -> KvMoved:
     hardware = case.hardware
     precision = hardware.precision or published_precision(hardware.model)

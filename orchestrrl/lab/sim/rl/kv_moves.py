@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import finish_routed_s
-from orchestrrl.lab.sim.net.model import Floats, Flows, Ints, Network
+from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints, LinkNetwork
 from orchestrrl.lab.sim.net.problem import routes_of
 from orchestrrl.lab.sim.net.timing import tier_bytes
 from planner.model import Parallelism
-from planner.solver.problem import Transfer
+from planner.solver.problem import KvTransferCost
 
 # In which instances may leave the network to the others: each works out circuits and times. After the last, those that
 # stay have what they got beside the others.
@@ -79,8 +79,8 @@ def move_kv(
     wishes: Sequence[KvWish],
     kv_bytes_per_token: float,
     prefill_tokens_per_s: Floats,  # [home]
-    fabric: Fabric,
-    transfer: Transfer | None = None,
+    fabric: SimulatedFabric,
+    transfer: KvTransferCost | None = None,
 ) -> KvMoved:
     """Whoever would have its instance's KV sooner by computing it again does so, instance by instance, and leaves the
     network to the others. `transfer` says what computing a long context again takes; None: by the rate alone."""
@@ -96,7 +96,7 @@ def move_kv(
         if not len(flows):
             ready_s, sent_bytes, tiers = np.where(by_network, 0.0, again_s), 0.0, {}
             break
-        network = fabric.network(Period.of("KV", Stage.GEN, flows))
+        network = fabric.network(Period.of("KV", FabricStage.GEN, flows))
         arrived_s = _arrived_s(network, flows, of, destination[some.wish], len(homes))
         later = by_network & (arrived_s > again_s)
         by_network = by_network & ~later
@@ -110,7 +110,7 @@ def move_kv(
     return KvMoved(ready_s, transferred, sent_bytes, again, tiers)
 
 
-def kv_flows(homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float) -> Flows:
+def kv_flows(homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float) -> GpuFlows:
     """One flow for each two GPUs."""
     return _merged(_shares(homes, wishes, kv_bytes_per_token))[0]
 
@@ -119,12 +119,12 @@ def _only(shares: _Shares, these: NDArray[np.bool_]) -> _Shares:
     return _Shares(shares.src[these], shares.dst[these], shares.bytes[these], shares.wish[these])
 
 
-def _tier_bytes(network: Network, shares: _Shares) -> dict[str, float]:
+def _tier_bytes(network: LinkNetwork, shares: _Shares) -> dict[str, float]:
     return {tier.value: size for tier, size in tier_bytes(network, _merged(shares)[0]).items()}
 
 
 def kv_tier_bytes(
-    homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float, fabric: Fabric
+    homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float, fabric: SimulatedFabric
 ) -> dict[str, float]:
     """Of KV that goes when it likes, over the fabric as it is at rest."""
     shares = _shares(homes, wishes, kv_bytes_per_token)
@@ -132,7 +132,7 @@ def kv_tier_bytes(
 
 
 def _recompute_s(
-    homes: int, wishes: Sequence[KvWish], prefill_tokens_per_s: Floats, transfer: Transfer | None
+    homes: int, wishes: Sequence[KvWish], prefill_tokens_per_s: Floats, transfer: KvTransferCost | None
 ) -> Floats:
     """[home]"""
     at = np.array([wish.destination for wish in wishes], np.int64)
@@ -158,7 +158,7 @@ def _shares(homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token:
             if src != dst:
                 rows.append((src, dst, share * kv_bytes, number))
     if not rows:
-        none = Flows.none()
+        none = GpuFlows.none()
         return _Shares(none.src, none.dst, none.bytes, none.src)
     from_gpu, to_gpu, size, wish_of = (np.array(each) for each in zip(*rows, strict=True))
     return _Shares(from_gpu, to_gpu, size, wish_of)
@@ -174,17 +174,17 @@ def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
     ]
 
 
-def _merged(shares: _Shares) -> tuple[Flows, Ints]:
+def _merged(shares: _Shares) -> tuple[GpuFlows, Ints]:
     """And which flow each share goes with."""
     if not len(shares.src):
-        return Flows.none(), np.empty(0, np.int64)
+        return GpuFlows.none(), np.empty(0, np.int64)
     ends = np.stack([shares.src, shares.dst])
     pairs, of = np.unique(ends, axis=1, return_inverse=True)
     of = of.reshape(-1)
-    return Flows(pairs[0], pairs[1], np.bincount(of, shares.bytes).astype(np.float64)), of
+    return GpuFlows(pairs[0], pairs[1], np.bincount(of, shares.bytes).astype(np.float64)), of
 
 
-def _arrived_s(network: Network, flows: Flows, of: Ints, destination: Ints, homes: int) -> Floats:
+def _arrived_s(network: LinkNetwork, flows: GpuFlows, of: Ints, destination: Ints, homes: int) -> Floats:
     """[home]"""
     arrived_s = np.zeros(homes)
     if len(flows):

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Protocol
 
-from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.rl.loop_held import Slowed, SyncTime
 from orchestrrl.lab.sim.rl.loop_outcome import idle_shares, staleness
-from orchestrrl.lab.sim.rl.loop_rules import Batch, Needs, Rules
-from orchestrrl.lab.sim.rl.model import Holds, LoopMode, RlRun, Span
+from orchestrrl.lab.sim.rl.loop_rules import LoopRules, Needs, SampleBatch
+from orchestrrl.lab.sim.rl.model import Holds, LoopMode, RlRun, TimelineSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Times(Protocol):
 
     def train(self, step: int, samples: int, begin_s: float) -> float: ...
 
-    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+    def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
         """`beside`: who is at work then, and goes on."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class FixedTimes:
     """Times that do not depend on when: [step], and of versions 1, 2, ..."""
 
     gen_s: Sequence[float]
@@ -61,7 +61,7 @@ class Given:
     def train(self, step: int, samples: int, begin_s: float) -> float:
         return self.train_s[step]
 
-    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+    def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
         return SyncTime(self.sync_s[version - 1])
 
 
@@ -69,8 +69,8 @@ class Given:
 class _Line:
     """The time line as it grows."""
 
-    rules: Rules
-    batches: Sequence[Batch]
+    rules: LoopRules
+    batches: Sequence[SampleBatch]
     times: Times
     needs: Needs
     engines_free_s: float = 0.0
@@ -85,8 +85,8 @@ class _Line:
     begun_with: list[int] = field(default_factory=list)  # [generation step] version
     training: Slowed = field(default_factory=Slowed)
     engines: Slowed = field(default_factory=Slowed)
-    sync_beside: tuple[Stage, ...] = ()  # of the last one
-    spans: list[Span] = field(default_factory=list)
+    sync_beside: tuple[FabricStage, ...] = ()  # of the last one
+    spans: list[TimelineSpan] = field(default_factory=list)
     steps: list[dict[str, float]] = field(default_factory=list)
 
     def run(self) -> None:
@@ -150,7 +150,7 @@ class _Line:
         row["train_s"] += end_s - begin_s
         row["train_held_s"] += held_s
         row["train_waits_samples_s"] += begin_s - self.trainer_free_s
-        self._span("train", Stage.TRAIN, index, begin_s, end_s, f"to version {index + 1}")
+        self._span("train", FabricStage.TRAIN, index, begin_s, end_s, f"to version {index + 1}")
         self.trainer_free_s = end_s
         self.train_begin_s.append(begin_s)
         self.train_end_s.append(end_s)
@@ -166,21 +166,21 @@ class _Line:
         took = self._sync(version, begin_s, beside, self._row_of(version - 1))
         self.sync_end_s.append(begin_s + took.seconds)
         laid_s = max(begin_s, self.laid_s)
-        self.engines.add(laid_s, laid_s + took.seconds, took.held_s.get(Stage.GEN, 0.0))
+        self.engines.add(laid_s, laid_s + took.seconds, took.held_s.get(FabricStage.GEN, 0.0))
         self._hold_up_training(begin_s, took)
 
-    def _training_at(self, now_s: float) -> tuple[Stage, ...]:
+    def _training_at(self, now_s: float) -> tuple[FabricStage, ...]:
         """The trainer, if it is at work then."""
         next_s = self._next_training_s(len(self.ready_s) + len(self.expected_s))
-        return (Stage.TRAIN,) if self.trainer_free_s > now_s or next_s <= now_s else ()
+        return (FabricStage.TRAIN,) if self.trainer_free_s > now_s or next_s <= now_s else ()
 
-    def _generation_at(self, now_s: float, version: int) -> tuple[Stage, ...]:
+    def _generation_at(self, now_s: float, version: int) -> tuple[FabricStage, ...]:
         """Engines, if they are at work then: in a step that is known, or the next, unless it waits for that version."""
         if now_s >= self.engines_free_s:
             step = len(self.begun_with) + bool(self.expected_s)
             if step == len(self.batches) or max(self.needs.version[step] + 1, self.needs.trained[step]) > version:
                 return ()
-        return (Stage.GEN,)
+        return (FabricStage.GEN,)
 
     def _bring_weights(self, step: int) -> None:
         """What the step needs, or the newest that is there."""
@@ -211,7 +211,7 @@ class _Line:
 
     def _hold_up_training(self, now_s: float, took: SyncTime) -> None:
         """From now on, also the training step that is under way."""
-        self.training.add(now_s, now_s + took.seconds, took.held_s.get(Stage.TRAIN, 0.0))
+        self.training.add(now_s, now_s + took.seconds, took.held_s.get(FabricStage.TRAIN, 0.0))
         held_s = self.training.held_s(now_s, max(0.0, self.trainer_free_s - now_s))
         if held_s <= 0:
             return
@@ -220,17 +220,17 @@ class _Line:
         row = self._row_of(len(self.train_end_s) - 1)
         row["train_s"] += held_s
         row["train_held_s"] += held_s
-        place = max(place for place, span in enumerate(self.spans) if span.stage is Stage.TRAIN)
+        place = max(place for place, span in enumerate(self.spans) if span.stage is FabricStage.TRAIN)
         self.spans[place] = replace(self.spans[place], end_s=self.trainer_free_s)
 
     def _choice(self, needed: int, newest: int) -> int:
         return newest if self.rules.mode is LoopMode.BOUNDED_STALENESS else needed
 
-    def _sync(self, version: int, begin_s: float, beside: tuple[Stage, ...], row: dict[str, float]) -> SyncTime:
+    def _sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...], row: dict[str, float]) -> SyncTime:
         took, self.sync_beside = self.times.sync(version, begin_s, beside), beside
         end_s = begin_s + took.seconds
         row["sync_s"] += end_s - begin_s
-        self._span("sync", Stage.WEIGHT_SYNC, version, begin_s, end_s, f"version {version}")
+        self._span("sync", FabricStage.WEIGHT_SYNC, version, begin_s, end_s, f"version {version}")
         return took
 
     def _generate(self, step: int) -> None:
@@ -249,11 +249,11 @@ class _Line:
         self.steps[step]["gen_s"], self.steps[step]["gen_held_s"] = taken.seconds + held_s, held_s
         self.ready_s += [begin_s + (at_s + self.engines.held_s(begin_s, at_s)) for at_s in ends_s]
         self.begun_with.append(self.installed)
-        self._span("gen", Stage.GEN, step, begin_s, end_s, f"with version {self.installed}")
+        self._span("gen", FabricStage.GEN, step, begin_s, end_s, f"with version {self.installed}")
         self.engines_free_s = self.laid_s = end_s
 
-    def _span(self, lane: str, stage: Stage, step: int, begin_s: float, end_s: float, label: str) -> None:
-        self.spans.append(Span(lane, stage, step, begin_s, end_s, label))
+    def _span(self, lane: str, stage: FabricStage, step: int, begin_s: float, end_s: float, label: str) -> None:
+        self.spans.append(TimelineSpan(lane, stage, step, begin_s, end_s, label))
 
 
 # Of each generation step: what its stages took, of that what weights on their way held up, what was stood still for.
@@ -271,8 +271,8 @@ ROW = (
 
 
 def run_loop(
-    rules: Rules,
-    batches: Sequence[Batch],
+    rules: LoopRules,
+    batches: Sequence[SampleBatch],
     times: Times,
     *,
     warmup_steps: int = 0,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +11,7 @@ class SyncTime:
     """`held_s`: what those beside it are late by, if they are at work all the while."""
 
     seconds: float
-    held_s: Mapping[Stage, float] = field(default_factory=dict)
+    held_s: Mapping[FabricStage, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

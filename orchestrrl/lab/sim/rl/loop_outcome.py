@@ -4,12 +4,12 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from orchestrrl.lab.sim.net.fabrics.base import Stage
-from orchestrrl.lab.sim.rl.loop_rules import Batch
-from orchestrrl.lab.sim.rl.model import Span
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
+from orchestrrl.lab.sim.rl.loop_rules import SampleBatch
+from orchestrrl.lab.sim.rl.model import TimelineSpan
 
 
-def staleness(batches: Sequence[Batch], begun_with: Sequence[int], taken: Sequence[int]) -> Mapping[int, int]:
+def staleness(batches: Sequence[SampleBatch], begun_with: Sequence[int], taken: Sequence[int]) -> Mapping[int, int]:
     """Samples that were trained on, by the versions that they were behind."""
     order: deque[tuple[int, int]] = deque(
         (version, batch.begun) for batch, version in zip(batches, begun_with, strict=True)
@@ -26,11 +26,13 @@ def staleness(batches: Sequence[Batch], begun_with: Sequence[int], taken: Sequen
     return {versions: behind[versions] for versions in sorted(behind)}
 
 
-def idle_shares(spans: Sequence[Span], from_s: float, until_s: float, shared: bool) -> Mapping[Stage, float]:
+def idle_shares(
+    spans: Sequence[TimelineSpan], from_s: float, until_s: float, shared: bool
+) -> Mapping[FabricStage, float]:
     """Of each stage's GPUs, between the two times."""
     if until_s <= from_s:
         return {}
-    busy_s = dict.fromkeys((Stage.TRAIN, Stage.GEN), 0.0)
+    busy_s = dict.fromkeys((FabricStage.TRAIN, FabricStage.GEN), 0.0)
     for span in spans:
         if span.stage in busy_s:
             busy_s[span.stage] += max(0.0, min(span.end_s, until_s) - max(span.begin_s, from_s))

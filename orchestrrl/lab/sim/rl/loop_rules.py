@@ -9,7 +9,7 @@ from orchestrrl.lab.sim.rl.model import Holds, LoopMode
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class SampleBatch:
     """Samples of a generation step: new ones, and how many (older ones first) are done in it."""
 
     begun: int
@@ -21,7 +21,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class LoopRules:
     """How stages follow each other. `shared`: the same GPUs train and generate, so that nothing overlaps."""
 
     mode: LoopMode = LoopMode.ONE_STEP_ASYNC
@@ -59,7 +59,7 @@ class Needs:
         return bisect_right(self.taken, self.done[-2]) - 1
 
     @classmethod
-    def of(cls, rules: Rules, batches: Sequence[Batch]) -> "Needs":
+    def of(cls, rules: LoopRules, batches: Sequence[SampleBatch]) -> "Needs":
         done = (0, *accumulate(batch.finished for batch in batches))
         begun = accumulate(batch.begun for batch in batches)
         if any(finished > there for finished, there in zip(done[1:], begun, strict=True)):

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from orchestrrl.lab.sim.net.fabrics.base import Stage
-from orchestrrl.lab.sim.train.model import Iteration, Window
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
+from orchestrrl.lab.sim.train.model import OverlapWindow, TrainingIteration
 
 
 class LoopMode(StrEnum):
@@ -54,7 +54,7 @@ class TrainStage:
     mfu: float
     parts_s: Mapping[str, float]
     updates: int  # optimiser steps
-    update: Iteration  # the first of them
+    update: TrainingIteration  # the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,15 @@ class SyncStage:
     bound_s: float = 0.0
     tier_bytes: Mapping[str, float] = field(default_factory=dict)
     circuits: str = "keep"  # how they were used: see weight_sync.Course
-    held_s: Mapping[Stage, float] = field(default_factory=dict)
+    held_s: Mapping[FabricStage, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """Something that a part of the cluster does, for the time line. `lane`: "train", "gen", "sync", or a fault's."""
 
     lane: str
-    stage: Stage
+    stage: FabricStage
     step: int
     begin_s: float
     end_s: float
@@ -93,13 +93,13 @@ class RlRun:
     seconds: float
     samples: int
     samples_per_s: float
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
     steps: tuple[Mapping[str, float], ...]  # [step] seconds by stage, and what it waited for
     staleness: Mapping[int, int]  # samples by how many versions they were behind when they were trained on
-    idle_share: Mapping[Stage, float]  # of the stage's GPUs, of the seconds measured
-    sync_beside: tuple[Stage, ...] = ()  # who was at work when the last weights set out, and went on
+    idle_share: Mapping[FabricStage, float]  # of the stage's GPUs, of the seconds measured
+    sync_beside: tuple[FabricStage, ...] = ()  # who was at work when the last weights set out, and went on
     # By stage and tier, of one step: train, gen, weight_sync and response_stream.
     tier_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    windows: tuple[Window, ...] = ()  # of an optimiser step
+    windows: tuple[OverlapWindow, ...] = ()  # of an optimiser step
     remaining: tuple[tuple[float, int], ...] = ()  # of the last generation step
     notes: tuple[str, ...] = ()

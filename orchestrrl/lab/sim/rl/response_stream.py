@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import finish_routed_s
-from orchestrrl.lab.sim.net.model import Flows
+from orchestrrl.lab.sim.net.model import GpuFlows
 from orchestrrl.lab.sim.net.problem import routes_of
 from orchestrrl.lab.sim.net.timing import tier_bytes
 from orchestrrl.lab.sim.rl.generation_bytes import TierBytes
@@ -22,7 +22,7 @@ TOKEN_BYTES = 8.0 + 4.0  # an id of 64 bits, as tensors of token ids have it, an
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ResponseStream:
     """Of a generation step. `seconds`: of the network, were all of it sent at once."""
 
     bytes: float
@@ -30,15 +30,15 @@ class Stream:
     tier_bytes: TierBytes
 
 
-def response_stream(job: TrainJob, where: GenGpus, fabric: Fabric) -> Stream:
+def response_stream(job: TrainJob, where: GenGpus, fabric: SimulatedFabric) -> ResponseStream:
     """Of all samples of `job`, prompt and answer, dealt over the GPUs of either side in turn."""
     total = job.sequences * job.tokens * TOKEN_BYTES
     turns = np.arange(max(where.count, job.layout.gpus))
     src, dst = where.first + turns % where.count, job.first_gpu + turns % job.layout.gpus
     apart = src != dst
-    flows = Flows(src[apart], dst[apart], np.full(int(apart.sum()), total / len(turns)))
+    flows = GpuFlows(src[apart], dst[apart], np.full(int(apart.sum()), total / len(turns)))
     if not len(flows):
-        return Stream(total, 0.0, {})
+        return ResponseStream(total, 0.0, {})
     network = fabric.network(None)
     seconds = float(finish_routed_s(network, flows, routes_of(network, flows)).max())
-    return Stream(total, seconds, {tier.value: size for tier, size in tier_bytes(network, flows).items()})
+    return ResponseStream(total, seconds, {tier.value: size for tier, size in tier_bytes(network, flows).items()})

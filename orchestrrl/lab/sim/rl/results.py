@@ -39,7 +39,7 @@ class Bill:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ClusterResult:
     """One run, and what it was a run of."""
 
     scenario: Mapping[str, Any]  # the document, with defaults filled in
@@ -69,7 +69,7 @@ class _File:
 
 
 _FILE: TypeAdapter[_File] = TypeAdapter(_File)
-_RESULT: TypeAdapter[Result] = TypeAdapter(Result)
+_RESULT: TypeAdapter[ClusterResult] = TypeAdapter(ClusterResult)
 
 
 def digest_of(scenario: Mapping[str, Any]) -> str:
@@ -78,14 +78,14 @@ def digest_of(scenario: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def as_text(scenario: Mapping[str, Any], results: Sequence[Result]) -> str:
+def as_text(scenario: Mapping[str, Any], results: Sequence[ClusterResult]) -> str:
     """All of them of this scenario. Same results, same bytes."""
     rows = [{name: value for name, value in asdict(each).items() if name != "scenario"} for each in results]
     document = {"format": FORMAT, "digest": digest_of(scenario), "scenario": scenario, "results": rows}
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
-def write(folder: Path, scenario: Mapping[str, Any], results: Sequence[Result]) -> Path:
+def write(folder: Path, scenario: Mapping[str, Any], results: Sequence[ClusterResult]) -> Path:
     """Under the scenario's digest; the file is there whole, or as it was before."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{digest_of(scenario)}{SUFFIX}"
@@ -99,12 +99,12 @@ def write(folder: Path, scenario: Mapping[str, Any], results: Sequence[Result]) 
     return path
 
 
-def read(source: Path) -> tuple[Result, ...]:
+def read(source: Path) -> tuple[ClusterResult, ...]:
     """Of a file, or of all files of a folder by name. Raises ProblemFaults with what is wrong with each."""
     paths = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else [source]
     if not paths:
         raise ProblemFaults([f"{source}: has no results (*{SUFFIX})"])
-    found: list[Result] = []
+    found: list[ClusterResult] = []
     faults: list[str] = []
     for path in paths:
         try:
@@ -120,7 +120,7 @@ def read(source: Path) -> tuple[Result, ...]:
     return tuple(found)
 
 
-def parse(text: str) -> list[Result]:
+def parse(text: str) -> list[ClusterResult]:
     """As read, from text."""
     try:
         file = _FILE.validate_python(json.loads(text))
@@ -134,7 +134,7 @@ def parse(text: str) -> list[Result]:
         raise ProblemFaults([f"(document): is not JSON: {error}"]) from None
 
 
-def _finite(result: Result, index: int) -> Result:
+def _finite(result: ClusterResult, index: int) -> ClusterResult:
     if not math.isfinite(result.run.samples_per_s):
         raise ProblemFaults([f"results[{index}].run.samples_per_s: must be a number, got {result.run.samples_per_s}"])
     return result

@@ -8,12 +8,12 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.lab.sim.controlled import CONTROLS
 from orchestrrl.lab.sim.cost.power import TRANSCEIVER_W, network_power_w
 from orchestrrl.lab.sim.cost.prices import PRICES_USD, network_cost_usd
-from orchestrrl.lab.sim.net.fabrics.base import Failures, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFailures
 from orchestrrl.lab.sim.rl.generation_fleet import left_idle
 from orchestrrl.lab.sim.rl.loop import run_loop
-from orchestrrl.lab.sim.rl.model import RlRun, Span, SyncStage, TrainStage
-from orchestrrl.lab.sim.rl.response_stream import RESPONSE_STREAM, Stream, response_stream
-from orchestrrl.lab.sim.rl.results import Bill, Result
+from orchestrrl.lab.sim.rl.model import RlRun, SyncStage, TimelineSpan, TrainStage
+from orchestrrl.lab.sim.rl.response_stream import RESPONSE_STREAM, ResponseStream, response_stream
+from orchestrrl.lab.sim.rl.results import Bill, ClusterResult
 from orchestrrl.lab.sim.rl.scenario import ClusterScenario
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages, lane_of
 from orchestrrl.lab.sim.rl.training import LOG_PROBS
@@ -21,7 +21,7 @@ from orchestrrl.lab.sim.rl.training import LOG_PROBS
 Point = TypeVar("Point")
 Report = Callable[[str, int, int], None]  # what is under way, done, in all
 
-NAMES = {Stage.TRAIN: "training", Stage.GEN: "generation"}
+NAMES = {FabricStage.TRAIN: "training", FabricStage.GEN: "generation"}
 MOST_POINTS = 1000  # of a curve that is kept for pictures
 
 
@@ -40,13 +40,13 @@ def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]
 def run_cluster(
     scenario: ClusterScenario,
     report: Report = lambda what, done, total: None,
-    keep: Callable[[Sequence[Result]], None] = lambda results: None,
-) -> list[Result]:
+    keep: Callable[[Sequence[ClusterResult]], None] = lambda results: None,
+) -> list[ClusterResult]:
     """By fabric, arm and seed. `keep` is given what there is after each. Raises ProblemFaults where no engine holds the
     longest request, and Permanent where a fault holds a stage up for good or samples do not allow the loop to go on."""
     arms, seeds = scenario.generation.arms, scenario.seeds
     total = len(scenario.fabrics) * len(arms) * len(seeds)
-    results: list[Result] = []
+    results: list[ClusterResult] = []
     document = scenario.document()
     for section in scenario.fabrics:
         stages = FabricStages(scenario, section)
@@ -59,7 +59,7 @@ def run_cluster(
     return results
 
 
-def run_arm(stages: FabricStages, arm: str, seed: int) -> Result:
+def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
     scenario, times = stages.scenario, ArmTimes(stages, arm, seed)
     try:
         run = run_loop(
@@ -72,21 +72,24 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> Result:
             seed=seed,
         )
         job = times.job(scenario.loop.batch_samples or times.batches[-1].finished)
-        trained, synced = stages.training(Failures(), job), times.sync_stage(Failures(), run.sync_beside)
+        trained, synced = (
+            stages.training(SimulatedFailures(), job),
+            times.sync_stage(SimulatedFailures(), run.sync_beside),
+        )
     except ValueError as error:
         raise Permanent(f"{stages.section.title}, {arm}: {error}") from error
     last = times.healthy[-1]
     streamed = response_stream(times.job(last.samples), stages.job.where, stages.fabric)
-    return Result(
+    return ClusterResult(
         scenario={},
         run=replace(
             run,
             spans=(*run.spans, *_fault_spans(scenario, run.seconds)),
             steps=tuple(_with_log_probs(row, trained) for row in run.steps),
             tier_bytes={
-                Stage.TRAIN.value: stages.train_tier_bytes(job),
-                Stage.GEN.value: last.tier_bytes,
-                Stage.WEIGHT_SYNC.value: synced.tier_bytes,
+                FabricStage.TRAIN.value: stages.train_tier_bytes(job),
+                FabricStage.GEN.value: last.tier_bytes,
+                FabricStage.WEIGHT_SYNC.value: synced.tier_bytes,
                 RESPONSE_STREAM: streamed.tier_bytes,
             },
             windows=_thinned(trained.update.windows),
@@ -122,9 +125,9 @@ def _bill(stages: FabricStages) -> Bill:
     return Bill(total_usd, parts_usd, gpus_usd, whole_w, power.known_w)
 
 
-def _fault_spans(scenario: ClusterScenario, until_s: float) -> list[Span]:
+def _fault_spans(scenario: ClusterScenario, until_s: float) -> list[TimelineSpan]:
     return [
-        Span(
+        TimelineSpan(
             "fault",
             lane_of(scenario, fault.part, fault.of[0]),
             number,
@@ -162,7 +165,7 @@ def _beside(run: RlRun, synced: SyncStage, times: ArmTimes) -> list[str]:
     """What weights on their way, and those who send beside them, cost each other."""
     if not synced.held_s:
         return []
-    alone_s, who = times.sync_stage(Failures()).seconds, " and ".join(NAMES[stage] for stage in synced.held_s)
+    alone_s, who = times.sync_stage(SimulatedFailures()).seconds, " and ".join(NAMES[stage] for stage in synced.held_s)
     train_s, gen_s = (sum(step[name] for step in run.steps) for name in ("train_held_s", "gen_held_s"))
     return [
         f"weight sync beside {who} takes {synced.seconds:.3f} s, {alone_s:.3f} s alone",
@@ -172,7 +175,7 @@ def _beside(run: RlRun, synced: SyncStage, times: ArmTimes) -> list[str]:
 
 def _idle(times: ArmTimes) -> list[str]:
     """Where engines that stay inside PoDs leave GPUs over."""
-    ready, where = times.stages.ready(Failures()), times.stages.job.where
+    ready, where = times.stages.ready(SimulatedFailures()), times.stages.job.where
     planned = "; plans do not know of PoDs, and may use them" if times.arm in CONTROLS else ""
     return [
         f"{len(fleet)} x {name} stay inside PoDs, which leaves {idle} of {where.count} GPUs idle{planned}"
@@ -181,7 +184,7 @@ def _idle(times: ArmTimes) -> list[str]:
     ]
 
 
-def _streamed(stream: Stream) -> str:
+def _streamed(stream: ResponseStream) -> str:
     size, at_once = f"{stream.bytes / 1e6:,.2f} MB", f"{stream.seconds * 1e3:.2g} ms"
     return f"answers of a step are {size} on their way to training, {at_once} if all went at once"
 

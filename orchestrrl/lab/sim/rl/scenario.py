@@ -11,17 +11,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build, options_of
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.rl.faults import Fault, Part, Schedule
-from orchestrrl.lab.sim.rl.loop_rules import Rules
+from orchestrrl.lab.sim.rl.faults import ClusterFault, ClusterFaultSchedule, FaultyPart
+from orchestrrl.lab.sim.rl.loop_rules import LoopRules
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode
 from orchestrrl.lab.sim.rl.training import Recipe
-from orchestrrl.lab.sim.scenario import ARMS, ControlSection, GatewaySection, Section, WorkloadSection
+from orchestrrl.lab.sim.scenario import ARMS, GatewaySection, GenerationControlSection, ScenarioSection, WorkloadSection
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
-from planner.cost.engines import ENGINES, Engine
-from planner.cost.hardware import GPUS, Gpu, gpu_named
+from planner.cost.engines import ENGINES, EngineModel
+from planner.cost.hardware import GPUS, GpuModel, gpu_named
 from planner.cost.models import MODELS, Model, model_named
 from planner.cost.paper import paper_engine
 from planner.cost.profile import Parallelism, Profile
@@ -70,7 +70,7 @@ def _is_layout(name: str) -> str:
     return name
 
 
-class ClusterSection(Section):
+class ClusterSection(ScenarioSection):
     """The machines. `shared`: the same GPUs train and generate, in turn, and gen_gpus is left out."""
 
     train_gpus: _Count
@@ -109,7 +109,7 @@ class ClusterSection(Section):
         return 0 if self.shared else self.train_gpus
 
 
-class FabricSection(Section):
+class ClusterFabricSection(ScenarioSection):
     """`options` are those of its kind, e.g. servers of a ToR and of a PoD."""
 
     kind: _Name
@@ -121,7 +121,7 @@ class FabricSection(Section):
         return self.name or self.kind
 
 
-class TrainingSection(Section):
+class TrainingSection(ScenarioSection):
     """What a training step does with its samples. dp follows from the GPUs, where it is left out."""
 
     tp: _Count = 1
@@ -138,7 +138,7 @@ class TrainingSection(Section):
     recovery_s: _NotNegative = 120.0  # for another server to take the place of one that failed, and begin again
 
 
-class GenerationSection(Section):
+class GenerationSection(ScenarioSection):
     """What each step generates, and on which engines: by default on every layout worth a look, predicted from model and
     GPU and from what the fabric gives to those that span servers."""
 
@@ -152,7 +152,7 @@ class GenerationSection(Section):
     partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_transfer: bool = True  # engines can hand KV over; otherwise a moved request is recomputed
     prefix_caching: bool = False
-    control: ControlSection = ControlSection()
+    control: GenerationControlSection = GenerationControlSection()
     gateway: GatewaySection = GatewaySection()
     _profile: Profile | None = PrivateAttr(None)
 
@@ -170,7 +170,7 @@ class GenerationSection(Section):
         return self._profile
 
 
-class WeightSyncSection(Section):
+class WeightSyncSection(ScenarioSection):
     """How new weights reach engines. `holds`: who waits for it."""
 
     scheme: _Name = "tree"
@@ -178,7 +178,7 @@ class WeightSyncSection(Section):
     bits: Literal[8, 16] = 16  # of a weight, on the way
 
 
-class LoopSection(Section):
+class LoopSection(ScenarioSection):
     """`warmup_steps` fill the pipeline and teach the forecast: rates leave them out."""
 
     mode: LoopMode = LoopMode.ONE_STEP_ASYNC
@@ -195,17 +195,17 @@ class LoopSection(Section):
         self.rules(Holds.ENGINES, shared=False)
         return self
 
-    def rules(self, holds: Holds, *, shared: bool) -> Rules:
+    def rules(self, holds: Holds, *, shared: bool) -> LoopRules:
         """Raises ValueError where they are at odds."""
-        return Rules(self.mode, self.staleness, self.batch_samples, self.buffer_samples, holds, shared)
+        return LoopRules(self.mode, self.staleness, self.batch_samples, self.buffer_samples, holds, shared)
 
 
-class FaultSection(Section):
+class ClusterFaultSection(ScenarioSection):
     """Something that fails, at a time of the whole run. A link or port is a share of one ToR's uplinks; a switch is a
     share of those of all ToRs, or PoDs, that it joins."""
 
     at_s: _NotNegative
-    fail: Part
+    fail: FaultyPart
     of: tuple[_Number, ...]
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     back_after_s: _Positive | None = None  # None: it stays away
@@ -222,22 +222,22 @@ class FaultSection(Section):
             raise ValueError("must name one at least")
         return of
 
-    def value(self) -> Fault:
-        return Fault(self.at_s, self.fail, self.of, self.share, self.back_after_s)
+    def value(self) -> ClusterFault:
+        return ClusterFault(self.at_s, self.fail, self.of, self.share, self.back_after_s)
 
 
-class ClusterScenario(Section):
+class ClusterScenario(ScenarioSection):
     name: _Name
     seeds: Annotated[tuple[_Number, ...], Field(min_length=1)] = (1,)
     model: Annotated[str, AfterValidator(_one_of(MODELS))]
     gpu: Annotated[str, AfterValidator(_one_of(GPUS))] = "h800"
     cluster: ClusterSection
-    fabrics: Annotated[tuple[FabricSection, ...], Field(min_length=1)]
+    fabrics: Annotated[tuple[ClusterFabricSection, ...], Field(min_length=1)]
     training: TrainingSection = TrainingSection()
     generation: GenerationSection
     weight_sync: WeightSyncSection = WeightSyncSection()
     loop: LoopSection = LoopSection()
-    faults: tuple[FaultSection, ...] = ()
+    faults: tuple[ClusterFaultSection, ...] = ()
     daemon: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("fabrics", mode="before")
@@ -253,7 +253,7 @@ class ClusterScenario(Section):
         return model_named(self.model)
 
     @property
-    def gpu_value(self) -> Gpu:
+    def gpu_value(self) -> GpuModel:
         return gpu_named(self.gpu)
 
     @property
@@ -262,7 +262,7 @@ class ClusterScenario(Section):
         return self.generation.workload.prompts * self.generation.workload.samples
 
     @property
-    def engine_value(self) -> Engine:
+    def engine_value(self) -> EngineModel:
         name, start_s = self.generation.engine, self.generation.start_s
         engine = paper_engine(self.model_value) if name == PAPER_ENGINE else ENGINES[name]
         return engine if start_s is None else replace(engine, start_s=start_s)
@@ -285,7 +285,7 @@ class ClusterScenario(Section):
             nvlink_bytes_per_s=self.gpu_value.nvlink_bytes_per_s if nvlink is None else nvlink * 1e9,
         )
 
-    def fabric_options(self, section: FabricSection) -> dict[str, Any]:
+    def fabric_options(self, section: ClusterFabricSection) -> dict[str, Any]:
         """The section's, and of what it leaves out what the cluster says, as far as its kind has such options."""
         cluster = self.cluster
         usual = {name: getattr(cluster, name) for name in SIZES} | {
@@ -295,7 +295,7 @@ class ClusterScenario(Section):
         given = {name: value for name, value in usual.items() if value is not None and name in known}
         return given | section.options
 
-    def fabric(self, section: FabricSection, **made: object) -> Fabric:
+    def fabric(self, section: ClusterFabricSection, **made: object) -> SimulatedFabric:
         """With what is worked out for it beside its options, see demand.py. Raises Impossible with all that is wrong
         with them."""
         return build(section.kind, self.servers, **(self.fabric_options(section) | made))
@@ -324,13 +324,13 @@ class ClusterScenario(Section):
             length_cv=length_cv,
         )
 
-    def rules(self) -> Rules:
+    def rules(self) -> LoopRules:
         """Raises ValueError where they are at odds."""
         return self.loop.rules(self.weight_sync.holds, shared=self.cluster.shared)
 
     @property
-    def schedule(self) -> Schedule:
-        return Schedule(tuple(fault.value() for fault in self.faults))
+    def schedule(self) -> ClusterFaultSchedule:
+        return ClusterFaultSchedule(tuple(fault.value() for fault in self.faults))
 
     def document(self) -> dict[str, Any]:
         """As it would be written with every default filled in. Parsing it gives the same scenario, but for a profile's

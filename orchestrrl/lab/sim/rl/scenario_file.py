@@ -10,16 +10,16 @@ from pydantic import ValidationError
 from orchestrrl.core.documents import parse_yaml, read_text
 from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
 from orchestrrl.engines.profiles.store import read_profile
-from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Failures
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, options_of
-from orchestrrl.lab.sim.rl.faults import Part
-from orchestrrl.lab.sim.rl.scenario import SIZES, ClusterScenario, FaultSection, layout_named
+from orchestrrl.lab.sim.rl.faults import FaultyPart
+from orchestrrl.lab.sim.rl.scenario import SIZES, ClusterFaultSection, ClusterScenario, layout_named
 from orchestrrl.lab.sim.scenario import daemon_faults
 from orchestrrl.lab.sim.train.memory import fault_of
 from orchestrrl.lab.sim.workload import mean_tokens
 from planner.cost.paper import PROFILES, named_profile
 from planner.cost.profile import Profile
-from planner.fabric.shape import Impossible
+from planner.fabric.shape import ImpossibleSite
 
 FOLDER = "clusters"  # of the built-in ones, in orchestrrl/lab/sim/
 SMALLEST = "cluster64"
@@ -148,7 +148,7 @@ def _fabric_faults(scenario: ClusterScenario) -> Iterable[str]:
         titles.append(section.title)
         try:
             scenario.fabric(section)
-        except Impossible as error:
+        except ImpossibleSite as error:
             for fault in error.faults:
                 where, name = f"fabrics[{index}]", fault.parameter
                 said = f"{fault.message}, got {shorten(fault.value)}"
@@ -180,28 +180,32 @@ def _loop_faults(scenario: ClusterScenario) -> Iterable[str]:
 
 def _fault_faults(scenario: ClusterScenario) -> Iterable[str]:
     servers = scenario.servers
-    most = {Part.NIC: servers.nics, Part.SERVER: servers.count, Part.ENGINE: scenario.cluster.generating}
+    most = {
+        FaultyPart.NIC: servers.nics,
+        FaultyPart.SERVER: servers.count,
+        FaultyPart.ENGINE: scenario.cluster.generating,
+    }
     for index, fault in enumerate(scenario.faults):
         limit = most.get(fault.fail)
         beyond = [number for number in fault.of if limit is not None and number >= limit]
         if beyond:
             yield f"faults[{index}].of: must be less than {limit}, the number of {fault.fail}s, got {beyond[0]}"
-        if fault.fail not in (Part.TOR_UPLINKS, Part.POD_UPLINKS) and fault.share != 1:
+        if fault.fail not in (FaultyPart.TOR_UPLINKS, FaultyPart.POD_UPLINKS) and fault.share != 1:
             yield f"faults[{index}].share: is of uplinks alone, got {fault.share:g}"
         yield from (f"faults[{index}].of: {told}" for told in _uplink_faults(scenario, fault))
 
 
-def _uplink_faults(scenario: ClusterScenario, fault: FaultSection) -> Iterable[str]:
+def _uplink_faults(scenario: ClusterScenario, fault: ClusterFaultSection) -> Iterable[str]:
     """Each fabric has ToRs and PoDs of its own: it is asked, with nothing lost of the highest number."""
     none_lost = {max(fault.of): 0.0}
     failures, parts = {
-        Part.TOR_UPLINKS: (Failures(tor_uplinks=none_lost), "ToRs"),
-        Part.POD_UPLINKS: (Failures(pod_uplinks=none_lost), "PoDs"),
+        FaultyPart.TOR_UPLINKS: (SimulatedFailures(tor_uplinks=none_lost), "ToRs"),
+        FaultyPart.POD_UPLINKS: (SimulatedFailures(pod_uplinks=none_lost), "PoDs"),
     }.get(fault.fail, (None, ""))
     for index, section in enumerate(scenario.fabrics if failures is not None else ()):
         try:
             fabric = scenario.fabric(section)
-        except Impossible:
+        except ImpossibleSite:
             continue  # told of the fabric itself
         try:
             fabric.without(failures or NOTHING).network()

@@ -12,7 +12,7 @@ from math import ceil, lcm
 from typing import TypeVar
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.lab.sim.rl.results import Result
+from orchestrrl.lab.sim.rl.results import ClusterResult
 from orchestrrl.lab.sim.rl.run import Report, run_arm
 from orchestrrl.lab.sim.rl.scenario import ClusterScenario
 from orchestrrl.lab.sim.rl.scenario_file import faults_between_sections
@@ -30,7 +30,7 @@ ALIKE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class GpuSplit:
     """Seconds of a step, in the mean."""
 
     train_gpus: int
@@ -50,8 +50,8 @@ def splits(
     fabric: str | None = None,
     arm: str = TUNED,
     report: Report = lambda what, done, total: None,
-    keep: Callable[[Result], object] = lambda result: None,
-) -> list[Split]:
+    keep: Callable[[ClusterResult], object] = lambda result: None,
+) -> list[GpuSplit]:
     """All that were tried, by GPUs that train: on one fabric (by default the first), under one arm, with the first
     seed; `keep` gets the run of each. Raises ProblemFaults where there is nothing to split, and where no split
     works."""
@@ -60,7 +60,7 @@ def splits(
         raise ProblemFaults(faults)
     counts, title = train_counts(scenario), fabric or scenario.fabrics[0].title
 
-    def tried(place: int) -> Split | None:
+    def tried(place: int) -> GpuSplit | None:
         report(f"{counts[place]} GPUs train", 0, 0)
         try:
             return _tried(scenario, counts[place], title, arm, keep)
@@ -74,7 +74,7 @@ def splits(
     return found
 
 
-def best(found: Sequence[Split]) -> Split:
+def best(found: Sequence[GpuSplit]) -> GpuSplit:
     """Of those that are as good as any the one with the fewest GPUs that train: the others would wait."""
     most = max(each.samples_per_s for each in found)
     alike = (each for each in found if each.samples_per_s >= (1 - ALIKE) * most)
@@ -125,7 +125,9 @@ def faults_of(scenario: ClusterScenario, fabric: str | None, arm: str) -> list[s
     return found
 
 
-def _tried(scenario: ClusterScenario, train_gpus: int, title: str, arm: str, keep: Callable[[Result], object]) -> Split:
+def _tried(
+    scenario: ClusterScenario, train_gpus: int, title: str, arm: str, keep: Callable[[ClusterResult], object]
+) -> GpuSplit:
     changed = with_split(scenario, train_gpus)
     changed = changed.model_copy(
         update={
@@ -140,7 +142,7 @@ def _tried(scenario: ClusterScenario, train_gpus: int, title: str, arm: str, kee
     result = replace(run, scenario=changed.document())
     keep(result)
     (row,) = rows([result])
-    return Split(train_gpus, changed.cluster.generating, row.gen_s, row.train_s, row.sync_s, row.samples_per_s)
+    return GpuSplit(train_gpus, changed.cluster.generating, row.gen_s, row.train_s, row.sync_s, row.samples_per_s)
 
 
 def with_split(scenario: ClusterScenario, train_gpus: int) -> ClusterScenario:

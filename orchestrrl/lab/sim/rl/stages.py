@@ -12,23 +12,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric, Failures, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.rl.demand import fabric_for
-from orchestrrl.lab.sim.rl.faults import Part, Schedule, stretched_s, with_lost_work_s
+from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, FaultyPart, stretched_s, with_lost_work_s
 from orchestrrl.lab.sim.rl.generation import GenJob, Prepared, generation_stages, prepared
-from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware
 from orchestrrl.lab.sim.rl.loop import GenTime
 from orchestrrl.lab.sim.rl.loop_held import SyncTime
-from orchestrrl.lab.sim.rl.loop_rules import Batch
+from orchestrrl.lab.sim.rl.loop_rules import SampleBatch
 from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
-from orchestrrl.lab.sim.rl.scenario import ClusterScenario, FabricSection
+from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
 from orchestrrl.lab.sim.rl.training import training_bytes, training_stage
 from orchestrrl.lab.sim.rl.weight_sync import sync_stage
 from orchestrrl.lab.sim.rl.weight_sync_beside import Beside, generation_beside, training_beside
 from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
 from orchestrrl.lab.sim.train.iteration import forward_s, iteration
-from orchestrrl.lab.sim.train.model import Iteration, TrainJob
+from orchestrrl.lab.sim.train.model import TrainingIteration, TrainJob
 from planner.cost.profile import EngineProfile
 
 TUNED = "verl_to"  # the arm that is the static baseline with the shortest steps
@@ -39,17 +39,17 @@ class FabricStages:
     """A scenario on one fabric: what its arms and seeds have in common."""
 
     scenario: ClusterScenario
-    section: FabricSection
+    section: ClusterFabricSection
     constants: TrainConstants = MEGATRON
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
     _gen: dict[Hashable, tuple[GenStage, ...]] = field(default_factory=dict)
-    _train: dict[Hashable, Iteration] = field(default_factory=dict)
+    _train: dict[Hashable, TrainingIteration] = field(default_factory=dict)
     _training: dict[Hashable, TrainStage] = field(default_factory=dict)
     _sync: dict[Hashable, SyncStage] = field(default_factory=dict)
     _beside: dict[Hashable, Beside] = field(default_factory=dict)
 
     @cached_property
-    def fabric(self) -> Fabric:
+    def fabric(self) -> SimulatedFabric:
         return fabric_for(self.scenario, self.section, self.constants)
 
     @cached_property
@@ -70,30 +70,30 @@ class FabricStages:
             daemon=scenario.daemon,
         )
 
-    def without(self, failed: Failures) -> Fabric:
-        return self.fabric.without(failed) if _key(failed) != _key(Failures()) else self.fabric
+    def without(self, failed: SimulatedFailures) -> SimulatedFabric:
+        return self.fabric.without(failed) if _key(failed) != _key(SimulatedFailures()) else self.fabric
 
-    def ready(self, failed: Failures) -> Prepared:
+    def ready(self, failed: SimulatedFailures) -> Prepared:
         key = _key(failed)
         if key not in self._prepared:
             self._prepared[key] = prepared(self.job, self.without(failed))
         return self._prepared[key]
 
-    def gen(self, failed: Failures, arm: str, seed: int) -> tuple[GenStage, ...]:
+    def gen(self, failed: SimulatedFailures, arm: str, seed: int) -> tuple[GenStage, ...]:
         """[step]. Raises ValueError where engines have no way to each other."""
         key = (_key(failed), arm, seed)
         if key not in self._gen:
             self._gen[key] = generation_stages(self.ready(failed), arm, seed, self.scenario.loop.steps)
         return self._gen[key]
 
-    def train(self, failed: Failures, job: TrainJob) -> Iteration:
+    def train(self, failed: SimulatedFailures, job: TrainJob) -> TrainingIteration:
         """An optimiser step on the job's samples."""
         key = (_key(failed), job)
         if key not in self._train:
             self._train[key] = iteration(job, self.without(failed), constants=self.constants)
         return self._train[key]
 
-    def training(self, failed: Failures, job: TrainJob) -> TrainStage:
+    def training(self, failed: SimulatedFailures, job: TrainJob) -> TrainStage:
         """A training step on the job's samples, as the scenario has it: passes for log-probabilities, optimiser
         steps."""
         key, recipe = (_key(failed), job), self.scenario.recipe
@@ -102,7 +102,9 @@ class FabricStages:
             self._training[key] = training_stage(job, recipe, lambda share: self.train(failed, share), passes_s)
         return self._training[key]
 
-    def sync(self, failed: Failures, fleet: Fleet, job: TrainJob, beside: tuple[Beside, ...] = ()) -> SyncStage:
+    def sync(
+        self, failed: SimulatedFailures, fleet: UniformFleet, job: TrainJob, beside: tuple[Beside, ...] = ()
+    ) -> SyncStage:
         part = self.scenario.weight_sync
         key = (_key(failed), fleet.parallelism, job, beside)
         if key not in self._sync:
@@ -113,12 +115,12 @@ class FabricStages:
     def training_sends(self, job: TrainJob) -> Beside:
         """A second, in the mean."""
         if job not in self._beside:
-            seconds = self.training(Failures(), job).seconds
+            seconds = self.training(SimulatedFailures(), job).seconds
             servers = self.fabric.servers
             self._beside[job] = training_beside(job, self.scenario.recipe, seconds, servers, self.constants)
         return self._beside[job]
 
-    def generation_sends(self, fleet: Fleet, tokens_per_s: float) -> Beside:
+    def generation_sends(self, fleet: UniformFleet, tokens_per_s: float) -> Beside:
         """A second, in the mean."""
         key = (fleet.parallelism, tokens_per_s)
         if key not in self._beside:
@@ -128,8 +130,8 @@ class FabricStages:
 
     def tuned(self, seed: int) -> EngineProfile:
         """What the static baseline runs."""
-        (name,) = self.gen(Failures(), TUNED, seed)[0].phases_s
-        return next(each for each in self.ready(Failures()).profile.configurations if str(each.id) == name)
+        (name,) = self.gen(SimulatedFailures(), TUNED, seed)[0].phases_s
+        return next(each for each in self.ready(SimulatedFailures()).profile.configurations if str(each.id) == name)
 
     def train_tier_bytes(self, job: TrainJob) -> Mapping[str, float]:
         """Of a training step, over the links of each tier."""
@@ -146,12 +148,12 @@ class ArmTimes:
 
     @cached_property
     def healthy(self) -> tuple[GenStage, ...]:
-        return self.stages.gen(Failures(), self.arm, self.seed)
+        return self.stages.gen(SimulatedFailures(), self.arm, self.seed)
 
     @cached_property
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[SampleBatch]:
         """As many are begun in each step as are asked for; an arm that cuts steps finishes others."""
-        return [Batch(self.stages.scenario.samples, each.samples) for each in self.healthy]
+        return [SampleBatch(self.stages.scenario.samples, each.samples) for each in self.healthy]
 
     @cached_property
     def tokens(self) -> float:
@@ -165,7 +167,7 @@ class ArmTimes:
         return math.sqrt(max(0.0, squares / self.tokens**2 - 1))
 
     @cached_property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> UniformFleet:
         """That takes weights."""
         tuned, fabric = self.stages.tuned(self.seed), self.stages.fabric
         return deployed(tuned.parallelism, self.stages.job.where, fabric.servers, fabric.pods)
@@ -190,29 +192,29 @@ class ArmTimes:
 
         return with_lost_work_s(self._schedule, begin_s, seconds, servers, scenario.training.recovery_s)
 
-    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+    def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
         """What has failed lengthens it; those beside it lose the share of their time that they would lose otherwise."""
 
         def seconds(now_s: float) -> float:
             failed = self._schedule.network(now_s)
             return _or_never(failed, lambda: self.sync_stage(failed, beside).seconds)
 
-        took_s, whole = stretched_s(self._schedule, begin_s, seconds), self.sync_stage(Failures(), beside)
+        took_s, whole = stretched_s(self._schedule, begin_s, seconds), self.sync_stage(SimulatedFailures(), beside)
         return SyncTime(took_s, {stage: took_s / whole.seconds * each_s for stage, each_s in whole.held_s.items()})
 
-    def sync_stage(self, failed: Failures, beside: tuple[Stage, ...] = ()) -> SyncStage:
+    def sync_stage(self, failed: SimulatedFailures, beside: tuple[FabricStage, ...] = ()) -> SyncStage:
         """Beside what these stages send; alone, where none is named."""
         job = self.job(self.batches[-1].finished)
         return self.stages.sync(failed, self.fleet, job, tuple(self._sends(stage, job) for stage in beside))
 
-    def _sends(self, stage: Stage, job: TrainJob) -> Beside:
-        if stage is Stage.TRAIN:
+    def _sends(self, stage: FabricStage, job: TrainJob) -> Beside:
+        if stage is FabricStage.TRAIN:
             return self.stages.training_sends(job)
         last = self.healthy[-1]
         return self.stages.generation_sends(self.fleet, last.samples * last.sample_tokens / last.seconds)
 
     @property
-    def _schedule(self) -> Schedule:
+    def _schedule(self) -> ClusterFaultSchedule:
         return self.stages.scenario.schedule
 
     def _gen_s(self, step: int, now_s: float) -> float:
@@ -226,15 +228,15 @@ class ArmTimes:
         """The share of the GPUs that generate that has failed."""
         cluster, size = self.stages.scenario.cluster, self.stages.scenario.cluster.gpus_per_server
         gpus: set[int] = set()
-        for fault in self._schedule.holding(now_s, Part.SERVER):
+        for fault in self._schedule.holding(now_s, FaultyPart.SERVER):
             gpus.update(gpu for server in fault.of for gpu in range(server * size, (server + 1) * size))
-        for fault in self._schedule.holding(now_s, Part.ENGINE):
+        for fault in self._schedule.holding(now_s, FaultyPart.ENGINE):
             gpus.update(int(gpu) for engine in fault.of if engine < len(self.fleet) for gpu in self.fleet.gpus[engine])
         mine = range(cluster.first_generating, cluster.first_generating + cluster.generating)
         return sum(gpu in mine for gpu in gpus) / cluster.generating
 
 
-def _key(failed: Failures) -> Hashable:
+def _key(failed: SimulatedFailures) -> Hashable:
     return (
         tuple(sorted(failed.nics)),
         tuple(sorted(failed.servers)),
@@ -243,21 +245,24 @@ def _key(failed: Failures) -> Hashable:
     )
 
 
-def _or_never(failed: Failures, seconds: Callable[[], float]) -> float:
+def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
     """inf where what has failed leaves no way between some of its GPUs. Raises ValueError where nothing has failed."""
     try:
         return seconds()
     except ValueError:
-        if _key(failed) == _key(Failures()):
+        if _key(failed) == _key(SimulatedFailures()):
             raise
         return math.inf
 
 
-def lane_of(scenario: ClusterScenario, part: Part, number: int) -> Stage:
+def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricStage:
     """Whose GPUs a fault touches first."""
     cluster = scenario.cluster
     first = cluster.first_generating
-    per = {Part.NIC: cluster.gpus_per_server // cluster.nics_per_server, Part.SERVER: cluster.gpus_per_server}.get(part)
-    if part is Part.ENGINE or (per is not None and number * per >= first):
-        return Stage.GEN
-    return Stage.TRAIN
+    per = {
+        FaultyPart.NIC: cluster.gpus_per_server // cluster.nics_per_server,
+        FaultyPart.SERVER: cluster.gpus_per_server,
+    }.get(part)
+    if part is FaultyPart.ENGINE or (per is not None and number * per >= first):
+        return FabricStage.GEN
+    return FabricStage.TRAIN

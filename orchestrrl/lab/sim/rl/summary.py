@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from orchestrrl.lab.sim.net.fabrics.base import Stage
-from orchestrrl.lab.sim.rl.results import Result
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
+from orchestrrl.lab.sim.rl.results import ClusterResult
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SummaryRow:
     """`gain`: samples per second over the first row's. `pareto`: nobody has more throughput for as little money."""
 
     fabric: str
@@ -31,9 +31,9 @@ class Row:
     pareto: bool
 
 
-def rows(results: Sequence[Result]) -> list[Row]:
+def rows(results: Sequence[ClusterResult]) -> list[SummaryRow]:
     """In the results' order."""
-    groups: dict[tuple[str, str], list[Result]] = {}
+    groups: dict[tuple[str, str], list[ClusterResult]] = {}
     for result in results:
         groups.setdefault((result.run.fabric, result.run.arm), []).append(result)
     if not groups:
@@ -49,12 +49,14 @@ def rows(results: Sequence[Result]) -> list[Row]:
 Key = tuple[str, str]
 
 
-def _row(key: Key, some: list[Result], rates: dict[Key, float], worths: dict[Key, float], first: Key, on: bool) -> Row:
+def _row(
+    key: Key, some: list[ClusterResult], rates: dict[Key, float], worths: dict[Key, float], first: Key, on: bool
+) -> SummaryRow:
     def of_steps(*names: str) -> float:
         return median(_mean_s(result, names) for result in some)
 
     bill = some[0].bill
-    return Row(
+    return SummaryRow(
         fabric=key[0],
         arm=key[1],
         seeds=len(some),
@@ -62,8 +64,8 @@ def _row(key: Key, some: list[Result], rates: dict[Key, float], worths: dict[Key
         train_s=of_steps("train_s"),
         sync_s=median(_sync_s(result) for result in some),
         waits_s=of_steps("gen_waits_weights_s", "gen_waits_room_s"),
-        idle_train=median(result.run.idle_share.get(Stage.TRAIN, 0.0) for result in some),
-        idle_gen=median(result.run.idle_share.get(Stage.GEN, 0.0) for result in some),
+        idle_train=median(result.run.idle_share.get(FabricStage.TRAIN, 0.0) for result in some),
+        idle_gen=median(result.run.idle_share.get(FabricStage.GEN, 0.0) for result in some),
         staleness=median(_mean_staleness(result) for result in some),
         samples_per_s=rates[key],
         gain=_ratio(rates[key], rates[first]),
@@ -75,18 +77,18 @@ def _row(key: Key, some: list[Result], rates: dict[Key, float], worths: dict[Key
     )
 
 
-def _mean_s(result: Result, names: Iterable[str]) -> float:
+def _mean_s(result: ClusterResult, names: Iterable[str]) -> float:
     """The sum over these, in the mean over steps after the warm-up."""
     measured = result.run.steps[int(result.scenario["loop"]["warmup_steps"]) :]
     return sum(step[name] for step in measured for name in names) / len(measured)
 
 
-def _sync_s(result: Result) -> float:
-    lengths_s = [span.end_s - span.begin_s for span in result.run.spans if span.stage is Stage.WEIGHT_SYNC]
+def _sync_s(result: ClusterResult) -> float:
+    lengths_s = [span.end_s - span.begin_s for span in result.run.spans if span.stage is FabricStage.WEIGHT_SYNC]
     return fmean(lengths_s or [sum(result.sync_phases_s.values())])
 
 
-def _mean_staleness(result: Result) -> float:
+def _mean_staleness(result: ClusterResult) -> float:
     total = sum(result.run.staleness.values())
     return sum(behind * count for behind, count in result.run.staleness.items()) / total if total else 0.0
 

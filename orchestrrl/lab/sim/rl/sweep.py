@@ -19,13 +19,13 @@ from orchestrrl.core.documents import parse_yaml, read_text
 from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
 from orchestrrl.lab.sim.rl.results import complete, digest_of
 from orchestrrl.lab.sim.rl.scenario_file import cluster_text, scenario_of
-from orchestrrl.lab.sim.scenario import Section
+from orchestrrl.lab.sim.scenario import ScenarioSection
 
 MOST_POINTS = 100_000  # what is more is a slip
 _PART = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)((?:\[\d+\])*)")
 
 
-class SweepSection(Section):
+class SweepSection(ScenarioSection):
     """`base`: a cluster scenario, by name or file. `set` changes it for all points, `grid` for each: every combination
     of the values, at paths such as cluster.nic_gbps or fabrics[0].options.ratio."""
 
@@ -35,7 +35,7 @@ class SweepSection(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """`document` as scenario_of reads it, defaults filled in; `fault`: why there is none."""
 
     values: Mapping[str, Any]
@@ -54,27 +54,27 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SweepOutcome:
     """`fault` empty: its file is there."""
 
-    point: Point
+    point: SweepPoint
     fault: str = ""
 
 
-class Runner(Protocol):
+class SweepRunner(Protocol):
     """Runs points into files of a folder, and tells each outcome as it comes, in any order."""
 
-    def __call__(self, points: Sequence[Point], folder: Path) -> Iterator[Outcome]: ...
+    def __call__(self, points: Sequence[SweepPoint], folder: Path) -> Iterator[SweepOutcome]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    done: tuple[Point, ...]  # in the grid's order, those that were there before among them
-    failed: tuple[Outcome, ...]
+    done: tuple[SweepPoint, ...]  # in the grid's order, those that were there before among them
+    failed: tuple[SweepOutcome, ...]
     found: int  # of those done: were there before
 
 
-def load_sweep(path: Path) -> list[Point]:
+def load_sweep(path: Path) -> list[SweepPoint]:
     """Every point, in order. Raises ProblemFaults: of the file, and of the scenarios where not one of them is sound."""
     document = parse_yaml(read_text(path))
     if not isinstance(document, dict):
@@ -86,7 +86,7 @@ def load_sweep(path: Path) -> list[Point]:
     return points_of(section, path.parent)
 
 
-def points_of(section: SweepSection, folder: Path) -> list[Point]:
+def points_of(section: SweepSection, folder: Path) -> list[SweepPoint]:
     base, home = _base(section.base, folder)
     faults: list[str] = []
     for name, paths in (("set", section.set), ("grid", section.grid)):
@@ -125,16 +125,16 @@ def _base(source: str, folder: Path) -> tuple[dict[Any, Any], Path]:
     return document, home
 
 
-def _point(base: dict[Any, Any], always: Mapping[str, Any], values: Mapping[str, Any], home: Path) -> Point:
+def _point(base: dict[Any, Any], always: Mapping[str, Any], values: Mapping[str, Any], home: Path) -> SweepPoint:
     document = copy.deepcopy(base)
     try:
         for path, value in (*always.items(), *values.items()):
             put(document, path, copy.deepcopy(value))
-        return Point(values, scenario_of(document, home).document(), home)
+        return SweepPoint(values, scenario_of(document, home).document(), home)
     except ProblemFaults as error:
-        return Point(values, None, home, "\n".join(error.faults))
+        return SweepPoint(values, None, home, "\n".join(error.faults))
     except ValueError as error:
-        return Point(values, None, home, str(error))
+        return SweepPoint(values, None, home, str(error))
 
 
 def _parts(path: str) -> list[str | int]:
@@ -169,9 +169,9 @@ def _item(place: Any, part: str | int, path: str) -> Any:
 
 
 def sweep(
-    points: Sequence[Point],
+    points: Sequence[SweepPoint],
     folder: Path,
-    runner: Runner,
+    runner: SweepRunner,
     report: Callable[[str, int, int], None],
     *,
     again: bool = False,
@@ -181,7 +181,7 @@ def sweep(
     digests = {point.digest: point for point in sound}
     there = set() if again else complete(folder, digests)
     todo = [point for digest, point in digests.items() if digest not in there]
-    failed = [Outcome(point, point.fault) for point in points if point.fault]
+    failed = [SweepOutcome(point, point.fault) for point in points if point.fault]
     report(f"{len(there)} were there" if there else "", len(there), len(digests))
     for number, outcome in enumerate(runner(todo, folder) if todo else (), start=1):
         failed += [outcome] if outcome.fault else []

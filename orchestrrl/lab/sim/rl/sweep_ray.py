@@ -12,7 +12,7 @@ from pathlib import Path
 from orchestrrl.core.addresses import parse_address
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.lab.sim.rl.results import parse, write
-from orchestrrl.lab.sim.rl.sweep import Outcome, Point
+from orchestrrl.lab.sim.rl.sweep import SweepOutcome, SweepPoint
 from orchestrrl.lab.sim.rl.sweep_workers import run_point
 
 RETRY_AFTER_S = 10.0
@@ -25,7 +25,7 @@ class OnRay:
 
     address: str
 
-    def __call__(self, points: Sequence[Point], folder: Path) -> Iterator[Outcome]:
+    def __call__(self, points: Sequence[SweepPoint], folder: Path) -> Iterator[SweepOutcome]:
         if find_spec("ray") is None:
             raise Permanent("--ray needs ray: pip install 'orchestrrl[ray]'")
         _reach(self.address)
@@ -49,7 +49,7 @@ class OnRay:
                 if not fault:
                     assert point.document is not None
                     write(folder, point.document, parse(text))
-                yield Outcome(point, fault)
+                yield SweepOutcome(point, fault)
         finally:
             ray.shutdown()  # which ends the tasks of this job
 
@@ -68,7 +68,7 @@ def _reach(address: str) -> None:
         raise Retryable(f"no Ray cluster at {address}: {error}", RETRY_AFTER_S) from error
 
 
-def _text_of(point: Point) -> tuple[str, str]:
+def _text_of(point: SweepPoint) -> tuple[str, str]:
     """What went wrong, and the point's file."""
     with tempfile.TemporaryDirectory(prefix="orchestrrl-sim-") as folder:
         fault = run_point(point, Path(folder))

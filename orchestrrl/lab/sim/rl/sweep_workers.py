@@ -13,12 +13,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
-from orchestrrl.lab.sim.rl.sweep import Outcome, Point
+from orchestrrl.lab.sim.rl.sweep import SweepOutcome, SweepPoint
 
 GRACE_S = 5.0
 
 
-def run_point(point: Point, folder: Path) -> str:
+def run_point(point: SweepPoint, folder: Path) -> str:
     """Write its results. Returns what went wrong, nothing where all is well."""
     from orchestrrl.lab.sim.rl.results import write
     from orchestrrl.lab.sim.rl.run import run_cluster
@@ -41,13 +41,13 @@ class Processes:
     """`at_once` of them; by default as many as there are cores for us. `work`: what each does."""
 
     at_once: int | None = None
-    work: Callable[[Point, Path], str] = run_point
+    work: Callable[[SweepPoint, Path], str] = run_point
 
-    def __call__(self, points: Sequence[Point], folder: Path) -> Iterator[Outcome]:
+    def __call__(self, points: Sequence[SweepPoint], folder: Path) -> Iterator[SweepOutcome]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["orchestrrl.lab.sim.rl.run"])
         most = self.at_once or len(os.sched_getaffinity(0))
-        waiting, running = list(reversed(points)), dict[BaseProcess, tuple[Point, Connection]]()
+        waiting, running = list(reversed(points)), dict[BaseProcess, tuple[SweepPoint, Connection]]()
         try:
             while waiting or running:
                 while waiting and len(running) < most:
@@ -63,12 +63,12 @@ class Processes:
                 told = wait([pipe for _, pipe in running.values()])
                 for process in [each for each, (_, pipe) in running.items() if pipe in told]:
                     point, pipe = running.pop(process)
-                    yield Outcome(point, _outcome(process, pipe))
+                    yield SweepOutcome(point, _outcome(process, pipe))
         finally:
             _end(list(running))
 
 
-def _work(work: Callable[[Point, Path], str], point: Point, folder: Path, told: Connection) -> None:
+def _work(work: Callable[[SweepPoint, Path], str], point: SweepPoint, folder: Path, told: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us, who ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     told.send(work(point, folder))

@@ -9,15 +9,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
-from orchestrrl.lab.sim.net.model import Flows, Servers
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
+from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 from orchestrrl.lab.sim.net.timing import tier_bytes
 from orchestrrl.lab.sim.rl.model import TrainStage
 from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
 from orchestrrl.lab.sim.train.flops import forward_flops, step_flops
-from orchestrrl.lab.sim.train.model import Iteration, TrainJob
+from orchestrrl.lab.sim.train.model import TrainingIteration, TrainJob
 from orchestrrl.lab.sim.train.periods import periods_of
-from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, Exchange, forward_times, traffic
+from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, forward_times, traffic
 
 LOG_PROBS = "log probs"  # of a stage's parts
 
@@ -46,7 +46,7 @@ class Recipe:
 
 
 def training_stage(
-    job: TrainJob, recipe: Recipe, update: Callable[[TrainJob], Iteration], forward_s: float
+    job: TrainJob, recipe: Recipe, update: Callable[[TrainJob], TrainingIteration], forward_s: float
 ) -> TrainStage:
     """On the samples of `job`. `update`: an optimiser step on a share of them; `forward_s`: a pass over all."""
     steps = [(times, update(replace(job, sequences=size))) for size, times in recipe.shares(job.sequences)]
@@ -71,7 +71,7 @@ def asked_flops(job: TrainJob, recipe: Recipe) -> float:
 
 
 def training_bytes(
-    job: TrainJob, recipe: Recipe, fabric: Fabric, constants: TrainConstants = MEGATRON
+    job: TrainJob, recipe: Recipe, fabric: SimulatedFabric, constants: TrainConstants = MEGATRON
 ) -> Mapping[str, float]:
     """By tier, over its links: what stays in a server goes over NVLink."""
     found: dict[str, float] = {}
@@ -84,9 +84,9 @@ def training_bytes(
     return found
 
 
-def training_flows(job: TrainJob, recipe: Recipe, servers: Servers, constants: TrainConstants = MEGATRON) -> Flows:
+def training_flows(job: TrainJob, recipe: Recipe, servers: Servers, constants: TrainConstants = MEGATRON) -> GpuFlows:
     """Of a training step, those of groups that span servers."""
-    return Flows.joined(
+    return GpuFlows.joined(
         [
             exchanges[kind].transfer.flows.times(times)
             for _, exchanges, often in _sent(job, recipe, servers, constants)
@@ -96,7 +96,7 @@ def training_flows(job: TrainJob, recipe: Recipe, servers: Servers, constants: T
     )
 
 
-Sent = tuple[TrainJob, Mapping[str, Exchange], Mapping[str, float]]
+Sent = tuple[TrainJob, Mapping[str, GroupCollective], Mapping[str, float]]
 
 
 def _sent(job: TrainJob, recipe: Recipe, servers: Servers, constants: TrainConstants) -> Iterator[Sent]:

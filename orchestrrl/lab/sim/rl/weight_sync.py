@@ -14,18 +14,18 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import finish_beside, finish_routed_s
-from orchestrrl.lab.sim.net.model import Floats, Flows, Network, Routes, Servers
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, LinkNetwork, Servers
 from orchestrrl.lab.sim.net.problem import routes_of
 from orchestrrl.lab.sim.net.timing import tier_bytes
 from orchestrrl.lab.sim.rl.generation_bytes import summed
-from orchestrrl.lab.sim.rl.generation_fleet import Fleet
+from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet
 from orchestrrl.lab.sim.rl.model import SyncStage
 from orchestrrl.lab.sim.rl.weight_sync_beside import Beside
-from orchestrrl.lab.sim.rl.weight_sync_flows import Step, naive_steps, tree_steps, two_stage_steps
+from orchestrrl.lab.sim.rl.weight_sync_flows import FlowStep, naive_steps, tree_steps, two_stage_steps
 from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, shards_of
-from orchestrrl.lab.sim.rl.weight_sync_site import Site, site_of
+from orchestrrl.lab.sim.rl.weight_sync_site import SyncSite, site_of
 from orchestrrl.lab.sim.train.model import TrainJob
 from planner.sync_tree.model import Shard, SyncProblem
 from planner.sync_tree.plan import make_plan
@@ -37,7 +37,7 @@ GBPS = 8e-9  # gigabits of a byte
 MOST_WAVES = 24  # that circuits are tried anew for: working them out takes its time
 
 
-class Course(StrEnum):
+class SyncCourse(StrEnum):
     KEEP = "keep"  # circuits stay as they are
     CHANGE = "change"  # once, for all that is sent
     CHANGE_BY_WAVE = "change_by_wave"  # before each wave that wants others
@@ -47,12 +47,12 @@ class Course(StrEnum):
 class Timed:
     """Seconds of steps on a fabric."""
 
-    course: Course
+    course: SyncCourse
     circuits_s: float
     crossing_s: float  # phase A: until the last bytes have come from other PoDs
     inside_s: float  # phase B, beyond that
     tier_bytes: Mapping[str, float]
-    held_s: Mapping[Stage, float]  # of those beside it; nobody sends while circuits change
+    held_s: Mapping[FabricStage, float]  # of those beside it; nobody sends while circuits change
 
     @property
     def seconds(self) -> float:
@@ -67,21 +67,21 @@ class Timed:
 class _Ground:
     """What steps run on. `before`: what circuits are set for when they begin; `meanwhile_s`: no sync is shorter."""
 
-    fabric: Fabric
+    fabric: SimulatedFabric
     before: Period | None
     beside: Sequence[Beside]
     meanwhile_s: float
 
-    def period(self, flows: Flows, share: float = 1.0) -> Period:
+    def period(self, flows: GpuFlows, share: float = 1.0) -> Period:
         """For these flows, and what others send in that share of the time."""
         others = [each.flows.times(self.meanwhile_s * share) for each in self.beside]
-        return _period(Flows.joined([flows, *others]), self.fabric.servers)
+        return _period(GpuFlows.joined([flows, *others]), self.fabric.servers)
 
 
 def sync_stage(
     job: TrainJob,
-    fleets: Sequence[Fleet],
-    fabric: Fabric,
+    fleets: Sequence[UniformFleet],
+    fabric: SimulatedFabric,
     scheme: str = "tree",
     *,
     bits: int = 16,
@@ -112,8 +112,8 @@ def sync_stage(
 
 
 def steps_of(
-    scheme: str, shards: Sequence[ServerShard], site: Site, servers: Servers, wave_s: float = 0.0
-) -> list[Step]:
+    scheme: str, shards: Sequence[ServerShard], site: SyncSite, servers: Servers, wave_s: float = 0.0
+) -> list[FlowStep]:
     gpus = servers.gpus_per_server
     if scheme == "naive":
         return naive_steps(shards, site, gpus)
@@ -123,7 +123,7 @@ def steps_of(
     return tree_steps(plan, shards, gpus)
 
 
-def problem_of(shards: Sequence[ServerShard], site: Site, servers: Servers) -> SyncProblem:
+def problem_of(shards: Sequence[ServerShard], site: SyncSite, servers: Servers) -> SyncProblem:
     """Servers are endpoints; a PoD's budget is how many NICs' worth leaves it."""
     link_bytes_per_s = servers.nic_bytes_per_s
     return SyncProblem(
@@ -146,7 +146,7 @@ def problem_of(shards: Sequence[ServerShard], site: Site, servers: Servers) -> S
     )
 
 
-def bound_s(shards: Sequence[ServerShard], site: Site) -> float:
+def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
     """No plan is shorter: what each server, ToR and PoD has to take in, and what has to leave the holders at all."""
     arriving = np.zeros(len(site.pod))
     entering, climbing = np.zeros(site.pods), np.zeros(len(site.tor_bytes_per_s))
@@ -164,8 +164,8 @@ def bound_s(shards: Sequence[ServerShard], site: Site) -> float:
 
 
 def _courses(
-    scheme: str, shards: Sequence[ServerShard], site: Site, ground: _Ground
-) -> Iterator[tuple[Timed, Sequence[Step]]]:
+    scheme: str, shards: Sequence[ServerShard], site: SyncSite, ground: _Ground
+) -> Iterator[tuple[Timed, Sequence[FlowStep]]]:
     """Waves cost nothing where circuits are kept: a plan for those may have more of them."""
     fabric = ground.fabric
     steps = steps_of(scheme, shards, site, fabric.servers)
@@ -179,25 +179,25 @@ def _courses(
         yield _step_by_step(steps, ground), steps
 
 
-def _kept(steps: Sequence[Step], ground: _Ground) -> Timed:
+def _kept(steps: Sequence[FlowStep], ground: _Ground) -> Timed:
     network = ground.fabric.network(ground.before)
     try:
-        return _timed(Course.KEEP, 0.0, [_step_s(network, step, ground.beside) for step in steps])
+        return _timed(SyncCourse.KEEP, 0.0, [_step_s(network, step, ground.beside) for step in steps])
     except ValueError:  # circuits of another period may leave servers apart
         if not ground.fabric.reconfigures_s:
             raise
-        return Timed(Course.KEEP, 0.0, math.inf, 0.0, {}, {})
+        return Timed(SyncCourse.KEEP, 0.0, math.inf, 0.0, {}, {})
 
 
-def _at_once(steps: Sequence[Step], ground: _Ground) -> Timed:
+def _at_once(steps: Sequence[FlowStep], ground: _Ground) -> Timed:
     fabric = ground.fabric
-    period = ground.period(Flows.joined([step.flows for step in steps]))
+    period = ground.period(GpuFlows.joined([step.flows for step in steps]))
     network = fabric.network(period)
     circuits_s = fabric.reconfigures_s if fabric.changes(ground.before, period) else 0.0
-    return _timed(Course.CHANGE, circuits_s, [_step_s(network, step, ground.beside) for step in steps])
+    return _timed(SyncCourse.CHANGE, circuits_s, [_step_s(network, step, ground.beside) for step in steps])
 
 
-def _step_by_step(steps: Sequence[Step], ground: _Ground) -> Timed:
+def _step_by_step(steps: Sequence[FlowStep], ground: _Ground) -> Timed:
     fabric, before = ground.fabric, ground.before
     circuits_s, times = 0.0, []
     for step in steps:
@@ -208,27 +208,27 @@ def _step_by_step(steps: Sequence[Step], ground: _Ground) -> Timed:
             circuits_s += fabric.reconfigures_s if fabric.changes(before, period) else 0.0
             network, before = fabric.network(period), period
         times.append(_step_s(network, step, ground.beside))
-    return _timed(Course.CHANGE_BY_WAVE, circuits_s, times)
+    return _timed(SyncCourse.CHANGE_BY_WAVE, circuits_s, times)
 
 
-def _timed(course: Course, circuits_s: float, times: Sequence["_StepTime"]) -> Timed:
+def _timed(course: SyncCourse, circuits_s: float, times: Sequence["_StepTime"]) -> Timed:
     crossing_s = sum(each.crossing_s for each in times)
     whole_s = sum(each.seconds for each in times)
-    held_s: dict[Stage, float] = {}
+    held_s: dict[FabricStage, float] = {}
     for stage, late_s in (pair for each in times for pair in each.held_s.items()):
         held_s[stage] = held_s.get(stage, circuits_s) + late_s
     sent = summed([each.tier_bytes for each in times])
     return Timed(course, circuits_s, crossing_s, whole_s - crossing_s, sent, held_s)
 
 
-def _period(flows: Flows, servers: Servers) -> Period:
+def _period(flows: GpuFlows, servers: Servers) -> Period:
     outside = _outside(flows, servers)
     return Period.of(
-        "weight sync", Stage.WEIGHT_SYNC, Flows(flows.src[outside], flows.dst[outside], flows.bytes[outside])
+        "weight sync", FabricStage.WEIGHT_SYNC, GpuFlows(flows.src[outside], flows.dst[outside], flows.bytes[outside])
     )
 
 
-def _outside(flows: Flows, servers: Servers) -> NDArray[np.bool_]:
+def _outside(flows: GpuFlows, servers: Servers) -> NDArray[np.bool_]:
     return np.asarray(flows.src // servers.gpus_per_server != flows.dst // servers.gpus_per_server)
 
 
@@ -237,10 +237,10 @@ class _StepTime:
     crossing_s: float  # until the last flow between PoDs is through
     seconds: float  # until all are
     tier_bytes: Mapping[str, float]
-    held_s: Mapping[Stage, float]
+    held_s: Mapping[FabricStage, float]
 
 
-def _step_s(network: Network, step: Step, beside: Sequence[Beside]) -> _StepTime:
+def _step_s(network: LinkNetwork, step: FlowStep, beside: Sequence[Beside]) -> _StepTime:
     """Who is below others waits for a chunk and a hop of each above it."""
     flows = step.flows
     if not len(flows):
@@ -256,11 +256,11 @@ def _step_s(network: Network, step: Step, beside: Sequence[Beside]) -> _StepTime
 
 
 def _shared(
-    network: Network, flows: Flows, routes: Routes, beside: Sequence[Beside]
-) -> tuple[Floats, Mapping[Stage, float]]:
+    network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, beside: Sequence[Beside]
+) -> tuple[Floats, Mapping[FabricStage, float]]:
     """When flows end, and how late they make those beside them."""
     if not beside:
         return finish_routed_s(network, flows, routes), {}
-    found = finish_beside(network, flows, routes, Flows.joined([each.flows for each in beside]))
+    found = finish_beside(network, flows, routes, GpuFlows.joined([each.flows for each in beside]))
     parts = np.split(found.behind_s, np.cumsum([len(each.flows) for each in beside])[:-1])
     return found.end_s, {each.stage: each.held_s(part) for each, part in zip(beside, parts, strict=True)}

@@ -11,27 +11,27 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrrl.lab.sim.net.model import Floats, Flows, Ints
+from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints
 from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard
-from orchestrrl.lab.sim.rl.weight_sync_site import Site
+from orchestrrl.lab.sim.rl.weight_sync_site import SyncSite
 from planner.sync_tree.model import SyncPlan
 
 Row = tuple[int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class FlowStep:
     """Flows that begin together, once those of the step before are through. `above`: of each flow, how many chunks it
     waits for, one of each flow above it."""
 
-    flows: Flows
+    flows: GpuFlows
     crosses: NDArray[np.bool_]  # [flow], from PoD to PoD
     above: Ints  # [flow]
 
 
-def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], gpus_per_server: int) -> list[Step]:
+def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], gpus_per_server: int) -> list[FlowStep]:
     """One for each wave."""
-    steps: list[Step] = []
+    steps: list[FlowStep] = []
     for wave in plan.waves:
         edges, size = wave.edges, wave.edges.bytes.astype(np.float64)
         sent = spread(edges.src, edges.dst, size, gpus_per_server)
@@ -41,7 +41,7 @@ def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], gpus_per_server: i
     return steps
 
 
-def naive_steps(shards: Sequence[ServerShard], site: Site, gpus_per_server: int) -> list[Step]:
+def naive_steps(shards: Sequence[ServerShard], site: SyncSite, gpus_per_server: int) -> list[FlowStep]:
     """Holders in turn."""
     rows: list[Row] = []
     crosses: list[bool] = []
@@ -52,10 +52,10 @@ def naive_steps(shards: Sequence[ServerShard], site: Site, gpus_per_server: int)
                 if size:
                     rows.append((holder * gpus_per_server + place, server * gpus_per_server + place, size))
                     crosses.append(bool(site.pod[holder] != site.pod[server]))
-    return [Step(Flows.of(rows), np.array(crosses, np.bool_), np.zeros(len(rows), np.int64))]
+    return [FlowStep(GpuFlows.of(rows), np.array(crosses, np.bool_), np.zeros(len(rows), np.int64))]
 
 
-def two_stage_steps(shards: Sequence[ServerShard], site: Site, gpus_per_server: int) -> list[Step]:
+def two_stage_steps(shards: Sequence[ServerShard], site: SyncSite, gpus_per_server: int) -> list[FlowStep]:
     first: list[Row] = []
     crosses: list[bool] = []
     chains: list[tuple[int, int, float, int]] = []  # server, server, bytes, how far down
@@ -69,10 +69,10 @@ def two_stage_steps(shards: Sequence[ServerShard], site: Site, gpus_per_server: 
                 crosses.append(bool(site.pod[holder] != site.pod[seed]))
             chains += [(servers[k], servers[k + 1], shard.bytes, k) for k in range(len(servers) - 1)]
             at += [(number, server, shard.bytes) for server in servers]
-    steps = [Step(Flows.of(first), np.array(crosses, np.bool_), np.zeros(len(first), np.int64))]
+    steps = [FlowStep(GpuFlows.of(first), np.array(crosses, np.bool_), np.zeros(len(first), np.int64))]
     of, server, came = (np.array(each) for each in zip(*at, strict=True))
     inside = _passed_on(shards, of, server, came.astype(np.float64), gpus_per_server)
-    chain, depth = Flows.none(), np.empty(0, np.int64)
+    chain, depth = GpuFlows.none(), np.empty(0, np.int64)
     if chains:
         src, dst, along, depth = (np.array(each) for each in zip(*chains, strict=True))
         chain = spread(src, dst, along.astype(np.float64), gpus_per_server)
@@ -81,17 +81,17 @@ def two_stage_steps(shards: Sequence[ServerShard], site: Site, gpus_per_server: 
     return steps
 
 
-def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> Flows:
+def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
     """From server to server, an equal share from each GPU to the one in its place."""
     place = np.arange(gpus_per_server)
-    return Flows(
+    return GpuFlows(
         (src[:, None] * gpus_per_server + place).reshape(-1),
         (dst[:, None] * gpus_per_server + place).reshape(-1),
         np.repeat(size / gpus_per_server, gpus_per_server),
     )
 
 
-def _passed_on(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floats, gpus_per_server: int) -> Flows:
+def _passed_on(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
     """What came evenly to a server's GPUs goes from there to each that needs it."""
     places = [{at: row for row, at in enumerate(shard.receivers)} for shard in shards]
     wanted: dict[int, Floats] = {}  # [GPU of the server], by server
@@ -107,20 +107,20 @@ def _passed_on(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floa
         for one in range(gpus_per_server)
         if one != other and bytes > 0
     ]
-    return Flows.of(rows)
+    return GpuFlows.of(rows)
 
 
-def _with_last_hop(sent: Flows, crosses: NDArray[np.bool_], above: Ints, inside: Flows) -> Step:
+def _with_last_hop(sent: GpuFlows, crosses: NDArray[np.bool_], above: Ints, inside: GpuFlows) -> FlowStep:
     """What goes on inside a server does so chunk by chunk, as the last of those below the others."""
     last = int(above.max(initial=0)) + 1
-    return Step(
-        Flows.joined([sent, inside]),
+    return FlowStep(
+        GpuFlows.joined([sent, inside]),
         np.concatenate([crosses, np.zeros(len(inside), np.bool_)]),
         np.concatenate([above, np.full(len(inside), last, np.int64)]),
     )
 
 
-def _by_pod(shard: ServerShard, site: Site) -> Iterator[list[int]]:
+def _by_pod(shard: ServerShard, site: SyncSite) -> Iterator[list[int]]:
     pods = site.pod[list(shard.receivers)]
     for pod in np.unique(pods).tolist():
         yield [server for server, its in zip(shard.receivers, pods.tolist(), strict=True) if its == pod]

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from orchestrrl.lab.sim.net.model import Floats
-from orchestrrl.lab.sim.rl.generation_fleet import Fleet
+from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet
 from orchestrrl.lab.sim.train.model import TrainJob
 from planner.cost.models import Model
 from planner.sync_tree.layout import EngineLayout, TrainerLayout, megatron_stages, vllm_stages
-from planner.sync_tree.parameters import ROW, Parameter, Transformer, gate_up
-from planner.sync_tree.reshard import Resharded, reshard
+from planner.sync_tree.parameters import ROW, Parameter, TransformerParameters, gate_up
+from planner.sync_tree.reshard import ReshardedVersion, reshard
 
 VOCAB_MULTIPLE = 128  # of Megatron, times TP (make_vocab_size_divisible_by)
 
@@ -31,13 +31,15 @@ class ServerShard:
     needs: Floats  # [receiver, GPU of the server]
 
 
-def shards_of(job: TrainJob, fleets: Sequence[Fleet], gpus_per_server: int, bits: int = 16) -> tuple[ServerShard, ...]:
+def shards_of(
+    job: TrainJob, fleets: Sequence[UniformFleet], gpus_per_server: int, bits: int = 16
+) -> tuple[ServerShard, ...]:
     """For engines of all `fleets`. Raises ValueError where a layout cannot divide the model."""
     parameters = parameters_of(job.model, bits)
     trainer = trainer_layout(job)
     dense = [each for each in parameters if not each.split.has_experts]
     expert = [each for each in parameters if each.split.has_experts]
-    found: list[Resharded] = []
+    found: list[ReshardedVersion] = []
     whole, attention, ffn = _engines(fleets)
     for some, engines in ((dense, [*whole, *attention]), (expert, [*whole, *ffn])):
         if some and engines:
@@ -47,7 +49,7 @@ def shards_of(job: TrainJob, fleets: Sequence[Fleet], gpus_per_server: int, bits
 
 def parameters_of(model: Model, bits: int = 16) -> tuple[Parameter, ...]:
     """A mixture with a part that every token visits has both."""
-    transformer = Transformer(
+    transformer = TransformerParameters(
         layers=model.layers,
         hidden=model.hidden,
         heads=model.q_heads,
@@ -86,7 +88,7 @@ def trainer_layout(job: TrainJob) -> TrainerLayout:
     )
 
 
-def _engines(fleets: Sequence[Fleet]) -> tuple[list[EngineLayout], list[EngineLayout], list[EngineLayout]]:
+def _engines(fleets: Sequence[UniformFleet]) -> tuple[list[EngineLayout], list[EngineLayout], list[EngineLayout]]:
     """Whole ones; under AFD the attention side, which has no experts, and the FFN side, which has nothing else."""
     whole, attention, ffn = list[EngineLayout](), list[EngineLayout](), list[EngineLayout]()
     for fleet in fleets:
@@ -108,7 +110,7 @@ class _Part:
     needs: dict[int, Floats] = field(default_factory=dict)  # by server
 
 
-def _by_servers(found: Sequence[Resharded], gpus_per_server: int) -> tuple[ServerShard, ...]:
+def _by_servers(found: Sequence[ReshardedVersion], gpus_per_server: int) -> tuple[ServerShard, ...]:
     parts: dict[tuple[tuple[int, ...], tuple[int, ...]], _Part] = {}
     for each in found:
         shard = each.shard

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrrl.lab.sim.net.model import Floats, Ints, Network, Tier
+from orchestrrl.lab.sim.net.model import Floats, Ints, LinkNetwork, LinkTier
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class SyncSite:
     pod: Ints  # [server]
     tor: Ints  # [server]
     nic_bytes_per_s: Floats  # [server], out of all its NICs
@@ -25,12 +25,12 @@ class Site:
         return len(self.pod_bytes_per_s)
 
 
-def site_of(network: Network) -> Site:
+def site_of(network: LinkNetwork) -> SyncSite:
     """Raises ValueError where a network does not say where its links end."""
     if network.ends is None:
         raise ValueError(f"{network.name or 'the network'} must say where its links end")
     servers, (tail, head), capacity = network.servers, network.ends.T, network.capacity_bytes_per_s
-    core = np.array([tier is Tier.CORE for tier in network.tier])
+    core = np.array([tier is LinkTier.CORE for tier in network.tier])
     nodes = max(int(network.ends.max(initial=0)) + 1, servers.nics)
     owner = _owners(network, nodes)
     hosts = owner[tail] >= 0
@@ -44,7 +44,7 @@ def site_of(network: Network) -> Site:
     below = np.bincount(tor, nic_bytes_per_s, minlength=len(tors))
     out = core & np.isin(piece[tail], pods)
     leaving = np.bincount(np.searchsorted(pods, piece[tail[out]]), capacity[out], minlength=len(pods))
-    return Site(
+    return SyncSite(
         pod=pod.reshape(-1).astype(np.int64),
         tor=tor,
         nic_bytes_per_s=nic_bytes_per_s,
@@ -53,12 +53,12 @@ def site_of(network: Network) -> Site:
     )
 
 
-def _owners(network: Network, nodes: int) -> Ints:
+def _owners(network: LinkNetwork, nodes: int) -> Ints:
     """[node], the server that it is in: NICs, and the switch of their NVLink; -1: none."""
     assert network.ends is not None
     servers, owner = network.servers, np.full(nodes, -1, np.int64)
     owner[: servers.nics] = np.arange(servers.nics) // servers.nics_per_server
-    inside = np.array([tier is Tier.NVLINK for tier in network.tier])
+    inside = np.array([tier is LinkTier.NVLINK for tier in network.tier])
     tail, head = network.ends[inside].T
     owner[head[tail < servers.nics]] = owner[tail[tail < servers.nics]]
     return owner

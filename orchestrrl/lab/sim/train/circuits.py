@@ -8,12 +8,12 @@ is retained where the next window does not cover the change).
 from dataclasses import dataclass
 from enum import StrEnum
 
-from orchestrrl.lab.sim.train.gradients import Reduced, reduced
-from orchestrrl.lab.sim.train.pipeline import Schedule
-from orchestrrl.lab.sim.train.stages import Loaded
+from orchestrrl.lab.sim.train.gradients import GradientReduction, reduced
+from orchestrrl.lab.sim.train.pipeline import PipelineSchedule
+from orchestrrl.lab.sim.train.stages import StageLoad
 
 
-class Course(StrEnum):
+class CircuitCourse(StrEnum):
     KEEP = "keep"  # one plan for the whole iteration
     REDUCE = "reduce"  # other circuits for gradients, back while the optimizer steps
     REDUCE_AND_GATHER = "reduce_and_gather"  # other circuits for gradients and parameters, back before the first pass
@@ -29,16 +29,16 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    course: Course
+    course: CircuitCourse
     seconds: float  # of the iteration
-    schedule: Schedule
-    reduced: Reduced
+    schedule: PipelineSchedule
+    reduced: GradientReduction
     gather_s: float
     shift_s: float  # before the first pass begins
 
 
 def shortest(
-    given: Loaded, kept: Gradients, changed: Gradients | None, optimizer_s: float, reconfigures_s: float
+    given: StageLoad, kept: Gradients, changed: Gradients | None, optimizer_s: float, reconfigures_s: float
 ) -> Taken:
     """`changed`: on the circuits for gradients; None: there are no others."""
     found = [_kept(given, kept, optimizer_s)]
@@ -48,7 +48,7 @@ def shortest(
     return min(found, key=lambda each: each.seconds)
 
 
-def _passes(given: Loaded, gather_s: float) -> tuple[Schedule, float]:
+def _passes(given: StageLoad, gather_s: float) -> tuple[PipelineSchedule, float]:
     """And the seconds before it begins: parameters that are not gathered beside it."""
     if gather_s == float("inf"):
         return given.schedule(), gather_s
@@ -57,32 +57,32 @@ def _passes(given: Loaded, gather_s: float) -> tuple[Schedule, float]:
     return given.schedule(), gather_s
 
 
-def _kept(given: Loaded, kept: Gradients, optimizer_s: float) -> Taken:
+def _kept(given: StageLoad, kept: Gradients, optimizer_s: float) -> Taken:
     schedule, shift_s = _passes(given, kept.gather_s)
     done = reduced(given, schedule, kept.reduce_s)
-    return Taken(Course.KEEP, shift_s + done.seconds + optimizer_s, schedule, done, kept.gather_s, shift_s)
+    return Taken(CircuitCourse.KEEP, shift_s + done.seconds + optimizer_s, schedule, done, kept.gather_s, shift_s)
 
 
 def _for_reduction(
-    given: Loaded, kept: Gradients, changed: Gradients, optimizer_s: float, reconfigures_s: float
+    given: StageLoad, kept: Gradients, changed: Gradients, optimizer_s: float, reconfigures_s: float
 ) -> Taken:
     schedule, shift_s = _passes(given, kept.gather_s)
     from_s = last_sent_s(given, schedule) + reconfigures_s
     done = reduced(given, schedule, changed.reduce_s, from_s=from_s, alone=True)
     back_s = max(optimizer_s, reconfigures_s)
-    return Taken(Course.REDUCE, shift_s + done.seconds + back_s, schedule, done, kept.gather_s, shift_s)
+    return Taken(CircuitCourse.REDUCE, shift_s + done.seconds + back_s, schedule, done, kept.gather_s, shift_s)
 
 
-def _for_both(given: Loaded, changed: Gradients, optimizer_s: float, reconfigures_s: float) -> Taken:
+def _for_both(given: StageLoad, changed: Gradients, optimizer_s: float, reconfigures_s: float) -> Taken:
     schedule = given.schedule()
     from_s = last_sent_s(given, schedule) + reconfigures_s
     done = reduced(given, schedule, changed.reduce_s, from_s=from_s, alone=True)
     shift_s = changed.gather_s + max(0.0, reconfigures_s - first_sent_s(given, schedule))
     seconds = shift_s + done.seconds + optimizer_s
-    return Taken(Course.REDUCE_AND_GATHER, seconds, schedule, done, changed.gather_s, shift_s)
+    return Taken(CircuitCourse.REDUCE_AND_GATHER, seconds, schedule, done, changed.gather_s, shift_s)
 
 
-def last_sent_s(given: Loaded, schedule: Schedule) -> float:
+def last_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
     """When forward and backward send nothing any more, on any rank; 0: they never send."""
     found = 0.0
     for ops in schedule.ops:
@@ -99,7 +99,7 @@ def last_sent_s(given: Loaded, schedule: Schedule) -> float:
     return found
 
 
-def first_sent_s(given: Loaded, schedule: Schedule) -> float:
+def first_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
     """When forward and backward send for the first time, on any rank."""
     before_s = 0.0
     for segment in given.passes.forward.segments:

@@ -5,12 +5,12 @@ The network carries one thing at a time: while that pass sends for itself, gradi
 
 from dataclasses import dataclass
 
-from orchestrrl.lab.sim.train.pipeline import Op, Schedule
-from orchestrrl.lab.sim.train.stages import Loaded
+from orchestrrl.lab.sim.train.pipeline import PipelineOp, PipelineSchedule
+from orchestrrl.lab.sim.train.stages import StageLoad
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class GradientReduction:
     """[rank of the pipeline] from when to when."""
 
     begin_s: tuple[float, ...]
@@ -21,14 +21,21 @@ class Reduced:
         return max(self.end_s)
 
 
-def reduced(given: Loaded, schedule: Schedule, reduce_s: float, *, from_s: float = 0.0, alone: bool = False) -> Reduced:
+def reduced(
+    given: StageLoad, schedule: PipelineSchedule, reduce_s: float, *, from_s: float = 0.0, alone: bool = False
+) -> GradientReduction:
     """`reduce_s`: of all of a rank's gradients. Not before `from_s`. `alone`: passes send nothing meanwhile."""
     spans = [_of_rank(given, schedule, ops, reduce_s, from_s, alone) for ops in schedule.ops]
-    return Reduced(tuple(begin for begin, _ in spans), tuple(end for _, end in spans))
+    return GradientReduction(tuple(begin for begin, _ in spans), tuple(end for _, end in spans))
 
 
 def _of_rank(
-    given: Loaded, schedule: Schedule, ops: tuple[Op, ...], reduce_s: float, from_s: float, alone: bool
+    given: StageLoad,
+    schedule: PipelineSchedule,
+    ops: tuple[PipelineOp, ...],
+    reduce_s: float,
+    from_s: float,
+    alone: bool,
 ) -> tuple[float, float]:
     done_s = float(schedule.end_s[1, ops[-1].stage, ops[-1].micro])
     if not reduce_s:

@@ -5,22 +5,22 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.train.circuits import Taken, shortest
 from orchestrrl.lab.sim.train.compute import optimizer_s
 from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
 from orchestrrl.lab.sim.train.flops import step_flops
 from orchestrrl.lab.sim.train.kernels import Kernels
-from orchestrrl.lab.sim.train.model import Iteration, TrainJob
-from orchestrrl.lab.sim.train.networks import OnFabric, on_fabric
+from orchestrrl.lab.sim.train.model import TrainingIteration, TrainJob
+from orchestrrl.lab.sim.train.networks import TrainingOnFabric, on_fabric
 from orchestrrl.lab.sim.train.passes import WAITS
 from orchestrrl.lab.sim.train.pipeline import Stages, forward_only, run
-from orchestrrl.lab.sim.train.stages import Loaded, without_network
+from orchestrrl.lab.sim.train.stages import StageLoad, without_network
 from orchestrrl.lab.sim.train.timeline import boundaries, windows
-from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, Exchange, traffic
+from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, traffic
 
 
-def iteration(job: TrainJob, fabric: Fabric, *, constants: TrainConstants = MEGATRON) -> Iteration:
+def iteration(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstants = MEGATRON) -> TrainingIteration:
     """On the networks that the fabric is in the job's periods. Raises ValueError where GPUs of a group have no way to
     each other."""
     exchanges = traffic(job, fabric.servers, constants)
@@ -36,13 +36,15 @@ def iteration(job: TrainJob, fabric: Fabric, *, constants: TrainConstants = MEGA
     return _told(found, taken, free, step_s, exchanges)
 
 
-def forward_s(job: TrainJob, fabric: Fabric, *, constants: TrainConstants = MEGATRON) -> float:
+def forward_s(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstants = MEGATRON) -> float:
     """The batch's forward passes alone, as for probabilities under the policy or a reference."""
     given = on_fabric(job, fabric, traffic(job, fabric.servers, constants), constants).given
     return run(forward_only(given.ops), given.stages, job.micro_batches).seconds
 
 
-def _told(found: OnFabric, taken: Taken, free: Taken, step_s: float, exchanges: Mapping[str, Exchange]) -> Iteration:
+def _told(
+    found: TrainingOnFabric, taken: Taken, free: Taken, step_s: float, exchanges: Mapping[str, GroupCollective]
+) -> TrainingIteration:
     given, job = found.given, found.given.job
     busy_s = without_network(given)
     rank = int(np.argmax(busy_s))
@@ -51,7 +53,7 @@ def _told(found: OnFabric, taken: Taken, free: Taken, step_s: float, exchanges: 
     flops = step_flops(job.model, job.sequences, job.tokens, job.square_tokens)
     flops_per_s = flops / (job.layout.gpus * total_s)
     sent = boundaries(given, taken, rank, _given_bytes(exchanges))
-    return Iteration(
+    return TrainingIteration(
         seconds=total_s,
         mfu=flops_per_s / job.gpu.bf16_flops,
         parts_s=parts,
@@ -63,14 +65,14 @@ def _told(found: OnFabric, taken: Taken, free: Taken, step_s: float, exchanges: 
     )
 
 
-def _given_bytes(exchanges: Mapping[str, Exchange]) -> dict[str, float]:
+def _given_bytes(exchanges: Mapping[str, GroupCollective]) -> dict[str, float]:
     found = {kind: exchanges[kind].bytes for kind in FORWARD_BACKWARD if kind in exchanges}
     for way in ("reduce", "gather"):
         found[f"dp_{way}"] = sum(exchanges[kind].bytes for kind in exchanges if kind.endswith(f"_{way}"))
     return found
 
 
-def _parts(given: Loaded, taken: Taken, free: Taken, step_s: float, rank: int, busy_s: float) -> dict[str, float]:
+def _parts(given: StageLoad, taken: Taken, free: Taken, step_s: float, rank: int, busy_s: float) -> dict[str, float]:
     """Of the busiest rank. What pipeline and gradients add is told by leaving them out; waiting for circuits is against
     circuits that change at once."""
     job = given.job

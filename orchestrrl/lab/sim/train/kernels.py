@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from orchestrrl.lab.sim.train.constants import SMS, SMS_OF_OTHERS, TrainConstants
-from planner.cost.hardware import Gpu
+from planner.cost.hardware import GpuModel
 
 # What thread blocks compute of the product, rows by columns. Libraries choose among many; smaller ones than these read
 # their operands too often to be worth their better fit.
@@ -15,7 +15,7 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 class Kernels:
     """Of one GPU."""
 
-    gpu: Gpu
+    gpu: GpuModel
     constants: TrainConstants
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.cost.hardware import Gpu
+from planner.cost.hardware import GpuModel
 from planner.cost.models import Model
 
 
@@ -46,7 +46,7 @@ class TrainJob:
     goes by the lengths' squares."""
 
     model: Model
-    gpu: Gpu
+    gpu: GpuModel
     layout: TrainLayout
     sequences: int
     tokens: float
@@ -98,7 +98,7 @@ class TrainJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class CollectiveBoundary:
     """A collective over the network as one rank sees it; seconds from the iteration's beginning."""
 
     group: str  # e.g. "dp", "ep", "pp", "cp"
@@ -108,7 +108,7 @@ class Boundary:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class OverlapWindow:
     """Without a collective over the network, between two of them."""
 
     begin_s: float
@@ -122,14 +122,14 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Iteration:
+class TrainingIteration:
     """`parts_s` adds up to `seconds`: compute, bubble, and what of each group's communication is not hidden."""
 
     seconds: float
     mfu: float
     parts_s: Mapping[str, float]
-    boundaries: tuple[Boundary, ...]
-    windows: tuple[Window, ...]
+    boundaries: tuple[CollectiveBoundary, ...]
+    windows: tuple[OverlapWindow, ...]
     waits_s: float = 0.0  # of parts_s: for circuits that were not there in time
     circuits: str = "keep"  # how they were used: see circuits.Course
     within_layers: bool = False  # circuits followed attention and experts

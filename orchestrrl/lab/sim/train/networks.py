@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
-from orchestrrl.lab.sim.net.model import Network
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
+from orchestrrl.lab.sim.net.model import LinkNetwork
 from orchestrrl.lab.sim.net.timing import seconds
 from orchestrrl.lab.sim.train.circuits import Gradients
 from orchestrrl.lab.sim.train.compute import compute_of
@@ -14,22 +14,24 @@ from orchestrrl.lab.sim.train.kernels import Kernels
 from orchestrrl.lab.sim.train.model import TrainJob
 from orchestrrl.lab.sim.train.passes import Pass
 from orchestrrl.lab.sim.train.periods import layer_periods_of, periods_of
-from orchestrrl.lab.sim.train.stages import Loaded, loaded
-from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, Exchange
+from orchestrrl.lab.sim.train.stages import StageLoad, loaded
+from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective
 
 
 @dataclass(frozen=True, slots=True)
-class OnFabric:
+class TrainingOnFabric:
     """`kept`: gradients on the circuits of forward and backward; `changed`: on those made for them, None where they are
     the same."""
 
-    given: Loaded
+    given: StageLoad
     kept: Gradients
     changed: Gradients | None
     within_layers: bool
 
 
-def on_fabric(job: TrainJob, fabric: Fabric, exchanges: Mapping[str, Exchange], constants: TrainConstants) -> OnFabric:
+def on_fabric(
+    job: TrainJob, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective], constants: TrainConstants
+) -> TrainingOnFabric:
     passes_period, gradients_period = periods_of(job, exchanges)
     network = fabric.network(passes_period)
     given = _loaded(job, exchanges, once_s(network, exchanges, FORWARD_BACKWARD), constants)
@@ -37,19 +39,19 @@ def on_fabric(job: TrainJob, fabric: Fabric, exchanges: Mapping[str, Exchange], 
     changed = None
     if "dp" in given.crossing and fabric.changes(passes_period, gradients_period):
         changed = gradients(fabric.network(gradients_period), exchanges)
-    return OnFabric(followed or given, gradients(network, exchanges), changed, followed is not None)
+    return TrainingOnFabric(followed or given, gradients(network, exchanges), changed, followed is not None)
 
 
 def group_of(kind: str) -> str:
     return "dp" if kind.endswith(("_reduce", "_gather")) else kind
 
 
-def once_s(network: Network, exchanges: Mapping[str, Exchange], kinds: Iterable[str]) -> dict[str, float]:
+def once_s(network: LinkNetwork, exchanges: Mapping[str, GroupCollective], kinds: Iterable[str]) -> dict[str, float]:
     """Of each kind alone: a rank has one collective under way at a time."""
     return {kind: float(seconds(network, [exchanges[kind].transfer])[0]) for kind in kinds if kind in exchanges}
 
 
-def gradients(network: Network, exchanges: Mapping[str, Exchange]) -> Gradients:
+def gradients(network: LinkNetwork, exchanges: Mapping[str, GroupCollective]) -> Gradients:
     """Dense parameters and experts one behind the other: both leave by the same NICs."""
     try:
         each_s = once_s(network, exchanges, [kind for kind in exchanges if group_of(kind) == "dp"])
@@ -62,13 +64,13 @@ def gradients(network: Network, exchanges: Mapping[str, Exchange]) -> Gradients:
 
 
 def _loaded(
-    job: TrainJob, exchanges: Mapping[str, Exchange], each_s: Mapping[str, float], constants: TrainConstants
-) -> Loaded:
+    job: TrainJob, exchanges: Mapping[str, GroupCollective], each_s: Mapping[str, float], constants: TrainConstants
+) -> StageLoad:
     crossing = frozenset(group_of(kind) for kind, each in exchanges.items() if each.crosses)
     return loaded(job, compute_of(job, Kernels(job.gpu, constants)), each_s, crossing, constants)
 
 
-def _followed(given: Loaded, fabric: Fabric, exchanges: Mapping[str, Exchange]) -> Loaded | None:
+def _followed(given: StageLoad, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective]) -> StageLoad | None:
     """With circuits for attention and for experts; None where they are the same, a window between the two is too short
     to change them unnoticed, or nothing is gained."""
     if not {"cp", "ep"} <= given.crossing:
@@ -87,7 +89,7 @@ def _followed(given: Loaded, fabric: Fabric, exchanges: Mapping[str, Exchange]) 
     return found
 
 
-def shortest_window_s(given: Loaded, each: Pass) -> float:
+def shortest_window_s(given: StageLoad, each: Pass) -> float:
     """Between a collective of the experts and one that is not, layer after layer."""
     sent, at_s = [], 0.0
     for segment in each.segments:

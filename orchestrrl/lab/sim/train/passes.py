@@ -17,7 +17,7 @@ WAITS = ("tp", "cp", "ep")
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PassSegment:
     """Of a layer's pass: compute, a collective that is waited for, or one that goes on beside compute."""
 
     seconds: float  # that the layer takes for it
@@ -34,7 +34,7 @@ class Segment:
 class Pass:
     """Of one layer."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[PassSegment, ...]
 
     @property
     def seconds(self) -> float:
@@ -62,7 +62,7 @@ def passes_of(job: TrainJob, compute: Compute, once_s: Mapping[str, float], cons
 
 def _pass(
     job: TrainJob, layer: LayerPass, once_s: Mapping[str, float], tp_hidden: float, ep_hidden: float, *, ring_laps: int
-) -> tuple[Segment, ...]:
+) -> tuple[PassSegment, ...]:
     tensor = _waited("tp", once_s.get("tp", 0.0), tp_hidden)
     experts = _waited("ep", once_s.get("ep", 0.0), ep_hidden)
     dense = (tensor, tensor) if job.model.ffn else ()
@@ -82,18 +82,18 @@ def _pass(
     return tuple(each for each in found if each.seconds > 0 or each.sends_s > 0)
 
 
-def _computed(seconds: float) -> Segment:
-    return Segment(seconds, computes_s=seconds)
+def _computed(seconds: float) -> PassSegment:
+    return PassSegment(seconds, computes_s=seconds)
 
 
-def _waited(group: str, seconds: float, hidden_share: float) -> Segment:
+def _waited(group: str, seconds: float, hidden_share: float) -> PassSegment:
     """What is hidden goes on beside the compute that follows."""
-    return Segment(seconds * (1 - hidden_share), group, sends_s=seconds)
+    return PassSegment(seconds * (1 - hidden_share), group, sends_s=seconds)
 
 
-def _beside(attention_s: float, ring_s: float, cp: int) -> Segment:
+def _beside(attention_s: float, ring_s: float, cp: int) -> PassSegment:
     """The block that a rank holds itself is attended to while the first one comes, and the last one after all came."""
     if ring_s <= 0:
         return _computed(attention_s)
     waits_s = max(0.0, ring_s - attention_s * (cp - 1) / cp)
-    return Segment(attention_s + waits_s, "cp", sends_s=ring_s, computes_s=attention_s)
+    return PassSegment(attention_s + waits_s, "cp", sends_s=ring_s, computes_s=attention_s)

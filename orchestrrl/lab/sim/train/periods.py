@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from orchestrrl.lab.sim.net.fabrics.base import Period, Stage
-from orchestrrl.lab.sim.net.model import Flows, Servers
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period
+from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
 from orchestrrl.lab.sim.train.model import TrainJob
-from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GRADIENTS, Exchange, traffic
+from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GRADIENTS, GroupCollective, traffic
 
 
 def periods(job: TrainJob, servers: Servers, *, constants: TrainConstants = MEGATRON) -> tuple[Period, ...]:
@@ -14,14 +14,14 @@ def periods(job: TrainJob, servers: Servers, *, constants: TrainConstants = MEGA
     return periods_of(job, traffic(job, servers, constants))
 
 
-def periods_of(job: TrainJob, exchanges: Mapping[str, Exchange]) -> tuple[Period, Period]:
+def periods_of(job: TrainJob, exchanges: Mapping[str, GroupCollective]) -> tuple[Period, Period]:
     return (
         _period(job, "forward_backward", exchanges, FORWARD_BACKWARD),
         _period(job, "gradients", exchanges, GRADIENTS),
     )
 
 
-def layer_periods_of(job: TrainJob, exchanges: Mapping[str, Exchange]) -> tuple[Period, Period]:
+def layer_periods_of(job: TrainJob, exchanges: Mapping[str, GroupCollective]) -> tuple[Period, Period]:
     """Attention, with what passes between stages, and experts: the parts of a layer that circuits may follow."""
     return (
         _period(job, "attention", exchanges, ("tp", "cp", "pp")),
@@ -29,8 +29,8 @@ def layer_periods_of(job: TrainJob, exchanges: Mapping[str, Exchange]) -> tuple[
     )
 
 
-def _period(job: TrainJob, name: str, exchanges: Mapping[str, Exchange], kinds: tuple[str, ...]) -> Period:
+def _period(job: TrainJob, name: str, exchanges: Mapping[str, GroupCollective], kinds: tuple[str, ...]) -> Period:
     """What stays within a server asks nothing of the fabric."""
     found = [exchanges[kind] for kind in kinds if kind in exchanges and exchanges[kind].crosses]
-    demand = Flows.joined([each.transfer.flows.times(each.times) for each in found])
-    return Period.of(f"train:{job.model.name}:{name}", Stage.TRAIN, demand)
+    demand = GpuFlows.joined([each.transfer.flows.times(each.times) for each in found])
+    return Period.of(f"train:{job.model.name}:{name}", FabricStage.TRAIN, demand)

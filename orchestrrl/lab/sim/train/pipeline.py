@@ -13,7 +13,7 @@ Key = tuple[int, int, int]  # backward or not, stage, micro-batch
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class PipelineOp:
     stage: int
     micro: int
     backward: bool
@@ -36,8 +36,8 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    ops: tuple[tuple[Op, ...], ...]  # [rank]
+class PipelineSchedule:
+    ops: tuple[tuple[PipelineOp, ...], ...]  # [rank]
     begin_s: Floats  # [2, stage, micro]: forward, backward
     end_s: Floats
 
@@ -46,7 +46,7 @@ class Schedule:
         return float(self.end_s.max())
 
 
-def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Op, ...], ...]:
+def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[PipelineOp, ...], ...]:
     """[rank] what it computes in turn (Narayanan et al., arXiv 2104.04473, sections 2.2.1 and 2.2.2)."""
     if chunks > 1 and micro_batches % ranks:
         raise ValueError(f"interleaved, micro-batches must be a multiple of {ranks} ranks, got {micro_batches}")
@@ -61,14 +61,14 @@ def order(ranks: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Op, ..
     return tuple(_of_rank(rank, ranks, chunks, turns) for rank in range(ranks))
 
 
-def forward_only(ops: tuple[tuple[Op, ...], ...]) -> tuple[tuple[Op, ...], ...]:
+def forward_only(ops: tuple[tuple[PipelineOp, ...], ...]) -> tuple[tuple[PipelineOp, ...], ...]:
     """[rank] without backward passes, in the same turns."""
     return tuple(tuple(op for op in of_rank if not op.backward) for of_rank in ops)
 
 
-def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -> tuple[Op, ...]:
-    forward = [Op(chunk * ranks + rank, micro, False) for chunk, micro in turns]
-    backward = [Op((chunks - 1 - chunk) * ranks + rank, micro, True) for chunk, micro in turns]
+def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -> tuple[PipelineOp, ...]:
+    forward = [PipelineOp(chunk * ranks + rank, micro, False) for chunk, micro in turns]
+    backward = [PipelineOp((chunks - 1 - chunk) * ranks + rank, micro, True) for chunk, micro in turns]
     ahead = ranks - rank - 1
     if chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * ranks
@@ -77,7 +77,7 @@ def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -
     return (*forward[:ahead], *mixed, *backward[len(turns) - ahead :])
 
 
-def run(ops: tuple[tuple[Op, ...], ...], stages: Stages, micro_batches: int) -> Schedule:
+def run(ops: tuple[tuple[PipelineOp, ...], ...], stages: Stages, micro_batches: int) -> PipelineSchedule:
     """Each rank takes its ops in turn, each once what it needs has arrived."""
     count = len(stages.forward_s)
     begins: dict[Key, float] = {}
@@ -97,7 +97,7 @@ def run(ops: tuple[tuple[Op, ...], ...], stages: Stages, micro_batches: int) -> 
                 turn[rank] += 1
         if len(ends) == before:
             raise ValueError("the schedule waits for itself")
-    return Schedule(ops, _table(begins, count, micro_batches), _table(ends, count, micro_batches))
+    return PipelineSchedule(ops, _table(begins, count, micro_batches), _table(ends, count, micro_batches))
 
 
 def _table(of: dict[Key, float], stages: int, micro_batches: int) -> Floats:
@@ -108,7 +108,7 @@ def _table(of: dict[Key, float], stages: int, micro_batches: int) -> Floats:
     return found
 
 
-def _end_s(op: Op, begin_s: float, stages: Stages) -> float:
+def _end_s(op: PipelineOp, begin_s: float, stages: Stages) -> float:
     if op.backward:
         return begin_s + float(stages.backward_s[op.stage])
     end_s = begin_s + float(stages.forward_s[op.stage])
@@ -117,11 +117,11 @@ def _end_s(op: Op, begin_s: float, stages: Stages) -> float:
     return end_s
 
 
-def _sends(op: Op, count: int) -> bool:
+def _sends(op: PipelineOp, count: int) -> bool:
     return op.stage > 0 if op.backward else op.stage < count - 1
 
 
-def _arrival_s(op: Op, ends: dict[Key, float], stages: Stages, count: int) -> float | None:
+def _arrival_s(op: PipelineOp, ends: dict[Key, float], stages: Stages, count: int) -> float | None:
     """When what it computes from is there; None: not known yet."""
     if not op.backward:
         if op.stage == 0:

@@ -7,7 +7,7 @@ import numpy as np
 
 from orchestrrl.lab.sim.net import collectives
 from orchestrrl.lab.sim.net.model import Ints, Servers
-from orchestrrl.lab.sim.net.transfer import Transfer
+from orchestrrl.lab.sim.net.transfer import MessageTransfer
 from orchestrrl.lab.sim.train.compute import ACTIVATION_BYTES, stage_parameters
 from orchestrrl.lab.sim.train.constants import TrainConstants
 from orchestrrl.lab.sim.train.model import TrainJob
@@ -18,16 +18,16 @@ GRADIENTS = ("dp_reduce", "dp_gather", "expert_reduce", "expert_gather")
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class GroupCollective:
     """One collective of one kind, in all its groups at once."""
 
-    transfer: Transfer
+    transfer: MessageTransfer
     bytes: float  # that a rank gives
     times: float  # in an iteration, each rank
     crosses: bool  # between servers
 
 
-def traffic(job: TrainJob, servers: Servers, constants: TrainConstants) -> Mapping[str, Exchange]:
+def traffic(job: TrainJob, servers: Servers, constants: TrainConstants) -> Mapping[str, GroupCollective]:
     """By kind; kinds with one member only are left out. A ring of context parallelism counts its forward pass: the
     backward one carries the gradients of keys and values as well, twice as much."""
     if job.first_gpu + job.layout.gpus > servers.gpus:
@@ -38,7 +38,7 @@ def traffic(job: TrainJob, servers: Servers, constants: TrainConstants) -> Mappi
     return {name: found[name] for name in (*FORWARD_BACKWARD, *GRADIENTS) if name in found}
 
 
-def _of_passes(job: TrainJob, servers: Servers) -> dict[str, Exchange]:
+def _of_passes(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]:
     layout = job.layout
     degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp}
     of = {"tp": _tensor, "cp": _context, "ep": _experts, "pp": _pipeline}
@@ -47,11 +47,11 @@ def _of_passes(job: TrainJob, servers: Servers) -> dict[str, Exchange]:
         if degree > 1:
             members = groups(job, kind)
             transfer, given, times = of[kind](job, members, servers)
-            found[kind] = Exchange(transfer, given, times, crosses(members, servers))
+            found[kind] = GroupCollective(transfer, given, times, crosses(members, servers))
     return found
 
 
-Counted = tuple[Transfer, float, float]  # bytes that a rank gives, times in an iteration
+Counted = tuple[MessageTransfer, float, float]  # bytes that a rank gives, times in an iteration
 
 
 def _layer_passes(job: TrainJob) -> tuple[float, float]:
@@ -59,7 +59,7 @@ def _layer_passes(job: TrainJob) -> tuple[float, float]:
     return job.micro_batches * job.model.layers / job.layout.pp, 3.0 if job.recompute else 2.0
 
 
-def forward_times(job: TrainJob, kind: str, exchange: Exchange) -> float:
+def forward_times(job: TrainJob, kind: str, exchange: GroupCollective) -> float:
     """How often in the forward passes alone, each rank; of a kind of forward and backward."""
     passes = _layer_passes(job)[1]
     return exchange.times / {"tp": passes, "cp": passes + 1, "ep": passes, "pp": 2.0}[kind]
@@ -102,7 +102,7 @@ def tp_count(job: TrainJob) -> int:
     return 4 if job.model.ffn else 2
 
 
-def _of_gradients(job: TrainJob, servers: Servers, constants: TrainConstants) -> dict[str, Exchange]:
+def _of_gradients(job: TrainJob, servers: Servers, constants: TrainConstants) -> dict[str, GroupCollective]:
     found = {}
     dense, experts = stage_parameters(job)
     for kind, axis, parameters in (("dp", "dp_cp", dense), ("expert", "expert_dp", experts)):
@@ -113,14 +113,14 @@ def _of_gradients(job: TrainJob, servers: Servers, constants: TrainConstants) ->
         far = crosses(members, servers)
         shard = parameters * constants.gradient_bytes / size
         transfer = collectives.reduce_scatter(members, shard, servers)
-        found[f"{kind}_reduce"] = Exchange(transfer, shard * (size - 1), 1.0, far)
+        found[f"{kind}_reduce"] = GroupCollective(transfer, shard * (size - 1), 1.0, far)
         shard = parameters * constants.parameter_bytes / size
         transfer = collectives.all_gather(members, shard, servers)
-        found[f"{kind}_gather"] = Exchange(transfer, shard * (size - 1), 1.0, far)
+        found[f"{kind}_gather"] = GroupCollective(transfer, shard * (size - 1), 1.0, far)
     return found
 
 
-def _ring(members: Ints, given: float, servers: Servers) -> Transfer:
+def _ring(members: Ints, given: float, servers: Servers) -> MessageTransfer:
     """Everyone's block goes once around, sent on as soon as it is there."""
     steps = members.shape[1] - 1
     pairs = np.stack([members.ravel(), np.roll(members, -1, axis=1).ravel()], axis=1)
@@ -128,7 +128,7 @@ def _ring(members: Ints, given: float, servers: Servers) -> Transfer:
     return replace(once, rounds=once.rounds * steps, overhead_s=once.overhead_s * steps, label="cp")
 
 
-def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> Transfer:
+def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> MessageTransfer:
     """From each rank of the pipeline to the next; around: from the last to the first as well."""
     pairs = np.stack([members, np.roll(members, -1, axis=1)], axis=2)
     pairs = pairs if around else pairs[:, :-1]

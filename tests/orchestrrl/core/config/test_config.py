@@ -8,7 +8,7 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.example import EXAMPLE
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.daemon.configuration import Reloadable, load_config, parse_config
+from orchestrrl.daemon.configuration import ReloadableConfig, load_config, parse_config
 from orchestrrl.fleet.configured_deployer import deployer_of, start_faults
 from planner.model import ConfigurationId, Mode
 
@@ -202,7 +202,7 @@ recompute_s: {tokens: [0, 8192], seconds: [0.0, 0.46]}}"
     def test_a_changed_profile_is_taken_at_a_reload(self, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(PROFILE)
         (tmp_path / "c.yaml").write_text("fleet: {profile: p.yaml}")
-        file = Reloadable.load(tmp_path / "c.yaml")
+        file = ReloadableConfig.load(tmp_path / "c.yaml")
         before = file.config
         (tmp_path / "p.yaml").write_text(PROFILE.replace("1.7", "2.5"))
         assert file.reload() != before
@@ -213,7 +213,7 @@ class TestReload:
     def test_a_faulty_file_keeps_the_old_configuration(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("fast: {theta: 0.5}")
-        file = Reloadable.load(path)
+        file = ReloadableConfig.load(path)
         path.write_text("fast: {theta: -1}")
         with pytest.raises(ProblemFaults, match=r"fast\.theta: must be >= 0, got -1"):
             file.reload()
@@ -222,7 +222,7 @@ class TestReload:
     def test_what_is_bound_to_sockets_and_files_stays(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("fast: {theta: 0.5}")
-        file = Reloadable.load(path)
+        file = ReloadableConfig.load(path)
         bound = "listen: {address: '127.0.0.1:1'}\njournal: {path: x}\nweights: {attempts: 1}"
         path.write_text(f"fast: {{theta: 0.6}}\n{bound}")
         with pytest.raises(ProblemFaults) as caught:
@@ -236,7 +236,7 @@ class TestReload:
     def test_a_good_file_is_taken(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("mode: advise")
-        file = Reloadable.load(path)
+        file = ReloadableConfig.load(path)
         path.write_text("mode: act")
         assert file.reload().mode is Mode.ACT
 

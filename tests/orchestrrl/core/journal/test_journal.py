@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.journal.guard import Tail, tail_path
-from orchestrrl.core.journal.store import Journal, JournalReader, Kind
+from orchestrrl.core.journal.guard import JournalTail, tail_path
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalReader
 
 
 @pytest.fixture
@@ -18,21 +18,21 @@ def path(tmp_path: Path) -> Path:
 
 def fill(journal: Journal, count: int) -> None:
     for i in range(count):
-        journal.append(float(i), Kind.BALANCE, f"s{i}", {"i": i})
+        journal.append(float(i), EntryKind.BALANCE, f"s{i}", {"i": i})
 
 
 def test_entries_come_back_as_they_were_written(path: Path) -> None:
     with Journal(path, 0.0) as journal:
         fill(journal, 5)
-        journal.append(9.0, Kind.MODE, "act", {"mode": "act"})
+        journal.append(9.0, EntryKind.MODE, "act", {"mode": "act"})
         assert [entry.subject for entry in journal.tail(2)] == ["s4", "act"]
-        assert [entry.body for entry in journal.tail(2, (Kind.BALANCE,))] == [{"i": 3}, {"i": 4}]
+        assert [entry.body for entry in journal.tail(2, (EntryKind.BALANCE,))] == [{"i": 3}, {"i": 4}]
         assert [entry.sequence for entry in journal.since(3)] == [4, 5, 6]
         assert [entry.sequence for entry in journal.since(0, limit=2)] == [1, 2]
-        latest = journal.latest(Kind.MODE)
+        latest = journal.latest(EntryKind.MODE)
         assert latest is not None
         assert (latest.at_s, latest.generation, latest.body) == (9.0, 1, {"mode": "act"})
-        assert journal.latest(Kind.PLAN) is None
+        assert journal.latest(EntryKind.PLAN) is None
 
 
 def test_a_generation_grows_at_each_start_and_follows_the_clock(path: Path) -> None:
@@ -46,9 +46,9 @@ def test_a_generation_grows_at_each_start_and_follows_the_clock(path: Path) -> N
 def test_open_operations_are_the_intents_without_a_result(path: Path) -> None:
     with Journal(path, 0.0) as journal:
         for id in ("a", "b", "c"):
-            journal.append(0.0, Kind.OPERATION_INTENT, id, {"id": id})
-            journal.append(0.0, Kind.OPERATION_SENT, id, {})
-        journal.append(0.0, Kind.OPERATION_RESULT, "b", {})
+            journal.append(0.0, EntryKind.OPERATION_INTENT, id, {"id": id})
+            journal.append(0.0, EntryKind.OPERATION_SENT, id, {})
+        journal.append(0.0, EntryKind.OPERATION_RESULT, "b", {})
     with Journal(path, 0.0) as journal:
         assert [entry.subject for entry in journal.open_operations()] == ["a", "c"]
 
@@ -88,7 +88,7 @@ def test_a_later_format_is_refused(path: Path) -> None:
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 99")
     database.close()
-    tail_path(path).write_bytes(Tail(generation=1, format=99).encoded())  # a later version writes its own
+    tail_path(path).write_bytes(JournalTail(generation=1, format=99).encoded())  # a later version writes its own
     with pytest.raises(Permanent, match="has journal format 99, this version reads 2"):
         Journal(path, 0.0)
     tail_path(path).unlink()
@@ -106,18 +106,18 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_old_entries_go_and_what_recovery_needs_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrrl.core.journal.store.PRUNE_EVERY", 10)
     with Journal(path, 0.0, max_entries=20) as journal:
-        journal.append(0.0, Kind.PLAN_CONTROL, "free", {})
-        journal.append(0.0, Kind.PLAN_CONTROL, "pinned", {})
-        journal.append(0.0, Kind.OPERATION_INTENT, "open", {})
-        journal.append(0.0, Kind.OPERATION_INTENT, "closed", {})
-        journal.append(0.0, Kind.OPERATION_RESULT, "closed", {})
-        journal.append(0.0, Kind.STEERED, "routes", {})  # not written again while it holds
+        journal.append(0.0, EntryKind.PLAN_CONTROL, "free", {})
+        journal.append(0.0, EntryKind.PLAN_CONTROL, "pinned", {})
+        journal.append(0.0, EntryKind.OPERATION_INTENT, "open", {})
+        journal.append(0.0, EntryKind.OPERATION_INTENT, "closed", {})
+        journal.append(0.0, EntryKind.OPERATION_RESULT, "closed", {})
+        journal.append(0.0, EntryKind.STEERED, "routes", {})  # not written again while it holds
         fill(journal, 94)
         entries = journal.since(0)
         assert [entry.subject for entry in entries[:3]] == ["pinned", "open", "routes"]
         assert [entry.sequence for entry in entries[3:]] == list(range(81, 101))
     with Journal(path, 0.0) as journal:
-        assert journal.append(0.0, Kind.MODE, "", {}) == 101
+        assert journal.append(0.0, EntryKind.MODE, "", {}) == 101
 
 
 def test_what_an_open_switch_or_sync_has_changed_stays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +125,8 @@ def test_what_an_open_switch_or_sync_has_changed_stays(path: Path, monkeypatch: 
     monkeypatch.setattr("orchestrrl.core.journal.store.PRUNE_EVERY", 10)
     with Journal(path, 0.0, max_entries=20) as journal:
         for began, step, ended in (
-            (Kind.SWITCH_BEGAN, Kind.SWITCH_STEP, Kind.SWITCH_ENDED),
-            (Kind.SYNC_BEGAN, Kind.SYNC_STEP, Kind.SYNC_ENDED),
+            (EntryKind.SWITCH_BEGAN, EntryKind.SWITCH_STEP, EntryKind.SWITCH_ENDED),
+            (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.SYNC_ENDED),
         ):
             for subject in ("open", "over"):
                 journal.append(0.0, began, subject, {})
@@ -135,22 +135,22 @@ def test_what_an_open_switch_or_sync_has_changed_stays(path: Path, monkeypatch: 
         fill(journal, 90)
         kept = [(entry.kind, entry.subject) for entry in journal.since(0) if entry.sequence <= 10]
     assert kept == [
-        (Kind.SWITCH_BEGAN, "open"),
-        (Kind.SWITCH_STEP, "open"),
-        (Kind.SWITCH_ENDED, "over"),  # the latest of its kind
-        (Kind.SYNC_BEGAN, "open"),
-        (Kind.SYNC_STEP, "open"),
+        (EntryKind.SWITCH_BEGAN, "open"),
+        (EntryKind.SWITCH_STEP, "open"),
+        (EntryKind.SWITCH_ENDED, "over"),  # the latest of its kind
+        (EntryKind.SYNC_BEGAN, "open"),
+        (EntryKind.SYNC_STEP, "open"),
     ]
 
 
 async def test_following_gives_what_was_missed_and_then_what_comes(path: Path) -> None:
     with Journal(path, 0.0) as journal:
         fill(journal, 3)
-        following = journal.follow(1, (Kind.BALANCE,))
+        following = journal.follow(1, (EntryKind.BALANCE,))
         seen = [(await anext(following)).sequence, (await anext(following)).sequence]
         coming = asyncio.ensure_future(anext(following))
         await asyncio.sleep(0)
-        journal.append(0.0, Kind.MODE, "", {})
+        journal.append(0.0, EntryKind.MODE, "", {})
         await asyncio.sleep(0)
         assert not coming.done()
         fill(journal, 1)

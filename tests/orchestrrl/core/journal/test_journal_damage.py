@@ -17,10 +17,10 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal import guard as journal_guard
 from orchestrrl.core.journal import store as journal_module
-from orchestrrl.core.journal.store import Entry, Journal, JournalReader, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry, JournalReader
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.rpc.codecs.control import status_to_pb
 from orchestrrl.rpc.plain_values import plain
 from planner.admission import ControlState
@@ -35,9 +35,9 @@ class Written:
     """A journal as a killed process leaves it, and what it had acknowledged."""
 
     folder: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[JournalEntry, ...]
     generation: int
-    ever: tuple[Entry, ...] = ()  # those too that were dropped as old
+    ever: tuple[JournalEntry, ...] = ()  # those too that were dropped as old
 
     def copy(self, to: Path) -> Path:
         to.mkdir()
@@ -52,10 +52,16 @@ def write(folder: Path, count: int, checkpoint_at: int | None = None, prune: boo
     live = folder / "live"
     live.mkdir(parents=True)
     journal = Journal(live / OURS, 0.0, max_entries=count // 2 if prune else 10**6)
-    ever: list[Entry] = []
+    ever: list[JournalEntry] = []
     for i in range(count):
-        kind = (Kind.OPERATION_INTENT, Kind.OPERATION_RESULT, Kind.BALANCE, Kind.MODE, Kind.PLAN_CONTROL)[i % 5]
-        ever.append(Entry(i + 1, float(i), 1, kind, f"s{i // 5}", {"i": i, "text": "é" * (i % 40)}))
+        kind = (
+            EntryKind.OPERATION_INTENT,
+            EntryKind.OPERATION_RESULT,
+            EntryKind.BALANCE,
+            EntryKind.MODE,
+            EntryKind.PLAN_CONTROL,
+        )[i % 5]
+        ever.append(JournalEntry(i + 1, float(i), 1, kind, f"s{i // 5}", {"i": i, "text": "é" * (i % 40)}))
         journal.append(float(i), kind, ever[-1].subject, ever[-1].body)
         if i == checkpoint_at:
             journal._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -78,10 +84,10 @@ def check(path: Path, written: Written) -> bool:
         assert journal.generation > written.generation
         if not journal.damage:
             assert read == written.entries
-            assert journal.append(9.0, Kind.MODE, "after", {}) == written.entries[-1].sequence + 1
+            assert journal.append(9.0, EntryKind.MODE, "after", {}) == written.entries[-1].sequence + 1
             return False
         assert all(entry in written.ever for entry in read[:-1])  # nothing is made up
-        assert read[-1].kind == Kind.JOURNAL_DAMAGED
+        assert read[-1].kind == EntryKind.JOURNAL_DAMAGED
         kept_as = read[-1].body["kept_as"]
         assert any(kept_as in text for text in journal.damage)
     kept = {name.replace(kept_as, OURS): data for name, data in bits(path.parent).items() if kept_as in name}
@@ -242,16 +248,16 @@ def test_what_loses_nothing_is_no_damage(journals: list[Written], tmp_path: Path
 def test_an_older_copy_is_found(tmp_path: Path) -> None:
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
-        journal.append(0.0, Kind.MODE, "advise", {})
+        journal.append(0.0, EntryKind.MODE, "advise", {})
     old = path.read_bytes()
     with Journal(path, 0.0) as journal:
-        journal.append(0.0, Kind.PLAN_CONTROL, "pinned", {})
+        journal.append(0.0, EntryKind.PLAN_CONTROL, "pinned", {})
     path.write_bytes(old)
     with Journal(path, 0.0) as journal:
         assert journal.generation == 3  # none is given out twice
         assert "its newest entries are lost: the last is 1, and 2 were written" in journal.damage
-        assert [entry.kind for entry in journal.since(0)] == [Kind.MODE, Kind.JOURNAL_DAMAGED]
-        assert journal.append(0.0, Kind.MODE, "", {}) == 4  # nor is the number of a lost entry
+        assert [entry.kind for entry in journal.since(0)] == [EntryKind.MODE, EntryKind.JOURNAL_DAMAGED]
+        assert journal.append(0.0, EntryKind.MODE, "", {}) == 4  # nor is the number of a lost entry
 
 
 def test_an_older_copy_without_new_entries_is_found(tmp_path: Path) -> None:
@@ -276,22 +282,39 @@ def test_another_journal_in_its_place_is_found(journals: list[Written], tmp_path
 def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: Path) -> None:
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
-        for kind in (Kind.GATE, Kind.WEIGHTS, Kind.SWITCH_ENDED, Kind.HOLDS, Kind.ENGINES, Kind.PLAN_CONTROL):
+        for kind in (
+            EntryKind.GATE,
+            EntryKind.WEIGHTS,
+            EntryKind.SWITCH_ENDED,
+            EntryKind.HOLDS,
+            EntryKind.ENGINES,
+            EntryKind.PLAN_CONTROL,
+        ):
             journal.append(0.0, kind, "before", {})
-        for intent in (Kind.OPERATION_INTENT, Kind.CIRCUITS_INTENT, Kind.SWITCH_BEGAN, Kind.SYNC_BEGAN):
+        for intent in (
+            EntryKind.OPERATION_INTENT,
+            EntryKind.CIRCUITS_INTENT,
+            EntryKind.SWITCH_BEGAN,
+            EntryKind.SYNC_BEGAN,
+        ):
             journal.append(0.0, intent, "open", {})
-        journal.append(0.0, Kind.BALANCE, "last", {})
+        journal.append(0.0, EntryKind.BALANCE, "last", {})
     deleted_entries("subject = 'last'")(path)
     with Journal(path, 0.0) as journal:
-        for kind in (Kind.GATE, Kind.WEIGHTS, Kind.SWITCH_ENDED):
+        for kind in (EntryKind.GATE, EntryKind.WEIGHTS, EntryKind.SWITCH_ENDED):
             assert journal.latest(kind) is None
-        for intent in (Kind.OPERATION_INTENT, Kind.CIRCUITS_INTENT, Kind.SWITCH_BEGAN, Kind.SYNC_BEGAN):
+        for intent in (
+            EntryKind.OPERATION_INTENT,
+            EntryKind.CIRCUITS_INTENT,
+            EntryKind.SWITCH_BEGAN,
+            EntryKind.SYNC_BEGAN,
+        ):
             assert journal.open_operations(intent) == []
-        for kind in (Kind.HOLDS, Kind.ENGINES, Kind.PLAN_CONTROL):  # an operator's words
+        for kind in (EntryKind.HOLDS, EntryKind.ENGINES, EntryKind.PLAN_CONTROL):  # an operator's words
             assert journal.latest(kind) is not None
-        journal.append(1.0, Kind.GATE, "after", {})
-        journal.append(1.0, Kind.OPERATION_INTENT, "after", {})
-        assert journal.latest(Kind.GATE) is not None
+        journal.append(1.0, EntryKind.GATE, "after", {})
+        journal.append(1.0, EntryKind.OPERATION_INTENT, "after", {})
+        assert journal.latest(EntryKind.GATE) is not None
         assert [entry.subject for entry in journal.open_operations()] == ["after"]
 
 
@@ -311,7 +334,7 @@ def test_a_writer_killed_before_it_writes_the_tail_leaves_no_damage(
     for life in range(3):
         journal = Journal(path, 0.0)
         for i in range(appends):
-            journal.append(0.0, Kind.BALANCE, f"{life}-{i}", {})
+            journal.append(0.0, EntryKind.BALANCE, f"{life}-{i}", {})
 
         def die(*_: object, **__: object) -> None:
             raise Killed
@@ -319,7 +342,7 @@ def test_a_writer_killed_before_it_writes_the_tail_leaves_no_damage(
         with monkeypatch.context() as patched:
             patched.setattr(journal_guard.TailFile, "write", die)
             with pytest.raises(Killed):
-                journal.append(0.0, Kind.BALANCE, f"{life}-killed", {})
+                journal.append(0.0, EntryKind.BALANCE, f"{life}-killed", {})
         files = Written(path.parent, tuple(journal.since(0)), journal.generation)
         path = files.copy(tmp_path / f"life{life}")
         journal.close()
@@ -408,7 +431,7 @@ def test_a_replacement_killed_anywhere_is_finished_or_begun_anew(
                 pass
         with Journal(path, 0.0) as journal:
             assert journal.damage, count
-            kept = [entry for entry in journal.since(0) if entry.kind != Kind.JOURNAL_DAMAGED]
+            kept = [entry for entry in journal.since(0) if entry.kind != EntryKind.JOURNAL_DAMAGED]
             assert [entry.sequence for entry in kept] == [1, 2, 3, 4, 5, 6, 8]
         assert len(list(path.parent.glob("*.damaged-*Z"))) == 1
         if ended:
@@ -452,7 +475,7 @@ def test_a_journal_of_the_format_before_is_taken_over(tmp_path: Path) -> None:
         assert not journal.damage
         assert journal.generation == 8
         assert [entry.body for entry in journal.since(0)] == [{"i": i} for i in range(5)]
-        assert journal.append(0.0, Kind.MODE, "", {}) == 6
+        assert journal.append(0.0, EntryKind.MODE, "", {}) == 6
     deleted_entries("sequence = 2")(path)  # it is guarded from then on
     with Journal(path, 0.0) as journal:
         assert journal.damage
@@ -480,7 +503,7 @@ def test_a_damaged_entry_is_left_out_of_what_is_read_and_said(tmp_path: Path) ->
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
         for i in range(3):
-            journal.append(float(i), Kind.BALANCE, f"s{i}", {"i": i})
+            journal.append(float(i), EntryKind.BALANCE, f"s{i}", {"i": i})
         with closing(sqlite3.connect(path, isolation_level=None)) as database:
             database.execute("UPDATE entries SET body = '{\"i\":7}' WHERE sequence = 2")
         reader = JournalReader(path)
@@ -495,7 +518,7 @@ def test_a_damaged_entry_is_left_out_of_what_is_read_and_said(tmp_path: Path) ->
 def test_a_damaged_journal_that_cannot_be_moved_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
-        journal.append(0.0, Kind.MODE, "advise", {})
+        journal.append(0.0, EntryKind.MODE, "advise", {})
     path.write_bytes(b"")
     before = bits(tmp_path)
 
@@ -517,7 +540,7 @@ def plane_at(path: Path, mode: str = "act") -> ControlPlane:
 
 
 def damaged_metric(plane: ControlPlane) -> float:
-    families = PlaneCollector(plane).collect()
+    families = DaemonCollector(plane).collect()
     return next(each.value for one in families for each in one.samples if each.name == "orchestrrl_journal_damaged")
 
 
@@ -525,26 +548,26 @@ def test_a_log_that_is_lost_takes_only_what_was_written_since_the_start(tmp_path
     path = tmp_path / "live" / OURS
     path.parent.mkdir()
     with Journal(path, 0.0) as journal:
-        journal.append(0.0, Kind.PLAN_CONTROL, "pinned", {})
+        journal.append(0.0, EntryKind.PLAN_CONTROL, "pinned", {})
     second = Journal(path, 0.0)
-    second.append(0.0, Kind.MODE, "advise", {})
+    second.append(0.0, EntryKind.MODE, "advise", {})
     third = Written(path.parent, (), 2).copy(tmp_path / "killed")  # as it is when it is killed
     second.close()
     with Journal(third, 0.0) as journal:
-        journal.append(0.0, Kind.BALANCE, "", {})
+        journal.append(0.0, EntryKind.BALANCE, "", {})
         fourth = Written(third.parent, (), 3).copy(tmp_path / "again")
     os.truncate(fourth.with_name(OURS + "-wal"), 0)
     with Journal(fourth, 0.0) as journal:
         assert journal.damage
         kinds = [entry.kind for entry in journal.since(0)]
-        assert kinds == [Kind.PLAN_CONTROL, Kind.MODE, Kind.JOURNAL_DAMAGED]
+        assert kinds == [EntryKind.PLAN_CONTROL, EntryKind.MODE, EntryKind.JOURNAL_DAMAGED]
 
 
 def test_a_daemon_whose_journal_is_damaged_does_not_act_until_an_operator_confirms(tmp_path: Path) -> None:
     path = tmp_path / OURS
     plane = plane_at(path)
     plane.plans.pin("step 12 is precious", 0.0)
-    plane.journal.append(0.0, Kind.BALANCE, "last", {})
+    plane.journal.append(0.0, EntryKind.BALANCE, "last", {})
     plane.journal.close()
     deleted_entries("subject = 'last'")(path)
     for _ in range(2):
@@ -567,7 +590,7 @@ def test_a_daemon_whose_journal_is_damaged_does_not_act_until_an_operator_confir
     assert not plane.journal.damage
     assert damaged_metric(plane) == 0.0
     assert plain(status_to_pb(plane, "test"))["journal_damage"] == []
-    confirmed = plane.journal.latest(Kind.JOURNAL_CONFIRMED)
+    confirmed = plane.journal.latest(EntryKind.JOURNAL_CONFIRMED)
     assert confirmed is not None
     assert confirmed.body["reason"] == "the pin is right"
     plane.journal.close()
@@ -598,9 +621,9 @@ def test_an_operators_words_are_on_disk_before_they_are_acknowledged(
     with Journal(tmp_path / OURS, 0.0) as journal:
         synced: list[int] = []
         monkeypatch.setattr(os, "fsync", synced.append)
-        journal.append(0.0, Kind.BALANCE, "", {})
+        journal.append(0.0, EntryKind.BALANCE, "", {})
         assert synced == []
-        journal.append(0.0, Kind.MODE, "advise", {"mode": "advise", "configured": "act"})
+        journal.append(0.0, EntryKind.MODE, "advise", {"mode": "advise", "configured": "act"})
         assert synced == [journal._tail._descriptor]
         assert journal._db.execute("PRAGMA synchronous").fetchone() == (1,)  # NORMAL again
 
@@ -609,7 +632,7 @@ def test_what_a_killed_start_has_half_written_is_undone(tmp_path: Path) -> None:
     """A start writes with a rollback journal until the write-ahead log is in use."""
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
-        journal.append(0.0, Kind.MODE, "advise", {"mode": "advise", "configured": "act"})
+        journal.append(0.0, EntryKind.MODE, "advise", {"mode": "advise", "configured": "act"})
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode = DELETE")
         db.execute("PRAGMA cache_size = 1")  # spills into the file while the transaction is open
@@ -622,7 +645,7 @@ def test_what_a_killed_start_has_half_written_is_undone(tmp_path: Path) -> None:
             shutil.copy(tmp_path / (OURS + suffix), killed / (OURS + suffix))
     with Journal(killed / OURS, 0.0) as journal:
         assert not journal.damage
-        assert journal.latest(Kind.MODE) is not None
+        assert journal.latest(EntryKind.MODE) is not None
 
 
 def test_a_second_damage_does_not_hide_the_first(tmp_path: Path) -> None:
@@ -646,7 +669,7 @@ def test_a_journal_may_be_a_link(tmp_path: Path) -> None:
     link = tmp_path / OURS
     link.symlink_to(tmp_path / "large" / OURS)
     with Journal(link, 0.0) as journal:
-        journal.append(0.0, Kind.MODE, "advise", {"mode": "advise", "configured": "act"})
+        journal.append(0.0, EntryKind.MODE, "advise", {"mode": "advise", "configured": "act"})
     (tmp_path / "large" / f"{OURS}.tail").unlink()
     with Journal(link, 0.0) as journal:
         assert journal.damage
@@ -657,8 +680,8 @@ def test_a_journal_may_be_a_link(tmp_path: Path) -> None:
 def test_a_mode_that_cannot_be_read_is_advise(tmp_path: Path) -> None:
     clock = VirtualClock(0.0)
     with Journal(tmp_path / OURS, 0.0) as journal:
-        journal.append(0.0, Kind.MODE, "act", {"mode": "act", "configured": "act", "reason": ""})
-        journal.append(0.0, Kind.MODE, "later", {"mode": "rest", "configured": "act", "reason": ""})
+        journal.append(0.0, EntryKind.MODE, "act", {"mode": "act", "configured": "act", "reason": ""})
+        journal.append(0.0, EntryKind.MODE, "later", {"mode": "rest", "configured": "act", "reason": ""})
     with Journal(tmp_path / OURS, 0.0) as journal:
         plane = ControlPlane(parse_config("mode: act\n"), journal, clock)
         assert (plane.mode, "cannot be read" in plane.mode_reason) == (Mode.ADVISE, True)

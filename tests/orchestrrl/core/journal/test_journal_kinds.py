@@ -17,18 +17,18 @@ from builders import engine_report, gateway_report
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ocs_drivers.model import ChangeMode, CrossConnect, Diff
+from ocs_drivers.model import ChangeMode, CircuitDiff, CrossConnect
 from orchestrrl.cli.fleet.status import summary
 from orchestrrl.cli.journal import entry_of, words
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal import store as journal_module
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.journal.values import FAULTS_NAMED, body_faults
 from orchestrrl.core.nodes import NodeHello, NodeKind
-from orchestrrl.core.operation_runner import Runner
+from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import Action, Operation, OperationResult
-from orchestrrl.core.pause_registry import HoldBook, Part
+from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
 from orchestrrl.daemon.balancing import BalanceDecision
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
@@ -40,13 +40,13 @@ from orchestrrl.fabric.operator_overrides import _CONTROL, _said_in
 from orchestrrl.fabric.packet_routing import FabricRouting, _recorded_in
 from orchestrrl.fabric.period_book import PeriodBook
 from orchestrrl.fabric.periods import FabricControl, PeriodReport
-from orchestrrl.fleet.membership import Roster, recovered_roster
-from orchestrrl.fleet.pause_lease import GateState, Lease
-from orchestrrl.fleet.redeployment.book import SwitchBook
-from orchestrrl.fleet.redeployment.outcomes import DeploymentOutcome
-from orchestrrl.fleet.redeployment.records import SWITCH, Fleet, read_fleet, read_history, read_open, write_end
-from orchestrrl.fleet.redeployment.run import SwitchRun
-from orchestrrl.fleet.redeployment.steps import Direction, StepReport, Switch, SwitchReport
+from orchestrrl.fleet.membership import Membership, recovered_roster
+from orchestrrl.fleet.pause_lease import PauseLease, PauseState
+from orchestrrl.fleet.redeployment.book import RedeploymentBook
+from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
+from orchestrrl.fleet.redeployment.records import SWITCH, RecordedFleet, read_fleet, read_history, read_open, write_end
+from orchestrrl.fleet.redeployment.run import RedeploymentRun
+from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentReport, StepDirection, StepReport
 from orchestrrl.fleet.reports import EngineFailovers, EngineReport
 from orchestrrl.fleet.state import EngineFacts
 from orchestrrl.rpc.codecs.control import entry_to_pb, plan_to_pb, status_to_pb
@@ -56,9 +56,9 @@ from orchestrrl.rpc.codecs.weights import report_to_pb as sync_to_pb
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
 from orchestrrl.weights.controller.reports import SyncReport
-from orchestrrl.weights.controller.state import Committed, WeightBook
-from orchestrrl.weights.controller.state import Fleet as WeightFleet
-from planner.admission import Control
+from orchestrrl.weights.controller.state import CommittedVersion, WeightBook
+from orchestrrl.weights.controller.state import FleetWeights as WeightFleet
+from planner.admission import OperatorControl
 from planner.calibration import Calibration
 from planner.fabric.intent import Intent, Stage
 from planner.fabric.model import OcsId, PortPair
@@ -154,7 +154,7 @@ def _damage(shelf: Shelf, draw: Drawn) -> None:
     shelf.journal.damage = (draw(TEXTS),)
     shelf.journal.confirm_damage(NOW_S, draw(TEXTS))
     body = {"faults": [draw(TEXTS)], "kept_as": draw(TEXTS), "entries_kept": 3}
-    shelf.journal.append(NOW_S, Kind.JOURNAL_DAMAGED, "", body)
+    shelf.journal.append(NOW_S, EntryKind.JOURNAL_DAMAGED, "", body)
     assert not shelf.journal.damage
     shelf.journal.close()
     shelf.open()
@@ -197,7 +197,9 @@ def _stopped(plane: ControlPlane, draw: Drawn) -> None:
 
 def _engines(shelf: Shelf, draw: Drawn) -> None:
     facts = draw(values(EngineFacts))
-    roster = Roster().with_added(facts).with_drained(draw(TEXTS), move=draw(st.booleans())).with_removed(draw(TEXTS))
+    roster = (
+        Membership().with_added(facts).with_drained(draw(TEXTS), move=draw(st.booleans())).with_removed(draw(TEXTS))
+    )
     enrolment = shelf.plane().enrolment
     enrolment._change("added", facts.id, roster, draw(TEXTS))
     assert recovered_roster(shelf.again()) == roster
@@ -208,7 +210,7 @@ def _step_ended(shelf: Shelf, draw: Drawn) -> None:
     finished = draw(st.lists(st.builds(FinishedLength, st.integers(0, 5000), st.booleans(), TEXTS), max_size=5))
     body = lengths.step_ended(finished)
     written = list(lengths._waiting)
-    shelf.plane()._note(Kind.STEP_ENDED, "", {"started_s": 1.0, "ended_s": 2.0, "lengths": body})
+    shelf.plane()._note(EntryKind.STEP_ENDED, "", {"started_s": 1.0, "ended_s": 2.0, "lengths": body})
     again = StepLengths(64, 4096)
     again.recover(shelf.again())
     assert list(again._waiting) == written
@@ -218,7 +220,7 @@ def _plans(shelf: Shelf, draw: Drawn) -> None:
     plan = dataclasses.replace(
         draw(values(Plan)), created_s=NOW_S, actual_makespan_s=None, acted=False, acted_detail=""
     )
-    outcome = draw(values(DeploymentOutcome))
+    outcome = draw(values(RedeploymentOutcome))
     book = PlanBook(shelf.journal, shelf.clock)
     book.add(plan, "digest")
     book.acted(plan.id, draw(st.booleans()), draw(TEXTS))
@@ -226,7 +228,7 @@ def _plans(shelf: Shelf, draw: Drawn) -> None:
     step: Any = types.SimpleNamespace(started_s=NOW_S - 1.0, ended_s=NOW_S + draw(st.floats(0, 1e6)))
     book.step_ended(step)
     book.calibration = draw(st.just(Calibration()) | st.builds(Calibration, COUNTS, SECONDS, SECONDS))
-    shelf.journal.append(NOW_S, Kind.PLAN_CALIBRATION, "", dataclasses.asdict(book.calibration))
+    shelf.journal.append(NOW_S, EntryKind.PLAN_CALIBRATION, "", dataclasses.asdict(book.calibration))
     again = PlanBook(shelf.again(), shelf.clock)
     again.recover()
     assert again.newest(0) == book.newest(0)
@@ -235,7 +237,7 @@ def _plans(shelf: Shelf, draw: Drawn) -> None:
 
 
 def _plan_control(shelf: Shelf, draw: Drawn) -> None:
-    control = draw(values(Control))
+    control = draw(values(OperatorControl))
     book = PlanBook(shelf.journal, shelf.clock)
     book._set(control)
     again = PlanBook(shelf.again(), shelf.clock)
@@ -244,22 +246,22 @@ def _plan_control(shelf: Shelf, draw: Drawn) -> None:
 
 
 def _switches(shelf: Shelf, draw: Drawn) -> None:
-    switch, report = draw(values(Switch)), draw(values(SwitchReport))
+    switch, report = draw(values(Redeployment)), draw(values(RedeploymentReport))
     hands: Any = types.SimpleNamespace(
         switch=switch, running={}, loaded=set(), waits_for={}, configurations={}, going_back=False
     )
-    run: Any = object.__new__(SwitchRun)
+    run: Any = object.__new__(RedeploymentRun)
     run.switch, run.hands, run._journal, run._clock = switch, hands, shelf.journal, shelf.clock
     run._steps, run._told = {}, lambda: None
     run._unready, run._stopping, run._dozing = set(), set(), set()
-    step = dataclasses.replace(draw(values(StepReport)), direction=Direction.BACK)
-    shelf.journal.append(NOW_S, Kind.SWITCH_BEGAN, switch.id, {"switch": SWITCH.dump_python(switch, mode="json")})
+    step = dataclasses.replace(draw(values(StepReport)), direction=StepDirection.BACK)
+    shelf.journal.append(NOW_S, EntryKind.SWITCH_BEGAN, switch.id, {"switch": SWITCH.dump_python(switch, mode="json")})
     run._write(step)
     opened = read_open(shelf.again())
     assert opened is not None
     assert opened.switch == switch
     assert [entry.body["detail"] for entry in opened.steps] == [step.detail]
-    fleet = Fleet(switch.old, switch.new)
+    fleet = RecordedFleet(switch.old, switch.new)
     write_end(shelf.journal, NOW_S, report, fleet)
     journal = shelf.again()
     assert read_fleet(journal) == fleet
@@ -268,11 +270,11 @@ def _switches(shelf: Shelf, draw: Drawn) -> None:
 
 
 def _engine_ends(shelf: Shelf, draw: Drawn) -> None:
-    book = SwitchBook(shelf.journal, shelf.clock, lambda: None)
+    book = RedeploymentBook(shelf.journal, shelf.clock, lambda: None)
     book.note_stopped(draw(TEXTS), done=draw(st.booleans()), detail=draw(TEXTS))
     body = {"done": True, "detail": draw(TEXTS), "configuration": draw(TEXTS), "gpus": [0]}
-    shelf.journal.append(NOW_S, Kind.ENGINE_STARTED, "e", {**body, "took_s": draw(SECONDS), "expected_s": 1.0})
-    shelf.journal.append(NOW_S, Kind.ENGINE_STARTED, "e", {"done": False, "detail": draw(TEXTS)})
+    shelf.journal.append(NOW_S, EntryKind.ENGINE_STARTED, "e", {**body, "took_s": draw(SECONDS), "expected_s": 1.0})
+    shelf.journal.append(NOW_S, EntryKind.ENGINE_STARTED, "e", {"done": False, "detail": draw(TEXTS)})
 
 
 def _refitted(plane: ControlPlane, draw: Drawn) -> None:
@@ -284,13 +286,13 @@ def _balance(plane: ControlPlane, draw: Drawn) -> None:
 
 
 def _gate(shelf: Shelf, draw: Drawn) -> None:
-    state = dataclasses.replace(draw(values(GateState)), lease=None, quiet=False)
-    lease = draw(values(Lease))
+    state = dataclasses.replace(draw(values(PauseState)), lease=None, quiet=False)
+    lease = draw(values(PauseLease))
     for each in (state, dataclasses.replace(state, lease=dataclasses.replace(lease, until_s=2e12))):
         plane = shelf.plane()
         plane.gate._take(each, "event", draw(TEXTS))
         shelf.again()
-        found = shelf.journal.newest(Kind.GATE, lambda body: GateState.from_body(body["state"]))
+        found = shelf.journal.newest(EntryKind.GATE, lambda body: PauseState.from_body(body["state"]))
         assert found == each
 
 
@@ -317,7 +319,7 @@ class _Silent:
 def _operations(shelf: Shelf, draw: Drawn) -> None:
     action, node = draw(values(Action)), draw(TEXTS)
     result = draw(values(OperationResult))
-    runner = Runner(shelf.journal, _Silent(), shelf.clock, lambda *_: None)
+    runner = OperationRunner(shelf.journal, _Silent(), shelf.clock, lambda *_: None)
 
     async def ask() -> None:
         task = asyncio.create_task(runner.run(node, action, 60.0))
@@ -326,7 +328,7 @@ def _operations(shelf: Shelf, draw: Drawn) -> None:
 
     asyncio.run(ask())
     sent = [opened.operation for opened in runner.open]
-    again = Runner(shelf.again(), _Silent(), shelf.clock, lambda *_: None)
+    again = OperationRunner(shelf.again(), _Silent(), shelf.clock, lambda *_: None)
     assert again.recover() == len(sent)
     assert [opened.operation for opened in again.open] == sent
     for opened in again.open:
@@ -337,7 +339,7 @@ def _operations(shelf: Shelf, draw: Drawn) -> None:
 def _circuits(shelf: Shelf, draw: Drawn) -> None:
     pairs = st.builds(CrossConnect, st.integers(1, 500), st.integers(501, 999))
     before, remove, add = (tuple(sorted(draw(st.sets(pairs, max_size=3)))) for _ in range(3))
-    diff = Diff(draw(st.sampled_from(ChangeMode)), draw(COUNTS), frozenset(before), remove, add, remove[:1])
+    diff = CircuitDiff(draw(st.sampled_from(ChangeMode)), draw(COUNTS), frozenset(before), remove, add, remove[:1])
     operation = CircuitOperation(draw(TEXTS), draw(TEXTS), diff, draw(SECONDS), draw(st.none() | SECONDS))
     executor = CircuitExecutor({}, shelf.journal, shelf.clock)
     executor._note(operation)
@@ -345,7 +347,7 @@ def _circuits(shelf: Shelf, draw: Drawn) -> None:
     assert again.recover() == 1
     assert again.open == (operation,)
     again._close(dataclasses.replace(draw(values(CircuitOutcome)), operation=operation.id))
-    assert shelf.journal.open_operations(Kind.CIRCUITS_INTENT) == []
+    assert shelf.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
     owners = CircuitOwners({}, shelf.journal, shelf.clock)
     owners.ended(operation.switch, (), [*add, CrossConnect(1, 999)])
     recovered = CircuitOwners({}, shelf.again(), shelf.clock)
@@ -370,8 +372,8 @@ def _periods(shelf: Shelf, draw: Drawn) -> None:
 def _fabric_control(shelf: Shelf, draw: Drawn) -> None:
     control, masked = draw(values(FabricControl)), draw(st.lists(TEXTS, max_size=3))
     body = {"control": _CONTROL.dump_python(control, mode="json"), "masked": masked, "reason": draw(TEXTS)}
-    shelf.journal.append(NOW_S, Kind.FABRIC_CONTROL, control.state, body)
-    assert shelf.again().newest(Kind.FABRIC_CONTROL, _said_in) == (control, tuple(masked))
+    shelf.journal.append(NOW_S, EntryKind.FABRIC_CONTROL, control.state, body)
+    assert shelf.again().newest(EntryKind.FABRIC_CONTROL, _said_in) == (control, tuple(masked))
     control_of_fabric_to_pb(control).SerializeToString()
 
 
@@ -382,17 +384,17 @@ def _steered(shelf: Shelf, draw: Drawn) -> None:
     routing._lit, routing._is_changing, routing._recorded = (over,), False, None
     routing._journal, routing._clock = shelf.journal, shelf.clock
     routing._write_down()
-    assert shelf.again().newest(Kind.STEERED, _recorded_in) == pairs
+    assert shelf.again().newest(EntryKind.STEERED, _recorded_in) == pairs
 
 
 def _holds(shelf: Shelf, draw: Drawn) -> None:
-    book = HoldBook(shelf.journal, shelf.clock)
-    book.pause(draw(st.sampled_from(Part)), draw(TEXTS), draw(st.just(0.0) | st.floats(1, 1e9)))
-    assert HoldBook(shelf.again(), shelf.clock).pauses == book.pauses
+    book = PauseRegistry(shelf.journal, shelf.clock)
+    book.pause(draw(st.sampled_from(PauseScope)), draw(TEXTS), draw(st.just(0.0) | st.floats(1, 1e9)))
+    assert PauseRegistry(shelf.again(), shelf.clock).pauses == book.pauses
 
 
 def _syncs(shelf: Shelf, draw: Drawn) -> None:
-    report, committed = draw(values(SyncReport)), draw(values(Committed))
+    report, committed = draw(values(SyncReport)), draw(values(CommittedVersion))
     spoilt, engines = draw(st.dictionaries(TEXTS, TEXTS, max_size=2)), draw(st.lists(TEXTS, max_size=2))
     book = WeightBook(shelf.journal, shelf.clock)
     book.began(report)
@@ -409,39 +411,45 @@ def _syncs(shelf: Shelf, draw: Drawn) -> None:
     sync_to_pb(report).SerializeToString()
 
 
-WRITERS: dict[tuple[Kind, ...], Callable[[Shelf, Drawn], None]] = {
-    (Kind.DAEMON_STARTED, Kind.CONFIG_RELOADED): _plane(_reload),
-    (Kind.DAEMON_STOPPED,): _plane(_stopped),
-    (Kind.MODE,): _plane(_mode),
-    (Kind.JOURNAL_DAMAGED, Kind.JOURNAL_CONFIRMED): _damage,
-    (Kind.NODE_ATTACHED, Kind.NODE_DETACHED): _plane(_node),
-    (Kind.ENGINE_HEALTH,): _plane(_health),
-    (Kind.ENGINE_FAILOVERS,): _plane(_failovers),
-    (Kind.ENGINE_REMARKS, Kind.NODE_DOUBLE): _plane(_remarks),
-    (Kind.ENGINES,): _engines,
-    (Kind.STEP_ENDED,): _step_ended,
-    (Kind.PLAN, Kind.PLAN_ACTED, Kind.PLAN_ACTUAL, Kind.PLAN_CALIBRATION, Kind.DEPLOYMENT_ENDED): _plans,
-    (Kind.PLAN_CONTROL,): _plan_control,
-    (Kind.SWITCH_BEGAN, Kind.SWITCH_STEP, Kind.SWITCH_ENDED): _switches,
-    (Kind.ENGINE_STARTED, Kind.ENGINE_STOPPED): _engine_ends,
-    (Kind.PROFILE_REFITTED,): _plane(_refitted),
-    (Kind.BALANCE,): _plane(_balance),
-    (Kind.GATE,): _gate,
-    (Kind.ROUTES,): _routes,
-    (Kind.OPERATION_INTENT, Kind.OPERATION_SENT, Kind.OPERATION_RESULT): _operations,
-    (Kind.CIRCUITS_INTENT, Kind.CIRCUITS_RESULT, Kind.CIRCUITS_OWNED): _circuits,
-    (Kind.PERIOD_INTENT, Kind.PERIOD): _periods,
-    (Kind.FABRIC_CONTROL,): _fabric_control,
-    (Kind.STEERED,): _steered,
-    (Kind.HOLDS,): _holds,
-    (Kind.SYNC_BEGAN, Kind.SYNC_STEP, Kind.SYNC_ENDED, Kind.WEIGHTS): _syncs,
+WRITERS: dict[tuple[EntryKind, ...], Callable[[Shelf, Drawn], None]] = {
+    (EntryKind.DAEMON_STARTED, EntryKind.CONFIG_RELOADED): _plane(_reload),
+    (EntryKind.DAEMON_STOPPED,): _plane(_stopped),
+    (EntryKind.MODE,): _plane(_mode),
+    (EntryKind.JOURNAL_DAMAGED, EntryKind.JOURNAL_CONFIRMED): _damage,
+    (EntryKind.NODE_ATTACHED, EntryKind.NODE_DETACHED): _plane(_node),
+    (EntryKind.ENGINE_HEALTH,): _plane(_health),
+    (EntryKind.ENGINE_FAILOVERS,): _plane(_failovers),
+    (EntryKind.ENGINE_REMARKS, EntryKind.NODE_DOUBLE): _plane(_remarks),
+    (EntryKind.ENGINES,): _engines,
+    (EntryKind.STEP_ENDED,): _step_ended,
+    (
+        EntryKind.PLAN,
+        EntryKind.PLAN_ACTED,
+        EntryKind.PLAN_ACTUAL,
+        EntryKind.PLAN_CALIBRATION,
+        EntryKind.DEPLOYMENT_ENDED,
+    ): _plans,
+    (EntryKind.PLAN_CONTROL,): _plan_control,
+    (EntryKind.SWITCH_BEGAN, EntryKind.SWITCH_STEP, EntryKind.SWITCH_ENDED): _switches,
+    (EntryKind.ENGINE_STARTED, EntryKind.ENGINE_STOPPED): _engine_ends,
+    (EntryKind.PROFILE_REFITTED,): _plane(_refitted),
+    (EntryKind.BALANCE,): _plane(_balance),
+    (EntryKind.GATE,): _gate,
+    (EntryKind.ROUTES,): _routes,
+    (EntryKind.OPERATION_INTENT, EntryKind.OPERATION_SENT, EntryKind.OPERATION_RESULT): _operations,
+    (EntryKind.CIRCUITS_INTENT, EntryKind.CIRCUITS_RESULT, EntryKind.CIRCUITS_OWNED): _circuits,
+    (EntryKind.PERIOD_INTENT, EntryKind.PERIOD): _periods,
+    (EntryKind.FABRIC_CONTROL,): _fabric_control,
+    (EntryKind.STEERED,): _steered,
+    (EntryKind.HOLDS,): _holds,
+    (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.SYNC_ENDED, EntryKind.WEIGHTS): _syncs,
 }
 # Where the daemon was killed when it was read again: their results are those of another life.
-BEFORE = {Kind.DEPLOYMENT_BEGAN}  # written by daemons of earlier versions alone
+BEFORE = {EntryKind.DEPLOYMENT_BEGAN}  # written by daemons of earlier versions alone
 
 
 def test_every_kind_has_its_writer() -> None:
-    assert {kind for kinds in WRITERS for kind in kinds} | BEFORE == set(Kind)
+    assert {kind for kinds in WRITERS for kind in kinds} | BEFORE == set(EntryKind)
 
 
 @pytest.mark.parametrize("kinds", WRITERS, ids=lambda kinds: kinds[0])
@@ -451,7 +459,7 @@ def test_every_kind_has_its_writer() -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(data=st.data())
-def test_what_is_written_is_read_back_and_shown(kinds: tuple[Kind, ...], data: st.DataObject) -> None:
+def test_what_is_written_is_read_back_and_shown(kinds: tuple[EntryKind, ...], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         shelf = Shelf(Path(folder))
         try:
@@ -502,18 +510,18 @@ def nested(depth: int) -> dict[str, Any]:
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, body: Any, fault: str) -> None:
     with Journal(tmp_path / "journal.sqlite", NOW_S) as journal:
         with pytest.raises(Permanent, match=fault):
-            journal.append(NOW_S, Kind.MODE, "", body)
+            journal.append(NOW_S, EntryKind.MODE, "", body)
         assert journal.since(0) == []
-        assert journal.append(NOW_S, Kind.MODE, "", {}) == 1
+        assert journal.append(NOW_S, EntryKind.MODE, "", {}) == 1
 
 
 @pytest.mark.parametrize("at_s", [float("nan"), float("inf"), 1e300, -1e300])
 def test_a_time_that_is_none_is_not_written(tmp_path: Path, at_s: float) -> None:
     with Journal(tmp_path / "journal.sqlite", NOW_S) as journal:
         with pytest.raises(Permanent, match="at_s: must be a time"):
-            journal.append(at_s, Kind.MODE, "", {})
+            journal.append(at_s, EntryKind.MODE, "", {})
         with pytest.raises(Permanent, match="subject: must be Unicode"):
-            journal.append(NOW_S, Kind.MODE, "\ud800", {})
+            journal.append(NOW_S, EntryKind.MODE, "\ud800", {})
 
 
 BODIES = st.dictionaries(
@@ -542,7 +550,7 @@ def test_it_is_refused_or_given_back_as_it_was(at_s: float, subject: str, body: 
         with Journal(path, NOW_S) as journal:
             refused = ""
             try:
-                journal.append(at_s, Kind.BALANCE, subject, body)
+                journal.append(at_s, EntryKind.BALANCE, subject, body)
             except Permanent as error:
                 refused = str(error).partition("cannot be written: ")[2]
                 assert refused, "it says why"
@@ -560,7 +568,7 @@ def test_it_is_refused_or_given_back_as_it_was(at_s: float, subject: str, body: 
 # --- what earlier versions have written
 
 
-def raw(path: Path, kind: Kind, *bodies: str) -> None:
+def raw(path: Path, kind: EntryKind, *bodies: str) -> None:
     """Entries as they could be written before there was a door."""
     with Journal(path, NOW_S) as journal, pytest.MonkeyPatch.context() as patched:
         patched.setattr(journal_module, "can_be_written", lambda _: True)
@@ -583,22 +591,38 @@ BODIES_OF_OTHERS = [
 # Recovery reads these, and finds none of the bodies above right.
 SET_ASIDE = {
     *(
-        Kind.MODE,
-        Kind.ENGINES,
-        Kind.STEP_ENDED,
-        Kind.PLAN,
-        Kind.DEPLOYMENT_ENDED,
-        Kind.SWITCH_BEGAN,
-        Kind.PROFILE_REFITTED,
+        EntryKind.MODE,
+        EntryKind.ENGINES,
+        EntryKind.STEP_ENDED,
+        EntryKind.PLAN,
+        EntryKind.DEPLOYMENT_ENDED,
+        EntryKind.SWITCH_BEGAN,
+        EntryKind.PROFILE_REFITTED,
     ),
-    *(Kind.SWITCH_ENDED, Kind.ENGINE_STARTED, Kind.GATE, Kind.ROUTES, Kind.OPERATION_INTENT, Kind.CIRCUITS_INTENT),
-    *(Kind.CIRCUITS_OWNED, Kind.PERIOD_INTENT, Kind.PERIOD, Kind.FABRIC_CONTROL, Kind.STEERED, Kind.HOLDS),
-    *(Kind.SYNC_BEGAN, Kind.SYNC_ENDED, Kind.WEIGHTS),
+    *(
+        EntryKind.SWITCH_ENDED,
+        EntryKind.ENGINE_STARTED,
+        EntryKind.GATE,
+        EntryKind.ROUTES,
+        EntryKind.OPERATION_INTENT,
+        EntryKind.CIRCUITS_INTENT,
+    ),
+    *(
+        EntryKind.CIRCUITS_OWNED,
+        EntryKind.PERIOD_INTENT,
+        EntryKind.PERIOD,
+        EntryKind.FABRIC_CONTROL,
+        EntryKind.STEERED,
+        EntryKind.HOLDS,
+    ),
+    *(EntryKind.SYNC_BEGAN, EntryKind.SYNC_ENDED, EntryKind.WEIGHTS),
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (Kind.JOURNAL_DAMAGED, Kind.JOURNAL_CONFIRMED)])
-def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize(
+    "kind", [kind for kind in EntryKind if kind not in (EntryKind.JOURNAL_DAMAGED, EntryKind.JOURNAL_CONFIRMED)]
+)
+def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKind) -> None:
     path = tmp_path / "journal.sqlite"
     raw(path, kind, *BODIES_OF_OTHERS)
     with Journal(path, NOW_S) as journal:
@@ -606,7 +630,7 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: Kind) -
         plane = ControlPlane(parse_config("mode: act\n"), journal, clock)
         book = WeightBook(journal, clock)
         book.recover()
-        HoldBook(journal, clock)
+        PauseRegistry(journal, clock)
         periods = PeriodBook(journal)
         CircuitExecutor({}, journal, clock).recover()
         read_fleet(journal), read_open(journal)
@@ -618,8 +642,8 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: Kind) -
             message = period_to_pb(period)
             assert message is not None
             message.SerializeToString()
-        journal.newest(Kind.FABRIC_CONTROL, _said_in)
-        journal.newest(Kind.STEERED, _recorded_in)
+        journal.newest(EntryKind.FABRIC_CONTROL, _said_in)
+        journal.newest(EntryKind.STEERED, _recorded_in)
         seen = plain(status_to_pb(plane, "test"))
         assert all("journal is left out" in line for line in summary(seen) if "of the journal" in line)
         assert bool(seen["journal_set_aside"]) is (kind in SET_ASIDE)
@@ -630,8 +654,8 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: Kind) -
 def test_the_entry_that_was_set_aside_is_named_and_the_one_before_it_holds(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with Journal(path, NOW_S) as journal:
-        WeightBook(journal, VirtualClock(NOW_S)).stands(WeightFleet(Committed(7, "w7", ("e0",))))
-    raw(path, Kind.WEIGHTS, '{"fleet": {"committed": {"version": 18446744073709551616, "sync": "w8", "has": []}}}')
+        WeightBook(journal, VirtualClock(NOW_S)).stands(WeightFleet(CommittedVersion(7, "w7", ("e0",))))
+    raw(path, EntryKind.WEIGHTS, '{"fleet": {"committed": {"version": 18446744073709551616, "sync": "w8", "has": []}}}')
     with Journal(path, NOW_S) as journal:
         book = WeightBook(journal, VirtualClock(NOW_S))
         book.recover()

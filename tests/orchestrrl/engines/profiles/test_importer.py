@@ -12,19 +12,19 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.profiles.importer import (
     INSTALL,
     Aiconfigurator,
-    Given,
-    Handle,
-    Imported,
-    Room,
+    ImportedProfile,
+    ImportHandle,
+    ImportInputs,
+    KvCacheSize,
     import_profile,
     layout_id,
     layout_named,
     step_table,
 )
 from orchestrrl.engines.profiles.store import as_text, parse_profile, read_profile
-from planner.cost.profile import Parallelism, Source
+from planner.cost.profile import Parallelism, ProfileSource
 
-GIVEN = Given(256, 45.0, "default", "command line")
+GIVEN = ImportInputs(256, 45.0, "default", "command line")
 
 
 @dataclass
@@ -51,13 +51,13 @@ class FakeVendor:
     def __init__(self, bend: float = 0.0) -> None:
         self._bend = bend
 
-    def compile(self, layout: Parallelism) -> Handle:
+    def compile(self, layout: Parallelism) -> ImportHandle:
         return Table(layout, self._bend)
 
-    def room(self, layout: Parallelism, sequences: int) -> Room:
+    def room(self, layout: Parallelism, sequences: int) -> KvCacheSize:
         if layout.tp == 1 and layout.dp == 1:
             raise ValueError("no KV budget")
-        return Room(100_000 * layout.tp, 131_072.0 / layout.tp)
+        return KvCacheSize(100_000 * layout.tp, 131_072.0 / layout.tp)
 
     def kv_bytes_per_token(self) -> float:
         return 131_072.0
@@ -66,7 +66,7 @@ class FakeVendor:
         return 5e10, 1e-5
 
 
-def imported(*names: str, bend: float = 0.0) -> Imported:
+def imported(*names: str, bend: float = 0.0) -> ImportedProfile:
     layouts = [layout_named(name) for name in names]
     return import_profile(FakeVendor(bend), "m", "h100_sxm", "vllm", layouts, GIVEN, "2026-01-31")
 
@@ -77,10 +77,10 @@ def test_a_line_comes_out_as_a_line() -> None:
     assert (affine.alpha_s, affine.beta_s, affine.gamma_s) == pytest.approx((0.013, 3e-5, 1e-7), rel=1e-3)
     assert engine.prefill_tokens_per_s == pytest.approx(20_000, rel=1e-3)
     assert engine.kv_capacity_tokens == 200_000
-    assert engine.provenance.source is Source.IMPORTED
+    assert engine.provenance.source is ProfileSource.IMPORTED
     assert (engine.provenance.date, engine.provenance.detail) == ("2026-01-31", "tables 1.0")
     others = dict(engine.others)
-    assert others["switch_s"].source is Source.GIVEN
+    assert others["switch_s"].source is ProfileSource.GIVEN
     assert others["kv_capacity_tokens"].detail.startswith("tables 1.0: its memory model")
 
 

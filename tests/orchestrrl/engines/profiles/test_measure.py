@@ -11,13 +11,22 @@ from virtual_engine import VirtualEngine, in_virtual_time
 
 from orchestrrl.core.clock import VirtualClock, WallClock
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.engines.base import Capabilities, Endpoint, GenerationRequest
-from orchestrrl.engines.profiles.measure import KV_FILL, Limits, Measured, Step, Wanted, grid, measure, sample_of
+from orchestrrl.engines.base import CompletionEndpoint, EngineCapabilities, GenerationRequest
+from orchestrrl.engines.profiles.measure import (
+    KV_FILL,
+    EngineCapacity,
+    MeasuredProfile,
+    MeasurementInputs,
+    MeasurementProgress,
+    grid,
+    measure,
+    sample_of,
+)
 from orchestrrl.engines.profiles.spill import overfills
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
-from planner.cost.profile import Parallelism, Source
+from planner.cost.profile import Parallelism, ProfileSource
 from planner.model import ConfigurationId
 
 OPTIONS = SimulatedOptions(
@@ -32,8 +41,10 @@ OPTIONS = SimulatedOptions(
 SLOW = OPTIONS.model_copy(update={"alpha_s": 0.1, "prefill_tokens_per_s": 1500.0})
 
 
-def wanted(budget_s: float = 300.0, **more: int) -> Wanted:
-    return Wanted(ConfigurationId("tp2"), Parallelism(tp=2), 1.7, "command line", "2026-01-31", budget_s, **more)
+def wanted(budget_s: float = 300.0, **more: int) -> MeasurementInputs:
+    return MeasurementInputs(
+        ConfigurationId("tp2"), Parallelism(tp=2), 1.7, "command line", "2026-01-31", budget_s, **more
+    )
 
 
 @pytest.fixture
@@ -48,8 +59,10 @@ async def engine(clock: VirtualClock) -> AsyncIterator[VirtualEngine]:
     await engine.close()
 
 
-async def measured(engine: VirtualEngine, clock: VirtualClock, asked: Wanted) -> tuple[Measured, list[Step]]:
-    steps: list[Step] = []
+async def measured(
+    engine: VirtualEngine, clock: VirtualClock, asked: MeasurementInputs
+) -> tuple[MeasuredProfile, list[MeasurementProgress]]:
+    steps: list[MeasurementProgress] = []
     return await in_virtual_time(clock, measure(engine, asked, clock, steps.append)), steps
 
 
@@ -65,7 +78,7 @@ async def test_it_finds_what_the_engine_is_made_of(engine: VirtualEngine, clock:
     assert affine.gamma_s == pytest.approx(OPTIONS.gamma_s, rel=0.05)
     assert profile.prefill_tokens_per_s == pytest.approx(18_000, rel=0.1)
     assert (profile.kv_capacity_tokens, profile.max_sequences, profile.switch_s) == (65_536, 12, 1.7)
-    assert profile.provenance.source is Source.MEASURED
+    assert profile.provenance.source is ProfileSource.MEASURED
     assert profile.provenance.samples == len(found.samples) > 15
     assert profile.provenance.fit_error_mean is not None
     assert profile.provenance.fit_error_mean < 0.01
@@ -99,7 +112,7 @@ async def test_what_spilling_takes_is_measured_where_the_engine_goes_on(
     assert profile.step.spill_s_per_token == pytest.approx(price_s, rel=0.05)
     assert seen_least <= profile.spill_capacity_tokens <= spill_tokens
     others = dict(profile.others)
-    assert others["spill_s_per_token"].source is others["spill_capacity_tokens"].source is Source.MEASURED
+    assert others["spill_s_per_token"].source is others["spill_capacity_tokens"].source is ProfileSource.MEASURED
     truth_s = OPTIONS.alpha_s + OPTIONS.beta_s * 10 + OPTIONS.gamma_s * 75_000 + price_s * (75_000 - 65_536)
     assert profile.step.at(10, 75_000, profile.kv_capacity_tokens) == pytest.approx(truth_s, rel=0.03)
     assert engine.runtime.running == engine.runtime.waiting == 0
@@ -146,7 +159,7 @@ async def test_too_little_time_is_said(engine: VirtualEngine, clock: VirtualCloc
 async def test_a_busy_engine_is_left_alone(engine: VirtualEngine, clock: VirtualClock) -> None:
     body = {"model": "simulated", "prompt": [1, 2, 3], "max_tokens": 5000, "ignore_eos": True}
     other = asyncio.ensure_future(
-        anext(aiter(engine.generate(GenerationRequest("theirs", Endpoint.COMPLETIONS, body))))
+        anext(aiter(engine.generate(GenerationRequest("theirs", CompletionEndpoint.COMPLETIONS, body))))
     )
     await clock.advance(0.1)
     with pytest.raises(Permanent, match="is busy"):
@@ -156,12 +169,14 @@ async def test_a_busy_engine_is_left_alone(engine: VirtualEngine, clock: Virtual
 
 
 async def test_what_nobody_tells_is_asked_for_at_once(clock: VirtualClock) -> None:
-    silent = VirtualEngine(OPTIONS, clock, Capabilities("virtual", "1", ("simulated",), max_model_len_tokens=1024))
+    silent = VirtualEngine(
+        OPTIONS, clock, EngineCapabilities("virtual", "1", ("simulated",), max_model_len_tokens=1024)
+    )
     with pytest.raises(ProblemFaults, match="--max-sequences: is missing"):
         await measured(silent, clock, wanted())
     found, _ = await measured(silent, clock, wanted(budget_s=60, max_sequences=4))
     assert found.engine.max_sequences == 4
-    assert dict(found.engine.others)["max_sequences"].source is Source.GIVEN
+    assert dict(found.engine.others)["max_sequences"].source is ProfileSource.GIVEN
     await silent.close()
 
 
@@ -175,7 +190,7 @@ async def test_stopped_midway_it_leaves_the_engine_idle(engine: VirtualEngine, c
     assert engine.runtime.running == engine.runtime.waiting == 0
 
 
-async def task_of(task: "asyncio.Task[Measured]") -> Measured:
+async def task_of(task: "asyncio.Task[MeasuredProfile]") -> MeasuredProfile:
     return await task
 
 
@@ -199,7 +214,7 @@ async def test_over_http_it_comes_near_too() -> None:
     st.integers(min_value=64, max_value=200_000),
 )
 def test_every_point_of_the_grid_fits(sequences: int, capacity_tokens: int, longest: int) -> None:
-    limits = Limits("m", sequences, capacity_tokens, min(longest, capacity_tokens))
+    limits = EngineCapacity("m", sequences, capacity_tokens, min(longest, capacity_tokens))
     points = grid(limits)
     assert len(set(points)) == len(points)
     for point in points:
@@ -209,16 +224,16 @@ def test_every_point_of_the_grid_fits(sequences: int, capacity_tokens: int, long
 
 
 def test_a_step_is_the_slope_while_all_ran() -> None:
-    from orchestrrl.engines.profiles.measure import Point
+    from orchestrrl.engines.profiles.measure import GridPoint
 
     early = [(0.01 * n, n) for n in range(1, 60)]  # alone and quicker at first: not counted
     both = [(0.6 + 0.02 * n, 59 + n) for n in range(40)]
     late = [(0.6 + 0.02 * n, 1 + n) for n in range(40)]
-    sample = sample_of(Point(2, 100), [[*early, *both], late])
+    sample = sample_of(GridPoint(2, 100), [[*early, *both], late])
     assert sample is not None
     assert sample.step_s == pytest.approx(0.02)
     assert sample.kv_tokens == pytest.approx(200 + 59 + 39 / 2 + 1 + 39 / 2, abs=2)
-    assert sample_of(Point(2, 100), [early, late]) is None
+    assert sample_of(GridPoint(2, 100), [early, late]) is None
 
 
 async def test_a_short_budget_on_a_slow_engine_is_enough_for_a_profile(clock: VirtualClock) -> None:

@@ -10,15 +10,15 @@ from silicon_rows import csv_of
 
 from orchestrrl.engines.profiles.roofline_fit import fit_one, left_out_errors, predicted_s, rows_of
 from orchestrrl.engines.profiles.score import Prediction, ratio_errors, report, roofline, score
-from orchestrrl.engines.profiles.silicon import Deployment, parse_silicon, read_silicon
+from orchestrrl.engines.profiles.silicon import MeasuredDeployment, parse_silicon, read_silicon
 from planner.cost.fitted import FITTED
-from planner.cost.profile import Source
+from planner.cost.profile import ProfileSource
 
 SILICON = Path(__file__).parents[5] / "shared" / "data" / "silicon_decode_h100_h200.csv"
 
 
-def always_10_ms(deployments: Sequence[Deployment]) -> list[Prediction]:
-    return [Prediction(0.010, Source.IMPORTED, "by hand") for _ in deployments]
+def always_10_ms(deployments: Sequence[MeasuredDeployment]) -> list[Prediction]:
+    return [Prediction(0.010, ProfileSource.IMPORTED, "by hand") for _ in deployments]
 
 
 def test_errors_and_ratios_are_those_worked_out_by_hand() -> None:

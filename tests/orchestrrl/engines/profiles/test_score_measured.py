@@ -4,9 +4,9 @@ import pytest
 from silicon_rows import csv_of
 
 from orchestrrl.engines.profiles.score_measured import score_measured
-from orchestrrl.engines.profiles.silicon import Silicon, parse_silicon
+from orchestrrl.engines.profiles.silicon import SiliconData, parse_silicon
 from planner.cost.fit import StepSample, TooFewSamples, fit_loaded
-from planner.cost.profile import Source
+from planner.cost.profile import ProfileSource
 
 LENGTHS = ((1024, 256), (4096, 256), (512, 1024))
 BATCHES = (4, 8, 16, 32)
@@ -23,14 +23,14 @@ def row(batch: int, prompt: int, output: int, **others: str) -> dict[str, str]:
     return {**load, "silicon_tpot_ms": str(tpot_ms(batch, prompt, output)), **others}
 
 
-def measured(**others: str) -> Silicon:
+def measured(**others: str) -> SiliconData:
     return parse_silicon(csv_of(*(row(batch, *lengths, **others) for lengths in LENGTHS for batch in BATCHES)))
 
 
 def test_other_lengths_are_predicted_by_the_step_time_behind_them() -> None:
     silicon, scored = score_measured(measured())
     assert [each.deployment.row for each in scored] == list(range(1, 13))
-    assert {each.prediction.source for each in scored} == {Source.MEASURED}
+    assert {each.prediction.source for each in scored} == {ProfileSource.MEASURED}
     assert max(abs(each.error) for each in scored) < 1e-3
     assert silicon.unpredicted == ()
 

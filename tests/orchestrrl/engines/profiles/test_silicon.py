@@ -8,14 +8,14 @@ from silicon_rows import csv_of
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.engines.profiles.silicon import COLUMNS, parse_silicon, read_silicon
 from planner.cost.profile import Parallelism
-from planner.cost.roofline import Load, Precision
+from planner.cost.roofline import ClosedLoop, Precision
 
 
 def test_a_row_becomes_a_deployment() -> None:
     (row,) = parse_silicon(csv_of({})).deployments
     assert (row.row, row.model.name, row.gpu.name, row.backend) == (1, "qwen3-32b", "h100", "trtllm")
     assert row.parallelism == Parallelism(tp=2)
-    assert row.load == Load(16, 1024, 256)
+    assert row.load == ClosedLoop(16, 1024, 256)
     assert row.precision == Precision(16.0, 16.0, 16.0)
     assert row.tpot_s == 0.0125
 

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.engines.profiles.store import as_text, parse_profile, read_profile, tidy, with_engine, write_profile
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, Provenance, Source, StepTime
+from planner.cost.profile import (
+    Curve,
+    EngineProfile,
+    MoveCosts,
+    Parallelism,
+    Profile,
+    ProfileSource,
+    Provenance,
+    StepTime,
+)
 from planner.model import ConfigurationId
 
 numbers = st.floats(min_value=0, max_value=1e15, allow_nan=False)
@@ -28,7 +37,7 @@ def curves(draw: st.DrawFn) -> Curve:
 
 provenances = st.builds(
     Provenance,
-    source=st.sampled_from(Source),
+    source=st.sampled_from(ProfileSource),
     date=st.dates().map(str) | names,
     detail=st.text(max_size=20),
     samples=st.integers(min_value=0, max_value=10**6),
@@ -101,7 +110,7 @@ configurations:
 
 def test_what_people_write_is_read() -> None:
     (engine,) = parse_profile(GOOD).configurations
-    assert engine.provenance == Provenance(Source.MEASURED, "2026-01-31", samples=3, fit_error_mean=0.01)
+    assert engine.provenance == Provenance(ProfileSource.MEASURED, "2026-01-31", samples=3, fit_error_mean=0.01)
     assert engine.step == StepTime(Curve((1, 64), (0.018, 0.023)), 4e-8)
     assert dict(engine.others)["switch_s"].detail == "by hand"
     assert engine.configuration().gpus == 2

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Capabilities, Chunk, Endpoint, EngineMetrics, GenerationRequest
-from orchestrrl.lab.simulated_engine.requests import Served, read_ask
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, EngineMetrics, GenerationRequest
+from orchestrrl.lab.simulated_engine.requests import ServedModel, read_ask
 from orchestrrl.lab.simulated_engine.runtime import Runtime
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from orchestrrl.lab.simulated_engine.tokens import TokenModel
@@ -23,17 +23,17 @@ class VirtualEngine:
     url = "virtual://engine"
 
     def __init__(
-        self, options: SimulatedOptions, clock: VirtualClock, capabilities: Capabilities | None = None
+        self, options: SimulatedOptions, clock: VirtualClock, capabilities: EngineCapabilities | None = None
     ) -> None:
         self.started: list[str] = []
         self.aborted: list[str] = []
         self.prompts: list[tuple[int, ...]] = []
         self._options = options
         model = TokenModel(options.vocab_size, options.lengths, options.seed)
-        self._served = Served(options.model_name, model, options.max_model_len_tokens)
+        self._served = ServedModel(options.model_name, model, options.max_model_len_tokens)
         self.runtime = Runtime(options.shape, model, clock, 1.0, TICK_S)
         self._pace = asyncio.create_task(self.runtime.run())
-        self._capabilities = capabilities or Capabilities(
+        self._capabilities = capabilities or EngineCapabilities(
             engine="virtual",
             version="1",
             models=(options.model_name,),
@@ -41,7 +41,7 @@ class VirtualEngine:
             max_sequences=options.max_num_seqs,
         )
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> EngineCapabilities:
         return self._capabilities
 
     async def metrics(self) -> EngineMetrics:
@@ -56,7 +56,9 @@ class VirtualEngine:
         )
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        ask = read_ask(Endpoint.COMPLETIONS, {**request.body, "stream": True, "return_token_ids": True}, self._served)
+        ask = read_ask(
+            CompletionEndpoint.COMPLETIONS, {**request.body, "stream": True, "return_token_ids": True}, self._served
+        )
         self.started.append(request.request_id)
         self.prompts.append(ask.prompt_ids)
         answer = self.runtime.submit(ask, request.request_id)

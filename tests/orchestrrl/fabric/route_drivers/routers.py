@@ -4,7 +4,7 @@ from pathlib import Path
 
 from namespaces import Lab, inside, run
 
-from orchestrrl.fabric.route_drivers.virtual import Fault, FaultKind
+from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 
 INTERFACES = ("swp1", "swp2", "swp3")
 
@@ -33,11 +33,11 @@ class LinuxRouter:
         script.write_text(FLAKY)
         self.prefix = ["sh", str(script), str(folder), "ip", "netns", "exec", self.namespace]
 
-    def inject(self, fault: Fault) -> None:
-        if fault.kind in (FaultKind.DROP_COMMAND, FaultKind.DROP_CONNECTION):
+    def inject(self, fault: RouterFault) -> None:
+        if fault.kind in (RouterFaultKind.DROP_COMMAND, RouterFaultKind.DROP_CONNECTION):
             (self.folder / fault.kind).touch()
         else:
-            up = "up" if fault.kind is FaultKind.LINK_UP else "down"
+            up = "up" if fault.kind is RouterFaultKind.LINK_UP else "down"
             run("ip", "-n", self.far, "link", "set", fault.interface, up)
 
     def inside(self, *command: str) -> str:

@@ -17,7 +17,7 @@ from orchestrrl.core.errors import Retryable
 from orchestrrl.fabric.route_drivers.base import RouteDriver
 from orchestrrl.fabric.route_drivers.conformance import ONE, TWO, RouteDriverConformance, gone, put
 from orchestrrl.fabric.route_drivers.registry import make_driver
-from orchestrrl.fabric.route_drivers.virtual import Fault, FaultKind
+from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 
 DAEMONS = Path("/usr/lib/frr")
 
@@ -66,8 +66,8 @@ class TestFrr(RouteDriverConformance):
         words = [word for line in ("configure terminal", *lines) for word in ("-c", line)]
         return self.router.inside("vtysh", *self.vtysh, *words)
 
-    async def inject(self, driver: RouteDriver, fault: Fault) -> None:
-        if fault.kind is FaultKind.FOREIGN_ROUTE:
+    async def inject(self, driver: RouteDriver, fault: RouterFault) -> None:
+        if fault.kind is RouterFaultKind.FOREIGN_ROUTE:
             self.configure(f"ip route {fault.prefix} {self.peer} swp3 onlink")
         else:
             self.router.inject(fault)

@@ -10,9 +10,9 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import OutcomeUnknown, ProblemFaults, Retryable
 from orchestrrl.fabric.route_drivers.base import RouteDriver
 from orchestrrl.fabric.route_drivers.conformance import ONE, RouteDriverConformance, put
-from orchestrrl.fabric.route_drivers.driver import Limits
+from orchestrrl.fabric.route_drivers.driver import RouterTimeouts
 from orchestrrl.fabric.route_drivers.registry import make_driver
-from orchestrrl.fabric.route_drivers.virtual import Fault, FaultKind, VirtualRouter, VirtualRouterDriver
+from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind, VirtualRouter, VirtualRouterDriver
 from planner.fabric.steering import RouteTable
 
 
@@ -45,7 +45,7 @@ class TestVirtualRouter(RouteDriverConformance):
             driver.device.join(interface, peer, interface)
         return driver
 
-    async def inject(self, driver: RouteDriver, fault: Fault) -> None:
+    async def inject(self, driver: RouteDriver, fault: RouterFault) -> None:
         assert isinstance(driver, VirtualRouterDriver)
         driver.device.inject(fault)
 
@@ -62,10 +62,10 @@ async def test_an_unreachable_router_says_so(clock: VirtualClock) -> None:
     suite = TestVirtualRouter()
     suite.clock = clock
     driver = await suite.make_driver()
-    await suite.inject(driver, Fault(FaultKind.UNREACHABLE))
+    await suite.inject(driver, RouterFault(RouterFaultKind.UNREACHABLE))
     with pytest.raises(Retryable, match="tor1: read routes: no route to host"):
         await driver.apply([put(suite.route(ONE, 1))])
-    await suite.inject(driver, Fault(FaultKind.REACHABLE))
+    await suite.inject(driver, RouterFault(RouterFaultKind.REACHABLE))
     assert await driver.read() == RouteTable()
 
 
@@ -100,4 +100,4 @@ def test_options_are_checked_all_at_once() -> None:
     with pytest.raises(ProblemFaults, match=r"options.distance: .* got 255"):
         make_driver("frr", "tor1", {"distance": 255})
     with pytest.raises(ValueError, match="poll_s must be > 0"):
-        Limits(poll_s=0)
+        RouterTimeouts(poll_s=0)

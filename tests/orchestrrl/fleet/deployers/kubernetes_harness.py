@@ -10,7 +10,7 @@ from kubernetes_server import Server
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.fleet.deployers.base import FleetIdentity
-from orchestrrl.fleet.deployers.command_line import Launch
+from orchestrrl.fleet.deployers.command_line import EngineLaunch
 from orchestrrl.fleet.deployers.conformance import stub_launch
 from orchestrrl.fleet.deployers.kubernetes import KubernetesDeployer
 
@@ -36,7 +36,7 @@ class House:
         self.launch = stub_launch(folder, 8100)
         self._made: list[KubernetesDeployer] = []
 
-    def deployer(self, fleet: str = "f", launch: Launch | None = None, **options: Any) -> KubernetesDeployer:
+    def deployer(self, fleet: str = "f", launch: EngineLaunch | None = None, **options: Any) -> KubernetesDeployer:
         given = {**OPTIONS, "kubeconfig": self.server.kubeconfig(self.folder), **options}
         made = KubernetesDeployer(launch or self.launch, FleetIdentity(fleet, str(self.folder)), given, WallClock())
         self._made.append(made)

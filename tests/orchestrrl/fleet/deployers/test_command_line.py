@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.core.config.launch import Device
+from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.engines import handover, vllm_weight_flags
-from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec, Launch, render, url_of
-from orchestrrl.fleet.deployers.layout_flags import Role
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
+from orchestrrl.fleet.deployers.layout_flags import ProcessRole
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
-LAUNCH = Launch(python="/opt/vllm/bin/python", model="org/model", nodes=tuple(f"10.0.0.{n}" for n in range(64)))
+LAUNCH = EngineLaunch(python="/opt/vllm/bin/python", model="org/model", nodes=tuple(f"10.0.0.{n}" for n in range(64)))
 
 
 def spec(parallelism: Parallelism, gpus: Sequence[int] | None = None, **more: object) -> EngineSpec:
@@ -26,7 +26,7 @@ def spec(parallelism: Parallelism, gpus: Sequence[int] | None = None, **more: ob
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def faults(engine: EngineSpec, launch: Launch = LAUNCH) -> list[str]:
+def faults(engine: EngineSpec, launch: EngineLaunch = LAUNCH) -> list[str]:
     with pytest.raises(ProblemFaults) as caught:
         render(engine, launch)
     return caught.value.faults
@@ -147,7 +147,7 @@ def test_a_line_parses_back_to_its_layout_and_its_gpus(case: Placed) -> None:
         assert read(line).others == []
     held = [gpu for line in lines for gpu in line.gpus]
     assert sorted(held) == sorted(case.gpus)
-    attention = [line for line in lines if line.role in (Role.SERVER, Role.NODE)]
+    attention = [line for line in lines if line.role in (ProcessRole.SERVER, ProcessRole.NODE)]
     ffn = lines[len(attention) :]
     check_group(attention, case.per_node)
     head = read(lines[0])
@@ -338,7 +338,7 @@ def test_engines_side_by_side_have_ports_of_their_own() -> None:
 
 
 def test_on_the_cpu_build_gpus_are_cores() -> None:
-    launch = replace(LAUNCH, device=Device.CPU, cores_per_gpu=1, per_node=64)
+    launch = replace(LAUNCH, device=EngineDevice.CPU, cores_per_gpu=1, per_node=64)
     (line,) = render(spec(Parallelism(tp=2), (1, 0)), launch)
     assert line.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
     assert line.program[1:] == ("-m", "vllm.entrypoints.openai.api_server")

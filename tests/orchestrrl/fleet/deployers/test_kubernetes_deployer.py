@@ -10,11 +10,11 @@ from kubernetes_harness import OPTIONS, House, empty, house
 from kubernetes_server import Trouble
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.launch import Device
+from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
-from orchestrrl.fleet.deployers.base import FleetIdentity, Life, make_deployer
+from orchestrrl.fleet.deployers.base import EngineLife, FleetIdentity, make_deployer
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, Behaviour
+from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, EngineBehaviour
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 ONE, TWO = EngineId("e-one"), EngineId("e-two")
@@ -30,7 +30,7 @@ def spec(
     engine: EngineId = ONE,
     gpus: tuple[int, ...] = (0, 1),
     parallelism: Parallelism | None = None,
-    behaviour: Behaviour = Behaviour.SERVES,
+    behaviour: EngineBehaviour = EngineBehaviour.SERVES,
 ) -> EngineSpec:
     return EngineSpec(
         engine=engine,
@@ -50,7 +50,7 @@ def spec(
 async def test_an_image_that_cannot_be_pulled_is_an_end(place: House) -> None:
     deployer = place.deployer(image="nobody/has:this")
     started = await deployer.start(spec())
-    assert started.life is Life.ENDED
+    assert started.life is EngineLife.ENDED
     assert "ImagePullBackOff" in started.detail
     assert "nobody/has:this" in started.detail
     await deployer.stop(ONE)
@@ -61,7 +61,7 @@ async def test_an_image_that_cannot_be_pulled_is_an_end(place: House) -> None:
 
 
 async def test_without_room_nothing_is_left_and_it_may_be_tried_again(place: House) -> None:
-    launch = replace(place.launch, device=Device.CUDA, per_node=8)
+    launch = replace(place.launch, device=EngineDevice.CUDA, per_node=8)
     deployer = place.deployer(launch=launch)
     with pytest.raises(Retryable, match=r"no room for engine e-one: .*Insufficient nvidia\.com/gpu"):
         await deployer.start(spec(ONE, tuple(range(5))))

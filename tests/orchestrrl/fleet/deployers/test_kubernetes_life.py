@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.fleet.deployers.base import Life
+from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.kubernetes_life import LogPlace, cannot_be_made, read_life
 from orchestrrl.fleet.deployers.kubernetes_objects import PODS
 
@@ -36,14 +36,14 @@ def test_an_engine_runs_once_all_of_its_containers_do() -> None:
     assert read_life(workload("u"), [pod("u", container(RUNNING))], {}).running
     two = [pod("u", container(RUNNING)), pod("v", waiting("ContainerCreating"), phase="Pending")]
     read = read_life(workload("u", "v", size=2), two, {})
-    assert (read.life, read.running, read.address) == (Life.ALIVE, False, "ip-u")
+    assert (read.life, read.running, read.address) == (EngineLife.ALIVE, False, "ip-u")
     assert "ContainerCreating" in read.detail
 
 
 @pytest.mark.parametrize("reason", ["ContainerCreating", "PodInitializing", "ErrImagePull"])
 def test_what_may_still_come_is_waited_for(reason: str) -> None:
     read = read_life(workload("u"), [pod("u", waiting(reason), phase="Pending")], {})
-    assert (read.life, read.running) == (Life.ALIVE, False)
+    assert (read.life, read.running) == (EngineLife.ALIVE, False)
     assert reason in read.detail
 
 
@@ -52,15 +52,15 @@ def test_what_may_still_come_is_waited_for(reason: str) -> None:
 )
 def test_what_does_not_come_by_itself_is_an_end(reason: str) -> None:
     read = read_life(workload("u"), [pod("u", waiting(reason), phase="Pending")], {})
-    assert read.life is Life.ENDED
+    assert read.life is EngineLife.ENDED
     assert reason in read.detail
 
 
 def test_an_exit_is_an_end_and_its_log_is_that_of_the_run_that_ended() -> None:
     now = read_life(workload("u"), [pod("u", container(TERMINATED))], {})
-    assert (now.life, now.log) == (Life.ENDED, LogPlace("pod-u", "engine", False, "last words"))
+    assert (now.life, now.log) == (EngineLife.ENDED, LogPlace("pod-u", "engine", False, "last words"))
     again = read_life(workload("u"), [pod("u", container(RUNNING, 1, TERMINATED))], {})
-    assert (again.life, again.log) == (Life.ENDED, LogPlace("pod-u", "engine", True, "last words"))
+    assert (again.life, again.log) == (EngineLife.ENDED, LogPlace("pod-u", "engine", True, "last words"))
     assert "exit status 1" in again.detail
 
 
@@ -69,18 +69,18 @@ def test_an_init_container_that_is_done_is_no_end_and_one_that_failed_is() -> No
     failed = {"name": "fetch", "state": {"terminated": {"exitCode": 2}}, "restartCount": 0, "lastState": {}}
     assert read_life(workload("u"), [pod("u", container(RUNNING), initContainerStatuses=[done])], {}).running
     held = pod("u", waiting("PodInitializing"), phase="Pending", initContainerStatuses=[failed])
-    assert read_life(workload("u"), [held], {}).life is Life.ENDED
+    assert read_life(workload("u"), [held], {}).life is EngineLife.ENDED
 
 
 def test_an_evicted_pod_is_an_end() -> None:
     read = read_life(workload("u"), [pod("u", phase="Failed", reason="Evicted", message="low on memory")], {})
-    assert read.life is Life.ENDED
+    assert read.life is EngineLife.ENDED
     assert "low on memory" in read.detail
 
 
 def test_a_pod_that_is_not_the_first_is_not_the_engine() -> None:
     read = read_life(workload("u"), [pod("v", container(RUNNING))], {})
-    assert (read.life, read.address, read.running) == (Life.ENDED, "", False)
+    assert (read.life, read.address, read.running) == (EngineLife.ENDED, "", False)
 
 
 def test_a_node_that_does_not_answer_comes_before_all_else() -> None:
@@ -88,14 +88,14 @@ def test_a_node_that_does_not_answer_comes_before_all_else() -> None:
     going = workload("u", deletionTimestamp="2026-01-01T00:00:00Z")
     for made in (workload("u"), going, None):
         read = read_life(made, [ended], {"node-u": False})
-        assert read.life is Life.UNKNOWN
+        assert read.life is EngineLife.UNKNOWN
         assert "node-u" in read.detail
 
 
 def test_what_is_being_removed_is_no_engine_any_more() -> None:
     going = workload("u", deletionTimestamp="2026-01-01T00:00:00Z")
-    assert read_life(going, [pod("u", container(RUNNING))], {}).life is Life.ENDED
-    assert read_life(None, [pod("u", container(RUNNING))], {}).life is Life.ENDED
+    assert read_life(going, [pod("u", container(RUNNING))], {}).life is EngineLife.ENDED
+    assert read_life(None, [pod("u", container(RUNNING))], {}).life is EngineLife.ENDED
 
 
 def test_before_its_pods_are_let_through_no_process_of_it_runs() -> None:
@@ -103,14 +103,14 @@ def test_before_its_pods_are_let_through_no_process_of_it_runs() -> None:
     del gated["spec"]["nodeName"]
     for pods in ([], [gated]):
         read = read_life(workload(), pods, {})
-        assert (read.life, read.running, read.address) == (Life.ALIVE, False, "")
+        assert (read.life, read.running, read.address) == (EngineLife.ALIVE, False, "")
         assert "cut short" in read.detail
 
 
 def test_no_room_is_told_apart() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     read = read_life(workload("u"), [pod("u", phase="Pending", conditions=[condition])], {})
-    assert (read.life, read.no_room) == (Life.ALIVE, True)
+    assert (read.life, read.no_room) == (EngineLife.ALIVE, True)
     assert "0/3 nodes" in read.detail
 
 

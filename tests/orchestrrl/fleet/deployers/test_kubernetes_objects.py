@@ -14,9 +14,9 @@ from kubernetes_cluster import NAMESPACE, expanded
 from kubernetes_server import MANIFEST
 from kubernetes_store import check, check_shape
 
-from orchestrrl.core.config.launch import Device
+from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch, render
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, render
 from orchestrrl.fleet.deployers.kubernetes_objects import (
     LEADER,
     identity_of,
@@ -30,7 +30,7 @@ from orchestrrl.fleet.deployers.kubernetes_objects import (
 from orchestrrl.fleet.deployers.kubernetes_options import KubernetesOptions, read_options
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
-LAUNCH = Launch(python="python3", model="some/model", per_node=4, nodes=("a", "b", "c", "d"), first_port=8000)
+LAUNCH = EngineLaunch(python="python3", model="some/model", per_node=4, nodes=("a", "b", "c", "d"), first_port=8000)
 ids = st.text(min_size=1, max_size=80)
 
 
@@ -83,9 +83,11 @@ ON_GPUS = [
 
 @pytest.mark.parametrize(
     ("device", "parallelism", "first"),
-    [(Device.CPU, *each) for each in ON_CPUS] + [(Device.CUDA, *each) for each in ON_GPUS],
+    [(EngineDevice.CPU, *each) for each in ON_CPUS] + [(EngineDevice.CUDA, *each) for each in ON_GPUS],
 )
-def test_every_layout_makes_an_object_that_the_api_takes(device: Device, parallelism: Parallelism, first: int) -> None:
+def test_every_layout_makes_an_object_that_the_api_takes(
+    device: EngineDevice, parallelism: Parallelism, first: int
+) -> None:
     over_nodes = parallelism.gpus > LAUNCH.per_node
     wanted = spec(parallelism, first, arguments=("--max-model-len", "4096"), environment={"HOME": "$(HOME)"})
     full = options(
@@ -125,7 +127,7 @@ def test_a_container_runs_the_rendered_command_at_the_pods_own_address() -> None
 
 
 def test_cores_are_asked_for_and_not_bound() -> None:
-    launch = replace(LAUNCH, device=Device.CPU, cores_per_gpu=3)
+    launch = replace(LAUNCH, device=EngineDevice.CPU, cores_per_gpu=3)
     (container,) = containers(workload(spec(Parallelism(tp=2)), launch, options(), "fleet"))
     assert container["resources"]["limits"] == {"cpu": "6"}
     assert {"name": "VLLM_CPU_OMP_THREADS_BIND", "value": "nobind"} in container["env"]

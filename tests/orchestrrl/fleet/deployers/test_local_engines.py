@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.launch import Device
+from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.fleet.deployers.base import FleetIdentity, make_deployer
-from orchestrrl.fleet.deployers.command_line import EngineSpec, Launch
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.conformance import stub_launch
 from orchestrrl.fleet.deployers.local import LocalDeployer
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
@@ -30,7 +30,7 @@ def spec(engine: EngineId = ENGINE, gpus: tuple[int, ...] = (0,), **more: Any) -
 class Fleet:
     """One, on a folder."""
 
-    def __init__(self, folder: Path, launch: Launch) -> None:
+    def __init__(self, folder: Path, launch: EngineLaunch) -> None:
         self.folder = folder
         self.launch = launch
         self.records = folder / "fleet" / "engines"
@@ -82,7 +82,7 @@ async def test_what_cannot_be_put_into_a_command_line_starts_nothing(fleet: Flee
 
 
 async def test_gpus_of_other_machines_are_refused(fleet: Fleet) -> None:
-    fleet.launch = replace(fleet.launch, device=Device.CUDA)
+    fleet.launch = replace(fleet.launch, device=EngineDevice.CUDA)
     with pytest.raises(Permanent, match="node 0 alone"):
         await fleet.deployer().start(spec(gpus=(8,)))
 
@@ -90,7 +90,7 @@ async def test_gpus_of_other_machines_are_refused(fleet: Fleet) -> None:
 def test_faults_of_options_come_all_at_once() -> None:
     identity = FleetIdentity("mine", "/nowhere")
     with pytest.raises(ProblemFaults) as caught:
-        make_deployer("local", Launch("p", "m"), identity, {"grace_s": 0, "logs_kept": -1, "x": 1}, WallClock())
+        make_deployer("local", EngineLaunch("p", "m"), identity, {"grace_s": 0, "logs_kept": -1, "x": 1}, WallClock())
     assert [fault.split(":")[0] for fault in caught.value.faults] == [
         "options.grace_s",
         "options.logs_kept",

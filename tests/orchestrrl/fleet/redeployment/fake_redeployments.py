@@ -10,16 +10,16 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.steps import (
     Chain,
-    Direction,
+    Redeployment,
+    RedeploymentReport,
+    RedeploymentState,
+    RedeployRequest,
+    RedeployStepState,
     Stage,
+    StepDirection,
     StepKind,
     StepReport,
-    StepState,
-    Switch,
     SwitchId,
-    SwitchReport,
-    SwitchState,
-    SwitchWish,
     stages_back,
     stages_of,
     steps_in,
@@ -49,14 +49,14 @@ class FakeSwitching:
     def __init__(self, clock: Clock, pace_s: float = 0.0) -> None:
         self.clock = clock
         self.pace_s = pace_s
-        self.failing: dict[tuple[Direction, StepKind], str] = {}
+        self.failing: dict[tuple[StepDirection, StepKind], str] = {}
         self.held = asyncio.Event()  # no step begins while it is clear
         self.held.set()
         self.remembered = 256
         self.remark = ""  # on a switch that is done
-        self.wishes: list[SwitchWish] = []
+        self.wishes: list[RedeployRequest] = []
         self.engines = fleet("tp2", GPUS // 2)
-        self.reports: dict[SwitchId, SwitchReport] = {}
+        self.reports: dict[SwitchId, RedeploymentReport] = {}
         self.watchers = 0
         self._called_off = ""
         self._fenced_s: float | None = None
@@ -65,7 +65,7 @@ class FakeSwitching:
 
     # --- as the control plane has it
 
-    def draft(self, wish: SwitchWish) -> tuple[Switch, tuple[Stage, ...]]:
+    def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage, ...]]:
         self.wishes.append(wish)
         if self._running is not None and not self._running.done():
             raise Permanent("switch s1 is under way: watch it with `orchestrrl switch`")
@@ -90,22 +90,22 @@ class FakeSwitching:
         if faults:
             raise ProblemFaults(faults)
         id = SwitchId(f"s{len(self.reports) + 1}")
-        switch = Switch(id, PlanId(wish.plan), wish.reason, self.clock.now_s(), self.engines, tuple(new))
+        switch = Redeployment(id, PlanId(wish.plan), wish.reason, self.clock.now_s(), self.engines, tuple(new))
         return switch, stages_of(switch) if switch.leaving or switch.coming else ()
 
-    def begin(self, wish: SwitchWish) -> SwitchId:
+    def begin(self, wish: RedeployRequest) -> SwitchId:
         switch, stages = self.draft(wish)
         self._called_off, self._fenced_s = "", None
-        steps = tuple(StepReport(step, Direction.FORWARD) for step in steps_in(stages))
+        steps = tuple(StepReport(step, StepDirection.FORWARD) for step in steps_in(stages))
         engines = tuple(engine.engine for engine in switch.old)
-        self.reports[switch.id] = SwitchReport(
-            switch.id, switch.plan, switch.reason, switch.created_s, SwitchState.RUNNING, switch.old, switch.new,
+        self.reports[switch.id] = RedeploymentReport(
+            switch.id, switch.plan, switch.reason, switch.created_s, RedeploymentState.RUNNING, switch.old, switch.new,
             engines, steps,
         )  # fmt: skip
         self._running = asyncio.ensure_future(self._run(switch))
         return switch.id
 
-    def report(self, id: str = "") -> SwitchReport:
+    def report(self, id: str = "") -> RedeploymentReport:
         if not self.reports:
             raise Permanent("no switch has been made yet")
         wanted = SwitchId(id) if id else next(reversed(self.reports))
@@ -113,12 +113,12 @@ class FakeSwitching:
             raise Permanent(f"no switch {id!r}")
         return self.reports[wanted]
 
-    async def watch(self, id: str) -> AsyncIterator[SwitchReport]:
+    async def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
         self.watchers += 1
         try:
             seen = self.report(id)
             yield seen
-            while seen.state is SwitchState.RUNNING:
+            while seen.state is RedeploymentState.RUNNING:
                 async with self._changed:
                     while self.report(id) == seen:
                         await self._changed.wait()
@@ -127,7 +127,7 @@ class FakeSwitching:
         finally:
             self.watchers -= 1
 
-    def cancel(self, id: str, reason: str) -> SwitchReport:
+    def cancel(self, id: str, reason: str) -> RedeploymentReport:
         if self._running is None or self._running.done() or id not in ("", self.report().id):
             raise Permanent(f"switch {id} is not under way" if id else "no switch is under way")
         report = self.report(id)
@@ -135,7 +135,7 @@ class FakeSwitching:
         self.held.set()
         return report
 
-    def history(self, limit: int) -> list[SwitchReport]:
+    def history(self, limit: int) -> list[RedeploymentReport]:
         newest = list(reversed(self.reports.values()))[: self.remembered]
         return newest[:limit] if limit else newest
 
@@ -152,16 +152,16 @@ class FakeSwitching:
         same = [e for e in self.engines if (e.configuration, e.gpus) == (wanted.configuration, wanted.gpus)]
         return same[0] if same else wanted
 
-    async def _run(self, switch: Switch) -> None:
-        why = await self._direction(switch, Direction.FORWARD, stages_of(switch))
-        state, detail = SwitchState.DONE, self.remark
+    async def _run(self, switch: Redeployment) -> None:
+        why = await self._direction(switch, StepDirection.FORWARD, stages_of(switch))
+        state, detail = RedeploymentState.DONE, self.remark
         if why:
             self._set(switch.id, steps=self._skipped(switch.id))
             stages = stages_back(switch, {e.engine for e in switch.coming})
-            back = tuple(StepReport(step, Direction.BACK) for step in steps_in(stages))
+            back = tuple(StepReport(step, StepDirection.BACK) for step in steps_in(stages))
             self._set(switch.id, steps=(*self.reports[switch.id].steps, *back), detail=why)
-            missing = await self._direction(switch, Direction.BACK, stages)
-            state, detail = SwitchState.DEGRADED if missing else SwitchState.ROLLED_BACK, why
+            missing = await self._direction(switch, StepDirection.BACK, stages)
+            state, detail = RedeploymentState.DEGRADED if missing else RedeploymentState.ROLLED_BACK, why
             if missing:
                 self.engines = switch.old[1:]
                 detail = f"{why}; {missing}"
@@ -176,7 +176,7 @@ class FakeSwitching:
         )
         await self._tell()
 
-    async def _direction(self, switch: Switch, direction: Direction, stages: Sequence[Stage]) -> str:
+    async def _direction(self, switch: Redeployment, direction: StepDirection, stages: Sequence[Stage]) -> str:
         """Why it does not go on."""
         for stage in stages:
             whys = await asyncio.gather(*(self._chain(switch, direction, chain) for chain in stage))
@@ -184,21 +184,21 @@ class FakeSwitching:
                 return why
         return ""
 
-    async def _chain(self, switch: Switch, direction: Direction, chain: Chain) -> str:
+    async def _chain(self, switch: Redeployment, direction: StepDirection, chain: Chain) -> str:
         for step in chain:
             await self.held.wait()
-            if self._called_off and direction is Direction.FORWARD:
+            if self._called_off and direction is StepDirection.FORWARD:
                 return self._called_off
             began_s = self.clock.now_s()
             self._fenced_s = began_s if step.kind is StepKind.FENCE else self._fenced_s
-            self._step(switch.id, StepReport(step, direction, StepState.RUNNING, "", began_s))
+            self._step(switch.id, StepReport(step, direction, RedeployStepState.RUNNING, "", began_s))
             await self._tell()
             await self.clock.sleep(self.pace_s * SLOWNESS.get(step.kind, 1.0))
             took_s = self.clock.now_s() - began_s
             # Of the engines that are worked on side by side, the first one has the fault.
             first = step.engine is None or step.engine in (switch.coming[0].engine, switch.old[0].engine)
             fault = self.failing.get((direction, step.kind), "") if first else ""
-            state = StepState.FAILED if fault else StepState.DONE
+            state = RedeployStepState.FAILED if fault else RedeployStepState.DONE
             self._step(switch.id, StepReport(step, direction, state, fault, began_s, took_s))
             await self._tell()
             if fault:
@@ -207,14 +207,15 @@ class FakeSwitching:
                 report = self.reports[switch.id]
                 parked = report.requests_parked + 3
                 self._set(switch.id, requests_moved=report.requests_moved + 1, requests_parked=parked)
-            if step.kind is StepKind.ADMIT and direction is Direction.FORWARD and self._fenced_s is not None:
+            if step.kind is StepKind.ADMIT and direction is StepDirection.FORWARD and self._fenced_s is not None:
                 self._set(switch.id, closed_s=self.clock.now_s() - self._fenced_s)
         return ""
 
     def _skipped(self, id: SwitchId) -> tuple[StepReport, ...]:
-        pending = StepState.PENDING
+        pending = RedeployStepState.PENDING
         return tuple(
-            replace(told, state=StepState.SKIPPED) if told.state is pending else told for told in self.reports[id].steps
+            replace(told, state=RedeployStepState.SKIPPED) if told.state is pending else told
+            for told in self.reports[id].steps
         )
 
     def _step(self, id: SwitchId, told: StepReport) -> None:

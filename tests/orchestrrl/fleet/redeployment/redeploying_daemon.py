@@ -9,19 +9,21 @@ from typing import Any, cast
 from fake_redeployments import FakeSwitching
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.config.schema import Listen
+from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.fleet.redeployment.steps import SwitchReport
-from orchestrrl.rpc.server import Server
+from orchestrrl.fleet.redeployment.steps import RedeploymentReport
+from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
 
 
 class SwitchDaemon:
     """`with SwitchDaemon(folder, pace_s) as daemon:` serves at `daemon.address` until the end of the block."""
 
-    def __init__(self, folder: Path, pace_s: float = 0.0, address: str = "127.0.0.1:0", *known: SwitchReport) -> None:
+    def __init__(
+        self, folder: Path, pace_s: float = 0.0, address: str = "127.0.0.1:0", *known: RedeploymentReport
+    ) -> None:
         """`known`: switches from before."""
         self._wanted = address
         self._known = known
@@ -59,7 +61,9 @@ class SwitchDaemon:
             self.switching = FakeSwitching(clock, self._pace_s)
             self.switching.reports.update({report.id: report for report in self._known})
             self.plane.switching = cast(Any, self.switching)
-            server = await Server.start(self.plane, Listen(address=self._wanted), SwitchesService({}, journal, clock))
+            server = await DaemonServer.start(
+                self.plane, ListenSettings(address=self._wanted), SwitchesService({}, journal, clock)
+            )
             self.address = server.address
             self._ready.set()
             await self._end.wait()

@@ -13,18 +13,25 @@ from builders import gateway_hello, gateway_report, request
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
-from orchestrrl.core.journal.store import Entry, Journal, Kind
-from orchestrrl.core.operations import ItemResult, MoveRequests, Operation, OperationResult, OperationStatus, SetRoutes
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
+from orchestrrl.core.operations import (
+    MoveRequests,
+    Operation,
+    OperationItemResult,
+    OperationResult,
+    OperationStatus,
+    SetRoutes,
+)
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
-from orchestrrl.engines.base import Capabilities, EngineMetrics
-from orchestrrl.engines.managed import EngineLayout, Excerpt
-from orchestrrl.fleet.deployers.base import Deployed, Life
+from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
+from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import spec_of
-from orchestrrl.fleet.redeployment.controller import Policy, Switching
-from orchestrrl.fleet.redeployment.steps import Limits, SwitchReport
+from orchestrrl.fleet.redeployment.controller import RedeploymentController, RedeployPolicy
+from orchestrrl.fleet.redeployment.steps import RedeploymentReport, RedeployTimeouts
 from planner.model import EngineId, GpuId, NodeId, RequestId, RequestView
 
 CONFIG = """
@@ -43,7 +50,7 @@ fleet:
     - {id: ep4, gpus: 4, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 4000, max_sequences: 16,
        prefill_tokens_per_s: 400, switch_s: 1.5, parallelism: {dp: 4, ep: 4}}
 """
-LIMITS = Limits(drain_s=5.0, stop_s=5.0, start_s=5.0, ready_s=10.0, load_s=5.0, check_s=5.0)
+LIMITS = RedeployTimeouts(drain_s=5.0, stop_s=5.0, start_s=5.0, ready_s=10.0, load_s=5.0, check_s=5.0)
 UP_AFTER_S = 1.5
 REFERENCE = -1.0  # log-probability of every token, for engines that answer as they should
 
@@ -54,7 +61,7 @@ class FakeEngine:
 
     spec: EngineSpec
     up_at_s: float
-    life: Life = Life.ALIVE
+    life: EngineLife = EngineLife.ALIVE
     lent: bool = False
     sleeping: bool = False
     weights: int | None = None
@@ -87,7 +94,9 @@ class Machines:
         self.engines[spec.engine] = FakeEngine(spec, self.clock.now_s())
 
     def alive(self) -> dict[EngineId, FakeEngine]:
-        return {id: engine for id, engine in self.engines.items() if engine.life is Life.ALIVE and not engine.lent}
+        return {
+            id: engine for id, engine in self.engines.items() if engine.life is EngineLife.ALIVE and not engine.lent
+        }
 
     async def meddle(self, what: str, engine: FakeEngine | EngineSpec) -> None:
         spec = engine.spec if isinstance(engine, FakeEngine) else engine
@@ -118,7 +127,7 @@ class Deployer:
         if ("check", spec.configuration) in self._machines.faults:
             raise self._machines.faults["check", spec.configuration]
 
-    async def start(self, spec: EngineSpec) -> Deployed:
+    async def start(self, spec: EngineSpec) -> DeployedInstance:
         machines = self._machines
         await machines.meddle("start", spec)
         there = machines.engines.get(spec.engine)
@@ -139,11 +148,11 @@ class Deployer:
             del self._machines.engines[engine]
             self._machines.stops.append(engine)
 
-    async def status(self, engine: EngineId) -> Deployed | None:
+    async def status(self, engine: EngineId) -> DeployedInstance | None:
         there = self._machines.engines.get(engine)
         return None if there is None else self._told(there)
 
-    async def list_engines(self) -> tuple[Deployed, ...]:
+    async def list_engines(self) -> tuple[DeployedInstance, ...]:
         return tuple(self._told(self._machines.engines[engine]) for engine in sorted(self._machines.engines))
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
@@ -158,7 +167,7 @@ class Deployer:
                 self._machines.engines[engine] = there
         there.lent = lent
 
-    async def scale(self, spec: EngineSpec) -> Deployed:
+    async def scale(self, spec: EngineSpec) -> DeployedInstance:
         there = self._machines.engines.pop(spec.engine)
         try:
             self._machines._own(spec)
@@ -170,10 +179,10 @@ class Deployer:
     async def close(self) -> None:
         self.closed = True
 
-    def _told(self, engine: FakeEngine) -> Deployed:
+    def _told(self, engine: FakeEngine) -> DeployedInstance:
         spec = engine.spec
         url = f"http://{spec.engine}"
-        return Deployed(
+        return DeployedInstance(
             spec.engine, spec.configuration, spec.gpus, url, engine.life, "died", spec=spec, lent=engine.lent
         )
 
@@ -190,16 +199,16 @@ class Client:
 
     async def _engine(self, what: str) -> FakeEngine:
         engine = self._machines.engines.get(self._id)
-        if engine is None or engine.life is not Life.ALIVE or self._machines.clock.now_s() < engine.up_at_s:
+        if engine is None or engine.life is not EngineLife.ALIVE or self._machines.clock.now_s() < engine.up_at_s:
             raise Retryable(f"{self.url}: connection refused", 0.1)
         await self._machines.meddle(what, engine)
         return engine
 
-    async def capabilities(self) -> Capabilities:
+    async def capabilities(self) -> EngineCapabilities:
         await self._engine("capabilities")
         machines = self._machines
         offers = {"sleep": machines.can_sleep, "scale_elastic_ep": machines.can_scale}
-        return Capabilities("fake", "1", ("fake",), **offers)
+        return EngineCapabilities("fake", "1", ("fake",), **offers)
 
     async def metrics(self) -> EngineMetrics:
         engine = await self._engine("metrics")
@@ -214,10 +223,10 @@ class Client:
         await self._engine("probe")
         return 0.01
 
-    async def layout(self) -> EngineLayout:
+    async def layout(self) -> ReportedLayout:
         engine = await self._engine("layout")
         layout = engine.spec.parallelism
-        return EngineLayout(tp=engine.tp or layout.tp, dp=engine.dp, ep=layout.ep > 1)
+        return ReportedLayout(tp=engine.tp or layout.tp, dp=engine.dp, ep=layout.ep > 1)
 
     async def weight_version(self) -> int | None:
         return (await self._engine("weight_version")).weights
@@ -228,11 +237,11 @@ class Client:
     async def name_weights(self, policy_version: int) -> None:
         (await self._engine("name_weights")).weights = policy_version
 
-    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> Excerpt:
+    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
         engine = await self._engine("excerpt")
-        return Excerpt(tuple(prompt_ids), (1,) * tokens, (engine.logprob,) * tokens)
+        return AnswerExcerpt(tuple(prompt_ids), (1,) * tokens, (engine.logprob,) * tokens)
 
-    async def score(self, excerpt: Excerpt) -> tuple[float, ...]:
+    async def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
         return ((await self._engine("score")).logprob,) * len(excerpt.token_ids)
 
     async def sleep(self) -> None:
@@ -311,7 +320,7 @@ class Gateway:
         for move in operation.action.moves:
             view = self.requests.get(move.request)
             if view is None or view.engine != move.from_engine:
-                items.append(ItemResult(move.request, False, "is not there"))
+                items.append(OperationItemResult(move.request, False, "is not there"))
                 continue
             if move.to_engine in self.usable():
                 self._to(move.request, move.to_engine)
@@ -319,9 +328,9 @@ class Gateway:
                 self.held[move.request] = move.to_engine
                 self._to(move.request, None)
             else:
-                items.append(ItemResult(move.request, False, "takes no requests"))
+                items.append(OperationItemResult(move.request, False, "takes no requests"))
                 continue
-            items.append(ItemResult(move.request, True))
+            items.append(OperationItemResult(move.request, True))
         return OperationResult(operation.id, NodeId("gw"), OperationStatus.DONE, items=tuple(items))
 
     def _to(self, id: RequestId, engine: EngineId | None) -> None:
@@ -356,15 +365,15 @@ class House:
         self.machines.place(self.spec(engine, configuration, *gpus))
 
     @asynccontextmanager
-    async def daemon(self) -> AsyncIterator[Switching]:
+    async def daemon(self) -> AsyncIterator[RedeploymentController]:
         journal = Journal(self.path, self.clock.now_s())
         append = journal.append
 
-        def counted(at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+        def counted(at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
             if self.killed_after is not None and self._written > self.killed_after:
                 raise Killed
             sequence = append(at_s, kind, subject, body)
-            if kind in (Kind.SWITCH_STEP, Kind.SWITCH_BEGAN):
+            if kind in (EntryKind.SWITCH_STEP, EntryKind.SWITCH_BEGAN):
                 self._written += 1
                 if self.killed_after is not None and self._written > self.killed_after:
                     raise Killed
@@ -373,7 +382,7 @@ class House:
         journal.append = counted  # type: ignore[method-assign]
         plane = ControlPlane(self.config, journal, self.clock, stopwatch=lambda: 0.0)
         deployer = Deployer(self.machines)
-        switching = Switching(
+        switching = RedeploymentController(
             plane,
             deployer,
             lambda url: Client(url, self.machines, lambda engine: len(self.gateway.on(engine))),
@@ -381,7 +390,7 @@ class House:
             lambda engine, configuration, gpus: spec_of(self.config.fleet, engine, configuration, gpus),
             gpus_count=4,
             per_node=8,
-            policy=Policy(LIMITS, keep_asleep=self.keep_asleep),
+            policy=RedeployPolicy(LIMITS, keep_asleep=self.keep_asleep),
         )
         plane.deployment = plane.switching = switching
         plane.watch_deployed = self._watch
@@ -412,7 +421,7 @@ class House:
         if not self.watched or self.watched[-1] != urls.keys():
             self.watched.append({str(engine) for engine in urls})
 
-    async def until_ended(self, most_s: float = 120.0) -> SwitchReport:
+    async def until_ended(self, most_s: float = 120.0) -> RedeploymentReport:
         for _ in range(int(most_s / 0.5)):
             if not self.switching.busy:
                 await self.clock.advance(1.0)
@@ -420,11 +429,11 @@ class House:
             await self.clock.advance(0.5)
         raise AssertionError(f"the switch has not ended: {self.switching.report()}")
 
-    def engines_noted(self, kind: Kind) -> list[tuple[str, bool, str]]:
+    def engines_noted(self, kind: EntryKind) -> list[tuple[str, bool, str]]:
         """Of which engines the journal tells that they started, or stopped; whether it was done, and a word on it."""
         return [(entry.subject, entry.body["done"], entry.body["detail"]) for entry in self.entries(kind)]
 
-    def entries(self, *kinds: Kind) -> list[Entry]:
+    def entries(self, *kinds: EntryKind) -> list[JournalEntry]:
         from orchestrrl.core.journal.store import JournalReader
 
         reader = JournalReader(self.path)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.engines.managed import Excerpt
-from orchestrrl.fleet.redeployment.checks import Tolerance, answers_fault, reading_fault, writing_fault
+from orchestrrl.engines.managed import AnswerExcerpt
+from orchestrrl.fleet.redeployment.checks import AnswerTolerance, answers_fault, reading_fault, writing_fault
 
 PROMPT = (3, 10, 17)
 VOCABULARY = 8
 TOKENS = 16
-LIMITS = Tolerance(tokens=TOKENS, mean_nats=0.05)
+LIMITS = AnswerTolerance(tokens=TOKENS, mean_nats=0.05)
 
 
 class Model:
@@ -29,16 +29,16 @@ class Model:
         likely = [chance.uniform(-6, -1) for _ in range(VOCABULARY)]
         return [each + noise.uniform(-self._noise_nats, self._noise_nats) for each in likely]
 
-    def excerpt(self) -> Excerpt:
+    def excerpt(self) -> AnswerExcerpt:
         text, logprobs = PROMPT, []
         for _ in range(TOKENS):
             after = self.after(text)
             taken = sorted(range(VOCABULARY), key=lambda token: -after[token])[self._takes]
             text = (*text, taken)
             logprobs.append(after[taken] - self._decode_nats)
-        return Excerpt(PROMPT, text[len(PROMPT) :], tuple(logprobs))
+        return AnswerExcerpt(PROMPT, text[len(PROMPT) :], tuple(logprobs))
 
-    def score(self, excerpt: Excerpt) -> tuple[float, ...]:
+    def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
         text = (*excerpt.prompt_ids, *excerpt.token_ids)
         first = len(excerpt.prompt_ids)
         return tuple(self.after(text[:place])[text[place]] for place in range(first, len(text)))
@@ -83,11 +83,11 @@ def test_who_takes_what_is_unlikely_is_not() -> None:
 
 @pytest.mark.parametrize(("shift", "faults"), [(0.49, 0), (0.51, 1)])
 def test_texts_may_part_where_both_tokens_are_about_as_likely(shift: float, faults: int) -> None:
-    one = Excerpt(PROMPT, (4, 5, 6), (-1.0, -1.0, -1.0))
+    one = AnswerExcerpt(PROMPT, (4, 5, 6), (-1.0, -1.0, -1.0))
     other = replace(one, token_ids=(4, 7, 8), logprobs=(-1.0, -1.0 - shift, -9.0))
     assert len(writing_fault(one, other, LIMITS)) == faults
 
 
 def test_a_text_that_ended_earlier_is_compared_as_far_as_it_goes() -> None:
-    one = Excerpt(PROMPT, (4, 5, 6), (-1.0, -1.0, -1.0))
-    assert writing_fault(one, Excerpt(PROMPT, (4,), (-1.0,)), LIMITS) == []
+    one = AnswerExcerpt(PROMPT, (4, 5, 6), (-1.0, -1.0, -1.0))
+    assert writing_fault(one, AnswerExcerpt(PROMPT, (4,), (-1.0,)), LIMITS) == []

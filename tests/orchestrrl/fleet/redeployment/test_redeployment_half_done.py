@@ -8,12 +8,19 @@ from builders import engine_report, sample
 from switch_house import FakeEngine, House
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.engines.base import Capabilities
-from orchestrrl.fleet.deployers.base import Life
-from orchestrrl.fleet.redeployment.steps import BRING_UP, Direction, StepKind, StepState, SwitchState, SwitchWish
+from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.fleet.deployers.base import EngineLife
+from orchestrrl.fleet.redeployment.steps import (
+    BRING_UP,
+    RedeploymentState,
+    RedeployRequest,
+    RedeployStepState,
+    StepDirection,
+    StepKind,
+)
 from planner.model import EngineId
 
-TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
+TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
 
 
 @pytest.fixture
@@ -49,7 +56,7 @@ async def test_a_stop_that_was_begun_is_ended_before_going_back(house: House) ->
     house.machines.hangs.clear()
     async with house.daemon():
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert (house.machines.stops, house.machines.starts) == (["b", "a"], {"a": 1, "b": 1})
 
@@ -62,7 +69,7 @@ async def test_so_is_one_that_is_called_off(house: House) -> None:
         house.machines.hangs.clear()
         switching.cancel("", "changed my mind")
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert house.machines.starts == {"a": 1, "b": 1}
 
@@ -80,10 +87,10 @@ async def test_one_that_was_started_again_is_not_stopped_by_the_next_daemon(hous
     house.machines.hangs.clear()
     async with house.daemon():
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert house.machines.starts == {"a": 1, "b": 1}
-        back = [told.step for told in report.steps if told.direction is Direction.BACK]
+        back = [told.step for told in report.steps if told.direction is StepDirection.BACK]
         assert [step.engine for step in back if step.kind is StepKind.VERIFY] == ["a"]
 
 
@@ -99,7 +106,7 @@ async def test_who_fell_asleep_and_is_not_known_to_is_woken(tmp_path: Path) -> N
     house.machines.hangs.clear()
     async with house.daemon():
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert house.machines.starts == {"b": 1}
 
@@ -112,18 +119,18 @@ async def test_who_cannot_be_woken_is_started(tmp_path: Path) -> None:
         tell_that_it_sleeps(house, "a")
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK, report.detail
+        assert report.state is RedeploymentState.ROLLED_BACK, report.detail
         check_whole(house, "a", "b", "w")
         assert house.machines.starts == {f"{report.id}.0": 1, "a": 1, "b": 1}
-        back = [told for told in report.steps if told.direction is Direction.BACK and told.step.engine == "a"]
+        back = [told for told in report.steps if told.direction is StepDirection.BACK and told.step.engine == "a"]
         assert [(told.step.kind, told.state) for told in back] == [
-            (kind, StepState.DONE) for kind in (StepKind.START, *BRING_UP)
+            (kind, RedeployStepState.DONE) for kind in (StepKind.START, *BRING_UP)
         ]
 
 
 def tell_that_it_sleeps(house: House, engine: str) -> None:
     told = engine_report(engine, sample=sample(house.clock.now_s()))
-    offers = Capabilities("fake", "1", ("fake",), sleep=True)
+    offers = EngineCapabilities("fake", "1", ("fake",), sleep=True)
     house.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
 
 
@@ -132,9 +139,9 @@ async def test_an_engine_that_ends_while_its_requests_leave_is_as_good_as_stoppe
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         await house.clock.advance(1.0)
-        house.machines.engines[EngineId("a")].life = Life.ENDED
+        house.machines.engines[EngineId("a")].life = EngineLife.ENDED
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         check_whole(house, f"{report.id}.0", "w")
 
 
@@ -148,11 +155,14 @@ async def test_one_that_ends_while_others_come_up_is_not_admitted(tmp_path: Path
 
     house.machines.made = slow
     async with house.daemon() as switching:
-        switching.begin(SwitchWish((("tp1", 2),)))
+        switching.begin(RedeployRequest((("tp1", 2),)))
         await house.clock.advance(4.0)
-        house.machines.engines[EngineId("s1.0")].life = Life.ENDED
+        house.machines.engines[EngineId("s1.0")].life = EngineLife.ENDED
         report = await house.until_ended()
-        assert (report.state, report.detail) == (SwitchState.ROLLED_BACK, "admit: s1.0 ended before it served: died")
+        assert (report.state, report.detail) == (
+            RedeploymentState.ROLLED_BACK,
+            "admit: s1.0 ended before it served: died",
+        )
         check_whole(house, "wide")
 
 
@@ -161,8 +171,8 @@ async def test_going_back_brings_back_who_ended_meanwhile(house: House) -> None:
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         await house.clock.advance(1.0)
-        house.machines.engines[EngineId("a")].life = Life.ENDED
+        house.machines.engines[EngineId("a")].life = EngineLife.ENDED
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert house.machines.starts == {"a": 1}

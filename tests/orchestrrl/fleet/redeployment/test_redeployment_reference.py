@@ -6,14 +6,20 @@ from typing import Any
 import pytest
 from switch_house import Client, FakeEngine, House
 
-from orchestrrl.core.journal.store import Kind
-from orchestrrl.engines.managed import Excerpt
-from orchestrrl.fleet.redeployment.steps import StepKind, StepState, SwitchReport, SwitchState, SwitchWish
+from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.engines.managed import AnswerExcerpt
+from orchestrrl.fleet.redeployment.steps import (
+    RedeploymentReport,
+    RedeploymentState,
+    RedeployRequest,
+    RedeployStepState,
+    StepKind,
+)
 from planner.model import RequestId
 
 SEATS = 16
-TO_TP2 = SwitchWish((("tp2", 1),))
-MORE_TP1 = SwitchWish((("tp1", 3),))
+TO_TP2 = RedeployRequest((("tp2", 1),))
+MORE_TP1 = RedeployRequest((("tp1", 3),))
 
 
 @pytest.fixture
@@ -27,7 +33,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
     house.asked = []  # type: ignore[attr-defined]
     answer = Client.excerpt
 
-    async def with_a_seat(self: Client, *asked: Any) -> Excerpt:
+    async def with_a_seat(self: Client, *asked: Any) -> AnswerExcerpt:
         house.asked.append(str(self._id))  # type: ignore[attr-defined]
         while len(house.gateway.on(self._id)) >= SEATS:
             await house.clock.sleep(0.1)
@@ -47,8 +53,8 @@ def wide_ones_answer_otherwise(engine: FakeEngine) -> None:
         answers_otherwise(engine)
 
 
-def failed_at(report: SwitchReport) -> list[StepKind]:
-    return [told.step.kind for told in report.steps if told.state is StepState.FAILED]
+def failed_at(report: RedeploymentReport) -> list[StepKind]:
+    return [told.step.kind for told in report.steps if told.state is RedeployStepState.FAILED]
 
 
 async def test_the_first_that_is_emptied_is_asked_and_nobody_waits_for_a_seat(house: House) -> None:
@@ -57,7 +63,7 @@ async def test_the_first_that_is_emptied_is_asked_and_nobody_waits_for_a_seat(ho
         began_s = house.clock.now_s()
         switching.begin(TO_TP2)
         report = await house.until_ended()
-    assert (report.state, failed_at(report)) == (SwitchState.ROLLED_BACK, [StepKind.VERIFY])
+    assert (report.state, failed_at(report)) == (RedeploymentState.ROLLED_BACK, [StepKind.VERIFY])
     assert "answers otherwise than the engines before" in report.detail
     fence = next(told for told in report.steps if told.step.kind is StepKind.FENCE)
     assert fence.began_s is not None
@@ -68,7 +74,7 @@ async def test_with_a_right_answer_it_is_done(house: House) -> None:
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         report = await house.until_ended()
-    assert report.state is SwitchState.DONE
+    assert report.state is RedeploymentState.DONE
     (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
     assert "no other to compare" not in verified.detail
     assert house.asked == ["a", *[f"{report.id}.0"] * 2]  # type: ignore[attr-defined]  # one of those before; the new
@@ -78,12 +84,12 @@ async def test_a_later_daemon_still_knows_the_answer(house: House) -> None:
     """It goes back, and compares the engines that it starts anew."""
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
-        while not any(entry.body["kind"] == StepKind.READY for entry in house.entries(Kind.SWITCH_STEP)):
+        while not any(entry.body["kind"] == StepKind.READY for entry in house.entries(EntryKind.SWITCH_STEP)):
             await house.clock.advance(0.05)
     house.machines.made = answers_otherwise
     async with house.daemon():
         report = await house.until_ended()
-    assert report.state is SwitchState.DEGRADED
+    assert report.state is RedeploymentState.DEGRADED
     assert "answers otherwise than the engines before" in report.detail
 
 
@@ -96,7 +102,7 @@ async def test_where_no_engine_leaves_a_seat_is_waited_for(house: House) -> None
         assert house.machines.starts.total() == 0
         del house.gateway.requests[RequestId("r0")]
         report = await house.until_ended()
-    assert (report.state, failed_at(report)) == (SwitchState.ROLLED_BACK, [StepKind.VERIFY])
+    assert (report.state, failed_at(report)) == (RedeploymentState.ROLLED_BACK, [StepKind.VERIFY])
     assert report.closed_s is None
 
 
@@ -104,7 +110,7 @@ async def test_but_not_for_ever(house: House) -> None:
     async with house.daemon() as switching:
         switching.begin(MORE_TP1)
         report = await house.until_ended()
-    assert report.state is SwitchState.DONE
+    assert report.state is RedeploymentState.DONE
     (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
     assert "no other to compare" in verified.detail
 
@@ -115,6 +121,6 @@ async def test_it_can_be_called_off_meanwhile(house: House) -> None:
         await house.clock.advance(1.0)
         switching.cancel(id, "enough")
         report = await house.until_ended()
-    assert report.state is SwitchState.ROLLED_BACK
+    assert report.state is RedeploymentState.ROLLED_BACK
     assert "enough" in report.detail
     assert house.machines.starts.total() == 0

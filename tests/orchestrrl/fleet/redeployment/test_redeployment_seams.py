@@ -12,19 +12,19 @@ from builders import engine_report, sample
 from switch_house import CONFIG, Client, FakeEngine, House
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
-from orchestrrl.core.journal.store import Kind
-from orchestrrl.core.operations import ItemResult, MoveRequests, Operation, OperationResult
+from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.core.operations import MoveRequests, Operation, OperationItemResult, OperationResult
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.fleet.deployers.base import Life
+from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.membership_changes import NewEngine
 from orchestrrl.fleet.redeployment.actions import POLL_S
-from orchestrrl.fleet.redeployment.run import LOOK_AGAIN_S, SwitchRun
-from orchestrrl.fleet.redeployment.steps import StepState, SwitchState, SwitchWish
+from orchestrrl.fleet.redeployment.run import LOOK_AGAIN_S, RedeploymentRun
+from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployRequest, RedeployStepState
 from planner.model import EngineHealth, EngineId
 
-TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
+TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
 A, B, W = EngineId("a"), EngineId("b"), EngineId("w")
 
 
@@ -53,14 +53,14 @@ async def test_engines_that_end_by_themselves_do_not_end_the_watch_over_them(hou
     async with house.daemon() as switching:
         tending = asyncio.create_task(switching.tend())
         for engine in (A, B):
-            house.machines.engines[engine].life = Life.ENDED
+            house.machines.engines[engine].life = EngineLife.ENDED
             await house.clock.advance(5.0)
             assert not tending.done(), tending.exception()
             assert house.machines.stops[-1] == engine  # what is left of it holds its GPUs no longer
         check_whole(house, "w")
         assert {route.engine for route in house.gateway.routes.routes} == switching.deployed.keys() == {W}
         assert house.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}]
-        assert house.engines_noted(Kind.ENGINE_STOPPED) == [("a", True, "died"), ("b", True, "died")]
+        assert house.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, "died"), ("b", True, "died")]
         tending.cancel()
 
 
@@ -76,12 +76,12 @@ async def test_engines_of_a_configuration_that_is_no_more_serve_on(
 
 
 async def test_engines_that_ended_while_the_daemon_was_away_are_cleared(house: House) -> None:
-    house.machines.engines[A].life = Life.ENDED
+    house.machines.engines[A].life = EngineLife.ENDED
     async with house.daemon() as switching:
         check_whole(house, "b", "w")
         assert switching.deployed.keys() == {B, W}
         assert house.machines.stops == [A]
-        assert house.engines_noted(Kind.ENGINE_STOPPED) == [("a", True, "died")]
+        assert house.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, "died")]
 
 
 async def test_an_engine_of_which_nothing_is_left_keeps_no_gpus(house: House) -> None:
@@ -91,9 +91,9 @@ async def test_an_engine_of_which_nothing_is_left_keeps_no_gpus(house: House) ->
         del house.machines.engines[A]
         await house.clock.advance(5.0)
         check_whole(house, "b", "w")
-        switching.begin(SwitchWish((("tp1", 2), ("tp2", 1))))
+        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         check_whole(house, "b", "w", f"{report.id}.0")
         tending.cancel()
 
@@ -117,7 +117,7 @@ async def test_a_look_that_a_switch_has_overtaken_is_not_taken_for_the_truth(hou
         assert "s1.0" in house.machines.engines
         may_answer.set()
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         check_whole(house, "s1.0", "w")
         tending.cancel()
 
@@ -146,7 +146,7 @@ async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_w
         breaks(house)
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         tell_tokens(house, "a", 17)
         await house.clock.advance(1.0)
         assert house.plane.gate.state.versions[A] == 7
@@ -164,9 +164,9 @@ async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(hou
         house.machines.engines[W].weights = 6
         house.machines.engines[A].weights = house.machines.engines[B].weights = 7
         breaks(house)
-        switching.begin(SwitchWish((("tp2", 2),)))
+        switching.begin(RedeployRequest((("tp2", 2),)))
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         assert house.plane.gate.state.versions == {A: 7, B: 7, W: 6}
         assert not house.plane.gate.state.serves(W)
 
@@ -200,7 +200,7 @@ async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(ho
     async with house.daemon():
         await house.clock.advance(0.5)
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert house.machines.engines[A].weights == 7
         assert house.plane.gate.state.versions == {A: 7, B: 7, W: 7}
@@ -223,7 +223,7 @@ async def test_an_engine_that_came_with_other_weights_is_not_let_in(
         switching.begin(TO_TP2)
         report = await house.until_ended()
         assert (report.state, report.detail) == (
-            SwitchState.ROLLED_BACK,
+            RedeploymentState.ROLLED_BACK,
             "verify of s1.0: its weights are version 6, the fleet's 7",
         )
 
@@ -239,7 +239,7 @@ async def test_one_that_is_not_healthy_is_waited_for(house: House, monkeypatch: 
             await house.clock.advance(5.0)
             assert switching.report().engines == ("s1.0", "w")
             assert house.gateway.usable() == ["w"]
-        assert (await house.until_ended()).state is SwitchState.DONE
+        assert (await house.until_ended()).state is RedeploymentState.DONE
         check_whole(house, "s1.0", "w")
 
 
@@ -253,7 +253,7 @@ async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(hou
         house.plane.gate.set_version([W], 8, "", "/ckpt/8")
         house.machines.engines[W].weights = 8
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         assert "the fleet's weights became version 8 meanwhile, from 7" in report.detail
         assert {engine.weights for engine in house.machines.engines.values()} == {8}
         assert house.plane.gate.state.versions == {A: 8, B: 8, W: 8}
@@ -272,7 +272,7 @@ async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_swi
         house.gateway.requests.clear()
         house.plane.enrolment._change("remove", A, house.plane.enrolment.roster.with_removed(A), "")
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK, report.detail
+        assert report.state is RedeploymentState.ROLLED_BACK, report.detail
         check_whole_but(house, "a")
 
 
@@ -285,9 +285,9 @@ def check_whole_but(house: House, removed: str) -> None:
 async def test_a_drained_engine_gets_none_of_the_requests_of_those_that_leave(house: House) -> None:
     async with house.daemon() as switching:
         house.plane.enrolment.drain(W)
-        switching.begin(SwitchWish((("tp2", 1),)))
+        switching.begin(RedeployRequest((("tp2", 1),)))
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE, report.detail
+        assert report.state is RedeploymentState.DONE, report.detail
         assert house.gateway.on(W) == ["r2", "r5"]
         assert report.requests_moved == 0
         assert set(house.gateway.usable()) == {f"{report.id}.0"}
@@ -302,14 +302,14 @@ async def test_who_is_refused_by_an_engine_goes_to_another(house: House) -> None
         taken = tuple(move for move in operation.action.moves if move.to_engine != W)
         refused = [move for move in operation.action.moves if move.to_engine == W]
         done = perform(dataclasses.replace(operation, action=MoveRequests(taken)))
-        items = (*done.items, *(ItemResult(move.request, False, "w takes no requests") for move in refused))
+        items = (*done.items, *(OperationItemResult(move.request, False, "w takes no requests") for move in refused))
         return dataclasses.replace(done, items=items)
 
     house.gateway._perform = refusing  # type: ignore[method-assign]
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE, report.detail
+        assert report.state is RedeploymentState.DONE, report.detail
         assert report.requests_moved == 0
         assert report.requests_parked == 4
 
@@ -319,7 +319,7 @@ async def test_an_engine_that_does_not_say_what_it_has_is_not_stopped(house: Hou
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         assert report.detail == "evacuate of a: took longer than 5 s: it does not say what it has: is too busy"
         assert house.machines.stops == []
         check_whole(house, "a", "b", "w")
@@ -331,12 +331,12 @@ async def test_a_stop_that_fails_leaves_an_engine_that_serves_on(house: House) -
         switching.begin(TO_TP2)
         report = await house.until_ended()
         assert (report.state, report.detail) == (
-            SwitchState.ROLLED_BACK,
+            RedeploymentState.ROLLED_BACK,
             "stop of a: does not end; stop of a: does not end",
         )
         check_whole(house, "a", "b", "w")
         assert house.watched[-1] == {"a", "b", "w"}
-        assert house.engines_noted(Kind.ENGINE_STOPPED)[:1] == [("a", False, "does not end")]
+        assert house.engines_noted(EntryKind.ENGINE_STOPPED)[:1] == [("a", False, "does not end")]
 
 
 async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(house: House) -> None:
@@ -345,7 +345,7 @@ async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(hou
         house.gateway.on = lambda engine: ["elsewhere"] * 3  # type: ignore[method-assign,assignment]
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         assert "it has 3 requests that no gateway has told of" in report.detail
 
 
@@ -353,9 +353,9 @@ async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that
     house.gateway.requests.clear()
     async with house.daemon() as switching:
         await house.plane.enrolment.remove(B)
-        switching.begin(SwitchWish((("tp1", 2), ("tp2", 1))))
+        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         check_whole(house, "a", "w", f"{report.id}.0")
 
 
@@ -368,7 +368,7 @@ async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a
         tell_tokens(house, "w", 1)
         house.plane.enrolment.drain(W, move=True)
         await house.clock.advance(3.0)
-        ordered = [entry.body["operation"]["action"]["moves"] for entry in house.entries(Kind.OPERATION_INTENT)]
+        ordered = [entry.body["operation"]["action"]["moves"] for entry in house.entries(EntryKind.OPERATION_INTENT)]
         assert "w" not in {move["from_engine"] for moves in ordered for move in moves}
         house.machines.hangs.clear()
         await house.until_ended()
@@ -388,9 +388,9 @@ async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_swi
 
         switching._deployer.list_engines = refusing
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         assert len(refusals) == 1
-        assert [entry.subject for entry in house.entries(Kind.SWITCH_ENDED)] == [report.id]
+        assert [entry.subject for entry in house.entries(EntryKind.SWITCH_ENDED)] == [report.id]
         check_whole(house, f"{report.id}.0", "w")
 
 
@@ -409,7 +409,7 @@ async def test_going_back_waits_for_a_deployer_that_does_not_say_what_there_is(h
             return await listed()
 
         deployer.list_engines = refusing
-        assert (await house.until_ended()).state is SwitchState.ROLLED_BACK
+        assert (await house.until_ended()).state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert [later - before for before, later in pairwise(asked_s[:3])] == [LOOK_AGAIN_S] * 2
 
@@ -437,10 +437,10 @@ async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(house: H
 async def test_a_defect_of_the_switch_itself_leaves_nobody_fenced(
     house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(run: SwitchRun, failure: object) -> None:
+    async def broken(run: RedeploymentRun, failure: object) -> None:
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(SwitchRun, "_end", broken)
+    monkeypatch.setattr(RedeploymentRun, "_end", broken)
     breaks(house)
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
@@ -473,7 +473,7 @@ async def test_a_start_that_came_to_nothing_yet_is_asked_for_again(
     house.machines.meddle = refusing  # type: ignore[method-assign]
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
-        assert (await house.until_ended()).state is SwitchState.DONE
+        assert (await house.until_ended()).state is RedeploymentState.DONE
         assert [later - before for before, later in pairwise(asked_s)] == pytest.approx([every_s] * 2)
 
 
@@ -482,19 +482,19 @@ async def test_a_switch_that_was_never_closed_is_not_taken_up_after_a_later_one(
     async with house.daemon() as switching:
         append = house.plane.journal.append
 
-        def full(at_s: float, kind: Kind, subject: str, body: Any) -> int:
-            if kind is Kind.SWITCH_ENDED:
+        def full(at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
+            if kind is EntryKind.SWITCH_ENDED:
                 raise Permanent("disk full")
             return append(at_s, kind, subject, body)
 
         house.plane.journal.append = full
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         house.plane.journal.append = append
-        switching.begin(SwitchWish((("tp1", 2), ("tp2", 1))))
+        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         back = await house.until_ended()
-        assert back.state is SwitchState.DONE
+        assert back.state is RedeploymentState.DONE
     async with house.daemon() as switching:
         await house.until_ended()
         assert house.machines.stops == ["a", "b", "w"]
@@ -506,7 +506,7 @@ async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure
         house.machines.faults["layout", "tp2"] = ZeroDivisionError("of somebody")  # type: ignore[assignment]
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         assert "ZeroDivisionError('of somebody')" in report.detail
         check_whole(house, "a", "b", "w")
 
@@ -520,7 +520,7 @@ async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(house: H
         switching.begin(TO_TP2)
         await house.clock.advance(5.0)
 
-        def full(at_s: float, kind: Kind, subject: str, body: Any) -> int:
+        def full(at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
             raise Permanent("disk full")
 
         append, house.plane.journal.append = house.plane.journal.append, full
@@ -528,7 +528,7 @@ async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(house: H
             await house.until_ended()
         house.plane.journal.append = append
         await house.clock.advance(2.0)
-        assert house.switching.report().state is SwitchState.ROLLED_BACK
+        assert house.switching.report().state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert house.plane.gate.state.versions == {A: 7, B: 7, W: 7}
 
@@ -541,7 +541,11 @@ async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_servin
     house.machines.faults["stop", "stranger"] = OutcomeUnknown("processes do not end on SIGKILL")
     async with house.daemon():
         assert {f"{report.id}.0", "w"} == set(house.gateway.usable())
-        assert house.engines_noted(Kind.ENGINE_STOPPED)[-1] == ("stranger", False, "processes do not end on SIGKILL")
+        assert house.engines_noted(EntryKind.ENGINE_STOPPED)[-1] == (
+            "stranger",
+            False,
+            "processes do not end on SIGKILL",
+        )
 
 
 @pytest.mark.parametrize("when", ["reload", "restart"])
@@ -559,24 +563,24 @@ async def test_configurations_that_are_no_more_do_not_keep_engines_from_coming_b
     if when == "restart":
         async with house.daemon():
             report = await house.until_ended()
-            assert report.state is SwitchState.ROLLED_BACK, report.detail
+            assert report.state is RedeploymentState.ROLLED_BACK, report.detail
             check_whole(house, "a", "b", "w")
-    assert report.state is SwitchState.ROLLED_BACK, report.detail
+    assert report.state is RedeploymentState.ROLLED_BACK, report.detail
 
 
 async def test_a_switch_that_cannot_be_written_down_is_not_begun(house: House) -> None:
     async with house.daemon() as switching:
         append = house.plane.journal.append
 
-        def full(at_s: float, kind: Kind, subject: str, body: Any) -> int:
-            if kind is Kind.SWITCH_BEGAN:
+        def full(at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
+            if kind is EntryKind.SWITCH_BEGAN:
                 raise Permanent("disk full")
             return append(at_s, kind, subject, body)
 
         house.plane.journal.append = full
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         assert report.detail == "nothing was begun, since it cannot be written down: disk full"
         check_whole(house, "a", "b", "w")
 
@@ -594,39 +598,39 @@ async def test_who_is_told_that_a_switch_has_ended_may_begin_the_next(house: Hou
         async def follow() -> str:
             done = set()
             async for report in switching.watch(switching.begin(TO_TP2)):
-                done.add(sum(told.state is StepState.DONE for told in report.steps))
-            assert report.state is SwitchState.DONE
+                done.add(sum(told.state is RedeployStepState.DONE for told in report.steps))
+            assert report.state is RedeploymentState.DONE
             assert len(done) > 3  # of each step that takes a while
-            return str(switching.begin(SwitchWish((("tp1", 2), ("tp2", 1)))))
+            return str(switching.begin(RedeployRequest((("tp1", 2), ("tp2", 1)))))
 
         following = asyncio.create_task(follow())
         for _ in range(60):
             await house.clock.advance(0.5)
         assert following.result() == "s2"
         assert not switching._book._watchers
-        assert (await house.until_ended()).state is SwitchState.DONE
+        assert (await house.until_ended()).state is RedeploymentState.DONE
 
 
 async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(house: House) -> None:
     async with house.daemon() as switching:
         house.plane.enrolment.drain(W)
         with pytest.raises(ProblemFaults, match=r"the 2 GPUs .*; the other GPUs have w \(drained by an operator"):
-            switching.begin(SwitchWish((("tp2", 2),)))
-        house.machines.engines[A].life = Life.UNKNOWN
+            switching.begin(RedeployRequest((("tp2", 2),)))
+        house.machines.engines[A].life = EngineLife.UNKNOWN
         await switching._look()
         with pytest.raises(
             ProblemFaults, match=r"the 1 GPUs .*; the other GPUs have a, w \(.*nobody knows how they are"
         ):
-            switching.begin(SwitchWish((("tp2", 2),)))
-        house.machines.engines[A].life = Life.ALIVE
+            switching.begin(RedeployRequest((("tp2", 2),)))
+        house.machines.engines[A].life = EngineLife.ALIVE
         await switching._look()
         house.plane.enrolment.drain(W)
         added = NewEngine("elsewhere", "http://elsewhere:8000", "tp1", (3,))
-        house.machines.engines[W].life = Life.ENDED
+        house.machines.engines[W].life = EngineLife.ENDED
         await switching._bury((await switching._deployer.list_engines())[2])
         house.plane.enrolment.add(added)
         with pytest.raises(ProblemFaults, match=r"the other GPUs have elsewhere \(not started by this deployer"):
-            switching.begin(SwitchWish((("tp2", 2),)))
+            switching.begin(RedeployRequest((("tp2", 2),)))
 
 
 @pytest.mark.parametrize("killed_after", [10, 20])
@@ -655,7 +659,7 @@ async def test_a_gate_that_is_closed_when_the_next_daemon_comes_brings_its_weigh
         assert house.machines.stops == stops
         closed[0] = ""
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert house.plane.gate.state.versions == {A: 8, B: 8, W: 8}
         assert {engine.weights for engine in house.machines.engines.values()} == {8}

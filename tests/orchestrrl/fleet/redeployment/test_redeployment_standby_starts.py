@@ -7,14 +7,14 @@ import pytest
 from builders import engine_report, sample
 from switch_house import House
 
-from orchestrrl.core.journal.store import Kind
-from orchestrrl.engines.base import Capabilities
-from orchestrrl.fleet.redeployment.steps import SwitchState, SwitchWish
+from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployRequest
 
 
 def tell(house: House, *engines: str) -> None:
     """As the watch of an engine does."""
-    offers = Capabilities("fake", "1", ("fake",), sleep=house.machines.can_sleep)
+    offers = EngineCapabilities("fake", "1", ("fake",), sleep=house.machines.can_sleep)
     for engine in engines:
         told = engine_report(engine, sample=sample(house.clock.now_s()))
         house.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
@@ -22,7 +22,7 @@ def tell(house: House, *engines: str) -> None:
 
 def learnt(house: House) -> list[str]:
     """Configurations of which a start was told with its seconds, in order."""
-    return [entry.body["configuration"] for entry in house.entries(Kind.ENGINE_STARTED) if "took_s" in entry.body]
+    return [entry.body["configuration"] for entry in house.entries(EntryKind.ENGINE_STARTED) if "took_s" in entry.body]
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -32,10 +32,10 @@ async def test_a_first_start_counts_unless_later_ones_are_wakings(tmp_path: Path
     house.place("b", "tp1", 1)
     async with house.daemon() as switching:
         tell(house, "a", "b")
-        switching.begin(SwitchWish((("tp2", 1),)))
-        assert (await house.until_ended()).state is SwitchState.DONE
+        switching.begin(RedeployRequest((("tp2", 1),)))
+        assert (await house.until_ended()).state is RedeploymentState.DONE
         assert learnt(house) == ([] if kept else ["tp2"])
         tell(house, *house.machines.alive())
-        switching.begin(SwitchWish((("tp1", 2),)))
-        assert (await house.until_ended()).state is SwitchState.DONE
+        switching.begin(RedeployRequest((("tp1", 2),)))
+        assert (await house.until_ended()).state is RedeploymentState.DONE
         assert learnt(house) == (["tp1", "tp1"] if kept else ["tp2", "tp1", "tp1"])

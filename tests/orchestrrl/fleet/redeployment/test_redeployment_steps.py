@@ -7,23 +7,29 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.engines.managed import EngineLayout, Excerpt
+from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.checks import CANARY_IDS, Tolerance, answers_fault, capacity_fault, layout_fault
+from orchestrrl.fleet.redeployment.checks import (
+    CANARY_IDS,
+    AnswerTolerance,
+    answers_fault,
+    capacity_fault,
+    layout_fault,
+)
 from orchestrrl.fleet.redeployment.steps import (
-    Intact,
+    InvariantViolated,
+    Redeployment,
+    RedeployRequest,
     Stage,
     StepKind,
-    Switch,
     SwitchId,
-    SwitchWish,
     check,
     goes_on,
     stages_back,
     stages_of,
     steps_in,
 )
-from orchestrrl.fleet.redeployment.targets import Standing, wanted_by_targets
+from orchestrrl.fleet.redeployment.targets import StandingEngine, wanted_by_targets
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Parallelism, PlanId
 
 GPUS = 8
@@ -63,7 +69,7 @@ def fleets(draw: st.DrawFn, name: str = "e") -> tuple[EngineSpec, ...]:
 
 
 @st.composite
-def switches(draw: st.DrawFn) -> Switch:
+def switches(draw: st.DrawFn) -> Redeployment:
     """Some of the old stay; the others make room for new ones, some of which sleep there already."""
     old = draw(fleets("old"))
     stays = tuple(spec for spec in old if draw(st.booleans()))
@@ -78,7 +84,7 @@ def switches(draw: st.DrawFn) -> Switch:
     coming = [spec for spec in draw(fleets("new")) if not taken.intersection(spec.gpus)]
     asleep = tuple(spec for spec in coming if draw(st.booleans()))
     can_sleep = frozenset(spec.engine for spec in old if draw(st.booleans()))
-    return Switch(
+    return Redeployment(
         SwitchId("s1"),
         PlanId(""),
         "",
@@ -94,7 +100,7 @@ def switches(draw: st.DrawFn) -> Switch:
 class Fleet:
     """Engines as steps leave them: the independent account of who has which GPU and who serves."""
 
-    def __init__(self, switch: Switch) -> None:
+    def __init__(self, switch: Redeployment) -> None:
         self.switch = switch
         self.awake = {spec.engine for spec in switch.old}
         self.asleep = {spec.engine for spec in switch.asleep}
@@ -140,7 +146,7 @@ class Fleet:
 
 
 @given(switches())
-def test_forward_ends_with_what_is_wanted_and_no_gpu_has_two(switch: Switch) -> None:
+def test_forward_ends_with_what_is_wanted_and_no_gpu_has_two(switch: Redeployment) -> None:
     stages = stages_of(switch)
     check(switch, stages)
     fleet = Fleet(switch)
@@ -156,7 +162,7 @@ def test_forward_ends_with_what_is_wanted_and_no_gpu_has_two(switch: Switch) -> 
 
 
 @given(switches(), st.data())
-def test_back_from_wherever_it_broke_off(switch: Switch, data: st.DataObject) -> None:
+def test_back_from_wherever_it_broke_off(switch: Redeployment, data: st.DataObject) -> None:
     """Any prefix of the steps, and within a stage any part of each chain."""
     stages = stages_of(switch)
     commit = next(place for place, stage in enumerate(stages) if stage[0][0].kind is StepKind.COMMIT)
@@ -180,7 +186,7 @@ def test_back_from_wherever_it_broke_off(switch: Switch, data: st.DataObject) ->
 
 
 @given(switches())
-def test_what_is_cut_short_is_finished_only_when_all_that_is_new_has_been_verified(switch: Switch) -> None:
+def test_what_is_cut_short_is_finished_only_when_all_that_is_new_has_been_verified(switch: Redeployment) -> None:
     done: set[tuple[StepKind, EngineId | None]] = set()
     present = {spec.engine for spec in (*switch.old, *switch.new)}
     for step in steps_in(stages_of(switch)):
@@ -196,7 +202,7 @@ def test_what_is_cut_short_is_finished_only_when_all_that_is_new_has_been_verifi
 
 
 @given(switches(), st.randoms(use_true_random=False))
-def test_a_broken_order_is_noticed(switch: Switch, rng: object) -> None:
+def test_a_broken_order_is_noticed(switch: Redeployment, rng: object) -> None:
     """Any two steps swapped: either the account finds nothing wrong either, or `check` does."""
     assume(switch.leaving and switch.coming)
     steps = list(steps_in(stages_of(switch)))
@@ -206,23 +212,25 @@ def test_a_broken_order_is_noticed(switch: Switch, rng: object) -> None:
     try:
         Fleet(switch).run(broken)
     except (AssertionError, KeyError):
-        with pytest.raises(Intact):
+        with pytest.raises(InvariantViolated):
             check(switch, broken)
 
 
 def test_a_switch_of_two_engines_on_one_gpu_is_none() -> None:
     one, two = make_spec("a", "tp1", (0,)), make_spec("b", "tp2", (0, 1))
     with pytest.raises(ValueError, match="GPU 0 serves both a and b"):
-        Switch(SwitchId("s"), PlanId(""), "", 0.0, (), (one, two))
+        Redeployment(SwitchId("s"), PlanId(""), "", 0.0, (), (one, two))
     with pytest.raises(ValueError, match="must keep their GPUs"):
-        Switch(SwitchId("s"), PlanId(""), "", 0.0, (one,), (make_spec("a", "tp1", (1,)),))
+        Redeployment(SwitchId("s"), PlanId(""), "", 0.0, (one,), (make_spec("a", "tp1", (1,)),))
 
 
 # --- targets
 
 
-def standing(serving: tuple[EngineSpec, ...], drained: frozenset[EngineId] = frozenset()) -> Standing:
-    return Standing(serving, (), frozenset(), frozenset(s.engine for s in serving), drained, frozenset(), {}, GPUS, 4)
+def standing(serving: tuple[EngineSpec, ...], drained: frozenset[EngineId] = frozenset()) -> StandingEngine:
+    return StandingEngine(
+        serving, (), frozenset(), frozenset(s.engine for s in serving), drained, frozenset(), {}, GPUS, 4
+    )
 
 
 targets = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.integers(0, 4)), min_size=1, unique_by=lambda t: t[0])
@@ -236,7 +244,7 @@ def test_targets_get_what_they_ask_for_or_are_told_that_it_does_not_fit(
     now = standing(serving, drained)
     fixed = {gpu for spec in serving if spec.engine in drained for gpu in spec.gpus}
     try:
-        wanted = wanted_by_targets(SwitchWish(tuple(wish)), "s1", now, KNOWN, make_spec)  # type: ignore[arg-type]
+        wanted = wanted_by_targets(RedeployRequest(tuple(wish)), "s1", now, KNOWN, make_spec)  # type: ignore[arg-type]
     except ProblemFaults:
         # Not even with nobody kept: the largest first is the best that can be done with sizes that divide each other.
         need = sum(SIZES[name] * max(count, 1) for name, count in wish)
@@ -258,8 +266,8 @@ def test_targets_get_what_they_ask_for_or_are_told_that_it_does_not_fit(
 def test_what_is_there_already_is_kept() -> None:
     serving = (make_spec("a", "tp2", (0, 1)), make_spec("b", "tp2", (2, 3)), make_spec("c", "tp4", (4, 5, 6, 7)))
     now = standing(serving)
-    assert wanted_by_targets(SwitchWish((("tp2", 2), ("tp4", 1))), "s", now, KNOWN, make_spec).new == serving  # type: ignore[arg-type]
-    fewer = wanted_by_targets(SwitchWish((("tp1", 2), ("tp2", 0))), "s", now, KNOWN, make_spec).new  # type: ignore[arg-type]
+    assert wanted_by_targets(RedeployRequest((("tp2", 2), ("tp4", 1))), "s", now, KNOWN, make_spec).new == serving  # type: ignore[arg-type]
+    fewer = wanted_by_targets(RedeployRequest((("tp1", 2), ("tp2", 0))), "s", now, KNOWN, make_spec).new  # type: ignore[arg-type]
     assert {spec.engine for spec in fewer} >= {"a", "b"}
     assert sorted(spec.configuration for spec in fewer) == ["tp1", "tp1", "tp2", "tp2", "tp2"]
 
@@ -267,20 +275,20 @@ def test_what_is_there_already_is_kept() -> None:
 @pytest.mark.parametrize(
     ("wish", "faults"),
     [
-        (SwitchWish(), ["targets: must name a configuration, got none"]),
-        (SwitchWish((("tp1", 1),), plan="p1"), ["plan_id: cannot go with targets, got 'p1'"]),
+        (RedeployRequest(), ["targets: must name a configuration, got none"]),
+        (RedeployRequest((("tp1", 1),), plan="p1"), ["plan_id: cannot go with targets, got 'p1'"]),
         (
-            SwitchWish((("tp9", 1), ("tp1", -1), ("tp1", 2))),
+            RedeployRequest((("tp9", 1), ("tp1", -1), ("tp1", 2))),
             [
                 "targets[0].configuration: is not one of fleet.configurations (known: tp1, tp2, tp4), got 'tp9'",
                 "targets[1].engines: must be >= 0 (0: as many as fit), got -1",
                 "targets[2].configuration: is named twice, got 'tp1'",
             ],
         ),
-        (SwitchWish((("tp4", 3),)), ["targets: do not fit on the 8 GPUs in nodes of 4, got 3 x tp4 of 4 GPUs"]),
+        (RedeployRequest((("tp4", 3),)), ["targets: do not fit on the 8 GPUs in nodes of 4, got 3 x tp4 of 4 GPUs"]),
     ],
 )
-def test_every_fault_of_a_wish_is_told(wish: SwitchWish, faults: list[str]) -> None:
+def test_every_fault_of_a_wish_is_told(wish: RedeployRequest, faults: list[str]) -> None:
     with pytest.raises(ProblemFaults) as told:
         wanted_by_targets(wish, "s", standing(()), KNOWN, make_spec)  # type: ignore[arg-type]
     assert told.value.faults == faults
@@ -292,22 +300,22 @@ def test_every_fault_of_a_wish_is_told(wish: SwitchWish, faults: list[str]) -> N
 @given(st.lists(st.floats(-20, 0), min_size=1, max_size=32), st.floats(-1, 1))
 def test_answers_may_differ_by_the_tolerance_and_no_more(logprobs: list[float], shift: float) -> None:
     assume(abs(abs(shift) - 0.05) > 1e-9)
-    reference = Excerpt(CANARY_IDS, (1,) * len(logprobs), tuple(logprobs))
-    said = answers_fault(reference, tuple(one + shift for one in logprobs), Tolerance(mean_nats=0.05))
+    reference = AnswerExcerpt(CANARY_IDS, (1,) * len(logprobs), tuple(logprobs))
+    said = answers_fault(reference, tuple(one + shift for one in logprobs), AnswerTolerance(mean_nats=0.05))
     assert bool(said) == (abs(shift) > 0.05)
 
 
 def test_scores_that_are_none_are_told() -> None:
-    reference = Excerpt((1,), (1, 2), (-1.0, -1.0))
-    assert answers_fault(reference, (-1.0,), Tolerance())
-    assert answers_fault(reference, (-1.0, float("nan")), Tolerance())
-    assert answers_fault(reference, (-1.0, float("-inf")), Tolerance())
+    reference = AnswerExcerpt((1,), (1, 2), (-1.0, -1.0))
+    assert answers_fault(reference, (-1.0,), AnswerTolerance())
+    assert answers_fault(reference, (-1.0, float("nan")), AnswerTolerance())
+    assert answers_fault(reference, (-1.0, float("-inf")), AnswerTolerance())
 
 
 def test_what_an_engine_does_not_say_of_its_layout_is_not_held_against_it() -> None:
-    assert layout_fault(EngineLayout(), Parallelism(tp=2)) == []
-    assert layout_fault(EngineLayout(tp=2, pp=1, dp=1, ep=False), Parallelism(tp=2)) == []
-    assert layout_fault(EngineLayout(tp=1, ep=True), Parallelism(tp=2)) == [
+    assert layout_fault(ReportedLayout(), Parallelism(tp=2)) == []
+    assert layout_fault(ReportedLayout(tp=2, pp=1, dp=1, ep=False), Parallelism(tp=2)) == []
+    assert layout_fault(ReportedLayout(tp=1, ep=True), Parallelism(tp=2)) == [
         "is laid out otherwise: TP 1 instead of 2, EP True instead of False"
     ]
     assert capacity_fault(900, 1000) == []

@@ -11,13 +11,19 @@ from builders import engine_report, sample
 from switch_house import UP_AFTER_S, FakeEngine, House
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
-from orchestrrl.core.journal.store import Kind
-from orchestrrl.engines.base import Capabilities
-from orchestrrl.fleet.deployers.base import Life
-from orchestrrl.fleet.redeployment.steps import StepKind, StepState, SwitchState, SwitchWish, Weights
+from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.fleet.deployers.base import EngineLife
+from orchestrrl.fleet.redeployment.steps import (
+    RedeploymentState,
+    RedeployRequest,
+    RedeployStepState,
+    ServedWeights,
+    StepKind,
+)
 from planner.model import Act, ConfigurationId, EngineId, GpuId, Plan, PlanId, PlannedInstance, Snapshot
 
-TO_TP2 = SwitchWish((("tp2", 0),), reason="the test says so")
+TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
 
 
 @pytest.fixture
@@ -56,7 +62,7 @@ async def test_two_narrow_engines_become_a_wide_one(house: House) -> None:
         assert house.watched == [{"a", "b", "w"}]
         id = switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert (report.id, report.state) == (id, SwitchState.DONE)
+        assert (report.id, report.state) == (id, RedeploymentState.DONE)
         check_whole(house, {f"{id}.0", "w"})
         assert house.gateway.cut == []
         assert house.machines.stops == ["a", "b"]
@@ -92,11 +98,11 @@ async def test_two_narrow_engines_become_a_wide_one(house: House) -> None:
         with pytest.raises(Permanent, match="nothing to switch"):
             switching.begin(TO_TP2)
         assert switching.draft(TO_TP2)[1] == ()
-    steps = house.entries(Kind.SWITCH_STEP)
+    steps = house.entries(EntryKind.SWITCH_STEP)
     assert [entry.body["state"] for entry in steps if entry.body["kind"] == "start"] == ["running", "done"]
     assert all(entry.body["valid_until_s"] > entry.at_s for entry in steps if entry.body["state"] == "running")
-    assert house.engines_noted(Kind.ENGINE_STOPPED) == [("a", True, ""), ("b", True, "")]
-    (started,) = house.entries(Kind.ENGINE_STARTED)
+    assert house.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, ""), ("b", True, "")]
+    (started,) = house.entries(EntryKind.ENGINE_STARTED)
     assert (started.subject, started.body["done"], started.body["configuration"]) == ("s1.0", True, "tp2")
     assert (started.body["gpus"], started.body["expected_s"]) == ([0, 1], 1.5)
     assert started.body["took_s"] >= UP_AFTER_S
@@ -112,9 +118,9 @@ async def test_a_later_daemon_knows_what_was_switched(house: House) -> None:
         with pytest.raises(Permanent, match="there is no switch 's9'"):
             switching.report("s9")
         assert house.plane.plans.last_switch_s == report.ended_s
-        switching.begin(SwitchWish((("tp1", 2), ("tp2", 0))))
+        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
         back = await house.until_ended()
-        assert back.state is SwitchState.DONE
+        assert back.state is RedeploymentState.DONE
         check_whole(house, {f"{back.id}.0", f"{back.id}.1", "w"})
 
 
@@ -128,20 +134,20 @@ async def test_a_daemon_that_is_killed_leaves_the_old_fleet_or_the_new(house: Ho
     async with house.daemon() as switching:
         id = switching.begin(TO_TP2)
         await house.clock.advance(30.0)
-    written = len(house.entries(Kind.SWITCH_STEP, Kind.SWITCH_BEGAN))
+    written = len(house.entries(EntryKind.SWITCH_STEP, EntryKind.SWITCH_BEGAN))
     assert written == min(after + 1, STEPS - 7)
     house.killed_after = None
     await house.clock.advance(3.0)
     async with house.daemon():
         report = await house.until_ended()
         assert report.id == id
-        assert not {StepState.PENDING, StepState.RUNNING} & {told.state for told in report.steps}
-        if report.state is SwitchState.DONE:
+        assert not {RedeployStepState.PENDING, RedeployStepState.RUNNING} & {told.state for told in report.steps}
+        if report.state is RedeploymentState.DONE:
             check_whole(house, {f"{id}.0", "w"})
         else:
-            assert report.state is SwitchState.ROLLED_BACK
+            assert report.state is RedeploymentState.ROLLED_BACK
             check_whole(house, {"a", "b", "w"})
-        steps = house.entries(Kind.SWITCH_STEP)
+        steps = house.entries(EntryKind.SWITCH_STEP)
         fenced = [entry.body["began_s"] for entry in steps if entry.body["kind"] == "fence"]
         admitted = [entry.at_s for entry in steps if (entry.body["kind"], entry.body["state"]) == ("admit", "done")]
         closed_s = admitted[-1] - fenced[0] if fenced else None  # to whichever engines
@@ -162,7 +168,7 @@ async def test_killed_again_on_the_way_back(house: House) -> None:
     house.killed_after = None
     async with house.daemon():
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, {"a", "b", "w"})
 
 
@@ -188,7 +194,7 @@ async def test_a_new_engine_that_fails_in_any_step_has_the_old_ones_come_back(
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         assert says in report.detail
         assert "is broken" in report.detail or "took longer" in report.detail
         check_whole(house, {"a", "b", "w"})
@@ -196,7 +202,7 @@ async def test_a_new_engine_that_fails_in_any_step_has_the_old_ones_come_back(
 
 
 def dies(engine: FakeEngine) -> None:
-    engine.life = Life.ENDED
+    engine.life = EngineLife.ENDED
 
 
 def answers_wrongly(engine: FakeEngine) -> None:
@@ -229,10 +235,10 @@ async def test_a_new_engine_that_is_not_as_wanted(house: House, made: object, sa
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         assert says in report.detail
         check_whole(house, {"a", "b", "w"})
-        failed, *back = house.engines_noted(Kind.ENGINE_STARTED)
+        failed, *back = house.engines_noted(EntryKind.ENGINE_STARTED)
         assert failed[:2] == ("s1.0", False)
         assert says.endswith(failed[2]) or says in failed[2]
         assert [told[:2] for told in back] == [("a", True), ("b", True)]
@@ -244,13 +250,13 @@ async def test_where_going_back_fails_too_the_others_serve(house: House) -> None
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.DEGRADED
+        assert report.state is RedeploymentState.DEGRADED
         assert "start of b: took longer than 5 s: no room" in report.detail
         check_whole(house, {"a", "w"})
         del house.machines.faults["start", "b"]
-        switching.begin(SwitchWish((("tp1", 2), ("tp2", 0))))  # an operator mends it
+        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))  # an operator mends it
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         assert len(house.machines.alive()) == 3
 
 
@@ -259,7 +265,7 @@ async def test_requests_that_cannot_move_are_waited_for_or_the_switch_does_not_h
     async with house.daemon() as switching:
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.ROLLED_BACK
+        assert report.state is RedeploymentState.ROLLED_BACK
         why = "1 requests are still there, 1 of them cannot move"
         assert f"evacuate of a: took longer than 5 s: {why}" in report.detail
         assert house.machines.stops == []
@@ -267,7 +273,7 @@ async def test_requests_that_cannot_move_are_waited_for_or_the_switch_does_not_h
         switching.begin(TO_TP2)
         await house.clock.advance(1.0)
         del house.gateway.requests[next(id for id in house.gateway.requests if id == "stuck")]
-        assert (await house.until_ended()).state is SwitchState.DONE
+        assert (await house.until_ended()).state is RedeploymentState.DONE
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.6, 1.2, 2.0])
@@ -278,11 +284,11 @@ async def test_an_operator_may_call_it_off(house: House, after_s: float) -> None
         try:
             switching.cancel(id, "changed my mind")
         except Permanent:
-            assert (await house.until_ended()).state is SwitchState.DONE
+            assert (await house.until_ended()).state is RedeploymentState.DONE
             return
         report = await house.until_ended()
-        assert (report.state, report.detail) == (SwitchState.ROLLED_BACK, "called off: changed my mind")
-        assert {told.detail for told in report.steps if told.state is StepState.FAILED} <= {"cut short"}
+        assert (report.state, report.detail) == (RedeploymentState.ROLLED_BACK, "called off: changed my mind")
+        assert {told.detail for told in report.steps if told.state is RedeployStepState.FAILED} <= {"cut short"}
         check_whole(house, {"a", "b", "w"})
         with pytest.raises(Permanent, match="not under way"):
             switching.cancel(id, "")
@@ -300,7 +306,7 @@ async def test_it_cannot_be_called_off_once_requests_are_let_in(house: House) ->
             await house.clock.advance(0.1)
         with pytest.raises(Permanent, match="can no longer be called off"):
             switching.cancel(id, "")
-        assert (await house.until_ended()).state is SwitchState.DONE
+        assert (await house.until_ended()).state is RedeploymentState.DONE
 
 
 async def test_one_switch_at_a_time_and_none_while_the_gate_is_closed(house: House) -> None:
@@ -316,7 +322,7 @@ async def test_one_switch_at_a_time_and_none_while_the_gate_is_closed(house: Hou
             switching.begin(TO_TP2)
         with pytest.raises(Permanent, match="switch s7 is not under way"):
             switching.cancel("s7", "")
-        assert (await house.until_ended()).state is SwitchState.DONE
+        assert (await house.until_ended()).state is RedeploymentState.DONE
 
 
 # --- plans
@@ -362,7 +368,7 @@ async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(house
             await switching.carry_out(*plan)
         report = await house.until_ended()
         outcome = await carrying
-        assert (report.plan, report.reason, report.state) == ("p7", "the tail is long", SwitchState.DONE)
+        assert (report.plan, report.reason, report.state) == ("p7", "the tail is long", RedeploymentState.DONE)
         assert (outcome.done, outcome.detail) == (True, "2 engines stopped, 1 started, 4 requests moved")
         assert outcome.ended_s == report.ended_s
         (start,) = outcome.starts  # from when those in its way began to stop
@@ -370,7 +376,7 @@ async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(house
         assert start.took_s == pytest.approx(2.0 + UP_AFTER_S)
         check_whole(house, {"p7-0", "w"})
         assert sorted(house.gateway.on(EngineId("p7-0"))) == ["r0", "r1", "r3", "r4"]
-    assert house.entries(Kind.DEPLOYMENT_ENDED) == []  # that is for who asked
+    assert house.entries(EntryKind.DEPLOYMENT_ENDED) == []  # that is for who asked
 
 
 async def test_requests_that_came_back_while_the_daemon_was_away_leave_again(tmp_path: Path) -> None:
@@ -381,21 +387,21 @@ async def test_requests_that_came_back_while_the_daemon_was_away_leave_again(tmp
     house.machines.hangs.add(("stop", "tp1"))
     async with house.daemon() as switching:
         await plan_of(house, ("p7-0", "tp2", (2, 3), False))
-        switching.begin(SwitchWish(plan="p7"))
+        switching.begin(RedeployRequest(plan="p7"))
         await house.clock.advance(4.0)
         assert house.gateway.on(EngineId("a")) == []
     house.machines.hangs.clear()
     house.gateway.put("late", "a")
     async with house.daemon():
         report = await house.until_ended()
-        assert (report.state, house.gateway.cut) == (SwitchState.DONE, [])
+        assert (report.state, house.gateway.cut) == (RedeploymentState.DONE, [])
         check_whole(house, {"p7-0"}, 2)
 
 
 async def test_a_plan_for_a_fleet_that_is_no_more_changes_nothing(house: House) -> None:
     async with house.daemon() as switching:
         plan, snapshot = await plan_of(house, *WIDER)
-        house.machines.engines[EngineId("w")].life = Life.ENDED  # and nobody has looked since
+        house.machines.engines[EngineId("w")].life = EngineLife.ENDED  # and nobody has looked since
         carrying = asyncio.create_task(switching.carry_out(plan, snapshot))
         await house.clock.advance(1.0)
         with pytest.raises(Permanent, match="keeps engine w, which is not there any more"):
@@ -411,7 +417,7 @@ async def test_an_operator_has_a_plan_carried_out(house: House, breaks: bool) ->
         house.machines.faults["probe", "p7-0"] = Permanent("is broken")
     async with house.daemon() as switching:
         await plan_of(house, *WIDER)
-        switching.begin(SwitchWish(plan="p7"))
+        switching.begin(RedeployRequest(plan="p7"))
         report = await house.until_ended()
         assert (report.plan, report.reason) == ("p7", "an operator's wish")
         check_whole(house, {"a", "b", "w"} if breaks else {"p7-0", "w"})
@@ -419,7 +425,7 @@ async def test_an_operator_has_a_plan_carried_out(house: House, breaks: bool) ->
         if breaks:
             why = "rolled back: ready of p7-0: took longer than 10 s: is broken"
             said = f"{why} (3 engines stopped, 2 started, 4 requests moved)"
-        for kind in (Kind.DEPLOYMENT_ENDED, Kind.PLAN_ACTED):
+        for kind in (EntryKind.DEPLOYMENT_ENDED, EntryKind.PLAN_ACTED):
             (entry,) = house.entries(kind)
             assert (entry.subject, entry.body["done"], entry.body["detail"]) == ("p7", not breaks, said)
 
@@ -432,11 +438,11 @@ async def test_weights_are_brought_and_told(house: House, tensors_only: bool) ->
             engine.weights = 7
         if not tensors_only:
             house.machines.faults["load_weights", "tp2"] = Permanent("it was started with them")
-        weights = Weights(7, "/ckpt/7", tensors_only)
+        weights = ServedWeights(7, "/ckpt/7", tensors_only)
         house.plane.current_weights = lambda: weights
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE, report.detail
+        assert report.state is RedeploymentState.DONE, report.detail
         new = EngineId(f"{report.id}.0")
         assert house.machines.engines[new].spec.weights == ("" if tensors_only else "/ckpt/7")
         (loaded,) = [told.detail for told in report.steps if told.step.kind is StepKind.LOAD]
@@ -462,16 +468,16 @@ async def test_engines_that_nobody_knows_of_are_ended_and_those_of_the_fleet_ado
     async with house.daemon():
         check_whole(house, {f"{report.id}.0", "w"})
         assert house.machines.stops[-1] == "stranger"
-        assert house.engines_noted(Kind.ENGINE_STOPPED)[-1] == ("stranger", True, "belonged to no deployment")
+        assert house.engines_noted(EntryKind.ENGINE_STOPPED)[-1] == ("stranger", True, "belonged to no deployment")
 
 
 async def test_an_engine_that_ended_by_itself_is_cleared_and_can_be_replaced(house: House) -> None:
     async with house.daemon() as switching:
-        house.machines.engines[EngineId("a")].life = Life.ENDED
+        house.machines.engines[EngineId("a")].life = EngineLife.ENDED
         await switching._look()
-        switching.begin(SwitchWish((("tp1", 2), ("tp2", 0))))
+        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         check_whole(house, {f"{report.id}.0", "b", "w"})
 
 
@@ -483,15 +489,15 @@ async def test_engines_that_can_sleep_are_woken_for_the_way_back(tmp_path: Path)
         tell_capabilities(house, "a", "b")
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         assert {str(id) for id, engine in house.machines.engines.items() if engine.lent} == {"a", "b"}
         assert all(house.machines.engines[EngineId(name)].sleeping for name in "ab")
     async with house.daemon() as switching:  # they sleep on
         assert {str(id) for id, engine in house.machines.engines.items() if engine.lent} == {"a", "b"}
         house.machines.faults["check", "tp1"] = ProblemFaults(["tp1: is not installed any more"])  # to be started
-        switching.begin(SwitchWish((("tp1", 2),)))
+        switching.begin(RedeployRequest((("tp1", 2),)))
         back = await house.until_ended()
-        assert back.state is SwitchState.DONE
+        assert back.state is RedeploymentState.DONE
         assert StepKind.WAKE in [told.step.kind for told in back.steps]
         check_whole(house, {"a", "b"}, 0)
         assert house.machines.starts.keys() == {f"{report.id}.0", f"{report.id}.1"}
@@ -506,7 +512,7 @@ async def test_engines_that_slept_are_stopped_where_none_are_kept(tmp_path: Path
         house.machines.faults["stop", "b"] = Permanent("does not end")
         switching.begin(TO_TP2)
         report = await house.until_ended()
-        assert (report.state, report.detail) == (SwitchState.DONE, "retire of b: does not end")
+        assert (report.state, report.detail) == (RedeploymentState.DONE, "retire of b: does not end")
         assert [str(id) for id, engine in house.machines.engines.items() if engine.lent] == ["b"]
         del house.machines.faults["stop", "b"]
 
@@ -520,23 +526,23 @@ async def test_elastic_engines_are_scaled_instead_of_started_anew(tmp_path: Path
     house.gateway.put("r1", "b")
     async with house.daemon() as switching:
         tell_capabilities(house, "a", "b")
-        switching.begin(SwitchWish((("ep4", 1),)))
+        switching.begin(RedeployRequest((("ep4", 1),)))
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE, report.detail
+        assert report.state is RedeploymentState.DONE, report.detail
         check_whole(house, {"a"}, 2)
         assert (house.machines.engines[EngineId("a")].dp, house.machines.stops) == (4, ["b"])
         assert house.machines.starts == {}
         assert house.plane.state.configuration_of(EngineId("a")) == "ep4"
-        switching.begin(SwitchWish((("ep2", 1), ("tp2", 1))))
+        switching.begin(RedeployRequest((("ep2", 1), ("tp2", 1))))
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE, report.detail
+        assert report.state is RedeploymentState.DONE, report.detail
         (started,) = house.machines.starts
         check_whole(house, {"a", started}, 2)
         assert house.machines.engines[EngineId("a")].dp == 2
         house.machines.faults["score", "a"] = Permanent("is broken")
-        switching.begin(SwitchWish((("ep4", 1),)))
+        switching.begin(RedeployRequest((("ep4", 1),)))
         report = await house.until_ended()
-        assert report.state is SwitchState.DEGRADED  # it is broken on the way back, too
+        assert report.state is RedeploymentState.DEGRADED  # it is broken on the way back, too
         assert serving(house) == {started}  # nothing is left on GPUs that does not answer as it should
 
 
@@ -550,12 +556,12 @@ async def test_a_daemon_that_is_killed_while_it_scales(tmp_path: Path, after: in
     house.killed_after = after
     async with house.daemon() as switching:
         tell_capabilities(house, "a", "b")
-        switching.begin(SwitchWish((("ep4", 1),)))
+        switching.begin(RedeployRequest((("ep4", 1),)))
         await house.clock.advance(30.0)
     house.killed_after = None
     async with house.daemon():
         report = await house.until_ended()
-        done = report.state is SwitchState.DONE
+        done = report.state is RedeploymentState.DONE
         check_whole(house, {"a"} if done else {"a", "b"}, 1)
         engine = house.machines.engines[EngineId("a")]
         assert (engine.dp, len(engine.spec.gpus)) == ((4, 4) if done else (2, 2))
@@ -572,12 +578,12 @@ async def test_what_could_never_start_is_told_before_anybody_stops(house: House)
 
 async def test_all_engines_may_stop_once_their_requests_have_finished(house: House) -> None:
     async with house.daemon() as switching:
-        switching.begin(SwitchWish((("nothing", 0),)))
+        switching.begin(RedeployRequest((("nothing", 0),)))
         await house.clock.advance(2.0)
         assert house.machines.stops == []
         house.gateway.requests.clear()
         report = await house.until_ended()
-        assert report.state is SwitchState.DONE
+        assert report.state is RedeploymentState.DONE
         assert house.machines.engines == {}
 
 
@@ -587,20 +593,20 @@ async def test_who_sleeps_ends_too_when_all_are_to_stop(tmp_path: Path) -> None:
     house.place("b", "tp1", 1)
     async with house.daemon() as switching:
         tell_capabilities(house, "a", "b")
-        switching.begin(SwitchWish((("tp2", 1),)))
+        switching.begin(RedeployRequest((("tp2", 1),)))
         await house.until_ended()
         assert len(house.machines.engines) == 3
-        switching.begin(SwitchWish((("nothing", 0),)))
-        assert (await house.until_ended()).state is SwitchState.DONE
+        switching.begin(RedeployRequest((("nothing", 0),)))
+        assert (await house.until_ended()).state is RedeploymentState.DONE
         assert house.machines.engines == {}
         with pytest.raises(Permanent, match="nothing to switch"):
-            switching.begin(SwitchWish((("nothing", 0),)))
+            switching.begin(RedeployRequest((("nothing", 0),)))
 
 
 def tell_capabilities(house: House, *engines: str) -> None:
     """As the watch of an engine does."""
     machines = house.machines
-    offers = Capabilities("fake", "1", ("fake",), sleep=machines.can_sleep, scale_elastic_ep=machines.can_scale)
+    offers = EngineCapabilities("fake", "1", ("fake",), sleep=machines.can_sleep, scale_elastic_ep=machines.can_scale)
     for engine in engines:
         told = engine_report(engine, sample=sample(house.clock.now_s()))
         house.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)

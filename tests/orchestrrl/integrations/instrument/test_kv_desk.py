@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.integrations.instrument.kv_entries import Contents, Housekeeper, Layout, Store
-from orchestrrl.integrations.instrument.kv_scheduler import Desk, LoadJob, Wish, read_wish
+from orchestrrl.integrations.instrument.kv_entries import KvBlockLayout, KvEntryContents, KvEntryStore, KvEvictor
+from orchestrrl.integrations.instrument.kv_scheduler import KvTransferScheduler, LoadJob, TransferParams, read_wish
 
 BLOCK_TOKENS = 4
-LAYOUT = Layout(("layer",), (3,))
+LAYOUT = KvBlockLayout(("layer",), (3,))
 
 
-class Keeper(Housekeeper):
+class Keeper(KvEvictor):
     """Deletes at once, without a thread."""
 
     def discard(self, entry: str) -> None:
@@ -31,15 +31,17 @@ class Bench:
     shared: Path
     max_bytes: int = 1000
     now_s: float = 0.0
-    store: Store = field(init=False)
+    store: KvEntryStore = field(init=False)
 
     def __post_init__(self) -> None:
-        self.store = Store(self.shared, ranks=1)
+        self.store = KvEntryStore(self.shared, ranks=1)
         self.source, self.target = self.desk(), self.desk()
 
-    def desk(self) -> Desk:
+    def desk(self) -> KvTransferScheduler:
         keeper = Keeper(self.store, 60.0, self.max_bytes)
-        return Desk(self.store, keeper, block_tokens=BLOCK_TOKENS, bytes_per_block=3, clock=lambda: self.now_s)
+        return KvTransferScheduler(
+            self.store, keeper, block_tokens=BLOCK_TOKENS, bytes_per_block=3, clock=lambda: self.now_s
+        )
 
     def stop(self, token_ids: Sequence[int], computed: int, entry: str = "e", **kwargs: Any) -> bool:
         """A request with the wish to be saved is aborted at the source."""
@@ -47,7 +49,7 @@ class Bench:
         flags = {"aborted": True, "portable": True} | kwargs
         return self.source.finished("r", token_ids, computed, block_ids(computed), **flags)
 
-    def work(self, desk: Desk) -> list[LoadJob]:
+    def work(self, desk: KvTransferScheduler) -> list[LoadJob]:
         saves, loads = desk.jobs()
         for job in saves:
             assert len(job.block_ids) == job.contents.blocks
@@ -197,7 +199,7 @@ def test_an_entry_goes_with_the_request_that_wanted_it(tmp_path: Path) -> None:
 
 def test_a_wish_is_read_or_all_its_faults_are_told() -> None:
     assert read_wish(None) is read_wish({}) is read_wish({"do_remote_prefill": True}) is None
-    assert read_wish(wish(save="a", load="b", wait_s=1)) == Wish("v1", "a", "b", 1.0)
+    assert read_wish(wish(save="a", load="b", wait_s=1)) == TransferParams("v1", "a", "b", 1.0)
     with pytest.raises(ValueError, match="must be an object, got 3"):
         read_wish({"handover": 3})
     with pytest.raises(ValueError) as raised:  # noqa: PT011  # every part of the message is looked at
@@ -220,7 +222,7 @@ def test_a_request_whose_wish_cannot_be_read_is_served(tmp_path: Path) -> None:
 
 
 def test_tokens_travel_packed() -> None:
-    one = Contents("v1", 1, BLOCK_TOKENS, array("I", [1, 2**32 - 1]))
-    other = Contents("v1", 1, BLOCK_TOKENS, array("I", [1, 2]))
+    one = KvEntryContents("v1", 1, BLOCK_TOKENS, array("I", [1, 2**32 - 1]))
+    other = KvEntryContents("v1", 1, BLOCK_TOKENS, array("I", [1, 2]))
     assert one.identity != other.identity
     assert one.blocks == 1

@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 
 from orchestrrl.integrations.instrument.kv_entries import (
     FOLDER,
-    Contents,
-    Housekeeper,
-    Layout,
-    Store,
-    Unusable,
+    KvBlockLayout,
+    KvEntryContents,
+    KvEntryStore,
+    KvEvictor,
+    UnusableEntry,
     is_entry_id,
 )
 
-LAYOUT = Layout(("first", "second"), (6, 10))
+LAYOUT = KvBlockLayout(("first", "second"), (6, 10))
 DEADLINE_S = 120.0
 
 
-def contents(tokens: int, weights: str = "v1", ranks: int = 1, block_tokens: int = 4) -> Contents:
-    return Contents(weights, ranks, block_tokens, array("I", range(100, 100 + tokens)))
+def contents(tokens: int, weights: str = "v1", ranks: int = 1, block_tokens: int = 4) -> KvEntryContents:
+    return KvEntryContents(weights, ranks, block_tokens, array("I", range(100, 100 + tokens)))
 
 
-def payload(blocks: int, layout: Layout, seed: int = 0) -> list[list[bytes]]:
+def payload(blocks: int, layout: KvBlockLayout, seed: int = 0) -> list[list[bytes]]:
     chance = random.Random(seed)
     return [[chance.randbytes(size) for _ in range(blocks)] for size in layout.block_bytes]
 
@@ -40,13 +40,13 @@ def pieces(layers: list[list[bytes]], blocks_per_piece: int = 1) -> Iterator[lis
         yield [memoryview(b"".join(layer[at : at + blocks_per_piece])) for at in range(0, len(layer), blocks_per_piece)]
 
 
-def save(store: Store, entry: str, what: Contents, rank: int = 0, seed: int = 0) -> list[list[bytes]]:
+def save(store: KvEntryStore, entry: str, what: KvEntryContents, rank: int = 0, seed: int = 0) -> list[list[bytes]]:
     layers = payload(what.blocks, LAYOUT, seed)
     store.write(entry, rank, what, LAYOUT, pieces(layers))
     return layers
 
 
-def load(store: Store, entry: str, what: Contents, wanted: range, rank: int = 0) -> list[list[bytes]]:
+def load(store: KvEntryStore, entry: str, what: KvEntryContents, wanted: range, rank: int = 0) -> list[list[bytes]]:
     into = [[bytearray(size) for _ in wanted] for size in LAYOUT.block_bytes]
     store.read(entry, rank, what.identity, LAYOUT, wanted, [[memoryview(block) for block in layer] for layer in into])
     return [[bytes(block) for block in layer] for layer in into]
@@ -67,9 +67,9 @@ def test_what_is_read_is_what_was_written(
     per_piece: int,
     data: st.DataObject,
 ) -> None:
-    store = Store(tmp_path_factory.mktemp("kv"), ranks=1)
+    store = KvEntryStore(tmp_path_factory.mktemp("kv"), ranks=1)
     what = contents(tokens, block_tokens=block_tokens)
-    layout = Layout(tuple(f"layer {size}" for size in sizes), tuple(sizes))
+    layout = KvBlockLayout(tuple(f"layer {size}" for size in sizes), tuple(sizes))
     written = payload(what.blocks, layout)
     size = store.write("e", 0, what, layout, pieces(written, per_piece))
     assert size == store.file("e", 0).stat().st_size
@@ -85,7 +85,7 @@ def test_what_is_read_is_what_was_written(
 @given(data=st.data())
 def test_no_damage_is_taken_for_an_entry(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """One byte wrong or missing anywhere: it is refused when it is looked up or read, or it does not matter."""
-    store = Store(tmp_path_factory.mktemp("kv"), ranks=1)
+    store = KvEntryStore(tmp_path_factory.mktemp("kv"), ranks=1)
     what = contents(7)
     written = save(store, "e", what)
     good = store.file("e", 0).read_bytes()
@@ -97,30 +97,30 @@ def test_no_damage_is_taken_for_an_entry(tmp_path_factory: pytest.TempPathFactor
         assert found is not None
         assert load(store, "e", found, range(what.blocks)) == written
         assert found.token_ids == what.token_ids
-    except Unusable:
+    except UnusableEntry:
         pass
 
 
 def test_an_entry_is_for_its_weights_blocks_ranks_and_layout_only(tmp_path: Path) -> None:
-    store = Store(tmp_path, ranks=1)
+    store = KvEntryStore(tmp_path, ranks=1)
     what = contents(7)
     save(store, "e", what)
-    with pytest.raises(Unusable, match="belongs to weights 'v1', and 'v2' is asked for"):
+    with pytest.raises(UnusableEntry, match="belongs to weights 'v1', and 'v2' is asked for"):
         store.lookup("e", "v2", 4)
-    with pytest.raises(Unusable, match="blocks have 4 tokens, here they have 8"):
+    with pytest.raises(UnusableEntry, match="blocks have 4 tokens, here they have 8"):
         store.lookup("e", "v1", 8)
-    with pytest.raises(Unusable, match="another number of ranks"):
-        Store(tmp_path, ranks=2).lookup("e", "v1", 4)
-    with pytest.raises(Unusable, match="was replaced"):
+    with pytest.raises(UnusableEntry, match="another number of ranks"):
+        KvEntryStore(tmp_path, ranks=2).lookup("e", "v1", 4)
+    with pytest.raises(UnusableEntry, match="was replaced"):
         load(store, "e", contents(6), range(1))
-    with pytest.raises(Unusable, match="'second' there, 'packed' here"):
-        store.read("e", 0, what.identity, Layout(("first", "packed"), (6, 10)), range(1), [])
-    with pytest.raises(Unusable, match="it has 2 blocks, and 3 are asked for"):
+    with pytest.raises(UnusableEntry, match="'second' there, 'packed' here"):
+        store.read("e", 0, what.identity, KvBlockLayout(("first", "packed"), (6, 10)), range(1), [])
+    with pytest.raises(UnusableEntry, match="it has 2 blocks, and 3 are asked for"):
         load(store, "e", what, range(3))
 
 
 def test_an_entry_is_there_when_all_its_ranks_are(tmp_path: Path) -> None:
-    store = Store(tmp_path, ranks=2)
+    store = KvEntryStore(tmp_path, ranks=2)
     what = contents(7, ranks=2)
     assert store.lookup("e", "v1", 4) is None
     save(store, "e", what, rank=0, seed=1)
@@ -129,12 +129,12 @@ def test_an_entry_is_there_when_all_its_ranks_are(tmp_path: Path) -> None:
     assert store.lookup("e", "v1", 4) == what
     assert load(store, "e", what, range(2), rank=1) == second
     save(store, "e", contents(8, ranks=2), rank=1)
-    with pytest.raises(Unusable, match="do not belong together"):
+    with pytest.raises(UnusableEntry, match="do not belong together"):
         store.lookup("e", "v1", 4)
 
 
 def test_a_file_appears_complete_or_not_at_all(tmp_path: Path) -> None:
-    store = Store(tmp_path, ranks=1)
+    store = KvEntryStore(tmp_path, ranks=1)
 
     def broken() -> Iterator[list[memoryview]]:
         yield [memoryview(b"123456")] * 2
@@ -149,7 +149,7 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_discarding_takes_one_rank_or_all_and_nothing_that_is_not_ours(tmp_path: Path) -> None:
-    store = Store(tmp_path, ranks=2)
+    store = KvEntryStore(tmp_path, ranks=2)
     for rank in (0, 1):
         save(store, "e", contents(3, ranks=2), rank=rank)
     store.discard("e", 0)
@@ -165,7 +165,7 @@ def test_discarding_takes_one_rank_or_all_and_nothing_that_is_not_ours(tmp_path:
 
 
 def test_a_sweep_leaves_what_is_young_within_the_room(tmp_path: Path) -> None:
-    store = Store(tmp_path, ranks=1)
+    store = KvEntryStore(tmp_path, ranks=1)
     assert store.sweep(0.0, 60.0, 1000) == 0
     now_s = 1_000_000.0
     for entry, age_s in (("old", 61.0), ("middle", 50.0), ("young", 1.0)):
@@ -184,13 +184,13 @@ def test_a_sweep_leaves_what_is_young_within_the_room(tmp_path: Path) -> None:
 
 
 def test_the_housekeeper_deletes_what_it_is_told_and_what_is_old(tmp_path: Path) -> None:
-    store = Store(tmp_path, ranks=1)
+    store = KvEntryStore(tmp_path, ranks=1)
     save(store, "old", contents(7))
     for path in (store.file("old", 0), store.root / "old"):
         os.utime(path, (0, 0))
     save(store, "told", contents(7))
     before = threading.active_count()
-    keeper = Housekeeper(store, max_age_s=1e6, max_bytes=1000)
+    keeper = KvEvictor(store, max_age_s=1e6, max_bytes=1000)
     keeper.start()
     keeper.discard("told")
     deadline_s = time.monotonic() + DEADLINE_S
@@ -204,7 +204,7 @@ def test_the_housekeeper_deletes_what_it_is_told_and_what_is_old(tmp_path: Path)
 
 
 def test_room_is_reserved_until_it_is_used_up(tmp_path: Path) -> None:
-    keeper = Housekeeper(Store(tmp_path, ranks=1), max_age_s=60.0, max_bytes=1000)
+    keeper = KvEvictor(KvEntryStore(tmp_path, ranks=1), max_age_s=60.0, max_bytes=1000)
     assert keeper.reserve(600)
     assert not keeper.reserve(401)
     assert keeper.reserve(400)

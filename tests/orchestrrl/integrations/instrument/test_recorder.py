@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from orchestrrl.integrations.instrument import recorder
-from orchestrrl.integrations.instrument.collective_hooks import METHODS, Hooks
+from orchestrrl.integrations.instrument.collective_hooks import METHODS, CollectiveHooks
 from orchestrrl.integrations.instrument.device_watch import DeviceWatch
-from orchestrrl.integrations.instrument.rings import DEVICE, QUEUED, Reader, Writer, list_rings
+from orchestrrl.integrations.instrument.rings import DEVICE, QUEUED, RingReader, RingWriter, list_rings
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_nothing_is_noted_before_it_is_started_and_after_it_is_stopped(tmp_path:
     recorder.start(tmp_path / "other")  # it is on already
     recorder.stop()
     recorder.moment("late")
-    with Reader(found) as reader:
+    with RingReader(found) as reader:
         assert [event.op for event in reader.events()[0]] == ["forward", "iteration"]
         assert (reader.header().job, reader.header().closed) == ("rl", True)
     assert list_rings(tmp_path) == [found]
@@ -45,7 +45,7 @@ def test_an_announcement_is_json_with_its_period(tmp_path: Path) -> None:
     recorder.announce("sync", '{"bytes": 5}')
     found = recorder.path()
     assert found is not None
-    with Reader(found) as reader:
+    with RingReader(found) as reader:
         ((event,), _) = reader.events()
     assert event.payload == b'{"period": "sync", "body": {"bytes": 5}}'
     with pytest.raises(ValueError, match="under 3584 bytes"):
@@ -79,9 +79,9 @@ class Group:
 
 
 def test_methods_of_others_are_noted_once_and_put_back(tmp_path: Path) -> None:
-    writer = Writer(tmp_path)
+    writer = RingWriter(tmp_path)
     told: list[str] = []
-    hooks = Hooks(lambda: writer, told.append, ddp=False)
+    hooks = CollectiveHooks(lambda: writer, told.append, ddp=False)
     hooks._torch = SimpleNamespace(distributed=SimpleNamespace(get_world_size=lambda: 4))
     before = Group.all_reduce
     for _ in range(2):
@@ -89,7 +89,7 @@ def test_methods_of_others_are_noted_once_and_put_back(tmp_path: Path) -> None:
     assert Group().all_reduce(bytearray(3)) == "sent"
     with pytest.raises(RuntimeError, match="nothing to send"):
         Group().send(bytearray())
-    with Reader(writer.path) as reader:
+    with RingReader(writer.path) as reader:
         events, _ = reader.events()
         assert [event.op for event in events] == ["all_reduce", "send"]
         assert [group.ranks for group in reader.groups.values()] == [(2, 3)]
@@ -120,9 +120,9 @@ class Backend:
 
 
 def test_a_collective_runs_once_and_its_group_is_forgotten_with_it(tmp_path: Path) -> None:
-    writer = Writer(tmp_path)
+    writer = RingWriter(tmp_path)
     told: list[str] = []
-    hooks = Hooks(lambda: writer, told.append, ddp=False)
+    hooks = CollectiveHooks(lambda: writer, told.append, ddp=False)
     distributed = SimpleNamespace(get_process_group_ranks=lambda group: [0, 1], is_initialized=lambda: False)
     hooks._torch, hooks._wait_itself = SimpleNamespace(Tensor=Tensor, distributed=distributed), Work.wait
     hooks._replace(Backend, "allreduce", partial(hooks._method, METHODS[0]))
@@ -132,7 +132,7 @@ def test_a_collective_runs_once_and_its_group_is_forgotten_with_it(tmp_path: Pat
         good.allreduce([Tensor()], sync)
     with pytest.raises(RuntimeError, match="a peer is gone"):
         bad.allreduce([Tensor()], sync)
-    with Reader(writer.path) as reader:
+    with RingReader(writer.path) as reader:
         assert [(event.op, event.n_bytes, bool(event.end_ns)) for event in reader.events()[0]] == [
             ("all_reduce", 16, True)
         ] * 3
@@ -194,7 +194,7 @@ def test_what_a_device_has_been_given_runs_when_its_stream_gets_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeviceWatch, "_loop", lambda self: None)  # the test looks instead
-    cuda, writer, work = Cuda(), Writer(tmp_path), Work()
+    cuda, writer, work = Cuda(), RingWriter(tmp_path), Work()
     watch = DeviceWatch(cuda, writer)
 
     def issue() -> Work:
@@ -204,7 +204,7 @@ def test_what_a_device_has_been_given_runs_when_its_stream_gets_there(
     cuda.issued = 1  # something else comes first
     watch.run(issue, writer.issue(writer.op("all_reduce")), False, None)
     watch.run(issue, writer.issue(writer.op("broadcast")), True, None)
-    with Reader(writer.path) as reader:
+    with RingReader(writer.path) as reader:
         watch.look()
         assert (reader.in_flight, reader.header().queued, reader.header().lag_ns) == (0, 2, 400_000)
         assert {event.flags & (DEVICE | QUEUED) for event in reader.events()[0]} == {DEVICE | QUEUED}

@@ -15,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.integrations.instrument import rings
-from orchestrrl.integrations.instrument.rings import Doorbell, Event, Reader, Writer, group_id, list_rings
+from orchestrrl.integrations.instrument.rings import (
+    RingDoorbell,
+    RingEvent,
+    RingReader,
+    RingWriter,
+    group_id,
+    list_rings,
+)
 
 CAPACITY = 8
 READABLE = rings.readable(CAPACITY)
@@ -32,19 +39,19 @@ class Clock:
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[Writer]:
-    made = Writer(tmp_path, capacity=CAPACITY, job="rl", clock_ns=Clock())
+def writer(tmp_path: Path) -> Iterator[RingWriter]:
+    made = RingWriter(tmp_path, capacity=CAPACITY, job="rl", clock_ns=Clock())
     yield made
     made.close()
 
 
 @pytest.fixture
-def reader(writer: Writer) -> Iterator[Reader]:
-    with Reader(writer.path) as made:
+def reader(writer: RingWriter) -> Iterator[RingReader]:
+    with RingReader(writer.path) as made:
         yield made
 
 
-def test_an_event_is_given_out_as_it_begins_and_as_it_ends(writer: Writer, reader: Reader) -> None:
+def test_an_event_is_given_out_as_it_begins_and_as_it_ends(writer: RingWriter, reader: RingReader) -> None:
     group = writer.group([4, 0, 2], "dp")
     sequence = writer.begin(writer.op("all_reduce"), group, 4096, rings.ASYNCHRONOUS)
     (running,), lost = reader.events()
@@ -67,7 +74,7 @@ def test_an_event_is_given_out_as_it_begins_and_as_it_ends(writer: Writer, reade
     assert reader.events() == ([], 0)
 
 
-def test_the_header_says_who_writes(writer: Writer, reader: Reader) -> None:
+def test_the_header_says_who_writes(writer: RingWriter, reader: RingReader) -> None:
     writer.place(3, 8)
     writer.iteration(17)
     header = reader.header()
@@ -76,7 +83,7 @@ def test_the_header_says_who_writes(writer: Writer, reader: Reader) -> None:
     assert not header.closed
 
 
-def test_a_full_ring_drops_the_oldest_and_counts(writer: Writer, reader: Reader) -> None:
+def test_a_full_ring_drops_the_oldest_and_counts(writer: RingWriter, reader: RingReader) -> None:
     op = writer.op("x")
     long_one = writer.begin(op)
     for _ in range(20):
@@ -89,7 +96,9 @@ def test_a_full_ring_drops_the_oldest_and_counts(writer: Writer, reader: Reader)
     assert reader.in_flight == 0
 
 
-def test_an_event_that_was_seen_to_begin_and_is_overwritten_counts_as_lost(writer: Writer, reader: Reader) -> None:
+def test_an_event_that_was_seen_to_begin_and_is_overwritten_counts_as_lost(
+    writer: RingWriter, reader: RingReader
+) -> None:
     op = writer.op("x")
     writer.begin(op)
     assert len(reader.events()[0]) == 1
@@ -113,12 +122,12 @@ STEPS = st.lists(
 
 @given(steps=STEPS)
 def test_what_is_read_and_what_is_lost_is_what_was_written(steps: list[Step], tmp_path_factory: Any) -> None:
-    writer = Writer(tmp_path_factory.mktemp("rings"), capacity=CAPACITY, clock_ns=Clock())
+    writer = RingWriter(tmp_path_factory.mktemp("rings"), capacity=CAPACITY, clock_ns=Clock())
     running: list[int] = []
     written: dict[int, tuple[str, int]] = {}
     begun: set[int] = set()  # that the reader has given out
     lost_in_all = 0
-    with Reader(writer.path) as reader:
+    with RingReader(writer.path) as reader:
         for step, number in [*steps, ("read", 0)]:
             if step == "begin":
                 sequence = writer.begin(writer.op("op"), 7, number)
@@ -150,8 +159,8 @@ def test_a_reader_that_looks_between_two_stores_never_sees_a_torn_event(
     kinds: list[str], order: Any, tmp_path_factory: Any
 ) -> None:
     """Each word of an event carries its sequence, so one of another event would show; as does each word of a state."""
-    writer = Writer(tmp_path_factory.mktemp("rings"), capacity=2, clock_ns=Clock())
-    reader = Reader(writer.path)
+    writer = RingWriter(tmp_path_factory.mktemp("rings"), capacity=2, clock_ns=Clock())
+    reader = RingReader(writer.path)
     told: list[tuple[int, ...]] = [reader._state()]  # in flight, queued, changed_ns, head: as they were meant
 
     def look() -> None:
@@ -195,7 +204,7 @@ def test_a_reader_that_looks_between_two_stores_never_sees_a_torn_event(
     reader.close()
 
 
-def test_a_state_that_is_never_whole_is_not_quiet(writer: Writer, reader: Reader) -> None:
+def test_a_state_that_is_never_whole_is_not_quiet(writer: RingWriter, reader: RingReader) -> None:
     """Its writer was killed, or the processor taken from it, between two words."""
     writer.end(writer.begin(writer.op("x")))
     assert reader.quiet_since_ns() is not None
@@ -206,7 +215,7 @@ def test_a_state_that_is_never_whole_is_not_quiet(writer: Writer, reader: Reader
 
 
 def test_threads_that_write_at_once_take_nothing_from_each_other(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, capacity=16384)
+    writer = RingWriter(tmp_path, capacity=16384)
     op, before = writer.op("x"), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
@@ -223,7 +232,7 @@ def test_threads_that_write_at_once_take_nothing_from_each_other(tmp_path: Path)
             thread.join()
     finally:
         sys.setswitchinterval(before)
-    with Reader(writer.path) as reader:
+    with RingReader(writer.path) as reader:
         events, lost = reader.events()
         assert (len(events), lost, reader.in_flight, reader.header().late_ends) == (4000, 0, 0, 0)
         assert all(event.group == event.n_bytes and event.end_ns for event in events)
@@ -233,7 +242,7 @@ def test_threads_that_write_at_once_take_nothing_from_each_other(tmp_path: Path)
 
 
 def test_a_signal_amid_a_collective_may_communicate_too(tmp_path: Path) -> None:
-    writer = Writer(tmp_path)
+    writer = RingWriter(tmp_path)
     op = writer.op("x")
     handled = 0
 
@@ -252,19 +261,19 @@ def test_a_signal_amid_a_collective_may_communicate_too(tmp_path: Path) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    with Reader(writer.path) as reader:
+    with RingReader(writer.path) as reader:
         assert (reader.header().head, reader.in_flight) == (made + handled, 0)
         assert all(event.end_ns for event in reader.events()[0])
 
 
-def test_a_half_written_slot_is_not_given_out(writer: Writer, reader: Reader) -> None:
+def test_a_half_written_slot_is_not_given_out(writer: RingWriter, reader: RingReader) -> None:
     op = writer.op("x")
     sequence = writer.begin(op)
     writer._words[(writer._slots_at >> 3) + sequence * 8] = sequence + 1 + CAPACITY  # as its successor begins
     assert reader.events() == ([], 1)
 
 
-def test_what_is_announced_is_read_until_it_is_overwritten(writer: Writer, reader: Reader) -> None:
+def test_what_is_announced_is_read_until_it_is_overwritten(writer: RingWriter, reader: RingReader) -> None:
     for number in range(rings.PAYLOAD_SLOTS + 1):
         writer.announce("announce", b"%d" % number)
     writer._words[writer._payloads_at // 8 + 512 * 2] = 0  # the third is being overwritten
@@ -277,9 +286,11 @@ def test_what_is_announced_is_read_until_it_is_overwritten(writer: Writer, reade
         writer.announce("announce", b"x" * (rings.PAYLOAD_BYTES + 1))
 
 
-def test_the_doorbell_rings_when_armed_as_it_goes_quiet_and_as_it_begins(writer: Writer, reader: Reader) -> None:
+def test_the_doorbell_rings_when_armed_as_it_goes_quiet_and_as_it_begins(
+    writer: RingWriter, reader: RingReader
+) -> None:
     op = writer.op("x")
-    bell = Doorbell(writer.path.parent)
+    bell = RingDoorbell(writer.path.parent)
     writer.end(writer.begin(op))
     assert bell.rung() is None
     reader.arm(True)
@@ -300,11 +311,11 @@ def test_the_doorbell_rings_when_armed_as_it_goes_quiet_and_as_it_begins(writer:
     bell.close()
 
 
-def test_a_doorbell_that_is_full_or_gone_holds_nobody_up(writer: Writer, reader: Reader) -> None:
+def test_a_doorbell_that_is_full_or_gone_holds_nobody_up(writer: RingWriter, reader: RingReader) -> None:
     op = writer.op("x")
     reader.arm(True)
     writer.end(writer.begin(op))  # nobody there
-    bell = Doorbell(writer.path.parent)
+    bell = RingDoorbell(writer.path.parent)
     for _ in range(1000):
         writer.end(writer.begin(op))
     assert bell.rung() is not None
@@ -313,8 +324,8 @@ def test_a_doorbell_that_is_full_or_gone_holds_nobody_up(writer: Writer, reader:
     assert reader.header().head == 1002
 
 
-def test_whoever_opens_the_doorbell_last_has_it(writer: Writer, reader: Reader) -> None:
-    first, second = Doorbell(writer.path.parent), Doorbell(writer.path.parent)
+def test_whoever_opens_the_doorbell_last_has_it(writer: RingWriter, reader: RingReader) -> None:
+    first, second = RingDoorbell(writer.path.parent), RingDoorbell(writer.path.parent)
     reader.arm(True)
     writer.begin(writer.op("x"))
     assert first.rung() is None
@@ -323,7 +334,7 @@ def test_whoever_opens_the_doorbell_last_has_it(writer: Writer, reader: Reader) 
     second.close()
 
 
-def test_a_ring_that_is_closed_is_read_to_its_end(writer: Writer, reader: Reader) -> None:
+def test_a_ring_that_is_closed_is_read_to_its_end(writer: RingWriter, reader: RingReader) -> None:
     sequence = writer.begin(writer.op("x"))
     writer.close()
     writer.end(sequence)  # it ends after the recorder: nobody sees it
@@ -333,7 +344,7 @@ def test_a_ring_that_is_closed_is_read_to_its_end(writer: Writer, reader: Reader
     assert [event.end_ns for event in reader.events()[0]] == [None]
 
 
-def test_the_dictionary_may_be_full(writer: Writer, reader: Reader) -> None:
+def test_the_dictionary_may_be_full(writer: RingWriter, reader: RingReader) -> None:
     ranks = list(range(10_000))
     ids = [writer.group(ranks, str(number)) for number in range(3)]
     writer.end(writer.begin(writer.op("x"), ids[2]))
@@ -351,7 +362,7 @@ def test_a_group_has_one_id_whoever_names_its_ranks(ranks: list[int], seed: Any)
     assert 0 < group_id(ranks, "a") < 2**63
 
 
-def test_a_device_says_when_it_starts(writer: Writer, reader: Reader) -> None:
+def test_a_device_says_when_it_starts(writer: RingWriter, reader: RingReader) -> None:
     sequence = writer.issue(writer.op("all_reduce"), n_bytes=5)
     (issued,), _ = reader.events()
     assert issued.flags == rings.DEVICE | rings.QUEUED
@@ -361,7 +372,7 @@ def test_a_device_says_when_it_starts(writer: Writer, reader: Reader) -> None:
     assert (started.start_ns, started.flags, reader.in_flight) == (100, rings.DEVICE, 1)
     writer.ended(sequence, 200)
     assert reader.events()[0] == [
-        Event(sequence, rings.COLLECTIVE, "all_reduce", 0, 5, 100, 200, rings.UNKNOWN, rings.DEVICE, started.thread)
+        RingEvent(sequence, rings.COLLECTIVE, "all_reduce", 0, 5, 100, 200, rings.UNKNOWN, rings.DEVICE, started.thread)
     ]
     assert reader.quiet_since_ns() == 200
 
@@ -372,7 +383,7 @@ def test_no_memory_no_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        Writer(tmp_path)
+        RingWriter(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -381,8 +392,8 @@ def test_what_is_no_ring_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.ring").write_bytes(bytes(8192))
     for path in list_rings(tmp_path):
         with pytest.raises(ValueError, match="is no ring"):
-            Reader(path)
+            RingReader(path)
     with pytest.raises(ValueError, match="power of two"):
-        Writer(tmp_path, capacity=6)
+        RingWriter(tmp_path, capacity=6)
     with pytest.raises(FileNotFoundError):
-        Reader(tmp_path / "c.ring")
+        RingReader(tmp_path / "c.ring")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.integrations.instrument.rings import WAIT_ONLY, Reader, Writer
+from orchestrrl.integrations.instrument.rings import WAIT_ONLY, RingReader, RingWriter
 from orchestrrl.integrations.instrument.work_watch import WorkWatch
 
 
@@ -39,15 +39,15 @@ class Work:
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[Writer]:
-    made = Writer(tmp_path)
+def writer(tmp_path: Path) -> Iterator[RingWriter]:
+    made = RingWriter(tmp_path)
     yield made
     made.close()
 
 
 @pytest.fixture
-def reader(writer: Writer) -> Iterator[Reader]:
-    with Reader(writer.path) as made:
+def reader(writer: RingWriter) -> Iterator[RingReader]:
+    with RingReader(writer.path) as made:
         yield made
 
 
@@ -63,7 +63,7 @@ def waiting(watch: WorkWatch) -> Callable[..., Any]:
     return found
 
 
-def test_it_is_over_when_its_owner_has_waited(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+def test_it_is_over_when_its_owner_has_waited(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
     first, second = Work(), Work()
     for work in (first, second):
         watch.follow(work, writer, writer.begin(writer.op("x")), True)
@@ -75,7 +75,9 @@ def test_it_is_over_when_its_owner_has_waited(watch: WorkWatch, writer: Writer, 
     assert reader.in_flight == 0
 
 
-def test_it_is_seen_to_be_over_also_where_nobody_waits(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+def test_it_is_seen_to_be_over_also_where_nobody_waits(
+    watch: WorkWatch, writer: RingWriter, reader: RingReader
+) -> None:
     work = Work()
     watch.follow(work, writer, writer.begin(writer.op("x")), True)
     assert watch.look() == 1
@@ -87,14 +89,14 @@ def test_it_is_seen_to_be_over_also_where_nobody_waits(watch: WorkWatch, writer:
     assert reader.in_flight == 0
 
 
-def test_what_its_owner_drops_runs_on(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+def test_what_its_owner_drops_runs_on(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
     watch.follow(Work(), writer, writer.begin(writer.op("x")), True)
     gc.collect()
     watch.look()
     assert reader.in_flight == 1
 
 
-def test_a_wait_that_is_given_up_leaves_it_in_flight(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+def test_a_wait_that_is_given_up_leaves_it_in_flight(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
     work = Work()
     watch.follow(work, writer, writer.begin(writer.op("x")), True)
     with pytest.raises(TimeoutError):
@@ -104,7 +106,7 @@ def test_a_wait_that_is_given_up_leaves_it_in_flight(watch: WorkWatch, writer: W
     assert reader.in_flight == 0
 
 
-def test_one_that_failed_is_over(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+def test_one_that_failed_is_over(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
     work = Work()
     watch.follow(work, writer, writer.begin(writer.op("x")), True)
     work.fault = "a peer is gone"
@@ -113,7 +115,9 @@ def test_one_that_failed_is_over(watch: WorkWatch, writer: Writer, reader: Reade
     assert (watch.look(), reader.in_flight) == (0, 0)
 
 
-def test_others_tell_by_their_future_or_by_whoever_waits(watch: WorkWatch, writer: Writer, reader: Reader) -> None:
+def test_others_tell_by_their_future_or_by_whoever_waits(
+    watch: WorkWatch, writer: RingWriter, reader: RingReader
+) -> None:
     future: Future[None] = Future()
     told, silent, dropped = Work(future), Work(), Work()
     for work in (told, silent, dropped):
@@ -128,7 +132,7 @@ def test_others_tell_by_their_future_or_by_whoever_waits(watch: WorkWatch, write
     assert reader.in_flight == 0
 
 
-def test_its_thread_looks_by_itself_until_it_is_stopped(writer: Writer, reader: Reader) -> None:
+def test_its_thread_looks_by_itself_until_it_is_stopped(writer: RingWriter, reader: RingReader) -> None:
     watch, work, over = WorkWatch(), Work(), threading.Event()
     ended = writer.end
 

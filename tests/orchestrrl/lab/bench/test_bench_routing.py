@@ -4,15 +4,15 @@ import pytest
 
 from orchestrrl.gateway.routing.strategies import STRATEGIES
 from orchestrrl.lab.bench.policies import Setting
-from orchestrrl.lab.bench.routing import Arm, Load, outcome, queue
+from orchestrrl.lab.bench.routing import ArrivalLoad, RoutingArm, outcome, queue
 
-SMALL = Load("small", Setting("small", 8, 50.0, 0.8, 200, 20_000), max_sequences=2)
+SMALL = ArrivalLoad("small", Setting("small", 8, 50.0, 0.8, 200, 20_000), max_sequences=2)
 
 
 @pytest.mark.parametrize("policy", STRATEGIES)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_step_ends_and_goes_the_same_way_twice(policy: str, depth: int) -> None:
-    first, second = (outcome(SMALL, 1, Arm(policy, depth)) for _ in range(2))
+    first, second = (outcome(SMALL, 1, RoutingArm(policy, depth)) for _ in range(2))
     assert first == second
     assert 0 < first.latency_s < first.makespan_s
 

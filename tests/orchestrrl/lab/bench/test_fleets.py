@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from balancer.load_index import Problem, problem_of
+from balancer.load_index import BalanceProblem, problem_of
 from balancer.moves import decide
 from orchestrrl.lab.bench.fleets import KV_CAPACITY_TOKENS, congested, deployments
 from orchestrrl.lab.bench.plain_balancer import PlainBalancer
@@ -46,4 +46,4 @@ def test_the_plain_balancer_makes_the_same_moves(seed: int) -> None:
 def test_the_plain_balancer_refuses_stalls() -> None:
     worker = replace(problem_of(congested(1, 4, 0), theta=0.1).workers[0], decode_tokens_per_s=0.0, id=EngineId("w"))
     with pytest.raises(ValueError, match="stalled"):
-        PlainBalancer(Problem(0.1, (worker,)))
+        PlainBalancer(BalanceProblem(0.1, (worker,)))

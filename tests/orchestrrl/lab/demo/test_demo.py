@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from orchestrrl.cli.demo.demo import _print_tables
 from orchestrrl.cli.main import application
-from orchestrrl.core.journal.store import Kind
+from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
 from orchestrrl.lab.demo.report import as_json, write
 from orchestrrl.lab.demo.run import DemoOutcome, OracleMark, SeedOutcome
 from orchestrrl.lab.demo.scenario import ENGINES, expected_ids, load_scenario, samples
 from orchestrrl.lab.demo.stack import GPUS_PER_ENGINE
-from orchestrrl.lab.demo.step import StepRecord
+from orchestrrl.lab.demo.step import DemoStepRecord
 from orchestrrl.lab.simulated_engine.tokens import EOS
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -78,9 +78,9 @@ def outcome() -> DemoOutcome:
         step = samples(scenario, "simulated", seed)[:4]
         answers = {sample.id: [1, 2] for sample in step}
 
-        def record(makespan_s: float, step=step, answers=answers) -> StepRecord:
+        def record(makespan_s: float, step=step, answers=answers) -> DemoStepRecord:
             finish_s = {s.id: makespan_s * (i + 1) / 4 for i, s in enumerate(step)}
-            return StepRecord(makespan_s, finish_s, dict(answers), idle_s=[1.0, 2.0, 3.0, 4.0])
+            return DemoStepRecord(makespan_s, finish_s, dict(answers), idle_s=[1.0, 2.0, 3.0, 4.0])
 
         mark = OracleMark(oracle_s, static_s, oracle_s - 1, 8192)
         seeds.append(SeedOutcome(seed, step, record(static_s), record(ours_s), mark, 7, 900))
@@ -171,10 +171,10 @@ async def test_predicted_and_actual_are_of_the_same_moves(capsys: pytest.Capture
         seen("fell back", "recompute", 7.0),
     ]
     told = Told(
-        entry(Kind.OPERATION_INTENT, "o1", operation={"action": {"moves": orders}}),
-        entry(Kind.OPERATION_INTENT, "o2", operation={"action": {"kind": "set_routes"}}),
-        entry(Kind.OPERATION_RESULT, "o1", items=items),
-        entry(Kind.OPERATION_RESULT, "o2", items=[]),
+        entry(EntryKind.OPERATION_INTENT, "o1", operation={"action": {"moves": orders}}),
+        entry(EntryKind.OPERATION_INTENT, "o2", operation={"action": {"kind": "set_routes"}}),
+        entry(EntryKind.OPERATION_RESULT, "o1", items=items),
+        entry(EntryKind.OPERATION_RESULT, "o2", items=[]),
     )
     marks = await marks_by_method(cast(ControlClient, told), speed=50.0)
     assert marks == [MethodMark("recompute", 3, 200, pytest.approx(10.0), pytest.approx(20.0), pytest.approx(0.5), 0.0)]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.demo.scenario import load_scenario, samples
-from orchestrrl.lab.demo.switch_fabric import GEN_POD, Circuits, Fabric, followed, site_of
+from orchestrrl.lab.demo.switch_fabric import GEN_POD, CircuitCounts, ObservedFabric, followed, site_of
 from orchestrrl.lab.demo.switch_report import PAPER
-from orchestrrl.lab.demo.switch_run import Look, Switched, resumption
+from orchestrrl.lab.demo.switch_run import FlightSnapshot, ObservedRedeployment, resumption
 from planner.model import GpuId
 
 REFERENCE = Path(__file__).parents[5] / "shared" / "reference" / "paper.yaml"
@@ -41,12 +41,14 @@ def test_requests_that_waited_are_timed_from_admission_to_their_first_new_token(
 ) -> None:
     before = {request: tokens for request, (tokens, _) in waiting.items()}
     looks = [
-        Look(FENCED_S - 1, {**dict.fromkeys(waiting, "narrow"), "other": "stays"}, {**before, "other": 5}),
-        Look(FENCED_S + 1, {**dict.fromkeys(waiting, ""), "other": "stays"}, {**before, "other": 50}),
+        FlightSnapshot(FENCED_S - 1, {**dict.fromkeys(waiting, "narrow"), "other": "stays"}, {**before, "other": 5}),
+        FlightSnapshot(FENCED_S + 1, {**dict.fromkeys(waiting, ""), "other": "stays"}, {**before, "other": 50}),
     ]
     for request, (tokens, after_s) in sorted(waiting.items(), key=lambda item: item[1][1]):
         looks.append(
-            Look(ADMITTED_S + after_s, {request: "wide", "other": "stays"}, {request: tokens + 1, "other": 99})
+            FlightSnapshot(
+                ADMITTED_S + after_s, {request: "wide", "other": "stays"}, {request: tokens + 1, "other": 99}
+            )
         )
     found = resumption(report(), plan(3.0, 4.0), looks)
     assert found is not None
@@ -57,13 +59,13 @@ def test_requests_that_waited_are_timed_from_admission_to_their_first_new_token(
     assert found.last_s == pytest.approx(max(after_s for _, after_s in waiting.values()))
     assert 0 < found.median_s <= found.last_s
     assert found.predicted_s == 4.0
-    switched = Switched(report(), plan(), found)
+    switched = ObservedRedeployment(report(), plan(), found)
     assert switched.total_s == pytest.approx(switched.switching_s + found.last_s)
 
 
 def test_without_requests_there_is_nothing_to_resume() -> None:
     assert resumption(report(), plan(), []) is None
-    assert resumption(report(), plan(), [Look(FENCED_S - 1, {"a": "stays"}, {"a": 3})]) is None
+    assert resumption(report(), plan(), [FlightSnapshot(FENCED_S - 1, {"a": "stays"}, {"a": 3})]) is None
 
 
 def test_the_scenario_is_of_the_paper_s_fleet() -> None:
@@ -74,10 +76,10 @@ def test_the_scenario_is_of_the_paper_s_fleet() -> None:
     assert max(sample.output_tokens for sample in step) == scenario.max_tokens  # the tail is there
 
 
-def fabric_of(*announced_s: float, over: bool = True) -> Fabric:
+def fabric_of(*announced_s: float, over: bool = True) -> ObservedFabric:
     ended = {"moves": 8, "commits": [{"commanded_unix_s": 5.0, "usable_unix_s": 5.5}]}
     periods = [{"announced_unix_s": at_s, "ended_unix_s": at_s + 1 if over else None, **ended} for at_s in announced_s]
-    return Fabric(Circuits({("gen0", "t0", "t1"): 2, ("", "gen0", "train0"): 1}), periods)
+    return ObservedFabric(CircuitCounts({("gen0", "t0", "t1"): 2, ("", "gen0", "train0"): 1}), periods)
 
 
 def test_circuits_that_followed_are_those_announced_as_requests_were_let_in() -> None:

@@ -10,15 +10,15 @@ from typer.testing import CliRunner
 
 from orchestrrl.cli.demo.weight_sync import print_sync_demo
 from orchestrrl.cli.main import application
-from orchestrrl.gateway.ledger.versions import Span
+from orchestrrl.gateway.ledger.versions import VersionSpan
 from orchestrrl.lab.demo.report import write_sync
-from orchestrrl.lab.demo.scenario import Sample, Scenario, load_scenario, samples
-from orchestrrl.lab.demo.step import StepRecord
+from orchestrrl.lab.demo.scenario import DemoScenario, Sample, load_scenario, samples
+from orchestrrl.lab.demo.step import DemoStepRecord
 from orchestrrl.lab.demo.sync_run import SyncOutcome, simulated_ids, stretches
 from orchestrrl.lab.demo.sync_stack import AFTER, BEFORE
 from orchestrrl.lab.simulated_engine.tokens import TokenModel
 from orchestrrl.weights.controller.profile import profile
-from orchestrrl.weights.controller.reports import PhaseTook, SyncPhase, SyncReport, SyncState
+from orchestrrl.weights.controller.reports import PhaseTime, SyncPhase, SyncReport, SyncState
 
 SEEDS = {BEFORE: 11, AFTER: 12}  # of weights
 REPORT = SyncReport(
@@ -28,26 +28,26 @@ REPORT = SyncReport(
     0.0,
     code="done",
     ended_s=2.0,
-    phases=(PhaseTook(SyncPhase.PHASE_B, 0.0, 1.0), PhaseTook(SyncPhase.INSTALL, 1.0, 2.0)),
+    phases=(PhaseTime(SyncPhase.PHASE_B, 0.0, 1.0), PhaseTime(SyncPhase.INSTALL, 1.0, 2.0)),
     bytes=33_000_000,
     estimate_s=0.9,
 )
 
 
-def generated(scenario: Scenario, seed: int, context: tuple[int, ...], count: int) -> list[int]:
+def generated(scenario: DemoScenario, seed: int, context: tuple[int, ...], count: int) -> list[int]:
     generation = TokenModel(lengths=scenario.lengths.model, weights_seed=seed).begin(context)
     return [generation.next_token()[0] for _ in range(count)]
 
 
-def crossing(scenario: Scenario, sample: Sample) -> StepRecord:
+def crossing(scenario: DemoScenario, sample: Sample) -> DemoStepRecord:
     """Twenty tokens of one version, and twelve of the next, each with the other's tokens behind it."""
     first = generated(scenario, SEEDS[BEFORE], sample.prompt_ids, 20)
     second = generated(scenario, SEEDS[AFTER], (*sample.prompt_ids, *first), 12)
-    spans = [Span(BEFORE, 0, 20), Span(AFTER, 20, 32)]
-    return StepRecord(answers={sample.id: [*first, *second]}, spans={sample.id: spans})
+    spans = [VersionSpan(BEFORE, 0, 20), VersionSpan(AFTER, 20, 32)]
+    return DemoStepRecord(answers={sample.id: [*first, *second]}, spans={sample.id: spans})
 
 
-def differing(scenario: Scenario, sample: Sample, record: StepRecord) -> int:
+def differing(scenario: DemoScenario, sample: Sample, record: DemoStepRecord) -> int:
     told = stretches([sample], record)
     return sum(list(each.ids) != simulated_ids(scenario, SEEDS, each) for each in told)
 
@@ -57,9 +57,9 @@ def test_tokens_are_those_of_the_version_that_their_span_names() -> None:
     sample = samples(scenario, "simulated", 1)[0]
     record = crossing(scenario, sample)
     assert differing(scenario, sample, record) == 0
-    record.spans[sample.id] = [Span(BEFORE, 0, 32)]
+    record.spans[sample.id] = [VersionSpan(BEFORE, 0, 32)]
     assert differing(scenario, sample, record) == 1
-    record.spans[sample.id] = [Span(None, 0, 32)]
+    record.spans[sample.id] = [VersionSpan(None, 0, 32)]
     assert differing(scenario, sample, record) == 1
 
 

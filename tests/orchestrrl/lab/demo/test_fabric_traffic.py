@@ -3,15 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.integrations.instrument.rings import COLLECTIVE, MARK, Event
-from orchestrrl.lab.demo.fabric_traffic import Traffic
+from orchestrrl.integrations.instrument.rings import COLLECTIVE, MARK, RingEvent
+from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic
 
 NANO = 10**9
 TICKS = st.integers(0, 30)
 
 
-def event(kind: int, start: int, end: int) -> Event:
-    return Event(0, kind, "all_reduce", 0, 0, start * NANO, end * NANO, -1, 0, 0)
+def event(kind: int, start: int, end: int) -> RingEvent:
+    return RingEvent(0, kind, "all_reduce", 0, 0, start * NANO, end * NANO, -1, 0, 0)
 
 
 @given(
@@ -20,13 +20,13 @@ def event(kind: int, start: int, end: int) -> Event:
     st.integers(1, 10),
 )
 def test_traffic_is_what_any_rank_has_in_flight(noted: list[tuple[int, int, int, int]], at: int, length: int) -> None:
-    traces: dict[int, list[Event]] = {}
+    traces: dict[int, list[RingEvent]] = {}
     busy = set[int]()
     for rank, kind, start, lasts in noted:
         traces.setdefault(rank, []).append(event(kind, start, start + lasts))
         if kind == COLLECTIVE:
             busy |= set(range(start, start + lasts))  # a tick lasts until the next
-    traffic = Traffic.of(traces)
+    traffic = RecordedTraffic.of(traces)
     assert traffic.during(at, at + length) == len(busy & set(range(at, at + length)))
     before, after = [tick for tick in busy if tick < at], [tick for tick in busy if tick > at]
     quiet = traffic.quiet_around(at + 0.5)

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.fleet.deployers.base import Deployed, Deployer
-from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, LAST_WORDS, Behaviour, DeployerConformance
+from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer
+from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, LAST_WORDS, DeployerConformance, EngineBehaviour
 from orchestrrl.lab.deployers.simulated import SimulatedDeployer, SimulatedMachines
 from planner.model import ConfigurationId, EngineId
 
@@ -27,13 +27,13 @@ class TestSimulated(DeployerConformance):
     async def answers(self, url: str) -> bool:
         return url in self.up
 
-    def _started(self, fleet: str) -> Callable[[Deployed], None]:
-        def started(deployed: Deployed) -> None:
+    def _started(self, fleet: str) -> Callable[[DeployedInstance], None]:
+        def started(deployed: DeployedInstance) -> None:
             assert deployed.spec is not None
-            match Behaviour(deployed.spec.environment[BEHAVIOUR]):
-                case Behaviour.EXITS:
+            match EngineBehaviour(deployed.spec.environment[BEHAVIOUR]):
+                case EngineBehaviour.EXITS:
                     self.machines[fleet].fail(deployed.engine, LAST_WORDS)
-                case Behaviour.HANGS:
+                case EngineBehaviour.HANGS:
                     pass
                 case _:
                     self.up.add(deployed.url)

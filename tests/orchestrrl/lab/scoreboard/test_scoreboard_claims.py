@@ -12,7 +12,7 @@ from orchestrrl.lab.scoreboard.claims import CLAIMS
 from orchestrrl.lab.scoreboard.constants import every
 from orchestrrl.lab.scoreboard.fidelity import HELD
 from orchestrrl.lab.scoreboard.figures import FIGURES, NOT_HERE, chosen
-from orchestrrl.lab.scoreboard.model import Claim, Constant, Row
+from orchestrrl.lab.scoreboard.model import Constant, PaperClaim, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import compared
 
 FIDELITY = Path(__file__).parents[4] / "docs" / "fidelity.md"
@@ -26,7 +26,7 @@ def test_claims_are_those_of_the_reference() -> None:
     assert dict(CLAIMS) == of_reference(yaml.safe_load(REFERENCE.read_text()))
 
 
-def of_reference(paper: dict[str, Any]) -> dict[str, Claim]:
+def of_reference(paper: dict[str, Any]) -> dict[str, PaperClaim]:
     """By our names. What the reference has as inputs (devices, prices, models, GPUs) are no claims."""
     head, fabric, both = paper["headline"], paper["fabric"], paper["codesign_2x2"]
     found: dict[str, Any] = {
@@ -35,17 +35,17 @@ def of_reference(paper: dict[str, Any]) -> dict[str, Claim]:
     }
     for model, arms in head["ablation_vs_verl_to"].items():
         found |= {f"headline.ablation.{model}.{arm}": ratio for arm, ratio in arms.items()}
-    found["headline.forecast_error"] = Claim.bound(head["forecast_bin_relative_error_max"])
-    found["headline.solve_s"] = Claim.bound(head["solver"]["solve_s_max"])
+    found["headline.forecast_error"] = PaperClaim.bound(head["forecast_bin_relative_error_max"])
+    found["headline.solve_s"] = PaperClaim.bound(head["solver"]["solve_s_max"])
     found |= {f"headline.case_study.{name}": value for name, value in head["case_study_switch"].items()}
     for phase, times in paper["phase_example"].items():
         found |= {f"phase_example.{phase}.{name}": value for name, value in times.items()}
     found["gen_vs_train_time"] = paper["gen_vs_train_time"]
     found["worker_time_skew"] = paper["worker_time_skew_max_over_min"]
     slack = paper["slack"]
-    found["slack.gen_tp_median_s"] = Claim.bound(slack["gen_tp_median_s_max"])
+    found["slack.gen_tp_median_s"] = PaperClaim.bound(slack["gen_tp_median_s_max"])
     found["slack.train_window_s"] = slack["train_window_s"]
-    found["slack.weight_sync_idle_s"] = Claim(slack["weight_sync_idle_s_min"], float("inf"))
+    found["slack.weight_sync_idle_s"] = PaperClaim(slack["weight_sync_idle_s_min"], float("inf"))
     assert fabric["throughput_vs_fat_tree"].pop("rfabric") == "close to 1"
     found["fabric.throughput.rfabric"] = 1.0
     found |= {f"fabric.throughput.{kind}": value for kind, value in fabric["throughput_vs_fat_tree"].items()}
@@ -60,17 +60,19 @@ def of_reference(paper: dict[str, Any]) -> dict[str, Claim]:
     found["fabric_effect.kv_migration"] = effect["kv_migration_time"]
     found["fabric_effect.gen_step"] = effect["gen_step_time"]
     fidelity = paper["simulator_fidelity"]
-    found["fidelity.training_mfu"] = Claim.bound(fidelity["training_mfu_error_max"])
-    found |= {f"fidelity.generation_{name}": Claim.bound(v) for name, v in fidelity["generation_error_mean"].items()}
-    found["fidelity.network"] = Claim.bound(fidelity["network_error_mean"])
+    found["fidelity.training_mfu"] = PaperClaim.bound(fidelity["training_mfu_error_max"])
+    found |= {
+        f"fidelity.generation_{name}": PaperClaim.bound(v) for name, v in fidelity["generation_error_mean"].items()
+    }
+    found["fidelity.network"] = PaperClaim.bound(fidelity["network_error_mean"])
     found["fidelity.end_to_end"] = fidelity["end_to_end_error"]
     return {name: claim_of(value) for name, value in found.items()}
 
 
-def claim_of(value: Any) -> Claim:
-    if isinstance(value, Claim):
+def claim_of(value: Any) -> PaperClaim:
+    if isinstance(value, PaperClaim):
         return value
-    return Claim(*value) if isinstance(value, list) else Claim.of(float(value))
+    return PaperClaim(*value) if isinstance(value, list) else PaperClaim.of(float(value))
 
 
 def test_every_claim_is_made_somewhere_or_it_is_said_why_not() -> None:
@@ -120,16 +122,16 @@ def test_figures_are_found_by_number() -> None:
 @pytest.mark.parametrize(
     ("claim", "ours", "difference"),
     [
-        (Claim.of(2.0), 3.0, 0.5),
-        (Claim.of(-0.5), -0.25, 0.5),
-        (Claim(1.0, 2.0), 1.5, 0.0),
-        (Claim(1.0, 2.0), 0.5, -0.5),
-        (Claim.bound(4.0), -9.0, 0.0),
-        (Claim.bound(4.0), 5.0, 0.25),
-        (Claim(1.0, float("inf")), 1e9, 0.0),
+        (PaperClaim.of(2.0), 3.0, 0.5),
+        (PaperClaim.of(-0.5), -0.25, 0.5),
+        (PaperClaim(1.0, 2.0), 1.5, 0.0),
+        (PaperClaim(1.0, 2.0), 0.5, -0.5),
+        (PaperClaim.bound(4.0), -9.0, 0.0),
+        (PaperClaim.bound(4.0), 5.0, 0.25),
+        (PaperClaim(1.0, float("inf")), 1e9, 0.0),
     ],
 )
-def test_a_difference_is_to_the_nearer_end(claim: Claim, ours: float, difference: float) -> None:
+def test_a_difference_is_to_the_nearer_end(claim: PaperClaim, ours: float, difference: float) -> None:
     assert claim.difference(ours) == pytest.approx(difference)
 
 
@@ -142,6 +144,6 @@ def test_a_reason_is_told_where_it_is_needed() -> None:
 
 
 def test_what_was_put_in_is_not_compared() -> None:
-    row = Row("Figure 11", "switching", Claim.of(1.5), 3.0, given=True)
+    row = ScoreboardRow("Figure 11", "switching", PaperClaim.of(1.5), 3.0, given=True)
     assert row.difference is None
     assert not row.is_far

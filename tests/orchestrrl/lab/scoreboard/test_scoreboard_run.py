@@ -12,15 +12,15 @@ from orchestrrl.lab.scoreboard import kept, page
 from orchestrrl.lab.scoreboard.costs import costs
 from orchestrrl.lab.scoreboard.figures import FIGURES, chosen
 from orchestrrl.lab.scoreboard.kept import Made
-from orchestrrl.lab.scoreboard.model import Claim, Row
+from orchestrrl.lab.scoreboard.model import PaperClaim, ScoreboardRow
 from orchestrrl.lab.scoreboard.run import make
 
 SCOREBOARD = Path(__file__).parents[4] / "docs" / "scoreboard.md"
 ROWS = (
-    Row("Figure 15", "cost | of it", Claim.of(0.5), 0.75, why="a reason", claim="fabric.cost.topoopt"),
-    Row("Figure 5", "idle", Claim(1.0, float("inf")), 200.0, "s"),
-    Row("Figure 20", "solving", Claim.bound(11.0), 0.00002, "s"),
-    Row("Beyond", "more", None, -0.125, "share"),
+    ScoreboardRow("Figure 15", "cost | of it", PaperClaim.of(0.5), 0.75, why="a reason", claim="fabric.cost.topoopt"),
+    ScoreboardRow("Figure 5", "idle", PaperClaim(1.0, float("inf")), 200.0, "s"),
+    ScoreboardRow("Figure 20", "solving", PaperClaim.bound(11.0), 0.00002, "s"),
+    ScoreboardRow("Beyond", "more", None, -0.125, "share"),
 )
 
 

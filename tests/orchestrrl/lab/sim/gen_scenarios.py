@@ -3,7 +3,7 @@
 from typing import Any
 
 from orchestrrl.lab.sim.engines import EngineKind, kinds_of
-from orchestrrl.lab.sim.scenario import Scenario, parse_scenario
+from orchestrrl.lab.sim.scenario import GenerationScenario, parse_scenario
 from planner.model import ConfigurationId
 
 TEXT = """
@@ -30,9 +30,9 @@ daemon:
 """
 
 
-def scenario(**changes: Any) -> Scenario:
+def scenario(**changes: Any) -> GenerationScenario:
     return parse_scenario(TEXT).model_copy(update=changes)
 
 
-def kinds(of: Scenario) -> dict[ConfigurationId, EngineKind]:
+def kinds(of: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
     return kinds_of(of)

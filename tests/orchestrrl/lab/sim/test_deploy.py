@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.core.journal.store import JournalReader, Kind
-from orchestrrl.fleet.deployers.base import Deployed
+from orchestrrl.core.journal.store import EntryKind, JournalReader
+from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.steps import StepKind, StepState, SwitchState
+from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployStepState, StepKind
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import homogeneous
 from orchestrrl.lab.sim.run import steps_of
@@ -79,8 +79,8 @@ async def test_all_engines_are_replaced_in_the_middle_of_a_step(tmp_path: Path) 
     assert said.startswith("True: 8 engines stopped, 2 started")
     assert sorted(world.engines) == ["w0", "w1"]
     report = world.deployment.report()
-    assert report.state is SwitchState.DONE
-    assert [told.state for told in report.steps] == [StepState.DONE] * len(report.steps)
+    assert report.state is RedeploymentState.DONE
+    assert [told.state for told in report.steps] == [RedeployStepState.DONE] * len(report.steps)
     assert report.requests_parked > 0
     assert report.closed_s == pytest.approx(2.0, abs=0.5)  # what the wide ones take to come up, and a little
     assert [engine.started_s for engine in world.engines.values()] == [pytest.approx(2.0 + 6.0 + 2.0, abs=0.3)] * 2
@@ -102,7 +102,7 @@ async def test_what_each_start_took_is_written_down(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(world.deployer, "stop", slow)
     await changed(world)
     with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
-        started = reader.tail(9, (Kind.ENGINE_STARTED,))
+        started = reader.tail(9, (EntryKind.ENGINE_STARTED,))
     assert [(entry.subject, entry.body["configuration"]) for entry in started] == [("w0", "wide"), ("w1", "wide")]
     assert [entry.body["took_s"] for entry in started] == [pytest.approx(5.0 + 2.0, abs=0.3)] * 2
     assert [entry.body["expected_s"] for entry in started] == [2.0] * 2
@@ -114,7 +114,7 @@ async def test_an_engine_that_cannot_be_started_leaves_the_fleet_as_it_was(
     world = fresh_world(tmp_path / "journal.sqlite")
     start = world.deployer.start
 
-    async def broken(spec: EngineSpec) -> Deployed:
+    async def broken(spec: EngineSpec) -> DeployedInstance:
         if spec.engine == "w0":
             raise Permanent("no such image")
         return await start(spec)
@@ -124,9 +124,9 @@ async def test_an_engine_that_cannot_be_started_leaves_the_fleet_as_it_was(
     assert said.startswith("False: rolled back: start of w0: no such image")
     assert sorted(world.engines) == [f"e{number}" for number in range(8)]
     report = world.deployment.report()
-    assert report.state is SwitchState.ROLLED_BACK
+    assert report.state is RedeploymentState.ROLLED_BACK
     assert report.engines == tuple(sorted(world.engines))
-    skipped = [told.step.kind for told in report.steps if told.state is StepState.SKIPPED]
+    skipped = [told.step.kind for told in report.steps if told.state is RedeployStepState.SKIPPED]
     assert StepKind.ADMIT in skipped
 
 
@@ -134,7 +134,7 @@ async def test_a_deployer_that_is_busy_is_asked_again(tmp_path: Path, monkeypatc
     world = fresh_world(tmp_path / "journal.sqlite")
     start, asked = world.deployer.start, []
 
-    async def busy(spec: EngineSpec) -> Deployed:
+    async def busy(spec: EngineSpec) -> DeployedInstance:
         asked.append(spec.engine)
         if asked.count(spec.engine) == 1:
             raise Retryable("the queue is full", 1.0)
@@ -168,7 +168,7 @@ async def test_what_cannot_come_back_is_told_and_the_rest_serves(
     world = fresh_world(tmp_path / "journal.sqlite")
     start = world.deployer.start
 
-    async def broken(spec: EngineSpec) -> Deployed:
+    async def broken(spec: EngineSpec) -> DeployedInstance:
         if spec.engine in ("w0", "e3"):
             raise Permanent("its node is gone")
         return await start(spec)

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrrl.engines.profiles.score import report, score
 from orchestrrl.engines.profiles.score_measured import score_measured
-from orchestrrl.engines.profiles.silicon import Silicon, read_silicon
+from orchestrrl.engines.profiles.silicon import SiliconData, read_silicon
 
 SILICON = Path(__file__).parents[5] / "shared" / "data" / "silicon_decode_h100_h200.csv"
 
@@ -45,7 +45,7 @@ ROOFLINE = {
 
 
 @pytest.fixture(scope="module")
-def silicon() -> Silicon:
+def silicon() -> SiliconData:
     if not SILICON.exists():
         pytest.skip(f"there is no {SILICON}")
     return read_silicon(SILICON)
@@ -65,7 +65,7 @@ def check(found: dict[tuple[str, str, str], tuple[int, float]], told: dict[tuple
 
 
 @pytest.mark.shared
-def test_where_the_profile_is_measured_errors_are_within_the_papers(silicon: Silicon) -> None:
+def test_where_the_profile_is_measured_errors_are_within_the_papers(silicon: SiliconData) -> None:
     """Lengths that no profile was fitted to: 720 of 769 rows; of the others too little was measured."""
     result = report(*score_measured(silicon))
     overall = result["overall"]
@@ -78,7 +78,7 @@ def test_where_the_profile_is_measured_errors_are_within_the_papers(silicon: Sil
 
 
 @pytest.mark.shared
-def test_where_nothing_is_measured_errors_are_what_the_page_says(silicon: Silicon) -> None:
+def test_where_nothing_is_measured_errors_are_what_the_page_says(silicon: SiliconData) -> None:
     """Not within the paper's: such a prediction is for a first day, and ratios are what a planner chooses by."""
     result = report(silicon, score(silicon))
     overall = result["overall"]["all"]

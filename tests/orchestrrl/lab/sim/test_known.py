@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.engines import kinds_of
 from orchestrrl.lab.sim.known import best_known, best_prompts_known
-from orchestrrl.lab.sim.scenario import Scenario, load_scenario
+from orchestrrl.lab.sim.scenario import GenerationScenario, load_scenario
 from orchestrrl.lab.sim.static import dealt, run_static
 from orchestrrl.lab.sim.workload import redrawn, requests_of_step
 
 
-def scenario(correlation: float, prompts: int = 6) -> Scenario:
+def scenario(correlation: float, prompts: int = 6) -> GenerationScenario:
     loaded = load_scenario("quickstart")
     update = {"correlation": correlation, "prompts": prompts, "samples": 4, "steps": 1, "warmup_steps": 0}
     return loaded.model_copy(update={"workload": loaded.workload.model_copy(update=update)})

@@ -1,13 +1,13 @@
 """Scenarios with prefix caching: prompts that are dealt in whole are prefilled once."""
 
-from orchestrrl.lab.sim.scenario import Scenario, parse_scenario
+from orchestrrl.lab.sim.scenario import GenerationScenario, parse_scenario
 from orchestrrl.lab.sim.static import dealt, run_static
 from orchestrrl.lab.sim.workload import requests_of_step
 from planner.model import ConfigurationId
 from tests.orchestrrl.lab.sim.gen_scenarios import TEXT, kinds
 
 
-def with_long_prompts(caching: bool) -> Scenario:
+def with_long_prompts(caching: bool) -> GenerationScenario:
     text = TEXT.replace("[16, 64]", "[512, 1024]").replace("engines:\n", f"engines:\n  prefix_caching: {caching}\n")
     return parse_scenario(text)
 

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.operations import MoveRequests, Operation, OperationId, RequestMove, Route, SetRoutes
-from orchestrrl.engines.base import Chunk, Endpoint, Engine, GenerationRequest
-from orchestrrl.gateway.core import Gateway, Job
+from orchestrrl.core.operations import EngineRoute, MoveRequests, Operation, OperationId, RequestMove, SetRoutes
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, Engine, GenerationRequest
+from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.completion_requests import read_ask
-from orchestrrl.gateway.relay import Limits
-from orchestrrl.gateway.routing.backends import Fleet
+from orchestrrl.gateway.relay import RelayLimits
+from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
 from orchestrrl.lab.sim.workload import SimRequest
@@ -28,10 +28,10 @@ def virtual_engines(count: int) -> list[VirtualEngine]:
     return [VirtualEngine.start(EngineId(f"e{n}"), NARROW, (GpuId(n),), f"http://e{n}.sim", 0.0) for n in range(count)]
 
 
-def routes(engines: Sequence[VirtualEngine]) -> tuple[Route, ...]:
+def routes(engines: Sequence[VirtualEngine]) -> tuple[EngineRoute, ...]:
     profile = NARROW.profile
     return tuple(
-        Route(
+        EngineRoute(
             engine.id,
             engine.url,
             EngineHealth.OK,
@@ -99,14 +99,20 @@ MOVES = (("r5", 2.0), ("r9", 2.0), ("r7", 3.0))  # each to the next engine, at t
 async def through_the_real_gateway() -> tuple[dict[str, str], dict[str, int], int]:
     clock = VirtualClock()
     clients = {engine.url: Client(engine, clock, LENGTHS) for engine in virtual_engines(3)}
-    fleet = Fleet(lambda url: cast(Engine, clients[url]), clock=clock)
+    fleet = EngineBackends(lambda url: cast(Engine, clients[url]), clock=clock)
     fleet.set_routes(routes([client.engine for client in clients.values()]))
-    gateway = Gateway(NodeId("gateway"), fleet, limits=Limits(), clock=clock)
-    jobs: list[Job] = []
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+    jobs: list[RequestGroup] = []
     for name in LENGTHS:
         body = {"prompt": [1] * PROMPT_TOKENS, "max_tokens": 2000}
         ask = read_ask(
-            Endpoint.COMPLETIONS, body, request_id=name, group="", tag="", default_model="m", now_s=clock.now_s()
+            CompletionEndpoint.COMPLETIONS,
+            body,
+            request_id=name,
+            group="",
+            tag="",
+            default_model="m",
+            now_s=clock.now_s(),
         )
         jobs.append(await gateway.job(ask).__aenter__())
         await clock.advance(0.0)

@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.lab.sim.run import Outcome, run_scenario
-from orchestrrl.lab.sim.scenario import Scenario, load_scenario
+from orchestrrl.lab.sim.run import ScenarioOutcome, run_scenario
+from orchestrrl.lab.sim.scenario import GenerationScenario, load_scenario
 
 SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.yaml"))
 
 
-def smaller(scenario: Scenario) -> Scenario:
+def smaller(scenario: GenerationScenario) -> GenerationScenario:
     """One step, with nothing learned before, and a planner that searches little."""
     workload = scenario.workload.model_copy(update={"steps": 1, "warmup_steps": 0})
     slow = {**scenario.daemon["slow"], "work_budget": 100, "scenarios": 2}
     return scenario.model_copy(update={"workload": workload, "daemon": {**scenario.daemon, "slow": slow}})
 
 
-def ran(path: Path, *arms: str) -> Outcome:
+def ran(path: Path, *arms: str) -> ScenarioOutcome:
     return run_scenario(smaller(load_scenario(str(path))), arms, [1], lambda *_: None)
 
 

@@ -4,13 +4,13 @@ import pytest
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.core.operations import Operation, OperationId, Route, SetRoutes
-from orchestrrl.gateway.routing.strategies import STRATEGIES, Routing
+from orchestrrl.core.operations import EngineRoute, Operation, OperationId, SetRoutes
+from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
 from orchestrrl.lab.sim.run import steps_of
-from orchestrrl.lab.sim.scenario import FaultSection, GatewaySection, parse_scenario
+from orchestrrl.lab.sim.scenario import GatewaySection, GenerationFaultSection, parse_scenario
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.model import ConfigurationId, NodeId, RequestId
 from tests.orchestrrl.lab.sim.gen_scenarios import TEXT, kinds, scenario
@@ -31,10 +31,10 @@ async def test_every_request_ends_and_no_engine_has_more_waiting_than_it_may(pol
         ended[record.id] = record.generated
 
     gateway = VirtualGateway(
-        NodeId("gateway"), clock, engines.__getitem__, arrive, finished, routing=Routing(policy), queue_depth=1
+        NodeId("gateway"), clock, engines.__getitem__, arrive, finished, routing=RoutingPolicy(policy), queue_depth=1
     )
     # Nobody tells of seats: no engine has more waiting than the depth.
-    unknown = tuple(Route(engine.id, engine.url) for engine in engines.values())
+    unknown = tuple(EngineRoute(engine.id, engine.url) for engine in engines.values())
     gateway.perform(Operation(OperationId("1"), 1, 10.0, SetRoutes(unknown)))
     gateway.submit([SimRequest(RequestId(n), "", 0, PROMPT_TOKENS, length, 2000) for n, length in LENGTHS.items()])
     assert len(gateway.fleet.queue) == len(LENGTHS) - 3
@@ -61,7 +61,7 @@ def test_every_arm_that_routes_answers_everything_through_a_queue(policy: str) -
     """The daemon plans and balances as ever; an engine dies meanwhile."""
     of = scenario(
         gateway=GatewaySection(policy=policy, queue_depth=2),
-        faults=(FaultSection(at_s=8.0, kill_engine="e1", back_after_s=6.0),),
+        faults=(GenerationFaultSection(at_s=8.0, kill_engine="e1", back_after_s=6.0),),
     )
     run = ControlledRun(of, kinds(of), ConfigurationId("narrow"), "both", 1, steps_of(of, 1)).run(lambda *_: None, None)
     assert run.samples == of.workload.prompts * of.workload.samples

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.gateway.routing.strategies import EngineLoad, Newcomer, Routing
+from orchestrrl.gateway.routing.strategies import EngineLoad, RoutedRequest, RoutingPolicy
 from orchestrrl.lab.sim.routing import ManyChoices
 from planner.model import EngineId
 
@@ -27,7 +27,7 @@ loads = st.builds(
 def test_the_same_engine_for_every_request(fleet: list[EngineLoad], contexts: list[int]) -> None:
     many = ManyChoices(fleet)
     for context_tokens in contexts:
-        choice = Routing().choose(fleet, Newcomer(context_tokens))
+        choice = RoutingPolicy().choose(fleet, RoutedRequest(context_tokens))
         assert many.choose(context_tokens) == (choice.id if choice else None)
         fleet = [
             replace(load, waiting=load.waiting + 1, waiting_tokens=load.waiting_tokens + context_tokens)

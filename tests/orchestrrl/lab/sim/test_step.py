@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.oracle import best_step, lower_bound_s
-from orchestrrl.lab.sim.step import StepMove, StepRequest, StepState, run_step
+from orchestrrl.lab.sim.step import IntervalState, StepMove, StepRequest, run_step
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from planner.model import RequestId
 
@@ -29,7 +29,7 @@ steps = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 200)), min_size=2,
 def test_random_moves_lose_nothing(requests: list[StepRequest], seed: int):
     rng = random.Random(seed)
 
-    def restless(state: StepState) -> list[StepMove]:
+    def restless(state: IntervalState) -> list[StepMove]:
         movable = [r for r in sorted(state.engine_of) if rng.random() < 0.2]
         return [StepMove(r, state.engine_of[r], 1 - state.engine_of[r]) for r in movable]
 

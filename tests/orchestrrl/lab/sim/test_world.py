@@ -14,13 +14,13 @@ from orchestrrl.lab.sim.engines import homogeneous
 from orchestrrl.lab.sim.report import as_json, marks
 from orchestrrl.lab.sim.results import SeedRun
 from orchestrrl.lab.sim.run import NotKnowing, run_scenario, steps_of
-from orchestrrl.lab.sim.scenario import FaultSection, NetworkSection, Scenario, load_scenario
+from orchestrrl.lab.sim.scenario import GenerationFaultSection, GenerationScenario, NetworkSection, load_scenario
 from orchestrrl.lab.sim.world import World
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 from tests.orchestrrl.lab.sim.gen_scenarios import kinds, scenario
 
 
-def run(of: Scenario, arm: str, seed: int = 1, journal: Path | None = None) -> SeedRun:
+def run(of: GenerationScenario, arm: str, seed: int = 1, journal: Path | None = None) -> SeedRun:
     """ControlledRun itself checks that every request has its whole answer, once."""
     initial = ConfigurationId(of.engines.initial or "narrow")
     return ControlledRun(of, kinds(of), initial, arm, seed, steps_of(of, seed)).run(lambda *_: None, journal)
@@ -58,14 +58,14 @@ def test_every_arm_answers_everything(arm: str) -> None:
 def test_engines_that_die_lose_nothing(strikes: list[tuple[float, int, float | None]]) -> None:
     """At least one engine lives: e7 always comes back."""
     faults = tuple(
-        FaultSection(at_s=at_s, kill_engine=f"e{index}", back_after_s=2.0 if index == 7 else back_s)
+        GenerationFaultSection(at_s=at_s, kill_engine=f"e{index}", back_after_s=2.0 if index == 7 else back_s)
         for at_s, index, back_s in strikes
     )
     run(scenario(faults=faults), "balancing")
 
 
 def test_an_engine_that_dies_shows_in_the_journal(tmp_path: Path) -> None:
-    of = scenario(faults=(FaultSection(at_s=5.0, kill_engine="e0", back_after_s=5.0),))
+    of = scenario(faults=(GenerationFaultSection(at_s=5.0, kill_engine="e0", back_after_s=5.0),))
     run(of, "balancing", journal=tmp_path / "journal.sqlite")
     health = [
         body["health"]

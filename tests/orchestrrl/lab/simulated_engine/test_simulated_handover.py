@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.engines.base import Endpoint, GenerationRequest
+from orchestrrl.engines.base import CompletionEndpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
@@ -38,7 +38,7 @@ class Pair:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **params}
         ids: list[int] = []
         name = f"r{engine}-{len(prompt)}-{max_tokens}"
-        async for chunk in self.engines[engine].generate(GenerationRequest(name, Endpoint.COMPLETIONS, body)):
+        async for chunk in self.engines[engine].generate(GenerationRequest(name, CompletionEndpoint.COMPLETIONS, body)):
             ids += chunk.token_ids
             if stop_at is not None and len(ids) >= stop_at:
                 stop_at = None

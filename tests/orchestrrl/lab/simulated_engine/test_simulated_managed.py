@@ -9,11 +9,11 @@ import pytest
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Endpoint, GenerationRequest
-from orchestrrl.engines.managed import EngineLayout
+from orchestrrl.engines.base import CompletionEndpoint, GenerationRequest
+from orchestrrl.engines.managed import ReportedLayout
 from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, ManagedConformance, mean_nats
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
-from orchestrrl.lab.simulated_engine.options import Faults
+from orchestrrl.lab.simulated_engine.options import SimulatedFaults
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 
 OPTIONS = SimulatedOptions(
@@ -40,7 +40,7 @@ def weights(tmp_path: Path) -> tuple[Path, Path]:
 
 
 class TestPlain(ManagedConformance):
-    layout = EngineLayout(tp=1, pp=1, dp=1, ep=False)
+    layout = ReportedLayout(tp=1, pp=1, dp=1, ep=False)
 
     @pytest.fixture
     async def engine(self) -> AsyncIterator[SimulatedEngine]:
@@ -51,7 +51,7 @@ class TestPlain(ManagedConformance):
 
 
 class TestOfManyTalents(ManagedConformance):
-    layout = EngineLayout(tp=2, pp=3, dp=2, ep=True)
+    layout = ReportedLayout(tp=2, pp=3, dp=2, ep=True)
 
     @pytest.fixture
     async def engine(self) -> AsyncIterator[SimulatedEngine]:
@@ -71,7 +71,7 @@ async def engines(*options: SimulatedOptions) -> AsyncIterator[SimulatedEngine]:
 
 
 def faulty(**faults: object) -> SimulatedOptions:
-    return OPTIONS.model_copy(update={"faults": Faults.model_validate(faults)})
+    return OPTIONS.model_copy(update={"faults": SimulatedFaults.model_validate(faults)})
 
 
 async def test_replicas_agree_whatever_their_layout_and_an_engine_that_answers_wrongly_does_not() -> None:
@@ -117,7 +117,7 @@ async def test_a_request_that_is_frozen_while_weights_come_goes_on_under_the_new
         got: list[int] = []
 
         async def read(engine: SimulatedEngine = engine, body: dict[str, object] = body, got: list[int] = got) -> None:
-            async for chunk in engine.generate(GenerationRequest("r", Endpoint.COMPLETIONS, body)):
+            async for chunk in engine.generate(GenerationRequest("r", CompletionEndpoint.COMPLETIONS, body)):
                 got.extend(chunk.token_ids)
 
         reading = asyncio.create_task(read())
@@ -136,7 +136,7 @@ async def test_a_request_that_is_frozen_while_weights_come_goes_on_under_the_new
 async def test_sleep_is_refused_while_there_are_requests() -> None:
     async for engine in engines(OPTIONS.model_copy(update={"speed": 1, "enable_sleep_mode": True})):
         body = {"model": "simulated", "prompt": [65], "max_tokens": 5000, "ignore_eos": True}
-        stream = engine.generate(GenerationRequest("r", Endpoint.COMPLETIONS, body))
+        stream = engine.generate(GenerationRequest("r", CompletionEndpoint.COMPLETIONS, body))
         await anext(stream)
         with pytest.raises(Permanent, match="has 1 requests"):
             await engine.sleep()
@@ -157,7 +157,7 @@ async def test_an_engine_that_hangs_is_one_that_does_not_answer_in_time() -> Non
 
 async def test_an_engine_can_be_wrong_about_itself() -> None:
     async for engine in engines(faulty(misreport={"tp": 4, "ep": 1})):
-        assert await engine.layout() == EngineLayout(tp=4, pp=1, dp=1, ep=True)
+        assert await engine.layout() == ReportedLayout(tp=4, pp=1, dp=1, ep=True)
 
 
 async def test_an_engine_that_fails_to_start_says_why() -> None:

@@ -8,20 +8,20 @@ import pytest
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Endpoint
-from orchestrrl.lab.simulated_engine.requests import Ask, Served, read_ask
-from orchestrrl.lab.simulated_engine.runtime import Answer, Part, Runtime
+from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.lab.simulated_engine.requests import ServedModel, SimulatedRequest, read_ask
+from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime, SimulatedAnswer
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from orchestrrl.lab.simulated_engine.tokens import EOS, LengthModel, TokenModel
 
 STEP_S = 0.5
 MODEL = TokenModel(lengths=LengthModel((0.0, 1.0), (12, 12)))
-SERVED = Served("m", MODEL, 1000)
+SERVED = ServedModel("m", MODEL, 1000)
 PROMPT = [1, 2, 3]
 
 
-def ask(**body: object) -> Ask:
-    return read_ask(Endpoint.COMPLETIONS, {"prompt": PROMPT, "ignore_eos": True, **body}, SERVED)
+def ask(**body: object) -> SimulatedRequest:
+    return read_ask(CompletionEndpoint.COMPLETIONS, {"prompt": PROMPT, "ignore_eos": True, **body}, SERVED)
 
 
 @asynccontextmanager
@@ -34,7 +34,7 @@ async def running(max_num_seqs: int = 4, speed: float = 1.0) -> AsyncIterator[tu
     pace.cancel()
 
 
-async def _all(answer: Answer) -> tuple[list[int], Part]:
+async def _all(answer: SimulatedAnswer) -> tuple[list[int], AnswerPart]:
     token_ids: list[int] = []
     async for part in answer.parts():
         token_ids += part.token_ids

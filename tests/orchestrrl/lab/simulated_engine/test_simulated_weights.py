@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent
-from orchestrrl.engines.base import Loaded
+from orchestrrl.engines.base import LoadedWeights
 from orchestrrl.engines.weights_conformance import PROMPT, TOKENS, WeightsConformance, broken_of, write_version
 from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE, folder_sum
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
-from orchestrrl.lab.simulated_engine.options import Faults
+from orchestrrl.lab.simulated_engine.options import SimulatedFaults
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 
 OPTIONS = SimulatedOptions(
@@ -51,7 +51,7 @@ class TestByReloadWeights(WeightsConformance):
 
 
 def faulty(**faults: object) -> SimulatedOptions:
-    return OPTIONS.model_copy(update={"faults": Faults.model_validate(faults)})
+    return OPTIONS.model_copy(update={"faults": SimulatedFaults.model_validate(faults)})
 
 
 @pytest.mark.parametrize("through_backend", [True, False])
@@ -106,7 +106,7 @@ async def test_the_sum_is_of_what_the_files_hold_and_tokens_depend_on_every_byte
         tokens = []
         for version, folder in enumerate((versions[0], other)):
             told = await engine.weights.load_weights(folder, version)
-            assert told == Loaded(version, folder_sum(folder), is_read_back=True)
+            assert told == LoadedWeights(version, folder_sum(folder), is_read_back=True)
             tokens.append(await engine.weights.continue_greedily(PROMPT, TOKENS))
         assert tokens[0] != tokens[1]
 

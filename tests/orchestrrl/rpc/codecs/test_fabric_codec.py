@@ -1,16 +1,16 @@
 """What the daemon tells of traced hosts."""
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.fabric.windows import Host, TraceHub
+from orchestrrl.fabric.windows import TracedHost, TraceHub
 from orchestrrl.rpc.codecs.fabric import hosts_to_pb
-from planner.fabric.clocks import Exchange
+from planner.fabric.clocks import ClockExchange
 from planner.model import Hold
 
 
 def test_a_host_is_not_blamed_for_jobs_that_it_has_not() -> None:
     """An announcement for a job that nobody records asks every host, each of which says that it has none of it."""
-    host = Host("node7", jobs={"tiny": frozenset({0, 1})})
-    host.clock.add(Exchange(0.0, 0.001, 0.002, 0.003))
+    host = TracedHost("node7", jobs={"tiny": frozenset({0, 1})})
+    host.clock.add(ClockExchange(0.0, 0.001, 0.002, 0.003))
     host.said[""] = (0.0, 0, Hold("unlearnt", "no rank of job '' is traced here"))
     hub = TraceHub(VirtualClock())
     hub.hosts["node7"] = host

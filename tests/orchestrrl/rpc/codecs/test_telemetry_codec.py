@@ -14,14 +14,15 @@ from orchestrrl.core.nodes import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.core.operations import (
     AbortRequests,
     CancelRequests,
-    CloseGate,
+    CloseBarrier,
+    EngineRoute,
     FrozenRequests,
-    ItemResult,
     MoveMethod,
     MoveRequests,
-    OpenGate,
+    OpenBarrier,
     Operation,
     OperationId,
+    OperationItemResult,
     OperationResult,
     OperationStatus,
     PauseEngine,
@@ -29,10 +30,9 @@ from orchestrrl.core.operations import (
     ProbeEngine,
     RequestMove,
     ResumeEngine,
-    Route,
     SetRoutes,
 )
-from orchestrrl.engines.base import Capabilities
+from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import MOST_RANKS, MOST_SIZE, ServingFacts
 from orchestrrl.fleet.reports import (
     EngineFailovers,
@@ -84,7 +84,7 @@ serving = st.builds(
     gpu_detail=words,
 )  # fmt: skip
 capabilities = st.builds(
-    Capabilities, engine=words, version=words, models=tuples(names), token_ids=st.booleans(), pause=st.booleans(),
+    EngineCapabilities, engine=words, version=words, models=tuples(names), token_ids=st.booleans(), pause=st.booleans(),
     max_model_len_tokens=optional(counts), max_sequences=optional(counts), serving=serving,
 )  # fmt: skip
 samples = st.builds(
@@ -126,9 +126,9 @@ gateway_reports = st.builds(
     incarnation=words, times=times, engines=optional(tuples(gateway_engines)),
 )  # fmt: skip
 routes = st.builds(
-    Route, engine=engines, url=words, health=optional(st.sampled_from(EngineHealth)), load_index=optional(numbers),
-    kv_capacity_tokens=totals, kv_free_tokens=totals, max_sequences=counts, draining=st.booleans(),
-    kv_version=words, pool=words, policy_version=optional(totals), waiting=optional(counts),
+    EngineRoute, engine=engines, url=words, health=optional(st.sampled_from(EngineHealth)),
+    load_index=optional(numbers), kv_capacity_tokens=totals, kv_free_tokens=totals, max_sequences=counts,
+    draining=st.booleans(), kv_version=words, pool=words, policy_version=optional(totals), waiting=optional(counts),
     newest_policy_version=optional(totals),
 )  # fmt: skip
 moves = st.builds(
@@ -136,7 +136,8 @@ moves = st.builds(
     predicted_s=numbers, other_s=numbers,
 )  # fmt: skip
 items = st.builds(
-    ItemResult, words, st.booleans(), words, counts, numbers, optional(st.sampled_from(MoveMethod)), counts, numbers,
+    OperationItemResult, words, st.booleans(), words, counts, numbers, optional(st.sampled_from(MoveMethod)),
+    counts, numbers,
 )  # fmt: skip
 actions = st.one_of(
     st.builds(SetRoutes, tuples(routes), tuples(engines), numbers),
@@ -146,7 +147,7 @@ actions = st.one_of(
     st.builds(AbortRequests, engines, tuples(requests)),
     st.builds(ProbeEngine, engines),
     st.builds(
-        CloseGate,
+        CloseBarrier,
         ids,
         words,
         st.sampled_from(PauseMode),
@@ -155,7 +156,7 @@ actions = st.one_of(
         numbers,
         st.booleans(),
     ),
-    st.builds(OpenGate, ids, optional(totals), tuples(engines)),
+    st.builds(OpenBarrier, ids, optional(totals), tuples(engines)),
     st.builds(CancelRequests, tuples(requests), tuples(words), words),
 )
 operations = st.builds(
@@ -275,12 +276,23 @@ def test_serving_facts_out_of_range_are_refused_with_their_field(fields: dict[st
 def test_what_engines_and_errors_write_is_sent_as_the_daemon_takes_it() -> None:
     long, models = "x" * 100_000, tuple(f"lora-{n}" for n in range(1000))
     report = EngineReport(
-        NodeId("a"), 1, EngineId("e0"), "http://e0", EngineHealth.NONSENSE, long, None, Capabilities("v", long, models)
+        NodeId("a"),
+        1,
+        EngineId("e0"),
+        "http://e0",
+        EngineHealth.NONSENSE,
+        long,
+        None,
+        EngineCapabilities("v", long, models),
     )
     done = FinishedRequest(RequestId("r"), None, 1, 1, long)
     gateway = GatewayReport(GATEWAY, 1, 0.0, "", (), (done,))
     result = OperationResult(
-        OperationId("1-1"), GATEWAY, OperationStatus.FAILED, f"\ud800{long}", items=(ItemResult("r", False, long),)
+        OperationId("1-1"),
+        GATEWAY,
+        OperationStatus.FAILED,
+        f"\ud800{long}",
+        items=(OperationItemResult("r", False, long),),
     )
     for message in (
         codec.engine_report_to_pb(report),

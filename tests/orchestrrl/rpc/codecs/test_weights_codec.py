@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from orchestrrl.rpc.codecs.weights import report_from_pb, report_to_pb, status_from_pb, status_to_pb
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.weights.controller.reports import (
-    EdgeTook,
-    EngineStands,
+    EdgeTime,
+    EngineStatus,
     EngineSync,
-    PeerStands,
-    PhaseTook,
+    PeerStatus,
+    PhaseTime,
     SyncPhase,
     SyncReport,
     SyncState,
@@ -29,7 +29,7 @@ def several(each: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, 
     return st.lists(each, max_size=FEW).map(tuple)
 
 
-ENGINES = st.builds(EngineStands, engine=TEXT, state=st.sampled_from(EngineSync), detail=TEXT, install_s=SECONDS)
+ENGINES = st.builds(EngineStatus, engine=TEXT, state=st.sampled_from(EngineSync), detail=TEXT, install_s=SECONDS)
 REPORTS = st.builds(
     SyncReport,
     id=TEXT,
@@ -44,7 +44,7 @@ REPORTS = st.builds(
     world=SMALL,
     published=several(SMALL),
     phases=several(
-        st.builds(PhaseTook, phase=st.sampled_from(SyncPhase), began_s=SECONDS, ended_s=st.none() | SECONDS)
+        st.builds(PhaseTime, phase=st.sampled_from(SyncPhase), began_s=SECONDS, ended_s=st.none() | SECONDS)
     ),
     engines=several(ENGINES),
     bytes=LARGE,
@@ -57,7 +57,7 @@ REPORTS = st.builds(
     edges=SMALL,
     mended_edges=SMALL,
     slowest=several(
-        st.builds(EdgeTook, src=TEXT, dst=TEXT, phase=TEXT, bytes=LARGE, seconds=SECONDS, planned_s=SECONDS)
+        st.builds(EdgeTime, src=TEXT, dst=TEXT, phase=TEXT, bytes=LARGE, seconds=SECONDS, planned_s=SECONDS)
     ),
     notes=several(TEXT),
 )
@@ -68,7 +68,7 @@ STATUSES = st.builds(
     quarantined=several(ENGINES),
     peers=several(
         st.builds(
-            PeerStands,
+            PeerStatus,
             id=TEXT,
             role=TEXT,
             host=TEXT,

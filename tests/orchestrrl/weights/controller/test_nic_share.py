@@ -4,17 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.weights.controller.nic_share import LeftForMoves, left_for_moves
-from orchestrrl.weights.controller.planning import Station
+from orchestrrl.weights.controller.planning import NetworkStation
 from orchestrrl.weights.model import PeerId
-from orchestrrl.weights.orders import Edge
+from orchestrrl.weights.orders import CarryEdge
 
 NAMES = [PeerId(name) for name in "abcd"]
 RATES = {"a": 100.0, "b": 100.0, "c": 50.0, "d": 400.0}
-STATIONS = {name: Station("p", "t", RATES[name]) for name in NAMES}
+STATIONS = {name: NetworkStation("p", "t", RATES[name]) for name in NAMES}
 
 
-def edge(number: int, src: str, dst: str, rate_gbps: float) -> Edge:
-    return Edge(f"e{number}", "all", 0, 1, PeerId(src), PeerId(dst), "tcp", "", rate_gbps=rate_gbps)
+def edge(number: int, src: str, dst: str, rate_gbps: float) -> CarryEdge:
+    return CarryEdge(f"e{number}", "all", 0, 1, PeerId(src), PeerId(dst), "tcp", "", rate_gbps=rate_gbps)
 
 
 def test_without_edges_moves_have_all() -> None:

@@ -8,15 +8,17 @@ import pytest
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import OutcomeUnknown, ProblemFaults, Retryable
 from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
-from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerRole, Place
-from orchestrrl.weights.orders import Arrived, Check, Keep, Outcome, PeerOrder, PeerResult
+from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerLocation, PeerRole
+from orchestrrl.weights.orders import ArrivedBytes, CheckVersion, KeepVersions, OrderOutcome, PeerOrder, PeerResult
 from planner.model import EngineId
 
 P0, P1 = PeerId("p0"), PeerId("p1")
 
 
 def peer(id: PeerId = P0, role: PeerRole = PeerRole.ENGINE, engines: tuple[str, ...] = ()) -> Peer:
-    return Peer(id, role, f"{id}-host", Place(), {"tcp": f"{id}:1"}, tuple(EngineAt(EngineId(e), e) for e in engines))
+    return Peer(
+        id, role, f"{id}-host", PeerLocation(), {"tcp": f"{id}:1"}, tuple(EngineAt(EngineId(e), e) for e in engines)
+    )
 
 
 class Line:
@@ -34,7 +36,7 @@ class Line:
         self.over = True
 
     def answer(self, place: int = -1) -> None:
-        self.stream.told(PeerResult(self.orders[place].id, Outcome.DONE, "well"))
+        self.stream.told(PeerResult(self.orders[place].id, OrderOutcome.DONE, "well"))
 
 
 def play(scene: Callable[[PeerHub, VirtualClock], object]) -> None:
@@ -50,9 +52,9 @@ def play(scene: Callable[[PeerHub, VirtualClock], object]) -> None:
 def test_an_order_is_answered_by_its_id_and_names_the_generation() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         line = Line(hub.attach(peer()))
-        asked = [asyncio.ensure_future(hub.ask(P0, Check(version), 10.0)) for version in (1, 2)]
+        asked = [asyncio.ensure_future(hub.ask(P0, CheckVersion(version), 10.0)) for version in (1, 2)]
         await clock.advance(0.1)
-        assert [(each.generation, each.order) for each in line.orders] == [(7, Check(1)), (7, Check(2))]
+        assert [(each.generation, each.order) for each in line.orders] == [(7, CheckVersion(1)), (7, CheckVersion(2))]
         line.answer(1)
         line.answer(0)
         line.answer(0)  # said twice
@@ -64,15 +66,15 @@ def test_an_order_is_answered_by_its_id_and_names_the_generation() -> None:
 def test_what_is_not_answered_is_given_again_to_a_peer_that_comes_back_and_the_old_stream_ends() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         first = Line(hub.attach(peer()))
-        asked = asyncio.ensure_future(hub.ask(P0, Check(1), 100.0))
-        answered = asyncio.ensure_future(hub.ask(P0, Check(2), 100.0))
+        asked = asyncio.ensure_future(hub.ask(P0, CheckVersion(1), 100.0))
+        answered = asyncio.ensure_future(hub.ask(P0, CheckVersion(2), 100.0))
         await clock.advance(0.1)
         first.answer(1)
         await answered
         second = Line(hub.attach(peer()))
         await clock.advance(0.1)
         assert first.over
-        assert [each.order for each in second.orders] == [Check(1)]
+        assert [each.order for each in second.orders] == [CheckVersion(1)]
         assert second.orders[0].id == first.orders[0].id
         first.answer(0)  # on a stream that has ended
         first.stream.end()  # and this is not the peer's going away
@@ -80,7 +82,7 @@ def test_what_is_not_answered_is_given_again_to_a_peer_that_comes_back_and_the_o
         assert not asked.done()
         assert hub.peers[P0].attached
         second.answer()
-        assert (await asked).outcome is Outcome.DONE
+        assert (await asked).outcome is OrderOutcome.DONE
 
     play(scene)
 
@@ -88,12 +90,12 @@ def test_what_is_not_answered_is_given_again_to_a_peer_that_comes_back_and_the_o
 def test_a_peer_that_has_gone_is_waited_for_and_then_no_more() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         with pytest.raises(Retryable, match="not attached"):
-            await hub.ask(P0, Check(1), 100.0)
+            await hub.ask(P0, CheckVersion(1), 100.0)
         line = Line(hub.attach(peer()))
-        given = asyncio.ensure_future(hub.ask(P0, Check(1), 100.0))
+        given = asyncio.ensure_future(hub.ask(P0, CheckVersion(1), 100.0))
         await clock.advance(1.0)
         line.stream.end()
-        not_given = asyncio.ensure_future(hub.ask(P0, Check(2), 100.0))
+        not_given = asyncio.ensure_future(hub.ask(P0, CheckVersion(2), 100.0))
         await clock.advance(29.0)
         assert not given.done()
         assert not not_given.done()
@@ -112,7 +114,7 @@ def test_a_peer_that_has_gone_is_waited_for_and_then_no_more() -> None:
 def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_was_said() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         Line(hub.attach(peer()))
-        asked = asyncio.ensure_future(hub.ask(P0, Check(1), 10.0))
+        asked = asyncio.ensure_future(hub.ask(P0, CheckVersion(1), 10.0))
         await clock.advance(9.9)
         assert not asked.done()
         await clock.advance(0.2)
@@ -125,14 +127,14 @@ def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_was_said() ->
 def test_an_order_that_is_taken_back_before_it_was_sent_is_not_sent() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         stream = hub.attach(peer())
-        asked = asyncio.ensure_future(hub.ask(P0, Check(1), 10.0))
-        kept = asyncio.ensure_future(hub.ask(P0, Keep((), None), 10.0))
+        asked = asyncio.ensure_future(hub.ask(P0, CheckVersion(1), 10.0))
+        kept = asyncio.ensure_future(hub.ask(P0, KeepVersions((), None), 10.0))
         await asyncio.sleep(0)
         asked.cancel()
         await asyncio.wait({asked})
         line = Line(stream)
         await clock.advance(0.1)
-        assert [each.order for each in line.orders] == [Keep((), None)]
+        assert [each.order for each in line.orders] == [KeepVersions((), None)]
         kept.cancel()
 
     play(scene)
@@ -143,8 +145,8 @@ def test_listeners_hear_of_peers_that_come_tell_and_go() -> None:
         heard: list[object] = []
         hub.listen(lambda who, news: heard.append((who, news)))
         stream = hub.attach(peer())
-        stream.told(Arrived(1, 10, 20))
-        changed = Peer(P0, PeerRole.ENGINE, "other", Place(pod="pod0"), {})
+        stream.told(ArrivedBytes(1, 10, 20))
+        changed = Peer(P0, PeerRole.ENGINE, "other", PeerLocation(pod="pod0"), {})
         await clock.advance(5.0)
         stream.told(changed)
         assert hub.peers[P0].peer == changed
@@ -153,7 +155,7 @@ def test_listeners_hear_of_peers_that_come_tell_and_go() -> None:
         assert hub.peers[P0].peer == changed
         stream.end()
         stream.end()
-        assert heard == [(P0, peer()), (P0, Arrived(1, 10, 20)), (P0, changed), (P0, None)]
+        assert heard == [(P0, peer()), (P0, ArrivedBytes(1, 10, 20)), (P0, changed), (P0, None)]
         assert not hub.peers[P0].attached
 
     play(scene)

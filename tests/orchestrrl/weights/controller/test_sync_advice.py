@@ -19,7 +19,7 @@ from orchestrrl.weights.controller.advice import (
     slow_by,
 )
 from orchestrrl.weights.controller.profile import BESIDE, PHASE_WORDS, profile
-from orchestrrl.weights.controller.reports import TRANSFER, EdgeTook, EngineStands, EngineSync, SyncPhase, SyncReport
+from orchestrrl.weights.controller.reports import TRANSFER, EdgeTime, EngineStatus, EngineSync, SyncPhase, SyncReport
 from planner.model import EngineId
 
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-3, 1e3))
@@ -113,8 +113,8 @@ def test_thresholds() -> None:
     assert codes(*many) == [phase.value for phase in list(SENTENCES)[:MOST]]
 
 
-def edge(src: str, dst: str, times: float) -> EdgeTook:
-    return EdgeTook(src, dst, "B", 10**9, times, 1.0)
+def edge(src: str, dst: str, times: float) -> EdgeTime:
+    return EdgeTime(src, dst, "B", 10**9, times, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def edge(src: str, dst: str, times: float) -> EdgeTook:
         ([edge(f"t{n}", f"g{n}", 2.0) for n in range(4)], 4, "slow_everywhere", "2 times"),
         ([edge(f"t{n}", f"g{n}", 2.0) for n in range(4)], 90, "slow_everywhere", "weights.rate_share"),
         ([edge("t", "g0", 2.0), edge("t", "g1", 2.0)], 2, "slow_everywhere", "2 times"),  # of one source, all there are
-        ([EdgeTook("t", "g0", "B", 10**4, 0.015, 1e-6)], 9, "slow_between", "small pieces"),
+        ([EdgeTime("t", "g0", "B", 10**4, 0.015, 1e-6)], 9, "slow_between", "small pieces"),
         ([edge("g0", "g1", 2.0), edge("g1", "g0", 2.0)], 9, "slow_everywhere", "2 times"),  # of two shards
     ],
 )
-def test_a_slow_transfer_is_slow_by_somebody(edges: list[EdgeTook], of: int, code: str, named: str) -> None:
+def test_a_slow_transfer_is_slow_by_somebody(edges: list[EdgeTime], of: int, code: str, named: str) -> None:
     report = replace(done(), slowest=tuple(edges), edges=of)
     assert slow_by(report)[0] == code
     assert named in slow_by(report)[1]
@@ -151,7 +151,7 @@ def test_a_transfer_as_planned_is_left_alone_whatever_its_edges_did() -> None:
 def test_one_engine_that_all_wait_for_is_named() -> None:
     def installed(*seconds: float) -> str:
         engines = tuple(
-            EngineStands(EngineId(f"e{n}"), EngineSync.SERVES, install_s=each) for n, each in enumerate(seconds)
+            EngineStatus(EngineId(f"e{n}"), EngineSync.SERVES, install_s=each) for n, each in enumerate(seconds)
         )
         (told,) = found((SyncPhase.INSTALL, 8.0), report=replace(done(), engines=engines))
         return told.words

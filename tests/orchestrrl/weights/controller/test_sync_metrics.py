@@ -13,9 +13,9 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.metrics import PlaneCollector
+from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.weights.controller.metrics import SyncMetrics
-from orchestrrl.weights.controller.reports import EngineStands, EngineSync, SyncPhase, SyncState
+from orchestrrl.weights.controller.reports import EngineStatus, EngineSync, SyncPhase, SyncState
 from planner.model import EngineId
 
 
@@ -63,7 +63,7 @@ def test_who_has_not_the_version_and_who_holds_weights() -> None:
     assert ("orchestrrl_sync_committed_version",) not in seen
     assert seen["orchestrrl_sync_peers_attached", "engine"] == 0
     syncs.peers = PEERS
-    syncs.quarantined = (EngineStands(EngineId("e1"), EngineSync.QUARANTINED),)
+    syncs.quarantined = (EngineStatus(EngineId("e1"), EngineSync.QUARANTINED),)
     seen = samples(SyncMetrics(0.0).collect(syncs))
     assert seen["orchestrrl_sync_peers_attached", "trainer"] == 1
     assert seen["orchestrrl_sync_peers_attached", "engine"] == 1  # the other has gone
@@ -74,10 +74,10 @@ def test_the_page_of_the_daemon_has_them_with_help(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.sqlite", BEGAN_S) as journal:
         plane = ControlPlane(parse_config("mode: act"), journal, VirtualClock(BEGAN_S))
         registry = CollectorRegistry()
-        registry.register(PlaneCollector(plane, FakeSyncs(done(7), committed=7)))
+        registry.register(DaemonCollector(plane, FakeSyncs(done(7), committed=7)))
         page = generate_latest(registry).decode()
         without = CollectorRegistry()
-        without.register(PlaneCollector(plane))
+        without.register(DaemonCollector(plane))
         assert "orchestrrl_sync_" not in generate_latest(without).decode()
     assert 'orchestrrl_sync_phase_seconds_sum{phase="install"} 1.0' in page
     assert "# HELP orchestrrl_sync_carried_bytes_total Bytes of weights" in page

@@ -14,28 +14,28 @@ from hypothesis import strategies as st
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.weights.controller.planning import (
-    Holding,
-    Network,
+    NetworkStation,
     PairLink,
+    PeerHolding,
     PlannedSync,
-    Station,
+    SyncNetwork,
     plan_repair,
     plan_sync,
 )
 from orchestrrl.weights.model import (
     EngineAt,
-    Held,
-    Part,
+    EngineShare,
+    HeldVersion,
     Peer,
     PeerId,
+    PeerLocation,
     PeerRole,
-    Place,
     Range,
-    Share,
+    StagedPart,
     TensorMeta,
     VersionMap,
 )
-from orchestrrl.weights.orders import Edge
+from orchestrrl.weights.orders import CarryEdge
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 from planner.sync_tree.model import Unreachable
@@ -68,7 +68,7 @@ def trainer(number: int, **more: Any) -> Peer:
 def peer(name: str, role: PeerRole = PeerRole.ENGINE, **more: Any) -> Peer:
     engines = (EngineAt(EngineId(f"{name}-engine"), "http://x"),) if role is PeerRole.ENGINE else ()
     transports = {each: f"{name}:{each}" for each in more.pop("transports", ("gloo", "tcp"))}
-    return Peer(PeerId(name), role, name, Place(), transports, more.pop("engines", engines), **more)
+    return Peer(PeerId(name), role, name, PeerLocation(), transports, more.pop("engines", engines), **more)
 
 
 def staged(rank: int, at: Peer, boxes: Mapping[str, tuple[Box, ...]] | None = None, world: int = 1) -> Publication:
@@ -76,10 +76,10 @@ def staged(rank: int, at: Peer, boxes: Mapping[str, tuple[Box, ...]] | None = No
     return Publication(3, rank, world, at.id, tuple(each for each in TENSORS if each.name in own), own)
 
 
-def network(peers: Iterable[Peer], pods: int = 2, **more: Any) -> Network:
-    return Network(
+def network(peers: Iterable[Peer], pods: int = 2, **more: Any) -> SyncNetwork:
+    return SyncNetwork(
         10.0,
-        {each.id: Station(f"pod{place % pods}", f"tor{place % 3}", 10.0) for place, each in enumerate(peers)},
+        {each.id: NetworkStation(f"pod{place % pods}", f"tor{place % 3}", 10.0) for place, each in enumerate(peers)},
         **more,
     )
 
@@ -102,7 +102,7 @@ class Host:
         self.file: dict[str, Bytes] = {each.name: np.zeros_like(whole(each)) for each in TENSORS}
         self.staged: dict[str, Bytes] = {each.name: np.zeros_like(whole(each)) for each in TENSORS}
 
-    def stage(self, parts: Iterable[Part]) -> None:
+    def stage(self, parts: Iterable[StagedPart]) -> None:
         for part in parts:
             for name, boxes in part.boxes.items():
                 for box in boxes:
@@ -131,9 +131,9 @@ class Host:
             self.put(opened.map, shard, 0, self.of(opened.map, shard))
 
 
-def carry(planned: PlannedSync, hosts: Mapping[PeerId, Host], edges: Iterable[Edge] | None = None) -> None:
+def carry(planned: PlannedSync, hosts: Mapping[PeerId, Host], edges: Iterable[CarryEdge] | None = None) -> None:
     """Waves one after another; in each, edges as their bytes come."""
-    waves: dict[int, list[Edge]] = defaultdict(list)
+    waves: dict[int, list[CarryEdge]] = defaultdict(list)
     for edge in planned.edges if edges is None else edges:
         waves[edge.wave].append(edge)
     for _, own in sorted(waves.items()):
@@ -150,7 +150,7 @@ def carry(planned: PlannedSync, hosts: Mapping[PeerId, Host], edges: Iterable[Ed
                 own.remove(edge)
 
 
-def sent(planned: PlannedSync, hosts: Mapping[PeerId, Host], edge: Edge) -> Bytes:
+def sent(planned: PlannedSync, hosts: Mapping[PeerId, Host], edge: CarryEdge) -> Bytes:
     data = hosts[edge.src].of(planned.map, edge.shard)[edge.offset : edge.offset + edge.bytes]
     assert len(data) == edge.bytes
     return data
@@ -189,8 +189,12 @@ def chance(rng: random.Random) -> tuple[list[Publication], list[Peer]]:
         for rank in range(world):
             boxes = {each.name: box for each in TENSORS if (box := _part(each, axis, rank, world))}
             publications.append(staged(replica * world + rank, rng.choice(hosts), boxes, 2 * world))
-    shares = [Share(), Share(tp=2, tp_ranks=(rng.randrange(2),)), Share(pp=2, pp_ranks=(rng.randrange(2),))]
-    shares += [Share(tp=4, tp_ranks=(0, 2)), Share(ep=2, ep_ranks=(1,), tp=2, tp_ranks=(1,))]
+    shares = [
+        EngineShare(),
+        EngineShare(tp=2, tp_ranks=(rng.randrange(2),)),
+        EngineShare(pp=2, pp_ranks=(rng.randrange(2),)),
+    ]
+    shares += [EngineShare(tp=4, tp_ranks=(0, 2)), EngineShare(ep=2, ep_ranks=(1,), tp=2, tp_ranks=(1,))]
     engines = [peer(f"engines{number}", share=rng.choice(shares)) for number in range(rng.randint(1, 5))]
     return publications, [*hosts, *engines]
 
@@ -241,7 +245,7 @@ def test_a_second_attempt_begins_with_what_is_there(seed: int) -> None:
     for each in first.opens:
         hosts[each].open(first, each)
     carry(first, hosts)
-    have: dict[PeerId, Holding] = {}
+    have: dict[PeerId, PeerHolding] = {}
     for each in peers:
         if each.engines and each.id in first.opens and rng.random() < 0.7:
             version = first.opens[each.id].map
@@ -250,7 +254,7 @@ def test_a_second_attempt_begins_with_what_is_there(seed: int) -> None:
                 if shard.id not in first.opens[each.id].at_home and rng.random() < 0.7:
                     start = rng.randrange(shard.bytes)
                     missing[shard.id] = ((start, rng.randint(1, shard.bytes - start)),)
-            have[each.id] = Holding(version, missing)
+            have[each.id] = PeerHolding(version, missing)
     again = [each for each in peers if each.role is PeerRole.TRAINER or rng.random() < 0.8] + [peer("engines9")]
     hosts = {each.id: _with_rows_of(have.get(each.id)) for each in again}
     second = plan_sync(3, publications, again, network(again), SETTINGS, have=have, attempt=1)
@@ -263,7 +267,7 @@ def test_a_second_attempt_begins_with_what_is_there(seed: int) -> None:
     assert not {edge.id for edge in first.edges} & {edge.id for edge in second.edges}
 
 
-def _with_rows_of(holding: Holding | None) -> Host:
+def _with_rows_of(holding: PeerHolding | None) -> Host:
     """What of it comes in whole rows: the rest is sent again."""
     host = Host()
     if holding is None:
@@ -294,8 +298,8 @@ def _with_rows_of(holding: Holding | None) -> Host:
 @settings(max_examples=15)
 def test_who_lacks_some_of_the_fleets_version_gets_just_that(seed: int) -> None:
     rng = random.Random(seed)
-    peers = [peer(f"engines{number}", share=rng.choice([Share(), Share(tp=2)])) for number in range(4)]
-    peers[0] = replace(peers[0], share=Share())
+    peers = [peer(f"engines{number}", share=rng.choice([EngineShare(), EngineShare(tp=2)])) for number in range(4)]
+    peers[0] = replace(peers[0], share=EngineShare())
     source = trainer(0)
     fleet = plan_sync(3, [staged(0, source)], [source, *peers], network([source, *peers]), SETTINGS)
     hosts, held = {each.id: Host() for each in peers}, {}
@@ -308,7 +312,7 @@ def test_who_lacks_some_of_the_fleets_version_gets_just_that(seed: int) -> None:
                 start = rng.randrange(shard.bytes)
                 missing[shard.id] = ((start, rng.randint(1, shard.bytes - start)),)
                 hosts[each.id].put(fleet.map, shard.id, start, np.zeros(missing[shard.id][0][1], dtype=np.uint8))
-        held[each.id] = Held(3, tuple(shard.id for shard in shards), missing)
+        held[each.id] = HeldVersion(3, tuple(shard.id for shard in shards), missing)
     if rng.random() < 0.5:  # one has forgotten all
         hosts[peers[3].id] = Host()
         del held[peers[3].id]
@@ -324,7 +328,7 @@ def test_who_lacks_some_of_the_fleets_version_gets_just_that(seed: int) -> None:
 
 def _right(version: VersionMap, shard: str) -> Bytes:
     host = Host()
-    host.stage([Part(0, {each.name: (each.whole,) for each in TENSORS})])
+    host.stage([StagedPart(0, {each.name: (each.whole,) for each in TENSORS})])
     return host.of(version, shard)
 
 
@@ -336,7 +340,7 @@ def test_bytes_that_nobody_has_are_told() -> None:
     source, one, other = trainer(0), peer("a"), peer("b")
     fleet = plan_sync(3, [staged(0, source)], [source, one, other], network([source, one, other]), SETTINGS)
     shard = fleet.map.shards[0]
-    held = {each.id: Held(3, (shard.id,), {shard.id: ((10, 5),)}) for each in (one, other)}
+    held = {each.id: HeldVersion(3, (shard.id,), {shard.id: ((10, 5),)}) for each in (one, other)}
     with pytest.raises(Unreachable, match=f"nobody has {shard.id} from byte 10 to 15"):
         plan_repair(fleet.map, [one.id], [one, other], network([one, other]), SETTINGS, held=held)
 
@@ -414,17 +418,17 @@ def test_nobody_to_send_to_is_no_plan() -> None:
 
 def test_pods_that_are_joined_as_they_are_have_no_other_ways() -> None:
     peers = [trainer(0), *(peer(f"e{number}") for number in range(4))]
-    stations = {each.id: Station(f"pod{-(-place // 2)}", "tor", 10.0) for place, each in enumerate(peers)}
+    stations = {each.id: NetworkStation(f"pod{-(-place // 2)}", "tor", 10.0) for place, each in enumerate(peers)}
     links = {
         ("pod0", "pod1"): PairLink(1, 5.0),
         ("pod1", "pod2"): PairLink(2, 10.0),
         ("pod0", "elsewhere"): PairLink(9, 9.0),
     }
-    planned = plan_sync(3, [staged(0, peers[0])], peers, Network(10.0, stations, pairs=links), SETTINGS)
+    planned = plan_sync(3, [staged(0, peers[0])], peers, SyncNetwork(10.0, stations, pairs=links), SETTINGS)
     crossing = [edge for edge in planned.edges if edge.phase == "A"]
     ways = {(stations[edge.src].pod, stations[edge.dst].pod) for edge in crossing}
     assert ways == {("pod0", "pod1"), ("pod1", "pod2")}
     assert all(0 < edge.rate_gbps <= 5.0 * (1 + 1e-9) for edge in crossing if stations[edge.src].pod == "pod0")
-    cut = Network(10.0, stations, pairs={("pod0", "pod1"): PairLink(1, 5.0)})
+    cut = SyncNetwork(10.0, stations, pairs={("pod0", "pod1"): PairLink(1, 5.0)})
     with pytest.raises(Unreachable, match="PoD pod2"):
         plan_sync(3, [staged(0, peers[0])], peers, cut, SETTINGS)

@@ -9,26 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.weights.controller.profile import BESIDE, PHASE_WORDS, STILL, critical_path, profile
-from orchestrrl.weights.controller.reports import PhaseTook, SyncPhase, SyncReport, SyncState
+from orchestrrl.weights.controller.reports import PhaseTime, SyncPhase, SyncReport, SyncState
 
 TICKS = st.integers(0, 20)  # whole numbers: sums of them are exact
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> PhaseTook:
+def runs(draw: st.DrawFn) -> PhaseTime:
     began, took = draw(TICKS), draw(st.none() | TICKS)
-    return PhaseTook(draw(st.sampled_from(SyncPhase)), float(began), None if took is None else float(began + took))
+    return PhaseTime(draw(st.sampled_from(SyncPhase)), float(began), None if took is None else float(began + took))
 
 
 RUNS = st.lists(runs(), max_size=8).map(tuple)
 
 
-def until(run: PhaseTook, end_s: float) -> float:
+def until(run: PhaseTime, end_s: float) -> float:
     return end_s if run.ended_s is None else min(run.ended_s, end_s)
 
 
 @given(RUNS, TICKS)
-def test_each_moment_is_waited_for_one_phase_that_runs_then(took: tuple[PhaseTook, ...], end: int) -> None:
+def test_each_moment_is_waited_for_one_phase_that_runs_then(took: tuple[PhaseTime, ...], end: int) -> None:
     path = critical_path(took, float(end))
     lasting = [run for run in took if until(run, end) > run.began_s]
     if not lasting:
@@ -45,7 +45,7 @@ def test_each_moment_is_waited_for_one_phase_that_runs_then(took: tuple[PhaseToo
 
 
 @given(RUNS, TICKS)
-def test_of_two_that_run_at_once_the_one_that_ends_later_is_waited_for(took: tuple[PhaseTook, ...], end: int) -> None:
+def test_of_two_that_run_at_once_the_one_that_ends_later_is_waited_for(took: tuple[PhaseTime, ...], end: int) -> None:
     """Whoever is waited for at a moment ends, among all that run then, last, unless somebody else takes over who began
     before that and ends later still."""
     path = critical_path(took, float(end))
@@ -57,7 +57,7 @@ def test_of_two_that_run_at_once_the_one_that_ends_later_is_waited_for(took: tup
 
 
 @given(RUNS, st.none() | TICKS)
-def test_shares_are_of_what_was_waited_for(took: tuple[PhaseTook, ...], ended: int | None) -> None:
+def test_shares_are_of_what_was_waited_for(took: tuple[PhaseTime, ...], ended: int | None) -> None:
     report = replace(done(), phases=took, began_s=0.0, ended_s=None if ended is None else float(ended))
     found = profile(report, now_s=40.0)
     waited_s = sum(row.waited_s for row in found.rows if not row.is_beside)
@@ -112,7 +112,7 @@ def test_circuits_that_are_taken_down_beside_requests_are_no_part_of_it() -> Non
 
 
 def test_one_that_lasts_is_counted_until_now_and_one_of_a_dead_daemon_until_its_end() -> None:
-    lasting = (PhaseTook(SyncPhase.PHASE_A, BEGAN_S),)
+    lasting = (PhaseTime(SyncPhase.PHASE_A, BEGAN_S),)
     report = replace(done(), state=SyncState.CARRYING, phases=lasting, ended_s=None)
     assert profile(report, now_s=BEGAN_S + 3).transfer_s == pytest.approx(3.0)
     assert profile(report).transfer_s == 0

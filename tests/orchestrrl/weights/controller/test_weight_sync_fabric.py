@@ -10,11 +10,11 @@ import weights_house
 from fabric_house import GEN, house
 from weights_house import House
 
-from orchestrrl.core.pause_registry import Part
-from orchestrrl.daemon.weight_circuits import WeightCircuits
+from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.daemon.weight_circuits import CircuitsForSyncs
 from orchestrrl.weights.controller.circuits import Peers
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
-from orchestrrl.weights.model import Peer, Place
+from orchestrrl.weights.model import Peer, PeerLocation
 
 GPUS: Mapping[str, int] = {"t": 0, "p0": 16, "p1": 19, "p2": 24}  # one that trains; two PoDs that generate
 
@@ -26,8 +26,8 @@ async def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: bool)
         before = fabric.up()
         tors = [tor.id for tor in fabric.site.tors]
 
-        def circuits(_: Any, peers: Peers) -> WeightCircuits:
-            return WeightCircuits(fabric.coordinator, peers, packet_tors=tors, packet_gbps=10.0)
+        def circuits(_: Any, peers: Peers) -> CircuitsForSyncs:
+            return CircuitsForSyncs(fabric.coordinator, peers, packet_tors=tors, packet_gbps=10.0)
 
         monkeypatch.setattr(weights_house, "PacketNetwork", circuits)
         (tmp_path / "weights").mkdir()
@@ -38,11 +38,11 @@ async def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: bool)
 
             def introduced(gpu: int = gpu, told: Any = fake.peer) -> Peer:
                 made: Peer = told()
-                return replace(made, place=Place(gpu=gpu))
+                return replace(made, place=PeerLocation(gpu=gpu))
 
             fake.peer = introduced  # type: ignore[method-assign]
         if paused:
-            fabric.holds.pause(Part.FABRIC, "not today", 0.0)
+            fabric.holds.pause(PauseScope.FABRIC, "not today", 0.0)
         weights.start()
         try:
             await weights.pass_time(0.5)

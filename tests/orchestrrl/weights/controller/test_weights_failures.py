@@ -9,11 +9,11 @@ import pytest
 from weights_house import START_S, TENSORS, House, played
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
-from orchestrrl.core.pause_registry import HoldBook, Part
+from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
 from orchestrrl.weights import controller
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.model import TensorMeta
-from orchestrrl.weights.orders import Rest
+from orchestrrl.weights.orders import RestEngine
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
@@ -190,7 +190,7 @@ def test_a_lease_that_ends_while_engines_are_changed(tmp_path: Path, closes: boo
         assert report.attempt == 2
         assert "opened by itself" in " ".join(report.notes)
         assert any("could not be closed again: e0 is not quiet" in note for note in report.notes) is not closes
-        rests = [order.at_rest for order in house.peer("p0").orders if isinstance(order, Rest)]
+        rests = [order.at_rest for order in house.peer("p0").orders if isinstance(order, RestEngine)]
         assert rests == ([] if closes else [True, False])
         house.check_one_version(2)
 
@@ -241,7 +241,7 @@ def test_what_came_past_the_gateway_ends_before_an_engine_is_repaired(tmp_path: 
         assert house.engine("e1").weights == (1 if stray == 1 else -1)
         await house.settled()
         house.check_one_version(1)
-        rests = [order for order in house.peer("p1").orders if isinstance(order, Rest) and order.at_rest]
+        rests = [order for order in house.peer("p1").orders if isinstance(order, RestEngine) and order.at_rest]
         assert [order.ends for order in rests] == [False] * min(stray, 6) + [True] * (stray > 6)
         assert house.clock.now_s() - START_S < 200
 
@@ -271,12 +271,12 @@ def test_without_a_gateway_peers_bring_engines_to_rest(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         house.fence.manned = False
         await first(house)
-        assert [order.at_rest for order in house.peer("p0").orders if isinstance(order, Rest)] == [True, False]
+        assert [order.at_rest for order in house.peer("p0").orders if isinstance(order, RestEngine)] == [True, False]
         house.engine("e1").fails = 1
         report = await house.report(house.publish(2))
         assert report.code == "install_failed"
         house.check_one_version(1)
-        rests = [order.at_rest for order in house.peer("p0").orders if isinstance(order, Rest)]
+        rests = [order.at_rest for order in house.peer("p0").orders if isinstance(order, RestEngine)]
         assert rests == [True, False, True, True, False], "at rest before each change of weights"
 
     played(tmp_path, scene, attempts=1)
@@ -549,24 +549,24 @@ def test_an_operators_pause_holds_a_sync_which_says_so(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         await first(house)
         assert house.daemon is not None
-        holds: HoldBook = house.holds
-        holds.pause(Part.SYNC, "look first")
+        holds: PauseRegistry = house.holds
+        holds.pause(PauseScope.SYNC, "look first")
         sync_id = house.publish(2)
         await house.pass_time(30.0)
         report = house.sync.report(sync_id)
         assert report.state is SyncState.PLANNING
         assert "look first" in report.detail
-        holds.resume(Part.SYNC, "")
+        holds.resume(PauseScope.SYNC, "")
         assert (await house.report(sync_id)).state is SyncState.DONE
         sync_id = house.publish(3, install="next_gate")
         await house.pass_time(10.0)
-        holds.pause(Part.SYNC, "not now")
+        holds.pause(PauseScope.SYNC, "not now")
         house.sync.install_now(sync_id, "")
         await house.pass_time(5.0)
         report = house.sync.report(sync_id)
         assert report.state is SyncState.PREPARED, "nor are engines brought to rest for it"
         assert "not now" in report.detail
-        holds.resume(Part.SYNC, "")
+        holds.resume(PauseScope.SYNC, "")
         assert (await house.report(sync_id)).state is SyncState.DONE
 
     played(tmp_path, scene)

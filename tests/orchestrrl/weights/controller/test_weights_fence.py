@@ -6,24 +6,24 @@ import pytest
 
 from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.operations import FrozenRequests, PauseMode
-from orchestrrl.daemon.weight_syncs import GateFence
-from orchestrrl.fleet.pause_barrier import GateKeeper, GateWish
-from orchestrrl.fleet.pause_lease import GateState, Lease
+from orchestrrl.daemon.weight_syncs import BarrierFence
+from orchestrrl.fleet.pause_barrier import PauseBarrier, PauseRequest
+from orchestrrl.fleet.pause_lease import PauseLease, PauseState
 from planner.model import EngineId
 
 E0, E1 = EngineId("e0"), EngineId("e1")
-LEASE = Lease("g1", "weight sync s1", PauseMode.KEEP, FrozenRequests.RECOMPUTE, 1.0, 31.0, 11.0, True)
+LEASE = PauseLease("g1", "weight sync s1", PauseMode.KEEP, FrozenRequests.RECOMPUTE, 1.0, 31.0, 11.0, True)
 
 
 class Gate:
     """It notes what it is asked."""
 
     def __init__(self) -> None:
-        self.state = GateState(LEASE, quiet=True)
+        self.state = PauseState(LEASE, quiet=True)
         self.restarted: Any = None
         self.asked: list[tuple[object, ...]] = []
 
-    async def pause(self, wish: GateWish) -> GateState:
+    async def pause(self, wish: PauseRequest) -> PauseState:
         self.asked.append(("pause", wish))
         return self.state
 
@@ -48,9 +48,9 @@ class Nodes:
         return self._gateways
 
 
-def fence_over(gate: Gate, *gateways: str) -> GateFence:
-    return GateFence(
-        cast(GateKeeper, gate), cast(NodeRegistry, Nodes(*gateways)), lambda version: f"/weights/{version}"
+def fence_over(gate: Gate, *gateways: str) -> BarrierFence:
+    return BarrierFence(
+        cast(PauseBarrier, gate), cast(NodeRegistry, Nodes(*gateways)), lambda version: f"/weights/{version}"
     )
 
 
@@ -59,7 +59,7 @@ async def test_engines_keep_requests_unless_they_are_to_be_empty(empty: bool, fr
     gate = Gate()
     fence = fence_over(gate)
     assert await fence.pause("weight sync s1", empty=empty, lease_s=30.0, deadline_s=10.0) == "g1"
-    wish = GateWish(PauseMode.KEEP, frozen, "weight sync s1", 30.0, 10.0, weights_change=True)
+    wish = PauseRequest(PauseMode.KEEP, frozen, "weight sync s1", 30.0, 10.0, weights_change=True)
     assert gate.asked == [("pause", wish)]
     assert fence.state is gate.state
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weights_house import FakePeer, House, played
 
-from orchestrrl.fleet.pause_lease import GateState
+from orchestrrl.fleet.pause_lease import PauseState
 from orchestrrl.weights.controller.peer_hub import PeerState
 from orchestrrl.weights.controller.reports import EngineSync, SyncState
 from orchestrrl.weights.controller.serving import served
 from orchestrrl.weights.controller.state import EngineNow
-from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerRole, Place
-from orchestrrl.weights.orders import Install
+from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerLocation, PeerRole
+from orchestrrl.weights.orders import InstallVersion
 from planner.model import EngineId
 
 E3, E4 = EngineId("e3"), EngineId("e4")
@@ -35,7 +35,7 @@ def serves(house: House, id: str) -> set[str]:
 
 
 def installs(peer: FakePeer) -> list[int]:
-    return [order.version for order in peer.orders if isinstance(order, Install)]
+    return [order.version for order in peer.orders if isinstance(order, InstallVersion)]
 
 
 async def _begun(house: House, version: int = 1) -> None:
@@ -370,7 +370,7 @@ def test_a_gate_of_which_nobody_knows_any_version_is_opened_with_the_fleets(tmp_
 
     async def scene(house: House) -> None:
         await _begun(house)
-        house.fence._state = GateState()  # as when a lease ends by itself
+        house.fence._state = PauseState()  # as when a lease ends by itself
         house.fence.close_by("a trainer")
         house.restart_unseen("e1")
         asked = house.task(house.sync.before_resume(house.clock.now_s() + 30.0, told))
@@ -445,7 +445,7 @@ def _states(told: list[tuple[list[str], dict[EngineId, bool], float | None]]) ->
         )
         taken |= {each.engine for each in engines}
         id = PeerId(f"p{number}")
-        peer = Peer(id, PeerRole.ENGINE, "", Place(), {}, engines, serves=tuple(hosts))
+        peer = Peer(id, PeerRole.ENGINE, "", PeerLocation(), {}, engines, serves=tuple(hosts))
         states[id] = PeerState(peer, gone_s is None, 100.0 - (gone_s or 0.0))
     return states
 

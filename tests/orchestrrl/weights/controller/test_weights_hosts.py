@@ -6,7 +6,7 @@ from weights_house import FakePeer, House, played
 
 from orchestrrl.weights.controller.reports import SyncState
 from orchestrrl.weights.model import PeerId, PeerRole
-from orchestrrl.weights.orders import Install
+from orchestrrl.weights.orders import InstallVersion
 from planner.model import EngineId
 
 E1 = EngineId("e1")
@@ -28,7 +28,7 @@ def test_all_hosts_have_the_bytes_before_it_is_installed(tmp_path: Path) -> None
         assert (await house.report(house.publish(1))).state is SyncState.DONE
         house.check_one_version(1)
         assert lacked == [False]
-        assert not [order for order in other.orders if isinstance(order, Install)]
+        assert not [order for order in other.orders if isinstance(order, InstallVersion)]
 
     played(tmp_path, scene)
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.planning import PlannedSync
-from orchestrrl.weights.controller.progress import Progress, without
-from orchestrrl.weights.model import EngineAt, Held, Peer, PeerId, PeerRole, Place, ShardMap, VersionMap
-from orchestrrl.weights.orders import Edge, EdgeEvent, EdgeState, OpenVersion
+from orchestrrl.weights.controller.progress import SyncProgress, without
+from orchestrrl.weights.model import EngineAt, HeldVersion, Peer, PeerId, PeerLocation, PeerRole, ShardMap, VersionMap
+from orchestrrl.weights.orders import CarryEdge, EdgeEvent, EdgeState, OpenVersion
 from planner.model import EngineId
 
 PEERS = [PeerId(f"p{n}") for n in range(4)]
@@ -18,9 +18,9 @@ SHARDS = ("s0", "s1")
 BYTES = 100
 
 
-def _edge(id: str, shard: str, offset: int, size: int, src: int, dst: int) -> Edge:
+def _edge(id: str, shard: str, offset: int, size: int, src: int, dst: int) -> CarryEdge:
     phase = "A" if src == 0 else "B"
-    return Edge(id, shard, offset, size, PEERS[src], PEERS[dst], "tcp", "x:1", 0, phase)  # type: ignore[arg-type]
+    return CarryEdge(id, shard, offset, size, PEERS[src], PEERS[dst], "tcp", "x:1", 0, phase)  # type: ignore[arg-type]
 
 
 def _planned() -> PlannedSync:
@@ -60,7 +60,7 @@ happenings = st.one_of(
 
 @given(st.lists(happenings, max_size=30))
 def test_what_is_kept_is_what_would_be_found(news: list[tuple[object, ...]]) -> None:
-    progress = Progress(_planned())
+    progress = SyncProgress(_planned())
     added = 0
     for what, *more in news:
         names = list(progress.runs)
@@ -73,7 +73,7 @@ def test_what_is_kept_is_what_would_be_found(news: list[tuple[object, ...]]) -> 
             case "gone", [int(n)]:
                 progress.told(PEERS[n], None)
             case "told", [int(n), (shard, offset, size)]:
-                progress.told(PEERS[n], Held(2, SHARDS, {shard: ((offset, size),)}))
+                progress.told(PEERS[n], HeldVersion(2, SHARDS, {shard: ((offset, size),)}))
             case "corrupt", [int(n), (shard, offset, size)]:
                 progress.corrupt(PEERS[n], {shard: ((offset, size),)})
             case "added", [int(n), (shard, offset, size)]:
@@ -99,7 +99,7 @@ def test_what_is_kept_is_what_would_be_found(news: list[tuple[object, ...]]) -> 
 def test_edges_that_replace_others_are_held_to_their_rate() -> None:
     planned = _planned()
     first = replace(planned.edges[0], rate_gbps=12.5)
-    progress = Progress(replace(planned, edges=(first, *planned.edges[1:])))
+    progress = SyncProgress(replace(planned, edges=(first, *planned.edges[1:])))
     assert progress.rate_gbps(first.dst, first.shard) == 12.5
     assert progress.rate_gbps(PEERS[3], first.shard) == 0.0
 
@@ -109,7 +109,7 @@ def test_the_peer_of_an_engine_is_whoever_is_attached_with_it() -> None:
 
     def peer(id: str, *engines: str) -> Peer:
         own = tuple(EngineAt(EngineId(e), f"http://{e}") for e in engines)
-        return Peer(PeerId(id), PeerRole.ENGINE, "h", Place(), {"tcp": "h:1"}, own)
+        return Peer(PeerId(id), PeerRole.ENGINE, "h", PeerLocation(), {"tcp": "h:1"}, own)
 
     assert hub.with_engine(EngineId("e0")) is None
     first = hub.attach(peer("p0", "e0"))

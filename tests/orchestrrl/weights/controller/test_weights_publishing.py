@@ -5,7 +5,7 @@ from pathlib import Path
 
 from weights_house import House, played
 
-from orchestrrl.weights.controller.publishing import Collection
+from orchestrrl.weights.controller.publishing import PublicationSet
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import PeerId, TensorMeta
 from orchestrrl.weights.publication import Publication
@@ -18,7 +18,7 @@ def _word(rank: int, *tensors: TensorMeta) -> Publication:
 
 
 def test_a_rank_is_held_against_what_others_have_said() -> None:
-    collection = Collection(3, "", 4, 100.0)
+    collection = PublicationSet(3, "", 4, 100.0)
     for word in (_word(0), _word(1, WEIGHT, TensorMeta("b", "F32", (2,)))):
         assert collection.faults(word) == []
         collection.take(word)

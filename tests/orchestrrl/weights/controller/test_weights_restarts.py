@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from weights_house import House, played
 
 from orchestrrl.weights.controller.reports import EngineSync, SyncState
-from orchestrrl.weights.controller.stale_versions import Doubts
-from orchestrrl.weights.orders import Install
+from orchestrrl.weights.controller.stale_versions import StaleVersions
+from orchestrrl.weights.orders import InstallVersion
 from planner.model import EngineId
 
 E1 = EngineId("e1")
@@ -38,7 +38,7 @@ def test_a_stale_word_is_not_told_to_the_gate(tmp_path: Path) -> None:
         assert not house.fence.state.serves(E1)
         await house.pass_time(10.0)
         house.check_one_version(1)
-        assert [order.version for order in house.peer("p1").orders if isinstance(order, Install)] == [1, 1]
+        assert [order.version for order in house.peer("p1").orders if isinstance(order, InstallVersion)] == [1, 1]
 
     played(tmp_path, scene)
 
@@ -200,7 +200,7 @@ def test_engines_restart_at_any_point_of_a_sync(
 
 
 def test_an_answer_dispels_no_later_doubt() -> None:
-    doubts = Doubts()
+    doubts = StaleVersions()
     assert doubts.of(E1) is None
     doubts.restarted(E1)
     asked = doubts.of(E1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from weights_house import House, played
 
-from orchestrrl.core.journal.store import Kind
+from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.weights.controller.nic_share import LeftForMoves
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
 
@@ -30,7 +30,7 @@ def test_a_version_reaches_every_engine_and_requests_go_on_by_it(tmp_path: Path)
             status = house.sync.status()
             assert (status.committed, status.sync, status.quarantined) == (version, report, ())
         assert house.daemon is not None
-        steps = house.daemon.journal.since(0, (Kind.SYNC_STEP,), limit=99)
+        steps = house.daemon.journal.since(0, (EntryKind.SYNC_STEP,), limit=99)
         assert [(each.subject, each.body["step"], each.body["engines"]) for each in steps] == [
             (report.id, step, ["e0", "e1", "e2"] if step == "install" else [])
             for report in reversed(house.sync.history(0))

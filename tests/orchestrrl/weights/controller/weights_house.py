@@ -12,36 +12,46 @@ from fabric_house import Killed, RestingClock
 
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import FrozenRequests, PauseMode
-from orchestrrl.core.pause_registry import HoldBook
-from orchestrrl.fleet.pause_lease import GateState, Lease
+from orchestrrl.core.pause_registry import PauseRegistry
+from orchestrrl.fleet.pause_lease import PauseLease, PauseState
 from orchestrrl.weights.controller import preparing
 from orchestrrl.weights.controller.circuits import PacketNetwork
 from orchestrrl.weights.controller.controller import EngineNow, WeightSync
 from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
 from orchestrrl.weights.controller.progress import Ranges, without
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
-from orchestrrl.weights.model import EngineAt, Held, Part, Peer, PeerId, PeerRole, Place, TensorMeta, VersionMap
+from orchestrrl.weights.model import (
+    EngineAt,
+    HeldVersion,
+    Peer,
+    PeerId,
+    PeerLocation,
+    PeerRole,
+    StagedPart,
+    TensorMeta,
+    VersionMap,
+)
 from orchestrrl.weights.orders import (
-    Arrived,
-    Carry,
-    Check,
-    Edge,
+    ArrivedBytes,
+    CarryEdge,
+    CarryEdges,
+    CheckVersion,
     EdgeEvent,
     EdgeState,
     EndEdges,
-    Install,
-    Keep,
-    Look,
+    InstallVersion,
+    KeepVersions,
     OpenVersion,
     Order,
-    Outcome,
+    OrderOutcome,
     PeerOrder,
     PeerResult,
-    Probe,
-    Rest,
-    Serve,
+    ProbeWeights,
+    QueryVersion,
+    RestEngine,
+    ServeEngines,
     SumShards,
 )
 from orchestrrl.weights.publication import Publication
@@ -81,7 +91,7 @@ class Folder:
 
     map: VersionMap
     missing: Ranges
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StagedPart, ...] = ()
     rotten: bool = False  # some of what was received is not what was sent
 
 
@@ -97,7 +107,7 @@ class FakePeer:
     alive: bool = True
     stalls: bool = False  # sends and receives nothing
     rots: int = 0  # of so many versions from now on some is wrong when it has arrived
-    edges: dict[str, Edge] = field(default_factory=dict)
+    edges: dict[str, CarryEdge] = field(default_factory=dict)
     stream: PeerStream | None = None
     results: dict[str, PeerResult] = field(default_factory=dict)
     orders: list[Order] = field(default_factory=list)
@@ -110,7 +120,7 @@ class FakePeer:
     def peer(self) -> Peer:
         engines = tuple(EngineAt(e.id, e.url, self.installed.get(e.id), e.id in self.given) for e in self.engines)
         held = tuple(
-            Held(
+            HeldVersion(
                 version,
                 tuple(shard.id for shard in folder.map.shards),
                 {shard: tuple(ranges) for shard, ranges in folder.missing.items() if ranges},
@@ -118,7 +128,7 @@ class FakePeer:
             )
             for version, folder in sorted(self.folders.items())
         )
-        place = Place(None, self.pod, f"{self.pod}-tor")
+        place = PeerLocation(None, self.pod, f"{self.pod}-tor")
         ways = {"tcp": f"{self.id}:1"}
         host, more = f"host-{self.id}", {"serves": self.serves, "ranks_of": self.ranks_of, "folder": self.folder}
         return Peer(self.id, self.role, host, place, ways, engines, held=held, **more)  # type: ignore[arg-type]
@@ -157,7 +167,7 @@ class FakePeer:
         if self.alive and self.stream is not None:
             self.stream.told(news)
 
-    def has(self, edge: Edge, version: int) -> bool:
+    def has(self, edge: CarryEdge, version: int) -> bool:
         folder = self.folders.get(version)
         if folder is None:
             return False
@@ -186,9 +196,9 @@ class FakePeer:
         self.tell(self.results[order.id])
 
     async def _result(self, order: Order) -> PeerResult:
-        if isinstance(order, Carry):
+        if isinstance(order, CarryEdges):
             self._carry(order)
-            return PeerResult("", Outcome.DONE)
+            return PeerResult("", OrderOutcome.DONE)
         await self.house.clock.sleep(STEP_S)
         match order:
             case OpenVersion():
@@ -197,39 +207,39 @@ class FakePeer:
                 folder = self.folders[order.version]
                 sizes = {shard.id: -(-shard.bytes // folder.map.block_bytes) for shard in folder.map.shards}
                 sums = {shard: tuple(f"{order.version}.{k}" for k in range(sizes[shard])) for shard in order.shards}
-                return PeerResult("", Outcome.DONE, sums=sums)
+                return PeerResult("", OrderOutcome.DONE, sums=sums)
             case EndEdges():
                 for edge in order.edges or tuple(self.edges):
                     self.edges.pop(edge, None)
-                return PeerResult("", Outcome.DONE)
-            case Check():
+                return PeerResult("", OrderOutcome.DONE)
+            case CheckVersion():
                 return self._check(order)
-            case Keep():
+            case KeepVersions():
                 for version in [each for each in self.folders if each not in order.versions]:
                     del self.folders[version]
                 self.introduce()
-                return PeerResult("", Outcome.DONE)
-            case Rest():
+                return PeerResult("", OrderOutcome.DONE)
+            case RestEngine():
                 return self._rest(order)
-            case Probe():
+            case ProbeWeights():
                 engine = self._engine(order.engine)
                 if not engine.alive:
-                    return PeerResult("", Outcome.FAILED, "does not answer")
+                    return PeerResult("", OrderOutcome.FAILED, "does not answer")
                 if engine.stray:
-                    return PeerResult("", Outcome.FAILED, "has 1 requests, which would go on with it")
+                    return PeerResult("", OrderOutcome.FAILED, "has 1 requests, which would go on with it")
                 said = (engine.weights or 0) + (1000 if engine.odd else 0)
-                return PeerResult("", Outcome.DONE, tokens=(said,) * order.max_tokens)
-            case Install():
+                return PeerResult("", OrderOutcome.DONE, tokens=(said,) * order.max_tokens)
+            case InstallVersion():
                 return await self._install(order)
-            case Look():
+            case QueryVersion():
                 engine = self._engine(order.engine)
                 if not engine.alive:
-                    return PeerResult("", Outcome.FAILED, "does not answer")
+                    return PeerResult("", OrderOutcome.FAILED, "does not answer")
                 self._ask(engine)
-                return PeerResult("", Outcome.DONE)
-            case Serve():
+                return PeerResult("", OrderOutcome.DONE)
+            case ServeEngines():
                 self._serve(order)
-                return PeerResult("", Outcome.DONE)
+                return PeerResult("", OrderOutcome.DONE)
             case _:
                 raise AssertionError(order)
 
@@ -239,18 +249,18 @@ class FakePeer:
             self.installed.pop(engine.id, None)
             self.introduce()
 
-    def _rest(self, order: Rest) -> PeerResult:
+    def _rest(self, order: RestEngine) -> PeerResult:
         engine = self._engine(order.engine)
         if order.at_rest and order.ends:
             engine.stray = 0
         elif order.at_rest and order.drain_s and not engine.resting and engine.stray:
             engine.stray -= 1
             if engine.stray:
-                return PeerResult("", Outcome.FAILED, "its requests did not end")
+                return PeerResult("", OrderOutcome.FAILED, "its requests did not end")
         engine.resting = order.at_rest
-        return PeerResult("", Outcome.DONE)
+        return PeerResult("", OrderOutcome.DONE)
 
-    def _serve(self, order: Serve) -> None:
+    def _serve(self, order: ServeEngines) -> None:
         before = {engine.id for engine in self.engines}
         own = [engine for engine in self.engines if engine.id not in self.given]
         told = [self.house.engines[id] for id in order.engines if id in self.house.engines]
@@ -268,60 +278,60 @@ class FakePeer:
             if shard.id not in there and not order.parts:
                 missing[shard.id] = [(0, shard.bytes)]
         self.folders[order.map.version] = Folder(order.map, missing, order.parts, bool(folder and folder.rotten))
-        return PeerResult("", Outcome.DONE, missing={k: tuple(v) for k, v in missing.items() if v})
+        return PeerResult("", OrderOutcome.DONE, missing={k: tuple(v) for k, v in missing.items() if v})
 
-    def _check(self, order: Check) -> PeerResult:
+    def _check(self, order: CheckVersion) -> PeerResult:
         folder = self.folders.get(order.version)
         if folder is None:
-            return PeerResult("", Outcome.FAILED, "no such version")
+            return PeerResult("", OrderOutcome.FAILED, "no such version")
         if folder.rotten:
             shard = folder.map.shards[0]
             folder.missing[shard.id] = [(0, min(shard.bytes, folder.map.block_bytes))]
             folder.rotten = False
-        return PeerResult("", Outcome.DONE, missing={k: tuple(v) for k, v in folder.missing.items() if v})
+        return PeerResult("", OrderOutcome.DONE, missing={k: tuple(v) for k, v in folder.missing.items() if v})
 
-    async def _install(self, order: Install) -> PeerResult:
+    async def _install(self, order: InstallVersion) -> PeerResult:
         engine = self._engine(order.engine)
         folder = self.folders.get(order.version)
         if folder is None or any(folder.missing.values()) or folder.rotten:
-            return PeerResult("", Outcome.FAILED, f"version {order.version} is not here whole")
+            return PeerResult("", OrderOutcome.FAILED, f"version {order.version} is not here whole")
         if self.house.clock.now_s() > order.valid_until_s:
-            return PeerResult("", Outcome.FAILED, "too late")
+            return PeerResult("", OrderOutcome.FAILED, "too late")
         if not engine.alive:
-            return PeerResult("", Outcome.FAILED, "does not answer")
+            return PeerResult("", OrderOutcome.FAILED, "does not answer")
         says = self.installed.get(engine.id) if engine.unnamed else engine.weights
         if says == order.version and not order.anew:
             self.installed[engine.id] = order.version
             self.introduce()
-            return PeerResult("", Outcome.DONE, loaded_sum=f"sum{order.version}")
+            return PeerResult("", OrderOutcome.DONE, loaded_sum=f"sum{order.version}")
         before, engine.weights = engine.weights, None
         self.house.check()
         noted = self.installed.pop(engine.id, None)
         await self.house.clock.sleep(STEP_S)
         if not engine.alive:
-            return PeerResult("", Outcome.UNKNOWN, "died on the way")
+            return PeerResult("", OrderOutcome.UNKNOWN, "died on the way")
         if engine.fails > 0:
             engine.fails -= 1
             engine.weights = None if engine.spoils else before
             if engine.weights is not None and engine.weights >= 0:
                 self.installed[engine.id] = noted if engine.unnamed and noted is not None else engine.weights
             self.introduce()
-            return PeerResult("", Outcome.UNKNOWN if engine.spoils else Outcome.FAILED, "out of memory")
+            return PeerResult("", OrderOutcome.UNKNOWN if engine.spoils else OrderOutcome.FAILED, "out of memory")
         engine.weights = self.installed[engine.id] = order.version
         engine.unnamed = False
         self.introduce()
-        return PeerResult("", Outcome.DONE, loaded_sum=f"sum{order.version}")
+        return PeerResult("", OrderOutcome.DONE, loaded_sum=f"sum{order.version}")
 
     def _engine(self, id: EngineId) -> Engine:
         return next(engine for engine in self.engines if engine.id == id)
 
-    def _carry(self, order: Carry) -> None:
+    def _carry(self, order: CarryEdges) -> None:
         for edge in order.edges:
             if edge.id not in self.edges:
                 self.edges[edge.id] = edge
                 self._go(self._end_of(edge, order))
 
-    async def _end_of(self, edge: Edge, order: Carry) -> None:
+    async def _end_of(self, edge: CarryEdge, order: CarryEdges) -> None:
         """One end's task: the receiver does the work, the sender watches."""
         clock, began_s = self.house.clock, self.house.clock.now_s()
         is_receiver = edge.dst == self.id
@@ -348,13 +358,15 @@ class FakePeer:
                 self.rots -= 1
                 folder.rotten = True
             self.edges.pop(edge.id)
-            self.tell(Arrived(order.version, edge.bytes, edge.bytes))
+            self.tell(ArrivedBytes(order.version, edge.bytes, edge.bytes))
             self.house.point(f"edge {edge.src} to {edge.dst}")
             self._event(order, edge, EdgeState.DONE, True, edge.bytes, began_s)
             other.edges.pop(edge.id, None)
             return
 
-    def _event(self, order: Carry, edge: Edge, state: EdgeState, receives: bool, size: int, began_s: float) -> None:
+    def _event(
+        self, order: CarryEdges, edge: CarryEdge, state: EdgeState, receives: bool, size: int, began_s: float
+    ) -> None:
         self.tell(EdgeEvent(order.version, edge.id, state, receives, size, began_s, self.house.clock.now_s()))
 
 
@@ -374,11 +386,11 @@ class FakeFence:
         self.manned = True
         self.refuses = 0  # pauses from now on that do not come to rest
         self.leases = 0
-        self._state = GateState()
+        self._state = PauseState()
         self._restarted: Callable[[EngineId], None] = lambda _: None
 
     @property
-    def state(self) -> GateState:
+    def state(self) -> PauseState:
         self._state = self._state.at(self.house.clock.now_s())
         return self._state
 
@@ -394,7 +406,7 @@ class FakeFence:
         self.leases += 1
         id, now_s = f"g{self.leases}", self.house.clock.now_s()
         frozen = FrozenRequests.TAKEN_BACK if empty else FrozenRequests.RECOMPUTE
-        lease = Lease(id, holder, PauseMode.KEEP, frozen, now_s, now_s + lease_s, now_s + deadline_s, True)
+        lease = PauseLease(id, holder, PauseMode.KEEP, frozen, now_s, now_s + lease_s, now_s + deadline_s, True)
         self._put(self.state.paused(lease))
         try:
             await self.house.clock.sleep(STEP_S)
@@ -441,7 +453,7 @@ class FakeFence:
         """Somebody else."""
         now_s = self.house.clock.now_s()
         self.leases += 1
-        lease = Lease(
+        lease = PauseLease(
             f"g{self.leases}", holder, PauseMode.KEEP, FrozenRequests.TAKEN_BACK, now_s, now_s + lease_s, now_s + 1
         )
         self._put(self.state.paused(lease).at_rest(lease.id))
@@ -452,7 +464,7 @@ class FakeFence:
         if self.state.lease is not None:
             self._put(self.state.at(self.state.lease.until_s))
 
-    def _put(self, state: GateState) -> None:
+    def _put(self, state: PauseState) -> None:
         self._state = state
         self.house.check()
 
@@ -462,7 +474,7 @@ class PointedJournal(Journal):
 
     house: "House"
 
-    def append(self, at_s: float, kind: Kind, subject: str, body: Mapping[str, Any]) -> int:
+    def append(self, at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
         self.house.point(f"before {kind} {body.get('step', '')}")
         sequence = super().append(at_s, kind, subject, body)
         self.house.point(f"after {kind} {body.get('step', '')}")
@@ -575,7 +587,7 @@ class House:
         hub = PeerHub(self.clock, journal.generation, self.settings.patience_s)
         circuits = PacketNetwork(self.settings.network, lambda: {id: s.peer for id, s in hub.peers.items()})
         self.fence.recover()
-        self.holds = HoldBook(journal, self.clock)
+        self.holds = PauseRegistry(journal, self.clock)
         sync = WeightSync(
             hub,
             self.fence,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.weights_in_memory import InMemory
 from orchestrrl.weights.model import PeerId
-from orchestrrl.weights.orders import Arrived, Carry, Edge, EdgeEvent, EdgeState
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.conformance import pattern
@@ -31,12 +31,12 @@ class Member:
         self.name = PeerId(name)
         self.transport = TcpTransport(TransportOptions("127.0.0.1"))
         self.address = self.transport.open()
-        self.told: list[EdgeEvent | Arrived] = []
+        self.told: list[EdgeEvent | ArrivedBytes] = []
         self._heard = threading.Condition()
         self.carrier = ThreadedCarrier(self.name, {"tcp": self.transport}, self._tell, time.time)
         self.staged = InMemory(VERSION, {})
 
-    def _tell(self, news: EdgeEvent | Arrived) -> None:
+    def _tell(self, news: EdgeEvent | ArrivedBytes) -> None:
         with self._heard:
             self.told.append(news)
             self._heard.notify_all()
@@ -56,9 +56,9 @@ class Member:
         (shard,) = self.staged.bytes
         assert self.staged.wait(shard, 0, size, PATIENT_S)
 
-    def carry(self, edges: Sequence[Edge], chunk_bytes: int = 1000, stall_s: float = PATIENT_S) -> None:
+    def carry(self, edges: Sequence[CarryEdge], chunk_bytes: int = 1000, stall_s: float = PATIENT_S) -> None:
         mine = tuple(edge for edge in edges if self.name in (edge.src, edge.dst))
-        self.carrier.carry(self.staged, Carry(VERSION, mine, chunk_bytes, stall_s))
+        self.carrier.carry(self.staged, CarryEdges(VERSION, mine, chunk_bytes, stall_s))
 
     def close(self) -> None:
         self.carrier.close()
@@ -78,8 +78,8 @@ def members(count: int) -> Iterator[list[Member]]:
         assert not left
 
 
-def edge(number: int | str, src: Member, dst: Member, size: int, offset: int = 0, **more: object) -> Edge:
-    made = Edge(f"e{number}", "s", offset, size, src.name, dst.name, "tcp", dst.address)
+def edge(number: int | str, src: Member, dst: Member, size: int, offset: int = 0, **more: object) -> CarryEdge:
+    made = CarryEdge(f"e{number}", "s", offset, size, src.name, dst.name, "tcp", dst.address)
     return replace(made, **more)  # type: ignore[arg-type]
 
 
@@ -190,7 +190,7 @@ def test_a_broken_edge_is_told_at_both_ends_and_the_rest_comes_another_way() -> 
             peer.carry(rest)
         assert last.until_ended(["erest"])["erest"].state is EdgeState.DONE
         assert bytes(last.staged.bytes["s"]) == whole
-        arrived = [each for each in last.told if isinstance(each, Arrived)][-1]
+        arrived = [each for each in last.told if isinstance(each, ArrivedBytes)][-1]
         assert (arrived.received_bytes, arrived.needed_bytes) == (64_000, 64_000)
 
 
@@ -258,7 +258,7 @@ def test_what_cannot_be_carried_is_said_all_at_once_and_nothing_begins() -> None
         good = edge(1, one, two, 10)
         bad = [edge(2, two, three, 10), edge(3, one, two, 10, transport="pigeon")]
         with pytest.raises(Permanent, match=r"e2: goes from p1 to p2, this is p0; e3: transport 'pigeon'.*open: tcp"):
-            one.carrier.carry(one.staged, Carry(VERSION, (good, *bad), 10, 1.0))
+            one.carrier.carry(one.staged, CarryEdges(VERSION, (good, *bad), 10, 1.0))
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights-to")]
 
 

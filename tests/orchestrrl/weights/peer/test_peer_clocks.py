@@ -16,14 +16,23 @@ from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.weights_service import WeightsService
 from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
-from orchestrrl.weights.model import Peer, PeerId, PeerRole, Place
-from orchestrrl.weights.orders import Check, Install, Order, Outcome, PeerOrder, PlaneAct, Probe, by_clock
+from orchestrrl.weights.model import Peer, PeerId, PeerLocation, PeerRole
+from orchestrrl.weights.orders import (
+    BackendAct,
+    CheckVersion,
+    InstallVersion,
+    Order,
+    OrderOutcome,
+    PeerOrder,
+    ProbeWeights,
+    by_clock,
+)
 from orchestrrl.weights.peer.peer import LOOK_S, run_peer
-from orchestrrl.weights.peer.settings import PeerWords, settings_of
+from orchestrrl.weights.peer.settings import PeerArguments, settings_of
 from planner.model import EngineId
 
 ENGINE = EngineId("e0")
-GEN0 = Peer(PeerId("gen0"), PeerRole.ENGINE, "node1", Place(), {"tcp": "node1:1"})
+GEN0 = Peer(PeerId("gen0"), PeerRole.ENGINE, "node1", PeerLocation(), {"tcp": "node1:1"})
 WITHIN_S = 90.0
 
 
@@ -50,7 +59,7 @@ async def served(hub: PeerHub | FakePeers) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def peer_at(port: int, folder: Path, clock: Clock, engines: Sequence[str] = ()) -> AsyncIterator[None]:
-    words = PeerWords(
+    words = PeerArguments(
         "gen0", f"127.0.0.1:{port}", engines=engines, product="simulated", folder=str(folder), host="127.0.0.1",
         transports=["tcp"],
     )  # fmt: skip
@@ -72,10 +81,10 @@ async def test_a_peer_keeps_deadlines_by_the_daemons_time_whatever_its_own_clock
         async with peer_at(port, tmp_path / "gen0", OffClock(ahead_s), [f"{ENGINE}={engine.url}"]):
             await came.wait()
             now_s = WallClock().now_s()
-            in_time = await hub.ask(GEN0.id, Probe(ENGINE, (1, 2), 3, now_s + WITHIN_S), WITHIN_S)
-            assert (in_time.outcome, len(in_time.tokens)) == (Outcome.DONE, 3), in_time.detail
-            late = await hub.ask(GEN0.id, Probe(ENGINE, (1, 2), 3, now_s - 1.0), WITHIN_S)
-            assert late.outcome is Outcome.FAILED
+            in_time = await hub.ask(GEN0.id, ProbeWeights(ENGINE, (1, 2), 3, now_s + WITHIN_S), WITHIN_S)
+            assert (in_time.outcome, len(in_time.tokens)) == (OrderOutcome.DONE, 3), in_time.detail
+            late = await hub.ask(GEN0.id, ProbeWeights(ENGINE, (1, 2), 3, now_s - 1.0), WITHIN_S)
+            assert late.outcome is OrderOutcome.FAILED
             assert "at the latest" in late.detail
             assert abs(hub.ours_s(GEN0.id, now_s + ahead_s) - now_s) < WITHIN_S
 
@@ -103,7 +112,7 @@ async def test_a_deadline_is_never_later_by_the_peers_clock_than_by_ours_however
         hub = PeerHub(clock, 1)
         stream = hub.attach(GEN0)
         until_s = clock.now_s() + 60.0
-        asked = asyncio.ensure_future(hub.ask(GEN0.id, Install(1, ENGINE, until_s), 100.0))
+        asked = asyncio.ensure_future(hub.ask(GEN0.id, InstallVersion(1, ENGINE, until_s), 100.0))
         for _ in range(rng.randrange(1, 4)):
             said_s = clock.now_s() + ahead_s
             way_s = rng.uniform(0.0, 5.0)
@@ -111,7 +120,7 @@ async def test_a_deadline_is_never_later_by_the_peers_clock_than_by_ours_however
             stream.stamped(said_s)
             stream.stamped(float("nan"))
         order = (await given(stream)).order
-        assert isinstance(order, Install)
+        assert isinstance(order, InstallVersion)
         assert until_s + ahead_s - way_s == pytest.approx(order.valid_until_s)
         asked.cancel()
 
@@ -121,14 +130,17 @@ async def test_a_peer_that_comes_back_with_another_clock_is_given_the_same_deadl
     hub = PeerHub(clock, 1)
     first = hub.attach(GEN0)
     first.stamped(1300.0)
-    asked = asyncio.ensure_future(hub.ask(GEN0.id, Install(1, ENGINE, 1060.0), 100.0))
+    asked = asyncio.ensure_future(hub.ask(GEN0.id, InstallVersion(1, ENGINE, 1060.0), 100.0))
     await clock.advance(0.0)
     before = await given(first)
     second = hub.attach(GEN0)
     second.stamped(400.0)
     again = await given(second)
     assert before.id == again.id
-    assert [each.order for each in (before, again)] == [Install(1, ENGINE, 1360.0), Install(1, ENGINE, 460.0)]
+    assert [each.order for each in (before, again)] == [
+        InstallVersion(1, ENGINE, 1360.0),
+        InstallVersion(1, ENGINE, 460.0),
+    ]
     asked.cancel()
 
 
@@ -144,10 +156,10 @@ def test_who_says_nothing_of_the_time_is_taken_to_have_ours() -> None:
 @pytest.mark.parametrize(
     ("order", "moved"),
     [
-        (Install(1, ENGINE, 10.0, anew=True), Install(1, ENGINE, 15.0, anew=True)),
-        (Probe(ENGINE, (1,), 2, 10.0), Probe(ENGINE, (1,), 2, 15.0)),
-        (PlaneAct("p", ENGINE, "a", 1, "{}", True, 10.0), PlaneAct("p", ENGINE, "a", 1, "{}", True, 15.0)),
-        (Check(1), Check(1)),
+        (InstallVersion(1, ENGINE, 10.0, anew=True), InstallVersion(1, ENGINE, 15.0, anew=True)),
+        (ProbeWeights(ENGINE, (1,), 2, 10.0), ProbeWeights(ENGINE, (1,), 2, 15.0)),
+        (BackendAct("p", ENGINE, "a", 1, "{}", True, 10.0), BackendAct("p", ENGINE, "a", 1, "{}", True, 15.0)),
+        (CheckVersion(1), CheckVersion(1)),
     ],
 )
 def test_every_order_with_a_deadline_has_it_moved(order: Order, moved: Order) -> None:
@@ -156,4 +168,4 @@ def test_every_order_with_a_deadline_has_it_moved(order: Order, moved: Order) ->
 
 def test_no_kind_of_order_with_a_deadline_is_forgotten() -> None:
     timed = {kind for kind in Order.__args__ if "valid_until_s" in kind.__dataclass_fields__}  # type: ignore[attr-defined]
-    assert timed == {Install, Probe, PlaneAct}
+    assert timed == {InstallVersion, ProbeWeights, BackendAct}

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.weights.model import PeerRole, Share
-from orchestrrl.weights.peer.settings import PeerWords, settings_of
+from orchestrrl.weights.model import EngineShare, PeerRole
+from orchestrrl.weights.peer.settings import PeerArguments, settings_of
 
 
 def test_all_faults_at_once() -> None:
-    words = PeerWords(
+    words = PeerArguments(
         "a/b",
         "nowhere",
         engines=["e0", "e1=http://127.0.0.1:8000", "e1=http://127.0.0.1:8001"],
@@ -38,15 +38,15 @@ def test_all_faults_at_once() -> None:
 def test_a_host_with_other_ranks_of_an_engine() -> None:
     ranks = tuple(range(8, 16))
     settings = settings_of(
-        PeerWords("gen1", "unix:/run/daemon", ranks_of=["e0", "e0"], tp=16, tp_ranks=ranks, folder="/weights")
+        PeerArguments("gen1", "unix:/run/daemon", ranks_of=["e0", "e0"], tp=16, tp_ranks=ranks, folder="/weights")
     )
     assert (settings.role, settings.ranks_of, settings.engines) == (PeerRole.ENGINE, ("e0",), {})
-    assert settings.share == Share(16, ranks)
+    assert settings.share == EngineShare(16, ranks)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.7", "2001:db8::7"])
 def test_a_peer_that_other_machines_reach_is_asked_for(host: str) -> None:
-    words = PeerWords("gen1", "unix:/run/daemon", host=host, folder="/weights")
+    words = PeerArguments("gen1", "unix:/run/daemon", host=host, folder="/weights")
     with pytest.raises(ProblemFaults) as raised:
         settings_of(words)
     assert raised.value.faults == [
@@ -57,4 +57,4 @@ def test_a_peer_that_other_machines_reach_is_asked_for(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "::1", "localhost"])
 def test_a_peer_of_one_machine_is_not(host: str) -> None:
-    settings_of(PeerWords("gen1", "127.0.0.1:7070", host=host, folder="/weights"))
+    settings_of(PeerArguments("gen1", "127.0.0.1:7070", host=host, folder="/weights"))

@@ -16,20 +16,20 @@ from weight_versions import BLOCK, HALVES, SHARDS, Contents
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
-from orchestrrl.weights.base import Staged
-from orchestrrl.weights.model import MODEL_FILE, Part, ShardMap
-from orchestrrl.weights.orders import Carry, OpenVersion, Outcome, PeerOrder
+from orchestrrl.weights.base import LocalVersion
+from orchestrrl.weights.model import MODEL_FILE, ShardMap, StagedPart
+from orchestrrl.weights.orders import CarryEdges, OpenVersion, OrderOutcome, PeerOrder
 from orchestrrl.weights.peer import disk_space
 from orchestrrl.weights.peer.engines import PeerEngines
-from orchestrrl.weights.peer.orders import Orders
+from orchestrrl.weights.peer.orders import PeerOrders
 from orchestrrl.weights.peer.staged import StagedVersion
-from orchestrrl.weights.peer.store import Store
+from orchestrrl.weights.peer.store import VersionStore
 from orchestrrl.weights.staging_hold import StagingHold, nobody_stages
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "weights")
+def store(tmp_path: Path) -> Iterator[VersionStore]:
+    store = VersionStore(tmp_path / "weights")
     yield store
     store.close()
 
@@ -51,7 +51,7 @@ def bring_all(staged: StagedVersion, contents: Contents) -> None:
         bring(staged, shard, contents.wire(shard))
 
 
-def test_what_is_received_is_the_checkpoint(store: Store) -> None:
+def test_what_is_received_is_the_checkpoint(store: VersionStore) -> None:
     contents = Contents(1)
     staged = store.open(contents.map(7))
     assert staged.missing() == {shard.id: ((0, shard.bytes),) for shard in staged.map.shards}
@@ -64,7 +64,7 @@ def test_what_is_received_is_the_checkpoint(store: Store) -> None:
     assert [(held.version, held.complete, held.staged_by) for held in store.held] == [(7, True, ())]
 
 
-def test_the_sum_of_what_engines_load_is_known_until_other_bytes_come(store: Store) -> None:
+def test_the_sum_of_what_engines_load_is_known_until_other_bytes_come(store: VersionStore) -> None:
     contents, other = Contents(1), Contents(2)
     staged = store.open(contents.map(7))
     staged.take_content_sum()
@@ -85,7 +85,7 @@ def test_the_sum_of_what_engines_load_is_known_until_other_bytes_come(store: Sto
     assert staged.content_sum() == known
 
 
-def test_no_sum_is_known_of_what_may_change_unseen(store: Store) -> None:
+def test_no_sum_is_known_of_what_may_change_unseen(store: VersionStore) -> None:
     contents = Contents(1)
     staged = store.open(contents.map(7, with_sums=False))
     bring_all(staged, contents)
@@ -102,7 +102,7 @@ def test_ranges_in_any_order_and_several_times_come_to_the_same(
 ) -> None:
     """Also where bytes on the way were turned over: their blocks are missing until they come again."""
     contents = Contents(2)
-    store = Store(tmp_path_factory.mktemp("any") / "weights")
+    store = VersionStore(tmp_path_factory.mktemp("any") / "weights")
     staged = store.open(contents.map(1))
     shard = data.draw(st.sampled_from(staged.map.shards))
     wire = contents.wire(shard)
@@ -131,7 +131,7 @@ def test_ranges_in_any_order_and_several_times_come_to_the_same(
     store.close()
 
 
-def test_who_waits_goes_on_when_the_bytes_have_come(store: Store) -> None:
+def test_who_waits_goes_on_when_the_bytes_have_come(store: VersionStore) -> None:
     contents = Contents(3)
     staged = store.open(contents.map(1))
     shard = staged.map.shards[0]
@@ -149,7 +149,7 @@ def test_who_waits_goes_on_when_the_bytes_have_come(store: Store) -> None:
 @pytest.mark.parametrize("interrupted_after", range(5))
 def test_a_restart_finds_what_agrees_and_nothing_else(tmp_path: Path, interrupted_after: int) -> None:
     contents = Contents(4)
-    store = Store(tmp_path)
+    store = VersionStore(tmp_path)
     staged = store.open(contents.map(3))
     for shard in staged.map.shards[:interrupted_after]:
         bring(staged, shard, contents.wire(shard))
@@ -157,7 +157,7 @@ def test_a_restart_finds_what_agrees_and_nothing_else(tmp_path: Path, interrupte
         bring(staged, shard, contents.wire(shard), 0, BLOCK + 10)  # the second block is not whole
     store.close()
 
-    store = Store(tmp_path)
+    store = VersionStore(tmp_path)
     (held,) = store.held
     expected = {shard.id: ((0, shard.bytes),) for shard in staged.map.shards[interrupted_after:]}
     for shard in staged.map.shards[interrupted_after : interrupted_after + 1]:
@@ -170,7 +170,7 @@ def test_a_restart_finds_what_agrees_and_nothing_else(tmp_path: Path, interrupte
 
 def test_a_block_that_was_spoilt_on_disk_is_missing_after_a_restart(tmp_path: Path) -> None:
     contents = Contents(5)
-    store = Store(tmp_path)
+    store = VersionStore(tmp_path)
     bring_all(store.open(contents.map(3)), contents)
     store.close()
     file = tmp_path / "v3" / MODEL_FILE
@@ -178,7 +178,7 @@ def test_a_block_that_was_spoilt_on_disk_is_missing_after_a_restart(tmp_path: Pa
     image[-1] ^= 0x40  # of `scale`, the last tensor
     file.write_bytes(image)
 
-    store = Store(tmp_path)
+    store = VersionStore(tmp_path)
     (held,) = store.held
     rest = next(shard for shard in store.version(3).map.shards if shard.id == "rest")
     last = (rest.bytes - 1) // BLOCK * BLOCK
@@ -191,12 +191,12 @@ def test_holes_are_not_filled_by_looking_for_what_is_there() -> None:
     folder = Path("/dev/shm") / f"orchestrrl-test-{os.getpid()}"
     try:
         contents = Contents(6)
-        store = Store(folder)
+        store = VersionStore(folder)
         staged = store.open(contents.map(3, shards=["columns"]))
         bring(staged, staged.map.shards[0], contents.wire(staged.map.shards[0]))
         before = disk_space.allocated_bytes(folder / "v3" / MODEL_FILE)
         store.close()
-        store = Store(folder)
+        store = VersionStore(folder)
         assert store.version(3).missing() == {}
         found = store.version(3).found
         assert found is not None
@@ -210,7 +210,7 @@ def test_holes_are_not_filled_by_looking_for_what_is_there() -> None:
         folder.rmdir()
 
 
-def test_parts_of_several_ranks_are_summed_sent_and_copied_for_engines(store: Store) -> None:
+def test_parts_of_several_ranks_are_summed_sent_and_copied_for_engines(store: VersionStore) -> None:
     contents = Contents(7)
     parts = [contents.stage(store.folder_of(9), rank, boxes) for rank, boxes in enumerate(HALVES)]
     staged = store.open(contents.map(9, with_sums=False), parts, tuple(SHARDS))
@@ -230,7 +230,7 @@ def test_parts_of_several_ranks_are_summed_sent_and_copied_for_engines(store: St
 
 def test_a_part_that_does_not_agree_is_received_from_others(tmp_path: Path) -> None:
     contents = Contents(8)
-    store = Store(tmp_path)
+    store = VersionStore(tmp_path)
     parts = [contents.stage(store.folder_of(9), rank, boxes) for rank, boxes in enumerate(HALVES)]
     staged = store.open(contents.map(9), parts)
     file = store.folder_of(9) / parts[0].file
@@ -250,9 +250,9 @@ def test_a_part_that_does_not_agree_is_received_from_others(tmp_path: Path) -> N
     store.close()
 
 
-def test_what_trainers_have_half_of_is_received(store: Store) -> None:
+def test_what_trainers_have_half_of_is_received(store: VersionStore) -> None:
     contents = Contents(9)
-    parts = [contents.stage(store.folder_of(9), 0, HALVES[0]), Part(7, {})]
+    parts = [contents.stage(store.folder_of(9), 0, HALVES[0]), StagedPart(7, {})]
     staged = store.open(contents.map(9), parts, ["columns"])
     assert sorted(staged.missing()) == ["rest", "rows", "tail"]
     for shard in staged.map.shards:
@@ -263,7 +263,7 @@ def test_what_trainers_have_half_of_is_received(store: Store) -> None:
         store.open(contents.map(9), [parts[0], parts[0]])
 
 
-def test_a_part_that_was_staged_anew_is_read_anew(store: Store) -> None:
+def test_a_part_that_was_staged_anew_is_read_anew(store: VersionStore) -> None:
     first, second = Contents(10), Contents(11)
     parts = [first.stage(store.folder_of(2), rank, boxes) for rank, boxes in enumerate(HALVES)]
     before = store.open(first.map(2, with_sums=False), parts)
@@ -273,7 +273,7 @@ def test_a_part_that_was_staged_anew_is_read_anew(store: Store) -> None:
     assert staged.sums_of(SHARDS)[0] == {shard.id: shard.sums for shard in second.map(2).shards}
 
 
-def test_other_sums_for_the_same_number_make_its_bytes_missing(store: Store) -> None:
+def test_other_sums_for_the_same_number_make_its_bytes_missing(store: VersionStore) -> None:
     first, second = Contents(12), Contents(13)
     staged = store.open(first.map(2))
     bring_all(staged, first)
@@ -283,7 +283,7 @@ def test_other_sums_for_the_same_number_make_its_bytes_missing(store: Store) -> 
     assert (staged.install_folder() / MODEL_FILE).read_bytes() == second.model_file()
 
 
-def test_shards_that_are_cut_otherwise_find_the_same_bytes(store: Store) -> None:
+def test_shards_that_are_cut_otherwise_find_the_same_bytes(store: VersionStore) -> None:
     contents = Contents(14)
     staged = store.open(contents.map(2, shards=["rows", "tail"]))
     bring_all(staged, contents)
@@ -292,7 +292,7 @@ def test_shards_that_are_cut_otherwise_find_the_same_bytes(store: Store) -> None
 
 
 def test_another_manifest_of_the_same_number_is_replaced_and_said(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: VersionStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     contents = Contents(15)
     bring_all(store.open(contents.map(2)), contents)
@@ -303,7 +303,7 @@ def test_another_manifest_of_the_same_number_is_replaced_and_said(
     assert (staged.folder / MODEL_FILE).stat().st_size < len(contents.model_file())
 
 
-def test_only_what_is_kept_stays_and_strangers_files(store: Store) -> None:
+def test_only_what_is_kept_stays_and_strangers_files(store: VersionStore) -> None:
     contents = Contents(16)
     for version in (1, 2, 3):
         store.open(contents.map(version))
@@ -319,13 +319,13 @@ def test_only_what_is_kept_stays_and_strangers_files(store: Store) -> None:
     assert [entry.name for entry in store.folder_of(1).iterdir()] == ["notes.txt"]
     assert sorted(store.versions) == [3]
     store.close()
-    again = Store(store.folder)
+    again = VersionStore(store.folder)
     assert again.committed == 3
     assert sorted(again.versions) == [3]
     store._locked = again._locked  # closed by the fixture
 
 
-def test_what_trainers_stage_now_stays_though_its_number_is_lower_than_the_fleets(store: Store) -> None:
+def test_what_trainers_stage_now_stays_though_its_number_is_lower_than_the_fleets(store: VersionStore) -> None:
     """Who goes back to an older version does."""
     contents = Contents(16)
     store.open(contents.map(7))
@@ -339,7 +339,7 @@ def test_what_trainers_stage_now_stays_though_its_number_is_lower_than_the_fleet
     assert not store.folder_of(3).exists()
 
 
-def test_of_a_version_that_is_discarded_while_it_is_staged_again_the_parts_stay(store: Store) -> None:
+def test_of_a_version_that_is_discarded_while_it_is_staged_again_the_parts_stay(store: VersionStore) -> None:
     contents = Contents(16)
     part = contents.stage(store.folder_of(3), 0, HALVES[0])
     bring_all(store.open(contents.map(3)), contents)
@@ -352,7 +352,7 @@ def test_of_a_version_that_is_discarded_while_it_is_staged_again_the_parts_stay(
     hold.let_go()
 
 
-def test_a_folder_is_held_or_discarded_and_never_half_of_each(store: Store) -> None:
+def test_a_folder_is_held_or_discarded_and_never_half_of_each(store: VersionStore) -> None:
     """Ranks begin and end while the peer discards all that it may."""
     over = threading.Event()
 
@@ -374,19 +374,21 @@ def test_a_folder_is_held_or_discarded_and_never_half_of_each(store: Store) -> N
         peer.join()
 
 
-def test_two_peers_do_not_share_a_folder(store: Store) -> None:
+def test_two_peers_do_not_share_a_folder(store: VersionStore) -> None:
     with pytest.raises(Permanent, match=rf"is in use by the peer with process id {os.getpid()}: stop it, or"):
-        Store(store.folder)
+        VersionStore(store.folder)
 
 
 def test_a_link_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(Permanent, match="is a link or belongs to another user"):
-        Store(tmp_path / "link")
+        VersionStore(tmp_path / "link")
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    store: VersionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     contents = Contents(17)
     bring_all(store.open(contents.map(1)), contents)
     held = disk_space.allocated_bytes(store.folder_of(1) / MODEL_FILE)
@@ -400,7 +402,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(store: Store, m
         store.open(contents.map(2))
 
 
-def test_a_map_that_makes_no_sense_is_refused_with_all_its_faults(store: Store) -> None:
+def test_a_map_that_makes_no_sense_is_refused_with_all_its_faults(store: VersionStore) -> None:
     good = Contents(18).map(1)
     first, second, *rest = good.shards
     shards = (replace(first, bytes=7), replace(second, sums=("0",)), *rest, rest[0])
@@ -418,7 +420,7 @@ def test_a_map_that_makes_no_sense_is_refused_with_all_its_faults(store: Store) 
         staged.sums_of(["rows"])
 
 
-def test_what_is_there_is_found_also_where_its_sums_are_told_later(store: Store) -> None:
+def test_what_is_there_is_found_also_where_its_sums_are_told_later(store: VersionStore) -> None:
     """A peer is opened without sums where it is asked for those of what trainers have staged there."""
     contents = Contents(19)
     bring_all(store.open(contents.map(2, shards=["rows", "tail", "rest"])), contents)
@@ -428,7 +430,7 @@ def test_what_is_there_is_found_also_where_its_sums_are_told_later(store: Store)
     assert staged.missing() == {}
 
 
-def test_a_version_that_is_discarded_gives_its_memory_back_at_once(store: Store) -> None:
+def test_a_version_that_is_discarded_gives_its_memory_back_at_once(store: VersionStore) -> None:
     """A file in memory that is removed takes its room for as long as anybody has it mapped."""
     contents = Contents(20)
     parts = [contents.stage(store.folder_of(1), rank, boxes) for rank, boxes in enumerate(HALVES)]
@@ -450,11 +452,11 @@ def test_a_version_that_is_discarded_gives_its_memory_back_at_once(store: Store)
 class Ends:
     """In place of a carrier: which shards were open when its edges were let go of."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: VersionStore) -> None:
         self.store = store
         self.open: list[list[str]] = []
 
-    def carry(self, staged: Staged, order: Carry) -> None:
+    def carry(self, staged: LocalVersion, order: CarryEdges) -> None:
         raise AssertionError("nothing is carried here")
 
     def end(self, version: int, edges: Sequence[str] = ()) -> None:
@@ -464,12 +466,12 @@ class Ends:
         pass
 
 
-async def test_edges_of_the_plan_before_are_over_before_its_file_is_looked_at(store: Store) -> None:
+async def test_edges_of_the_plan_before_are_over_before_its_file_is_looked_at(store: VersionStore) -> None:
     """They write to where the next plan finds bytes by their sums."""
     contents, clock = Contents(21), WallClock()
     ends = Ends(store)
-    orders = Orders(store, ends, PeerEngines({}, "simulated", clock, lambda: None), clock, lambda: None)
+    orders = PeerOrders(store, ends, PeerEngines({}, "simulated", clock, lambda: None), clock, lambda: None)
     for number, shards in enumerate((["rows", "tail"], ["rows", "tail"], ["rest", "tail"])):
         opened = await orders.perform(PeerOrder(f"{number}", 1, OpenVersion(contents.map(2, shards=shards))))
-        assert opened.outcome is Outcome.DONE
+        assert opened.outcome is OrderOutcome.DONE
     assert ends.open == [["rows", "tail"]]

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.model import TensorMeta
-from orchestrrl.weights.trainer.boxes import SPLIT_BYTES, Cut, Piece, blocks, boxes_of, divided, tensors_of, to_stage
+from orchestrrl.weights.trainer.boxes import (
+    SPLIT_BYTES,
+    AxisCut,
+    TensorPiece,
+    blocks,
+    boxes_of,
+    divided,
+    tensors_of,
+    to_stage,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -24,7 +33,7 @@ def chunks(array: Array, of: int, axis: int) -> list[Array]:
     return np.split(array, cuts, axis)
 
 
-def really_cut(array: Array, cuts: list[Cut]) -> Array:
+def really_cut(array: Array, cuts: list[AxisCut]) -> Array:
     for cut in cuts:
         strides = [chunks(stride, cut.of, cut.axis) for stride in chunks(array, cut.strided_by, cut.axis)]
         array = np.concatenate([stride[cut.number] for stride in strides], cut.axis)
@@ -41,7 +50,7 @@ def test_boxes_of_a_mesh_are_what_its_ranks_have(shape: list[int], data: st.Data
     whole = np.arange(math.prod(shape)).reshape(shape)
     seen: Counter[int] = Counter()
     for numbers in itertools.product(*(range(of) for _, of, _ in mesh)):
-        cuts = [Cut(axis, of, at, strided) for (axis, of, strided), at in zip(mesh, numbers, strict=True)]
+        cuts = [AxisCut(axis, of, at, strided) for (axis, of, strided), at in zip(mesh, numbers, strict=True)]
         local = really_cut(whole, cuts)
         axes = divided(shape, cuts)
         assert tuple(sum(b - a for a, b in ranges) for ranges in axes) == local.shape
@@ -61,7 +70,7 @@ def test_what_ranks_share_is_staged_once_on_each_host(
     for number, (rows, is_large) in enumerate(tensors):
         shape = (rows, columns) if is_large else (rows,)
         meta = TensorMeta(f"t{number}", "F32", shape)
-        piece = Piece(meta, meta.whole, np.broadcast_to(np.float32(0), shape))
+        piece = TensorPiece(meta, meta.whole, np.broadcast_to(np.float32(0), shape))
         pieces.append(piece)
         holders[piece.key] = data.draw(st.sets(st.integers(0, world - 1), min_size=1))
     rows_of: Counter[tuple[str, int]] = Counter()
@@ -75,7 +84,7 @@ def test_what_ranks_share_is_staged_once_on_each_host(
 
 def test_a_large_piece_is_shared_out_evenly() -> None:
     meta = TensorMeta("w", "F32", (8, SPLIT_BYTES))
-    piece = Piece(meta, meta.whole, np.broadcast_to(np.float32(0), meta.shape))
+    piece = TensorPiece(meta, meta.whole, np.broadcast_to(np.float32(0), meta.shape))
     shares = [to_stage([piece], rank, {piece.key: (0, 1, 2, 3)}) for rank in range(4)]
     assert [share[0].box[0] for share in shares] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert to_stage([piece], 9, {}) == [piece]  # nobody else is known to have it
@@ -84,9 +93,9 @@ def test_a_large_piece_is_shared_out_evenly() -> None:
 def test_neighbours_are_one_box() -> None:
     meta = TensorMeta("w", "F32", (6, 4))
     boxes = [((4, 6), (0, 4)), ((0, 2), (0, 4)), ((2, 4), (0, 4))]
-    pieces = [Piece(meta, box, np.zeros((2, 4), np.float32)) for box in boxes]
+    pieces = [TensorPiece(meta, box, np.zeros((2, 4), np.float32)) for box in boxes]
     assert boxes_of(pieces) == {"w": (((0, 6), (0, 4)),)}
-    assert boxes_of([Piece(meta, ((0, 2), (0, 2)), np.zeros((2, 2))), pieces[2]]) == {
+    assert boxes_of([TensorPiece(meta, ((0, 2), (0, 2)), np.zeros((2, 2))), pieces[2]]) == {
         "w": (((0, 2), (0, 2)), ((2, 4), (0, 4)))
     }
 
@@ -94,8 +103,8 @@ def test_neighbours_are_one_box() -> None:
 def test_a_tensor_has_one_shape_and_values_fill_their_box() -> None:
     one, other = TensorMeta("w", "F32", (2,)), TensorMeta("w", "F32", (3,))
     with pytest.raises(Permanent, match="w is F32"):
-        tensors_of([Piece(one, one.whole, np.zeros(2)), Piece(other, other.whole, np.zeros(3))])
+        tensors_of([TensorPiece(one, one.whole, np.zeros(2)), TensorPiece(other, other.whole, np.zeros(3))])
     with pytest.raises(ValueError, match="needs values of"):
-        Piece(one, one.whole, np.zeros(3))
+        TensorPiece(one, one.whole, np.zeros(3))
     with pytest.raises(ValueError, match="within"):
-        Piece(one, ((1, 3),), np.zeros(2))
+        TensorPiece(one, ((1, 3),), np.zeros(2))

@@ -14,16 +14,16 @@ from orchestrrl.weights.trainer.boxes import to_stage
 from orchestrrl.weights.trainer.megatron import MegatronShards, megatron_pieces
 from orchestrrl.weights.trainer.staging import ArrayCopies, stage
 from planner.sync_tree.layout import TrainerLayout, megatron_stages
-from planner.sync_tree.parameters import Transformer
+from planner.sync_tree.parameters import TransformerParameters
 from tests.orchestrrl.weights.staged_parts import put_together
 
 Array = np.ndarray[Any, Any]
-DENSE = Transformer(4, 16, 8, 4, 4, 24, vocab=50, has_qkv_bias=True)
+DENSE = TransformerParameters(4, 16, 8, 4, 4, 24, vocab=50, has_qkv_bias=True)
 TIED = replace(DENSE, is_tied=True, has_qk_norm=True, has_qkv_bias=False)
-SPARSE = Transformer(4, 16, 8, 4, 4, 12, vocab=50, experts=8, has_qk_norm=True)
+SPARSE = TransformerParameters(4, 16, 8, 4, 4, 12, vocab=50, experts=8, has_qk_norm=True)
 
 
-def hugging_face(model: Transformer) -> dict[str, Array]:
+def hugging_face(model: TransformerParameters) -> dict[str, Array]:
     """The whole model, by Hugging Face's names, every number another."""
     query, kv, hidden = model.heads * model.head_size, model.kv_heads * model.head_size, model.hidden
     shapes: dict[str, tuple[int, ...]] = {
@@ -62,7 +62,7 @@ def hugging_face(model: Transformer) -> dict[str, Array]:
 class Grid:
     """What torchrun would start: ranks in Megatron's order, tp fastest, then data, then the pipeline."""
 
-    model: Transformer
+    model: TransformerParameters
     tp: int = 1
     pp: int = 1
     dp: int = 1

@@ -16,7 +16,7 @@ from orchestrrl.rpc.channel import Backoff
 from orchestrrl.weights.controller.reports import SyncReport, SyncState, WeightsStatus
 from orchestrrl.weights.peer import settings as peer_settings
 from orchestrrl.weights.staging_hold import nobody_stages
-from orchestrrl.weights.trainer.client import FOLDERS, NOT_ATTACHED, Publishing, SyncAborted, WeightsClient
+from orchestrrl.weights.trainer.client import FOLDERS, NOT_ATTACHED, PublishInProgress, SyncAborted, WeightsClient
 from tests.orchestrrl.gateway.processes import free_port
 from tests.orchestrrl.weights.publishing_daemon import Daemon, serving
 from tests.orchestrrl.weights.staged_parts import tensors_in
@@ -67,7 +67,7 @@ async def test_a_trainer_may_go_on_when_it_is_staged(tmp_path: Path) -> None:
     async with serving(daemon) as address:
         with client_of(address, tmp_path) as client:
             handle = client.publish_arrays(5, ARRAYS, install="next_gate", wait="staged")
-            assert isinstance(handle, Publishing)
+            assert isinstance(handle, PublishInProgress)
             await until(lambda: handle.report is not None)
             assert not handle.done()
             with pytest.raises(Retryable, match=r"version 5 is carrying after 0\.01 s"):
@@ -162,7 +162,7 @@ async def test_patience_ends_and_what_became_of_it_is_not_known(tmp_path: Path) 
     async with serving(daemon) as address:
         with client_of(address, tmp_path, patience_s=0.05) as client:
             handle = client.publish_arrays(5, ARRAYS, wait="staged")
-            assert isinstance(handle, Publishing)
+            assert isinstance(handle, PublishInProgress)
             await until(lambda: handle.report is not None)
             daemon.stories = [Retryable("starting", 1.0)] * 1000
             with pytest.raises(OutcomeUnknown, match="the sync was carrying then"):
@@ -190,7 +190,7 @@ async def test_a_client_that_is_closed_leaves_its_handles_without_a_result(tmp_p
     async with serving(Daemon([[CARRYING, DONE]])) as address:
         client = client_of(address, tmp_path)
         handle = client.publish_arrays(5, ARRAYS, wait="staged")
-        assert isinstance(handle, Publishing)
+        assert isinstance(handle, PublishInProgress)
         await until(lambda: handle.report is not None)
         await asyncio.to_thread(client.close)
         with pytest.raises(OutcomeUnknown, match="closed"):

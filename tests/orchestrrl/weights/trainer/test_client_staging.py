@@ -12,19 +12,19 @@ import safetensors.numpy
 from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.layout import Bytes
 from orchestrrl.weights.model import ShardMap, TensorMeta, VersionMap
-from orchestrrl.weights.peer.store import Store
+from orchestrrl.weights.peer.store import VersionStore
 from orchestrrl.weights.staging_hold import nobody_stages
-from orchestrrl.weights.trainer.boxes import Piece
+from orchestrrl.weights.trainer.boxes import TensorPiece
 from orchestrrl.weights.trainer.staging import ArrayCopies, stage
 from planner.sync_tree.parameters import Box
-from planner.sync_tree.reshard import Slice
+from planner.sync_tree.reshard import ShardSlice
 from tests.orchestrrl.weights.staged_parts import tensors_in
 
 
-def piece(name: str, whole: np.ndarray[Any, Any], *box: tuple[int, int], dtype: str = "") -> Piece:
+def piece(name: str, whole: np.ndarray[Any, Any], *box: tuple[int, int], dtype: str = "") -> TensorPiece:
     meta = TensorMeta(name, dtype or f"F{whole.dtype.itemsize * 8}", tuple(whole.shape))
     chosen: Box = box or meta.whole
-    return Piece(meta, chosen, whole[tuple(slice(*each) for each in chosen)])
+    return TensorPiece(meta, chosen, whole[tuple(slice(*each) for each in chosen)])
 
 
 def test_whole_tensors_are_a_safetensors_file(tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_what_is_not_had_is_a_hole(box: Box, tmp_path: Path) -> None:
 
 
 class Dies(ArrayCopies):
-    def copy(self, piece: Piece, into: Bytes) -> None:
+    def copy(self, piece: TensorPiece, into: Bytes) -> None:
         super().copy(piece, into)
         raise KeyboardInterrupt
 
 
 def test_a_folder_is_held_until_it_is_let_go_of_and_not_where_nothing_came_of_it(tmp_path: Path) -> None:
     class Fails(ArrayCopies):
-        def copy(self, piece: Piece, into: Bytes) -> None:
+        def copy(self, piece: TensorPiece, into: Bytes) -> None:
             raise Permanent("no")
 
     with pytest.raises(Permanent, match="no") as failed:
@@ -150,7 +150,7 @@ def test_the_peer_of_the_host_reads_what_ranks_have_staged(tmp_path: Path) -> No
     """Rows of one matrix by two ranks, columns of another: the peer sends and installs them as one."""
     rng = np.random.default_rng(3)
     whole = {"rows": rng.normal(size=(9, 5)).astype(np.float32), "columns": rng.normal(size=(4, 6)).astype(np.float32)}
-    peer = Store(tmp_path)
+    peer = VersionStore(tmp_path)
     boxes = (((0, 5), (0, 5)), ((0, 4), (0, 2))), (((5, 9), (0, 5)), ((0, 4), (2, 6)))
     parts = [
         stage(
@@ -162,7 +162,7 @@ def test_the_peer_of_the_host_reads_what_ranks_have_staged(tmp_path: Path) -> No
     slices, at = [], 0
     for name in sorted(whole):
         box = tuple((0, length) for length in whole[name].shape)
-        slices.append(Slice(name, box, at, whole[name].nbytes))
+        slices.append(ShardSlice(name, box, at, whole[name].nbytes))
         at += whole[name].nbytes
     tensors = tuple(TensorMeta(name, "F32", whole[name].shape) for name in sorted(whole))
     staged = peer.open(VersionMap(6, tensors, (ShardMap("all", at, tuple(slices)),), 64), parts)

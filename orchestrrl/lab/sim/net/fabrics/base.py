@@ -6,10 +6,10 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import Protocol
 
-from orchestrrl.lab.sim.net.model import Flows, Ints, Network, Servers
+from orchestrrl.lab.sim.net.model import GpuFlows, Ints, LinkNetwork, Servers
 
 
-class Stage(StrEnum):
+class FabricStage(StrEnum):
     TRAIN = "train"
     GEN = "gen"
     WEIGHT_SYNC = "weight_sync"
@@ -21,11 +21,11 @@ class Period:
     gradients, generation between two deployments, a broadcast of weights. Hashed by its id: one id, one demand."""
 
     id: str
-    stage: Stage
-    demand: Flows  # bytes that are expected in it
+    stage: FabricStage
+    demand: GpuFlows  # bytes that are expected in it
 
     @classmethod
-    def of(cls, name: str, stage: Stage, demand: Flows) -> "Period":
+    def of(cls, name: str, stage: FabricStage, demand: GpuFlows) -> "Period":
         """With an id that no other demand has."""
         digest = sha256()
         for each in (demand.src, demand.dst, demand.bytes):
@@ -64,7 +64,7 @@ class Pods:
     apart: bool
 
 
-class Fabric(Protocol):
+class SimulatedFabric(Protocol):
     """One that is built. Fabrics that never change give the same network for every period."""
 
     @property
@@ -81,7 +81,7 @@ class Fabric(Protocol):
         """What changing circuits takes; 0: there are none."""
         ...
 
-    def network(self, period: Period | None = None) -> Network:
+    def network(self, period: Period | None = None) -> LinkNetwork:
         """As it is once it has been made for the period. None: as it is at rest."""
         ...
 
@@ -89,7 +89,7 @@ class Fabric(Protocol):
         """Whether circuits have to be changed between the two."""
         ...
 
-    def without(self, failed: "Failures") -> "Fabric":
+    def without(self, failed: "SimulatedFailures") -> "SimulatedFabric":
         """What is left of it."""
         ...
 
@@ -97,7 +97,7 @@ class Fabric(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Failures:
+class SimulatedFailures:
     """What does not work. A NIC that is down has its GPU's traffic relayed over NVLink to the server's others; of
     switches and links the share of a bundle that is lost is named: {"tor": {3: 0.25}} is a quarter of what ToR 3 has
     above it."""
@@ -108,4 +108,4 @@ class Failures:
     pod_uplinks: Mapping[int, float] | None = None  # by PoD: the share of what joins it to the core
 
 
-NOTHING = Failures()
+NOTHING = SimulatedFailures()

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrrl.lab.sim.net.fabrics.multipath import Edges, ways
-from orchestrrl.lab.sim.net.fabrics.wiring import Rows, Wiring
-from orchestrrl.lab.sim.net.model import Floats, Ints, Tier
+from orchestrrl.lab.sim.net.fabrics.multipath import DirectedLinks, ways
+from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, Ints, LinkTier
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitLinks:
-    edges: Edges
+    edges: DirectedLinks
     first: int  # the link of edge 0
     light_s: Floats  # [edge], propagation
     most_ways: int = 0  # over which traffic between two nodes is spread, 0: all that are shortest
@@ -28,14 +28,14 @@ class CircuitLinks:
         most_ways: int = 0,
     ) -> "CircuitLinks":
         """All [from, to]; a bundle of circuits is one link, none where it carries nothing."""
-        edges = Edges.of(bytes_per_s)
+        edges = DirectedLinks.of(bytes_per_s)
         tail, head = edges.tail, edges.head
         first = wiring.lay_each(
-            [Tier(each) for each in tiers[tail, head].tolist()], edges.width, first_node + tail, first_node + head
+            [LinkTier(each) for each in tiers[tail, head].tolist()], edges.width, first_node + tail, first_node + head
         )
         return cls(edges, first, light_s[tail, head], most_ways)
 
-    def add(self, rows: Rows, legs: Ints, one: Ints, other: Ints, switch_s: float) -> Floats:
+    def add(self, rows: LinkRows, legs: Ints, one: Ints, other: Ints, switch_s: float) -> Floats:
         """From a node to a node, of each of the legs; they may be the same. Returns the seconds of light, and of each
         switch behind a circuit. Raises ValueError where there is no way."""
         nodes = len(self.edges.begin) - 1

@@ -9,14 +9,14 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
-from orchestrrl.lab.sim.net.fabrics.hosts import Hosts, Legs, joined, left
-from orchestrrl.lab.sim.net.fabrics.wiring import Rows, Wiring
-from orchestrrl.lab.sim.net.model import Floats, Ints, Network, Routes, Servers, Tier
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Inventory, Period, Pods, SimulatedFailures
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, joined, left
+from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 
 
 @dataclass(frozen=True, eq=False)
-class Tree:
+class ClosCabling:
     """Where NICs are cabled to. `tor_ratio`: what a ToR's NICs can send over what its uplinks carry; 1: non-blocking.
     The core is as wide as what the ToRs have below it. Uplinks are whole: a ratio that does not come out is a little
     better than said."""
@@ -59,7 +59,7 @@ class Tree:
 class TreeLinks:
     """A tree's bundles among the links of a network."""
 
-    tree: Tree
+    tree: ClosCabling
     servers: Servers
     tor_up: int  # the first of each; that of ToR t is as far on
     tor_down: int
@@ -67,7 +67,9 @@ class TreeLinks:
     pod_down: int
 
     @classmethod
-    def lay(cls, tree: Tree, servers: Servers, failed: Failures, wiring: Wiring, first_node: int) -> "TreeLinks":
+    def lay(
+        cls, tree: ClosCabling, servers: Servers, failed: SimulatedFailures, wiring: Wiring, first_node: int
+    ) -> "TreeLinks":
         """ToRs are nodes from `first_node` on, then PoDs, then the core."""
         tors, pods = first_node + np.arange(len(tree.pod_of)), first_node + len(tree.pod_of) + np.arange(tree.pods)
         core = first_node + len(tors) + len(pods)
@@ -76,13 +78,13 @@ class TreeLinks:
         return cls(
             tree,
             servers,
-            wiring.lay(Tier.AGG, of_tor, tors, pods[tree.pod_of]),
-            wiring.lay(Tier.AGG, of_tor, pods[tree.pod_of], tors),
-            wiring.lay(Tier.CORE, of_pod, pods, core),
-            wiring.lay(Tier.CORE, of_pod, core, pods),
+            wiring.lay(LinkTier.AGG, of_tor, tors, pods[tree.pod_of]),
+            wiring.lay(LinkTier.AGG, of_tor, pods[tree.pod_of], tors),
+            wiring.lay(LinkTier.CORE, of_pod, pods, core),
+            wiring.lay(LinkTier.CORE, of_pod, core, pods),
         )
 
-    def add(self, rows: Rows, legs: Ints, src_nic: Ints, dst_nic: Ints) -> Floats:
+    def add(self, rows: LinkRows, legs: Ints, src_nic: Ints, dst_nic: Ints) -> Floats:
         """From ToR to ToR. Returns the seconds of switches, and of the links beside those of NICs."""
         tree = self.tree
         one, other = tree.tor_of[src_nic[legs]], tree.tor_of[dst_nic[legs]]
@@ -104,9 +106,9 @@ class Clos:
 
     name: str
     servers: Servers
-    tree: Tree
+    tree: ClosCabling
     rails: bool = False  # see Hosts
-    failed: Failures = NOTHING
+    failed: SimulatedFailures = NOTHING
     reconfigures_s: float = 0.0
 
     @property
@@ -115,30 +117,30 @@ class Clos:
         first = self.tree.tor_of[:: self.servers.nics_per_server]
         return Pods(self.tree.pod_of[first], apart=False)
 
-    def network(self, period: Period | None = None) -> Network:
+    def network(self, period: Period | None = None) -> LinkNetwork:
         return self._network
 
     def changes(self, before: Period | None, after: Period) -> bool:
         return False
 
-    def without(self, failed: Failures) -> "Clos":
+    def without(self, failed: SimulatedFailures) -> "Clos":
         return replace(self, failed=joined(self.failed, failed))
 
     def inventory(self) -> Inventory:
         return self.tree.inventory() + Inventory(nics=self.servers.nics)
 
     @cached_property
-    def _network(self) -> Network:
-        hosts = Hosts(self.servers, self.failed, self.rails)
+    def _network(self) -> LinkNetwork:
+        hosts = HostNetwork(self.servers, self.failed, self.rails)
         wiring = Wiring()
         first_up = hosts.lay(wiring, hosts.nodes + self.tree.tor_of)
         links = TreeLinks.lay(self.tree, self.servers, self.failed, wiring, hosts.nodes)
         capacity = wiring.capacity()
 
-        def router(src: Ints, dst: Ints) -> Routes:
+        def router(src: Ints, dst: Ints) -> FlowRoutes:
             legs = hosts.legs(src, dst)
 
-            def between(rows: Rows, some: Ints) -> Floats:
+            def between(rows: LinkRows, some: Ints) -> Floats:
                 return links.add(rows, some, legs.src_nic, legs.dst_nic)
 
             return passable(hosts.routes(legs, first_up, between), capacity, legs)
@@ -146,7 +148,7 @@ class Clos:
         return wiring.network(self.servers, router, self.name)
 
 
-def passable(routes: Routes, capacity: Floats, legs: Legs) -> Routes:
+def passable(routes: FlowRoutes, capacity: Floats, legs: Legs) -> FlowRoutes:
     """Raises ValueError where a link carries nothing."""
     shut = np.flatnonzero(capacity[routes.link] <= 0)
     if len(shut):

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.clos import Clos, Tree
+from orchestrrl.lab.sim.net.fabrics.clos import Clos, ClosCabling
 from orchestrrl.lab.sim.net.fabrics.options import at_least, number, refuse
 from orchestrrl.lab.sim.net.model import Ints, Servers
-from planner.fabric.shape import Fault
+from planner.fabric.shape import ShapeFault
 
 RADIX = 64  # ports of a switch: all that the prices of the paper's table 4 are of have 64
 SERVERS_PER_POD = 32
@@ -37,7 +37,7 @@ def blocked_tree(
     servers_per_tor: int | None,
     tiers: int | None,
     ratio: float = 1.0,
-) -> Tree:
+) -> ClosCabling:
     """Servers in blocks below ToRs, `ratio` times as many ports down as up. Raises Impossible."""
     nics = servers.nics_per_server
     refuse(*tree_faults(radix, servers_per_pod, servers_per_tor, tiers), *number("ratio", ratio, 1.0))
@@ -53,27 +53,29 @@ def blocked_tree(
     used, tor = np.unique(block, return_inverse=True)
     pod_of: Ints = used // blocks
     assert int(pod_of.max()) == pods - 1
-    return Tree(np.repeat(tor, nics), pod_of, ratio)
+    return ClosCabling(np.repeat(tor, nics), pod_of, ratio)
 
 
-def tree_faults(radix: int, servers_per_pod: int, servers_per_tor: int | None, tiers: int | None) -> Iterator[Fault]:
+def tree_faults(
+    radix: int, servers_per_pod: int, servers_per_tor: int | None, tiers: int | None
+) -> Iterator[ShapeFault]:
     yield from at_least("servers_per_pod", servers_per_pod, 1)
     if servers_per_tor is not None:
         yield from at_least("servers_per_tor", servers_per_tor, 1)
     yield from at_least("radix", radix, 2)
     if tiers not in (None, 2, 3):
-        yield Fault("tiers", "must be 2, 3 or none", tiers)
+        yield ShapeFault("tiers", "must be 2, 3 or none", tiers)
 
 
 def _too_many(
     servers: Servers, radix: int, down: int, servers_per_tor: int | None, tiers: int | None
-) -> Iterator[Fault]:
+) -> Iterator[ShapeFault]:
     nics = servers.nics_per_server
     reach = radix * (servers_per_tor or down // nics) * nics
     if down < nics:
-        yield Fault("radix", f"a ToR must have ports for the {nics} NICs of a server", radix)
+        yield ShapeFault("radix", f"a ToR must have ports for the {nics} NICs of a server", radix)
     elif servers_per_tor is not None and servers_per_tor * nics > down:
         message = f"a ToR of {radix} ports has {down} down, for {down // nics} servers of {nics} NICs"
-        yield Fault("servers_per_tor", message, servers_per_tor)
+        yield ShapeFault("servers_per_tor", message, servers_per_tor)
     elif tiers == 2 and servers.nics > reach:
-        yield Fault("tiers", f"2 tiers of {radix} ports reach {reach} NICs, and there are {servers.nics}", tiers)
+        yield ShapeFault("tiers", f"2 tiers of {radix} ports reach {reach} NICs, and there are {servers.nics}", tiers)

@@ -11,13 +11,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrrl.lab.sim.net.fabrics.base import Failures
-from orchestrrl.lab.sim.net.fabrics.wiring import Rows, Wiring
-from orchestrrl.lab.sim.net.model import Floats, Ints, Routes, Servers, Tier
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
+from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkTier, Servers
 
 Bools = NDArray[np.bool_]
 Shares = Mapping[int, float] | None
-Between = Callable[[Rows, Ints], Floats]  # adds the links of some legs; the seconds that passing them takes
+Between = Callable[[LinkRows, Ints], Floats]  # adds the links of some legs; the seconds that passing them takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +39,12 @@ NO_NIC = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Hosts:
+class HostNetwork:
     """`rails`: a message for a GPU in another place is handed to the GPU of that place first, so that it stays on one
     rail (NCCL's PXN). `place` of each GPU of a server is the NIC of the server that it uses; None: its own."""
 
     servers: Servers
-    failed: Failures
+    failed: SimulatedFailures
     rails: bool = False
     place: tuple[int, ...] | None = None
 
@@ -79,16 +79,16 @@ class Hosts:
         nics = np.arange(self.servers.nics)
         self.lay_nvlink(wiring)
         capacity = np.where(self.nic_works, self.servers.nic_bytes_per_s, 0.0)
-        first = wiring.lay(Tier.NIC, capacity, nics, ports)
-        wiring.lay(Tier.NIC, capacity, ports, nics)
+        first = wiring.lay(LinkTier.NIC, capacity, nics, ports)
+        wiring.lay(LinkTier.NIC, capacity, ports, nics)
         return first
 
     def lay_nvlink(self, wiring: Wiring) -> None:
         """The links 0 to 2 * gpus: out of each GPU, into each."""
         servers, gpus = self.servers, np.arange(self.servers.gpus)
         switch = servers.nics + gpus // servers.gpus_per_server
-        wiring.lay(Tier.NVLINK, servers.nvlink_bytes_per_s, servers.nic_of(gpus), switch)
-        wiring.lay(Tier.NVLINK, servers.nvlink_bytes_per_s, switch, servers.nic_of(gpus))
+        wiring.lay(LinkTier.NVLINK, servers.nvlink_bytes_per_s, servers.nic_of(gpus), switch)
+        wiring.lay(LinkTier.NVLINK, servers.nvlink_bytes_per_s, switch, servers.nic_of(gpus))
 
     def server_of(self, gpus: Ints) -> Ints:
         return gpus // self.servers.gpus_per_server
@@ -150,10 +150,10 @@ class Hosts:
             chosen if nics is legs.dst_nic else legs.dst_nic[owner],
         )
 
-    def routes(self, legs: Legs, first_up: int, between: Between, direct: Between | None = None) -> Routes:
+    def routes(self, legs: Legs, first_up: int, between: Between, direct: Between | None = None) -> FlowRoutes:
         """`between`: from NICs' links up to NICs' links down, without the propagation of the NICs' own. `direct`: from
         server to server, of legs without NICs."""
-        rows = Rows(legs.flow, legs.share)
+        rows = LinkRows(legs.flow, legs.share)
         inside, outside = np.flatnonzero(legs.src_nic == NO_NIC), np.flatnonzero(legs.src_nic != NO_NIC)
         latency_s = np.zeros(len(legs))
         rows.add(inside, legs.src[inside])
@@ -172,7 +172,7 @@ class Hosts:
         per_nic = self.servers.gpus_per_server // self.servers.nics_per_server
         return np.asarray(server * self.servers.gpus_per_server + place * per_nic)
 
-    def _handed(self, rows: Rows, legs: Ints, gpus: Ints, nics: Ints, out: bool) -> Floats:
+    def _handed(self, rows: LinkRows, legs: Ints, gpus: Ints, nics: Ints, out: bool) -> Floats:
         """Over NVLink between a GPU and the first one beside the NIC that it uses, where that is not its own."""
         legs = legs[self.servers.nic_of(gpus[legs]) != nics[legs]]
         one, other = (gpus, self._beside(nics)) if out else (self._beside(nics), gpus)
@@ -188,9 +188,9 @@ def _known(what: str, ids: frozenset[int], count: int) -> None:
         raise ValueError(f"there are {what} 0 to {count - 1}, got {unknown[0]} as failed")
 
 
-def joined(one: Failures, other: Failures) -> Failures:
+def joined(one: SimulatedFailures, other: SimulatedFailures) -> SimulatedFailures:
     """Of a bundle that both name the larger share is lost."""
-    return Failures(
+    return SimulatedFailures(
         one.nics | other.nics,
         one.servers | other.servers,
         _larger(one.tor_uplinks, other.tor_uplinks),

@@ -17,18 +17,18 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Inventory, Period, Pods, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks
-from orchestrrl.lab.sim.net.fabrics.clos import Tree, TreeLinks, passable
+from orchestrrl.lab.sim.net.fabrics.clos import ClosCabling, TreeLinks, passable
 from orchestrrl.lab.sim.net.fabrics.fat_tree import RADIX, SERVERS_PER_POD, blocked_tree, tree_faults
-from orchestrrl.lab.sim.net.fabrics.hosts import Hosts, joined
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, joined
 from orchestrrl.lab.sim.net.fabrics.options import at_least, one_of, refuse
 from orchestrrl.lab.sim.net.fabrics.topoopt import server_demand
-from orchestrrl.lab.sim.net.fabrics.wiring import Rows, Wiring
-from orchestrrl.lab.sim.net.model import Floats, Ints, Network, Routes, Servers, Tier
+from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.allocate import AllocationProblem, allocate
 from planner.fabric.model import EndpointId
-from planner.fabric.shape import Fault
+from planner.fabric.shape import ShapeFault
 from planner.fabric.topology import DEVICES
 
 SERVERS_PER_REGION = SERVERS_PER_POD
@@ -53,13 +53,13 @@ def mixnet(
         *tree_faults(radix, servers_per_pod, servers_per_tor, tiers),
     ]
     if not faults and eps_nics >= servers.nics_per_server:
-        faults.append(Fault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
+        faults.append(ShapeFault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
     refuse(*faults)
     optical = servers.nics_per_server - eps_nics
     ports = DEVICES[device].ports
     if servers_per_region * optical > ports:
         message = f"{optical} NICs each need more than the {ports} ports of {device}"
-        refuse(Fault("servers_per_region", message, servers_per_region))
+        refuse(ShapeFault("servers_per_region", message, servers_per_region))
     tree = blocked_tree(_with_nics(servers, eps_nics), radix, servers_per_pod, servers_per_tor, tiers)
     tor_of = np.full((servers.count, servers.nics_per_server), -1)
     tor_of[:, optical:] = tree.tor_of.reshape(servers.count, eps_nics)
@@ -73,14 +73,14 @@ def _with_nics(servers: Servers, nics: int) -> Servers:
 @dataclass(frozen=True, eq=False)
 class MixNet:
     servers: Servers
-    tree: Tree
+    tree: ClosCabling
     optical: int  # NICs of a server at its region's OCS: the first ones
     servers_per_region: int
     device: str
-    failed: Failures = NOTHING
+    failed: SimulatedFailures = NOTHING
     name: str = "mixnet"
     _circuits: dict[str, Ints] = field(default_factory=dict, compare=False, repr=False)
-    _networks: dict[bytes, Network] = field(default_factory=dict, compare=False, repr=False)
+    _networks: dict[bytes, LinkNetwork] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def reconfigures_s(self) -> float:
@@ -91,7 +91,7 @@ class MixNet:
         """Its regions: what leaves one has the tree's NICs alone."""
         return Pods(np.arange(self.servers.count) // self.servers_per_region, apart=True)
 
-    def network(self, period: Period | None = None) -> Network:
+    def network(self, period: Period | None = None) -> LinkNetwork:
         circuits = self.circuits(period)
         key = circuits.tobytes()
         if key not in self._networks:
@@ -101,7 +101,7 @@ class MixNet:
     def changes(self, before: Period | None, after: Period) -> bool:
         return not np.array_equal(self.circuits(before), self.circuits(after))
 
-    def without(self, failed: Failures) -> "MixNet":
+    def without(self, failed: SimulatedFailures) -> "MixNet":
         return replace(self, failed=joined(self.failed, failed), _circuits={}, _networks={})
 
     def inventory(self) -> Inventory:
@@ -142,13 +142,13 @@ class MixNet:
         return circuits
 
     @cached_property
-    def _hosts(self) -> Hosts:
+    def _hosts(self) -> HostNetwork:
         """A GPU's NIC on the tree: the GPUs of a server share them evenly, in order."""
         gpus, tree_nics = self.servers.gpus_per_server, self.servers.nics_per_server - self.optical
         place = tuple(self.optical + gpu * tree_nics // gpus for gpu in range(gpus))
-        return Hosts(self.servers, self.failed, place=place)
+        return HostNetwork(self.servers, self.failed, place=place)
 
-    def _network(self, circuits: Ints) -> Network:
+    def _network(self, circuits: Ints) -> LinkNetwork:
         servers, hosts, wiring = self.servers, self._hosts, Wiring()
         server_nodes = servers.nics + np.arange(servers.nics) // servers.nics_per_server
         ports = np.where(self.tree.tor_of < 0, server_nodes, hosts.nodes + self.tree.tor_of)
@@ -157,21 +157,21 @@ class MixNet:
         links = CircuitLinks.lay(
             wiring,
             np.asarray(circuits * servers.nic_bytes_per_s, np.float64),
-            np.full(circuits.shape, Tier.DIRECT),
+            np.full(circuits.shape, LinkTier.DIRECT),
             np.full(circuits.shape, 2 * servers.propagation_s),
             servers.nics,
         )
         capacity = wiring.capacity()
 
-        def router(src: Ints, dst: Ints) -> Routes:
+        def router(src: Ints, dst: Ints) -> FlowRoutes:
             hosts.check(src, dst)
             joins = circuits[hosts.server_of(src), hosts.server_of(dst)] > 0
             legs = hosts.legs(src, dst, direct=joins)
 
-            def between(rows: Rows, some: Ints) -> Floats:
+            def between(rows: LinkRows, some: Ints) -> Floats:
                 return tree.add(rows, some, legs.src_nic, legs.dst_nic)
 
-            def direct(rows: Rows, some: Ints) -> Floats:
+            def direct(rows: LinkRows, some: Ints) -> Floats:
                 return links.add(rows, some, hosts.server_of(legs.src[some]), hosts.server_of(legs.dst[some]), 0.0)
 
             return passable(hosts.routes(legs, first_up, between, direct), capacity, legs)

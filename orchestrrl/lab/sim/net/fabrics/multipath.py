@@ -17,7 +17,7 @@ NO_WAY = 2**31  # more hops than there are
 
 
 @dataclass(frozen=True, slots=True)
-class Edges:
+class DirectedLinks:
     """Directed links between nodes, sorted by their tail. `begin` [node + 1]."""
 
     begin: Ints
@@ -25,7 +25,7 @@ class Edges:
     width: Floats  # [edge]
 
     @classmethod
-    def of(cls, width: Floats) -> "Edges":
+    def of(cls, width: Floats) -> "DirectedLinks":
         """From a matrix [from, to]; 0: no link."""
         tail, head = np.nonzero(width)
         begin = np.concatenate([[0], np.cumsum(np.bincount(tail, minlength=len(width)))])
@@ -35,14 +35,14 @@ class Edges:
     def tail(self) -> Ints:
         return np.repeat(np.arange(len(self.begin) - 1), np.diff(self.begin))
 
-    def reversed(self) -> "Edges":
+    def reversed(self) -> "DirectedLinks":
         order = np.argsort(self.head, kind="stable")
         begin = np.concatenate([[0], np.cumsum(np.bincount(self.head, minlength=len(self.begin) - 1))])
-        return Edges(begin, self.tail[order], self.width[order])
+        return DirectedLinks(begin, self.tail[order], self.width[order])
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class PairPaths:
     """Of pairs of nodes, in rows: edges and the share that passes them. No hops: there is no way."""
 
     begin: Ints  # [pair + 1]
@@ -56,7 +56,7 @@ class Ways:
         return owner, self.edge[entry], self.share[entry]
 
 
-def ways(edges: Edges, source: Ints, target: Ints, most: int = 0) -> Ways:
+def ways(edges: DirectedLinks, source: Ints, target: Ints, most: int = 0) -> PairPaths:
     """`source` and `target` [pair], nodes that differ. `most`: over so many ways of equal share; 0: over all."""
     order = np.argsort(target, kind="stable")
     back = edges.reversed()
@@ -68,10 +68,10 @@ def ways(edges: Edges, source: Ints, target: Ints, most: int = 0) -> Ways:
     begin = np.concatenate([[0], np.cumsum(np.bincount(whose, minlength=len(source)))])
     of_pair = np.empty(len(source), np.int64)
     of_pair[order] = hops
-    return Ways(begin, edge[by_pair], share[by_pair], of_pair)
+    return PairPaths(begin, edge[by_pair], share[by_pair], of_pair)
 
 
-def distances(edges: Edges) -> Ints:
+def distances(edges: DirectedLinks) -> Ints:
     """[from, to], hops; NO_WAY where there is none."""
     nodes = len(edges.begin) - 1
     back = edges.reversed()

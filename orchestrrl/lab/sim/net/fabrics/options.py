@@ -2,25 +2,25 @@
 
 from collections.abc import Iterator, Sequence
 
-from planner.fabric.shape import Fault, Impossible
+from planner.fabric.shape import ImpossibleSite, ShapeFault
 
 
-def refuse(*faults: Fault) -> None:
+def refuse(*faults: ShapeFault) -> None:
     """Raises Impossible where there are any."""
     if faults:
-        raise Impossible(faults)
+        raise ImpossibleSite(faults)
 
 
-def at_least(name: str, value: object, least: int) -> Iterator[Fault]:
+def at_least(name: str, value: object, least: int) -> Iterator[ShapeFault]:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        yield Fault(name, f"must be a whole number >= {least}", value)
+        yield ShapeFault(name, f"must be a whole number >= {least}", value)
 
 
-def number(name: str, value: object, least: float) -> Iterator[Fault]:
+def number(name: str, value: object, least: float) -> Iterator[ShapeFault]:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-        yield Fault(name, f"must be a number >= {least:g}", value)
+        yield ShapeFault(name, f"must be a number >= {least:g}", value)
 
 
-def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[Fault]:
+def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[ShapeFault]:
     if value not in known:
-        yield Fault(name, f"must be one of {', '.join(known)}", value)
+        yield ShapeFault(name, f"must be one of {', '.join(known)}", value)

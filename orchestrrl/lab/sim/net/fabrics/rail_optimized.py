@@ -7,11 +7,11 @@ None: as many as its ports take.
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.clos import Clos, Tree
+from orchestrrl.lab.sim.net.fabrics.clos import Clos, ClosCabling
 from orchestrrl.lab.sim.net.fabrics.fat_tree import RADIX, SERVERS_PER_POD, tree_faults
 from orchestrrl.lab.sim.net.fabrics.options import one_of, refuse
 from orchestrrl.lab.sim.net.model import Servers
-from planner.fabric.shape import Fault
+from planner.fabric.shape import ShapeFault
 
 
 def rail_optimized(
@@ -28,16 +28,18 @@ def rail_optimized(
     )
     down = radix // 2
     if servers_per_tor is not None and servers_per_tor > down:
-        refuse(Fault("servers_per_tor", f"a ToR of {radix} ports has {down} down, one for a server", servers_per_tor))
+        refuse(
+            ShapeFault("servers_per_tor", f"a ToR of {radix} ports has {down} down, one for a server", servers_per_tor)
+        )
     tree = _tree(servers, servers_per_tor or down, servers_per_pod)
     return Clos("rail_optimized", servers, tree, rails=cross_rail == "nvlink")
 
 
-def _tree(servers: Servers, servers_per_tor: int, servers_per_pod: int) -> Tree:
+def _tree(servers: Servers, servers_per_tor: int, servers_per_pod: int) -> ClosCabling:
     """By PoD, block of servers and rail."""
     nic, rails = np.arange(servers.nics), servers.nics_per_server
     server, rail = np.divmod(nic, rails)
     blocks = -(-servers_per_pod // servers_per_tor)
     block = server // servers_per_pod * blocks + server % servers_per_pod * blocks // servers_per_pod
     used, tor = np.unique(block * rails + rail, return_inverse=True)
-    return Tree(tor, used // rails // blocks)
+    return ClosCabling(tor, used // rails // blocks)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.fat_tree import fat_tree
 from orchestrrl.lab.sim.net.fabrics.mixnet import mixnet
 from orchestrrl.lab.sim.net.fabrics.options import refuse
@@ -12,9 +12,9 @@ from orchestrrl.lab.sim.net.fabrics.rail_optimized import rail_optimized
 from orchestrrl.lab.sim.net.fabrics.rfabric import rfabric
 from orchestrrl.lab.sim.net.fabrics.topoopt import topoopt
 from orchestrrl.lab.sim.net.model import Servers
-from planner.fabric.shape import Fault
+from planner.fabric.shape import ShapeFault
 
-KINDS: Mapping[str, Callable[..., Fabric]] = {
+KINDS: Mapping[str, Callable[..., SimulatedFabric]] = {
     "fat_tree": fat_tree,
     "oversubscribed": oversubscribed,
     "rail_optimized": rail_optimized,
@@ -24,14 +24,14 @@ KINDS: Mapping[str, Callable[..., Fabric]] = {
 }
 
 
-def build(kind: str, servers: Servers, **options: object) -> Fabric:
+def build(kind: str, servers: Servers, **options: object) -> SimulatedFabric:
     """Raises Impossible (a ValueError) with all that is wrong with the options."""
     if kind not in KINDS:
-        refuse(Fault("kind", f"must be one of {', '.join(KINDS)}", kind))
+        refuse(ShapeFault("kind", f"must be one of {', '.join(KINDS)}", kind))
     known = options_of(kind)
     refuse(
         *(
-            Fault(name, f"is no option of {kind}, which has {', '.join(known)}", options[name])
+            ShapeFault(name, f"is no option of {kind}, which has {', '.join(known)}", options[name])
             for name in sorted(options)
             if name not in known
         )

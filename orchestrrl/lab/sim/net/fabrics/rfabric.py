@@ -12,21 +12,21 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Inventory, Period, Pods, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks
 from orchestrrl.lab.sim.net.fabrics.fat_tree import SERVERS_PER_POD
-from orchestrrl.lab.sim.net.fabrics.hosts import Bools, Hosts, joined
+from orchestrrl.lab.sim.net.fabrics.hosts import Bools, HostNetwork, joined
 from orchestrrl.lab.sim.net.fabrics.multipath import distances
 from orchestrrl.lab.sim.net.fabrics.options import at_least, one_of, refuse
 from orchestrrl.lab.sim.net.fabrics.rails import Rails
-from orchestrrl.lab.sim.net.fabrics.rfabric_circuits import Circuits
+from orchestrrl.lab.sim.net.fabrics.rfabric_circuits import RFabricCircuits
 from orchestrrl.lab.sim.net.fabrics.rfabric_site import evenly, fitted
-from orchestrrl.lab.sim.net.fabrics.wiring import Rows, Wiring
-from orchestrrl.lab.sim.net.model import Floats, Flows, Ints, Network, Routes, Servers, Tier
+from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.generate import regular_site
 from planner.fabric.intent import Stage
 from planner.fabric.model import PortPair
-from planner.fabric.shape import Fault, Shape
+from planner.fabric.shape import ShapeFault, SiteShape
 from planner.fabric.topology import DEVICES, Site
 from planner.fabric.topology import Tier as SiteTier
 
@@ -59,11 +59,11 @@ def rfabric(
         *one_of("allocation", allocation, ALLOCATIONS),
     )
     if train > servers.count:
-        refuse(Fault("train_servers", f"must be <= {servers.count}, all servers", train))
+        refuse(ShapeFault("train_servers", f"must be <= {servers.count}, all servers", train))
     parts = [count for count in (train, servers.count - train) if count]
     per_pod = max(-(-count // -(-count // servers_per_pod)) for count in parts)
     site = regular_site(
-        Shape(
+        SiteShape(
             train_pods=-(-train // per_pod),
             gen_pods=-(-(servers.count - train) // per_pod),
             servers_per_pod=per_pod,
@@ -90,9 +90,9 @@ class RFabric:
     place: Ints  # [server], which of the site's it is
     roles: bool
     allocation: str = "traffic"
-    failed: Failures = NOTHING
+    failed: SimulatedFailures = NOTHING
     _plans: dict[str, frozenset[PortPair]] = field(default_factory=dict, compare=False, repr=False)
-    _networks: dict[frozenset[PortPair], Network] = field(default_factory=dict, compare=False, repr=False)
+    _networks: dict[frozenset[PortPair], LinkNetwork] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -108,7 +108,7 @@ class RFabric:
         used = (each for each in self.site.switches if any(each.ports.values()))
         return max((each.device.reconfiguration_s for each in used), default=0.0)
 
-    def network(self, period: Period | None = None) -> Network:
+    def network(self, period: Period | None = None) -> LinkNetwork:
         cross_connects = self.cross_connects(period)
         if cross_connects not in self._networks:
             self._networks[cross_connects] = self._network(self.circuits.between_tors(cross_connects))
@@ -117,7 +117,7 @@ class RFabric:
     def changes(self, before: Period | None, after: Period) -> bool:
         return self.cross_connects(before) != self.cross_connects(after)
 
-    def without(self, failed: Failures) -> "RFabric":
+    def without(self, failed: SimulatedFailures) -> "RFabric":
         return replace(self, failed=joined(self.failed, failed), _plans={}, _networks={})
 
     def inventory(self) -> Inventory:
@@ -143,7 +143,7 @@ class RFabric:
             self._plans[period.id] = self.circuits.of_period(period.id, Stage(period.stage), demand)
         return self._plans[period.id]
 
-    def tor_demand(self, flows: Flows) -> Floats:
+    def tor_demand(self, flows: GpuFlows) -> Floats:
         """[tor, tor], bytes that have to leave a ToR for another. Servers without a NIC have none."""
         here, there = self._hosts.server_of(flows.src), self._hosts.server_of(flows.dst)
         reached: Bools = self._hosts.nic_works.reshape(self.servers.count, -1).sum(axis=1) > 0
@@ -157,13 +157,13 @@ class RFabric:
         return demand
 
     @cached_property
-    def circuits(self) -> Circuits:
+    def circuits(self) -> RFabricCircuits:
         blocks = np.unique(self._tor_of.reshape(self.servers.count, -1), axis=0)
-        return Circuits(self.site, self.roles, blocks, self.failed)
+        return RFabricCircuits(self.site, self.roles, blocks, self.failed)
 
     @cached_property
-    def _hosts(self) -> Hosts:
-        return Hosts(self.servers, self.failed, rails=True)
+    def _hosts(self) -> HostNetwork:
+        return HostNetwork(self.servers, self.failed, rails=True)
 
     @cached_property
     def _tor_of(self) -> Ints:
@@ -172,7 +172,7 @@ class RFabric:
         rows = [[number[tor] for tor in self.site.servers[place].tors] for place in self.place.tolist()]
         return np.array(rows, np.int64).ravel()
 
-    def _network(self, circuits: Ints) -> Network:
+    def _network(self, circuits: Ints) -> LinkNetwork:
         servers, hosts = self.servers, self._hosts
         wiring = Wiring()
         first_up = hosts.lay(wiring, hosts.nodes + self._tor_of)
@@ -181,17 +181,17 @@ class RFabric:
         links = CircuitLinks.lay(
             wiring,
             np.asarray(circuits * servers.nic_bytes_per_s, np.float64),
-            np.where(apart, Tier.CORE, Tier.AGG),
+            np.where(apart, LinkTier.CORE, LinkTier.AGG),
             np.where(apart, 4, 2) * servers.propagation_s,
             hosts.nodes,
         )
 
         rails = Rails(servers.nics_per_server, self._tor_of, hosts.nic_works, distances(links.edges))
 
-        def router(src: Ints, dst: Ints) -> Routes:
+        def router(src: Ints, dst: Ints) -> FlowRoutes:
             legs = rails.lead(hosts.legs(src, dst))
 
-            def between(rows: Rows, some: Ints) -> Floats:
+            def between(rows: LinkRows, some: Ints) -> Floats:
                 one, other = self._tor_of[legs.src_nic[some]], self._tor_of[legs.dst_nic[some]]
                 return servers.processing_s + links.add(rows, some, one, other, servers.processing_s)
 

@@ -13,34 +13,34 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import Failures
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.hosts import Bools, left
-from orchestrrl.lab.sim.net.fabrics.multipath import NO_WAY, Edges, distances
+from orchestrrl.lab.sim.net.fabrics.multipath import NO_WAY, DirectedLinks, distances
 from orchestrrl.lab.sim.net.model import Floats, Ints
 from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
-from planner.fabric.intent import Intent, Operation, Primitive, Stage, Traffic
+from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
 from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of
+from planner.fabric.plan import FabricFailures as FailedPorts
 from planner.fabric.plan import FabricState
-from planner.fabric.plan import Failures as FailedPorts
-from planner.fabric.templates import Shape, Spare, Template, template_of
-from planner.fabric.topology import Role, Site
+from planner.fabric.templates import PeriodShape, SpareCapacity, StageTemplate, template_of
+from planner.fabric.topology import PodRole, Site
 from planner.fabric.topology import Tier as SiteTier
 from planner.model import GpuId, Hold
 
 TRIES = 5  # of joining what a plan leaves apart; bridges take ports from what joined others by chance
-_EITHER = frozenset(Role)
-_ANY_TWO = frozenset((one, other) for one in Role for other in Role)
+_EITHER = frozenset(PodRole)
+_ANY_TWO = frozenset((one, other) for one in PodRole for other in PodRole)
 
 
 @dataclass(frozen=True, eq=False)
-class Circuits:
+class RFabricCircuits:
     """`roles`: whether PoDs are of Train or Gen, and each stage touches its own; else a period may touch all."""
 
     site: Site
     roles: bool
     blocks: Ints  # [block of servers, rail], its ToR
-    failed: Failures
+    failed: SimulatedFailures
 
     @cached_property
     def at_rest(self) -> frozenset[PortPair]:
@@ -116,7 +116,7 @@ class Circuits:
                 found.setdefault(server.tors[server.nic(gpu)], gpu)
         return [found[tor.id] for tor in self.site.tors]
 
-    def _eligible(self, template: Template) -> Bools:
+    def _eligible(self, template: StageTemplate) -> Bools:
         """[tor, tor], whether the stage gives the two circuits."""
         pods = self.site.pods
         joins = np.array(
@@ -143,7 +143,7 @@ class Circuits:
         # PoDs that are only touched by a bridge lose what joins them to those that are not.
         idle = (joined.any(axis=1) @ self._in_pod == 0)[self.pod_of]
         circuits = np.where(self._apart & (idle[:, None] | idle), 0, self.between_tors(found))
-        return self._joining(distances(Edges.of(np.where(laid, 1.0, circuits))) < NO_WAY, eligible, room)
+        return self._joining(distances(DirectedLinks.of(np.where(laid, 1.0, circuits))) < NO_WAY, eligible, room)
 
     def _joining(self, reach: Bools, eligible: Bools, room: "_Room") -> frozenset[tuple[int, int]]:
         """Few, where ToRs and PoDs have room, of one PoD and rail. `reach` [tor, tor]."""
@@ -198,7 +198,7 @@ class Circuits:
         return np.array([counts[pod.id] for pod in self.site.pods], np.int64)
 
     def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:
-        return distances(Edges.of(self.between_tors(cross_connects).astype(np.float64)))
+        return distances(DirectedLinks.of(self.between_tors(cross_connects).astype(np.float64)))
 
     def _led(self, hops: Ints) -> Bools:
         """[block of servers, block], whether there is a way, on whichever rail."""
@@ -214,7 +214,7 @@ class Circuits:
     def _intent(self, period: str, stage: Stage, demand: Floats) -> Intent:
         traffic = tuple(
             Traffic(
-                Operation.DP,
+                TrafficOperation.DP,
                 Primitive.PIPELINE,
                 ((int(self._voices[one]), int(self._voices[other])),),
                 float(demand[one, other]),
@@ -250,10 +250,10 @@ class _Room:
             self.lanes[self.pod_of[[one, other]]] -= 1
 
 
-def _anywhere(intent: Intent) -> Template:
+def _anywhere(intent: Intent) -> StageTemplate:
     """Of PoDs without roles: all may be touched and joined; ports that are left over as at its stage."""
-    spare = Spare.KEEP if intent.stage is Stage.WEIGHT_SYNC else Spare.SPREAD
-    return Template(intent.period, Shape.of(intent), _EITHER, _ANY_TWO, spare, bipartite=False)
+    spare = SpareCapacity.KEEP if intent.stage is Stage.WEIGHT_SYNC else SpareCapacity.SPREAD
+    return StageTemplate(intent.period, PeriodShape.of(intent), _EITHER, _ANY_TWO, spare, bipartite=False)
 
 
 def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:

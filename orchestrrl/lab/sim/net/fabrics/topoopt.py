@@ -18,21 +18,21 @@ from math import gcd
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Failures, Inventory, Period, Pods
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Inventory, Period, Pods, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks
-from orchestrrl.lab.sim.net.fabrics.hosts import Hosts, joined
-from orchestrrl.lab.sim.net.fabrics.multipath import Edges
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, joined
+from orchestrrl.lab.sim.net.fabrics.multipath import DirectedLinks
 from orchestrrl.lab.sim.net.fabrics.multipath import ways as shortest_ways
 from orchestrrl.lab.sim.net.fabrics.options import at_least, number, refuse
-from orchestrrl.lab.sim.net.fabrics.wiring import Rows, Wiring
-from orchestrrl.lab.sim.net.model import Floats, Flows, Ints, Network, Routes, Servers, Tier
-from planner.fabric.shape import Fault
+from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
+from planner.fabric.shape import ShapeFault
 
 
 def topoopt(
     servers: Servers,
     *,
-    demand: Flows | None = None,
+    demand: GpuFlows | None = None,
     ring_nics: int | None = None,
     ways: int = 4,
     forward_s: float = 0.8e-6,
@@ -53,24 +53,24 @@ def topoopt(
     return min(found, key=lambda each: each.strain(sent))
 
 
-def _ring_faults(ring_nics: int | None, nics: int) -> Iterator[Fault]:
+def _ring_faults(ring_nics: int | None, nics: int) -> Iterator[ShapeFault]:
     if ring_nics is None:
         return
     wrong = tuple(at_least("ring_nics", ring_nics, 1))
     yield from wrong
     if not wrong and ring_nics > nics:
-        yield Fault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics)
+        yield ShapeFault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics)
 
 
-def _demand_faults(demand: object, servers: Servers) -> Iterator[Fault]:
-    if demand is not None and not isinstance(demand, Flows):
-        yield Fault("demand", "must be flows, of the job", demand)
+def _demand_faults(demand: object, servers: Servers) -> Iterator[ShapeFault]:
+    if demand is not None and not isinstance(demand, GpuFlows):
+        yield ShapeFault("demand", "must be flows, of the job", demand)
     elif demand is not None and len(demand) and max(demand.src.max(), demand.dst.max()) >= servers.gpus:
         most = int(max(demand.src.max(), demand.dst.max()))
-        yield Fault("demand", f"GPUs are numbered 0 to {servers.gpus - 1}", most)
+        yield ShapeFault("demand", f"GPUs are numbered 0 to {servers.gpus - 1}", most)
 
 
-def server_demand(servers: Servers, flows: Flows) -> Floats:
+def server_demand(servers: Servers, flows: GpuFlows) -> Floats:
     """[server, server], bytes between two."""
     one, other = flows.src // servers.gpus_per_server, flows.dst // servers.gpus_per_server
     sent = np.bincount(one * servers.count + other, flows.bytes, minlength=servers.count**2)
@@ -109,7 +109,7 @@ class TopoOpt:
     sends_to: Ints  # [nic of a server, server]
     ways: int
     forward_s: float
-    failed: Failures = NOTHING
+    failed: SimulatedFailures = NOTHING
     name: str = "topoopt"
     reconfigures_s: float = 0.0  # it is patched before the job begins
 
@@ -118,13 +118,13 @@ class TopoOpt:
         """One: servers are as near as the patches make them."""
         return Pods(np.zeros(self.servers.count, np.int64), apart=False)
 
-    def network(self, period: Period | None = None) -> Network:
+    def network(self, period: Period | None = None) -> LinkNetwork:
         return self._network
 
     def changes(self, before: Period | None, after: Period) -> bool:
         return False
 
-    def without(self, failed: Failures) -> "TopoOpt":
+    def without(self, failed: SimulatedFailures) -> "TopoOpt":
         """There are no ToRs or PoDs: shares of their uplinks say nothing here."""
         return replace(self, failed=joined(self.failed, failed))
 
@@ -137,7 +137,7 @@ class TopoOpt:
     def joins(self) -> Ints:
         """[server, server], NICs of the first that send to one of the other."""
         servers = self.servers
-        works = Hosts(servers, self.failed).nic_works.reshape(servers.count, -1)
+        works = HostNetwork(servers, self.failed).nic_works.reshape(servers.count, -1)
         found = np.zeros((servers.count, servers.count), np.int64)
         for nic, ring in enumerate(self.sends_to):
             np.add.at(found, (np.arange(servers.count), ring), works[:, nic] & works[ring, nic])
@@ -146,29 +146,29 @@ class TopoOpt:
 
     def strain(self, demand: Floats) -> tuple[float, float]:
         """Bytes over each NIC of the fullest link, to a thousandth, and over all NICs; `demand` [server, server]."""
-        edges = Edges.of(self.joins.astype(np.float64))
+        edges = DirectedLinks.of(self.joins.astype(np.float64))
         one, other = np.nonzero(demand)
         owner, edge, share = shortest_ways(edges, one, other, self.ways).rows(np.arange(len(one)))
         carried = np.bincount(edge, demand[one, other][owner] * share, minlength=len(edges.head))
         return float(f"{(carried / edges.width).max(initial=0.0):.3e}"), float(carried.sum())
 
     @cached_property
-    def _network(self) -> Network:
-        servers, hosts, wiring = self.servers, Hosts(self.servers, self.failed), Wiring()
+    def _network(self) -> LinkNetwork:
+        servers, hosts, wiring = self.servers, HostNetwork(self.servers, self.failed), Wiring()
         hosts.lay_nvlink(wiring)
         links = CircuitLinks.lay(
             wiring,
             np.asarray(self.joins * servers.nic_bytes_per_s, np.float64),
-            np.full(self.joins.shape, Tier.DIRECT),
+            np.full(self.joins.shape, LinkTier.DIRECT),
             np.full(self.joins.shape, 2 * servers.propagation_s),
             servers.nics,
             self.ways,
         )
 
-        def router(src: Ints, dst: Ints) -> Routes:
+        def router(src: Ints, dst: Ints) -> FlowRoutes:
             legs = hosts.legs(src, dst, direct=np.ones(len(src), np.bool_))
 
-            def direct(rows: Rows, some: Ints) -> Floats:
+            def direct(rows: LinkRows, some: Ints) -> Floats:
                 one, other = hosts.server_of(src[some]), hosts.server_of(dst[some])
                 forwarded = links.add(rows, some, one, other, self.forward_s)
                 return np.asarray(forwarded - np.where(one != other, self.forward_s, 0.0))

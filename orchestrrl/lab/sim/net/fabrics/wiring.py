@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.model import Floats, Ints, Network, Router, Routes, Servers, Tier
+from orchestrrl.lab.sim.net.model import Floats, FlowRouter, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 
 
 @dataclass(slots=True)
@@ -13,15 +13,15 @@ class Wiring:
     """Links as they are laid, each group in a row."""
 
     _capacity: list[Floats] = field(default_factory=list)
-    _tier: list[Tier] = field(default_factory=list)
+    _tier: list[LinkTier] = field(default_factory=list)
     _ends: list[Ints] = field(default_factory=list)
 
-    def lay(self, tier: Tier, bytes_per_s: Floats | float, tail: Ints | int, head: Ints | int) -> int:
+    def lay(self, tier: LinkTier, bytes_per_s: Floats | float, tail: Ints | int, head: Ints | int) -> int:
         """Links from nodes to nodes. Returns the number of the first."""
         capacity, tails, heads = np.broadcast_arrays(np.asarray(bytes_per_s, dtype=np.float64), tail, head)
         return self.lay_each([tier] * capacity.size, capacity.ravel(), tails.ravel(), heads.ravel())
 
-    def lay_each(self, tiers: Sequence[Tier], bytes_per_s: Floats, tail: Ints, head: Ints) -> int:
+    def lay_each(self, tiers: Sequence[LinkTier], bytes_per_s: Floats, tail: Ints, head: Ints) -> int:
         first = len(self._tier)
         self._capacity.append(bytes_per_s)
         self._tier += tiers
@@ -31,12 +31,12 @@ class Wiring:
     def capacity(self) -> Floats:
         return np.concatenate(self._capacity)
 
-    def network(self, servers: Servers, router: Router, name: str) -> Network:
-        return Network(servers, self.capacity(), tuple(self._tier), router, name, np.concatenate(self._ends))
+    def network(self, servers: Servers, router: FlowRouter, name: str) -> LinkNetwork:
+        return LinkNetwork(servers, self.capacity(), tuple(self._tier), router, name, np.concatenate(self._ends))
 
 
 @dataclass(slots=True)
-class Rows:
+class LinkRows:
     """Links of flows, put down in the order in which they are passed. A flow may have several legs, side by side, each
     with its share of the bytes."""
 
@@ -48,7 +48,7 @@ class Rows:
         """`leg` ascends; `share`: of the leg's own."""
         self._parts.append((leg, link, self.share[leg] if share is None else self.share[leg] * share))
 
-    def routes(self, latency_s: Floats) -> Routes:
+    def routes(self, latency_s: Floats) -> FlowRoutes:
         """`latency_s` [leg]; that of a flow is its slowest leg's."""
         legs = len(self.flow)
         taken = np.zeros(legs, np.int64)
@@ -65,17 +65,17 @@ class Rows:
         legs_begin = np.flatnonzero(np.diff(self.flow, prepend=-1))
         begin = np.concatenate([first[legs_begin], first[-1:]])
         if len(legs_begin) == legs:
-            return Routes(begin, link, share, latency_s)
+            return FlowRoutes(begin, link, share, latency_s)
         return _merged(begin, link, share, np.maximum.reduceat(latency_s, legs_begin))
 
 
-def _merged(begin: Ints, link: Ints, share: Floats, latency_s: Floats) -> Routes:
+def _merged(begin: Ints, link: Ints, share: Floats, latency_s: Floats) -> FlowRoutes:
     """A link once in each row."""
     flow = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
     width = int(link.max(initial=0)) + 1
     codes, place = np.unique(flow * width + link, return_inverse=True)
     counts = np.bincount(codes // width, minlength=len(begin) - 1)
-    return Routes(
+    return FlowRoutes(
         np.concatenate([[0], np.cumsum(counts)]),
         codes % width,
         np.asarray(np.bincount(place, share, minlength=len(codes)), np.float64),

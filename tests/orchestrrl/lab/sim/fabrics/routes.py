@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.model import Flows, Ints, Network, Routes, Servers
+from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
 
 
 def all_pairs(servers: Servers) -> tuple[Ints, Ints]:
@@ -10,25 +10,25 @@ def all_pairs(servers: Servers) -> tuple[Ints, Ints]:
     return src[src != dst], dst[src != dst]
 
 
-def owners(routes: Routes) -> Ints:
+def owners(routes: FlowRoutes) -> Ints:
     """[entry], the flow that it is of."""
     return np.repeat(np.arange(len(routes.begin) - 1), np.diff(routes.begin))
 
 
-def load(network: Network, flows: Flows) -> np.ndarray:
+def load(network: LinkNetwork, flows: GpuFlows) -> np.ndarray:
     """[link], bytes that pass."""
     routes = network.router(flows.src, flows.dst)
     sent = routes.share * flows.bytes[owners(routes)]
     return np.bincount(routes.link, sent, minlength=len(network.capacity_bytes_per_s))
 
 
-def slowest_s(network: Network, flows: Flows) -> float:
+def slowest_s(network: LinkNetwork, flows: GpuFlows) -> float:
     """Of the most loaded link, were it the only one."""
     busy = load(network, flows)
     return float((busy[busy > 0] / network.capacity_bytes_per_s[busy > 0]).max(initial=0.0))
 
 
-def check_routes(network: Network, src: Ints, dst: Ints) -> Routes:
+def check_routes(network: LinkNetwork, src: Ints, dst: Ints) -> FlowRoutes:
     """At each node as much leaves as arrives, but at the two ends; a link comes once; latency is sound."""
     routes, servers, ends = network.router(src, dst), network.servers, network.ends
     assert ends is not None
@@ -49,7 +49,7 @@ def check_routes(network: Network, src: Ints, dst: Ints) -> Routes:
     return routes
 
 
-def check_order(network: Network, src: Ints, dst: Ints) -> None:
+def check_order(network: LinkNetwork, src: Ints, dst: Ints) -> None:
     """Where a flow takes one path alone, each link begins where the one before ended."""
     routes, ends = network.router(src, dst), network.ends
     assert ends is not None

@@ -6,27 +6,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routes import all_pairs, check_routes, owners, slowest_s
 
-from orchestrrl.lab.sim.net.fabrics.base import Failures, Inventory, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Inventory, Period, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.mixnet import mixnet
 from orchestrrl.lab.sim.net.fabrics.rfabric import rfabric
 from orchestrrl.lab.sim.net.fabrics.topoopt import topoopt
-from orchestrrl.lab.sim.net.model import Flows, Network, Servers, Tier
+from orchestrrl.lab.sim.net.model import GpuFlows, LinkNetwork, LinkTier, Servers
 from planner.fabric.materialize import validate
 from planner.fabric.plan import FabricState
 from planner.fabric.topology import Tier as SiteTier
 
 
-def shifted(first: int, last: int, by: int, size: float = 1e9) -> Flows:
+def shifted(first: int, last: int, by: int, size: float = 1e9) -> GpuFlows:
     """Each GPU of first to last to the one so far on, round."""
     src = np.arange(first, last)
-    return Flows(src, first + (src - first + by) % (last - first), np.full(last - first, size))
+    return GpuFlows(src, first + (src - first + by) % (last - first), np.full(last - first, size))
 
 
-def period(flows: Flows, name: str = "period", stage: Stage = Stage.TRAIN) -> Period:
+def period(flows: GpuFlows, name: str = "period", stage: FabricStage = FabricStage.TRAIN) -> Period:
     return Period(name, stage, flows)
 
 
-def tiers_of(network: Network, flows: Flows) -> set[Tier]:
+def tiers_of(network: LinkNetwork, flows: GpuFlows) -> set[LinkTier]:
     return {network.tier[link] for link in network.router(flows.src, flows.dst).link.tolist()}
 
 
@@ -34,12 +34,12 @@ def tiers_of(network: Network, flows: Flows) -> set[Tier]:
     seed=st.integers(0, 10**6),
     pods=st.integers(1, 3),
     blocks=st.sampled_from([None, 2]),
-    stage=st.sampled_from(list(Stage)),
+    stage=st.sampled_from(list(FabricStage)),
     lost=st.floats(0, 0.6),
     allocation=st.sampled_from(["traffic", "uniform"]),
 )
 def test_circuits_are_within_ports_and_can_be_committed(
-    seed: int, pods: int, blocks: int | None, stage: Stage, lost: float, allocation: str
+    seed: int, pods: int, blocks: int | None, stage: FabricStage, lost: float, allocation: str
 ) -> None:
     rng = np.random.default_rng(seed)
     servers = Servers(4 * pods - seed % 3)  # the last PoD may have empty places
@@ -50,10 +50,10 @@ def test_circuits_are_within_ports_and_can_be_committed(
         train_servers=min(4, servers.count) if seed % 2 else None,
         allocation=allocation,
     )
-    fabric = whole.without(Failures(tor_uplinks={0: lost}))
+    fabric = whole.without(SimulatedFailures(tor_uplinks={0: lost}))
     src, dst = all_pairs(servers)
     some = rng.integers(0, len(src), 50)
-    demand = Flows(src[some], dst[some], rng.exponential(1e9, 50))
+    demand = GpuFlows(src[some], dst[some], rng.exponential(1e9, 50))
     for wanted in (None, period(demand, stage=stage)):
         cross_connects = fabric.cross_connects(wanted)
         assert validate(fabric.site, FabricState(failures=fabric.circuits.failed_ports), cross_connects) == ()
@@ -68,7 +68,7 @@ def test_circuits_go_where_the_traffic_is() -> None:
     """Each PoD to the next, in pairs: all lanes of either, where at rest a third of them joins the two."""
     servers = Servers(64)
     src = np.concatenate([np.arange(128), np.arange(256, 384)])
-    flows = Flows(src, src + 128, np.full(256, 1e9))
+    flows = GpuFlows(src, src + 128, np.full(256, 1e9))
     times = {
         allocation: slowest_s(rfabric(servers, servers_per_pod=16, allocation=allocation).network(period(flows)), flows)
         for allocation in ("traffic", "fixed")
@@ -79,7 +79,9 @@ def test_circuits_go_where_the_traffic_is() -> None:
 
 def test_what_knows_no_volume_gives_the_light_pairs_too_much() -> None:
     servers, src, heavy = Servers(48), np.arange(128), 2e9
-    flows = Flows.joined([Flows(src, src + 128, np.full(128, heavy)), Flows(src, src + 256, np.full(128, heavy / 16))])
+    flows = GpuFlows.joined(
+        [GpuFlows(src, src + 128, np.full(128, heavy)), GpuFlows(src, src + 256, np.full(128, heavy / 16))]
+    )
     times = [
         slowest_s(rfabric(servers, servers_per_pod=16, allocation=each).network(period(flows)), flows)
         for each in ("traffic", "uniform")
@@ -90,18 +92,18 @@ def test_what_knows_no_volume_gives_the_light_pairs_too_much() -> None:
 def test_rings_of_a_rail_inside_a_pod_never_leave_its_tors() -> None:
     fabric = rfabric(Servers(64))
     network = fabric.network(period(shifted(0, 256, 8)))
-    assert tiers_of(network, shifted(0, 256, 8)) == {Tier.NIC}
+    assert tiers_of(network, shifted(0, 256, 8)) == {LinkTier.NIC}
 
 
 def test_another_rail_is_reached_over_nvlink() -> None:
     network = rfabric(Servers(8)).network()
-    assert tiers_of(network, Flows.of([(0, 13, 1.0)])) == {Tier.NVLINK, Tier.NIC}
+    assert tiers_of(network, GpuFlows.of([(0, 13, 1.0)])) == {LinkTier.NVLINK, LinkTier.NIC}
 
 
 def test_stages_touch_their_own_pods() -> None:
     fabric = rfabric(Servers(32), servers_per_pod=8, train_servers=16)
     train = fabric.cross_connects(period(shifted(0, 128, 64), "train"))
-    gen = fabric.cross_connects(period(shifted(128, 256, 8), "gen", Stage.GEN))
+    gen = fabric.cross_connects(period(shifted(128, 256, 8), "gen", FabricStage.GEN))
     rest = fabric.cross_connects(None)
     of_gen = {switch.id for pod in ("gen0", "gen1") for switch in fabric.site.agg_switches_of[pod]}
     of_train = {switch.id for pod in ("train0", "train1") for switch in fabric.site.agg_switches_of[pod]}
@@ -113,11 +115,11 @@ def test_stages_touch_their_own_pods() -> None:
 
 def test_gen_pods_are_by_themselves() -> None:
     """What goes between two of them has what joins them at rest, a third of their lanes; without roles all of them."""
-    flows = Flows.joined([shifted(128, 256, 64), shifted(128, 256, 8)])
+    flows = GpuFlows.joined([shifted(128, 256, 64), shifted(128, 256, 8)])
 
     def between_pods(**options: int) -> int:
         fabric = rfabric(Servers(32), servers_per_pod=8, **options)
-        circuits = fabric.circuits.between_tors(fabric.cross_connects(period(flows, "gen", Stage.GEN)))
+        circuits = fabric.circuits.between_tors(fabric.cross_connects(period(flows, "gen", FabricStage.GEN)))
         return int(circuits[16:24, 24:32].sum())
 
     assert between_pods(train_servers=16) <= 11
@@ -129,17 +131,17 @@ def test_blocks_of_a_pod_stay_joined_where_demand_takes_all_ports() -> None:
     their ToRs' eight fibres each, and leave none that would lead to the other blocks."""
     fabric = rfabric(Servers(64), train_servers=20, servers_per_tor=8)
     src, dst = all_pairs(Servers(4))
-    groups = [Flows(first + src, first + dst, np.ones(len(src))) for first in range(160, 512, 32)]
-    network = fabric.network(period(Flows.joined(groups), "gen", Stage.GEN))
+    groups = [GpuFlows(first + src, first + dst, np.ones(len(src))) for first in range(160, 512, 32)]
+    network = fabric.network(period(GpuFlows.joined(groups), "gen", FabricStage.GEN))
     one_each = all_pairs(Servers(44, 1, 1))
     check_routes(network, 160 + 8 * one_each[0], 160 + 8 * one_each[1])
 
 
 def test_a_lane_for_responses_is_there_in_every_stage() -> None:
     fabric = rfabric(Servers(16), servers_per_pod=8, train_servers=8)
-    for stage in Stage:
+    for stage in FabricStage:
         network = fabric.network(period(shifted(0, 64, 8), f"at {stage}", stage))
-        assert Tier.CORE in tiers_of(network, Flows.of([(64, 0, 1.0)]))
+        assert LinkTier.CORE in tiers_of(network, GpuFlows.of([(64, 0, 1.0)]))
 
 
 def test_fixed_circuits_never_change() -> None:
@@ -213,7 +215,7 @@ def test_mixnet_joins_servers_of_a_region_that_have_most_to_say() -> None:
     assert (circuits.sum(axis=1) <= 6).all()
     assert circuits[0, 1] == circuits[0, 7] == 3
     network = fabric.network(period(ring))
-    assert tiers_of(network, ring) == {Tier.NVLINK, Tier.DIRECT}
+    assert tiers_of(network, ring) == {LinkTier.NVLINK, LinkTier.DIRECT}
 
 
 def test_circuits_carry_what_their_nics_do() -> None:
@@ -225,7 +227,7 @@ def test_latency_counts_fibres_and_the_switches_that_look_at_packets() -> None:
     far = shifted(0, 128, 64)
     link_s, switch_s = 1e-6, 0.8e-6
 
-    def latency_s(network: Network, dst: int) -> float:
+    def latency_s(network: LinkNetwork, dst: int) -> float:
         return float(network.router(np.array([0]), np.array([dst])).latency_s[0])
 
     fabric = rfabric(Servers(16), servers_per_pod=8).network(period(far))
@@ -242,18 +244,18 @@ def test_mixnet_has_two_nics_out_of_a_region() -> None:
     fabric = mixnet(servers)
     far = shifted(0, 512, 256)
     network = fabric.network(period(far))
-    assert Tier.DIRECT not in tiers_of(network, far)
+    assert LinkTier.DIRECT not in tiers_of(network, far)
     assert slowest_s(network, far) == pytest.approx(4e9 / servers.nic_bytes_per_s)
 
 
 def test_mixnet_without_a_nic_on_the_tree_takes_the_other() -> None:
     servers = Servers(64)
-    network = mixnet(servers).without(Failures(nics=frozenset({6}))).network(period(shifted(0, 512, 256)))
+    network = mixnet(servers).without(SimulatedFailures(nics=frozenset({6}))).network(period(shifted(0, 512, 256)))
     assert slowest_s(network, shifted(0, 512, 256)) == pytest.approx(8e9 / servers.nic_bytes_per_s)
 
 
 def test_mixnet_gives_fewer_circuits_where_nics_failed() -> None:
-    fabric = mixnet(Servers(8)).without(Failures(nics=frozenset({0, 1, 2, 3})))
+    fabric = mixnet(Servers(8)).without(SimulatedFailures(nics=frozenset({0, 1, 2, 3})))
     assert fabric.circuits(None)[0].sum() <= 2
 
 
@@ -262,7 +264,7 @@ def test_topoopt_has_each_nic_send_once_and_receive_once(seed: int, count: int, 
     rng, servers = np.random.default_rng(seed), Servers(count)
     src, dst = all_pairs(servers)
     some = rng.integers(0, len(src), 40)
-    demand = Flows(src[some], dst[some], rng.exponential(1e9, 40))
+    demand = GpuFlows(src[some], dst[some], rng.exponential(1e9, 40))
     fabric = topoopt(servers, demand=demand, ring_nics=rings)
     for ring in fabric.sends_to:
         assert sorted(ring.tolist()) == list(range(count))
@@ -276,7 +278,7 @@ def test_topoopt_serves_the_demand_that_it_is_for_in_one_hop() -> None:
     servers, ring = Servers(32), shifted(0, 256, 80)
     network = topoopt(servers, demand=ring).network()
     routes = network.router(ring.src, ring.dst)
-    direct = [network.tier[link] is Tier.DIRECT for link in routes.link.tolist()]
+    direct = [network.tier[link] is LinkTier.DIRECT for link in routes.link.tolist()]
     assert np.bincount(owners(routes), direct).tolist() == [1] * 256
     assert slowest_s(network, ring) <= 8 / 6 * 1e9 / servers.nic_bytes_per_s  # the other NICs make rings
 
@@ -284,7 +286,7 @@ def test_topoopt_serves_the_demand_that_it_is_for_in_one_hop() -> None:
 def test_topoopt_divides_its_nics_as_serves_the_demand_best() -> None:
     """Far more between pairs of servers than around: as few NICs as can be make rings."""
     servers = Servers(32)
-    demand = Flows.joined([shifted(0, 256, 16), *(shifted(at, at + 16, 8, 30e9) for at in range(0, 256, 16))])
+    demand = GpuFlows.joined([shifted(0, 256, 16), *(shifted(at, at + 16, 8, 30e9) for at in range(0, 256, 16))])
     best, *others = (
         slowest_s(topoopt(servers, demand=demand, ring_nics=each).network(), demand) for each in (None, 2, 4, 6)
     )
@@ -304,19 +306,19 @@ def test_topoopt_pays_for_each_hop() -> None:
     src, dst = all_pairs(servers)
     outside = src // 8 != dst // 8
     routes = network.router(src[outside], dst[outside])
-    direct = np.array([each is Tier.DIRECT for each in network.tier])
+    direct = np.array([each is LinkTier.DIRECT for each in network.tier])
     hops = routes.share[direct[routes.link]].sum() / outside.sum()
     assert 2 < hops < 6
 
 
 def test_topoopt_goes_around_a_server_that_failed() -> None:
-    network = topoopt(Servers(16)).without(Failures(servers=frozenset({1}))).network()
+    network = topoopt(Servers(16)).without(SimulatedFailures(servers=frozenset({1}))).network()
     routes = network.router(np.array([0]), np.array([16]))
     assert network.ends is not None
     assert not (network.ends[routes.link] == 128 + 1).any()
 
 
 def test_rfabric_refuses_failures_of_what_there_is_not() -> None:
-    for failed in (Failures(tor_uplinks={8: 0.5}), Failures(pod_uplinks={0: 1.5})):
+    for failed in (SimulatedFailures(tor_uplinks={8: 0.5}), SimulatedFailures(pod_uplinks={0: 1.5})):
         with pytest.raises(ValueError, match="there are bundles 0 to"):
             rfabric(Servers(8)).without(failed).network()

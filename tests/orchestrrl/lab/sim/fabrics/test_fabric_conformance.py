@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routes import all_pairs, check_order, check_routes
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric, Failures, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build
-from orchestrrl.lab.sim.net.model import Flows, Network, Servers, Tier
+from orchestrrl.lab.sim.net.model import GpuFlows, LinkNetwork, LinkTier, Servers
 
 
-def same(one: Network, other: Network) -> bool:
+def same(one: LinkNetwork, other: LinkNetwork) -> bool:
     """The same links, and the same routes of all pairs."""
     if one.tier != other.tier or not np.array_equal(one.capacity_bytes_per_s, other.capacity_bytes_per_s):
         return False
@@ -27,17 +27,17 @@ def same(one: Network, other: Network) -> bool:
 def within(servers: int, gpus: int = 8) -> Period:
     """All GPUs of the first servers to all."""
     src, dst = all_pairs(Servers(servers, gpus, 1))
-    return Period(f"first{servers}", Stage.TRAIN, Flows(src, dst, np.ones(len(src))))
+    return Period(f"first{servers}", FabricStage.TRAIN, GpuFlows(src, dst, np.ones(len(src))))
 
 
-def above(network: Network, tor: int) -> float:
+def above(network: LinkNetwork, tor: int) -> float:
     """What leaves the node towards others than NICs."""
     assert network.ends is not None
-    upward = [tier in (Tier.AGG, Tier.CORE) for tier in network.tier]
+    upward = [tier in (LinkTier.AGG, LinkTier.CORE) for tier in network.tier]
     return float(network.capacity_bytes_per_s[(network.ends[:, 0] == tor) & upward].sum())
 
 
-def transmitters(network: Network) -> float:
+def transmitters(network: LinkNetwork) -> float:
     """Of NICs' rate: what can be sent over links that leave a server, or join switches."""
     servers, ends = network.servers, network.ends
     assert ends is not None
@@ -56,12 +56,12 @@ class FabricConformance:
     both_ways_alike = True
     all_lit = True  # each transceiver always has a link
 
-    def fabric(self, servers: Servers | None = None) -> Fabric:
+    def fabric(self, servers: Servers | None = None) -> SimulatedFabric:
         return build(self.kind, servers or Servers(8), **self.options)
 
-    def networks(self, fabric: Fabric, busy: int = 4) -> list[Network]:
+    def networks(self, fabric: SimulatedFabric, busy: int = 4) -> list[LinkNetwork]:
         demand = within(busy).demand
-        return [fabric.network(), *(fabric.network(Period(f"p {stage}", stage, demand)) for stage in Stage)]
+        return [fabric.network(), *(fabric.network(Period(f"p {stage}", stage, demand)) for stage in FabricStage)]
 
     def test_every_pair_of_gpus_has_a_sound_route_in_every_period(self) -> None:
         fabric = self.fabric()
@@ -80,7 +80,7 @@ class FabricConformance:
         inside = src // 8 == dst // 8
         network = fabric.network()
         routes = network.router(src[inside], dst[inside])
-        assert {network.tier[link] for link in routes.link.tolist()} == {Tier.NVLINK}
+        assert {network.tier[link] for link in routes.link.tolist()} == {LinkTier.NVLINK}
         assert np.array_equal(np.diff(routes.begin), np.full(inside.sum(), 2))
 
     def test_links_go_both_ways_alike(self) -> None:
@@ -110,17 +110,17 @@ class FabricConformance:
 
     def test_nics_that_fail_are_relayed_around(self) -> None:
         whole = self.fabric()
-        fabric = whole.without(Failures(nics=frozenset({0, 3, 17})))
+        fabric = whole.without(SimulatedFailures(nics=frozenset({0, 3, 17})))
         for network in self.networks(fabric):
             check_routes(network, *all_pairs(fabric.servers))
-            up = [link for link, tier in enumerate(network.tier) if tier is Tier.NIC]
+            up = [link for link, tier in enumerate(network.tier) if tier is LinkTier.NIC]
             assert network.ends is not None
             for link in up:
                 if {0, 3, 17} & set(network.ends[link].tolist()):
                     assert network.capacity_bytes_per_s[link] == 0
 
     def test_of_a_server_that_fails_nothing_passes_or_begins(self) -> None:
-        fabric = self.fabric().without(Failures(servers=frozenset({2})))
+        fabric = self.fabric().without(SimulatedFailures(servers=frozenset({2})))
         src, dst = all_pairs(fabric.servers)
         rest = (src // 8 != 2) & (dst // 8 != 2)
         for network in self.networks(fabric):
@@ -134,7 +134,7 @@ class FabricConformance:
                 network.router(np.array([0]), np.array([17]))
 
     def test_a_server_without_nics_is_cut_off(self) -> None:
-        network = self.fabric().without(Failures(nics=frozenset(range(8, 16)))).network()
+        network = self.fabric().without(SimulatedFailures(nics=frozenset(range(8, 16)))).network()
         with pytest.raises(ValueError, match=r"no NIC works any more|no circuits lead"):
             network.router(np.array([8]), np.array([0]))
         check_routes(network, np.array([8]), np.array([9]))
@@ -143,7 +143,7 @@ class FabricConformance:
         if not self.uplinks:
             pytest.skip("it has no ToRs")
         whole = self.fabric()
-        fabric = whole.without(Failures(tor_uplinks={0: 0.5}, pod_uplinks={0: 0.5}))
+        fabric = whole.without(SimulatedFailures(tor_uplinks={0: 0.5}, pod_uplinks={0: 0.5}))
         for network in self.networks(fabric):
             check_routes(network, *all_pairs(fabric.servers))
         tor = fabric.servers.nics + fabric.servers.count
@@ -152,19 +152,19 @@ class FabricConformance:
     @pytest.mark.parametrize(
         ("failed", "words"),
         [
-            (Failures(nics=frozenset({64})), "there are NICs 0 to 63, got 64"),
-            (Failures(nics=frozenset({3, -1})), "there are NICs 0 to 63, got -1"),
-            (Failures(servers=frozenset({8})), "there are servers 0 to 7, got 8"),
+            (SimulatedFailures(nics=frozenset({64})), "there are NICs 0 to 63, got 64"),
+            (SimulatedFailures(nics=frozenset({3, -1})), "there are NICs 0 to 63, got -1"),
+            (SimulatedFailures(servers=frozenset({8})), "there are servers 0 to 7, got 8"),
         ],
     )
-    def test_failures_of_what_there_is_not_are_refused(self, failed: Failures, words: str) -> None:
+    def test_failures_of_what_there_is_not_are_refused(self, failed: SimulatedFailures, words: str) -> None:
         with pytest.raises(ValueError, match=words):
             self.fabric().without(failed).network()
 
     def test_failures_add_up(self) -> None:
         nics = frozenset({0}), frozenset({9})
-        one = self.fabric().without(Failures(nics=nics[0])).without(Failures(nics=nics[1]))
-        both = self.fabric().without(Failures(nics=nics[0] | nics[1]))
+        one = self.fabric().without(SimulatedFailures(nics=nics[0])).without(SimulatedFailures(nics=nics[1]))
+        both = self.fabric().without(SimulatedFailures(nics=nics[0] | nics[1]))
         assert same(one.network(), both.network())
 
     def test_gpus_that_do_not_exist_are_refused(self) -> None:
@@ -259,7 +259,7 @@ class TestTopoOptOfADemand(FabricConformance):
     uplinks = False
     both_ways_alike = False
 
-    def fabric(self, servers: Servers | None = None) -> Fabric:
+    def fabric(self, servers: Servers | None = None) -> SimulatedFabric:
         servers = servers or Servers(8)
         return build(self.kind, servers, demand=within(min(4, servers.count)).demand)
 
@@ -286,7 +286,7 @@ class TestRFabricWithRoles(FabricConformance):
     kind = "rfabric"
     all_lit = False
 
-    def fabric(self, servers: Servers | None = None) -> Fabric:
+    def fabric(self, servers: Servers | None = None) -> SimulatedFabric:
         servers = servers or Servers(8)
         return build(self.kind, servers, servers_per_pod=4, train_servers=(servers.count + 1) // 2)
 

@@ -4,24 +4,24 @@ import pytest
 
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build, options_of
 from orchestrrl.lab.sim.net.model import Servers
-from planner.fabric.shape import Impossible
+from planner.fabric.shape import ImpossibleSite
 
 
 def faults(kind: str, servers: Servers | None = None, **options: object) -> list[tuple[str, object]]:
-    with pytest.raises(Impossible) as caught:
+    with pytest.raises(ImpossibleSite) as caught:
         build(kind, servers or Servers(8), **options)
     return [(each.parameter, each.value) for each in caught.value.faults]
 
 
 def test_an_unknown_kind_lists_the_known_ones() -> None:
     with pytest.raises(
-        Impossible, match="kind: must be one of fat_tree, oversubscribed, rail_optimized, topoopt, mixnet, rfabric"
+        ImpossibleSite, match="kind: must be one of fat_tree, oversubscribed, rail_optimized, topoopt, mixnet, rfabric"
     ):
         build("torus", Servers(8))
 
 
 def test_unknown_options_are_all_named_and_the_known_ones_listed() -> None:
-    with pytest.raises(Impossible, match="radix, servers_per_pod, servers_per_tor, tiers") as caught:
+    with pytest.raises(ImpossibleSite, match="radix, servers_per_pod, servers_per_tor, tiers") as caught:
         build("fat_tree", Servers(8), radius=3, tears=2)
     assert [each.parameter for each in caught.value.faults] == ["radius", "tears"]
 

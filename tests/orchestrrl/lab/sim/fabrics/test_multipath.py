@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.net.fabrics.multipath import NO_WAY, Edges, distances, ways
+from orchestrrl.lab.sim.net.fabrics.multipath import NO_WAY, DirectedLinks, distances, ways
 
 Graph = dict[int, dict[int, float]]
 
@@ -54,7 +54,7 @@ def matrix(seed: int, nodes: int, full: float) -> np.ndarray:
 @given(seed=st.integers(0, 10**6), nodes=st.integers(2, 8), full=st.floats(0.1, 0.9))
 def test_all_shortest_ways_by_width(seed: int, nodes: int, full: float) -> None:
     width = matrix(seed, nodes, full)
-    graph, edges = graph_of(width), Edges.of(width)
+    graph, edges = graph_of(width), DirectedLinks.of(width)
     source, target = np.nonzero(~np.eye(nodes, dtype=bool))
     found = ways(edges, source, target)
     for pair, (one, other) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
@@ -72,7 +72,7 @@ def test_all_shortest_ways_by_width(seed: int, nodes: int, full: float) -> None:
 @given(seed=st.integers(0, 10**6), nodes=st.integers(2, 12), most=st.integers(1, 5))
 def test_some_of_the_shortest_ways(seed: int, nodes: int, most: int) -> None:
     width = matrix(seed, nodes, 0.4)
-    edges = Edges.of(width)
+    edges = DirectedLinks.of(width)
     source, target = np.nonzero(~np.eye(nodes, dtype=bool))
     found = ways(edges, source, target, most)
     apart = distances(edges)
@@ -93,4 +93,4 @@ def test_distances(seed: int, nodes: int, full: float) -> None:
     width = matrix(seed, nodes, full)
     graph = graph_of(width)
     expected = [[hops(graph, one, other) for other in range(nodes)] for one in range(nodes)]
-    assert distances(Edges.of(width)).tolist() == expected
+    assert distances(DirectedLinks.of(width)).tolist() == expected

@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routes import all_pairs, check_routes, load, slowest_s
 
-from orchestrrl.lab.sim.net.fabrics.base import Failures, Inventory
+from orchestrrl.lab.sim.net.fabrics.base import Inventory, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import build
-from orchestrrl.lab.sim.net.model import Flows, Network, Servers, Tier
+from orchestrrl.lab.sim.net.model import GpuFlows, LinkNetwork, LinkTier, Servers
 
 
-def shifted(gpus: int, by: int) -> Flows:
+def shifted(gpus: int, by: int) -> GpuFlows:
     """Each GPU to the one so far on."""
     src = np.arange(gpus)
-    return Flows(src, (src + by) % gpus, np.full(gpus, 1e9))
+    return GpuFlows(src, (src + by) % gpus, np.full(gpus, 1e9))
 
 
 def nic_s(servers: Servers) -> float:
@@ -33,7 +33,7 @@ def test_nor_of_servers_at_random(seed: int, count: int, radix: int) -> None:
     servers = Servers(count)
     dst = np.random.default_rng(seed).permutation(servers.gpus)
     src = np.flatnonzero(np.arange(servers.gpus) // 8 != dst // 8)
-    flows = Flows(src, dst[src], np.full(len(src), 1e9))
+    flows = GpuFlows(src, dst[src], np.full(len(src), 1e9))
     network = build("fat_tree", servers, radix=radix, servers_per_pod=4).network()
     assert slowest_s(network, flows) == pytest.approx(nic_s(servers) if len(src) else 0.0)
 
@@ -45,7 +45,7 @@ def test_oversubscription_is_felt_above_a_tor_and_not_below() -> None:
     assert slowest_s(network, shifted(384, 192)) == pytest.approx(3 * nic_s(servers))
     inside = shifted(384, 8)
     stays = inside.src // 48 == inside.dst // 48
-    below = Flows(inside.src[stays], inside.dst[stays], inside.bytes[stays])
+    below = GpuFlows(inside.src[stays], inside.dst[stays], inside.bytes[stays])
     assert slowest_s(network, below) == pytest.approx(nic_s(servers))
 
 
@@ -53,15 +53,15 @@ def test_oversubscription_is_felt_above_a_tor_and_not_below() -> None:
 def test_bisection_is_the_ratio(ratio: float) -> None:
     servers = Servers(64)
     network = build("oversubscribed", servers, ratio=ratio).network()
-    up = tier_sum(network, Tier.AGG) / 2
+    up = tier_sum(network, LinkTier.AGG) / 2
     assert up == pytest.approx(servers.nics * servers.nic_bytes_per_s / ratio)
 
 
-def tier_sum(network: Network, tier: Tier) -> float:
+def tier_sum(network: LinkNetwork, tier: LinkTier) -> float:
     return float(network.capacity_bytes_per_s[[each is tier for each in network.tier]].sum())
 
 
-def tiers_of(network: Network, src: int, dst: int) -> list[Tier]:
+def tiers_of(network: LinkNetwork, src: int, dst: int) -> list[LinkTier]:
     routes = network.router(np.array([src]), np.array([dst]))
     return [network.tier[link] for link in routes.link.tolist()]
 
@@ -77,7 +77,7 @@ def test_latency_counts_links_and_switches() -> None:
 
 def test_small_tors_have_fewer_servers_below() -> None:
     servers = Servers(16)
-    agg, nic = Tier.AGG, Tier.NIC
+    agg, nic = LinkTier.AGG, LinkTier.NIC
     for kind in ("fat_tree", "oversubscribed"):
         usual, small = (build(kind, servers, servers_per_tor=each).network() for each in (None, 2))
         assert tiers_of(usual, 0, 24) == tiers_of(small, 0, 8) == [nic, nic]
@@ -91,12 +91,12 @@ def test_uplinks_are_whole() -> None:
     """3 to 1 of two servers' 16 NICs is six links, not five and a third."""
     servers = Servers(8)
     network = build("oversubscribed", servers, servers_per_tor=2).network()
-    assert tier_sum(network, Tier.AGG) == pytest.approx(2 * 4 * 6 * servers.nic_bytes_per_s)
+    assert tier_sum(network, LinkTier.AGG) == pytest.approx(2 * 4 * 6 * servers.nic_bytes_per_s)
 
 
 def test_a_rail_is_one_switch_away_in_a_pod() -> None:
     network = build("rail_optimized", Servers(64)).network()
-    nvlink, nic, agg, core = Tier.NVLINK, Tier.NIC, Tier.AGG, Tier.CORE
+    nvlink, nic, agg, core = LinkTier.NVLINK, LinkTier.NIC, LinkTier.AGG, LinkTier.CORE
     assert tiers_of(network, 0, 8 * 31) == [nic, nic]
     assert tiers_of(network, 0, 8 * 31 + 5) == [nvlink, nvlink, nic, nic]
     assert tiers_of(network, 0, 8 * 40) == [nic, agg, core, core, agg, nic]
@@ -114,9 +114,9 @@ def test_a_rail_blocks_no_permutation_either() -> None:
 def test_a_failed_nic_is_relayed_evenly_over_the_others() -> None:
     servers = Servers(8)
     for kind in ("fat_tree", "rail_optimized"):
-        network = build(kind, servers).without(Failures(nics=frozenset({0}))).network()
-        busy = load(network, Flows.of([(0, 8, 7e9)]))
-        nics = [link for link in np.flatnonzero(busy).tolist() if network.tier[link] is Tier.NIC]
+        network = build(kind, servers).without(SimulatedFailures(nics=frozenset({0}))).network()
+        busy = load(network, GpuFlows.of([(0, 8, 7e9)]))
+        nics = [link for link in np.flatnonzero(busy).tolist() if network.tier[link] is LinkTier.NIC]
         assert network.ends is not None
         up = [link for link in nics if network.ends[link, 0] < 8]
         assert busy[up].tolist() == pytest.approx([1e9] * 7)
@@ -124,27 +124,27 @@ def test_a_failed_nic_is_relayed_evenly_over_the_others() -> None:
 
 def test_what_is_lost_above_a_tor_is_lost_to_its_servers() -> None:
     servers = Servers(64)
-    fabric = build("fat_tree", servers).without(Failures(tor_uplinks={0: 0.25}))
+    fabric = build("fat_tree", servers).without(SimulatedFailures(tor_uplinks={0: 0.25}))
     assert slowest_s(fabric.network(), shifted(512, 256)) == pytest.approx(nic_s(servers) / 0.75)
-    gone = fabric.without(Failures(tor_uplinks={0: 1.0})).network()
+    gone = fabric.without(SimulatedFailures(tor_uplinks={0: 1.0})).network()
     with pytest.raises(ValueError, match="no way from GPU 0 to GPU 256"):
         gone.router(np.array([40, 0]), np.array([400, 256]))
-    unknown = fabric.without(Failures(tor_uplinks={16: 0.5}))
+    unknown = fabric.without(SimulatedFailures(tor_uplinks={16: 0.5}))
     with pytest.raises(ValueError, match="bundles 0 to 15"):
         unknown.network()
 
 
 def test_what_is_lost_of_a_pods_way_to_the_core_is_lost_between_pods_alone() -> None:
     servers = Servers(64)
-    fabric = build("fat_tree", servers).without(Failures(pod_uplinks={0: 0.5}))
+    fabric = build("fat_tree", servers).without(SimulatedFailures(pod_uplinks={0: 0.5}))
     assert slowest_s(fabric.network(), shifted(512, 256)) == pytest.approx(nic_s(servers) / 0.5)
-    assert slowest_s(fabric.network(), Flows.of([(0, 64, 1e9)])) == pytest.approx(nic_s(servers))
+    assert slowest_s(fabric.network(), GpuFlows.of([(0, 64, 1e9)])) == pytest.approx(nic_s(servers))
 
 
 def test_a_message_that_is_handed_over_nvlink_comes_later() -> None:
     servers = Servers(8)
     straight = build("fat_tree", servers).network().router(np.array([0]), np.array([8])).latency_s
-    network = build("fat_tree", servers).without(Failures(nics=frozenset({0, 8}))).network()
+    network = build("fat_tree", servers).without(SimulatedFailures(nics=frozenset({0, 8}))).network()
     relayed = network.router(np.array([0]), np.array([8])).latency_s
     assert relayed == pytest.approx(straight + 2 * servers.propagation_s)
 

@@ -4,27 +4,27 @@ import numpy as np
 import pytest
 from routes import all_pairs, check_routes, slowest_s
 
-from orchestrrl.lab.sim.net.fabrics.base import Period, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period
 from orchestrrl.lab.sim.net.fabrics.rfabric import RFabric, rfabric
-from orchestrrl.lab.sim.net.model import Flows, Ints, Servers
+from orchestrrl.lab.sim.net.model import GpuFlows, Ints, Servers
 
 GB = 1e9
 
 
-def half_way(servers: Servers, size: float) -> Flows:
+def half_way(servers: Servers, size: float) -> GpuFlows:
     """Each GPU of the first half to its like in the second: two stages of a pipeline."""
     src = np.arange(servers.gpus // 2)
-    return Flows(src, src + servers.gpus // 2, np.full(len(src), size))
+    return GpuFlows(src, src + servers.gpus // 2, np.full(len(src), size))
 
 
-def rings_of_three(servers: Servers, size: float) -> Flows:
+def rings_of_three(servers: Servers, size: float) -> GpuFlows:
     """Of servers, each GPU to its like in the next."""
     src = np.arange(servers.count // 3 * 24)
-    return Flows(src, src // 24 * 24 + (src % 24 + 8) % 24, np.full(len(src), size))
+    return GpuFlows(src, src // 24 * 24 + (src % 24 + 8) % 24, np.full(len(src), size))
 
 
-def one_after_the_other_s(fabric: RFabric, *bursts: Flows) -> float:
-    network = fabric.network(Period("period", Stage.TRAIN, Flows.joined(bursts)))
+def one_after_the_other_s(fabric: RFabric, *bursts: GpuFlows) -> float:
+    network = fabric.network(Period("period", FabricStage.TRAIN, GpuFlows.joined(bursts)))
     return sum(slowest_s(network, each) for each in bursts)
 
 
@@ -46,9 +46,9 @@ def test_by_traffic_is_no_slower_than_evenly(servers: int, per_tor: int, per_pod
     assert times_s["traffic"] <= 1.05 * times_s["uniform"]
 
 
-def between(fabric: RFabric, flows: Flows) -> tuple[Ints, Ints]:
+def between(fabric: RFabric, flows: GpuFlows) -> tuple[Ints, Ints]:
     """Circuits of ToRs that send to each other, and of those of different PoDs that do not."""
-    period = Period("period", Stage.TRAIN, flows)
+    period = Period("period", FabricStage.TRAIN, flows)
     circuits = fabric.circuits.between_tors(fabric.cross_connects(period))
     demand = fabric.tor_demand(flows)
     sends, pod_of = demand + demand.T > 0, fabric.circuits.pod_of
@@ -65,11 +65,11 @@ def test_pods_that_demand_leaves_apart_are_joined_by_one_circuit() -> None:
     assert sending.sum() == 2 * (2 * 32 - 2)  # of either two PoDs' 32 lanes one is the bridge's; each counts twice
     assert others.sum() == 2
     one_each = all_pairs(Servers(32, 1, 1))
-    check_routes(fabric.network(Period("period", Stage.TRAIN, flows)), 8 * one_each[0], 8 * one_each[1])
+    check_routes(fabric.network(Period("period", FabricStage.TRAIN, flows)), 8 * one_each[0], 8 * one_each[1])
 
 
 def test_no_lane_leads_to_tors_that_have_nothing_to_say() -> None:
     cluster = Servers(36)
     fabric = rfabric(cluster, servers_per_pod=8, servers_per_tor=4)
-    _, others = between(fabric, Flows.joined([half_way(cluster, 16 * GB), rings_of_three(cluster, GB)]))
+    _, others = between(fabric, GpuFlows.joined([half_way(cluster, 16 * GB), rings_of_three(cluster, GB)]))
     assert others.sum() == 0

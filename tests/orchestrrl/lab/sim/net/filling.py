@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.problem import Problem
+from orchestrrl.lab.sim.net.problem import FlowProblem
 
 Rows = list[list[tuple[int, Fraction]]]  # [flow]: (link, share)
 
@@ -49,8 +49,8 @@ def fair_ends(capacity: list[Fraction], rows: Rows, size: list[Fraction]) -> lis
     return end
 
 
-def problem(capacity: list[Fraction], rows: Rows) -> Problem:
-    return Problem(
+def problem(capacity: list[Fraction], rows: Rows) -> FlowProblem:
+    return FlowProblem(
         np.array([float(each) for each in capacity]),
         np.concatenate(([0], np.cumsum([len(row) for row in rows]))).astype(np.int64),
         np.array([link for row in rows for link, _ in row], np.int64),

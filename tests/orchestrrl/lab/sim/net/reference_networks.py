@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.model import Ints, Network, Routes, Servers, Tier
+from orchestrrl.lab.sim.net.model import FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Tables:
         pod = server // self.servers_per_tor
         return pod * self.servers.nics_per_server + place if self.rails else pod
 
-    def __call__(self, src: Ints, dst: Ints) -> Routes:
+    def __call__(self, src: Ints, dst: Ints) -> FlowRoutes:
         servers = self.servers
         inside = src // servers.gpus_per_server == dst // servers.gpus_per_server
         a, b = servers.nic_of(src), servers.nic_of(dst)
@@ -40,12 +40,12 @@ class _Tables:
         link = table[taken]
         hops = np.where(inside, 0, np.where(above, 3, 1))
         latency_s = (hops + 1) * servers.propagation_s + hops * servers.processing_s
-        return Routes(begin, link, np.ones(len(link)), np.where(inside, 0.0, latency_s))
+        return FlowRoutes(begin, link, np.ones(len(link)), np.where(inside, 0.0, latency_s))
 
 
 def two_tiers(
     servers: Servers, *, servers_per_tor: int = 4, oversubscribed: float = 1.0, rails: bool = False
-) -> Network:
+) -> LinkNetwork:
     """`rails`: NICs of the same place share a ToR."""
     tables = _Tables(servers, rails, servers_per_tor)
     below = servers_per_tor * (1 if rails else servers.nics_per_server)
@@ -57,9 +57,13 @@ def two_tiers(
             np.full(2 * tables.tors, uplink),
         )
     )
-    tier = (Tier.NVLINK,) * (2 * servers.gpus) + (Tier.NIC,) * (2 * servers.nics) + (Tier.AGG,) * (2 * tables.tors)
-    return Network(servers, capacity, tier, tables, "two tiers")
+    tier = (
+        (LinkTier.NVLINK,) * (2 * servers.gpus)
+        + (LinkTier.NIC,) * (2 * servers.nics)
+        + (LinkTier.AGG,) * (2 * tables.tors)
+    )
+    return LinkNetwork(servers, capacity, tier, tables, "two tiers")
 
 
-def one_switch(servers: Servers) -> Network:
+def one_switch(servers: Servers) -> LinkNetwork:
     return two_tiers(servers, servers_per_tor=servers.count)

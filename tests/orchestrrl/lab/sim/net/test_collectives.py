@@ -16,8 +16,8 @@ from orchestrrl.lab.sim.net.collectives import (
     p2p,
     reduce_scatter,
 )
-from orchestrrl.lab.sim.net.model import Floats, Flows, Servers
-from orchestrrl.lab.sim.net.shapes import Shape, double_tree, rings, shaped, tree_depth
+from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Servers
+from orchestrrl.lab.sim.net.shapes import RankShape, double_tree, rings, shaped, tree_depth
 from orchestrrl.lab.sim.net.tuning import Algorithm, Protocol, best
 
 SERVERS = Servers(6)
@@ -37,14 +37,14 @@ any_groups = st.lists(st.integers(0, 47), min_size=2, max_size=48, unique=True)
 groups = st.one_of(even_groups(), any_groups).filter(lambda group: len(group) > 1)
 
 
-def shape_of(group: list[int]) -> Shape:
+def shape_of(group: list[int]) -> RankShape:
     ((shape, _),) = shaped(np.array([group]), SERVERS)
     return shape
 
 
-def across(flows: Flows) -> Flows:
+def across(flows: GpuFlows) -> GpuFlows:
     leaves = flows.src // 8 != flows.dst // 8
-    return Flows(flows.src[leaves], flows.dst[leaves], flows.bytes[leaves])
+    return GpuFlows(flows.src[leaves], flows.dst[leaves], flows.bytes[leaves])
 
 
 def by_gpu(of: np.ndarray, size: Floats) -> Floats:
@@ -186,9 +186,9 @@ def test_small_messages_take_trees_and_large_ones_rings() -> None:
 def test_many_groups_are_each_as_they_are_alone() -> None:
     many = np.arange(48).reshape(12, 4).T.copy()  # stride over servers and places: not all lie alike
     together = all_reduce(many, SIZE, SERVERS, protocol=Protocol.SIMPLE).flows
-    alone = Flows.joined([all_reduce(each, SIZE, SERVERS, protocol=Protocol.SIMPLE).flows for each in many])
+    alone = GpuFlows.joined([all_reduce(each, SIZE, SERVERS, protocol=Protocol.SIMPLE).flows for each in many])
 
-    def rows(flows: Flows) -> list[tuple[int, int, float]]:
+    def rows(flows: GpuFlows) -> list[tuple[int, int, float]]:
         return sorted(zip(flows.src.tolist(), flows.dst.tolist(), flows.bytes.tolist(), strict=True))
 
     assert rows(together) == rows(alone)

@@ -11,7 +11,7 @@ from reference_networks import one_switch, two_tiers
 
 from orchestrrl.lab.sim.net.fluid import Shared, finish_beside, finish_s
 from orchestrrl.lab.sim.net.max_min import rates
-from orchestrrl.lab.sim.net.model import Flows, Ints, Network, Routes, Servers, Tier
+from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 from orchestrrl.lab.sim.net.problem import routes_of
 
 SMALL = Servers(4, gpus_per_server=1, nics_per_server=1)
@@ -24,16 +24,18 @@ class Listed:
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
-    def __call__(self, src: Ints, dst: Ints) -> Routes:
+    def __call__(self, src: Ints, dst: Ints) -> FlowRoutes:
         rows = [self.rows[i] for i in src]
         begin = np.concatenate(([0], np.cumsum([len(row) for row in rows]))).astype(np.int64)
         link = np.array([link for row in rows for link, _ in row], np.int64)
         share = np.array([float(share) for row in rows for _, share in row])
-        return Routes(begin, link, share, np.zeros(len(rows)))
+        return FlowRoutes(begin, link, share, np.zeros(len(rows)))
 
 
-def listed(capacity: list[Fraction], rows: Rows) -> Network:
-    return Network(Servers(1), np.array([float(each) for each in capacity]), (Tier.NIC,) * len(capacity), Listed(rows))
+def listed(capacity: list[Fraction], rows: Rows) -> LinkNetwork:
+    return LinkNetwork(
+        Servers(1), np.array([float(each) for each in capacity]), (LinkTier.NIC,) * len(capacity), Listed(rows)
+    )
 
 
 @st.composite
@@ -47,8 +49,8 @@ def cases(draw: st.DrawFn) -> tuple[list[Fraction], Rows, list[Fraction]]:
     return capacity, rows, size
 
 
-def flows_of(size: list[Fraction]) -> Flows:
-    return Flows.of([(i, 1000, float(each)) for i, each in enumerate(size)])
+def flows_of(size: list[Fraction]) -> GpuFlows:
+    return GpuFlows.of([(i, 1000, float(each)) for i, each in enumerate(size)])
 
 
 @pytest.mark.exact
@@ -61,7 +63,7 @@ def test_ends_are_those_of_exact_events(case: tuple[list[Fraction], Rows, list[F
     assert finish_s(network, flows_of(size), tolerance=1e-3) == pytest.approx(expected, rel=5e-3)
 
 
-def beside(network: Network, flows: Flows, steady: Flows, tolerance: float = 0.0) -> Shared:
+def beside(network: LinkNetwork, flows: GpuFlows, steady: GpuFlows, tolerance: float = 0.0) -> Shared:
     return finish_beside(network, flows, routes_of(network, flows), steady, tolerance=tolerance)
 
 
@@ -79,7 +81,7 @@ def test_ends_beside_steady_flows_are_those_of_exact_events(
     caps = wish[: len(rows) - half]
     capped = [[*row, (len(capacity) + i, Fraction(1))] for i, row in enumerate(rows[half:])]
     expected = fair_ends([*capacity, *caps], rows[:half] + capped, size[:half] + [LONG] * len(caps))
-    steady = Flows.of([(half + i, 1000, float(cap)) for i, cap in enumerate(caps)])
+    steady = GpuFlows.of([(half + i, 1000, float(cap)) for i, cap in enumerate(caps)])
     found = beside(listed(capacity, rows), flows_of(size[:half]), steady)
     assert found.end_s == pytest.approx([float(end) for end in expected[:half]], abs=1e-12)
 
@@ -90,15 +92,15 @@ def test_what_a_steady_flow_is_behind_is_what_small_steps_leave_out(
 ) -> None:
     """The first row is steady; where nothing else holds it up, no byte is lost but what the others took."""
     capacity, rows, size = case
-    network, steady, flows = listed(capacity, rows), Flows.of([(0, 1000, wish)]), flows_of(size)
-    flows = Flows(flows.src[1:], flows.dst[1:], flows.bytes[1:])
+    network, steady, flows = listed(capacity, rows), GpuFlows.of([(0, 1000, wish)]), flows_of(size)
+    flows = GpuFlows(flows.src[1:], flows.dst[1:], flows.bytes[1:])
     found = beside(network, flows, steady)
     alone = float(rates(network, steady, cap=steady.bytes)[0])
     ends = np.unique(found.end_s[np.isfinite(found.end_s)])
     missed, left, now_s = 0.0, flows.bytes.copy(), 0.0
     for end_s in ends.tolist():
         here = np.flatnonzero((left > 1e-9) & (found.end_s > now_s))
-        some = Flows.joined([steady, Flows(flows.src[here], flows.dst[here], left[here])])
+        some = GpuFlows.joined([steady, GpuFlows(flows.src[here], flows.dst[here], left[here])])
         rate = rates(network, some, cap=np.array([wish] + [np.inf] * len(here)))
         missed += (alone - float(rate[0])) * (end_s - now_s)
         left[here] -= rate[1:] * (end_s - now_s)
@@ -109,8 +111,8 @@ def test_what_a_steady_flow_is_behind_is_what_small_steps_leave_out(
 
 def test_one_link_is_shared_by_its_closed_form() -> None:
     """Up to half of it the steady flow has its wish; beyond, half."""
-    network, flows = one_switch(SMALL), Flows.of([(0, 2, RATE * 3)])
-    little, much = (beside(network, flows, Flows.of([(0, 1, RATE * share)])) for share in (0.25, 0.8))
+    network, flows = one_switch(SMALL), GpuFlows.of([(0, 2, RATE * 3)])
+    little, much = (beside(network, flows, GpuFlows.of([(0, 1, RATE * share)])) for share in (0.25, 0.8))
     assert (little.end_s, little.behind_s) == (pytest.approx([4.0]), pytest.approx([0.0]))
     assert much.end_s == pytest.approx([6.0])
     assert much.behind_s == pytest.approx([6.0 * (0.8 - 0.5) / 0.8])
@@ -120,17 +122,19 @@ def test_one_link_is_shared_by_its_closed_form() -> None:
 def test_beside_nothing_it_is_the_same(case: tuple[list[Fraction], Rows, list[Fraction]]) -> None:
     capacity, rows, size = case
     network, flows = listed(capacity, rows), flows_of(size)
-    assert beside(network, flows, Flows.none(), 1e-3).end_s.tolist() == finish_s(network, flows).tolist()
+    assert beside(network, flows, GpuFlows.none(), 1e-3).end_s.tolist() == finish_s(network, flows).tolist()
 
 
 def test_nothing_ends_over_a_link_that_is_down() -> None:
     down = two_tiers(SMALL, servers_per_tor=2, oversubscribed=np.inf)
-    flows = Flows.of([(0, 2, 1.0), (0, 1, RATE)])
+    flows = GpuFlows.of([(0, 2, 1.0), (0, 1, RATE)])
     assert finish_s(down, flows) == pytest.approx([np.inf, 1.0])
-    found = beside(down, flows, Flows.of([(1, 3, RATE), (3, 2, RATE)]))
+    found = beside(down, flows, GpuFlows.of([(1, 3, RATE), (3, 2, RATE)]))
     assert found.end_s == pytest.approx([np.inf, 1.0])
     assert found.behind_s.tolist() == [0.0, 0.0]
 
 
 def test_a_flow_to_itself_takes_no_time() -> None:
-    assert finish_s(one_switch(SMALL), Flows.of([(0, 1, RATE), (0, 0, 1.0), (0, 3, 0.0)])) == pytest.approx([1, 0, 0])
+    assert finish_s(one_switch(SMALL), GpuFlows.of([(0, 1, RATE), (0, 0, 1.0), (0, 3, 0.0)])) == pytest.approx(
+        [1, 0, 0]
+    )

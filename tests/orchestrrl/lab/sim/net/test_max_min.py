@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reference_networks import one_switch, two_tiers
 
 from orchestrrl.lab.sim.net.max_min import levels, rates
-from orchestrrl.lab.sim.net.model import Flows, Servers, Tier
+from orchestrrl.lab.sim.net.model import GpuFlows, LinkTier, Servers
 from orchestrrl.lab.sim.net.problem import bounding, problem_of, reduced
 
 # Few values, so that flows and links are often alike.
@@ -69,7 +69,7 @@ def test_order_and_names_do_not_matter(case: tuple[list[Fraction], Rows], data: 
 
 def test_flows_over_one_link_share_it() -> None:
     servers = Servers(3, gpus_per_server=1, nics_per_server=1)
-    flows = Flows.of([(0, 1, 1.0)] * 5)
+    flows = GpuFlows.of([(0, 1, 1.0)] * 5)
     assert rates(one_switch(servers), flows) == pytest.approx([servers.nic_bytes_per_s / 5] * 5)
 
 
@@ -82,14 +82,14 @@ def test_parking_lot() -> None:
 
 def test_incast_leaves_the_senders_what_the_receiver_cannot_take() -> None:
     servers = Servers(6, gpus_per_server=1, nics_per_server=1)
-    flows = Flows.of([(i, 0, 1.0) for i in range(1, 5)] + [(1, 5, 1.0)])
+    flows = GpuFlows.of([(i, 0, 1.0) for i in range(1, 5)] + [(1, 5, 1.0)])
     rate = servers.nic_bytes_per_s
     assert rates(one_switch(servers), flows) == pytest.approx([rate / 4] * 4 + [rate * 3 / 4])
 
 
 def test_weights_and_caps() -> None:
     servers = Servers(3, gpus_per_server=1, nics_per_server=1)
-    flows = Flows.of([(0, 1, 1.0), (0, 2, 1.0)])
+    flows = GpuFlows.of([(0, 1, 1.0), (0, 2, 1.0)])
     rate = servers.nic_bytes_per_s
     assert rates(one_switch(servers), flows, weight=np.array([3.0, 1.0])) == pytest.approx([rate * 3 / 4, rate / 4])
     assert rates(one_switch(servers), flows, cap=np.array([rate / 8, np.inf])) == pytest.approx(
@@ -102,9 +102,9 @@ def test_weights_and_caps() -> None:
 def test_to_itself_a_gpu_sends_at_once_and_over_a_dead_link_never() -> None:
     servers = Servers(4, gpus_per_server=1, nics_per_server=1)
     dead = two_tiers(servers, servers_per_tor=2, oversubscribed=np.inf)
-    flows = Flows.of([(0, 0, 1.0), (0, 2, 1.0), (0, 1, 1.0)])
+    flows = GpuFlows.of([(0, 0, 1.0), (0, 2, 1.0), (0, 1, 1.0)])
     assert rates(dead, flows) == pytest.approx([np.inf, 0.0, servers.nic_bytes_per_s])
-    assert len(rates(dead, Flows.none())) == 0
+    assert len(rates(dead, GpuFlows.none())) == 0
 
 
 @pytest.mark.parametrize(("oversubscribed", "kinds"), [(1.0, 2), (3.0, 3)])
@@ -120,7 +120,10 @@ def test_an_all_to_all_is_as_few_rows_as_it_has_kinds_of_flows(oversubscribed: f
 def test_links_that_are_never_full_are_left_out_and_no_others() -> None:
     servers = Servers(8)
     src, dst = (each.ravel() for each in np.indices((servers.gpus, servers.gpus)))
-    for oversubscribed, left in ((1.0, {Tier.NVLINK, Tier.NIC}), (1.01, {Tier.NVLINK, Tier.NIC, Tier.AGG})):
+    for oversubscribed, left in (
+        (1.0, {LinkTier.NVLINK, LinkTier.NIC}),
+        (1.01, {LinkTier.NVLINK, LinkTier.NIC, LinkTier.AGG}),
+    ):
         network = two_tiers(servers, oversubscribed=oversubscribed)
         kept = bounding(problem_of(network, network.router(src[src != dst], dst[src != dst])))
         assert {network.tier[link] for link in kept.link} == left

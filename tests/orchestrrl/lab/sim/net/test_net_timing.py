@@ -5,20 +5,20 @@ import pytest
 from reference_networks import one_switch, two_tiers
 
 from orchestrrl.lab.sim.net.collectives import all_gather, all_reduce, all_to_all, p2p, reduce_scatter
-from orchestrrl.lab.sim.net.model import Flows, Network, Servers, Tier
+from orchestrrl.lab.sim.net.model import GpuFlows, LinkNetwork, LinkTier, Servers
 from orchestrrl.lab.sim.net.timing import seconds, tier_bytes
-from orchestrrl.lab.sim.net.transfer import Transfer
+from orchestrrl.lab.sim.net.transfer import MessageTransfer
 from orchestrrl.lab.sim.net.tuning import Algorithm, Protocol
 
 TESTBED = Servers(5)  # of figure 12(c) in the OrchestrRL paper: 40 GPUs, NICs of 200 Gbit/s
 MUCH = 4e9
 
 
-def rail_testbed() -> Network:
+def rail_testbed() -> LinkNetwork:
     return two_tiers(TESTBED, servers_per_tor=5, rails=True)
 
 
-def took_s(network: Network, transfer: Transfer) -> float:
+def took_s(network: LinkNetwork, transfer: MessageTransfer) -> float:
     return float(seconds(network, [transfer])[0])
 
 
@@ -66,15 +66,15 @@ def test_what_goes_on_at_once_shares_and_ends_each_by_itself() -> None:
 def test_nothing_to_do_takes_no_time() -> None:
     servers = Servers(2)
     assert took_s(one_switch(servers), all_reduce([3], 1e9, servers)) == 0
-    assert took_s(one_switch(servers), Transfer(Flows.none())) == 0
+    assert took_s(one_switch(servers), MessageTransfer(GpuFlows.none())) == 0
     assert len(seconds(one_switch(servers), [])) == 0
 
 
 def test_bytes_of_a_tier_are_counted_up_and_down() -> None:
     servers = Servers(4)
-    flows = Flows.of([(0, 1, 5.0), (0, 8, 7.0), (0, 31, 11.0)])
+    flows = GpuFlows.of([(0, 1, 5.0), (0, 8, 7.0), (0, 31, 11.0)])
     counted = tier_bytes(two_tiers(servers, servers_per_tor=2), flows)
-    assert counted == {Tier.NVLINK: 10.0, Tier.NIC: 36.0, Tier.AGG: 22.0}
+    assert counted == {LinkTier.NVLINK: 10.0, LinkTier.NIC: 36.0, LinkTier.AGG: 22.0}
 
 
 def test_a_transfer_over_a_dead_link_never_ends() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.report_page import words
 from orchestrrl.lab.sim.report_page.groups import frontier, groups_of
 from orchestrrl.lab.sim.report_page.page import SECTIONS, page, write
-from orchestrrl.lab.sim.rl.model import Span
-from orchestrrl.lab.sim.rl.results import Result
+from orchestrrl.lab.sim.rl.model import TimelineSpan
+from orchestrrl.lab.sim.rl.results import ClusterResult
 from orchestrrl.lab.sim.scenario import ARMS
 from orchestrrl.lab.sim.train.passes import WAITS
 from tests.orchestrrl.lab.sim.report.results_builder import SCENARIO, bare, result, run, several
@@ -87,7 +87,7 @@ def check_place(told: dict[str, str]) -> None:
         assert all(0 <= float(point.split(",")[0]) <= 720 for point in told["points"].split()), told
 
 
-def read(results: list[Result]) -> Read:
+def read(results: list[ClusterResult]) -> Read:
     found = Read()
     found.feed(page(results))
     found.close()
@@ -128,7 +128,7 @@ def test_the_time_line_has_every_stage_and_fault() -> None:
 
 def test_faults_that_hold_together_have_lanes_of_their_own() -> None:
     def lanes(faults: list[str]) -> list[str]:
-        spans = tuple(Span("fault", Stage.TRAIN, 0, 50.0, 70.0, label) for label in faults)
+        spans = tuple(TimelineSpan("fault", FabricStage.TRAIN, 0, 50.0, 70.0, label) for label in faults)
         text = page([replace(result(), run=replace(run(), spans=spans))])
         return re.findall(r'<text class="name" [^>]*text-anchor="end">([^<]*)<', text)
 
@@ -226,7 +226,7 @@ def test_a_sweep_is_named_by_what_was_swept_in_order() -> None:
 def test_runs_of_one_scenario_with_other_seeds_arms_and_fabrics_are_put_together() -> None:
     """As the files of a folder that several commands have written to."""
 
-    def of(fabric: str, arm: str, seed: int) -> Result:
+    def of(fabric: str, arm: str, seed: int) -> ClusterResult:
         scenario = {**SCENARIO, "seeds": [seed], "generation": {"arms": [arm]}, "fabrics": [{"kind": fabric}]}
         return result(scenario=scenario, fabric=fabric, arm=arm, seed=seed)
 
@@ -241,7 +241,7 @@ def test_runs_of_one_scenario_with_other_seeds_arms_and_fabrics_are_put_together
 
 
 def test_points_of_a_sweep_are_in_one_picture_and_other_scenarios_are_not() -> None:
-    def point(gpus: int, name: str, rate: float) -> Result:
+    def point(gpus: int, name: str, rate: float) -> ClusterResult:
         return result(scenario={**SCENARIO, "name": name, "cluster": {"train_gpus": gpus}}, rate=rate)
 
     found = read([point(8, "one", 39.0), point(16, "one", 79.0), point(8, "other", 9.0)])

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from orchestrrl.lab.sim.rl.loop import Times
-from orchestrrl.lab.sim.rl.loop_rules import Batch, Rules
+from orchestrrl.lab.sim.rl.loop_rules import LoopRules, SampleBatch
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode
 
 Begun = tuple[str, int, float, float]  # lane, step or version, begin, end
@@ -14,8 +14,8 @@ Begun = tuple[str, int, float, float]  # lane, step or version, begin, end
 class Oracle:
     """Times must be whole seconds."""
 
-    rules: Rules
-    batches: list[Batch]
+    rules: LoopRules
+    batches: list[SampleBatch]
     times: Times
     now: int = -1
     begun: list[Begun] = field(default_factory=list)

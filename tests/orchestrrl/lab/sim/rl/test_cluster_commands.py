@@ -11,7 +11,7 @@ from typer.testing import Result as Ran
 from orchestrrl.cli.main import application
 from orchestrrl.cli.sim.cells import digits, notes_of
 from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.sim.rl.results import Result, read
+from orchestrrl.lab.sim.rl.results import ClusterResult, read
 from orchestrrl.lab.sim.rl.run import run_arm
 from orchestrrl.lab.sim.rl.scenario_file import load_cluster_scenario
 from orchestrrl.lab.sim.rl.stages import FabricStages
@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_the_run(
 def test_a_run_that_ends_early_leaves_those_before_it(
     tmp_path: Path, scenario: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def first_alone(stages: FabricStages, arm: str, seed: int) -> Result:
+    def first_alone(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
         if seed == 2:
             raise Permanent("fat tree, verl_to: never ends")
         return run_arm(stages, arm, seed)

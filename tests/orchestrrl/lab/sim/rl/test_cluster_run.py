@@ -7,9 +7,9 @@ import pytest
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.daemon.configuration import load_config
-from orchestrrl.lab.sim.net.fabrics.base import Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.rl.deployable import write_daemon
-from orchestrrl.lab.sim.rl.results import Bill, Result, as_text, parse
+from orchestrrl.lab.sim.rl.results import Bill, ClusterResult, as_text, parse
 from orchestrrl.lab.sim.rl.run import chosen, run_cluster
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
 from orchestrrl.lab.sim.rl.summary import pareto, rows
@@ -20,28 +20,31 @@ HEALTHY = scenario_of(document())
 
 
 @pytest.fixture(scope="module")
-def healthy() -> Result:
+def healthy() -> ClusterResult:
     (result,) = run_cluster(HEALTHY)
     return result
 
 
-def ran(**changes: object) -> Result:
+def ran(**changes: object) -> ClusterResult:
     return run_cluster(scenario_of(document(**changes)))[0]
 
 
-def test_every_stage_has_its_time_and_every_sample_is_trained_on(healthy: Result) -> None:
+def test_every_stage_has_its_time_and_every_sample_is_trained_on(healthy: ClusterResult) -> None:
     run = healthy.run
     assert (run.fabric, run.arm, run.seed, run.samples) == ("fat_tree", "verl_to", 1, 32)
     assert run.staleness == {0: 16, 1: 16}
     assert all(step["gen_s"] > 0 and step["train_s"] > 0 for step in run.steps)
-    assert {span.stage for span in run.spans} == {Stage.GEN, Stage.TRAIN}  # the third step would have new weights
+    assert {span.stage for span in run.spans} == {
+        FabricStage.GEN,
+        FabricStage.TRAIN,
+    }  # the third step would have new weights
     assert sum(healthy.train_parts_s.values()) == pytest.approx(run.steps[0]["train_s"])
     assert sum(healthy.sync_phases_s.values()) > 0
     assert healthy.bill.network_usd == pytest.approx(sum(healthy.bill.parts_usd.values()))
     assert run.tier_bytes["train"]["nic"] > 0
 
 
-def test_the_same_seed_gives_the_same_bytes(healthy: Result) -> None:
+def test_the_same_seed_gives_the_same_bytes(healthy: ClusterResult) -> None:
     text = as_text(HEALTHY.document(), [healthy])
     assert as_text(HEALTHY.document(), run_cluster(HEALTHY)) == text
     assert as_text(HEALTHY.document(), parse(text)) == text
@@ -49,7 +52,7 @@ def test_the_same_seed_gives_the_same_bytes(healthy: Result) -> None:
     assert other.run.seconds != healthy.run.seconds
 
 
-def test_a_synchronous_step_is_the_sum_of_its_stages(healthy: Result) -> None:
+def test_a_synchronous_step_is_the_sum_of_its_stages(healthy: ClusterResult) -> None:
     run = ran(loop__mode="synchronous").run
     stages_s = sum(step["gen_s"] + step["train_s"] + step["sync_s"] for step in run.steps)
     assert run.seconds == pytest.approx(stages_s)
@@ -106,20 +109,20 @@ def test_a_bounded_buffer_and_small_batches() -> None:
         ran(loop={**loop, "buffer_samples": 8})
 
 
-def test_a_server_that_fails_takes_the_iteration_with_it(healthy: Result) -> None:
+def test_a_server_that_fails_takes_the_iteration_with_it(healthy: ClusterResult) -> None:
     begin_s = healthy.run.steps[0]["gen_s"]
     fault = {"at_s": begin_s + 0.01, "fail": "server", "of": 0, "back_after_s": 1}
     run = ran(faults=[fault], training__recovery_s=30.0).run
     assert run.steps[0]["train_s"] == pytest.approx(healthy.run.steps[0]["train_s"] + 30.01)
-    assert [(span.stage, span.label) for span in run.spans if span.lane == "fault"] == [(Stage.TRAIN, "server 0")]
+    assert [(span.stage, span.label) for span in run.spans if span.lane == "fault"] == [(FabricStage.TRAIN, "server 0")]
 
 
-def test_half_of_the_engines_generate_at_half_the_speed(healthy: Result) -> None:
+def test_half_of_the_engines_generate_at_half_the_speed(healthy: ClusterResult) -> None:
     fault = {"at_s": 0, "fail": "server", "of": 3}
     assert ran(faults=[fault]).run.steps[0]["gen_s"] == pytest.approx(2 * healthy.run.steps[0]["gen_s"])
 
 
-def test_a_link_that_fails_slows_what_passes_it(healthy: Result) -> None:
+def test_a_link_that_fails_slows_what_passes_it(healthy: ClusterResult) -> None:
     run = ran(faults=[{"at_s": 0, "fail": "nic", "of": [0, 1, 2, 3, 4, 5, 6]}]).run
     assert run.steps[0]["train_s"] > healthy.run.steps[0]["train_s"]
     assert run.steps[0]["gen_s"] == healthy.run.steps[0]["gen_s"]

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.sim.rl.faults import Part, Schedule
+from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, FaultyPart
 from orchestrrl.lab.sim.rl.scenario import layout_named
 from orchestrrl.lab.sim.rl.scenario_file import (
     cluster_names,
@@ -46,8 +46,8 @@ def test_what_follows_from_a_scenario() -> None:
 def test_its_document_reads_as_itself() -> None:
     scenario = scenario_of(document(faults=[{"at_s": 1, "fail": "nic", "of": 3}]))
     assert scenario_of(yaml.safe_load(yaml.safe_dump(scenario.document()))) == scenario
-    assert scenario.schedule == Schedule().at(1.0).fail_nic(3)
-    assert scenario.faults[0].fail is Part.NIC
+    assert scenario.schedule == ClusterFaultSchedule().at(1.0).fail_nic(3)
+    assert scenario.faults[0].fail is FaultyPart.NIC
 
 
 def test_every_fault_is_told_at_once() -> None:

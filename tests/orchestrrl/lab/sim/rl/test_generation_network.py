@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from orchestrrl.lab.sim.engines import homogeneous
-from orchestrrl.lab.sim.net.fabrics.base import Fabric, Pods
+from orchestrrl.lab.sim.net.fabrics.base import Pods, SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation import GenJob, prepared
@@ -29,7 +29,7 @@ WORKLOAD = WorkloadSection.model_validate(
 )
 
 
-def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> Fabric:
+def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> SimulatedFabric:
     """ToRs of one server each, so that whatever leaves a server leaves its ToR."""
     ratio = options.get("ratio", 1.0)
     assert isinstance(ratio, float)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation import GenJob, generation_stage, generation_stages, prepared
@@ -40,7 +40,7 @@ JOB = GenJob(
 )
 
 
-def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> Fabric:
+def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> SimulatedFabric:
     return build(kind, servers, servers_per_pod=4, **options)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from orchestrrl.lab.sim.net.fabrics.base import Failures
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.topoopt import TopoOpt
 from orchestrrl.lab.sim.rl.demand import fabric_for, job_demand
 from orchestrrl.lab.sim.rl.scenario import ClusterScenario
@@ -68,7 +68,7 @@ def test_what_a_run_takes_is_made_for_the_job() -> None:
     assert isinstance(stages.fabric, TopoOpt)
     assert isinstance(plain, TopoOpt)
     assert not np.array_equal(stages.fabric.sends_to, plain.sends_to)
-    assert ArmTimes(stages, "verl_to", 1).sync_stage(Failures()).seconds > 0
+    assert ArmTimes(stages, "verl_to", 1).sync_stage(SimulatedFailures()).seconds > 0
     assert fabric_for(made, made.fabrics[0]).inventory() == plain.inventory(), "as many links, to others"
 
 

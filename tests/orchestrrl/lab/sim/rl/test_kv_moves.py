@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.kv_moves import Home, KvWish, kv_flows, move_kv
@@ -14,7 +14,7 @@ KV_BYTES = 1e5  # of a token
 SLOW, QUICK = 1.0, 1e12  # tokens/s that are prefilled
 
 
-def fabric(nic_gbps: float = 200.0) -> Fabric:
+def fabric(nic_gbps: float = 200.0) -> SimulatedFabric:
     return build("fat_tree", Servers(8, nic_gbps=nic_gbps), servers_per_pod=4)
 
 

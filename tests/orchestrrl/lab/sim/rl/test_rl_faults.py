@@ -6,13 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.net.fabrics.base import Failures
-from orchestrrl.lab.sim.rl.faults import Fault, NeverEnds, Part, Schedule, stretched_s, with_lost_work_s
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
+from orchestrrl.lab.sim.rl.faults import (
+    ClusterFault,
+    ClusterFaultSchedule,
+    FaultyPart,
+    NeverEnds,
+    stretched_s,
+    with_lost_work_s,
+)
 
 
 def test_a_schedule_reads_as_it_is_meant() -> None:
     faults = (
-        Schedule()
+        ClusterFaultSchedule()
         .at(12.0)
         .fail_nic(7, back_after_s=60.0)
         .at(30.0)
@@ -21,28 +28,30 @@ def test_a_schedule_reads_as_it_is_meant() -> None:
         .fail_tor_switch(range(2, 4), 0.5, back_after_s=10.0)
     )
     assert faults.changes_s() == (12.0, 30.0, 40.0, 50.0, 72.0)
-    assert faults.network(0.0) == Failures()
-    assert faults.network(45.0) == Failures(nics=frozenset({7}), tor_uplinks={2: 0.5, 3: 0.75})
-    assert faults.network(72.0) == Failures(tor_uplinks={3: 0.25})
+    assert faults.network(0.0) == SimulatedFailures()
+    assert faults.network(45.0) == SimulatedFailures(nics=frozenset({7}), tor_uplinks={2: 0.5, 3: 0.75})
+    assert faults.network(72.0) == SimulatedFailures(tor_uplinks={3: 0.25})
     assert [str(fault) for fault in faults.faults] == ["nic 7", "tor uplinks 3, 25%", "tor uplinks 2, 3, 50%"]
 
 
 def test_of_a_bundle_no_more_than_all_is_lost() -> None:
-    faults = Schedule().at(0.0).fail_pod_uplinks(1, 0.75).at(1.0).fail_core_switch([0, 1], 0.5)
+    faults = ClusterFaultSchedule().at(0.0).fail_pod_uplinks(1, 0.75).at(1.0).fail_core_switch([0, 1], 0.5)
     assert faults.network(2.0).pod_uplinks == {0: 0.5, 1: 1.0}
 
 
 def test_what_is_done_stays_done() -> None:
-    slow = Schedule().at(10.0).fail_nic(0, back_after_s=10.0)
+    slow = ClusterFaultSchedule().at(10.0).fail_nic(0, back_after_s=10.0)
     # Half of it at full speed, ten seconds at half the speed, the rest at full speed again.
-    assert stretched_s(slow, 0.0, lambda now_s: 40.0 if slow.holding(now_s, Part.NIC) else 20.0) == pytest.approx(25.0)
-    assert stretched_s(slow, 0.0, lambda now_s: math.inf if slow.holding(now_s, Part.NIC) else 20.0) == 30.0
+    assert stretched_s(slow, 0.0, lambda now_s: 40.0 if slow.holding(now_s, FaultyPart.NIC) else 20.0) == pytest.approx(
+        25.0
+    )
+    assert stretched_s(slow, 0.0, lambda now_s: math.inf if slow.holding(now_s, FaultyPart.NIC) else 20.0) == 30.0
     with pytest.raises(NeverEnds, match="never ends: nic 0 does not come back"):
-        stretched_s(Schedule().at(5.0).fail_nic(0), 0.0, lambda now_s: math.inf if now_s >= 5 else 20.0)
+        stretched_s(ClusterFaultSchedule().at(5.0).fail_nic(0), 0.0, lambda now_s: math.inf if now_s >= 5 else 20.0)
 
 
 def test_an_iteration_is_lost_with_its_server() -> None:
-    faults = Schedule().at(8.0).fail_server(1).at(12.0).fail_server(9).at(35.0).fail_server(0)
+    faults = ClusterFaultSchedule().at(8.0).fail_server(1).at(12.0).fail_server(9).at(35.0).fail_server(0)
     # Begun at 0, lost at 8, begun again at 18, done at 28: server 9 is not among its own, and 0 fails too late.
     assert with_lost_work_s(faults, 0.0, lambda _: 10.0, range(4), 10.0) == 28.0
     assert with_lost_work_s(faults, 30.0, lambda _: 10.0, range(4), 10.0) == 25.0
@@ -54,20 +63,22 @@ def test_an_iteration_is_lost_with_its_server() -> None:
 )
 def test_a_fault_checks_itself(fields: dict[str, float], wish: str) -> None:
     with pytest.raises(ValueError, match=wish):
-        Fault(**{"at_s": 1.0, "part": Part.NIC, "of": (0,), **fields})  # type: ignore[arg-type]
+        ClusterFault(**{"at_s": 1.0, "part": FaultyPart.NIC, "of": (0,), **fields})  # type: ignore[arg-type]
 
 
 FAULTS = st.lists(
     st.tuples(st.floats(0, 50), st.floats(0.1, 50)).map(
-        lambda each: Fault(each[0], Part.NIC, (0,), back_after_s=each[1])
+        lambda each: ClusterFault(each[0], FaultyPart.NIC, (0,), back_after_s=each[1])
     ),
     max_size=5,
-).map(lambda faults: Schedule(tuple(faults)))
+).map(lambda faults: ClusterFaultSchedule(tuple(faults)))
 
 
 @given(FAULTS, st.floats(0, 60), st.floats(0.1, 40), st.floats(1, 5))
 def test_faults_only_ever_lengthen_and_no_more_than_all_of_it(
-    faults: Schedule, begin_s: float, whole_s: float, slower: float
+    faults: ClusterFaultSchedule, begin_s: float, whole_s: float, slower: float
 ) -> None:
-    length_s = stretched_s(faults, begin_s, lambda now_s: whole_s * (slower if faults.holding(now_s, Part.NIC) else 1))
+    length_s = stretched_s(
+        faults, begin_s, lambda now_s: whole_s * (slower if faults.holding(now_s, FaultyPart.NIC) else 1)
+    )
     assert whole_s * (1 - 1e-9) <= length_s <= whole_s * slower * (1 + 1e-9)

@@ -8,22 +8,24 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.net.fabrics.base import Stage
-from orchestrrl.lab.sim.rl.loop import GenTime, Given, run_loop
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
+from orchestrrl.lab.sim.rl.loop import FixedTimes, GenTime, run_loop
 from orchestrrl.lab.sim.rl.loop_held import Slowed, SyncTime
-from orchestrrl.lab.sim.rl.loop_rules import Batch, Needs, Rules
+from orchestrrl.lab.sim.rl.loop_rules import LoopRules, Needs, SampleBatch
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode, RlRun
 from tests.orchestrrl.lab.sim.rl.loop_oracle import Oracle
 
 SYNCHRONOUS, ONE_STEP, BOUNDED = LoopMode.SYNCHRONOUS, LoopMode.ONE_STEP_ASYNC, LoopMode.BOUNDED_STALENESS
 
 
-def even(steps: int, gen_s: float, train_s: float, sync_s: float) -> Given:
-    return Given([gen_s] * steps, [train_s] * steps, [sync_s] * steps)
+def even(steps: int, gen_s: float, train_s: float, sync_s: float) -> FixedTimes:
+    return FixedTimes([gen_s] * steps, [train_s] * steps, [sync_s] * steps)
 
 
-def ran(rules: Rules, steps: int, gen_s: float, train_s: float, sync_s: float, *, warmup_steps: int = 0) -> RlRun:
-    return run_loop(rules, [Batch(10, 10)] * steps, even(steps, gen_s, train_s, sync_s), warmup_steps=warmup_steps)
+def ran(rules: LoopRules, steps: int, gen_s: float, train_s: float, sync_s: float, *, warmup_steps: int = 0) -> RlRun:
+    return run_loop(
+        rules, [SampleBatch(10, 10)] * steps, even(steps, gen_s, train_s, sync_s), warmup_steps=warmup_steps
+    )
 
 
 def lanes(run: RlRun) -> list[tuple[str, int, float, float]]:
@@ -31,17 +33,17 @@ def lanes(run: RlRun) -> list[tuple[str, int, float, float]]:
 
 
 def test_synchronous_is_the_sum_of_its_stages() -> None:
-    run = ran(Rules(SYNCHRONOUS), 3, 6.0, 3.0, 1.0, warmup_steps=1)
+    run = ran(LoopRules(SYNCHRONOUS), 3, 6.0, 3.0, 1.0, warmup_steps=1)
     assert run.seconds == 3 * 6 + 3 * 3 + 2 * 1
     assert run.staleness == {0: 30}
     assert run.samples_per_s == pytest.approx(1.0)
-    assert run.idle_share == {Stage.TRAIN: pytest.approx(0.7), Stage.GEN: pytest.approx(0.4)}
+    assert run.idle_share == {FabricStage.TRAIN: pytest.approx(0.7), FabricStage.GEN: pytest.approx(0.4)}
     assert run.steps[1]["gen_waits_weights_s"] == 3.0  # for training; the sync stands beside it
     assert run.steps[1]["train_waits_samples_s"] == 7.0
 
 
 def test_one_step_async_hides_the_shorter_stage() -> None:
-    run = ran(Rules(ONE_STEP), 4, 6.0, 3.0, 1.0, warmup_steps=2)
+    run = ran(LoopRules(ONE_STEP), 4, 6.0, 3.0, 1.0, warmup_steps=2)
     # Generation, and the sync that engines wait for, one after the other.
     assert run.samples_per_s == pytest.approx(10 / 7)
     assert run.staleness == {0: 10, 1: 30}
@@ -53,23 +55,23 @@ def test_one_step_async_hides_the_shorter_stage() -> None:
         ("train", 1, 12.0, 15.0),
         ("gen", 2, 13.0, 19.0),
     ]
-    assert ran(Rules(ONE_STEP, holds=Holds.NOBODY), 4, 6.0, 3.0, 1.0, warmup_steps=2).samples_per_s == pytest.approx(
-        10 / 6
-    )
+    assert ran(
+        LoopRules(ONE_STEP, holds=Holds.NOBODY), 4, 6.0, 3.0, 1.0, warmup_steps=2
+    ).samples_per_s == pytest.approx(10 / 6)
 
 
 def test_a_trainer_that_sends_waits_too() -> None:
-    run = ran(Rules(ONE_STEP, holds=Holds.BOTH), 5, 3.0, 6.0, 1.0)
+    run = ran(LoopRules(ONE_STEP, holds=Holds.BOTH), 5, 3.0, 6.0, 1.0)
     begins_s = [span.begin_s for span in run.spans if span.lane == "train"]
     assert [later - sooner for sooner, later in pairwise(begins_s)][1:3] == [7.0, 7.0]
     assert run.steps[2]["train_waits_sync_s"] == 1.0
-    assert ran(Rules(ONE_STEP), 8, 3.0, 6.0, 1.0, warmup_steps=4).samples_per_s == pytest.approx(10 / 6)
+    assert ran(LoopRules(ONE_STEP), 8, 3.0, 6.0, 1.0, warmup_steps=4).samples_per_s == pytest.approx(10 / 6)
 
 
 def test_more_staleness_evens_out_uneven_steps() -> None:
-    batches, times = [Batch(10, 10)] * 8, Given([2.0, 10.0] * 4, [6.0] * 8, [0.0] * 8)
+    batches, times = [SampleBatch(10, 10)] * 8, FixedTimes([2.0, 10.0] * 4, [6.0] * 8, [0.0] * 8)
     seconds = [
-        run_loop(Rules(BOUNDED, staleness=bound, holds=Holds.NOBODY), batches, times).seconds for bound in range(4)
+        run_loop(LoopRules(BOUNDED, staleness=bound, holds=Holds.NOBODY), batches, times).seconds for bound in range(4)
     ]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] == 96.0
@@ -77,32 +79,34 @@ def test_more_staleness_evens_out_uneven_steps() -> None:
 
 
 def test_the_same_gpus_do_one_thing_at_a_time() -> None:
-    run = ran(Rules(SYNCHRONOUS, shared=True), 3, 6.0, 3.0, 1.0, warmup_steps=1)
+    run = ran(LoopRules(SYNCHRONOUS, shared=True), 3, 6.0, 3.0, 1.0, warmup_steps=1)
     assert run.seconds == 29.0
-    assert run.idle_share == {Stage.TRAIN: pytest.approx(0.1), Stage.GEN: pytest.approx(0.1)}
+    assert run.idle_share == {FabricStage.TRAIN: pytest.approx(0.1), FabricStage.GEN: pytest.approx(0.1)}
     with pytest.raises(ValueError, match="synchronous"):
-        Rules(ONE_STEP, shared=True)
+        LoopRules(ONE_STEP, shared=True)
 
 
 def test_samples_that_a_step_cuts_are_as_old_as_when_they_were_begun() -> None:
-    batches = [Batch(10, 8), Batch(10, 10), Batch(10, 12)]
-    run = run_loop(Rules(ONE_STEP), batches, even(3, 5.0, 2.0, 1.0))
+    batches = [SampleBatch(10, 8), SampleBatch(10, 10), SampleBatch(10, 12)]
+    run = run_loop(LoopRules(ONE_STEP), batches, even(3, 5.0, 2.0, 1.0))
     # Of the second step's ten, two were begun in the first; of the last step's, two in the second.
     assert run.staleness == {0: 8, 1: 20, 2: 2}
     assert run.samples == 30
 
 
 def test_smaller_batches_begin_while_the_step_goes_on() -> None:
-    class Streamed(Given):
+    class Streamed(FixedTimes):
         def gen(self, step: int, begin_s: float) -> GenTime:
             return GenTime(8.0, (2.0, 4.0, 6.0, 8.0))
 
-    run = run_loop(Rules(BOUNDED, staleness=3, batch_samples=2), [Batch(4, 4)] * 2, Streamed([], [1.0] * 4, [0.0] * 4))
+    run = run_loop(
+        LoopRules(BOUNDED, staleness=3, batch_samples=2), [SampleBatch(4, 4)] * 2, Streamed([], [1.0] * 4, [0.0] * 4)
+    )
     assert [each for each in lanes(run) if each[0] == "train"][:2] == [("train", 0, 4.0, 5.0), ("train", 1, 8.0, 9.0)]
 
 
 def test_a_full_buffer_holds_generation_up() -> None:
-    run = ran(Rules(BOUNDED, staleness=5, buffer_samples=20, holds=Holds.NOBODY), 6, 1.0, 10.0, 0.0)
+    run = ran(LoopRules(BOUNDED, staleness=5, buffer_samples=20, holds=Holds.NOBODY), 6, 1.0, 10.0, 0.0)
     assert run.steps[2]["gen_waits_room_s"] == 0.0
     assert run.steps[3]["gen_waits_room_s"] == 8.0
     for span in run.spans:
@@ -114,34 +118,36 @@ def test_a_full_buffer_holds_generation_up() -> None:
 @pytest.mark.parametrize(
     ("rules", "wish"),
     [
-        (lambda: Rules(BOUNDED), "staleness goes with"),
-        (lambda: Rules(ONE_STEP, staleness=1), "staleness goes with"),
-        (lambda: Rules(BOUNDED, staleness=-1), "staleness must be >= 0"),
-        (lambda: Rules(ONE_STEP, batch_samples=0), "batch_samples must be >= 1"),
+        (lambda: LoopRules(BOUNDED), "staleness goes with"),
+        (lambda: LoopRules(ONE_STEP, staleness=1), "staleness goes with"),
+        (lambda: LoopRules(BOUNDED, staleness=-1), "staleness must be >= 0"),
+        (lambda: LoopRules(ONE_STEP, batch_samples=0), "batch_samples must be >= 1"),
     ],
 )
-def test_rules_check_themselves(rules: Callable[[], Rules], wish: str) -> None:
+def test_rules_check_themselves(rules: Callable[[], LoopRules], wish: str) -> None:
     with pytest.raises(ValueError, match=wish):
         rules()
 
 
 def test_what_could_never_begin_is_told() -> None:
     with pytest.raises(ValueError, match=r"step 0 needs version 1.*allow more staleness"):
-        Needs.of(Rules(BOUNDED, staleness=0, batch_samples=5), [Batch(10, 10)])
+        Needs.of(LoopRules(BOUNDED, staleness=0, batch_samples=5), [SampleBatch(10, 10)])
     with pytest.raises(ValueError, match=r"step 0 has no room in a buffer of 9 samples: 10 are needed"):
-        Needs.of(Rules(ONE_STEP, buffer_samples=9), [Batch(10, 10)])
+        Needs.of(LoopRules(ONE_STEP, buffer_samples=9), [SampleBatch(10, 10)])
     with pytest.raises(ValueError, match="no more samples can be finished"):
-        Needs.of(Rules(ONE_STEP), [Batch(5, 6)])
+        Needs.of(LoopRules(ONE_STEP), [SampleBatch(5, 6)])
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
     """Weights on their way hold up those beside them for a share of their time."""
 
-    given: Given
+    given: FixedTimes
     of_train: float = 0.0
     of_gen: float = 0.0
-    told: list[tuple[float, tuple[Stage, ...]]] = field(default_factory=list)  # when a sync began, and beside whom
+    told: list[tuple[float, tuple[FabricStage, ...]]] = field(
+        default_factory=list
+    )  # when a sync began, and beside whom
 
     def gen(self, step: int, begin_s: float) -> GenTime:
         return self.given.gen(step, begin_s)
@@ -149,28 +155,31 @@ class Holding:
     def train(self, step: int, samples: int, begin_s: float) -> float:
         return self.given.train(step, samples, begin_s)
 
-    def sync(self, version: int, begin_s: float, beside: tuple[Stage, ...]) -> SyncTime:
+    def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
         self.told.append((begin_s, beside))
-        took_s, shares = self.given.sync_s[version - 1], {Stage.TRAIN: self.of_train, Stage.GEN: self.of_gen}
+        took_s, shares = (
+            self.given.sync_s[version - 1],
+            {FabricStage.TRAIN: self.of_train, FabricStage.GEN: self.of_gen},
+        )
         return SyncTime(took_s, {stage: shares[stage] * took_s for stage in beside})
 
 
-def held(rules: Rules, gen_s: float, train_s: float, sync_s: float, steps: int = 4) -> RlRun:
-    return run_loop(rules, [Batch(10, 10)] * steps, Holding(even(steps, gen_s, train_s, sync_s), 0.5, 0.25))
+def held(rules: LoopRules, gen_s: float, train_s: float, sync_s: float, steps: int = 4) -> RlRun:
+    return run_loop(rules, [SampleBatch(10, 10)] * steps, Holding(even(steps, gen_s, train_s, sync_s), 0.5, 0.25))
 
 
 def test_a_sync_that_engines_wait_for_holds_training_up() -> None:
-    run = held(Rules(ONE_STEP), 6.0, 3.0, 1.0)
+    run = held(LoopRules(ONE_STEP), 6.0, 3.0, 1.0)
     assert lanes(run)[3:6] == [("sync", 1, 12.0, 13.0), ("train", 1, 12.0, 15.5), ("gen", 2, 13.0, 19.0)]
-    assert run.sync_beside == (Stage.TRAIN,)
+    assert run.sync_beside == (FabricStage.TRAIN,)
     assert [(row["train_held_s"], row["gen_held_s"]) for row in run.steps] == [(0, 0), (0.5, 0), (0.5, 0), (0, 0)]
 
 
 def test_training_that_is_under_way_is_held_up_from_then_on() -> None:
     """The sync of version 1 sets out as engines come free, 2 s before the second training step would end, and is 6 s on
     its way: of the first 4 of them training gets half."""
-    times = Holding(Given([2.0, 3.0, 5.0, 5.0], [2.0, 3.0, 1.0, 1.0], [6.0] * 4), of_train=0.5)
-    run = run_loop(Rules(BOUNDED, staleness=1, buffer_samples=20), [Batch(10, 10)] * 4, times)
+    times = Holding(FixedTimes([2.0, 3.0, 5.0, 5.0], [2.0, 3.0, 1.0, 1.0], [6.0] * 4), of_train=0.5)
+    run = run_loop(LoopRules(BOUNDED, staleness=1, buffer_samples=20), [SampleBatch(10, 10)] * 4, times)
     assert lanes(run)[:4] == [
         ("gen", 0, 0.0, 2.0),
         ("gen", 1, 2.0, 5.0),
@@ -181,7 +190,7 @@ def test_training_that_is_under_way_is_held_up_from_then_on() -> None:
 
 
 def test_a_sync_that_nobody_waits_for_holds_generation_up() -> None:
-    run = held(Rules(ONE_STEP, holds=Holds.NOBODY), 6.0, 3.0, 1.0)
+    run = held(LoopRules(ONE_STEP, holds=Holds.NOBODY), 6.0, 3.0, 1.0)
     assert lanes(run)[:5] == [
         ("gen", 0, 0.0, 6.0),
         ("gen", 1, 6.0, 12.25),
@@ -189,14 +198,14 @@ def test_a_sync_that_nobody_waits_for_holds_generation_up() -> None:
         ("sync", 1, 9.0, 10.0),
         ("gen", 2, 12.25, 18.5),
     ]
-    assert run.sync_beside == (Stage.GEN,)
-    slow = held(Rules(ONE_STEP, holds=Holds.NOBODY), 3.0, 6.0, 1.0)
+    assert run.sync_beside == (FabricStage.GEN,)
+    slow = held(LoopRules(ONE_STEP, holds=Holds.NOBODY), 3.0, 6.0, 1.0)
     assert [row["gen_held_s"] for row in slow.steps] == [0.0] * 4  # engines wait for those weights
     assert slow.steps[1]["train_held_s"] == 0.5
 
 
-@pytest.mark.parametrize("rules", [Rules(SYNCHRONOUS), Rules(ONE_STEP, holds=Holds.BOTH)])
-def test_where_all_wait_nobody_is_held_up(rules: Rules) -> None:
+@pytest.mark.parametrize("rules", [LoopRules(SYNCHRONOUS), LoopRules(ONE_STEP, holds=Holds.BOTH)])
+def test_where_all_wait_nobody_is_held_up(rules: LoopRules) -> None:
     run = held(rules, 6.0, 3.0, 1.0)
     assert run.sync_beside == ()
     assert run == ran(rules, 4, 6.0, 3.0, 1.0)
@@ -227,12 +236,12 @@ def test_held_up_work_ends_when_small_steps_of_it_do(
 class Drawn:
     """Whole seconds, so that what happens at once happens at once here and there."""
 
-    rules: Rules
-    batches: list[Batch]
-    times: Given
+    rules: LoopRules
+    batches: list[SampleBatch]
+    times: FixedTimes
 
 
-class WithEnds(Given):
+class WithEnds(FixedTimes):
     """Samples are done one after the other, in whole seconds."""
 
     def gen(self, step: int, begin_s: float) -> GenTime:
@@ -246,8 +255,8 @@ def drawn(draw: st.DrawFn, *, simple: bool = False) -> Drawn:
     seconds = st.integers(1, 9).map(float)
     mode = draw(st.sampled_from(list(LoopMode)))
     partial = not simple and draw(st.booleans())
-    batches = [Batch(4, 3)] + [Batch(4, 4)] * (steps - 1) if partial else [Batch(4, 4)] * steps
-    rules = Rules(
+    batches = [SampleBatch(4, 3)] + [SampleBatch(4, 4)] * (steps - 1) if partial else [SampleBatch(4, 4)] * steps
+    rules = LoopRules(
         mode,
         staleness=draw(st.integers(0, 4)) if mode is BOUNDED else None,
         batch_samples=None if simple else draw(st.sampled_from([None, 2, 3, 4, 6])),
@@ -255,7 +264,7 @@ def drawn(draw: st.DrawFn, *, simple: bool = False) -> Drawn:
         holds=draw(st.sampled_from(list(Holds))),
         shared=mode is SYNCHRONOUS and draw(st.booleans()),
     )
-    kind = WithEnds if not partial and not simple and draw(st.booleans()) else Given
+    kind = WithEnds if not partial and not simple and draw(st.booleans()) else FixedTimes
     several = st.lists(seconds, min_size=2 * steps, max_size=2 * steps)
     return Drawn(rules, batches, kind(draw(several), draw(several), draw(several)))
 
@@ -335,7 +344,7 @@ def test_weights_are_beside_those_who_are_at_work_as_they_set_out(case: Drawn, t
     run = run_loop(case.rules, case.batches, times)
     for begin_s, beside in times.told:
         at_work = {span.stage for span in run.spans if span.begin_s <= begin_s < span.end_s}
-        assert set(beside) == (at_work - {Stage.WEIGHT_SYNC} if case.rules.holds is not Holds.BOTH else set())
+        assert set(beside) == (at_work - {FabricStage.WEIGHT_SYNC} if case.rules.holds is not Holds.BOTH else set())
 
 
 @given(drawn(simple=True), st.integers(0, 2), st.integers(0, 5), st.floats(0, 9))
@@ -345,7 +354,7 @@ def test_more_time_for_a_stage_is_no_gain(case: Drawn, which: int, step: int, mo
     before = run_loop(case.rules, case.batches, case.times)
     stages = [list(case.times.gen_s), list(case.times.train_s), list(case.times.sync_s)]
     stages[which][step % len(case.batches)] += more_s
-    after = run_loop(case.rules, case.batches, Given(*stages))
+    after = run_loop(case.rules, case.batches, FixedTimes(*stages))
     assert after.seconds >= before.seconds - 1e-9
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.sim.net.fabrics.base import Stage
-from orchestrrl.lab.sim.rl.model import RlRun, Span
-from orchestrrl.lab.sim.rl.results import Bill, Result, as_text, complete, digest_of, read, write
-from orchestrrl.lab.sim.train.model import Window
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
+from orchestrrl.lab.sim.rl.model import RlRun, TimelineSpan
+from orchestrrl.lab.sim.rl.results import Bill, ClusterResult, as_text, complete, digest_of, read, write
+from orchestrrl.lab.sim.train.model import OverlapWindow
 
 SCENARIO = {"name": "one", "fabrics": ["rfabric"], "generation": {"arms": ["both"]}, "seeds": [1], "loop": {"steps": 2}}
 
 
-def result(samples_per_s: float = 2.0) -> Result:
+def result(samples_per_s: float = 2.0) -> ClusterResult:
     run = RlRun(
         fabric="rfabric",
         arm="both",
@@ -22,16 +22,19 @@ def result(samples_per_s: float = 2.0) -> Result:
         seconds=10.0,
         samples=20,
         samples_per_s=samples_per_s,
-        spans=(Span("gen", Stage.GEN, 0, 0.0, 4.0), Span("train", Stage.TRAIN, 0, 4.0, 6.0, "batch 0")),
+        spans=(
+            TimelineSpan("gen", FabricStage.GEN, 0, 0.0, 4.0),
+            TimelineSpan("train", FabricStage.TRAIN, 0, 4.0, 6.0, "batch 0"),
+        ),
         steps=({"gen_s": 4.0, "train_s": 2.0},),
         staleness={0: 10, 1: 10},
-        idle_share={Stage.TRAIN: 0.25, Stage.GEN: 0.0},
+        idle_share={FabricStage.TRAIN: 0.25, FabricStage.GEN: 0.0},
         tier_bytes={"train": {"nic": 1e9}},
-        windows=(Window(0.0, 0.1, "dp", "ep"),),
+        windows=(OverlapWindow(0.0, 0.1, "dp", "ep"),),
         remaining=((0.0, 8), (3.0, 0)),
         notes=("short",),
     )
-    return Result(SCENARIO, run, Bill(4e6, {"nics": 4e6}), {"compute": 1.0}, 0.4)
+    return ClusterResult(SCENARIO, run, Bill(4e6, {"nics": 4e6}), {"compute": 1.0}, 0.4)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
-from orchestrrl.lab.sim.rl.split import FINEST, Split, best, search, splits, train_counts, with_split
+from orchestrrl.lab.sim.rl.split import FINEST, GpuSplit, best, search, splits, train_counts, with_split
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 SCENARIO = scenario_of(document(cluster={"train_gpus": 16, "gen_gpus": 24}, fabrics=["fat_tree", "oversubscribed"]))
@@ -77,9 +77,9 @@ def test_splits_that_do_not_fit_in_memory_are_passed_over() -> None:
 
 
 def test_of_those_that_are_alike_the_best_has_fewest_that_train() -> None:
-    one, other = Split(8, 32, 2.0, 1.0, 0.1, 4.95), Split(16, 24, 2.0, 0.5, 0.1, 5.0)
+    one, other = GpuSplit(8, 32, 2.0, 1.0, 0.1, 4.95), GpuSplit(16, 24, 2.0, 0.5, 0.1, 5.0)
     assert best([other, one]) is one
-    assert best([other, one, Split(24, 16, 2.0, 0.4, 0.1, 5.5)]).train_gpus == 24
+    assert best([other, one, GpuSplit(24, 16, 2.0, 0.4, 0.1, 5.5)]).train_gpus == 24
     assert other.gen_over_train == 4.0
 
 

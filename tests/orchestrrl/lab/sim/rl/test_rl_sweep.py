@@ -12,7 +12,7 @@ import yaml
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.lab.sim.rl import sweep_ray
 from orchestrrl.lab.sim.rl.results import read
-from orchestrrl.lab.sim.rl.sweep import Outcome, Point, load_sweep, put, sweep
+from orchestrrl.lab.sim.rl.sweep import SweepOutcome, SweepPoint, load_sweep, put, sweep
 from orchestrrl.lab.sim.rl.sweep_ray import OnRay
 from orchestrrl.lab.sim.rl.sweep_workers import Processes, run_point
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
@@ -38,12 +38,12 @@ class Here:
         self.ran: list[str] = []
         self.cut_after = cut_after
 
-    def __call__(self, points: Sequence[Point], folder: Path) -> Iterator[Outcome]:
+    def __call__(self, points: Sequence[SweepPoint], folder: Path) -> Iterator[SweepOutcome]:
         for point in points:
             if len(self.ran) == self.cut_after:
                 raise KeyboardInterrupt
             self.ran.append(point.title)
-            yield Outcome(point, run_point(point, folder))
+            yield SweepOutcome(point, run_point(point, folder))
 
 
 def test_a_grid_is_every_combination_in_order(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_point_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> None
     assert "never ends" in swept.failed[0].fault
 
 
-def _dies(point: Point, folder: Path) -> str:
+def _dies(point: SweepPoint, folder: Path) -> str:
     if point.values["training.tp"] == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return run_point(point, folder)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchestrrl.lab.sim.net.fabrics.base import Failures
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.report_page.charts import stage_s, tier_gbps
@@ -134,5 +134,5 @@ def test_static_engines_pass_each_token_once() -> None:
     stages = FabricStages(scenario, scenario.fabrics[0])
     last = ArmTimes(stages, "verl_to", 1).healthy[-1]
     passed = last.sample_tokens * last.samples
-    one = stages.ready(Failures()).exchanged.of(ConfigurationId("tp4"), Parallelism(tp=4), 1.0)
+    one = stages.ready(SimulatedFailures()).exchanged.of(ConfigurationId("tp4"), Parallelism(tp=4), 1.0)
     assert last.tier_bytes == {tier: pytest.approx(size * passed) for tier, size in one.items()}

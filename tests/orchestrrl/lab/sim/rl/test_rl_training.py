@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.net.fabrics.base import Failures, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.model import TrainStage
@@ -117,14 +117,14 @@ def test_a_scenario_says_how_it_trains() -> None:
     assert sum(after.train_parts_s.values()) == pytest.approx(after.run.steps[0]["train_s"])
     assert after.run.steps[0]["train_log_probs_s"] == pytest.approx(after.train_parts_s[LOG_PROBS])
     assert any(note.startswith("a training step is 4 optimiser steps of") for note in after.run.notes)
-    assert after.run.tier_bytes[Stage.TRAIN]["nic"] > 2 * before.run.tier_bytes[Stage.TRAIN]["nic"]
+    assert after.run.tier_bytes[FabricStage.TRAIN]["nic"] > 2 * before.run.tier_bytes[FabricStage.TRAIN]["nic"]
 
 
 def test_constants_are_those_that_stages_were_given() -> None:
     scenario = scenario_of(document())
     job = scenario.train_job(16, 200.0)
     usual, hidden = (
-        FabricStages(scenario, scenario.fabrics[0], constants).training(Failures(), job)
+        FabricStages(scenario, scenario.fabrics[0], constants).training(SimulatedFailures(), job)
         for constants in (MEGATRON, replace(MEGATRON, tp_hidden_share=0.5))
     )
     assert hidden.parts_s["tp"] < usual.parts_s["tp"]

@@ -7,14 +7,14 @@ from typing import cast
 import numpy as np
 import pytest
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build
-from orchestrrl.lab.sim.net.model import Flows, Ints, Network, Routes, Servers
-from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.weight_sync import SCHEMES, bound_s, problem_of, steps_of, sync_stage
-from orchestrrl.lab.sim.rl.weight_sync_flows import Step
+from orchestrrl.lab.sim.rl.weight_sync_flows import FlowStep
 from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, parameters_of, shards_of
-from orchestrrl.lab.sim.rl.weight_sync_site import Site, site_of
+from orchestrrl.lab.sim.rl.weight_sync_site import SyncSite, site_of
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named
 from planner.cost.models import MODELS, model_named
@@ -34,13 +34,13 @@ LAYOUTS = [
 ]
 
 
-def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> Fabric:
+def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> SimulatedFabric:
     if kind != "topoopt":
         options.setdefault("servers_per_pod", 4)
     return build(kind, servers, **options)
 
 
-def engines(parallelism: Parallelism) -> list[Fleet]:
+def engines(parallelism: Parallelism) -> list[UniformFleet]:
     return [deployed(parallelism, GEN, SERVERS)]
 
 
@@ -74,7 +74,7 @@ def test_every_engine_gets_the_whole_model(job: TrainJob, parallelism: Paralleli
     assert not needed[idle].any()
 
 
-def inbound(steps: Iterable[Step]) -> np.ndarray:
+def inbound(steps: Iterable[FlowStep]) -> np.ndarray:
     """[server], bytes that come from others."""
     found = np.zeros(SERVERS.count)
     for step in steps:
@@ -142,7 +142,7 @@ def test_circuits_that_lead_nowhere_are_not_kept() -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(optical, name)
 
-        def network(self, period: Period | None = None) -> Network:
+        def network(self, period: Period | None = None) -> LinkNetwork:
             if period is not elsewhere:
                 return optical.network(period)
             return replace(optical.network(None), router=no_way)
@@ -150,11 +150,11 @@ def test_circuits_that_lead_nowhere_are_not_kept() -> None:
         def changes(self, before: Period | None, after: Period) -> bool:
             return before is elsewhere or optical.changes(before, after)
 
-    def no_way(src: Ints, dst: Ints) -> Routes:
+    def no_way(src: Ints, dst: Ints) -> FlowRoutes:
         raise ValueError("there is no way")
 
-    elsewhere = Period.of("elsewhere", Stage.TRAIN, Flows.none())
-    stage = sync_stage(DENSE, engines(Parallelism(tp=4)), cast(Fabric, Apart()), before=elsewhere)
+    elsewhere = Period.of("elsewhere", FabricStage.TRAIN, GpuFlows.none())
+    stage = sync_stage(DENSE, engines(Parallelism(tp=4)), cast(SimulatedFabric, Apart()), before=elsewhere)
     assert stage.circuits == "change"
     assert stage.phases_s["circuits"] == optical.reconfigures_s
 
@@ -210,7 +210,7 @@ def test_the_planner_s_own_estimate_is_near_where_it_has_the_network_to_itself()
 
 def test_the_bound_of_a_narrow_core_is_the_core_s() -> None:
     pod, tor = np.array([0, 1]), np.array([0, 1])
-    site = Site(pod, tor, np.array([100.0, 100.0]), np.array([100.0, 100.0]), np.array([10.0, 10.0]))
+    site = SyncSite(pod, tor, np.array([100.0, 100.0]), np.array([100.0, 100.0]), np.array([10.0, 10.0]))
     held = (ServerShard(50.0, (0,), (1,), np.full((1, 8), 50.0)),)
     assert bound_s(held, site) == 5.0
 

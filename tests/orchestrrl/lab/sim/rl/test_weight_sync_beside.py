@@ -8,10 +8,10 @@ from typing import cast
 import numpy as np
 import pytest
 
-from orchestrrl.lab.sim.net.fabrics.base import Fabric, Failures, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build
-from orchestrrl.lab.sim.net.model import Flows, Ints, Network, Routes, Servers
-from orchestrrl.lab.sim.rl.generation_fleet import Fleet, GenGpus, deployed
+from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.model import SyncStage
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
@@ -32,11 +32,11 @@ GEN = GenGpus(64, 64)
 
 
 @cache
-def fabric(kind: str = "fat_tree") -> Fabric:
+def fabric(kind: str = "fat_tree") -> SimulatedFabric:
     return build(kind, SERVERS) if kind == "topoopt" else build(kind, SERVERS, servers_per_pod=4)
 
 
-def engines(tp: int = 4) -> Fleet:
+def engines(tp: int = 4) -> UniformFleet:
     return deployed(Parallelism(tp=tp), GEN, SERVERS)
 
 
@@ -51,8 +51,8 @@ def trained(faster: float = 1.0, seconds: float = 2.0) -> Beside:
 def into_each_gpu(share: float) -> Beside:
     """From the server of the same place that trains, over all NICs that take weights in."""
     gpus = GEN.all
-    flows = Flows(gpus - GEN.first, gpus, np.full(len(gpus), share * NIC))
-    return Beside.of(Stage.GEN, flows, gpus // 8, SERVERS)
+    flows = GpuFlows(gpus - GEN.first, gpus, np.full(len(gpus), share * NIC))
+    return Beside.of(FabricStage.GEN, flows, gpus // 8, SERVERS)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -78,11 +78,11 @@ def test_servers_that_hand_on_to_one_another_share_by_the_closed_form() -> None:
     alone = sync_stage(job, [fleet], two)
     for wish, seconds, held in ((0.25, 1 / 0.75, 0.0), (0.5, 2.0, 0.0), (1.0, 2.0, 1 / 2), (0.8, 2.0, 0.3 / 0.8)):
         other = Beside.of(
-            Stage.TRAIN, Flows.of([(0, 1, wish * servers.nic_bytes_per_s)]), np.zeros(1, np.int64), servers
+            FabricStage.TRAIN, GpuFlows.of([(0, 1, wish * servers.nic_bytes_per_s)]), np.zeros(1, np.int64), servers
         )
         beside = sync_stage(job, [fleet], two, beside=[other])
         assert beside.seconds == pytest.approx(seconds * alone.seconds, rel=0.01)
-        assert beside.held_s[Stage.TRAIN] == pytest.approx(held * beside.seconds, rel=0.01, abs=1e-6)
+        assert beside.held_s[FabricStage.TRAIN] == pytest.approx(held * beside.seconds, rel=0.01, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -128,25 +128,25 @@ def test_who_has_no_way_is_held_up_all_the_while() -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(usual, name)
 
-        def network(self, period: Period | None = None) -> Network:
+        def network(self, period: Period | None = None) -> LinkNetwork:
             network = usual.network(period)
 
-            def router(src: Ints, dst: Ints) -> Routes:
+            def router(src: Ints, dst: Ints) -> FlowRoutes:
                 if (dst < GEN.first).any():
                     raise ValueError("there is no way")
                 return network.router(src, dst)
 
             return replace(network, router=router)
 
-    found = sync_stage(DENSE, [engines()], cast(Fabric, Cut()), beside=[trained()])
+    found = sync_stage(DENSE, [engines()], cast(SimulatedFabric, Cut()), beside=[trained()])
     assert found.seconds == synced("fat_tree").seconds
-    assert found.held_s == {Stage.TRAIN: pytest.approx(found.seconds)}
+    assert found.held_s == {FabricStage.TRAIN: pytest.approx(found.seconds)}
 
 
 def test_nobody_sends_while_circuits_change() -> None:
     quick = build("rfabric", SERVERS, servers_per_pod=4, device="rotornet_infocus")
     found = sync_stage(DENSE, [engines()], quick, beside=[trained()])
-    assert found.held_s[Stage.TRAIN] >= found.phases_s["circuits"]
+    assert found.held_s[FabricStage.TRAIN] >= found.phases_s["circuits"]
 
 
 def test_stages_are_beside_whom_the_loop_names() -> None:
@@ -154,15 +154,16 @@ def test_stages_are_beside_whom_the_loop_names() -> None:
     scenario = scenario_of(document(fabrics=["oversubscribed"], faults=[{"at_s": 100.0, "fail": "nic", "of": 0}]))
     times = ArmTimes(FabricStages(scenario, scenario.fabrics[0]), "verl_to", 1)
     alone, beside, both = (
-        times.sync_stage(Failures(), each) for each in ((), (Stage.TRAIN,), (Stage.TRAIN, Stage.GEN))
+        times.sync_stage(SimulatedFailures(), each)
+        for each in ((), (FabricStage.TRAIN,), (FabricStage.TRAIN, FabricStage.GEN))
     )
     assert beside == both
     assert beside.seconds > alone.seconds
-    before, after = (times.sync(1, begin_s, (Stage.TRAIN,)) for begin_s in (0.0, 200.0))
+    before, after = (times.sync(1, begin_s, (FabricStage.TRAIN,)) for begin_s in (0.0, 200.0))
     assert (before.seconds, before.held_s) == (beside.seconds, beside.held_s)
     assert after.seconds > before.seconds
     longer = after.seconds / before.seconds
-    assert after.held_s[Stage.TRAIN] == pytest.approx(longer * before.held_s[Stage.TRAIN])
+    assert after.held_s[FabricStage.TRAIN] == pytest.approx(longer * before.held_s[FabricStage.TRAIN])
 
 
 def test_a_run_tells_what_weights_on_their_way_cost() -> None:
@@ -170,7 +171,7 @@ def test_a_run_tells_what_weights_on_their_way_cost() -> None:
     (told,), (waiting,) = (
         run_cluster(scenario_of(document(loop__steps=4, weight_sync__holds=holds))) for holds in ("engines", "both")
     )
-    assert told.run.sync_beside == (Stage.TRAIN,)
+    assert told.run.sync_beside == (FabricStage.TRAIN,)
     late_s = sum(row["train_held_s"] for row in told.run.steps)
     assert late_s > 0
     assert f"weights on their way held training up by {late_s:.3f} s, generation by 0.000 s" in told.run.notes

@@ -16,7 +16,7 @@ from orchestrrl.lab.sim.train.constants import MEGATRON
 from orchestrrl.lab.sim.train.flops import step_flops
 from orchestrrl.lab.sim.train.iteration import forward_s, iteration
 from orchestrrl.lab.sim.train.kernels import Kernels
-from orchestrrl.lab.sim.train.model import Iteration, TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.model import TrainingIteration, TrainJob, TrainLayout
 from orchestrrl.lab.sim.train.ranks import groups
 from planner.cost.hardware import gpu_named
 from planner.cost.models import Model, model_named
@@ -38,7 +38,7 @@ layouts = st.sampled_from(
 )
 
 
-def on(servers: Servers, of: TrainJob, **changes: object) -> Iteration:
+def on(servers: Servers, of: TrainJob, **changes: object) -> TrainingIteration:
     return iteration(of, static(servers), constants=replace(MEGATRON, **changes))
 
 

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.train.pipeline import Op, Schedule, Stages, forward_only, order, run
+from orchestrrl.lab.sim.train.pipeline import PipelineOp, PipelineSchedule, Stages, forward_only, order, run
 
 ranks = st.integers(1, 6)
 seconds = st.floats(0.01, 2.0)
 
 
-def scheduled(stages: Stages, ranks: int, micro: int, chunks: int = 1) -> Schedule:
+def scheduled(stages: Stages, ranks: int, micro: int, chunks: int = 1) -> PipelineSchedule:
     return run(order(ranks, micro, chunks), stages, micro)
 
 
@@ -54,7 +54,7 @@ def test_everything_is_computed_once_and_after_what_it_needs(
     stages = Stages(np.full(count, 1.0), np.full(count, 2.0), send_s, blocks)
     found = scheduled(stages, p, m, chunks)
     assert {op for ops in found.ops for op in ops} == {
-        Op(stage, micro, backward) for stage in range(count) for micro in range(m) for backward in (False, True)
+        PipelineOp(stage, micro, backward) for stage in range(count) for micro in range(m) for backward in (False, True)
     }
     (forward, backward), (forward_end, backward_end) = found.begin_s, found.end_s
     assert np.all(forward[1:] >= forward_end[:-1] + send_s - 1e-9)

@@ -6,14 +6,14 @@ import pytest
 
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.net.timing import seconds
-from orchestrrl.lab.sim.train.circuits import Course, Gradients, last_sent_s, shortest
+from orchestrrl.lab.sim.train.circuits import CircuitCourse, Gradients, last_sent_s, shortest
 from orchestrrl.lab.sim.train.constants import MEGATRON
 from orchestrrl.lab.sim.train.gradients import reduced
 from orchestrrl.lab.sim.train.iteration import forward_s
-from orchestrrl.lab.sim.train.model import Boundary, TrainJob, TrainLayout, Window
+from orchestrrl.lab.sim.train.model import CollectiveBoundary, OverlapWindow, TrainJob, TrainLayout
 from orchestrrl.lab.sim.train.networks import gradients, on_fabric
-from orchestrrl.lab.sim.train.pipeline import Op, run
-from orchestrrl.lab.sim.train.stages import Loaded
+from orchestrrl.lab.sim.train.pipeline import PipelineOp, run
+from orchestrrl.lab.sim.train.stages import StageLoad
 from orchestrrl.lab.sim.train.timeline import boundaries, windows
 from orchestrrl.lab.sim.train.traffic import traffic
 from tests.orchestrrl.lab.sim.train.train_builders import MOE, job, star, static
@@ -21,17 +21,17 @@ from tests.orchestrrl.lab.sim.train.train_builders import MOE, job, star, static
 FOUR = Servers(4)
 
 
-def given(of: TrainJob, **changes: object) -> Loaded:
+def given(of: TrainJob, **changes: object) -> StageLoad:
     constants = replace(MEGATRON, **changes)  # type: ignore[arg-type]
     return on_fabric(of, static(FOUR), traffic(of, FOUR, constants), constants).given
 
 
-def experts(**changes: object) -> Loaded:
+def experts(**changes: object) -> StageLoad:
     """One pass is forward and backward; its all-to-all goes between servers."""
     return given(job(TrainLayout(tp=8, dp=4, ep=16), model=MOE, sequences=4), **changes)
 
 
-def pipelined() -> Loaded:
+def pipelined() -> StageLoad:
     return given(job(TrainLayout(tp=8, dp=2, pp=2), sequences=8))
 
 
@@ -67,7 +67,7 @@ def test_nothing_is_sent_after_what_is_taken_for_last() -> None:
 def test_circuits_for_gradients_are_there_once_they_have_changed(reconfigures_s: float) -> None:
     of, kept, changed = pipelined(), Gradients(100.0, 1e-3), Gradients(0.1, 50.0)
     taken = shortest(of, kept, changed, 0.0, reconfigures_s)
-    assert taken.course is Course.REDUCE
+    assert taken.course is CircuitCourse.REDUCE
     ready_s = last_sent_s(of, taken.schedule) + reconfigures_s
     assert min(taken.reduced.begin_s) >= ready_s
     assert min(taken.reduced.end_s) >= ready_s
@@ -123,7 +123,7 @@ def test_layers_of_a_backward_pass_come_after_the_head_and_end_with_it() -> None
 @pytest.mark.parametrize(("tp", "pp", "sequences"), [(8, 2, 8), (8, 4, 3), (4, 8, 12)])
 def test_forward_passes_alone_are_a_pipeline_without_a_way_back(tp: int, pp: int, sequences: int) -> None:
     of = given(job(TrainLayout(tp=tp, pp=pp), sequences=sequences))
-    ops = tuple(tuple(Op(rank, micro, False) for micro in range(sequences)) for rank in range(pp))
+    ops = tuple(tuple(PipelineOp(rank, micro, False) for micro in range(sequences)) for rank in range(pp))
     assert of.stages.send_s > 0
     assert forward_s(of.job, static(FOUR)) == pytest.approx(run(ops, of.stages, sequences).end_s[0].max())
 
@@ -136,11 +136,11 @@ def test_forward_passes_of_interleaved_stages_wait_less_for_the_first() -> None:
 def test_windows_lie_behind_whatever_ends_last() -> None:
     """Of two collectives that overlap the longer one, though it began first."""
     found = (
-        Boundary("dp", 0.0, 4.0, 1.0),
-        Boundary("ep", 1.0, 2.0, 1.0),
-        Boundary("pp", 3.0, 4.0, 1.0),
-        Boundary("ep", 6.0, 7.0, 1.0),
-        Boundary("pp", 7.0, 8.0, 1.0),
+        CollectiveBoundary("dp", 0.0, 4.0, 1.0),
+        CollectiveBoundary("ep", 1.0, 2.0, 1.0),
+        CollectiveBoundary("pp", 3.0, 4.0, 1.0),
+        CollectiveBoundary("ep", 6.0, 7.0, 1.0),
+        CollectiveBoundary("pp", 7.0, 8.0, 1.0),
     )
-    assert windows(found) == (Window(4.0, 6.0, "dp", "ep"),)
+    assert windows(found) == (OverlapWindow(4.0, 6.0, "dp", "ep"),)
     assert windows(found[:1]) == ()

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import Failures, Inventory, Period
-from orchestrrl.lab.sim.net.model import Ints, Network, Routes, Servers, Tier
+from orchestrrl.lab.sim.net.fabrics.base import Inventory, Period, SimulatedFailures
+from orchestrrl.lab.sim.net.model import FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named
 from planner.cost.models import Model, model_named
@@ -15,12 +15,12 @@ DENSE = Model("small", 8, 1024, 8, 8, 128, 4096, 32000)
 MOE = Model("small-moe", 8, 1024, 8, 8, 128, 0, 32000, 16, 2, 1024)
 
 
-def star(servers: Servers, share: float = 1.0, *, apart: bool = False) -> Network:
+def star(servers: Servers, share: float = 1.0, *, apart: bool = False) -> LinkNetwork:
     """NICs go up to one switch and down from it, GPUs of a server meet over NVLink. `share` of the NICs' rate is
     there; `apart`: between servers 2k and 2k + 1 there is no way."""
     nics, gpus = servers.nics, servers.gpus
 
-    def route(src: Ints, dst: Ints) -> Routes:
+    def route(src: Ints, dst: Ints) -> FlowRoutes:
         home, away = src // servers.gpus_per_server, dst // servers.gpus_per_server
         near = home == away
         if apart and np.any(~near & (home // 2 == away // 2)):
@@ -29,11 +29,11 @@ def star(servers: Servers, share: float = 1.0, *, apart: bool = False) -> Networ
         down = np.where(near, 2 * nics + gpus + dst, nics + servers.nic_of(dst))
         entries = np.stack([up, down], axis=1).ravel()
         latency_s = np.where(near, 0.0, 2 * servers.propagation_s + servers.processing_s)
-        return Routes(2 * np.arange(len(src) + 1), entries, np.ones(len(entries)), latency_s)
+        return FlowRoutes(2 * np.arange(len(src) + 1), entries, np.ones(len(entries)), latency_s)
 
     capacity = [servers.nic_bytes_per_s * share] * (2 * nics) + [servers.nvlink_bytes_per_s] * (2 * gpus)
-    tiers = (Tier.NIC,) * (2 * nics) + (Tier.NVLINK,) * (2 * gpus)
-    return Network(servers, np.array(capacity), tiers, route, "star")
+    tiers = (LinkTier.NIC,) * (2 * nics) + (LinkTier.NVLINK,) * (2 * gpus)
+    return LinkNetwork(servers, np.array(capacity), tiers, route, "star")
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Circuits:
     """`by_name` of a period: its network; circuits change where two periods' networks differ."""
 
     servers: Servers
-    by_name: Mapping[str, Network] = field(default_factory=dict)
+    by_name: Mapping[str, LinkNetwork] = field(default_factory=dict)
     reconfigures_s: float = 0.0
     name: str = "circuits"
 
-    def network(self, period: Period | None = None) -> Network:
+    def network(self, period: Period | None = None) -> LinkNetwork:
         if period is not None:
             for name, network in self.by_name.items():
                 if period.id.split()[0].endswith(name):
@@ -55,7 +55,7 @@ class Circuits:
     def changes(self, before: Period | None, after: Period) -> bool:
         return self.network(before) is not self.network(after) if self.by_name else False
 
-    def without(self, failed: Failures) -> "Circuits":
+    def without(self, failed: SimulatedFailures) -> "Circuits":
         return replace(self)
 
     def inventory(self) -> Inventory:

@@ -40,7 +40,7 @@ FREE = OperatorControl()
 
 @dataclass(frozen=True, slots=True)
 class PlanProposal:
-    """What the gate looks at."""
+    """What plan admission looks at."""
 
     now_s: float
     decision: str  # reconfigure: engines change; rebalance: only requests move; keep

@@ -1,4 +1,4 @@
-"""One decision of the slow loop: forecast, fleets, gate, and a Plan that explains itself. Pure.
+"""One decision of the slow loop: forecast, fleets, admission, and a Plan that explains itself. Pure.
 
 The caller measures how long it took and says so with `dataclasses.replace(plan, solve_s=...)`.
 """
@@ -252,7 +252,7 @@ def _choose(
         return judge(proposal(option), config.limits, mode, control)
 
     def decision(option: FleetOption) -> str:
-        """What the plan is to do; whether that is done is the gate's word."""
+        """What the plan is to do; whether that is done is up to plan admission."""
         changes = overridden and option.fleet.decision == "reconfigure"
         return "keep" if not changes and too_weak(proposal(option), config.limits) else option.fleet.decision
 

@@ -71,7 +71,7 @@ DOMAINS: dict[str, tuple[str, ...]] = {
         "orchestrrl/weights/controller/closing.py",
         "orchestrrl/weights/controller/installing.py",
     ),
-    "plan gate": ("planner/admission.py",),
+    "plan barrier": ("planner/admission.py",),
     "balancer": ("balancer/*.py",),
     "solver": ("planner/solver/*.py",),
 }

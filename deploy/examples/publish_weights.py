@@ -5,7 +5,7 @@
 
 What belongs to OrchestrRL is the client and its one call; the rest is any training loop. Each rank stages what it has
 of the model, nothing is gathered. With `--ahead` training goes on while a version is on its way, and engines take it
-when the gateway's gate is closed next.
+when the gateway's barrier is closed next.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             if asked.ahead:
-                under_way.append(client.publish(step, model, install="next_gate", wait="staged"))
+                under_way.append(client.publish(step, model, install="next_pause", wait="staged"))
             else:
                 report = client.publish(step, model)
                 sys.stdout.write(f"rank {rank}, version {step}: {report.state}\n")

@@ -68,6 +68,24 @@ COMMANDS = {
         "Watch workers, moves and the plan until Ctrl-C; with --json, one object a line.",
         RUNNING_DAEMON,
     ),
+    "pause": ListedCommand(
+        "fleet.pause",
+        "Bring every engine to rest, and say when all is quiet. Renew the lease, or all goes on when it ends.",
+        RUNNING_DAEMON,
+    ),
+    "renew": ListedCommand(
+        "fleet.pause",
+        "Keep the fleet at rest for longer. Refused when the lease has ended: requests have gone on since.",
+        RUNNING_DAEMON,
+    ),
+    "resume": ListedCommand(
+        "fleet.pause", "Let requests go on, under the weights that engines have now.", RUNNING_DAEMON
+    ),
+    "barrier": ListedCommand(
+        "fleet.pause",
+        "Say whether requests stand still, for whom and how long, and which weights engines have.",
+        RUNNING_DAEMON,
+    ),
     "cancel": ListedCommand(
         "fleet.pause",
         "End answers where they are: their clients get what there is, with finish_reason `abort`.",
@@ -150,22 +168,9 @@ COMMANDS = {
         "fleet.engines",
         "Forget an engine, whoever goes on to report it, until it is added again.",
     ),
-    "gate pause": ListedCommand(
+    "engines set-version": ListedCommand(
         "fleet.pause",
-        "Bring every engine to rest, and say when all is quiet. Renew the lease, or all goes on when it ends.",
-    ),
-    "gate renew": ListedCommand(
-        "fleet.pause",
-        "Keep the fleet at rest for longer. Refused when the lease has ended: requests have gone on since.",
-    ),
-    "gate resume": ListedCommand("fleet.pause", "Let requests go on, under the weights that engines have now."),
-    "gate status": ListedCommand(
-        "fleet.pause",
-        "Say whether requests stand still, for whom and how long, and which weights engines have.",
-    ),
-    "gate set-version": ListedCommand(
-        "fleet.pause",
-        "Tell which weights engines have that got them without the gate, e.g. one that was left out or restarted.",
+        "Tell which weights engines have that got them without the pause barrier, e.g. after a restart.",
     ),
     "plan show": ListedCommand(
         "plan.live",
@@ -173,7 +178,7 @@ COMMANDS = {
     ),
     "plan explain": ListedCommand(
         "plan.live",
-        "Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the gate's "
+        "Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the pause barrier's "
         "reason, predicted against actual.",
     ),
     "plan list": ListedCommand("plan.live", "List the newest plans, the latest first."),
@@ -326,7 +331,7 @@ COMMANDS = {
     ),
     "sync install": ListedCommand(
         "sync.live",
-        "Install now what is on every host and waits for the gate to be closed (`install: next_gate`).",
+        "Install now what is on every host and waits for the pause barrier to be closed (`install: next_pause`).",
     ),
     "sync publish": ListedCommand(
         "sync.publish",

@@ -18,7 +18,7 @@ def gateway(
     operator: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT of the operator API: every request's text, moves, cancellations and the gate. Port 0 takes "
+            help="HOST:PORT of the operator API: every request's text, moves, cancellations, pauses. Port 0 takes "
             "a free one; several processes take the port and those after it."
         ),
     ] = "127.0.0.1:0",

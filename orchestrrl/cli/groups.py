@@ -17,7 +17,6 @@ GROUPS = {
     "sim": CommandGroup("Try policies on a simulated fleet, or a whole cluster; the control plane is the real one."),
     "engine": CommandGroup("Engines that come with OrchestrRL."),
     "engines": CommandGroup("Engines that come and go while the daemon runs.", RUNNING_DAEMON),
-    "gate": CommandGroup("Have requests stand still while weights change.", RUNNING_DAEMON),
     "plan": CommandGroup("What the planner proposes and why; override, pin and release it.", RUNNING_DAEMON),
     "profile": CommandGroup("What engines cost: measured, imported and predicted step times."),
     "fabric": CommandGroup(

@@ -134,7 +134,7 @@ class FrozenRequests(StrEnum):
 @dataclass(frozen=True, slots=True)
 class CloseBarrier:
     """Take nothing new to the engines and bring them to rest: one item of the result for each. Where that is not done
-    by `quiet_by_s`, the gate opens again and the operation has failed. The same lease again renews it.
+    by `quiet_by_s`, the pause barrier opens again and the operation has failed. The same lease again renews it.
 
     `engines_run`: no engine is paused yet, since what other gateways have there is to finish, and the result is of this
     gateway's own requests. The same lease again without it pauses them. `weights_change`: if the lease ends by itself
@@ -144,11 +144,11 @@ class CloseBarrier:
     holder: str
     mode: PauseMode
     frozen: FrozenRequests
-    lease_until_s: float  # the gate opens by itself then
+    lease_until_s: float  # the pause barrier opens by itself then
     quiet_by_s: float
     engines_run: bool = False
     weights_change: bool = False
-    kind: Literal["close_gate"] = "close_gate"
+    kind: Literal["close_barrier"] = "close_barrier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class OpenBarrier:
     lease: str
     policy_version: int | None = None
     without: tuple[EngineId, ...] = ()
-    kind: Literal["open_gate"] = "open_gate"
+    kind: Literal["open_barrier"] = "open_barrier"
 
 
 @dataclass(frozen=True, slots=True)

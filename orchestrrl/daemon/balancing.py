@@ -1,4 +1,4 @@
-"""What the fast loop decides in one tick: snapshot -> problem -> moves -> gate. Pure.
+"""What the fast loop decides in one tick: snapshot -> problem -> moves -> admission. Pure.
 
 The policy is here in whole: `balance_problem` says what the balancer sees, `decide_balance` which moves it may make and
 whether they are made. The daemon and the simulator call the same functions. Moves are chosen by when each engine will

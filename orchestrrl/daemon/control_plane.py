@@ -1,6 +1,6 @@
 """The daemon without its sockets: reports and results come in, ticks decide, orders go out to attached nodes.
 
-observe -> state -> decide -> gate -> journal -> act -> observe. Time is the clock's; whoever owns the loops calls
+observe -> state -> decide -> admit -> journal -> act -> observe. Time is the clock's; whoever owns the loops calls
 `fast_tick` and `slow_tick`.
 """
 
@@ -103,17 +103,17 @@ class ControlPlane:
         self.runner = OperationRunner(journal, self.nodes, clock, self._closed)
         self.routes = RoutingTable(config, self.state, self.nodes, self.runner, journal, clock)
         self.enrolment = MembershipChanges(
-            config, self.state, self.routes, journal, clock, self._start_moves, lambda: self.gate.check_open()
+            config, self.state, self.routes, journal, clock, self._start_moves, lambda: self.barrier.check_open()
         )
-        self.gate = PauseBarrier(
+        self.barrier = PauseBarrier(
             self.runner,
             self.nodes,
             journal,
             clock,
             engines=lambda: [engine.id for engine in self.state.engines(clock.now_s())],
-            reports=lambda: self.state.gates,
+            reports=lambda: self.state.barriers,
             busy=lambda: self._deploying,
-            changed=self._gate_changed,
+            changed=self._barrier_changed,
         )
         self.canceller = Canceller(self.runner, self.nodes, clock)
         self.plans = PlanBook(journal, clock)
@@ -130,7 +130,7 @@ class ControlPlane:
         self.verifier: FabricVerifier | None = None  # who holds both against the site
         self.gen_circuits: GenerationCircuits | None = None  # whose circuits follow the deployment
         self.weights: WeightSync | None = None  # who brings new weights to engines by way of peers
-        # To be done before the gate opens; given when it opens by itself.
+        # To be done before the pause barrier opens; given when it opens by itself.
         self.before_resume: Callable[[float], Awaitable[str]] | None = None
         self.watch_deployed: WatchDeployed | None = None  # who reads engines that no agent does
         self.fast_tick_s = self.slow_tick_s = 0.0  # seconds that the latest ticks took
@@ -152,8 +152,8 @@ class ControlPlane:
         self.plans.recover()
         self.planning.recover(journal)
         self.routes.recover()
-        self.gate.recover()
-        self.state.weights = self.gate.state
+        self.barrier.recover()
+        self.state.weights = self.barrier.state
         operations = self.runner.recover()
         self._note(EntryKind.DAEMON_STARTED, "", {"mode": self.mode, "open_operations": operations})
 
@@ -169,9 +169,9 @@ class ControlPlane:
         taken = self.state.fold_engine(report, now_s, stream)
         if taken:
             if report.sample is not None:
-                self.gate.sampled(report.engine, report.sample)
+                self.barrier.sampled(report.engine, report.sample)
             # An engine that stands still teaches nothing.
-            closed = self.gate.state.lease is not None
+            closed = self.barrier.state.lease is not None
             configured = self.state.configuration_of(report.engine)
             self.planning.offered(report.engine, configured, self.state.capabilities(report.engine))
             self.planning.observe(report, None if closed else self._configuration_of(report.engine))
@@ -200,7 +200,7 @@ class ControlPlane:
             self._note(
                 EntryKind.ENGINE_FAILOVERS, failovers.engine, {"gateway": report.gateway, **asdict(failovers.counts)}
             )
-        self.gate.reported(report.gateway, report.gate)
+        self.barrier.reported(report.gateway, report.barrier)
         self._note_step_end()
         self.nodes.heard(report.gateway, now_s)
         return ReportAck(report.sequence, self.journal.generation, now_s)
@@ -233,17 +233,17 @@ class ControlPlane:
         if hello.kind is NodeKind.GATEWAY:
             self.routes.attached(hello.node)
             self.routes.send(self.state.engines(now_s))
-            self.gate.attaching(hello.node)
+            self.barrier.attaching(hello.node)
         self.runner.attached(hello.node)
         if hello.kind is NodeKind.GATEWAY:
-            self.gate.attached(hello.node)
+            self.barrier.attached(hello.node)
 
     def detach(self, attachment: Attachment) -> None:
         if self.nodes.detach(attachment, self.clock.now_s()):
             self._note(EntryKind.NODE_DETACHED, attachment.hello.node, {"kind": attachment.hello.kind})
             logger.info("%s %s detached", attachment.hello.kind, attachment.hello.node)
             if attachment.hello.kind is NodeKind.GATEWAY:
-                self.gate.detached(attachment.hello.node)
+                self.barrier.detached(attachment.hello.node)
 
     def result_received(self, result: OperationResult) -> None:
         self.nodes.heard(result.node, self.clock.now_s())
@@ -339,13 +339,13 @@ class ControlPlane:
         until_s = self.clock.now_s() + self.config.fast.operation_expiry_s
         while self.clock.now_s() < until_s:
             hold = self._underway(self.state.snapshot(self.clock.now_s()))
-            if hold is None or hold.code in ("deployment_open", "gate_closed"):
+            if hold is None or hold.code in ("deployment_open", "barrier_closed"):
                 return
             await self.clock.sleep(QUIET_POLL_S)
 
     async def move(self, request: RequestId, to_engine: EngineId) -> MovesOutcome:
         """An operator's own move. Raises ProblemFaults for what does not exist, Permanent for what must not move."""
-        self.gate.check_open()
+        self.barrier.check_open()
         snapshot = self.state.snapshot(self.clock.now_s())
         to_engine = self.state.engine_called(to_engine, snapshot.now_s)
         return await self._move((checked_move(snapshot, request, to_engine),), snapshot)
@@ -356,7 +356,7 @@ class ControlPlane:
         return self.plans.get(PlanId(plan))
 
     def current_weights(self) -> ServedWeights:
-        newest, source = self.gate.state.newest, self.gate.state.newest_source
+        newest, source = self.barrier.state.newest, self.barrier.state.newest_source
         ours = self.weights is not None and newest is not None and self.weights.book.fleet.version == newest
         return ServedWeights(
             newest, source, tensors_only=ours and bool(source)
@@ -364,8 +364,8 @@ class ControlPlane:
 
     def switch_hold(self) -> str:
         """Why engines must not be changed now; empty: they may be."""
-        lease = self.gate.state.lease
-        return "" if lease is None else f"the gate is closed: {lease}"
+        lease = self.barrier.state.lease
+        return "" if lease is None else f"the pause barrier is closed: {lease}"
 
     async def move_for_switch(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
         return await self._move(moves, snapshot)
@@ -374,8 +374,8 @@ class ControlPlane:
         known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some
         if weights.version is not None and (there := [engine for engine in engines if engine in known]):
             with self._although_unwritten():
-                self.gate.set_version(there, weights.version, "brought by a switch of the deployment")
-            self.state.weights = self.gate.state
+                self.barrier.set_version(there, weights.version, "brought by a switch of the deployment")
+            self.state.weights = self.barrier.state
 
     @contextmanager
     def _although_unwritten(self) -> Iterator[None]:
@@ -389,8 +389,8 @@ class ControlPlane:
         """It is none any more, nor are its weights any of the fleet's."""
         self.state.remove_engine(engine)
         with self._although_unwritten():
-            self.gate.gone([engine])
-        self.state.weights = self.gate.state
+            self.barrier.gone([engine])
+        self.state.weights = self.barrier.state
 
     def engines_deployed(self) -> None:
         """Whom a deployer has started has changed."""
@@ -457,7 +457,7 @@ class ControlPlane:
         """Let results that are on their way come in; what stays open is the next generation's to settle."""
         left = await self.runner.drain(drain_s)
         self.routes.close()
-        tasks = [*self._moving, *self._acting, *self.gate.close(), *self.canceller.close()]
+        tasks = [*self._moving, *self._acting, *self.barrier.close(), *self.canceller.close()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -505,15 +505,15 @@ class ControlPlane:
         return self.deployment is not None and self.deployment.busy
 
     def _standing_still(self, snapshot: Snapshot) -> Hold | None:
-        return self.gate.state.hold(snapshot.now_s, self.config.fast.stall_grace_s)
+        return self.barrier.state.hold(snapshot.now_s, self.config.fast.stall_grace_s)
 
-    def _gate_changed(self) -> None:
-        self.state.weights = self.gate.state
+    def _barrier_changed(self) -> None:
+        self.state.weights = self.barrier.state
         self.routes.send(self.state.engines(self.clock.now_s()))
 
     async def _act_on(self, plan: Plan, snapshot: Snapshot) -> None:
         """Carry a plan out, and write down what became of it."""
-        if self.gate.state.lease is not None:
+        if self.barrier.state.lease is not None:
             self.plans.acted(plan.id, False, "requests were brought to rest before anything was done")
             return
         if plan.decision == "rebalance":
@@ -522,7 +522,7 @@ class ControlPlane:
             done = sum(item.done for item in moved.items)
             self.plans.acted(plan.id, done > 0, f"{done} of {len(moved.items)} requests moved")
             return
-        assert self.deployment is not None, "the gate lets nothing through that nobody can carry out"
+        assert self.deployment is not None, "the pause barrier lets nothing through that nobody can carry out"
         try:
             outcome = await self.deployment.carry_out(plan, snapshot)
         except OrchestrRLError as error:  # nothing was begun
@@ -600,7 +600,7 @@ class ControlPlane:
         self._ended_step = step
         lengths = self.planning.lengths.step_ended(self.state.finished)
         self._note(EntryKind.STEP_ENDED, "", {"started_s": step.started_s, "ended_s": step.ended_s, "lengths": lengths})
-        self.plans.step_ended(step, self.gate.still_s)
+        self.plans.step_ended(step, self.barrier.still_s)
 
     def _note(self, kind: EntryKind, subject: str, body: dict[str, Any]) -> None:
         self.journal.append(self.clock.now_s(), kind, subject, body)

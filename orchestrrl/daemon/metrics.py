@@ -19,7 +19,7 @@ from orchestrrl.core.pause_registry import PauseScope
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fabric.metrics import fabric_metrics
 from orchestrrl.fleet.redeployment.metrics import RedeploymentMetrics
-from orchestrrl.fleet.reports import GatePhase
+from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.gateway.failover_metrics import failover_metrics
 from orchestrrl.weights.controller.metrics import SyncHistory, SyncMetrics
 from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState, Snapshot
@@ -50,7 +50,7 @@ class DaemonCollector(Collector):
             [(state, states[state]) for state in (RequestState.RUNNING, RequestState.WAITING)],
         )
         yield from self._totals()
-        yield from self._gate(snapshot.engines)
+        yield from self._barrier(snapshot.engines)
         yield from self._decisions(snapshot.now_s)
         yield from self._plans()
         yield from self._profile(snapshot)
@@ -148,15 +148,15 @@ class DaemonCollector(Collector):
         modes = [(mode, float(mode is plane.mode)) for mode in Mode]
         yield _gauges("orchestrrl_mode", "1 for the mode that is in force.", "mode", modes)
 
-    def _gate(self, engines: tuple[EngineView, ...]) -> Iterator[Metric]:
-        keeper, ended = self._plane.gate, self._plane.canceller.totals
-        phases = [(phase, float(phase is keeper.state.phase)) for phase in GatePhase]
-        help_text = "1 for how the gate for weight updates stands; quiet: all engines are at rest."
-        yield _gauges("orchestrrl_gate", help_text, "phase", phases)
-        help_text = "Seconds for which somebody held the gate, since the daemon's start."
-        yield CounterMetricFamily("orchestrrl_gate_held_seconds", help_text, keeper.paused_s)
-        help_text = "Leases of the gate that ended without a resume: weights may be mixed."
-        yield CounterMetricFamily("orchestrrl_gate_leases_expired", help_text, keeper.totals.expired)
+    def _barrier(self, engines: tuple[EngineView, ...]) -> Iterator[Metric]:
+        keeper, ended = self._plane.barrier, self._plane.canceller.totals
+        phases = [(phase, float(phase is keeper.state.phase)) for phase in BarrierPhase]
+        help_text = "1 for how the pause barrier for weight updates stands; quiet: all engines are at rest."
+        yield _gauges("orchestrrl_barrier", help_text, "phase", phases)
+        help_text = "Seconds for which somebody held the pause barrier, since the daemon's start."
+        yield CounterMetricFamily("orchestrrl_barrier_held_seconds", help_text, keeper.paused_s)
+        help_text = "Leases of the pause barrier that ended without a resume: weights may be mixed."
+        yield CounterMetricFamily("orchestrrl_barrier_leases_expired", help_text, keeper.totals.expired)
         newest = keeper.state.newest
         if newest is not None:
             help_text = "The policy version of the fleet's weights; absent until somebody has told it."

@@ -1,4 +1,4 @@
-"""The daemon's weight syncs, put together: who asks peers, who closes the gate, whose circuits serve."""
+"""The daemon's weight syncs, put together: who asks peers, who closes the pause barrier, whose circuits serve."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
@@ -46,7 +46,7 @@ def weights_of(
 
     syncs = WeightSync(
         hub,
-        BarrierFence(plane.gate, plane.nodes, lambda version: source_of(version, hub)),
+        BarrierFence(plane.barrier, plane.nodes, lambda version: source_of(version, hub)),
         circuits_of(config, plane.fabric, lambda: {id: state.peer for id, state in hub.peers.items()}),
         plane.journal,
         plane.holds,
@@ -72,17 +72,17 @@ def source_of(version: int, hub: PeerHub) -> str:
 
 
 class BarrierFence:
-    """Over the fleet's gate. `source` tells the folder that has a version wherever engines are started later; empty:
+    """Over the fleet's barrier. `source` tells the folder that has a version wherever engines are started later; empty:
     there is none that all of them could read."""
 
-    def __init__(self, gate: PauseBarrier, nodes: NodeRegistry, source: Callable[[int], str]) -> None:
-        self._gate = gate
+    def __init__(self, barrier: PauseBarrier, nodes: NodeRegistry, source: Callable[[int], str]) -> None:
+        self._barrier = barrier
         self._nodes = nodes
         self._source = source
 
     @property
     def state(self) -> PauseState:
-        return self._gate.state
+        return self._barrier.state
 
     def is_manned(self) -> bool:
         return bool(self._nodes.gateways())
@@ -90,22 +90,22 @@ class BarrierFence:
     async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
         frozen = FrozenRequests.TAKEN_BACK if empty else FrozenRequests.RECOMPUTE
         wish = PauseRequest(PauseMode.KEEP, frozen, holder, lease_s, deadline_s, weights_change=True)
-        state = await self._gate.pause(wish)
+        state = await self._barrier.pause(wish)
         assert state.lease is not None
         return state.lease.id
 
     async def renew(self, lease: str, lease_s: float) -> None:
-        await self._gate.renew(lease, lease_s)
+        await self._barrier.renew(lease, lease_s)
 
     async def resume(self, lease: str, version: int | None, without: Collection[EngineId], reason: str) -> None:
         source = "" if version is None else self._source(version)
-        await self._gate.resume(lease, version, without, reason, source)
+        await self._barrier.resume(lease, version, without, reason, source)
 
     def set_version(self, engines: Collection[EngineId], version: int, reason: str) -> None:
-        self._gate.set_version(engines, version, reason, self._source(version))
+        self._barrier.set_version(engines, version, reason, self._source(version))
 
     def forget(self, engines: Collection[EngineId], why: str) -> None:
-        self._gate.forget(engines, why)
+        self._barrier.forget(engines, why)
 
     def tell_restarts(self, restarted: Callable[[EngineId], None]) -> None:
-        self._gate.restarted = restarted
+        self._barrier.restarted = restarted

@@ -30,7 +30,7 @@ LOOK_S = 0.25
 RESTED_S = 2.0  # between two steps, not between two requests
 LOOKED_BACK = 64  # periods
 WORDS_CHARACTERS = 160
-SYNC_OVER_WITHIN_S = 5.0  # the gate is held for no longer, nor beyond its lease
+SYNC_OVER_WITHIN_S = 5.0  # the pause barrier is held for no longer, nor beyond its lease
 
 
 class ServingEngine(Protocol):
@@ -114,8 +114,8 @@ class GenerationCircuits:
     async def after_sync(self, fleet: StartingFleet, until_s: float = inf) -> str:
         """Requests are about to be let in again: where weights were brought over circuits of their own, engines get
         theirs back. What became of it, in words; nothing where there was no such sync, or a switch goes before. A
-        trainer that does not use the gate announces `generation` itself: nobody else knows when its broadcast is
-        over. `until_s`: when requests are let in anyway."""
+        trainer that does not use the pause barrier announces `generation` itself: nobody else knows when its broadcast
+        is over. `until_s`: when requests are let in anyway."""
         if not self._fabric.sync_is_up or fleet.switching() or not (engines := fleet.serving()):
             return ""
         within_s = min(self._within_s, SYNC_OVER_WITHIN_S, until_s - self._clock.now_s())

@@ -1,4 +1,4 @@
-"""Close and open every gateway's gate: intent -> all at rest, or all as before. What a lease is and means is
+"""Close and open every gateway's barrier: intent -> all at rest, or all as before. What a lease is and means is
 pause_lease.py's.
 
 Gateways keep the time of a lease themselves, so what the daemon does not get to tell them happens without it.
@@ -24,7 +24,7 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.fleet.pause_lease import LastRelease, LeaseEnd, PauseLease, PauseState, time_of_day
 from orchestrrl.fleet.pause_orders import AGAIN_S, ANSWER_S, Order, PauseOrders, Quieting, rested, why
-from orchestrrl.fleet.reports import EngineSample, GatePhase, GateReport
+from orchestrrl.fleet.reports import BarrierPhase, BarrierReport, EngineSample
 from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 60.0  # where none is asked for
 LEASE_LEAST_S = 0.001  # less is lost when it is added to the time of day
 LEASE_MAX_S = 24 * 3600.0  # whoever dies with a lease keeps the fleet for so long
-# Gateways that say that a gate is closed which was opened so long ago have not heard of it.
+# Gateways that say that a pause barrier is closed which was opened so long ago have not heard of it.
 MISSED_S = 2.0
 UNHEARD_S = 600.0  # a daemon that was away for so long need not hurry
 LEASES_REMEMBERED = 256
@@ -65,7 +65,7 @@ class PauseRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineAtRest:
-    """What became of an engine when the gate closed or opened last."""
+    """What became of an engine when the pause barrier closed or opened last."""
 
     engine: EngineId
     done: bool
@@ -82,8 +82,8 @@ class PauseTotals:
 
 
 class PauseBarrier:
-    """One fleet's gate. `engines` are those there are, `busy` says that engines are being started or stopped, `changed`
-    is called when routes have another version or may be used again."""
+    """One fleet's barrier. `engines` are those there are, `busy` says that engines are being started or stopped,
+    `changed` is called when routes have another version or may be used again."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class PauseBarrier:
         clock: Clock,
         *,
         engines: Callable[[], Collection[EngineId]],
-        reports: Callable[[], Mapping[NodeId, GateReport]],
+        reports: Callable[[], Mapping[NodeId, BarrierReport]],
         busy: Callable[[], bool],
         changed: Callable[[], None],
     ) -> None:
@@ -110,7 +110,7 @@ class PauseBarrier:
         self._quieting: Quieting | None = None  # the fleet on its way to rest, for the lease that lasts
         self._rests: dict[
             EngineId, OperationItemResult
-        ] = {}  # what became of each engine when the gate closed or opened last
+        ] = {}  # what became of each engine when the pause barrier closed or opened last
         self._generated: dict[EngineId, int] = {}  # tokens, as each engine last counted
         self._still_since_s: float | None = None
         self._still: deque[tuple[float, float]] = deque(maxlen=LEASES_REMEMBERED)  # from quiet to open
@@ -127,7 +127,7 @@ class PauseBarrier:
         """As of now. A lease that has run out is written down by who looks first."""
         now = self._state.at(self._clock.now_s())
         if now is not self._state:
-            logger.warning("gate: %s", now.opened.detail if now.opened else "")
+            logger.warning("barrier: %s", now.opened.detail if now.opened else "")
             self._take(now, "expired")
             self._break_off("the lease has run out")
         return self._state
@@ -144,7 +144,7 @@ class PauseBarrier:
             spans.append((self._still_since_s, to_s))
         return sum(max(0.0, min(to_s, ended_s) - max(from_s, began_s)) for began_s, ended_s in spans)
 
-    def gateways(self) -> dict[NodeId, GateReport | None]:
+    def gateways(self) -> dict[NodeId, BarrierReport | None]:
         """The attached ones, by id, each with its latest word."""
         reports = self._reports()
         return {node: reports.get(node) for node in self._nodes.gateways()}
@@ -165,13 +165,16 @@ class PauseBarrier:
         """Raises Permanent while requests stand still."""
         state = self.state
         if state.lease is not None:
-            raise Permanent(f"requests stand still while weights change: the gate is {state.phase}, {state.lease}")
+            raise Permanent(
+                f"requests stand still while weights change: the pause barrier is {state.phase}, {state.lease}"
+            )
 
     # --- act
 
     def recover(self) -> None:
-        """Take up the gate as the daemon before left it. Nobody waits any more for a fleet that was to come to rest."""
-        state = self._journal.newest(EntryKind.GATE, lambda body: PauseState.from_body(body["state"]))
+        """Take up the pause barrier as the daemon before left it. Nobody waits any more for a fleet that was to come to
+        rest."""
+        state = self._journal.newest(EntryKind.BARRIER, lambda body: PauseState.from_body(body["state"]))
         if state is not None:
             self._state = state
             if self._state.opened is not None:
@@ -189,7 +192,7 @@ class PauseBarrier:
 
     async def pause(self, wish: PauseRequest) -> PauseState:
         """Answers when every gateway's engines are at rest. Raises ProblemFaults; Permanent where another holds the
-        gate or no gateway is attached; Retryable when it did not come to that, and all goes on as before."""
+        barrier or no gateway is attached; Retryable when it did not come to that, and all goes on as before."""
         state = self.state
         lease = wish.lease(f"g{self._journal.generation}-{next(self._leases)}", self._clock.now_s())
         if not self._nodes.gateways() and state.lease is None:
@@ -247,7 +250,7 @@ class PauseBarrier:
         weights_source: str = "",
     ) -> PauseState:
         """Raises ProblemFaults for unknown engines, Permanent when the lease has ended. The same again is answered
-        again. A gateway that does not answer opens by itself, and is named in how the gate opened."""
+        again. A gateway that does not answer opens by itself, and is named in how the pause barrier opened."""
         state, engines = self.state, self._engines()
         if faults := _engine_faults("without_engine_ids", without, engines):
             raise ProblemFaults(faults)
@@ -258,7 +261,7 @@ class PauseBarrier:
         now_s = self._clock.now_s()
         resumed = state.resumed(lease_id, now_s, engines, policy_version, without, reason, weights_source)
         self._take(resumed, "resume")
-        self._break_off("somebody has opened the gate")
+        self._break_off("somebody has opened the pause barrier")
         self._changed()
         opened = self._state.opened
         assert opened is not None
@@ -309,9 +312,9 @@ class PauseBarrier:
         """A gateway that goes while the fleet comes to rest leaves nobody to say so."""
         self._break_off(f"gateway {node} has gone away")
 
-    def reported(self, node: NodeId, report: GateReport) -> None:
+    def reported(self, node: NodeId, report: BarrierReport) -> None:
         """A gateway that has not heard of the end of a lease is told again."""
-        if report.phase is GatePhase.OPEN or self._state.lease is not None or report.lease not in self._over:
+        if report.phase is BarrierPhase.OPEN or self._state.lease is not None or report.lease not in self._over:
             return
         opened = self._end(report.lease)
         missed = self._clock.now_s() - opened.at_s > MISSED_S
@@ -332,7 +335,7 @@ class PauseBarrier:
         told = sorted(engine for engine in engines if engine in self._state.versions)
         if told:
             reason = f"{', '.join(told)} {why}"
-            logger.warning("gate: %s: no requests go there until a policy version is told", reason)
+            logger.warning("barrier: %s: no requests go there until a policy version is told", reason)
             self._take(self.state.forgotten(told), "forgotten", reason)
             self._changed()
 
@@ -352,7 +355,7 @@ class PauseBarrier:
     # --- inside
 
     async def _engines_unchanging(self, lease: PauseLease, quieting: Quieting) -> None:
-        """Let a change of the deployment end: the next ones wait for the gate."""
+        """Let a change of the deployment end: the next ones wait for the pause barrier."""
         while self._busy():
             if self._clock.now_s() >= lease.quiet_by_s or quieting.broken:
                 raise Retryable("engines are being started or stopped", ANSWER_S)
@@ -374,7 +377,7 @@ class PauseBarrier:
     def _give_up(self, lease: PauseLease, detail: str) -> dict[NodeId, Order]:
         """Everything as before, unless the lease has ended otherwise."""
         if self._state.lease is not None and self._state.lease.id == lease.id:
-            logger.warning("gate: %s: %s", lease, detail)
+            logger.warning("barrier: %s: %s", lease, detail)
             self._take(self._state.given_up(lease.id, self._clock.now_s(), detail), "gave_up")
         opened = self._state.opened
         return self._orders.open_all(opened) if self._state.lease is None and opened is not None else {}
@@ -420,8 +423,8 @@ class PauseBarrier:
             self._still_since_s = self._clock.now_s()
         body = {"event": event, "phase": state.phase, "reason": reason, "state": state.body()}
         lease = state.lease or before
-        self._journal.append(self._clock.now_s(), EntryKind.GATE, lease.id if lease else "", body)
-        logger.info("gate %s: %s %s", event, state.phase, lease or "")
+        self._journal.append(self._clock.now_s(), EntryKind.BARRIER, lease.id if lease else "", body)
+        logger.info("barrier %s: %s %s", event, state.phase, lease or "")
 
 
 def _said_before(

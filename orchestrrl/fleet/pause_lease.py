@@ -1,4 +1,5 @@
-"""The gate for weight updates as the daemon knows it: one lease at a time, and which weights engines have. Pure.
+"""The pause barrier for weight updates as the daemon knows it: one lease at a time, and which weights engines have.
+Pure.
 
 While a lease lasts, requests stand still. It ends when its holder resumes, or by itself. Ordering that of gateways is
 fleet/pause_barrier.py.
@@ -14,7 +15,7 @@ from pydantic import TypeAdapter
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import FrozenRequests, PauseMode
-from orchestrrl.fleet.reports import GatePhase
+from orchestrrl.fleet.reports import BarrierPhase
 from planner.model import EngineId, Hold
 
 
@@ -87,10 +88,10 @@ class PauseState:
                 raise ValueError(f"a policy version must be from 0 to 2**64 - 1, got {version}")
 
     @property
-    def phase(self) -> GatePhase:
+    def phase(self) -> BarrierPhase:
         if self.lease is None:
-            return GatePhase.OPEN
-        return GatePhase.QUIET if self.quiet else GatePhase.CLOSING
+            return BarrierPhase.OPEN
+        return BarrierPhase.QUIET if self.quiet else BarrierPhase.CLOSING
 
     def at(self, now_s: float) -> "PauseState":
         """The state as of now: itself, unless the lease has run out. If weights were being changed then, nobody knows
@@ -108,7 +109,7 @@ class PauseState:
 
     def paused(self, lease: PauseLease) -> "PauseState":
         if self.lease is not None:
-            raise Permanent(f"the gate is held by another: {self.lease}")
+            raise Permanent(f"the pause barrier is held by another: {self.lease}")
         return replace(self, lease=lease, quiet=False)
 
     def at_rest(self, lease_id: str) -> "PauseState":
@@ -179,23 +180,23 @@ class PauseState:
         if self.lease is not None and lease_id in ("", self.lease.id):
             return self.lease
         if not lease_id:
-            raise Permanent("the gate is open: there is nothing to resume")
+            raise Permanent("the pause barrier is open: there is nothing to resume")
         if self.opened is not None and self.opened.lease == lease_id:
             how, since = self.opened.how.replace("_", " "), time_of_day(self.opened.at_s)
             raise Permanent(
                 f"lease {lease_id} has ended ({how}): requests have gone on since {since}; weights that were changed"
                 " since then may be mixed"
             )
-        now = f"the gate is held by another: {self.lease}" if self.lease else "the gate is open"
+        now = f"the pause barrier is held by another: {self.lease}" if self.lease else "the pause barrier is open"
         raise Permanent(f"lease {lease_id} is not known, or ended long ago: {now}")
 
     def hold(self, now_s: float, settle_s: float = 0.0) -> Hold | None:
         """Why nothing is to be moved: engines that stood still tell nothing of their speed until `settle_s` later."""
         if self.lease is not None:
-            return Hold("gate_closed", f"the gate is {self.phase}: {self.lease}")
+            return Hold("barrier_closed", f"the pause barrier is {self.phase}: {self.lease}")
         if self.opened is not None and now_s - self.opened.at_s < settle_s:
             since_s = now_s - self.opened.at_s
-            return Hold("gate_opened", f"engines have run again for {since_s:.1f} s, limit {settle_s:g} s")
+            return Hold("barrier_opened", f"engines have run again for {since_s:.1f} s, limit {settle_s:g} s")
         return None
 
     def body(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.operation_runner import OperationRunner, answers
 from orchestrrl.core.operations import Action, CloseBarrier, OpenBarrier, OperationResult, OperationStatus
 from orchestrrl.fleet.pause_lease import LastRelease, PauseLease
-from orchestrrl.fleet.reports import GateReport
+from orchestrrl.fleet.reports import BarrierReport
 from planner.model import NodeId
 
 # How long gateways have for an answer beyond the time that it takes by itself.
@@ -102,7 +102,7 @@ class Quieting:
             self._broken.set_result(why)
 
     async def wait(
-        self, clock: Clock, until_s: float, reports: Callable[[], Mapping[NodeId, GateReport]]
+        self, clock: Clock, until_s: float, reports: Callable[[], Mapping[NodeId, BarrierReport]]
     ) -> Iterable[OperationResult]:
         """The answers of all. Raises Retryable as soon as it is clear that they will not be at rest."""
         over = asyncio.ensure_future(clock.sleep(until_s - clock.now_s()))
@@ -114,7 +114,7 @@ class Quieting:
             over.cancel()
         return [task.result() for task in self.orders.values()]
 
-    def _at_rest(self, over: bool, reports: Mapping[NodeId, GateReport]) -> bool:
+    def _at_rest(self, over: bool, reports: Mapping[NodeId, BarrierReport]) -> bool:
         for node, task in self.orders.items() if not self.broken else ():
             if task.done() and not rested(task.result()):
                 raise Retryable(f"gateway {node} did not come to rest: {why(task.result())}", AGAIN_S)
@@ -139,7 +139,7 @@ def why(result: OperationResult | None) -> str:
     return result.detail or items or f"{result.status}, without a reason"
 
 
-def _running_words(node: NodeId, report: GateReport | None) -> str:
+def _running_words(node: NodeId, report: BarrierReport | None) -> str:
     if report is None:
         return f"gateway {node} has not reported"
     return f"gateway {node} still has {report.running} running requests"

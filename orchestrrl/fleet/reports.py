@@ -93,17 +93,17 @@ class EngineFailovers:
     counts: FailoverCounts
 
 
-class GatePhase(StrEnum):
+class BarrierPhase(StrEnum):
     OPEN = "open"
     CLOSING = "closing"  # nothing new goes to engines, some still run
     QUIET = "quiet"  # they are at rest
 
 
 @dataclass(frozen=True, slots=True)
-class GateReport:
-    """How one gateway's gate stands."""
+class BarrierReport:
+    """How one gateway's barrier stands."""
 
-    phase: GatePhase = GatePhase.OPEN
+    phase: BarrierPhase = BarrierPhase.OPEN
     lease: str = ""
     lease_until_s: float = 0.0
     running: int = 0  # requests that still run on engines that are not paused
@@ -122,7 +122,7 @@ class GatewayReport:
     url: str
     in_flight: tuple[RequestView, ...]
     finished: tuple[FinishedRequest, ...] = ()  # since the last report that was acknowledged
-    gate: GateReport = GateReport()
+    barrier: BarrierReport = BarrierReport()
     failovers: tuple[EngineFailovers, ...] = ()  # since the last report that was acknowledged
     incarnation: str = ""
     times: SendTimes = SendTimes()

@@ -19,12 +19,12 @@ from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.pause_lease import PauseState
 from orchestrrl.fleet.reporters import Reporters
 from orchestrrl.fleet.reports import (
+    BarrierReport,
     EngineFailovers,
     EngineReport,
     EngineSample,
     FailoverCounts,
     FinishedRequest,
-    GateReport,
     GatewayReport,
 )
 from orchestrrl.fleet.request_groups import FinishedGroups
@@ -117,7 +117,7 @@ class _GatewayRecord:
     in_flight_ids: frozenset[RequestId] = frozenset()
     on_engines: frozenset[EngineId] = frozenset()  # that requests in flight are on
     reported_s: float | None = None  # when that was so; None: it has not reported
-    gate: GateReport = field(default_factory=GateReport)
+    barrier: BarrierReport = field(default_factory=BarrierReport)
     finished: dict[FinishedRequest, None] = field(default_factory=dict)  # as values: an id may be used again
     failovers: dict[EngineFailovers, None] = field(default_factory=dict)
 
@@ -292,7 +292,7 @@ class FleetState:
         if newer and taken_s is not None:
             record.reported_s = taken_s
             record.in_flight, record.url = report.in_flight, report.url or record.url
-            record.gate = report.gate
+            record.barrier = report.barrier
             record.in_flight_ids = frozenset(request.id for request in report.in_flight)
             record.on_engines = engines_of(report)
         self._count_failovers(record, report.gateway, report.failovers)
@@ -362,9 +362,9 @@ class FleetState:
         return found
 
     @property
-    def gates(self) -> dict[NodeId, GateReport]:
-        """How the gate of each gateway stood when it reported last, however long ago."""
-        return {node: record.gate for node, record in self._gateways.items() if record.reported_s is not None}
+    def barriers(self) -> dict[NodeId, BarrierReport]:
+        """How the pause barrier of each gateway stood when it reported last, however long ago."""
+        return {node: record.barrier for node, record in self._gateways.items() if record.reported_s is not None}
 
     def heard_s(self, node: NodeId) -> float | None:
         """As of when the node has reported; None: it has not."""

@@ -171,7 +171,7 @@ class Gateway:
         self.store: LedgerStore | None = None  # what outlives this process
         self.relays: dict[RequestId, RequestRelay] = {}
         self.groups = InFlightGroups()
-        self.gate = GatewayPause(fleet, self.relays, clock)
+        self.barrier = GatewayPause(fleet, self.relays, clock)
         self.version_lags: Counter[int] = Counter()  # answers that ended, by how old their oldest token was
         self.cancelled_total: Counter[str] = Counter()  # by reason
         self.moves_done = 0
@@ -188,7 +188,7 @@ class Gateway:
         relay = RequestRelay(record, self.fleet, self.limits, self.clock, grown)
         self.relays[record.id] = relay
         self.groups.enter(record)
-        self.gate.hold_to_bound(relay)  # it may have tokens from before
+        self.barrier.hold_to_bound(relay)  # it may have tokens from before
         if self.groups.redundant(record):
             self._cancel(record, "redundant")
         return relay
@@ -238,11 +238,11 @@ class Gateway:
         faults = self.fleet.set_routes(routes, expected)
         for slot in self.fleet:
             if id(slot) not in known:
-                self.gate.meet(slot)
+                self.barrier.meet(slot)
                 self.fleet.in_background(self.fleet.learn(slot))
         newest = (route.newest_policy_version for route in routes)
-        self.gate.learn(next((version for version in newest if version is not None), None))
-        self.gate.wake_engines()
+        self.barrier.learn(next((version for version in newest if version is not None), None))
+        self.barrier.wake_engines()
         return faults
 
     async def move(self, moves: Sequence[RequestMove]) -> tuple[OperationItemResult, ...]:
@@ -262,8 +262,8 @@ class Gateway:
     async def _move(self, move: RequestMove) -> OperationItemResult:
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
-        if not self.fleet.gate_open:
-            return OperationItemResult(move.request, False, "the gate is closed")
+        if not self.fleet.barrier_open:
+            return OperationItemResult(move.request, False, "the pause barrier is closed")
         if relay is None:
             detail = "finished before the move" if self.knows(move.request) else "no such request"
             return OperationItemResult(move.request, False, detail)
@@ -293,7 +293,7 @@ class Gateway:
             self.url,
             in_flight,
             finished,
-            self.gate.report(),
+            self.barrier.report(),
             failovers,
             incarnation=self.fleet.incarnation,
         )

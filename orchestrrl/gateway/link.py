@@ -92,10 +92,10 @@ class GatewayLink:
                 items = await self._gateway.move(moves)
                 return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
             case CloseBarrier() as order:
-                items = await self._gateway.gate.close(order)
+                items = await self._gateway.barrier.close(order)
                 return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
             case OpenBarrier() as order:
-                items = await self._gateway.gate.open(order)
+                items = await self._gateway.barrier.open(order)
                 return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
             case CancelRequests(requests, groups, reason):
                 cancelled = self._gateway.cancel(requests, groups, reason)

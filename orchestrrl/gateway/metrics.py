@@ -31,7 +31,7 @@ class GatewayCollector(Collector):
         yield from self._queue()
         yield from self._engines()
         yield from self._store()
-        yield from self._gate()
+        yield from self._barrier()
         yield from self._versions()
 
     def _requests(self) -> Iterator[Metric]:
@@ -73,7 +73,8 @@ class GatewayCollector(Collector):
     def _queue(self) -> Iterator[Metric]:
         fleet = self._gateway.fleet
         queued = GaugeMetricFamily(
-            f"{PREFIX}_requests_queued", "Requests that wait here for an engine with room, or for the gate to open."
+            f"{PREFIX}_requests_queued",
+            "Requests that wait here for an engine with room, or for the pause barrier to open.",
         )
         queued.add_metric((), len(fleet.queue))
         waits = HistogramMetricFamily(
@@ -104,16 +105,19 @@ class GatewayCollector(Collector):
             failures.add_metric((slot.id,), slot.failures_total)
         yield from (usable, failures)
 
-    def _gate(self) -> Iterator[Metric]:
-        gate, report = self._gateway.gate, self._gateway.gate.report()
-        closed = GaugeMetricFamily(f"{PREFIX}_gate_closed", "1: nothing goes to engines, weights are being changed.")
-        closed.add_metric((), gate.closed is not None)
-        closed_s = CounterMetricFamily(f"{PREFIX}_gate_closed_seconds", "Time for which the gate has been closed.")
-        closed_s.add_metric((), gate.closed_total_s)
-        expired = CounterMetricFamily(
-            f"{PREFIX}_gate_leases_expired", "Leases that ended before whoever held them had the gate opened."
+    def _barrier(self) -> Iterator[Metric]:
+        barrier, report = self._gateway.barrier, self._gateway.barrier.report()
+        closed = GaugeMetricFamily(f"{PREFIX}_barrier_closed", "1: nothing goes to engines, weights are being changed.")
+        closed.add_metric((), barrier.closed is not None)
+        closed_s = CounterMetricFamily(
+            f"{PREFIX}_barrier_closed_seconds", "Time for which the pause barrier has been closed."
         )
-        expired.add_metric((), gate.expired_total)
+        closed_s.add_metric((), barrier.closed_total_s)
+        expired = CounterMetricFamily(
+            f"{PREFIX}_barrier_leases_expired",
+            "Leases that ended before whoever held them had the pause barrier opened.",
+        )
+        expired.add_metric((), barrier.expired_total)
         frozen = GaugeMetricFamily(f"{PREFIX}_requests_frozen", "Requests that stand still on paused engines.")
         frozen.add_metric((), report.frozen)
         yield from (closed, closed_s, expired, frozen)
@@ -139,7 +143,7 @@ class GatewayCollector(Collector):
             f"{PREFIX}_stale_requests", "Requests older than their bound, by what became of them.", labels=("action",)
         )
         for action in OnStale:
-            stale.add_metric((action,), gateway.gate.stale_total[action])
+            stale.add_metric((action,), gateway.barrier.stale_total[action])
         cancelled = CounterMetricFamily(
             f"{PREFIX}_requests_cancelled", "Requests that were ended by order, by reason.", labels=("reason",)
         )

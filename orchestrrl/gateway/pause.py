@@ -1,11 +1,12 @@
-"""The gate between requests and engines: closed while weights change, open again when they have, or the lease ends.
+"""The pause barrier between requests and engines: closed while weights change, open again when they have, or the lease
+ends.
 
 Closed, the gateway sends nothing to engines and brings them to rest: what runs is frozen, finished or ended, as
 ordered, and every engine that can be paused is, so that nobody else's requests run either. An engine that cannot be
 paused has its requests taken back; they go on from their tokens later.
 
-Whoever closed it holds a lease. The gate opens by itself when that ends: a trainer that died, or a daemon, leaves no
-fleet frozen.
+Whoever closed it holds a lease. The pause barrier opens by itself when that ends: a trainer that died, or a daemon,
+leaves no fleet frozen.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from dataclasses import replace
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
-from orchestrrl.fleet.reports import GatePhase, GateReport
+from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
 from orchestrrl.gateway.ledger.versions import OnStale, lag
 from orchestrrl.gateway.relay import RequestRelay
 from orchestrrl.gateway.routing.backend import EngineBackend
@@ -71,18 +72,18 @@ class GatewayPause:
 
     @property
     def rest(self) -> tuple[OperationItemResult, ...]:
-        """What became of each engine when the gate last closed."""
+        """What became of each engine when the pause barrier last closed."""
         return tuple(self._rest.values())
 
-    def report(self) -> GateReport:
+    def report(self) -> BarrierReport:
         slots = [relay.slot for relay in self._relays.values()]
         frozen = sum(slot is not None and slot.paused for slot in slots)
         held = sum(slot is None for slot in slots)
         closed = self._closed
-        phase = GatePhase.OPEN
+        phase = BarrierPhase.OPEN
         if closed is not None:
-            phase = GatePhase.QUIET if self._quiet.is_set() else GatePhase.CLOSING
-        return GateReport(
+            phase = BarrierPhase.QUIET if self._quiet.is_set() else BarrierPhase.CLOSING
+        return BarrierReport(
             phase=phase,
             lease="" if closed is None else closed.lease,
             lease_until_s=0.0 if closed is None else closed.lease_until_s,
@@ -96,10 +97,10 @@ class GatewayPause:
 
     async def close(self, order: CloseBarrier) -> tuple[OperationItemResult, ...]:
         """Return when all is quiet: an item for each engine; or, where these are to run on, when all that is here is.
-        The lease that holds the gate already is renewed.
+        The lease that holds the pause barrier already is renewed.
 
-        Raises Permanent where another lease holds it, where this one is over, and, the gate open again, where not all
-        was quiet in time.
+        Raises Permanent where another lease holds it, where this one is over, and, the pause barrier open again, where
+        not all was quiet in time.
         """
         self._take(order)
         at_rest = self._own_at_rest if order.engines_run else self._quiet
@@ -111,7 +112,7 @@ class GatewayPause:
             for task in (deadline, *waits):
                 task.cancel()
         if not self._held_by(order):
-            raise Permanent(f"the gate opened again before all was quiet: {self.opened_because}")
+            raise Permanent(f"the pause barrier opened again before all was quiet: {self.opened_because}")
         if not at_rest.is_set():
             because = f"not quiet by the deadline: {self._still_running()}"
             await self._open(None, (), because)
@@ -123,7 +124,7 @@ class GatewayPause:
         held = self._closed
         if held is not None and held.lease != order.lease:
             left_s = held.lease_until_s - now_s
-            raise Permanent(f"the gate is closed by {held.holder or 'somebody'} for {left_s:.3g} s more")
+            raise Permanent(f"the pause barrier is closed by {held.holder or 'somebody'} for {left_s:.3g} s more")
         if order.lease in self._ended:
             raise Permanent("this lease is over: requests have gone on since, and weights may be mixed")
         if order.lease_until_s <= now_s:
@@ -132,10 +133,10 @@ class GatewayPause:
             self.renew(order.lease, order.lease_until_s)
             self._let_pause(order)
             return
-        logger.warning("the gate closes for %s (%s)", order.holder or "somebody", order.mode)
+        logger.warning("the pause barrier closes for %s (%s)", order.holder or "somebody", order.mode)
         self._closed = order
         self._since_s = now_s
-        self._fleet.gate_open = False
+        self._fleet.barrier_open = False
         # Ones that wait for an earlier closing are not told of this one.
         self._own_at_rest, self._may_pause, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._let_pause(order)
@@ -149,9 +150,11 @@ class GatewayPause:
             self._may_pause.set()
 
     def renew(self, lease: str, until_s: float) -> None:
-        """Raises Permanent where the gate is not closed under this lease."""
+        """Raises Permanent where the pause barrier is not closed under this lease."""
         if self._closed is None or self._closed.lease != lease:
-            raise Permanent(f"the gate is not closed under this lease: {self.opened_because or 'it never was closed'}")
+            raise Permanent(
+                f"the pause barrier is not closed under this lease: {self.opened_because or 'it never was closed'}"
+            )
         self._closed = replace(self._closed, lease_until_s=until_s)
 
     async def _come_to_rest(self, order: CloseBarrier) -> None:
@@ -171,10 +174,10 @@ class GatewayPause:
         await self._drained(order)
         if self._held_by(order):
             self._quiet.set()
-            logger.info("the gate is closed, all is quiet")
+            logger.info("the pause barrier is closed, all is quiet")
 
     async def _drained(self, order: CloseBarrier) -> None:
-        """Return when no request runs but on engines that are paused, or the gate is open again."""
+        """Return when no request runs but on engines that are paused, or the pause barrier is open again."""
         while self._held_by(order) and any(self._runs(relay) for relay in self._relays.values()):
             await self._clock.sleep(REST_POLL_S)
 
@@ -250,7 +253,7 @@ class GatewayPause:
         """Return when engines run again: an item for each. Without a lease: whoever closed it, and engines are resumed
         even where it is open, e.g. those that an earlier gateway had paused.
 
-        Raises Permanent where the lease is not the gate's, and for engines that are unknown.
+        Raises Permanent where the lease is not the pause barrier's, and for engines that are unknown.
         """
         unknown = [engine for engine in order.without if self._fleet.get(engine) is None]
         if unknown:
@@ -259,7 +262,7 @@ class GatewayPause:
         if order.lease and order.lease in self._ended:
             raise Permanent(f"this lease is over ({self.opened_because}): requests have gone on, weights may be mixed")
         if order.lease and (self._closed is None or self._closed.lease != order.lease):
-            raise Permanent("the gate is not closed under this lease")
+            raise Permanent("the pause barrier is not closed under this lease")
         if self._closed is None:
             for slot in self._fleet:
                 slot.paused = True
@@ -286,10 +289,10 @@ class GatewayPause:
             slots = [slot for slot in self._fleet.with_retired() if slot.paused and not self._left_out(slot)]
             items = await asyncio.gather(*(self._resume(slot) for slot in slots))
         if self._closed is None:  # it may have been closed again
-            self._fleet.gate_open = True
+            self._fleet.barrier_open = True
             self._fleet.announce()
         opened.set()
-        logger.warning("the gate is open: %s", because)
+        logger.warning("the pause barrier is open: %s", because)
         return tuple(items)
 
     def _told(self, version: int, without: tuple[EngineId, ...], rests: Mapping[EngineId, OperationItemResult]) -> None:
@@ -319,7 +322,8 @@ class GatewayPause:
             self.stale_total[OnStale.ABORT] += 1
 
     def learn(self, newest: int | None) -> None:
-        """The fleet's version as the daemon has it: a gateway may not have been there when the gate was opened."""
+        """The fleet's version as the daemon has it: a gateway may not have been there when the pause barrier was
+        opened."""
         if newest is None or newest == self._fleet.policy_version:
             return
         self._fleet.policy_version = newest
@@ -404,7 +408,7 @@ class GatewayPause:
         self.wake_engines()
 
     def wake_engines(self) -> None:
-        """Resume engines that were left out when the gate opened and have the fleet's weights by now."""
+        """Resume engines that were left out when the pause barrier opened and have the fleet's weights by now."""
         for slot in self._fleet.with_retired():
             if self._is_to_run(slot):
                 self._resume_later(slot)

@@ -1,4 +1,4 @@
-"""What a gateway is asked of the gate, passed on to the daemon: it orders all gateways."""
+"""What a gateway is asked of the pause barrier, passed on to the daemon: it orders all gateways."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from orchestrrl.gateway.http.pause import (
     SetVersionBody,
 )
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
-from orchestrrl.rpc.codecs.node import frozen_to_pb, gate_mode_to_pb
+from orchestrrl.rpc.codecs.node import barrier_mode_to_pb, frozen_to_pb
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
 from orchestrrl.rpc.plain_values import plain
 
@@ -32,7 +32,7 @@ _STATUSES = {
 
 
 class DaemonPause:
-    """The gate of all gateways, at the daemon `target`."""
+    """The pause barrier of all gateways, at the daemon `target`."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -54,27 +54,27 @@ def _call(asked: RequestBody | None) -> tuple[str, Message, float]:
     """Method, request, and how long to wait for the answer."""
     match asked:
         case None:
-            return "GetGate", control_pb2.GetGateRequest(), ANSWER_S
+            return "GetPauseBarrier", control_pb2.GetPauseBarrierRequest(), ANSWER_S
         case PauseBody():
-            pause = control_pb2.PauseGateRequest(
-                mode=gate_mode_to_pb(asked.mode),
+            pause = control_pb2.PauseFleetRequest(
+                mode=barrier_mode_to_pb(asked.mode),
                 frozen=frozen_to_pb(asked.frozen),
                 holder=asked.holder,
                 lease_s=asked.lease_s,
                 deadline_s=asked.within_s,
             )
-            return "PauseGate", pause, asked.within_s + ANSWER_S
+            return "PauseFleet", pause, asked.within_s + ANSWER_S
         case RenewBody():
-            return "RenewGate", control_pb2.RenewGateRequest(lease_id=asked.lease_id, lease_s=asked.lease_s), ANSWER_S
+            return "RenewPause", control_pb2.RenewPauseRequest(lease_id=asked.lease_id, lease_s=asked.lease_s), ANSWER_S
         case ResumeBody():
-            resume = control_pb2.ResumeGateRequest(
+            resume = control_pb2.ResumeFleetRequest(
                 lease_id=asked.lease_id,
                 policy_version=asked.policy_version,
                 weights_source=asked.weights_source,
                 without_engine_ids=asked.without_engines,
                 reason=asked.reason,
             )
-            return "ResumeGate", resume, ANSWER_S
+            return "ResumeFleet", resume, ANSWER_S
         case SetVersionBody():
             told = control_pb2.SetPolicyVersionRequest(
                 engine_ids=asked.engines,

@@ -305,8 +305,8 @@ class RequestRelay:
             self.record.hold()
             await self._clock.sleep(self._delay_s)
             self._delay_s = 0.0
-        if not self._fleet.gate_open:
-            self._answer_move(False, "the gate has closed")
+        if not self._fleet.barrier_open:
+            self._answer_move(False, "the pause barrier has closed")
         if self._move is not None and not self._move.submitted:
             self._move.submitted = True
             return self._move.target
@@ -316,7 +316,7 @@ class RequestRelay:
             if slot is not None:
                 return slot
         back, self._back_to = self._back_to, None
-        if back is not None and back.usable and self._fleet.gate_open:
+        if back is not None and back.usable and self._fleet.barrier_open:
             return back
         return await self._wait_for_slot()
 
@@ -328,8 +328,8 @@ class RequestRelay:
             while True:
                 slot = self._fleet.get(awaited.engine)
                 expected = awaited.engine in self._fleet.expected
-                if slot is not None and slot.usable:  # a gate that is closed opens again
-                    if self._fleet.gate_open or self._ends_early_on(slot):
+                if slot is not None and slot.usable:  # a pause barrier that is closed opens again
+                    if self._fleet.barrier_open or self._ends_early_on(slot):
                         return None if self._ends_early_on(slot) else slot
                 elif not expected and (was_expected or deadline.done()):
                     return None
@@ -523,7 +523,7 @@ class RequestRelay:
         slot, record = self._slot, self.record
         if slot is None or self._pump_task is None or self._pump_task.done() or self._move is not None:
             return False
-        if not self._fleet.gate_open:
+        if not self._fleet.barrier_open:
             return False
         last_s = record.progressed_s
         if record.state is RequestState.WAITING or record.immovable_because:

@@ -108,10 +108,10 @@ async def serve(
     if options.daemon is not None:
         link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s, clock=clock)
         tasks.append(asyncio.create_task(link.run()))
-        server.gate.daemon = DaemonPause(options.daemon)
+        server.barrier.daemon = DaemonPause(options.daemon)
         if place is not None:
             server.elsewhere = link.move_elsewhere
-    server.gate.alone = place is None
+    server.barrier.alone = place is None
     if place is not None:
         await server.listen(options.host, place.shared_port, shared=True)
     stopping = asyncio.Event()
@@ -127,7 +127,7 @@ async def serve(
     if stop_on is not None:
         loop.remove_reader(stop_on)
     if options.daemon is None:
-        await core.gate.stop()
+        await core.barrier.stop()
     left = await server.drain(options.drain_s)
     if left:
         logger.warning("cutting %d requests that did not finish within %g s", left, options.drain_s)

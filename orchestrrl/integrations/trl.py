@@ -74,11 +74,11 @@ class GatewayRollout:
 
     `engine_urls` are the vLLM servers behind the gateway. They are asked directly while the gateway is gone, and get
     the weights. With `sync` or `weights_dir` the engines get the trainer's weights before the first rollout and before
-    every later one that follows an optimizer step, behind the gateway's closed gate; the step is their policy version.
-    `sync` publishes them, each rank what it has, and the daemon brings them to every engine; where the fleet has had
-    versions before, numbers go on above them. `weights_dir` is a folder that engines and trainer see under the same
-    path: they are saved there, and the engines load them. Without either that is the caller's to do, or the trainer
-    learns from a policy that is not its own.
+    every later one that follows an optimizer step, behind the gateway's closed barrier; the step is their policy
+    version. `sync` publishes them, each rank what it has, and the daemon brings them to every engine; where the fleet
+    has had versions before, numbers go on above them. `weights_dir` is a folder that engines and trainer see under the
+    same path: they are saved there, and the engines load them. Without either that is the caller's to do, or the
+    trainer learns from a policy that is not its own.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""New weights from a folder into vLLM servers: the gate closed for them, each server loads, the gate opened again.
+"""New weights from a folder into vLLM servers: the pause barrier closed for them, each server loads, the pause barrier
+opened again.
 
 With a gateway the fleet stands still under a lease, which is renewed for as long as the servers load: a trainer that
 dies meanwhile leaves no server frozen. Without one the servers are paused one by one, and nobody else resumes them.
@@ -63,10 +64,10 @@ async def _reload(
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
         if gateway_url is not None:
             pause = {"mode": "keep", "frozen": "recompute", "holder": holder, "lease_s": lease_s}
-            gate = _Gate(http, gateway_url.rstrip("/"), lease_s)
+            barrier = _Barrier(http, gateway_url.rstrip("/"), lease_s)
             with suppress(_Unreachable):
-                await gate.close(pause)
-                await _reload_behind(gate, urls, weights_path, policy_version)
+                await barrier.close(pause)
+                await _reload_behind(barrier, urls, weights_path, policy_version)
                 return
         await _reload_alone(http, urls, weights_path)
 
@@ -75,7 +76,7 @@ class _Unreachable(Exception):
     """There is no gateway."""
 
 
-class _Gate:
+class _Barrier:
     """The gateway's, held by us once it is closed. It is part of the operator API, whose port may change when the
     gateway is started again."""
 
@@ -89,7 +90,7 @@ class _Gate:
         self.restless: dict[str, str] = {}  # engines that did not come to rest, with why
 
     async def close(self, asked: Mapping[str, Any]) -> None:
-        """Raises _Unreachable; Retryable and Permanent where the gate says no."""
+        """Raises _Unreachable; Retryable and Permanent where the pause barrier says no."""
         try:
             operator_url = await self._operator_url()
         except Retryable as error:
@@ -100,7 +101,7 @@ class _Gate:
             raise Permanent(f"no weights were changed: {error}") from error
         try:
             await self._check(operator_url)
-            told = await _post(self.http, f"{operator_url}/orchestrrl/gate/pause", asked)
+            told = await _post(self.http, f"{operator_url}/orchestrrl/pause", asked)
         except Retryable as error:
             if isinstance(error.__cause__, aiohttp.ClientConnectorError):
                 raise Permanent(f"no weights were changed: {self._out_of_reach(str(error))}") from error
@@ -143,7 +144,7 @@ class _Gate:
         await self._post("resume", asked)
 
     async def _post(self, name: str, asked: Mapping[str, Any]) -> None:
-        await _post(self.http, f"{await self._operator_url()}/orchestrrl/gate/{name}", asked)
+        await _post(self.http, f"{await self._operator_url()}/orchestrrl/barrier/{name}", asked)
 
     async def _operator_url(self) -> str:
         told = await _call(self.http, "GET", f"{self._url}/version")
@@ -153,24 +154,26 @@ class _Gate:
         return url.rstrip("/")
 
 
-async def _reload_behind(gate: _Gate, urls: Sequence[str], weights_path: str, policy_version: int | None) -> None:
-    strangers = [url for url in urls if url not in gate.ids]
-    if strangers or gate.restless:
-        await gate.open(None, ())
-        because = [f"{url} is none of the gateway's engines ({', '.join(gate.ids)})" for url in strangers]
-        because += [f"{engine} could not be paused: {detail}" for engine, detail in gate.restless.items()]
+async def _reload_behind(barrier: _Barrier, urls: Sequence[str], weights_path: str, policy_version: int | None) -> None:
+    strangers = [url for url in urls if url not in barrier.ids]
+    if strangers or barrier.restless:
+        await barrier.open(None, ())
+        because = [f"{url} is none of the gateway's engines ({', '.join(barrier.ids)})" for url in strangers]
+        because += [f"{engine} could not be paused: {detail}" for engine, detail in barrier.restless.items()]
         raise Permanent(f"no weights were changed: {'; '.join(because)}")
-    holding = asyncio.create_task(gate.hold())
+    holding = asyncio.create_task(barrier.hold())
     try:
-        torn = await _load(gate.http, urls, weights_path)
+        torn = await _load(barrier.http, urls, weights_path)
     finally:
         holding.cancel()
-    others = {url for url in gate.ids if url not in urls}
-    without = [engine for url in (*torn, *sorted(others)) for engine in gate.ids[url]]
+    others = {url for url in barrier.ids if url not in urls}
+    without = [engine for url in (*torn, *sorted(others)) for engine in barrier.ids[url]]
     try:
-        await gate.open(policy_version, without, weights_path)
+        await barrier.open(policy_version, without, weights_path)
     except OrchestrRLError as error:
-        raise OutcomeUnknown(f"{weights_path} was loaded, but the gate could not be opened by us: {error}") from error
+        raise OutcomeUnknown(
+            f"{weights_path} was loaded, but the pause barrier could not be opened by us: {error}"
+        ) from error
     if torn:
         raise _torn(weights_path, torn)
 

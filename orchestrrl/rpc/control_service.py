@@ -22,7 +22,7 @@ from planner.model import ConfigurationId, EngineId, PlanId, RequestId
 class ControlService(control_pb2_grpc.ControlServicer):
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
-        self._gate = PauseService(plane)
+        self._barrier = PauseService(plane)
         self._switch = RedeploymentService(plane)
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Context) -> control_pb2.Status:
@@ -111,33 +111,35 @@ class ControlService(control_pb2_grpc.ControlServicer):
         operation = outcome.operations[0].operation if outcome.operations else ""
         return control_pb2.MoveRequestResponse(done=item.done, detail=item.detail, operation_id=operation)
 
-    async def PauseGate(self, request: control_pb2.PauseGateRequest, context: Context) -> control_pb2.Gate:
-        return await self._gate.pause(request, context)
+    async def PauseFleet(self, request: control_pb2.PauseFleetRequest, context: Context) -> control_pb2.PauseBarrier:
+        return await self._barrier.pause(request, context)
 
-    async def RenewGate(self, request: control_pb2.RenewGateRequest, context: Context) -> control_pb2.Gate:
-        return await self._gate.renew(request, context)
+    async def RenewPause(self, request: control_pb2.RenewPauseRequest, context: Context) -> control_pb2.PauseBarrier:
+        return await self._barrier.renew(request, context)
 
-    async def ResumeGate(self, request: control_pb2.ResumeGateRequest, context: Context) -> control_pb2.Gate:
-        return await self._gate.resume(request, context)
+    async def ResumeFleet(self, request: control_pb2.ResumeFleetRequest, context: Context) -> control_pb2.PauseBarrier:
+        return await self._barrier.resume(request, context)
 
-    async def GetGate(self, request: control_pb2.GetGateRequest, context: Context) -> control_pb2.Gate:
-        return self._gate.seen()
+    async def GetPauseBarrier(
+        self, request: control_pb2.GetPauseBarrierRequest, context: Context
+    ) -> control_pb2.PauseBarrier:
+        return self._barrier.seen()
 
     async def SetPolicyVersion(
         self, request: control_pb2.SetPolicyVersionRequest, context: Context
     ) -> control_pb2.SetPolicyVersionResponse:
-        return await self._gate.set_version(request, context)
+        return await self._barrier.set_version(request, context)
 
     async def CancelRequests(
         self, request: control_pb2.CancelRequestsRequest, context: Context
     ) -> control_pb2.CancelRequestsResponse:
-        return await self._gate.cancel(request, context)
+        return await self._barrier.cancel(request, context)
 
     async def AddEngine(self, request: control_pb2.AddEngineRequest, context: Context) -> control_pb2.Worker:
         new = NewEngine(request.engine_id, request.url, request.configuration, tuple(request.gpus), request.pool)
         async with refusing(context):
             self._plane.enrolment.add(new, request.reason)
-        self._plane.gate.forget([EngineId(request.engine_id)], "was added")
+        self._plane.barrier.forget([EngineId(request.engine_id)], "was added")
         return control_codec.worker_to_pb(self._plane, EngineId(request.engine_id))
 
     async def DrainEngine(self, request: control_pb2.DrainEngineRequest, context: Context) -> control_pb2.Worker:
@@ -157,7 +159,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         engine = self._engine(request.engine_id)
         async with refusing(context):
             removal = await self._plane.enrolment.remove(engine, request.force, request.reason)
-        self._plane.gate.forget([engine], "was removed")
+        self._plane.barrier.forget([engine], "was removed")
         return control_pb2.RemoveEngineResponse(
             engine_id=request.engine_id,
             requests_moved=removal.requests_moved,

@@ -1,4 +1,4 @@
-"""The Control service's calls about the gate, policy versions and cancelling: what trainers ask."""
+"""The Control service's calls about the pause barrier, policy versions and cancelling: what trainers ask."""
 
 import logging
 
@@ -17,17 +17,17 @@ class PauseService:
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
 
-    async def pause(self, request: pb.PauseGateRequest, context: Context) -> pb.Gate:
+    async def pause(self, request: pb.PauseFleetRequest, context: Context) -> pb.PauseBarrier:
         async with refusing(context):
-            await self._plane.gate.pause(pause_codec.wish_from_pb(request))
+            await self._plane.barrier.pause(pause_codec.wish_from_pb(request))
         return self.seen()
 
-    async def renew(self, request: pb.RenewGateRequest, context: Context) -> pb.Gate:
+    async def renew(self, request: pb.RenewPauseRequest, context: Context) -> pb.PauseBarrier:
         async with refusing(context):
-            await self._plane.gate.renew(request.lease_id, request.lease_s)
+            await self._plane.barrier.renew(request.lease_id, request.lease_s)
         return self.seen()
 
-    async def resume(self, request: pb.ResumeGateRequest, context: Context) -> pb.Gate:
+    async def resume(self, request: pb.ResumeFleetRequest, context: Context) -> pb.PauseBarrier:
         version = request.policy_version if request.HasField("policy_version") else None
         without = [EngineId(engine) for engine in request.without_engine_ids]
         async with refusing(context):
@@ -36,13 +36,13 @@ class PauseService:
             there = {view.id for view in self._plane.state.engines(self._plane.clock.now_s())}
             lacking = {*left_out, *self._restarted(version)} & there  # some may have been removed meanwhile
             without += sorted(lacking.difference(without))
-            await self._plane.gate.resume(request.lease_id, version, without, request.reason, request.weights_source)
+            await self._plane.barrier.resume(request.lease_id, version, without, request.reason, request.weights_source)
         return self.seen()
 
     async def _waiting_weights(self, lease_id: str, told: int | None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Those that wait for a closed gate are installed before it opens: their version, and who has not got it. Where
-        another is told it is that one. Without a lease: of whoever holds the gate."""
-        lease, weights = self._plane.gate.state.lease, self._plane.weights
+        """Those that wait for a closed barrier are installed before it opens: their version, and who has not got it.
+        Where another is told it is that one. Without a lease: of whoever holds the pause barrier."""
+        lease, weights = self._plane.barrier.state.lease, self._plane.weights
         if weights is None or lease is None or lease_id not in ("", lease.id):
             return told, ()
         return await weights.before_resume(lease.until_s, told)
@@ -56,19 +56,19 @@ class PauseService:
 
     async def _prepare(self, lease_id: str) -> None:
         """Whoever resumes again, or too late, finds requests going on."""
-        lease, prepare = self._plane.gate.state.lease, self._plane.before_resume
+        lease, prepare = self._plane.barrier.state.lease, self._plane.before_resume
         if (
             prepare is not None
             and lease is not None
             and lease_id in ("", lease.id)
             and (words := await prepare(lease.until_s))
         ):
-            logger.info("before the gate opens: %s", words)
+            logger.info("before the pause barrier opens: %s", words)
 
     async def set_version(self, request: pb.SetPolicyVersionRequest, context: Context) -> pb.SetPolicyVersionResponse:
         engines = [EngineId(engine) for engine in request.engine_ids]
         async with refusing(context):
-            newest = self._plane.gate.set_version(
+            newest = self._plane.barrier.set_version(
                 engines, request.policy_version, request.reason, request.weights_source
             )
         return pb.SetPolicyVersionResponse(policy_version=newest)
@@ -80,5 +80,5 @@ class PauseService:
             )
         return pb.CancelRequestsResponse(cancelled_ids=cancelled.requests, silent_node_ids=cancelled.silent)
 
-    def seen(self) -> pb.Gate:
-        return pause_codec.gate_to_pb(self._plane.gate)
+    def seen(self) -> pb.PauseBarrier:
+        return pause_codec.barrier_to_pb(self._plane.barrier)

@@ -18,13 +18,13 @@ class Publication:
     """`tensors` are those of which this rank has something, whole; `boxes` what it has of each. Several ranks may have
     the same.
 
-    `install`: "at_once": when all bytes are everywhere the gate is closed for it; "next_gate": the trainer goes on, and
-    engines take it when the gate is closed next, or is to be opened again; empty: as is configured. `expected`: tokens
-    that the trainer's own model goes on with from `probe`, greedily, where it says so. `run`: what all ranks call this
-    time that the version is published. Under another name it is published anew, by a trainer that was started again or
-    tries again: these are other bytes, whose parts do not go together with those of before. The same under the same
-    name was sent again as its answer was lost. `tensors` is empty where others of the rank's host have staged all that
-    it has.
+    `install`: "at_once": when all bytes are everywhere the pause barrier is closed for it; "next_pause": the trainer
+    goes on, and engines take it when the pause barrier is closed next, or is to be opened again; empty: as is
+    configured. `expected`: tokens that the trainer's own model goes on with from `probe`, greedily, where it says so.
+    `run`: what all ranks call this time that the version is published. Under another name it is published anew, by a
+    trainer that was started again or tries again: these are other bytes, whose parts do not go together with those of
+    before. The same under the same name was sent again as its answer was lost. `tensors` is empty where others of the
+    rank's host have staged all that it has.
     """
 
     version: int
@@ -33,7 +33,7 @@ class Publication:
     peer: PeerId
     tensors: tuple[TensorMeta, ...]
     boxes: Mapping[str, tuple[Box, ...]]
-    install: Literal["", "at_once", "next_gate"] = ""
+    install: Literal["", "at_once", "next_pause"] = ""
     plane: str = "tree"
     began_s: float = 0.0  # seconds since the Unix epoch
     offload_s: float = 0.0

@@ -107,7 +107,7 @@ def problem_of(
     transfer: KvTransferCost,
     work_budget: int | None,
 ) -> MakespanProblem:
-    """The problem for one estimate of the lengths. Gain is judged by the gate, so epsilon is 0.
+    """The problem for one estimate of the lengths. Gain is judged by plan admission, so epsilon is 0.
 
     An engine admits what fits at its longest, so an estimate beyond the largest KV cache means: until that is full.
     """

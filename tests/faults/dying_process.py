@@ -26,7 +26,7 @@ from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.orders import PeerOrders
 
 # What a weight sync writes.
-OURS = (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.WEIGHTS, EntryKind.SYNC_ENDED, EntryKind.GATE)
+OURS = (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.WEIGHTS, EntryKind.SYNC_ENDED, EntryKind.BARRIER)
 
 
 class Marked:

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from rings import Writer  # type: ignore[import-not-found]  # of the folder on PYTHONPATH
+from rings import RingWriter  # type: ignore[import-not-found]  # of the folder on PYTHONPATH
 
 ITERATION_NS = 400_000_000
 BUSY_S = 0.03
@@ -36,7 +36,7 @@ def announce(writer: Writer, iteration: int, ranks: int) -> None:
 
 
 def main(rings: str, rank: int, ranks: int, progress: Path, announces: bool) -> None:
-    writer = Writer(Path(rings), job="small")
+    writer = RingWriter(Path(rings), job="small")
     writer.place(rank, ranks)
     group, reduce = writer.group(range(ranks), "all"), writer.op("all_reduce")
     for iteration in itertools.count():

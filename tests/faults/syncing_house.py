@@ -277,7 +277,7 @@ class House:
 
     async def _one_version(self, wanted: Sequence[int]) -> tuple[int | None, str]:
         """The fleet's, where it is one and all is at rest; else why not."""
-        status, gate = await self.status(), await self.gate()
+        status, barrier = await self.status(), await self.barrier()
         if status.sync is None or not status.sync.over:
             return None, f"a sync is under way: {status.sync}"
         if status.quarantined or not all(peer.attached for peer in status.peers):
@@ -287,9 +287,9 @@ class House:
             return None, f"only {healthy} are healthy"
         if version is None or version not in wanted:
             return None, f"the fleet has version {version}"
-        known = {each.engine_id: each.policy_version for each in gate.engines}
-        if gate.phase != "open" or known != dict.fromkeys(self.engines, version):
-            return None, f"the gate is {gate.phase}, engines are known to have {known}"
+        known = {each.engine_id: each.policy_version for each in barrier.engines}
+        if barrier.phase != "open" or known != dict.fromkeys(self.engines, version):
+            return None, f"the pause barrier is {barrier.phase}, engines are known to have {known}"
         # One that is at rest to be repaired would hold our request, and wait for it: it is taken back.
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASKED_S)) as http:
             for engine, url in self.urls.items():
@@ -312,9 +312,9 @@ class House:
         async with ControlClient(self.address) as client:
             return status_from_pb(await client.ask(client.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
-    async def gate(self) -> control_pb2.Gate:
+    async def barrier(self) -> control_pb2.PauseBarrier:
         async with ControlClient(self.address) as client:
-            return await client.ask(client.control.GetGate, control_pb2.GetGateRequest())
+            return await client.ask(client.control.GetPauseBarrier, control_pb2.GetPauseBarrierRequest())
 
     async def report(self, version: int) -> SyncReport:
         async with ControlClient(self.address) as client:

@@ -55,13 +55,16 @@ class House(Switching):
         await self.all_have_it()
 
     async def all_have_it(self) -> None:
-        """By what each engine says, the peer, and the gate."""
+        """By what each engine says, the peer, and the pause barrier."""
         wanted = dict.fromkeys(await self.engines(), self.version)
 
         async def so() -> bool:
-            status, gate = await self.weights(), await self.ask("GetGate", control_pb2.GetGateRequest())
+            status, barrier = (
+                await self.weights(),
+                await self.ask("GetPauseBarrier", control_pb2.GetPauseBarrierRequest()),
+            )
             served = {engine for peer in status.peers for engine in peer.engines}
-            told = {each.engine_id: each.policy_version for each in gate.engines}
+            told = {each.engine_id: each.policy_version for each in barrier.engines}
             return (status.committed, set(served), told) == (self.version, wanted.keys(), wanted)
 
         await until(so, 0.1)

@@ -296,31 +296,31 @@ async def test_two_gateways(house: House) -> None:
         await other.stop()
 
 
-async def test_a_trainer_that_closes_the_gate_waits_for_the_switch(house: House) -> None:
+async def test_a_trainer_that_closes_the_barrier_waits_for_the_switch(house: House) -> None:
     async with house.step():
         async with house.standing_still(WIDE, "ready", "running") as id:
-            closing = asyncio.create_task(house.ask("PauseGate", control_pb2.PauseGateRequest(holder="trainer")))
-        gate = await closing
-        assert gate.phase == "quiet"
+            closing = asyncio.create_task(house.ask("PauseFleet", control_pb2.PauseFleetRequest(holder="trainer")))
+        barrier = await closing
+        assert barrier.phase == "quiet"
         report = await house.report(id)
         assert report.state == "done"
-        with pytest.raises(Permanent, match="the gate is closed"):
+        with pytest.raises(Permanent, match="the pause barrier is closed"):
             await house.begin(NARROW)
-        await house.ask("ResumeGate", control_pb2.ResumeGateRequest(lease_id=gate.lease_id))
+        await house.ask("ResumeFleet", control_pb2.ResumeFleetRequest(lease_id=barrier.lease_id))
     await check_whole(house, report, "done")
 
 
-async def test_the_daemon_is_killed_with_a_trainer_at_the_gate(house: House) -> None:
+async def test_the_daemon_is_killed_with_a_trainer_at_the_barrier(house: House) -> None:
     async with house.step():
         async with house.standing_still(WIDE, "ready", "running") as id:
-            closing = asyncio.create_task(house.ask("PauseGate", control_pb2.PauseGateRequest(holder="trainer")))
+            closing = asyncio.create_task(house.ask("PauseFleet", control_pb2.PauseFleetRequest(holder="trainer")))
             await asyncio.sleep(0.3)
             house.mark(kind="warm_up", state="running")
         await house.daemon.until_ended()
         await asyncio.gather(closing, return_exceptions=True)
         await house.daemon.start()
         with contextlib.suppress(Permanent):
-            await house.ask("ResumeGate", control_pb2.ResumeGateRequest())
+            await house.ask("ResumeFleet", control_pb2.ResumeFleetRequest())
         report = await house.until_over(id)
     await check_whole(house, report, "rolled_back")
 

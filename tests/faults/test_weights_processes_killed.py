@@ -45,7 +45,8 @@ async def test_nothing_goes_wrong(house: House) -> None:
         await house.brought(version)
 
 
-# began, prepared, fence, the gate is told to close, it is quiet, install, weights (the commit), the gate opens, ended
+# began, prepared, fence, the pause barrier is told to close, it is quiet, install, weights (the commit), the pause
+# barrier opens, ended
 ENTRIES = 9
 COMMIT = 7
 # What happens between an entry and the next has happened when it is killed before the next.
@@ -179,11 +180,12 @@ async def test_an_engine_is_killed_after_the_commit(house: House, kind: str) -> 
 
 
 @pytest.mark.parametrize(
-    "kind", ["sync.step", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sync.began", "gate", "weights"))]
+    "kind",
+    ["sync.step", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sync.began", "barrier", "weights"))],
 )
 async def test_the_gateway_is_killed(house: House, kind: str) -> None:
-    """Before the gate closes, while it does, when it is closed, and before it opens. Nobody tells the next one which
-    version engines have, until the daemon goes on: it is the one from before."""
+    """Before the pause barrier closes, while it does, when it is closed, and before it opens. Nobody tells the next one
+    which version engines have, until the daemon goes on: it is the one from before."""
     where: dict[str, Any] = {"step": "install"} if kind == "sync.step" else {"kind": kind}
     house.daemon.mark("entry-after", stop=True, **where)
     async with house.requests(unknown=house.version):

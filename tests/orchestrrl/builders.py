@@ -2,17 +2,17 @@
 
 from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.fleet.reports import (
+    BarrierReport,
     EngineFailovers,
     EngineReport,
     EngineSample,
     FinishedRequest,
-    GateReport,
     GatewayReport,
 )
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestState, RequestView
 
 GATEWAY = NodeId("gw")
-OPEN = GateReport()
+OPEN = BarrierReport()
 
 
 def sample(at_s: float = 0.0, running: int = 1, waiting: int = 0, total: int = 0, **more: float) -> EngineSample:
@@ -62,10 +62,10 @@ def gateway_report(
     done: tuple[FinishedRequest, ...] = (),
     gateway: NodeId = GATEWAY,
     at_s: float = 0.0,
-    gate: GateReport = OPEN,
+    barrier: BarrierReport = OPEN,
     failovers: tuple[EngineFailovers, ...] = (),
 ) -> GatewayReport:
-    return GatewayReport(gateway, sequence, at_s, f"http://{gateway}", in_flight, done, gate, failovers)
+    return GatewayReport(gateway, sequence, at_s, f"http://{gateway}", in_flight, done, barrier, failovers)
 
 
 def gateway_hello(*engines: str, gateway: NodeId = GATEWAY) -> NodeHello:

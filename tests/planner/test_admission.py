@@ -1,4 +1,4 @@
-"""The gate: acts exactly when the gain pays for the cost, on fresh inputs, as mode and operator allow."""
+"""Plan admission: acts exactly when the gain pays for the cost, on fresh inputs, as mode and operator allow."""
 
 from dataclasses import replace
 

@@ -7,13 +7,14 @@ import sys
 _DIGEST = """
 import hashlib
 import numpy as np
-from orchestrrl.lab.sim.net.fabrics.base import Failures, Period, Stage
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import build
-from orchestrrl.lab.sim.net.model import Flows, Servers
+from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 found, src = hashlib.sha256(), np.arange(64)
-period = Period("p", Stage.TRAIN, Flows(src, src + 64, np.full(64, 1e9)))
+period = Period("p", FabricStage.TRAIN, GpuFlows(src, src + 64, np.full(64, 1e9)))
 for kind in ("rfabric", "mixnet", "topoopt"):
-    fabric = build(kind, Servers(24)).without(Failures(nics=frozenset({1, 9, 170}), tor_uplinks={0: 0.3, 1: 0.5}))
+    failures = SimulatedFailures(nics=frozenset({1, 9, 170}), tor_uplinks={0: 0.3, 1: 0.5})
+    fabric = build(kind, Servers(24)).without(failures)
     network = fabric.network(period)
     routes = network.router(src, src + 100)
     for part in (network.capacity_bytes_per_s, routes.begin, routes.link, routes.share, routes.latency_s):

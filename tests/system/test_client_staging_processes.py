@@ -16,10 +16,10 @@ def test_a_trainer_that_is_killed_while_it_stages_leaves_nothing_that_counts(tmp
 import sys, time
 from pathlib import Path
 import numpy as np
-from orchestrrl.weights.trainer.boxes import Piece
+from orchestrrl.weights.trainer.boxes import TensorPiece
 from orchestrrl.weights.trainer.staging import ArrayCopies, stage
 from orchestrrl.weights.model import ShardMap, TensorMeta, VersionMap
-from orchestrrl.weights.peer.store import Store
+from orchestrrl.weights.peer.store import VersionStore
 
 class Hangs(ArrayCopies):
     def copy(self, piece, into):
@@ -28,7 +28,7 @@ class Hangs(ArrayCopies):
         time.sleep(3600)
 
 meta = TensorMeta("w", "F64", (3,))
-stage(Path({str(tmp_path)!r}), 1, 0, 1, [Piece(meta, meta.whole, np.zeros(3))], Hangs())
+stage(Path({str(tmp_path)!r}), 1, 0, 1, [TensorPiece(meta, meta.whole, np.zeros(3))], Hangs())
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None

@@ -8,8 +8,11 @@ from orchestrrl.engines import handover
 
 def test_its_parts_load_without_orchestrrl() -> None:
     """As in vLLM's process: bare names, and nothing but the standard library."""
-    script = "import sys; import kv_desk, kv_entries; print(kv_desk.Desk.__module__, 'orchestrrl' in sys.modules)"
+    script = (
+        "import sys; import kv_scheduler, kv_entries;"
+        " print(kv_scheduler.KvTransferScheduler.__module__, 'orchestrrl' in sys.modules)"
+    )
     environment = {"PYTHONPATH": str(handover.MODULE_FOLDER)}
     command = [sys.executable, "-S", "-c", script]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["kv_desk", "False"]
+    assert told.stdout.split() == ["kv_scheduler", "False"]

@@ -13,13 +13,13 @@ from tests.orchestrrl.core.journal.test_journal import path
 WRITER = """
 import sys
 from pathlib import Path
-from orchestrrl.core.journal.store import Journal, Kind
+from orchestrrl.core.journal.store import EntryKind, Journal
 journal = Journal(Path(sys.argv[1]), at_s=0.0)
 print(journal.generation, flush=True)
 while True:
     id = f"op-{journal.generation}-{journal.last_sequence + 1}"
-    journal.append(0.0, Kind.OPERATION_INTENT, id, {"n": 1})
-    print(journal.append(0.0, Kind.OPERATION_RESULT, id, {"n": 2}), flush=True)
+    journal.append(0.0, EntryKind.OPERATION_INTENT, id, {"n": 1})
+    print(journal.append(0.0, EntryKind.OPERATION_RESULT, id, {"n": 2}), flush=True)
 """
 
 

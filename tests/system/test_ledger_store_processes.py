@@ -14,21 +14,22 @@ _WRITER = """
 import asyncio, sys
 from pathlib import Path
 from orchestrrl.core.clock import WallClock
-from orchestrrl.engines.base import Chunk, Endpoint
-from orchestrrl.gateway import store as module
+from orchestrrl.engines.base import Chunk, CompletionEndpoint
+from orchestrrl.gateway.ledger import store as module
 from orchestrrl.gateway.http.completion_requests import read_ask
-from orchestrrl.gateway.ledger.store import Keep, Store
+from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 
 module.PROGRESS_S, module.BATCH_S = 0.004, 0.002
 
 async def main():
-    store = Store(Keep(Path(sys.argv[1]), from_s=0.0), WallClock())
+    store = LedgerStore(RetentionPolicy(Path(sys.argv[1]), from_s=0.0), WallClock())
     store.start()
     body = {"prompt": [1, 2, 3], "max_tokens": 100_000}
     entries = []
     for k in range(20):
-        ask = read_ask(Endpoint.COMPLETIONS, body, request_id=f"r{k}", group="", tag="", default_model="m", now_s=0.0)
-        entries.append(await store.enter(f"r{k}", Endpoint.COMPLETIONS, body, 1.0, ask.records))
+        ids = {"request_id": f"r{k}", "group": "", "tag": ""}
+        ask = read_ask(CompletionEndpoint.COMPLETIONS, body, default_model="m", now_s=0.0, **ids)
+        entries.append(await store.enter(f"r{k}", CompletionEndpoint.COMPLETIONS, body, 1.0, ask.records))
     records = [entry.records[0] for entry in entries]
     print("started", flush=True)
     for i in range(100_000):

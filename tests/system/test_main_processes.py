@@ -69,7 +69,16 @@ def completion(words: str, shell: str) -> dict[str, str]:
 @pytest.mark.smoke
 def test_help_and_completion_import_nothing_heavy() -> None:
     helps = [["--version"], *([*path.split(), "--help"] for path in ("", *GROUPS, *COMMANDS))]
-    typed = ("fab", "--", "fabric ", "fabric allocate --", "plan solve --", "gateway --", "gate pause --mode ", "mode ")
+    typed = (
+        "fab",
+        "--",
+        "fabric ",
+        "fabric allocate --",
+        "plan solve --",
+        "gateway --",
+        "pause --mode ",
+        "mode ",
+    )
     completed = [([], completion(f"orchestrrl {words}", shell)) for words in typed for shell in ("bash", "zsh", "fish")]
     modules = imported(LISTING, text=json.dumps([*((arguments, {}) for arguments in helps), *completed]))
     assert not HEAVY & modules

@@ -223,7 +223,7 @@ async def test_engines_of_a_killed_daemon_are_adopted(house: House) -> None:
 DIES = """\
 import os
 from orchestrrl.fleet.deployers import ray_cluster
-for owner in (ray_cluster.Cluster, ray_cluster.Places):
+for owner in (ray_cluster.RayCluster, ray_cluster.EnginePlaces):
     if hasattr(owner, {before!r}):
         setattr(owner, {before!r}, lambda *_, **__: os._exit(9))
 main()

@@ -12,8 +12,8 @@ from tests.orchestrrl.integrations.instrument.test_rings import reader, writer
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from orchestrrl.integrations.instrument.rings import Writer
-writer = Writer(Path(sys.argv[1]))
+from orchestrrl.integrations.instrument.rings import RingWriter
+writer = RingWriter(Path(sys.argv[1]))
 writer.begin(writer.op("x"))
 os.kill(os.getpid(), signal.SIGKILL)
 """

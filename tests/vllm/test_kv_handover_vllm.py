@@ -328,8 +328,8 @@ async def test_kv_of_old_weights_never_reaches_new_ones(pair: Pair, tiny_model: 
 async def test_weights_change_under_a_running_request(
     handover_servers: tuple[Path, tuple[LocalEngine, ...]], pair: Pair, tiny_model: Path, other_weights: Path
 ) -> None:
-    """Through the gate: it goes on under the new weights, whose KV is computed anew, also by a move that was to bring
-    it; the next move, from an attempt of the new weights alone, brings theirs."""
+    """Through the pause barrier: it goes on under the new weights, whose KV is computed anew, also by a move that was
+    to bring it; the next move, from an attempt of the new weights alone, brings theirs."""
     of_earlier_tests = set(pair.store.root.rglob("*.kv"))
     path, body = COMPLETION
     body = {**body, "prompt": next(prompts), "max_tokens": INTERRUPTED_TOKENS + 310, "logprobs": None}
@@ -337,17 +337,17 @@ async def test_weights_change_under_a_running_request(
     house.url = await house.server.start("127.0.0.1", 0)
     operator = await house.server.start_operator("127.0.0.1", 0)
 
-    async def gate(path: str, asked: dict[str, Any]) -> dict[str, Any]:
-        async with pair.http.post(f"{operator}/orchestrrl/gate/{path}", json=asked) as response:
+    async def barrier(path: str, asked: dict[str, Any]) -> dict[str, Any]:
+        async with pair.http.post(f"{operator}/orchestrrl/barrier/{path}", json=asked) as response:
             assert response.status == 200, await response.text()
             told: dict[str, Any] = await response.json()
             return told
 
     async def update(model: Path, version: int) -> None:
-        closed = await gate("pause", {"holder": "test", "lease_s": 10 * DEADLINE_S})
+        closed = await barrier("pause", {"holder": "test", "lease_s": 10 * DEADLINE_S})
         assert closed["phase"] == "quiet"
         await asyncio.gather(*(pair.reload_weights(server, model) for server in range(2)))
-        await gate("resume", {"lease_id": closed["lease_id"], "policy_version": version})
+        await barrier("resume", {"lease_id": closed["lease_id"], "policy_version": version})
 
     old = await house.ask(pair.urls[0], path, {**body, "max_tokens": 300}, stream=True)
     await update(tiny_model, 1)

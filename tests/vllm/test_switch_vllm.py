@@ -44,7 +44,7 @@ async def test_who_comes_has_the_weights_that_the_others_were_given(house: House
     before = await step.undisturbed(next(iter(old.values())))
     await asyncio.to_thread(reload_weights, list(old.values()), other_weights)
     named = [word for engine in old for word in ("--engine", engine)]
-    await house.orchestrrl("gate", "set-version", "3", *named, "--weights", str(other_weights))
+    await house.orchestrrl("engines", "set-version", "3", *named, "--weights", str(other_weights))
 
     report = await house.switch("tp1=3")
     assert report["closed_s"] is None  # its GPU was free: nobody had to wait
@@ -53,9 +53,9 @@ async def test_who_comes_has_the_weights_that_the_others_were_given(house: House
     answers = [await step.undisturbed(url) for url in (engines[new], *old.values())]
     assert answers[0] == answers[1] == answers[2]
     assert answers[0] != before
-    gate = json.loads(await house.orchestrrl("gate", "status", "--json"))
-    assert (gate["policy_version"], gate["weights_source"]) == (3, str(other_weights))
-    assert {engine["engine_id"]: engine["policy_version"] for engine in gate["engines"]} == dict.fromkeys(engines, 3)
+    barrier = json.loads(await house.orchestrrl("barrier", "--json"))
+    assert (barrier["policy_version"], barrier["weights_source"]) == (3, str(other_weights))
+    assert {engine["engine_id"]: engine["policy_version"] for engine in barrier["engines"]} == dict.fromkeys(engines, 3)
 
 
 async def switched(house: House, step: Step, before: str, after: str) -> dict[str, Any]:

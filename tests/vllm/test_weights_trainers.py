@@ -94,7 +94,7 @@ async def test_the_example_publishes_every_step(more: list[str], tiny_model: Pat
         await run_python(*launcher, example, *named, *more)
     said = daemon.publications
     assert sorted((each.version, each.rank) for each in said) == [(v, r) for v in (1, 2, 3) for r in (0, 1)]
-    assert {each.install for each in said} == {"next_gate" if more else ""}  # as the daemon is configured
+    assert {each.install for each in said} == {"next_pause" if more else ""}  # as the daemon is configured
     served = tensors_in(tiny_model / "model.safetensors")
     versions = [put_together((tmp_path, each) for each in said if each.version == version)[0] for version in (1, 2, 3)]
     assert all(sorted(version) == sorted(served) for version in versions)

@@ -138,7 +138,7 @@ async def test_three_versions_while_requests_run(
 
 
 @pytest.mark.slow
-async def test_a_version_waits_for_the_gate(
+async def test_a_version_waits_for_the_barrier(
     vllm_servers: tuple[LocalEngine, ...], tiny_model: Path, tmp_path: Path
 ) -> None:
     async with (
@@ -149,20 +149,20 @@ async def test_a_version_waits_for_the_gate(
     ):
         async with Traffic(house, http) as traffic:
             await traffic.all_have(None)
-            await house.trainer.ask({"publish": 1, "seed": 1, "install": "next_gate"})
+            await house.trainer.ask({"publish": 1, "seed": 1, "install": "next_pause"})
             await until_prepared(daemon, 1)
             had = [len(flight.tokens) for flight in traffic.long]
             await traffic.until(
                 lambda: all(len(f.tokens) > then + TOKENS_EACH for f, then in zip(traffic.long, had, strict=True))
             )
-            # Of those that stay in engines a few tokens may be told to be of the version before: docs/gate.md.
+            # Of those that stay in engines a few tokens may be told to be of the version before: docs/pausing.md.
             asked = {"holder": "an operator", "frozen": "taken_back", "lease_s": DEADLINE_S}
             operator = await operator_url(http, "")
-            async with http.post(f"{operator}/orchestrrl/gate/pause", json=asked) as response:
+            async with http.post(f"{operator}/orchestrrl/pause", json=asked) as response:
                 assert response.status == 200, await response.text()
                 lease = (await response.json())["lease_id"]
             assert (await status_of(daemon)).committed is None
-            async with http.post(f"{operator}/orchestrrl/gate/resume", json={"lease_id": lease}) as response:
+            async with http.post(f"{operator}/orchestrrl/resume", json={"lease_id": lease}) as response:
                 assert response.status == 200, await response.text()
             assert (await status_of(daemon)).committed == 1
             report = SYNC.validate_python(await house.trainer.ask({"wait": 1}))
@@ -204,7 +204,7 @@ async def test_a_server_is_killed_as_it_takes_a_version(
                     while not await cache_hits(http, doomed.url):
                         await asyncio.sleep(0.2)
 
-                await house.trainer.ask({"publish": 2, "seed": 2, "install": "next_gate"})
+                await house.trainer.ask({"publish": 2, "seed": 2, "install": "next_pause"})
                 await until_prepared(daemon, 2)
                 house.peers["gen1"].signal(signal.SIGSTOP)  # it is ordered to install, and does not begin
                 await daemon.ask(daemon.weights.InstallSync, weights_pb2.InstallSyncRequest())

@@ -1,4 +1,4 @@
-"""`orchestrrl gate` and `orchestrrl cancel`: have requests stand still while weights change, and end answers."""
+"""`orchestrrl pause`, `renew`, `resume`, `barrier`: bring the fleet to rest while weights change. And `cancel`."""
 
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.fleet.pause_text import gate_lines, progress
+from orchestrrl.cli.fleet.pause_text import barrier_lines, progress
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import agent_pb2, control_pb2
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stderr, stdout
@@ -62,21 +62,21 @@ def pause(
 
     Where it is not quiet in time, all goes on as before, and the exit status is 1.
 
-    Example: `orchestrrl gate pause --mode wait --deadline-s 300 --holder "weights of step 12"`
+    Example: `orchestrrl pause --mode wait --deadline-s 300 --holder "weights of step 12"`
     """
 
     import asyncio
 
     async def conversation(client: "ControlClient") -> dict[str, Any]:
-        order = control_pb2.PauseGateRequest(
-            mode=agent_pb2.GateMode.Value(f"GATE_MODE_{mode.name}"),
+        order = control_pb2.PauseFleetRequest(
+            mode=agent_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.name}"),
             frozen=agent_pb2.FrozenRequests.Value(f"FROZEN_REQUESTS_{frozen.name}"),
             holder=holder,
             lease_s=lease_s,
             deadline_s=deadline_s,
         )
         patience_s = (deadline_s or lease_s or USUAL_S) + ANSWER_S
-        asked = asyncio.create_task(answer(client, client.control.PauseGate, order, timeout_s=patience_s))
+        asked = asyncio.create_task(answer(client, client.control.PauseFleet, order, timeout_s=patience_s))
         told = ""
         while not (await asyncio.wait({asked}, timeout=LOOK_EVERY_S))[0]:
             words = progress(await _seen(client))
@@ -85,35 +85,35 @@ def pause(
                 told = words
         return await asked
 
-    gate = ask(daemon, conversation)
+    barrier = ask(daemon, conversation)
     if as_json:
-        print_json(gate)
+        print_json(barrier)
         return
-    print_lines([*gate_lines(gate), f"go on with [bold]orchestrrl gate resume {escape(gate['lease_id'])}[/bold]"])
-    print_lines(_troubles(gate))
+    print_lines([*barrier_lines(barrier), f"go on with [bold]orchestrrl resume {escape(barrier['lease_id'])}[/bold]"])
+    print_lines(_troubles(barrier))
 
 
 def renew(
-    lease: Annotated[str, typer.Argument(help="As `gate pause` told it.", metavar="LEASE")],
+    lease: Annotated[str, typer.Argument(help="As `pause` told it.", metavar="LEASE")],
     lease_s: LeaseSeconds = USUAL_S,
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:
     """Keep the fleet at rest for longer. Refused when the lease has ended: requests have gone on since.
 
-    Example: `orchestrrl gate renew g1795274800-1 --lease-s 120`
+    Example: `orchestrrl renew g1795274800-1 --lease-s 120`
     """
 
     async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(
-            client, client.control.RenewGate, control_pb2.RenewGateRequest(lease_id=lease, lease_s=lease_s)
+            client, client.control.RenewPause, control_pb2.RenewPauseRequest(lease_id=lease, lease_s=lease_s)
         )
 
-    gate = ask(daemon, conversation)
+    barrier = ask(daemon, conversation)
     if as_json:
-        print_json(gate)
+        print_json(barrier)
     else:
-        print_lines(gate_lines(gate))
+        print_lines(barrier_lines(barrier))
 
 
 def resume(
@@ -131,45 +131,45 @@ def resume(
 ) -> None:
     """Let requests go on, under the weights that engines have now.
 
-    Example: `orchestrrl gate resume --policy-version 13 --weights /shared/weights/13`
+    Example: `orchestrrl resume --policy-version 13 --weights /shared/weights/13`
     """
 
     async def conversation(client: "ControlClient") -> dict[str, Any]:
-        order = control_pb2.ResumeGateRequest(
+        order = control_pb2.ResumeFleetRequest(
             lease_id=lease,
             policy_version=policy_version,
             weights_source=weights,
             without_engine_ids=without or [],
             reason=reason,
         )
-        return await answer(client, client.control.ResumeGate, order)
+        return await answer(client, client.control.ResumeFleet, order)
 
-    gate = ask(daemon, conversation)
+    barrier = ask(daemon, conversation)
     if as_json:
-        print_json(gate)
+        print_json(barrier)
     else:
-        print_lines([*gate_lines(gate), *_troubles(gate)])
+        print_lines([*barrier_lines(barrier), *_troubles(barrier)])
 
 
 def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
     """Say whether requests stand still, for whom and how long, and which weights engines have.
 
-    Example: `orchestrrl gate status`
+    Example: `orchestrrl barrier`
     """
-    gate = ask(daemon, _seen)
+    barrier = ask(daemon, _seen)
     if as_json:
-        print_json(gate)
+        print_json(barrier)
         return
-    print_lines(gate_lines(gate))
+    print_lines(barrier_lines(barrier))
     print_table(
         "Gateways",
         ("gateway", "phase", "running", "frozen", "held"),
-        (_gateway_row(gateway) for gateway in gate["gateways"]),
+        (_gateway_row(gateway) for gateway in barrier["gateways"]),
     )
     print_table(
         "Engines",
         ("engine", "weights", "remark"),
-        ((engine["engine_id"], _version(engine), _remark(engine)) for engine in gate["engines"]),
+        ((engine["engine_id"], _version(engine), _remark(engine)) for engine in barrier["engines"]),
     )
 
 
@@ -181,9 +181,9 @@ def set_version(
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:
-    """Tell which weights engines have that got them without the gate, e.g. one that was left out or restarted.
+    """Tell which weights engines have that got them without the pause barrier, e.g. after a restart.
 
-    Example: `orchestrrl gate set-version 13 --engine vllm-1`
+    Example: `orchestrrl engines set-version 13 --engine vllm-1`
     """
 
     async def conversation(client: "ControlClient") -> dict[str, Any]:
@@ -229,7 +229,7 @@ def cancel(
 
 
 async def _seen(client: "ControlClient") -> dict[str, Any]:
-    return await answer(client, client.control.GetGate, control_pb2.GetGateRequest())
+    return await answer(client, client.control.GetPauseBarrier, control_pb2.GetPauseBarrierRequest())
 
 
 def _gateway_row(gateway: dict[str, Any]) -> tuple[object, ...]:
@@ -247,19 +247,16 @@ def _remark(engine: dict[str, Any]) -> str:
     return engine["detail"] or ("" if engine["done"] else "not done")
 
 
-def _troubles(gate: dict[str, Any]) -> list[str]:
+def _troubles(barrier: dict[str, Any]) -> list[str]:
     return [
         f"[yellow]{escape(engine['engine_id'])}[/yellow]: {escape(_remark(engine))}"
-        for engine in gate["engines"]
+        for engine in barrier["engines"]
         if not engine["done"]
     ]
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(cancel)
-    gate = group(app, "gate")
-    gate.command()(pause)
-    gate.command()(renew)
-    gate.command()(resume)
-    gate.command()(status)
-    gate.command("set-version")(set_version)
+    for command in (cancel, pause, renew, resume):
+        app.command()(command)
+    app.command("barrier")(status)
+    group(app, "engines").command("set-version")(set_version)

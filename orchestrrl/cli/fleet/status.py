@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.fleet.pause_text import gate_lines
+from orchestrrl.cli.fleet.pause_text import barrier_lines
 from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate, time_of_day
 from orchestrrl.cli.lazy import control_pb2, redeploy_text, weights_pb2
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
@@ -193,7 +193,7 @@ def summary(seen: dict[str, Any]) -> list[str]:
         *policy_summary(seen["balance_policy"], seen["balance_policy_reason"]),
         f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
         calibration(seen["plan_calibration"]),
-        *gate_summary(seen["gate"]),
+        *barrier_summary(seen["barrier"]),
         *redeploy_text.switch_summary(seen["switch"]),
         *fabric_summary(seen),
         *(f"[yellow]{pause['part']} is paused[/yellow]: {escape(pause_words(pause))}" for pause in seen["pauses"]),
@@ -238,12 +238,12 @@ def remarks(workers: Iterable[dict[str, Any]], nodes: Iterable[str] = ()) -> lis
     return [*nodes, *(remark for worker in workers for remark in worker["remarks"])]
 
 
-def gate_summary(gate: dict[str, Any] | None) -> list[str]:
+def barrier_summary(barrier: dict[str, Any] | None) -> list[str]:
     """Nothing where it is open and nobody has told a policy version."""
-    if gate is None or (gate["phase"] in ("", "open") and gate["policy_version"] is None):
+    if barrier is None or (barrier["phase"] in ("", "open") and barrier["policy_version"] is None):
         return []
-    lines = gate_lines(gate)
-    return lines[:1] if gate["phase"] in ("", "open") else lines
+    lines = barrier_lines(barrier)
+    return lines[:1] if barrier["phase"] in ("", "open") else lines
 
 
 def fabric_summary(seen: dict[str, Any]) -> list[str]:

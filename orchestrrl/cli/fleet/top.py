@@ -14,10 +14,10 @@ from orchestrrl.cli.control import DaemonOption, answer, ask, follow
 from orchestrrl.cli.fleet.moves import move_row, reasons
 from orchestrrl.cli.fleet.status import (
     ago,
+    barrier_summary,
     control_words,
     fetch_status,
     fetch_weights,
-    gate_summary,
     health_words,
     kv_used,
     summary,
@@ -88,7 +88,7 @@ async def look(client: "ControlClient") -> dict[str, Any]:
 def picture(seen: dict[str, Any]) -> RenderableType:
     status, balance, plan = seen["status"], seen["balance"], seen["plan"]
     whole, worries = summary(status), trouble(status)
-    parts: list[RenderableType] = [*whole[: 4 + len(worries)], *gate_summary(status["gate"])]
+    parts: list[RenderableType] = [*whole[: 4 + len(worries)], *barrier_summary(status["barrier"])]
     parts += weights_summary(seen["weights"], status["now_unix_s"])
     parts += [*redeploy_text.switch_summary(status["switch"]), _workers(status["workers"])]
     if balance is not None:

@@ -100,8 +100,8 @@ def profile(
     """Show where the time of a version went, phase by phase, and what to do about it.
 
     The share is that of the time which was waited for a phase, from the trainer's first move until requests run by the
-    new version. Circuits that are taken down, and waiting for somebody to close the gate, are beside it: nobody waits
-    for them. Transfer and edges stand against the plan's estimate and a bound that no plan beats.
+    new version. Circuits that are taken down, and waiting for somebody to close the pause barrier, are beside it:
+    nobody waits for them. Transfer and edges stand against the plan's estimate and a bound that no plan beats.
 
     Example: `orchestrrl sync profile 12`
 
@@ -187,7 +187,7 @@ def abort(
 def install(
     sync_id: SyncArgument = "", reason: Reason = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False
 ) -> None:
-    """Install now what is on every host and waits for the gate to be closed (`install: next_gate`).
+    """Install now what is on every host and waits for the pause barrier to be closed (`install: next_pause`).
 
     Example: `orchestrrl sync install --reason "nobody generates for a while"`
     """

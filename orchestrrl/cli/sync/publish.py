@@ -31,9 +31,9 @@ HELP = """Publish a checkpoint: a folder of safetensors files, one or sharded, a
 
 For going back to an earlier checkpoint, and for trying; a trainer publishes by itself
 (`orchestrrl.weights.trainer.client`). It runs on the host of a peer, into whose folder the tensors are copied. It ends
-with the sync, or with `--next-gate` when every host has the version; Ctrl-C leaves it running.
+with the sync, or with `--next-pause` when every host has the version; Ctrl-C leaves it running.
 
-Exit status 0 when every engine has the version, or takes it at the next gate; 1 when the fleet has the one from before,
+Exit status 0 when every engine has the version, or takes it at the next pause; 1 when the fleet has the one before,
 or engines are in quarantine.
 
 Example: `orchestrrl sync publish checkpoints/step-400 --peer train0`
@@ -50,8 +50,8 @@ def publish(
     peer_folder: Annotated[
         Path | None, typer.Option("--peer-folder", help="The peer's --folder, where it was given one.")
     ] = None,
-    next_gate: Annotated[
-        bool, typer.Option("--next-gate", help="Engines take it when the gate is closed next, not at once.")
+    next_pause: Annotated[
+        bool, typer.Option("--next-pause", help="Engines take it when the pause barrier is closed next, not at once.")
     ] = False,
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
@@ -68,14 +68,16 @@ def publish(
             size = words.size(sum(piece.bytes for piece in pieces))
             into = escape(str(client.folder))
             stderr().print(f"version {number}: staging {len(pieces)} tensors, {size}, in {into}", soft_wrap=True)
-            report = _carried(client, number, pieces, next_gate, as_json)
+            report = _carried(client, number, pieces, next_pause, as_json)
     if as_json:
         print_json(plain(report_to_pb(report)))
     elif report.over:
         print_lines([words.outcome(report)])
     else:
         now = "[bold]orchestrrl sync install[/bold]"
-        print_lines([f"{words.named(report)} is on every host: installed when the gate is closed next, or by {now}"])
+        print_lines(
+            [f"{words.named(report)} is on every host: installed when the pause barrier is closed next, or by {now}"]
+        )
     if report.over and not words.is_well(report):
         fail(f"version {report.version} is {report.state}: {report.detail or report.code or 'no reason given'}")
 
@@ -103,13 +105,13 @@ def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "
 
 
 def _carried(
-    client: "WeightsClient", version: int, pieces: "list[TensorPiece]", next_gate: bool, quiet: bool
+    client: "WeightsClient", version: int, pieces: "list[TensorPiece]", next_pause: bool, quiet: bool
 ) -> "SyncReport":
-    """How it ended, or that it waits for the gate. Raises OrchestrRLError."""
+    """How it ended, or that it waits for the pause barrier. Raises OrchestrRLError."""
     from orchestrrl.weights.trainer.client import SyncAborted
 
     handle: PublishInProgress = client.publish_arrays(
-        version, pieces, install="next_gate" if next_gate else "", wait="staged"
+        version, pieces, install="next_pause" if next_pause else "", wait="staged"
     )
     try:
         with _telling(quiet) as tell:
@@ -117,7 +119,7 @@ def _carried(
                 report = handle.report
                 if report is not None:
                     tell(report)
-                    if _waits_for_gate(report):
+                    if _waits_for_barrier(report):
                         return report
                 time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
@@ -129,10 +131,10 @@ def _carried(
         return aborted.report
 
 
-def _waits_for_gate(report: "SyncReport") -> bool:
+def _waits_for_barrier(report: "SyncReport") -> bool:
     from orchestrrl.weights.controller.reports import SyncPhase
 
-    return any(took.phase is SyncPhase.NEXT_GATE and took.ended_s is None for took in report.phases)
+    return any(took.phase is SyncPhase.NEXT_PAUSE and took.ended_s is None for took in report.phases)
 
 
 @contextmanager

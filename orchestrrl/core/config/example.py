@@ -146,7 +146,7 @@ weights:
   # Where there is no fabric. Peers say in which PoD and ToR they are; what is not named here has no limit but NICs:
   # {pods: [{id: train0, boundary_circuits: 4}], tors: [{id: t0, circuits: 4}]}
   network: {link_gbps: 100.0, nic_gbps: 100.0, pods: [], tors: []}
-  install: at_once              # next_gate: the trainer goes on, and engines take weights when the gate closes next
+  install: at_once              # next_pause: the trainer goes on, and engines take weights at the next pause
   probe: {prompt_ids: [1, 2, 3, 4, 5, 6, 7, 8], max_tokens: 8}  # which every engine answers first; or null
   publish_within_s: 120.0       # from the first trainer rank's word to the last one's
   stall_s: 10.0                 # an edge on which nothing moves for so long is broken
@@ -154,7 +154,7 @@ weights:
   fence_within_s: 60.0
   install_within_s: 300.0
   probe_within_s: 60.0
-  lease_s: 3600.0               # of the gate while engines are changed: how long requests wait for a dead daemon
+  lease_s: 3600.0               # of the pause while engines are changed: how long requests wait for a dead daemon
   attempts: 2                   # of one version
   slowest_edges: 16             # that a report names
 """

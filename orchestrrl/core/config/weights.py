@@ -11,8 +11,8 @@ _Share = Annotated[float, AfterValidator(require(lambda value: 0 < value <= 1, "
 
 
 class InstallWhen(StrEnum):
-    AT_ONCE = "at_once"  # the gate is closed for it as soon as all bytes are everywhere
-    NEXT_GATE = "next_gate"  # engines take it when the gate is closed next
+    AT_ONCE = "at_once"  # the pause barrier is closed for it as soon as all bytes are everywhere
+    NEXT_PAUSE = "next_pause"  # engines take it when the pause barrier is closed next
 
 
 class ProbeSettings(Section):
@@ -69,8 +69,8 @@ class WeightSettings(Section):
     fence_within_s: PositiveFloat = 60.0
     install_within_s: PositiveFloat = 300.0
     probe_within_s: PositiveFloat = 60.0
-    # The gate's lease while engines are being changed. If the daemon dies then, requests wait for it to come back, at
-    # most so long: engines could have different weights until it does.
+    # The pause barrier's lease while engines are being changed. If the daemon dies then, requests wait for it to come
+    # back, at most so long: engines could have different weights until it does.
     lease_s: PositiveFloat = 3600.0
     attempts: PositiveInt = 2  # of one version: a failed one begins again with the bytes that are there
     slowest_edges: PositiveInt = 16  # that a report names

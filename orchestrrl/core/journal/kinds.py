@@ -34,7 +34,7 @@ class EntryKind(StrEnum):
     ENGINE_STOPPED = "engine.stopped"
     PROFILE_REFITTED = "profile.refitted"
     BALANCE = "balance"
-    GATE = "gate"
+    BARRIER = "barrier"
     ROUTES = "routes"
     OPERATION_INTENT = "operation.intent"
     OPERATION_SENT = "operation.sent"

@@ -5,12 +5,13 @@ once `append` returns, as far as a killed process goes; a power cut may take the
 
 What is missing or damaged at the next start is reported (guard.py): the damaged files are kept aside, what can
 be read of them goes on in a new file, and `damage` names it until an operator confirms it. Of what was so in the fleet
-before (open operations, the gate, its weights, its engines) nothing is recovered then, since lost entries may have
-changed it. An operator's words are recovered as they can be read.
+before (open operations, the pause barrier, its weights, its engines) nothing is recovered then, since lost entries may
+have changed it. An operator's words are recovered as they can be read.
 
 The oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations, switches and weight
-syncs, and the latest control, calibration, change of the deployment, mode, routes, gate, roster of engines, word on the
-fabric, pauses, way of its packets, weights and damage, and of each switch the latest word on whose its circuits are.
+syncs, and the latest control, calibration, change of the deployment, mode, routes, barrier, roster of engines, word on
+the fabric, pauses, way of its packets, weights and damage, and of each switch the latest word on whose its circuits
+are.
 """
 
 import asyncio
@@ -93,7 +94,7 @@ _ADD_CHECKSUMS = "ALTER TABLE entries ADD COLUMN checksum INTEGER NOT NULL DEFAU
 TRIED = 8
 
 # What was so in the fleet. After damage it has to be observed anew.
-_OF_THE_FLEET = (EntryKind.GATE, EntryKind.WEIGHTS, EntryKind.SWITCH_ENDED)
+_OF_THE_FLEET = (EntryKind.BARRIER, EntryKind.WEIGHTS, EntryKind.SWITCH_ENDED)
 # An operator's words, which a power cut does not take either: they are few.
 _DURABLE = frozenset(
     {
@@ -130,7 +131,7 @@ _RECOVERED_FROM_LATEST = (
     EntryKind.MODE,
     EntryKind.ROUTES,
     EntryKind.ENGINES,
-    EntryKind.GATE,
+    EntryKind.BARRIER,
     EntryKind.FABRIC_CONTROL,
     EntryKind.STEERED,
     EntryKind.HOLDS,

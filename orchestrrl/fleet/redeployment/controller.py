@@ -126,7 +126,7 @@ class RedeploymentController:
         self._task = asyncio.create_task(self._carry(run, self._resume(run, opened)))
 
     async def _resume(self, run: RedeploymentRun, opened: OpenRedeployment) -> None:
-        """Nothing can be moved while a gate is closed, which a daemon before may have left so."""
+        """Nothing can be moved while a pause barrier is closed, which a daemon before may have left so."""
         while self._plane.switch_hold():
             await self._plane.clock.sleep(POLL_S)
         await run.resume(opened.steps)
@@ -294,7 +294,7 @@ class RedeploymentController:
         if coming - woken and weights.version is not None and not weights.source:
             raise Permanent(
                 f"engines that are started need the weights of version {weights.version}, and nobody has told where"
-                f" they are: `orchestrrl gate set-version {weights.version} --weights FOLDER`"
+                f" they are: `orchestrrl engines set-version {weights.version} --weights FOLDER`"
             )
         switch = Redeployment(
             id=id,

@@ -1,4 +1,4 @@
-"""The gate over HTTP, for trainers: pause, renew, resume, and whose weights are which; and the end of answers.
+"""The pause barrier over HTTP, for trainers: pause, renew, resume, and whose weights are which; and the end of answers.
 
 A gateway with a daemon passes all of it on, since there may be other gateways. One without answers for itself alone.
 """
@@ -32,7 +32,7 @@ class RequestBody(BaseModel):
 
 
 class PauseBody(RequestBody):
-    """Of POST /orchestrrl/gate/pause."""
+    """Of POST /orchestrrl/pause."""
 
     mode: Annotated[PauseMode, Field(strict=False)] = PauseMode.KEEP
     frozen: Annotated[FrozenRequests, Field(strict=False)] = FrozenRequests.RECOMPUTE
@@ -47,14 +47,14 @@ class PauseBody(RequestBody):
 
 
 class RenewBody(RequestBody):
-    """Of POST /orchestrrl/gate/renew."""
+    """Of POST /orchestrrl/renew."""
 
     lease_id: Annotated[str, Field(min_length=1)]
     lease_s: _Seconds = DEFAULT_LEASE_S
 
 
 class ResumeBody(RequestBody):
-    """Of POST /orchestrrl/gate/resume. Without a lease: whoever holds it."""
+    """Of POST /orchestrrl/resume. Without a lease: whoever holds it."""
 
     lease_id: str = ""
     policy_version: _Version | None = None
@@ -64,7 +64,7 @@ class ResumeBody(RequestBody):
 
 
 class SetVersionBody(RequestBody):
-    """Of POST /orchestrrl/gate/set-version."""
+    """Of POST /orchestrrl/set-version."""
 
     engines: Annotated[list[str], Field(min_length=1)]
     policy_version: _Version
@@ -81,7 +81,7 @@ class CancelBody(RequestBody):
 
 
 class PauseRefusal(Exception):
-    """What a gate says no with."""
+    """What a pause barrier says no with."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -103,11 +103,11 @@ class PauseEndpoints:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/orchestrrl/gate", self._get),
-            web.post("/orchestrrl/gate/pause", self._handler(PauseBody, self._pause)),
-            web.post("/orchestrrl/gate/renew", self._handler(RenewBody, self._renew)),
-            web.post("/orchestrrl/gate/resume", self._handler(ResumeBody, self._resume)),
-            web.post("/orchestrrl/gate/set-version", self._handler(SetVersionBody, self._set_version)),
+            web.get("/orchestrrl/barrier", self._get),
+            web.post("/orchestrrl/pause", self._handler(PauseBody, self._pause)),
+            web.post("/orchestrrl/renew", self._handler(RenewBody, self._renew)),
+            web.post("/orchestrrl/resume", self._handler(ResumeBody, self._resume)),
+            web.post("/orchestrrl/set-version", self._handler(SetVersionBody, self._set_version)),
             web.post("/orchestrrl/cancel", self._handler(CancelBody, self._cancel)),
         ]
 
@@ -163,26 +163,26 @@ class PauseEndpoints:
             lease_until_s=now_s + asked.lease_s,
             quiet_by_s=now_s + asked.within_s,
         )
-        return await self._shown(await self._gateway.gate.close(order))
+        return await self._shown(await self._gateway.barrier.close(order))
 
     async def _renew(self, asked: RenewBody) -> Mapping[str, Any]:
-        self._gateway.gate.renew(asked.lease_id, self._gateway.clock.now_s() + asked.lease_s)
+        self._gateway.barrier.renew(asked.lease_id, self._gateway.clock.now_s() + asked.lease_s)
         return await self._shown()
 
     async def _resume(self, asked: ResumeBody) -> Mapping[str, Any]:
         without = tuple(EngineId(engine) for engine in asked.without_engines)
-        items = await self._gateway.gate.open(OpenBarrier(asked.lease_id, asked.policy_version, without))
+        items = await self._gateway.barrier.open(OpenBarrier(asked.lease_id, asked.policy_version, without))
         self._remember(asked.policy_version, asked.weights_source)
         return await self._shown(items)
 
     async def _set_version(self, asked: SetVersionBody) -> Mapping[str, Any]:
-        await self._gateway.gate.set_version(tuple(map(EngineId, asked.engines)), asked.policy_version)
+        await self._gateway.barrier.set_version(tuple(map(EngineId, asked.engines)), asked.policy_version)
         self._remember(asked.policy_version, asked.weights_source)
         return await self._shown()
 
     def _remember(self, version: int | None, source: str) -> None:
         """Where weights are is remembered of the newest alone, until they are others."""
-        newest = self._gateway.gate.report().policy_version
+        newest = self._gateway.barrier.report().policy_version
         known_version, known = self._told_source
         told = source if version in (None, newest) else ""
         self._told_source = (newest, told or (known if newest == known_version else ""))
@@ -193,9 +193,9 @@ class PauseEndpoints:
 
     async def _shown(self, items: tuple[OperationItemResult, ...] = ()) -> Mapping[str, Any]:
         """As the daemon shows it."""
-        gate = self._gateway.gate
-        report, closed = gate.report(), gate.closed
-        told = {item.id: item for item in items or gate.rest}
+        barrier = self._gateway.barrier
+        report, closed = barrier.report(), barrier.closed
+        told = {item.id: item for item in items or barrier.rest}
         return {
             "phase": report.phase,
             "lease_id": report.lease,
@@ -217,7 +217,7 @@ class PauseEndpoints:
                 }
                 for slot in self._gateway.fleet
             ],
-            "detail": gate.opened_because if closed is None else "",
+            "detail": barrier.opened_because if closed is None else "",
         }
 
 

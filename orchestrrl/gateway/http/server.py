@@ -1,7 +1,7 @@
 """The gateway's two HTTP listeners: OpenAI's endpoints for trainers, and the operator API.
 
-The operator API shows every request's text, moves and cancels requests and closes the gate, so trainers' clients do not
-reach it at their port, and it stays on loopback unless it is told otherwise.
+The operator API shows every request's text, moves and cancels requests and closes the pause barrier, so trainers'
+clients do not reach it at their port, and it stays on loopback unless it is told otherwise.
 """
 
 import asyncio
@@ -133,7 +133,7 @@ class GatewayServer:
         self._operator_runner: web.AppRunner | None = None
         self._operator_at: tuple[str, int] | None = None  # host and port; None: the operator API is not served
         self.elsewhere: Elsewhere | None = None  # has a request moved that another gateway holds
-        self.gate = PauseEndpoints(gateway)
+        self.barrier = PauseEndpoints(gateway)
         # Nothing of a single request is in these: both listeners have them.
         common = [
             web.get("/health", self._health),
@@ -155,7 +155,7 @@ class GatewayServer:
             [
                 web.get(f"{OPERATOR_PREFIX}requests", self._requests),
                 web.post(f"{OPERATOR_PREFIX}move", self._move),
-                *self.gate.routes(),
+                *self.barrier.routes(),
                 *common,
             ]
         )

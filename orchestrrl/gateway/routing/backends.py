@@ -75,7 +75,7 @@ class EngineBackends:
         self._expected = ExpectedEngines()  # as last told
         self._unexpecting: asyncio.Task[None] | None = None  # waits for the end of that
         self._retired: list[EngineBackend] = []  # old houses of engines, with what still runs there
-        self._gate_open = True
+        self._barrier_open = True
         self.policy_version: int | None = None  # newest that was told
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -216,13 +216,13 @@ class EngineBackends:
         self.dispatch()
 
     @property
-    def gate_open(self) -> bool:
+    def barrier_open(self) -> bool:
         """False: nothing goes to engines, and nobody is at fault for it."""
-        return self._gate_open
+        return self._barrier_open
 
-    @gate_open.setter
-    def gate_open(self, is_open: bool) -> None:
-        self._gate_open = is_open
+    @barrier_open.setter
+    def barrier_open(self, is_open: bool) -> None:
+        self._barrier_open = is_open
         self._usability_changed()
         self.dispatch()
 
@@ -241,9 +241,9 @@ class EngineBackends:
         back (`give_back`). `avoiding`: only where there is no other engine. `again`: before those who are new.
 
         Raises NoEngine after `patience_s` without an engine that it could go to; time in a queue does not count, nor
-        while the gate is closed, nor while an engine is expected that it could go to.
+        while the pause barrier is closed, nor while an engine is expected that it could go to.
         """
-        if self._gate_open and not self._placed and not avoiding:  # the usual case, without what waiting takes
+        if self._barrier_open and not self._placed and not avoiding:  # the usual case, without what waiting takes
             found = self.choose(self._newcomer(record), without)
             if found is not None:
                 found.reserve(record)
@@ -315,7 +315,7 @@ class EngineBackends:
 
     def dispatch(self) -> None:
         """Give places to those who wait, as far as there is room. Whoever is told of his place may call this again."""
-        while self._gate_open and self._placed and (found := self.queue.next(self._place_for)) is not None:
+        while self._barrier_open and self._placed and (found := self.queue.next(self._place_for)) is not None:
             waiter, slot = found
             slot.reserve(waiter.record)
             self.waits.add(self._clock.now_s() - waiter.since_s)
@@ -365,7 +365,7 @@ class EngineBackends:
 
     def _note_if_alone(self, waiter: QueuedRequest, now_s: float, expected: frozenset[EngineId]) -> None:
         there = any(slot.id not in waiter.without for slot in self._usable())
-        if there or not self._gate_open or not expected <= waiter.without:
+        if there or not self._barrier_open or not expected <= waiter.without:
             waiter.alone_since_s = None
         elif waiter.alone_since_s is None:
             waiter.alone_since_s = now_s

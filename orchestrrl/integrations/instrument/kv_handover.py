@@ -37,7 +37,7 @@ if TYPE_CHECKING or __package__:
     from orchestrrl.integrations.instrument.kv_entries import KvBlockLayout, KvEntryStore, KvEvictor, UnusableEntry
     from orchestrrl.integrations.instrument.kv_scheduler import LOOK_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
 else:  # in vLLM's process, where this folder is on the path
-    from kv_desk import LOOK_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
+    from kv_scheduler import LOOK_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
     from kv_entries import KvBlockLayout, KvEntryStore, KvEvictor, UnusableEntry
 
 DEFAULT_MAX_AGE_S = 300.0

@@ -38,7 +38,7 @@ DEFAULT_WAIT_S = 2.0
 MAX_WAIT_S = 60.0
 LOOK_PERIOD_S = 0.005
 
-logger = logging.getLogger("vllm.orchestrrl.kv_desk")
+logger = logging.getLogger("vllm.orchestrrl.kv_scheduler")
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def fast_tick() -> list[Figure]:
 
 
 def plan_tick() -> list[Figure]:
-    """One decision of the slow loop: forecast, fleets, their seconds over samples of the lengths, gate."""
+    """One decision of the slow loop: forecast, fleets, their seconds over samples of the lengths, plan admission."""
     config = replace(deployments(ENGINES_TO_PLAN), interval_s=INTERVAL_S)
     all_of_them, half = (congested(ENGINES_TO_PLAN, REQUESTS_TO_PLAN // n, SEED) for n in (1, 2))
 

@@ -6,7 +6,7 @@ where torch and transformers are, as a process of its own.
 MODEL is a folder of the form that the engines serve. It reads a line of JSON at a time and answers with one:
 
     {"publish": VERSION, "seed": SEED}            the report of the sync that has brought it, or not
-    {"publish": VERSION, "seed": SEED, "install": "next_gate"}    {}, as soon as it is staged; then, later,
+    {"publish": VERSION, "seed": SEED, "install": "next_pause"}    {}, as soon as it is staged; then, later,
     {"wait": VERSION}                             its report
     {"save": FOLDER, "seed": SEED}                {}: the same weights as a checkpoint
     {"gaps": [[token, ...], ...], "seed": SEED}   of each token but the first, by how much the likeliest one's logit was
@@ -42,9 +42,9 @@ class Publisher:
 
     def answer(self, asked: dict[str, Any]) -> Any:
         match asked:
-            case {"publish": version, "seed": seed, "install": "next_gate"}:
+            case {"publish": version, "seed": seed, "install": "next_pause"}:
                 handle = self._client.publish(
-                    version, self.model(seed).state_dict(), wait="staged", install="next_gate", **self._probe(seed)
+                    version, self.model(seed).state_dict(), wait="staged", install="next_pause", **self._probe(seed)
                 )
                 self._on_their_way[version] = handle
                 return {}

@@ -2,7 +2,7 @@
 
 Daemon, agent, gateway, peers and a trainer are processes of their own; the peers and the trainer run in vLLM's
 environment, with gloo between them. In turn the same versions go the plain way: saved to a folder in memory, and loaded
-by `reload_weights` behind the gateway's gate (integrations/vllm_weights.py).
+by `reload_weights` behind the gateway's barrier (integrations/vllm_weights.py).
 """
 
 import asyncio

@@ -74,7 +74,7 @@ class Case:
     fast_interval_s: float = given.FAST_INTERVAL_S.value
     kv_transfer: bool = True
     initial: str | None = None
-    gate: bool = True  # otherwise engines change whenever that pays at all
+    admission: bool = True  # otherwise engines change whenever that pays at all
     updates: int = 1  # optimiser steps on a step's samples
 
     @property
@@ -129,14 +129,16 @@ class Case:
 
     def _daemon(self) -> dict[str, Any]:
         slow_s = given.SLOW_INTERVAL_S.value
-        gate = {"epsilon_s": 5.0, "cooldown_s": 2 * slow_s} if self.gate else {"epsilon_s": 0.0, "cooldown_s": 0.0}
+        admission = (
+            {"epsilon_s": 5.0, "cooldown_s": 2 * slow_s} if self.admission else {"epsilon_s": 0.0, "cooldown_s": 0.0}
+        )
         return {
             "mode": "act",
             "fast": {"interval_s": self.fast_interval_s, "stale_after_s": 20.0, "theta": 0.0001},
             "slow": {
                 "interval_s": slow_s,
                 "stale_after_s": 20.0,
-                **gate,
+                **admission,
                 "max_output_tokens": self.max_tokens,
             },
         }

@@ -67,14 +67,20 @@ def additions(quick: bool, report: Report) -> list[ScoreboardRow]:
     gpus = TESTBED_GPUS[model]
     case = Case(model, gpus, gpus, prompts, max_tokens, given.TESTBED_LAYOUTS.value, steps=2)
     usual, no_kv = _stages(case), _stages(replace(case, kv_transfer=False))
-    ungated = _stages(replace(case, gate=False))
+    unadmitted = _stages(replace(case, admission=False))
     wide = _stages(replace(case, initial="tp2"))
     wanted: tuple[tuple[str, BoardStages, str, BoardStages, str], ...] = (
         ("packing balancer over the paper's rule, balancing alone", usual, "balancing", usual, "balancing_paper"),
         ("packing balancer over the paper's rule, with planning", usual, "both", usual, "both_paper"),
         ("forecast of the distribution over its mean alone", usual, "both", usual, "mean_only"),
         ("knowing all lengths over forecasting them", usual, "oracle", usual, "both"),
-        ("gate (gain over cost, cooldown) over changing whenever it pays at all", usual, "both", ungated, "both"),
+        (
+            "admission (gain over cost, cooldown) over changing whenever it pays at all",
+            usual,
+            "both",
+            unadmitted,
+            "both",
+        ),
         ("KV handed over, over computed again", usual, "both", no_kv, "both"),
         ("beginning with the tuned fleet over the paper's eight of TP=2", usual, "both", wide, "both"),
     )

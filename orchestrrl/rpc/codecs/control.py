@@ -15,7 +15,7 @@ from orchestrrl.daemon.move_methods import MovedRequest
 from orchestrrl.daemon.plan_book import PlanEvent
 from orchestrrl.fleet.reports import FailoverCounts
 from orchestrrl.rpc.codecs.fabric import control_of_fabric_to_pb, period_to_pb
-from orchestrrl.rpc.codecs.pause import gate_to_pb
+from orchestrrl.rpc.codecs.pause import barrier_to_pb
 from orchestrrl.rpc.codecs.redeployment import notable_to_pb
 from orchestrrl.rpc.codecs.telemetry import capabilities_to_pb, health_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
@@ -67,7 +67,7 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         plan_control=control_to_pb(plane.plans.control),
         balance_reason=_verdict(plane.balance) if plane.balance else "no decision yet",
         plan_calibration=_calibration_to_pb(plane.plans.calibration),
-        gate=gate_to_pb(plane.gate),
+        barrier=barrier_to_pb(plane.barrier),
         switch=notable_to_pb(next(iter(plane.switching.history(1)), None)) if plane.switching else None,
         pauses=pauses_to_pb(plane.holds.pauses),
         fabric_control=control_of_fabric_to_pb(plane.fabric.word.control) if plane.fabric else None,
@@ -283,7 +283,7 @@ def balance_to_pb(decision: BalanceDecision, ended_moves: Iterable[MovedRequest]
             for move in balance.moves
         ],
         stopped_because=balance.stopped_because,
-        gate_reason=_verdict(decision),
+        barrier_reason=_verdict(decision),
         inputs_age_s=decision.inputs_age_s or 0.0,
         ended_moves=map(_ended_move_to_pb, ended_moves),
         policy=decision.policy.name,

@@ -52,12 +52,12 @@ _METHOD_TO_PB = {
 }
 _METHOD_FROM_PB = {pb: method for method, pb in _METHOD_TO_PB.items()}
 
-_GATE_MODE_TO_PB = {
-    PauseMode.KEEP: agent_pb2.GATE_MODE_KEEP,
-    PauseMode.WAIT: agent_pb2.GATE_MODE_WAIT,
-    PauseMode.ABORT: agent_pb2.GATE_MODE_ABORT,
+_PAUSE_MODE_TO_PB = {
+    PauseMode.KEEP: agent_pb2.PAUSE_MODE_KEEP,
+    PauseMode.WAIT: agent_pb2.PAUSE_MODE_WAIT,
+    PauseMode.ABORT: agent_pb2.PAUSE_MODE_ABORT,
 }
-_GATE_MODE_FROM_PB = {pb: mode for mode, pb in _GATE_MODE_TO_PB.items()}
+_PAUSE_MODE_FROM_PB = {pb: mode for mode, pb in _PAUSE_MODE_TO_PB.items()}
 
 _FROZEN_TO_PB = {
     FrozenRequests.RECOMPUTE: agent_pb2.FROZEN_REQUESTS_RECOMPUTE,
@@ -68,12 +68,12 @@ _FROZEN_TO_PB = {
 _FROZEN_FROM_PB = {pb: frozen for frozen, pb in _FROZEN_TO_PB.items()}
 
 
-def gate_mode_to_pb(mode: PauseMode) -> agent_pb2.GateMode.ValueType:
-    return _GATE_MODE_TO_PB[mode]
+def barrier_mode_to_pb(mode: PauseMode) -> agent_pb2.PauseMode.ValueType:
+    return _PAUSE_MODE_TO_PB[mode]
 
 
-def gate_mode_from_pb(mode: agent_pb2.GateMode.ValueType) -> PauseMode:
-    return _GATE_MODE_FROM_PB.get(mode, PauseMode.KEEP)
+def barrier_mode_from_pb(mode: agent_pb2.PauseMode.ValueType) -> PauseMode:
+    return _PAUSE_MODE_FROM_PB.get(mode, PauseMode.KEEP)
 
 
 def frozen_to_pb(frozen: FrozenRequests) -> agent_pb2.FrozenRequests.ValueType:
@@ -181,12 +181,12 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
             message.abort_requests.CopyFrom(agent_pb2.AbortRequests(engine_id=engine, request_ids=requests))
         case ProbeEngine(engine):
             message.probe_engine.CopyFrom(agent_pb2.ProbeEngine(engine_id=engine))
-        case CloseBarrier(lease, holder, gate_mode, frozen, lease_until_s, quiet_by_s, engines_run, weights_change):
-            message.close_gate.CopyFrom(
-                agent_pb2.CloseGate(
+        case CloseBarrier(lease, holder, barrier_mode, frozen, lease_until_s, quiet_by_s, engines_run, weights_change):
+            message.close_barrier.CopyFrom(
+                agent_pb2.CloseBarrier(
                     lease_id=lease,
                     holder=holder,
-                    mode=gate_mode_to_pb(gate_mode),
+                    mode=barrier_mode_to_pb(barrier_mode),
                     frozen=frozen_to_pb(frozen),
                     lease_until_unix_s=lease_until_s,
                     quiet_by_unix_s=quiet_by_s,
@@ -195,8 +195,8 @@ def operation_to_pb(operation: Operation) -> agent_pb2.Operation:
                 )
             )
         case OpenBarrier(lease, policy_version, without):
-            message.open_gate.CopyFrom(
-                agent_pb2.OpenGate(lease_id=lease, policy_version=policy_version, without_engine_ids=without)
+            message.open_barrier.CopyFrom(
+                agent_pb2.OpenBarrier(lease_id=lease, policy_version=policy_version, without_engine_ids=without)
             )
         case CancelRequests(requests, groups, reason):
             message.cancel_requests.CopyFrom(
@@ -233,20 +233,20 @@ def _action_from_pb(message: agent_pb2.Operation) -> Action:
             return AbortRequests(EngineId(message.abort_requests.engine_id), ids)
         case "probe_engine":
             return ProbeEngine(EngineId(message.probe_engine.engine_id))
-        case "close_gate":
-            close = message.close_gate
+        case "close_barrier":
+            close = message.close_barrier
             return CloseBarrier(
                 required("lease_id", close.lease_id),
                 close.holder,
-                gate_mode_from_pb(close.mode),
+                barrier_mode_from_pb(close.mode),
                 frozen_from_pb(close.frozen),
                 close.lease_until_unix_s,
                 close.quiet_by_unix_s,
                 close.engines_run,
                 close.weights_change,
             )
-        case "open_gate":
-            opened = message.open_gate
+        case "open_barrier":
+            opened = message.open_barrier
             return OpenBarrier(
                 required("lease_id", opened.lease_id),
                 opened.policy_version if opened.HasField("policy_version") else None,

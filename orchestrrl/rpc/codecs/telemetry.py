@@ -8,13 +8,13 @@ from orchestrrl.core.errors import cut
 from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.reports import (
+    BarrierPhase,
+    BarrierReport,
     EngineFailovers,
     EngineReport,
     EngineSample,
     FailoverCounts,
     FinishedRequest,
-    GatePhase,
-    GateReport,
     GatewayReport,
     ReportAck,
     SendTimes,
@@ -37,9 +37,9 @@ _HEALTH_TO_PB = {
 _HEALTH_FROM_PB = {pb: health for health, pb in _HEALTH_TO_PB.items()}
 
 _PHASE_TO_PB = {
-    GatePhase.OPEN: telemetry_pb2.GATE_PHASE_OPEN,
-    GatePhase.CLOSING: telemetry_pb2.GATE_PHASE_CLOSING,
-    GatePhase.QUIET: telemetry_pb2.GATE_PHASE_QUIET,
+    BarrierPhase.OPEN: telemetry_pb2.BARRIER_PHASE_OPEN,
+    BarrierPhase.CLOSING: telemetry_pb2.BARRIER_PHASE_CLOSING,
+    BarrierPhase.QUIET: telemetry_pb2.BARRIER_PHASE_QUIET,
 }
 _PHASE_FROM_PB = {pb: phase for phase, pb in _PHASE_TO_PB.items()}
 
@@ -268,22 +268,22 @@ def finished_from_pb(message: telemetry_pb2.FinishedRequest) -> FinishedRequest:
     )
 
 
-def gate_to_pb(gate: GateReport) -> telemetry_pb2.GateReport:
-    return telemetry_pb2.GateReport(
-        phase=_PHASE_TO_PB[gate.phase],
-        lease_id=gate.lease,
-        lease_until_unix_s=gate.lease_until_s,
-        running=gate.running,
-        frozen=gate.frozen,
-        held=gate.held,
-        policy_version=gate.policy_version,
+def barrier_to_pb(barrier: BarrierReport) -> telemetry_pb2.BarrierReport:
+    return telemetry_pb2.BarrierReport(
+        phase=_PHASE_TO_PB[barrier.phase],
+        lease_id=barrier.lease,
+        lease_until_unix_s=barrier.lease_until_s,
+        running=barrier.running,
+        frozen=barrier.frozen,
+        held=barrier.held,
+        policy_version=barrier.policy_version,
     )
 
 
-def gate_from_pb(message: telemetry_pb2.GateReport) -> GateReport:
-    """A phase that is not specified is open: gateways that know of no gate have none."""
-    return GateReport(
-        phase=_PHASE_FROM_PB.get(message.phase, GatePhase.OPEN),
+def barrier_from_pb(message: telemetry_pb2.BarrierReport) -> BarrierReport:
+    """A phase that is not specified is open: gateways that know of no barrier have none."""
+    return BarrierReport(
+        phase=_PHASE_FROM_PB.get(message.phase, BarrierPhase.OPEN),
         lease=message.lease_id,
         lease_until_s=message.lease_until_unix_s,
         running=message.running,
@@ -321,7 +321,7 @@ def gateway_report_to_pb(report: GatewayReport) -> telemetry_pb2.GatewayReport:
         url=report.url,
         in_flight=[request_to_pb(request) for request in report.in_flight],
         finished=[finished_to_pb(finished) for finished in report.finished],
-        gate=gate_to_pb(report.gate),
+        barrier=barrier_to_pb(report.barrier),
         failovers=[failovers_to_pb(failovers) for failovers in report.failovers],
         incarnation=report.incarnation,
         sent_unix_s=report.times.sent_s,
@@ -350,7 +350,7 @@ def gateway_report_of(
         url=message.url,
         in_flight=in_flight,
         finished=finished,
-        gate=gate_from_pb(message.gate),
+        barrier=barrier_from_pb(message.barrier),
         failovers=tuple(failovers_from_pb(failovers) for failovers in message.failovers),
         incarnation=message.incarnation,
         times=_times_from_pb(message),

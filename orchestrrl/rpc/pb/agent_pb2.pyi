@@ -64,31 +64,31 @@ MOVE_METHOD_TRANSFER: MoveMethod.ValueType  # 2
 """Its KV is handed over."""
 Global___MoveMethod: _TypeAlias = MoveMethod  # noqa: Y015
 
-class _GateMode:
+class _PauseMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _GateModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GateMode.ValueType], _builtins.type):
+class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    GATE_MODE_UNSPECIFIED: _GateMode.ValueType  # 0
-    GATE_MODE_KEEP: _GateMode.ValueType  # 1
+    PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
+    PAUSE_MODE_KEEP: _PauseMode.ValueType  # 1
     """Frozen where they are."""
-    GATE_MODE_WAIT: _GateMode.ValueType  # 2
+    PAUSE_MODE_WAIT: _PauseMode.ValueType  # 2
     """Finished first."""
-    GATE_MODE_ABORT: _GateMode.ValueType  # 3
+    PAUSE_MODE_ABORT: _PauseMode.ValueType  # 3
     """Ended with what they have."""
 
-class GateMode(_GateMode, metaclass=_GateModeEnumTypeWrapper):
+class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
     """How running requests are brought to rest."""
 
-GATE_MODE_UNSPECIFIED: GateMode.ValueType  # 0
-GATE_MODE_KEEP: GateMode.ValueType  # 1
+PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
+PAUSE_MODE_KEEP: PauseMode.ValueType  # 1
 """Frozen where they are."""
-GATE_MODE_WAIT: GateMode.ValueType  # 2
+PAUSE_MODE_WAIT: PauseMode.ValueType  # 2
 """Finished first."""
-GATE_MODE_ABORT: GateMode.ValueType  # 3
+PAUSE_MODE_ABORT: PauseMode.ValueType  # 3
 """Ended with what they have."""
-Global___GateMode: _TypeAlias = GateMode  # noqa: Y015
+Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 class _FrozenRequests:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -241,8 +241,8 @@ class Operation(_message.Message):
     RESUME_ENGINE_FIELD_NUMBER: _builtins.int
     ABORT_REQUESTS_FIELD_NUMBER: _builtins.int
     PROBE_ENGINE_FIELD_NUMBER: _builtins.int
-    CLOSE_GATE_FIELD_NUMBER: _builtins.int
-    OPEN_GATE_FIELD_NUMBER: _builtins.int
+    CLOSE_BARRIER_FIELD_NUMBER: _builtins.int
+    OPEN_BARRIER_FIELD_NUMBER: _builtins.int
     CANCEL_REQUESTS_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     generation: _builtins.int
@@ -260,9 +260,9 @@ class Operation(_message.Message):
     @_builtins.property
     def probe_engine(self) -> Global___ProbeEngine: ...
     @_builtins.property
-    def close_gate(self) -> Global___CloseGate: ...
+    def close_barrier(self) -> Global___CloseBarrier: ...
     @_builtins.property
-    def open_gate(self) -> Global___OpenGate: ...
+    def open_barrier(self) -> Global___OpenBarrier: ...
     @_builtins.property
     def cancel_requests(self) -> Global___CancelRequests: ...
     def __init__(
@@ -277,15 +277,15 @@ class Operation(_message.Message):
         resume_engine: Global___ResumeEngine | None = ...,
         abort_requests: Global___AbortRequests | None = ...,
         probe_engine: Global___ProbeEngine | None = ...,
-        close_gate: Global___CloseGate | None = ...,
-        open_gate: Global___OpenGate | None = ...,
+        close_barrier: Global___CloseBarrier | None = ...,
+        open_barrier: Global___OpenBarrier | None = ...,
         cancel_requests: Global___CancelRequests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "action", b"action", "cancel_requests", b"cancel_requests", "close_gate", b"close_gate", "move_requests", b"move_requests", "open_gate", b"open_gate", "pause_engine", b"pause_engine", "probe_engine", b"probe_engine", "resume_engine", b"resume_engine", "set_routes", b"set_routes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "action", b"action", "cancel_requests", b"cancel_requests", "close_barrier", b"close_barrier", "move_requests", b"move_requests", "open_barrier", b"open_barrier", "pause_engine", b"pause_engine", "probe_engine", b"probe_engine", "resume_engine", b"resume_engine", "set_routes", b"set_routes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "action", b"action", "cancel_requests", b"cancel_requests", "close_gate", b"close_gate", "generation", b"generation", "move_requests", b"move_requests", "open_gate", b"open_gate", "operation_id", b"operation_id", "pause_engine", b"pause_engine", "probe_engine", b"probe_engine", "resume_engine", b"resume_engine", "set_routes", b"set_routes", "valid_until_unix_s", b"valid_until_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "action", b"action", "cancel_requests", b"cancel_requests", "close_barrier", b"close_barrier", "generation", b"generation", "move_requests", b"move_requests", "open_barrier", b"open_barrier", "operation_id", b"operation_id", "pause_engine", b"pause_engine", "probe_engine", b"probe_engine", "resume_engine", b"resume_engine", "set_routes", b"set_routes", "valid_until_unix_s", b"valid_until_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["set_routes", "move_requests", "pause_engine", "resume_engine", "abort_requests", "probe_engine", "close_gate", "open_gate", "cancel_requests"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["set_routes", "move_requests", "pause_engine", "resume_engine", "abort_requests", "probe_engine", "close_barrier", "open_barrier", "cancel_requests"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -557,9 +557,9 @@ class ProbeEngine(_message.Message):
 Global___ProbeEngine: _TypeAlias = ProbeEngine  # noqa: Y015
 
 @_typing.final
-class CloseGate(_message.Message):
+class CloseBarrier(_message.Message):
     """A gateway takes nothing new to its engines and brings them to rest. Answered when they are, an item for each engine;
-    FAILED, and the gate open again, where they are not by `quiet_by_unix_s`. The same lease again renews it.
+    FAILED, and the pause barrier open again, where they are not by `quiet_by_unix_s`. The same lease again renews it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -575,10 +575,10 @@ class CloseGate(_message.Message):
     lease_id: _builtins.str
     holder: _builtins.str
     """Who asked, in words for an operator."""
-    mode: Global___GateMode.ValueType
+    mode: Global___PauseMode.ValueType
     frozen: Global___FrozenRequests.ValueType
     lease_until_unix_s: _builtins.float
-    """The gate opens by itself then."""
+    """The pause barrier opens by itself then."""
     quiet_by_unix_s: _builtins.float
     engines_run: _builtins.bool
     """Engines run on, since what other gateways have there is to finish: answered when all that this gateway has is at
@@ -593,7 +593,7 @@ class CloseGate(_message.Message):
         *,
         lease_id: _builtins.str = ...,
         holder: _builtins.str = ...,
-        mode: Global___GateMode.ValueType = ...,
+        mode: Global___PauseMode.ValueType = ...,
         frozen: Global___FrozenRequests.ValueType = ...,
         lease_until_unix_s: _builtins.float = ...,
         quiet_by_unix_s: _builtins.float = ...,
@@ -606,11 +606,11 @@ class CloseGate(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseGate: _TypeAlias = CloseGate  # noqa: Y015
+Global___CloseBarrier: _TypeAlias = CloseBarrier  # noqa: Y015
 
 @_typing.final
-class OpenGate(_message.Message):
-    """Engines run again and waiting requests go to them. A lease that is not the gate's is refused."""
+class OpenBarrier(_message.Message):
+    """Engines run again and waiting requests go to them. A lease that is not the pause barrier's is refused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -639,7 +639,7 @@ class OpenGate(_message.Message):
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
-Global___OpenGate: _TypeAlias = OpenGate  # noqa: Y015
+Global___OpenBarrier: _TypeAlias = OpenBarrier  # noqa: Y015
 
 @_typing.final
 class CancelRequests(_message.Message):

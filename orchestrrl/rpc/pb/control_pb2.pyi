@@ -79,7 +79,7 @@ class Status(_message.Message):
     BALANCE_REASON_FIELD_NUMBER: _builtins.int
     PLAN_CALIBRATION_FIELD_NUMBER: _builtins.int
     TOKENS_LOADED_FIELD_NUMBER: _builtins.int
-    GATE_FIELD_NUMBER: _builtins.int
+    BARRIER_FIELD_NUMBER: _builtins.int
     SWITCH_FIELD_NUMBER: _builtins.int
     PAUSES_FIELD_NUMBER: _builtins.int
     FABRIC_CONTROL_FIELD_NUMBER: _builtins.int
@@ -133,7 +133,7 @@ class Status(_message.Message):
         """How earlier plans came out."""
 
     @_builtins.property
-    def gate(self) -> Global___Gate: ...
+    def barrier(self) -> Global___PauseBarrier: ...
     @_builtins.property
     def switch(self) -> Global___SwitchReport:
         """The one under way, or the last one where it left engines missing; absent otherwise."""
@@ -187,7 +187,7 @@ class Status(_message.Message):
         balance_reason: _builtins.str = ...,
         plan_calibration: Global___PlanCalibration | None = ...,
         tokens_loaded: _builtins.int = ...,
-        gate: Global___Gate | None = ...,
+        barrier: Global___PauseBarrier | None = ...,
         switch: Global___SwitchReport | None = ...,
         pauses: _abc.Iterable[Global___Pause] | None = ...,
         fabric_control: _fabric_pb2.FabricControl | None = ...,
@@ -203,9 +203,9 @@ class Status(_message.Message):
         journal_damage: _abc.Iterable[_builtins.str] | None = ...,
         journal_set_aside: _abc.Iterable[Global___UnreadEntry] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "gate", b"gate", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "switch", b"switch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "switch", b"switch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_policy", b"balance_policy", "balance_policy_reason", b"balance_policy_reason", "balance_reason", b"balance_reason", "defects", b"defects", "fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "failover_requests_recomputed", b"failover_requests_recomputed", "failover_tokens_recomputed", b"failover_tokens_recomputed", "failovers", b"failovers", "gate", b"gate", "generation", b"generation", "journal_damage", b"journal_damage", "journal_set_aside", b"journal_set_aside", "mode", b"mode", "mode_reason", b"mode_reason", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "pauses", b"pauses", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "remarks", b"remarks", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "switch", b"switch", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_policy", b"balance_policy", "balance_policy_reason", b"balance_policy_reason", "balance_reason", b"balance_reason", "barrier", b"barrier", "defects", b"defects", "fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "failover_requests_recomputed", b"failover_requests_recomputed", "failover_tokens_recomputed", b"failover_tokens_recomputed", "failovers", b"failovers", "generation", b"generation", "journal_damage", b"journal_damage", "journal_set_aside", b"journal_set_aside", "mode", b"mode", "mode_reason", b"mode_reason", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "pauses", b"pauses", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "remarks", b"remarks", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "switch", b"switch", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -739,7 +739,7 @@ class Plan(_message.Message):
     decision: _builtins.str
     """reconfigure | rebalance | keep"""
     reason_code: _builtins.str
-    """Code of the gate's verdict, e.g. gain_too_small, and its sentence."""
+    """Code of the pause barrier's verdict, e.g. gain_too_small, and its sentence."""
     reason: _builtins.str
     current_configuration: _builtins.str
     """Empty: none, a mixed fleet or an unknown one."""
@@ -1185,7 +1185,7 @@ class Balance(_message.Message):
     THETA_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
     STOPPED_BECAUSE_FIELD_NUMBER: _builtins.int
-    GATE_REASON_FIELD_NUMBER: _builtins.int
+    BARRIER_REASON_FIELD_NUMBER: _builtins.int
     INPUTS_AGE_S_FIELD_NUMBER: _builtins.int
     ENDED_MOVES_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
@@ -1195,7 +1195,7 @@ class Balance(_message.Message):
     spread_after: _builtins.float
     theta: _builtins.float
     stopped_because: _builtins.str
-    gate_reason: _builtins.str
+    barrier_reason: _builtins.str
     inputs_age_s: _builtins.float
     policy: _builtins.str
     """As in Status."""
@@ -1218,7 +1218,7 @@ class Balance(_message.Message):
         theta: _builtins.float = ...,
         moves: _abc.Iterable[Global___BalanceMove] | None = ...,
         stopped_because: _builtins.str = ...,
-        gate_reason: _builtins.str = ...,
+        barrier_reason: _builtins.str = ...,
         inputs_age_s: _builtins.float = ...,
         ended_moves: _abc.Iterable[Global___EndedMove] | None = ...,
         policy: _builtins.str = ...,
@@ -1226,7 +1226,7 @@ class Balance(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "spread_after", b"spread_after", "spread_before", b"spread_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "decided_unix_s", b"decided_unix_s", "ended_moves", b"ended_moves", "gate_reason", b"gate_reason", "inputs_age_s", b"inputs_age_s", "load_index", b"load_index", "moves", b"moves", "policy", b"policy", "policy_reason", b"policy_reason", "spread_after", b"spread_after", "spread_before", b"spread_before", "stopped_because", b"stopped_because", "theta", b"theta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "barrier_reason", b"barrier_reason", "decided_unix_s", b"decided_unix_s", "ended_moves", b"ended_moves", "inputs_age_s", b"inputs_age_s", "load_index", b"load_index", "moves", b"moves", "policy", b"policy", "policy_reason", b"policy_reason", "spread_after", b"spread_after", "spread_before", b"spread_before", "stopped_because", b"stopped_because", "theta", b"theta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__spread_after: _TypeAlias = _typing.Literal["spread_after"]  # noqa: Y015
     _WhichOneofArgType__spread_after: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after"]  # noqa: Y015
@@ -1439,7 +1439,7 @@ class MoveRequestResponse(_message.Message):
 Global___MoveRequestResponse: _TypeAlias = MoveRequestResponse  # noqa: Y015
 
 @_typing.final
-class PauseGateRequest(_message.Message):
+class PauseFleetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODE_FIELD_NUMBER: _builtins.int
@@ -1447,7 +1447,7 @@ class PauseGateRequest(_message.Message):
     HOLDER_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
-    mode: _agent_pb2.GateMode.ValueType
+    mode: _agent_pb2.PauseMode.ValueType
     """Unspecified: keep."""
     frozen: _agent_pb2.FrozenRequests.ValueType
     holder: _builtins.str
@@ -1459,7 +1459,7 @@ class PauseGateRequest(_message.Message):
     def __init__(
         self,
         *,
-        mode: _agent_pb2.GateMode.ValueType = ...,
+        mode: _agent_pb2.PauseMode.ValueType = ...,
         frozen: _agent_pb2.FrozenRequests.ValueType = ...,
         holder: _builtins.str = ...,
         lease_s: _builtins.float = ...,
@@ -1471,10 +1471,10 @@ class PauseGateRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PauseGateRequest: _TypeAlias = PauseGateRequest  # noqa: Y015
+Global___PauseFleetRequest: _TypeAlias = PauseFleetRequest  # noqa: Y015
 
 @_typing.final
-class RenewGateRequest(_message.Message):
+class RenewPauseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
@@ -1494,10 +1494,10 @@ class RenewGateRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RenewGateRequest: _TypeAlias = RenewGateRequest  # noqa: Y015
+Global___RenewPauseRequest: _TypeAlias = RenewPauseRequest  # noqa: Y015
 
 @_typing.final
-class ResumeGateRequest(_message.Message):
+class ResumeFleetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
@@ -1533,10 +1533,10 @@ class ResumeGateRequest(_message.Message):
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
-Global___ResumeGateRequest: _TypeAlias = ResumeGateRequest  # noqa: Y015
+Global___ResumeFleetRequest: _TypeAlias = ResumeFleetRequest  # noqa: Y015
 
 @_typing.final
-class GetGateRequest(_message.Message):
+class GetPauseBarrierRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -1548,10 +1548,10 @@ class GetGateRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetGateRequest: _TypeAlias = GetGateRequest  # noqa: Y015
+Global___GetPauseBarrierRequest: _TypeAlias = GetPauseBarrierRequest  # noqa: Y015
 
 @_typing.final
-class Gate(_message.Message):
+class PauseBarrier(_message.Message):
     """Of the whole fleet."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1571,7 +1571,7 @@ class Gate(_message.Message):
     """open | closing | quiet"""
     lease_id: _builtins.str
     holder: _builtins.str
-    mode: _agent_pb2.GateMode.ValueType
+    mode: _agent_pb2.PauseMode.ValueType
     frozen: _agent_pb2.FrozenRequests.ValueType
     lease_until_unix_s: _builtins.float
     policy_version: _builtins.int
@@ -1581,21 +1581,21 @@ class Gate(_message.Message):
     weights_source: _builtins.str
     """Where engines get the weights of policy_version from; empty: nobody has told."""
     @_builtins.property
-    def gateways(self) -> _containers.RepeatedCompositeFieldContainer[Global___GatewayGate]: ...
+    def gateways(self) -> _containers.RepeatedCompositeFieldContainer[Global___GatewayAtBarrier]: ...
     @_builtins.property
-    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineRest]: ...
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineAtRest]: ...
     def __init__(
         self,
         *,
         phase: _builtins.str = ...,
         lease_id: _builtins.str = ...,
         holder: _builtins.str = ...,
-        mode: _agent_pb2.GateMode.ValueType = ...,
+        mode: _agent_pb2.PauseMode.ValueType = ...,
         frozen: _agent_pb2.FrozenRequests.ValueType = ...,
         lease_until_unix_s: _builtins.float | None = ...,
         policy_version: _builtins.int | None = ...,
-        gateways: _abc.Iterable[Global___GatewayGate] | None = ...,
-        engines: _abc.Iterable[Global___EngineRest] | None = ...,
+        gateways: _abc.Iterable[Global___GatewayAtBarrier] | None = ...,
+        engines: _abc.Iterable[Global___EngineAtRest] | None = ...,
         detail: _builtins.str = ...,
         weights_source: _builtins.str = ...,
     ) -> None: ...
@@ -1612,24 +1612,24 @@ class Gate(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
-Global___Gate: _TypeAlias = Gate  # noqa: Y015
+Global___PauseBarrier: _TypeAlias = PauseBarrier  # noqa: Y015
 
 @_typing.final
-class GatewayGate(_message.Message):
+class GatewayAtBarrier(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     @_builtins.property
-    def report(self) -> _telemetry_pb2.GateReport:
+    def report(self) -> _telemetry_pb2.BarrierReport:
         """Absent: it has not reported."""
 
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
-        report: _telemetry_pb2.GateReport | None = ...,
+        report: _telemetry_pb2.BarrierReport | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1637,11 +1637,11 @@ class GatewayGate(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GatewayGate: _TypeAlias = GatewayGate  # noqa: Y015
+Global___GatewayAtBarrier: _TypeAlias = GatewayAtBarrier  # noqa: Y015
 
 @_typing.final
-class EngineRest(_message.Message):
-    """What became of an engine when the gate closed or opened."""
+class EngineAtRest(_message.Message):
+    """What became of an engine when the pause barrier closed or opened."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1670,7 +1670,7 @@ class EngineRest(_message.Message):
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
-Global___EngineRest: _TypeAlias = EngineRest  # noqa: Y015
+Global___EngineAtRest: _TypeAlias = EngineAtRest  # noqa: Y015
 
 @_typing.final
 class SetPolicyVersionRequest(_message.Message):
@@ -1683,7 +1683,7 @@ class SetPolicyVersionRequest(_message.Message):
     policy_version: _builtins.int
     reason: _builtins.str
     weights_source: _builtins.str
-    """As in ResumeGateRequest."""
+    """As in ResumeFleetRequest."""
     @_builtins.property
     def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(

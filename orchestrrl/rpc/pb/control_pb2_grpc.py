@@ -94,25 +94,25 @@ class ControlStub:
                 request_serializer=orchestrrl_dot_v1_dot_control__pb2.MoveRequestRequest.SerializeToString,
                 response_deserializer=orchestrrl_dot_v1_dot_control__pb2.MoveRequestResponse.FromString,
                 _registered_method=True)
-        self.PauseGate = channel.unary_unary(
-                '/orchestrrl.v1.Control/PauseGate',
-                request_serializer=orchestrrl_dot_v1_dot_control__pb2.PauseGateRequest.SerializeToString,
-                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+        self.PauseFleet = channel.unary_unary(
+                '/orchestrrl.v1.Control/PauseFleet',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.PauseFleetRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.FromString,
                 _registered_method=True)
-        self.RenewGate = channel.unary_unary(
-                '/orchestrrl.v1.Control/RenewGate',
-                request_serializer=orchestrrl_dot_v1_dot_control__pb2.RenewGateRequest.SerializeToString,
-                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+        self.RenewPause = channel.unary_unary(
+                '/orchestrrl.v1.Control/RenewPause',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.RenewPauseRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.FromString,
                 _registered_method=True)
-        self.ResumeGate = channel.unary_unary(
-                '/orchestrrl.v1.Control/ResumeGate',
-                request_serializer=orchestrrl_dot_v1_dot_control__pb2.ResumeGateRequest.SerializeToString,
-                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+        self.ResumeFleet = channel.unary_unary(
+                '/orchestrrl.v1.Control/ResumeFleet',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.ResumeFleetRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.FromString,
                 _registered_method=True)
-        self.GetGate = channel.unary_unary(
-                '/orchestrrl.v1.Control/GetGate',
-                request_serializer=orchestrrl_dot_v1_dot_control__pb2.GetGateRequest.SerializeToString,
-                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+        self.GetPauseBarrier = channel.unary_unary(
+                '/orchestrrl.v1.Control/GetPauseBarrier',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.GetPauseBarrierRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.FromString,
                 _registered_method=True)
         self.SetPolicyVersion = channel.unary_unary(
                 '/orchestrrl.v1.Control/SetPolicyVersion',
@@ -251,23 +251,23 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PauseGate(self, request, context):
+    def PauseFleet(self, request, context):
         """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
         on as before and the call fails with ABORTED. The lease that is answered has to be renewed: when it ends, all goes on
-        by itself. FAILED_PRECONDITION while another holds the gate, and where no gateway is attached.
+        by itself. FAILED_PRECONDITION while another holds the pause barrier, and where no gateway is attached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RenewGate(self, request, context):
+    def RenewPause(self, request, context):
         """Refused with FAILED_PRECONDITION when the lease has ended, ABORTED when not every gateway could be told.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ResumeGate(self, request, context):
+    def ResumeFleet(self, request, context):
         """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile. The same again is answered
         again.
         """
@@ -275,14 +275,14 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetGate(self, request, context):
+    def GetPauseBarrier(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicyVersion(self, request, context):
-        """Engines whose weights were brought otherwise, e.g. one that was left out when the gate opened.
+        """Engines whose weights were brought otherwise, e.g. one that was left out when the pause barrier opened.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -319,7 +319,7 @@ class ControlServicer:
     def SwitchDeployment(self, request, context):
         """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
         whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
-        switch is under way, the gate is closed, or nothing can start engines.
+        switch is under way, the pause barrier is closed, or nothing can start engines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -423,25 +423,25 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=orchestrrl_dot_v1_dot_control__pb2.MoveRequestRequest.FromString,
                     response_serializer=orchestrrl_dot_v1_dot_control__pb2.MoveRequestResponse.SerializeToString,
             ),
-            'PauseGate': grpc.unary_unary_rpc_method_handler(
-                    servicer.PauseGate,
-                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.PauseGateRequest.FromString,
-                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.Gate.SerializeToString,
+            'PauseFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseFleet,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.PauseFleetRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.SerializeToString,
             ),
-            'RenewGate': grpc.unary_unary_rpc_method_handler(
-                    servicer.RenewGate,
-                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.RenewGateRequest.FromString,
-                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.Gate.SerializeToString,
+            'RenewPause': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewPause,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.RenewPauseRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.SerializeToString,
             ),
-            'ResumeGate': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResumeGate,
-                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.ResumeGateRequest.FromString,
-                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.Gate.SerializeToString,
+            'ResumeFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeFleet,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.ResumeFleetRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.SerializeToString,
             ),
-            'GetGate': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetGate,
-                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.GetGateRequest.FromString,
-                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.Gate.SerializeToString,
+            'GetPauseBarrier': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPauseBarrier,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.GetPauseBarrierRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.SerializeToString,
             ),
             'SetPolicyVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPolicyVersion,
@@ -834,7 +834,7 @@ class Control:
             _registered_method=True)
 
     @staticmethod
-    def PauseGate(request,
+    def PauseFleet(request,
             target,
             options=(),
             channel_credentials=None,
@@ -847,9 +847,9 @@ class Control:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/orchestrrl.v1.Control/PauseGate',
-            orchestrrl_dot_v1_dot_control__pb2.PauseGateRequest.SerializeToString,
-            orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+            '/orchestrrl.v1.Control/PauseFleet',
+            orchestrrl_dot_v1_dot_control__pb2.PauseFleetRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.FromString,
             options,
             channel_credentials,
             insecure,
@@ -861,7 +861,7 @@ class Control:
             _registered_method=True)
 
     @staticmethod
-    def RenewGate(request,
+    def RenewPause(request,
             target,
             options=(),
             channel_credentials=None,
@@ -874,9 +874,9 @@ class Control:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/orchestrrl.v1.Control/RenewGate',
-            orchestrrl_dot_v1_dot_control__pb2.RenewGateRequest.SerializeToString,
-            orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+            '/orchestrrl.v1.Control/RenewPause',
+            orchestrrl_dot_v1_dot_control__pb2.RenewPauseRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.FromString,
             options,
             channel_credentials,
             insecure,
@@ -888,7 +888,7 @@ class Control:
             _registered_method=True)
 
     @staticmethod
-    def ResumeGate(request,
+    def ResumeFleet(request,
             target,
             options=(),
             channel_credentials=None,
@@ -901,9 +901,9 @@ class Control:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/orchestrrl.v1.Control/ResumeGate',
-            orchestrrl_dot_v1_dot_control__pb2.ResumeGateRequest.SerializeToString,
-            orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+            '/orchestrrl.v1.Control/ResumeFleet',
+            orchestrrl_dot_v1_dot_control__pb2.ResumeFleetRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.FromString,
             options,
             channel_credentials,
             insecure,
@@ -915,7 +915,7 @@ class Control:
             _registered_method=True)
 
     @staticmethod
-    def GetGate(request,
+    def GetPauseBarrier(request,
             target,
             options=(),
             channel_credentials=None,
@@ -928,9 +928,9 @@ class Control:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/orchestrrl.v1.Control/GetGate',
-            orchestrrl_dot_v1_dot_control__pb2.GetGateRequest.SerializeToString,
-            orchestrrl_dot_v1_dot_control__pb2.Gate.FromString,
+            '/orchestrrl.v1.Control/GetPauseBarrier',
+            orchestrrl_dot_v1_dot_control__pb2.GetPauseBarrierRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.PauseBarrier.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,20 +48,20 @@ class ControlStub:
     SetMode: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetModeRequest, _control_pb2.SetModeResponse]
     MoveRequest: _grpc.UnaryUnaryMultiCallable[_control_pb2.MoveRequestRequest, _control_pb2.MoveRequestResponse]
     """An operator's own moves, by the same path as the balancer's."""
-    PauseGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseGateRequest, _control_pb2.Gate]
+    PauseFleet: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseFleetRequest, _control_pb2.PauseBarrier]
     """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
     on as before and the call fails with ABORTED. The lease that is answered has to be renewed: when it ends, all goes on
-    by itself. FAILED_PRECONDITION while another holds the gate, and where no gateway is attached.
+    by itself. FAILED_PRECONDITION while another holds the pause barrier, and where no gateway is attached.
     """
-    RenewGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.RenewGateRequest, _control_pb2.Gate]
+    RenewPause: _grpc.UnaryUnaryMultiCallable[_control_pb2.RenewPauseRequest, _control_pb2.PauseBarrier]
     """Refused with FAILED_PRECONDITION when the lease has ended, ABORTED when not every gateway could be told."""
-    ResumeGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeGateRequest, _control_pb2.Gate]
+    ResumeFleet: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeFleetRequest, _control_pb2.PauseBarrier]
     """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile. The same again is answered
     again.
     """
-    GetGate: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetGateRequest, _control_pb2.Gate]
+    GetPauseBarrier: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetPauseBarrierRequest, _control_pb2.PauseBarrier]
     SetPolicyVersion: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetPolicyVersionRequest, _control_pb2.SetPolicyVersionResponse]
-    """Engines whose weights were brought otherwise, e.g. one that was left out when the gate opened."""
+    """Engines whose weights were brought otherwise, e.g. one that was left out when the pause barrier opened."""
     CancelRequests: _grpc.UnaryUnaryMultiCallable[_control_pb2.CancelRequestsRequest, _control_pb2.CancelRequestsResponse]
     """End answers where they are."""
     AddEngine: _grpc.UnaryUnaryMultiCallable[_control_pb2.AddEngineRequest, _control_pb2.Worker]
@@ -73,7 +73,7 @@ class ControlStub:
     SwitchDeployment: _grpc.UnaryStreamMultiCallable[_control_pb2.SwitchDeploymentRequest, _control_pb2.SwitchReport]
     """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
     whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
-    switch is under way, the gate is closed, or nothing can start engines.
+    switch is under way, the pause barrier is closed, or nothing can start engines.
     """
     GetSwitch: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetSwitchRequest, _control_pb2.SwitchReport]
     """The one under way, or that was last, or the one with the given id."""
@@ -106,20 +106,20 @@ class ControlAsyncStub(ControlStub):
     SetMode: _aio.UnaryUnaryMultiCallable[_control_pb2.SetModeRequest, _control_pb2.SetModeResponse]  # type: ignore[assignment]
     MoveRequest: _aio.UnaryUnaryMultiCallable[_control_pb2.MoveRequestRequest, _control_pb2.MoveRequestResponse]  # type: ignore[assignment]
     """An operator's own moves, by the same path as the balancer's."""
-    PauseGate: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
+    PauseFleet: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseFleetRequest, _control_pb2.PauseBarrier]  # type: ignore[assignment]
     """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
     on as before and the call fails with ABORTED. The lease that is answered has to be renewed: when it ends, all goes on
-    by itself. FAILED_PRECONDITION while another holds the gate, and where no gateway is attached.
+    by itself. FAILED_PRECONDITION while another holds the pause barrier, and where no gateway is attached.
     """
-    RenewGate: _aio.UnaryUnaryMultiCallable[_control_pb2.RenewGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
+    RenewPause: _aio.UnaryUnaryMultiCallable[_control_pb2.RenewPauseRequest, _control_pb2.PauseBarrier]  # type: ignore[assignment]
     """Refused with FAILED_PRECONDITION when the lease has ended, ABORTED when not every gateway could be told."""
-    ResumeGate: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
+    ResumeFleet: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeFleetRequest, _control_pb2.PauseBarrier]  # type: ignore[assignment]
     """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile. The same again is answered
     again.
     """
-    GetGate: _aio.UnaryUnaryMultiCallable[_control_pb2.GetGateRequest, _control_pb2.Gate]  # type: ignore[assignment]
+    GetPauseBarrier: _aio.UnaryUnaryMultiCallable[_control_pb2.GetPauseBarrierRequest, _control_pb2.PauseBarrier]  # type: ignore[assignment]
     SetPolicyVersion: _aio.UnaryUnaryMultiCallable[_control_pb2.SetPolicyVersionRequest, _control_pb2.SetPolicyVersionResponse]  # type: ignore[assignment]
-    """Engines whose weights were brought otherwise, e.g. one that was left out when the gate opened."""
+    """Engines whose weights were brought otherwise, e.g. one that was left out when the pause barrier opened."""
     CancelRequests: _aio.UnaryUnaryMultiCallable[_control_pb2.CancelRequestsRequest, _control_pb2.CancelRequestsResponse]  # type: ignore[assignment]
     """End answers where they are."""
     AddEngine: _aio.UnaryUnaryMultiCallable[_control_pb2.AddEngineRequest, _control_pb2.Worker]  # type: ignore[assignment]
@@ -131,7 +131,7 @@ class ControlAsyncStub(ControlStub):
     SwitchDeployment: _aio.UnaryStreamMultiCallable[_control_pb2.SwitchDeploymentRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
     """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
     whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
-    switch is under way, the gate is closed, or nothing can start engines.
+    switch is under way, the pause barrier is closed, or nothing can start engines.
     """
     GetSwitch: _aio.UnaryUnaryMultiCallable[_control_pb2.GetSwitchRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
     """The one under way, or that was last, or the one with the given id."""
@@ -235,40 +235,40 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         """An operator's own moves, by the same path as the balancer's."""
 
     @_abc_1.abstractmethod
-    def PauseGate(
+    def PauseFleet(
         self,
-        request: _control_pb2.PauseGateRequest,
+        request: _control_pb2.PauseFleetRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]:
+    ) -> _typing.Union[_control_pb2.PauseBarrier, _abc.Awaitable[_control_pb2.PauseBarrier]]:
         """Stop admitting, bring every engine to rest, and answer when all is quiet. Where it is not by the deadline, all goes
         on as before and the call fails with ABORTED. The lease that is answered has to be renewed: when it ends, all goes on
-        by itself. FAILED_PRECONDITION while another holds the gate, and where no gateway is attached.
+        by itself. FAILED_PRECONDITION while another holds the pause barrier, and where no gateway is attached.
         """
 
     @_abc_1.abstractmethod
-    def RenewGate(
+    def RenewPause(
         self,
-        request: _control_pb2.RenewGateRequest,
+        request: _control_pb2.RenewPauseRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]:
+    ) -> _typing.Union[_control_pb2.PauseBarrier, _abc.Awaitable[_control_pb2.PauseBarrier]]:
         """Refused with FAILED_PRECONDITION when the lease has ended, ABORTED when not every gateway could be told."""
 
     @_abc_1.abstractmethod
-    def ResumeGate(
+    def ResumeFleet(
         self,
-        request: _control_pb2.ResumeGateRequest,
+        request: _control_pb2.ResumeFleetRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]:
+    ) -> _typing.Union[_control_pb2.PauseBarrier, _abc.Awaitable[_control_pb2.PauseBarrier]]:
         """Refused with FAILED_PRECONDITION when the lease has ended: requests have gone on meanwhile. The same again is answered
         again.
         """
 
     @_abc_1.abstractmethod
-    def GetGate(
+    def GetPauseBarrier(
         self,
-        request: _control_pb2.GetGateRequest,
+        request: _control_pb2.GetPauseBarrierRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.Gate, _abc.Awaitable[_control_pb2.Gate]]: ...
+    ) -> _typing.Union[_control_pb2.PauseBarrier, _abc.Awaitable[_control_pb2.PauseBarrier]]: ...
 
     @_abc_1.abstractmethod
     def SetPolicyVersion(
@@ -276,7 +276,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.SetPolicyVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.SetPolicyVersionResponse, _abc.Awaitable[_control_pb2.SetPolicyVersionResponse]]:
-        """Engines whose weights were brought otherwise, e.g. one that was left out when the gate opened."""
+        """Engines whose weights were brought otherwise, e.g. one that was left out when the pause barrier opened."""
 
     @_abc_1.abstractmethod
     def CancelRequests(
@@ -318,7 +318,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_control_pb2.SwitchReport], _abc.AsyncIterator[_control_pb2.SwitchReport]]:
         """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
         whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
-        switch is under way, the gate is closed, or nothing can start engines.
+        switch is under way, the pause barrier is closed, or nothing can start engines.
         """
 
     @_abc_1.abstractmethod

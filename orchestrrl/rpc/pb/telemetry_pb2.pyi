@@ -69,30 +69,30 @@ REQUEST_STATE_WAITING: RequestState.ValueType  # 1
 REQUEST_STATE_RUNNING: RequestState.ValueType  # 2
 Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
-class _GatePhase:
+class _BarrierPhase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _GatePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GatePhase.ValueType], _builtins.type):
+class _BarrierPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BarrierPhase.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    GATE_PHASE_UNSPECIFIED: _GatePhase.ValueType  # 0
+    BARRIER_PHASE_UNSPECIFIED: _BarrierPhase.ValueType  # 0
     """Open, too."""
-    GATE_PHASE_OPEN: _GatePhase.ValueType  # 1
-    GATE_PHASE_CLOSING: _GatePhase.ValueType  # 2
+    BARRIER_PHASE_OPEN: _BarrierPhase.ValueType  # 1
+    BARRIER_PHASE_CLOSING: _BarrierPhase.ValueType  # 2
     """Nothing new goes to engines, some still run."""
-    GATE_PHASE_QUIET: _GatePhase.ValueType  # 3
+    BARRIER_PHASE_QUIET: _BarrierPhase.ValueType  # 3
     """They are at rest."""
 
-class GatePhase(_GatePhase, metaclass=_GatePhaseEnumTypeWrapper): ...
+class BarrierPhase(_BarrierPhase, metaclass=_BarrierPhaseEnumTypeWrapper): ...
 
-GATE_PHASE_UNSPECIFIED: GatePhase.ValueType  # 0
+BARRIER_PHASE_UNSPECIFIED: BarrierPhase.ValueType  # 0
 """Open, too."""
-GATE_PHASE_OPEN: GatePhase.ValueType  # 1
-GATE_PHASE_CLOSING: GatePhase.ValueType  # 2
+BARRIER_PHASE_OPEN: BarrierPhase.ValueType  # 1
+BARRIER_PHASE_CLOSING: BarrierPhase.ValueType  # 2
 """Nothing new goes to engines, some still run."""
-GATE_PHASE_QUIET: GatePhase.ValueType  # 3
+BARRIER_PHASE_QUIET: BarrierPhase.ValueType  # 3
 """They are at rest."""
-Global___GatePhase: _TypeAlias = GatePhase  # noqa: Y015
+Global___BarrierPhase: _TypeAlias = BarrierPhase  # noqa: Y015
 
 @_typing.final
 class ReportAck(_message.Message):
@@ -578,7 +578,7 @@ class FinishedRequest(_message.Message):
 Global___FinishedRequest: _TypeAlias = FinishedRequest  # noqa: Y015
 
 @_typing.final
-class GateReport(_message.Message):
+class BarrierReport(_message.Message):
     """Of one gateway."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -590,7 +590,7 @@ class GateReport(_message.Message):
     FROZEN_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    phase: Global___GatePhase.ValueType
+    phase: Global___BarrierPhase.ValueType
     lease_id: _builtins.str
     lease_until_unix_s: _builtins.float
     running: _builtins.int
@@ -604,7 +604,7 @@ class GateReport(_message.Message):
     def __init__(
         self,
         *,
-        phase: Global___GatePhase.ValueType = ...,
+        phase: Global___BarrierPhase.ValueType = ...,
         lease_id: _builtins.str = ...,
         lease_until_unix_s: _builtins.float = ...,
         running: _builtins.int = ...,
@@ -620,7 +620,7 @@ class GateReport(_message.Message):
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
-Global___GateReport: _TypeAlias = GateReport  # noqa: Y015
+Global___BarrierReport: _TypeAlias = BarrierReport  # noqa: Y015
 
 @_typing.final
 class GatewayReport(_message.Message):
@@ -632,7 +632,7 @@ class GatewayReport(_message.Message):
     URL_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
-    GATE_FIELD_NUMBER: _builtins.int
+    BARRIER_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     SENT_UNIX_S_FIELD_NUMBER: _builtins.int
     ACK_SENT_UNIX_S_FIELD_NUMBER: _builtins.int
@@ -659,7 +659,7 @@ class GatewayReport(_message.Message):
         """Since the last report that the daemon acknowledged."""
 
     @_builtins.property
-    def gate(self) -> Global___GateReport: ...
+    def barrier(self) -> Global___BarrierReport: ...
     @_builtins.property
     def engines(self) -> Global___GatewayEngines:
         """Engines that the gateway was started with. Sent with the first report of a stream and when they change."""
@@ -677,7 +677,7 @@ class GatewayReport(_message.Message):
         url: _builtins.str = ...,
         in_flight: _abc.Iterable[Global___RequestProgress] | None = ...,
         finished: _abc.Iterable[Global___FinishedRequest] | None = ...,
-        gate: Global___GateReport | None = ...,
+        barrier: Global___BarrierReport | None = ...,
         incarnation: _builtins.str = ...,
         sent_unix_s: _builtins.float = ...,
         ack_sent_unix_s: _builtins.float = ...,
@@ -685,9 +685,9 @@ class GatewayReport(_message.Message):
         engines: Global___GatewayEngines | None = ...,
         failovers: _abc.Iterable[Global___EngineFailovers] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "gate", b"gate"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "engines", b"engines"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_received_unix_s", b"ack_received_unix_s", "ack_sent_unix_s", b"ack_sent_unix_s", "engines", b"engines", "failovers", b"failovers", "finished", b"finished", "gate", b"gate", "gateway_id", b"gateway_id", "in_flight", b"in_flight", "incarnation", b"incarnation", "sampled_unix_s", b"sampled_unix_s", "sent_unix_s", b"sent_unix_s", "sequence", b"sequence", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_received_unix_s", b"ack_received_unix_s", "ack_sent_unix_s", b"ack_sent_unix_s", "barrier", b"barrier", "engines", b"engines", "failovers", b"failovers", "finished", b"finished", "gateway_id", b"gateway_id", "in_flight", b"in_flight", "incarnation", b"incarnation", "sampled_unix_s", b"sampled_unix_s", "sent_unix_s", b"sent_unix_s", "sequence", b"sequence", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

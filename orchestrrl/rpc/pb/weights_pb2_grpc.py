@@ -135,7 +135,7 @@ class WeightsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def InstallSync(self, request, context):
-        """Install what is prepared now, instead of when the gate is closed next. FAILED_PRECONDITION where nothing is.
+        """Install what is prepared now, instead of when the pause barrier is closed next. FAILED_PRECONDITION where nothing is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,7 +49,7 @@ class WeightsStub:
     committed.
     """
     InstallSync: _grpc.UnaryUnaryMultiCallable[_weights_pb2.InstallSyncRequest, _weights_pb2.SyncReport]
-    """Install what is prepared now, instead of when the gate is closed next. FAILED_PRECONDITION where nothing is."""
+    """Install what is prepared now, instead of when the pause barrier is closed next. FAILED_PRECONDITION where nothing is."""
     RelayToPlane: _grpc.UnaryUnaryMultiCallable[_weights_pb2.RelayToPlaneRequest, _weights_pb2.RelayToPlaneResponse]
     """From a trainer rank that does what asked_json of the report asks, on a plane by which trainers send themselves.
     Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
@@ -76,7 +76,7 @@ class WeightsAsyncStub(WeightsStub):
     committed.
     """
     InstallSync: _aio.UnaryUnaryMultiCallable[_weights_pb2.InstallSyncRequest, _weights_pb2.SyncReport]  # type: ignore[assignment]
-    """Install what is prepared now, instead of when the gate is closed next. FAILED_PRECONDITION where nothing is."""
+    """Install what is prepared now, instead of when the pause barrier is closed next. FAILED_PRECONDITION where nothing is."""
     RelayToPlane: _aio.UnaryUnaryMultiCallable[_weights_pb2.RelayToPlaneRequest, _weights_pb2.RelayToPlaneResponse]  # type: ignore[assignment]
     """From a trainer rank that does what asked_json of the report asks, on a plane by which trainers send themselves.
     Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
@@ -148,7 +148,7 @@ class WeightsServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.InstallSyncRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.SyncReport, _abc.Awaitable[_weights_pb2.SyncReport]]:
-        """Install what is prepared now, instead of when the gate is closed next. FAILED_PRECONDITION where nothing is."""
+        """Install what is prepared now, instead of when the pause barrier is closed next. FAILED_PRECONDITION where nothing is."""
 
     @_abc_1.abstractmethod
     def RelayToPlane(

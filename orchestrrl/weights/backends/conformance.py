@@ -58,7 +58,7 @@ class BackendWorld(Protocol):
         ...
 
     async def publish(self, version: int) -> SyncReport:
-        """Until it is over, the gate is open, and what can be repaired is."""
+        """Until it is over, the pause barrier is open, and what can be repaired is."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Single acts on engines and peers under a closed gate: rest, install, ask; and who of them does not agree."""
+"""Single acts on engines and peers under a closed barrier: rest, install, ask; and who of them does not agree."""
 
 import logging
 from collections import Counter
@@ -120,7 +120,7 @@ class SyncActions:
 
     def installed(self, engine: EngineId) -> int | None:
         """As its attached peer says, unless it was restarted since that asked it: nobody knows then. Whoever has told
-        the gate its version since then knows."""
+        the pause barrier its version since then knows."""
         if engine in self.doubts and engine in self.fence.state.versions:
             self.doubts.dispel(engine, self.doubts.of(engine))
         if engine in self.doubts:

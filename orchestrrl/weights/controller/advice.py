@@ -121,7 +121,7 @@ def _plan(_: SyncProfile) -> str:
 def _window(_: SyncProfile) -> str:
     return (
         "circuits wait until the job's collectives pause; publish where nothing runs (at a boundary no window is waited"
-        " for), or with install: next_gate, so that the trainer goes on meanwhile"
+        " for), or with install: next_pause, so that the trainer goes on meanwhile"
     )
 
 
@@ -139,7 +139,7 @@ def _check(_: SyncProfile) -> str:
 def _fence(_: SyncProfile) -> str:
     return (
         "engines stop between two of their steps, so long prefills keep them (a smaller max_num_batched_tokens makes"
-        " steps shorter); `orchestrrl gate status` names who is not at rest"
+        " steps shorter); `orchestrrl barrier` names who is not at rest"
     )
 
 

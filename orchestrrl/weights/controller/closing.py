@@ -1,4 +1,4 @@
-"""How a closed gate is left, by whoever closed it: with the new version, or with the one from before.
+"""How a closed barrier is left, by whoever closed it: with the new version, or with the one from before.
 
 Both are done again, from any point, by a daemon that finds them half done. What is told about an engine is what is in
 it; one of which that is not certain gets no requests until it is repaired.
@@ -20,12 +20,12 @@ from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 1.0  # after the gate did not do as it was told
+AGAIN_S = 1.0  # after the pause barrier did not do as it was told
 TRIES = 5
 
 
 def own_lease(hands: SyncActions, sync_id: str) -> str:
-    """The gate's lease, where this sync holds it; else empty."""
+    """The pause barrier's lease, where this sync holds it; else empty."""
     lease = hands.fence.state.lease
     return lease.id if lease is not None and lease.holder == HOLDER + sync_id else ""
 
@@ -82,8 +82,8 @@ async def go_back(
     told: Mapping[EngineId, int] = MappingProxyType({}),
 ) -> None:
     """It is not committed: engines that may have it, or half of it, get back what the fleet has. `untouched`: of these,
-    those that are as they were; `told`: what the gate has forgotten of them. Where nobody keeps the fleet's version,
-    the others wait for the next one."""
+    those that are as they were; `told`: what the pause barrier has forgotten of them. Where nobody keeps the fleet's
+    version, the others wait for the next one."""
     gone = [engine for engine in changed if hands.gone(engine)]  # by order: nobody waits for them
     changed = sorted(set(changed) - set(gone))
     hands.fence.forget(gone, "left the fleet")
@@ -130,7 +130,7 @@ async def go_back(
 
 
 def _told_of(hands: SyncActions) -> set[EngineId]:
-    """Engines that get requests by what the gate knows of them: one may have been started anew unseen."""
+    """Engines that get requests by what the pause barrier knows of them: one may have been started anew unseen."""
     return set(hands.engines()).intersection(hands.fence.state.versions)
 
 
@@ -179,17 +179,17 @@ def _tell_as_before(hands: SyncActions, told: Mapping[EngineId, int]) -> None:
 
 
 async def _close_again(hands: SyncActions, record: SyncRecord, changed: Collection[EngineId]) -> str:
-    """The lease has ended meanwhile: requests run on engines that have who knows what. Where the gate does not close,
-    peers bring these engines to rest. The lease, or empty."""
+    """The lease has ended meanwhile: requests run on engines that have who knows what. Where the pause barrier does not
+    close, peers bring these engines to rest. The lease, or empty."""
     settings = hands.settings
-    hands.fence.forget(changed, "were being changed when the gate opened")
+    hands.fence.forget(changed, "were being changed when the pause barrier opened")
     if hands.fence.is_manned():
         try:
             return await hands.fence.pause(
                 HOLDER + record.id, empty=False, lease_s=settings.lease_s, deadline_s=settings.fence_within_s
             )
         except OrchestrRLError as error:
-            record.note(f"the gate could not be closed again: {error}")
+            record.note(f"the pause barrier could not be closed again: {error}")
     await hands.try_each(changed, lambda engine: hands.rest(engine, True))
     return ""
 
@@ -204,17 +204,17 @@ async def _resume(
             await hands.fence.resume(lease, version, sorted({*without, *restarted}), reason)
             return True
         except Permanent as error:
-            logger.error("the gate was not opened by its lease: %s", error)
+            logger.error("the pause barrier was not opened by its lease: %s", error)
             return False
         except OrchestrRLError as error:
             if attempt + 1 == TRIES:
-                raise SyncFailed("internal", f"the gate does not open: {error}") from error
+                raise SyncFailed("internal", f"the pause barrier does not open: {error}") from error
             await hands.clock.sleep(AGAIN_S)
     return False
 
 
 async def attached_again(hands: SyncActions, engines: Collection[EngineId]) -> None:
-    """Wait for the peers of engines, and for gateways where the gate is closed, but not for ever."""
+    """Wait for the peers of engines, and for gateways where the pause barrier is closed, but not for ever."""
     until_s = hands.clock.now_s() + hands.settings.patience_s
     while hands.clock.now_s() < until_s:
         is_manned = hands.fence.is_manned() or hands.fence.state.lease is None

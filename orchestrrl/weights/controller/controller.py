@@ -234,17 +234,17 @@ class WeightSync:
         run.record.note(f"installed by an operator's word: {reason or 'no reason given'}")
         return run.record.report
 
-    # --- asked by the gate, and by the balancer
+    # --- asked by the pause barrier, and by the balancer
 
     async def before_resume(self, until_s: float, told: int | None = None) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Somebody else's closed gate is to be opened: what with, and without whom. What waits for that is installed
+        """Somebody else's closed barrier is to be opened: what with, and without whom. What waits for that is installed
         first, as far as it can be by `until_s`. `told`: the version that they say engines have. Where it is one of ours
         it is so only where we brought it: raises Permanent where it could not be, Retryable where it is on its way."""
         fence, run = self._hands.fence, self._running
         lease = fence.state.lease
         if lease is None or lease.holder.startswith(HOLDER):
             return told, ()
-        if run is not None and (run.waits_for_gate or run.borrows) and told in (None, run.record.report.version):
+        if run is not None and (run.waits_for_barrier or run.borrows) and told in (None, run.record.report.version):
             version, without = await run.borrow(until_s, lease.frozen is FrozenRequests.TAKEN_BACK)
             if told not in (None, version):
                 why = run.record.report.notes[-1:] or ("it was called off",)
@@ -345,7 +345,7 @@ class WeightSync:
         ids -= {record.id for record in waiting}
         try:
             return [left for left in self.book.left_open() if left.report.id in ids]
-        except OrchestrRLError as error:  # the gate's lease keeps requests from engines until it can be read
+        except OrchestrRLError as error:  # the pause barrier's lease keeps requests from engines until it can be read
             logger.error("%s", error)
             return []
 
@@ -410,7 +410,7 @@ class WeightSync:
 
     def _is_over(self, left: OpenSync) -> bool:
         """Whether it had ended, which could not be written down: a version was committed since, or engines that it had
-        changed are as they were before, and the gate was told so. One that changed no engine was cut off."""
+        changed are as they were before, and the pause barrier was told so. One that changed no engine was cut off."""
         committed, state = self.book.fleet.committed, self._hands.fence.state
         if committed is None or own_lease(self._hands, left.report.id):
             return False

@@ -1,4 +1,4 @@
-"""The gate as a weight sync uses it: nobody's request runs from `pause` to `resume`. What gateways do is
+"""The pause barrier as a weight sync uses it: nobody's request runs from `pause` to `resume`. What gateways do is
 gateway/pause.py's."""
 
 from collections.abc import Callable, Collection, Mapping

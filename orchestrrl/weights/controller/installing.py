@@ -1,5 +1,5 @@
-"""A version into engines behind a closed gate, and whether they have it: by sums of what they were given, and by what
-they answer."""
+"""A version into engines behind a closed barrier, and whether they have it: by sums of what they were given, and by
+what they answer."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from planner.model import EngineId
 
 @dataclass(slots=True)
 class BorrowedPause:
-    """Somebody else's closed gate, to be used until then. `outcome`: what it is to be opened with."""
+    """Somebody else's closed barrier, to be used until then. `outcome`: what it is to be opened with."""
 
     until_s: float
     may_probe: bool

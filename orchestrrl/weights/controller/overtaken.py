@@ -1,5 +1,6 @@
 """Whether the fleet's weights are still those that a weight sync brought: a trainer may bring others in its own way,
-and tell the gate their version. Then nothing is ours to repair or to bring back until a version is published again."""
+and tell the pause barrier their version. Then nothing is ours to repair or to bring back until a version is published
+again."""
 
 import logging
 
@@ -10,8 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 def notice_others(hands: SyncActions) -> bool:
-    """Whether somebody has told the gate another version than the committed one, since that was told. It is the fleet's
-    no longer then, which is written down. Where the gate knows none, or has not heard of ours yet, nobody has."""
+    """Whether somebody has told the pause barrier another version than the committed one, since that was told. It is
+    the fleet's no longer then, which is written down. Where the pause barrier knows none, or has not heard of ours yet,
+    nobody has."""
     committed, newest = hands.book.fleet.committed, hands.fence.state.newest
     if committed is None or newest is None:
         return False

@@ -19,7 +19,7 @@ COLOURS = {
     SyncPhase.PHASE_A: "#1b7837",
     SyncPhase.PHASE_B: "#7fbf7b",
     SyncPhase.CHECK: "#525252",
-    SyncPhase.NEXT_GATE: "#f0f0f0",
+    SyncPhase.NEXT_PAUSE: "#f0f0f0",
     SyncPhase.FENCE: "#fdd0a2",
     SyncPhase.INSTALL: "#f16913",
     SyncPhase.VERIFY: "#fdae6b",

@@ -17,7 +17,7 @@ PHASE_WORDS: Mapping[SyncPhase, str] = {
     SyncPhase.PHASE_A: "phase A",
     SyncPhase.PHASE_B: "phase B",
     SyncPhase.CHECK: "check",
-    SyncPhase.NEXT_GATE: "wait for gate",
+    SyncPhase.NEXT_PAUSE: "wait for barrier",
     SyncPhase.FENCE: "fence",
     SyncPhase.INSTALL: "install",
     SyncPhase.VERIFY: "verify",
@@ -26,10 +26,10 @@ PHASE_WORDS: Mapping[SyncPhase, str] = {
     SyncPhase.TEAR_DOWN: "tear down",
 }
 # Nobody waits for these: requests run, and so may the trainer.
-BESIDE = frozenset({SyncPhase.NEXT_GATE, SyncPhase.TEAR_DOWN})
+BESIDE = frozenset({SyncPhase.NEXT_PAUSE, SyncPhase.TEAR_DOWN})
 # Requests stand still from the beginning of the first to the end of the last.
 STILL = (SyncPhase.FENCE, SyncPhase.INSTALL, SyncPhase.VERIFY, SyncPhase.COMMIT, SyncPhase.RESUME)
-AFTER_TRANSFER = frozenset({SyncPhase.CHECK, SyncPhase.NEXT_GATE, *STILL})
+AFTER_TRANSFER = frozenset({SyncPhase.CHECK, SyncPhase.NEXT_PAUSE, *STILL})
 BEFORE_PREPARED = frozenset({SyncState.PUBLISHING, SyncState.PLANNING, SyncState.CARRYING})
 LEAST_MODELLED_S = 0.01  # transfers of less are over before what processes take for themselves
 

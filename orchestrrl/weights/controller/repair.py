@@ -49,7 +49,8 @@ class EngineRepairs:
         self._numbers = itertools.count(1)
 
     def look(self) -> list[EngineId]:
-        """Tell of engines what is known now, and which are to be repaired, by id. Nothing while the gate is closed."""
+        """Tell of engines what is known now, and which are to be repaired, by id. Nothing while the pause barrier is
+        closed."""
         hands = self._hands
         self._leave()
         if is_closed(hands) or notice_others(hands) or hands.book.fleet.committed is None:
@@ -138,7 +139,7 @@ class EngineRepairs:
             hands.book.stands(replace(hands.book.fleet, committed=committed.lost(engine, why)))
 
     def _tell_again(self) -> None:
-        """Engines that have the version, verified, and of which the gate does not know it."""
+        """Engines that have the version, verified, and of which the pause barrier does not know it."""
         hands, committed = self._hands, self._hands.book.fleet.committed
         assert committed is not None
         state, known = hands.fence.state, hands.engines()
@@ -229,7 +230,7 @@ class EngineRepairs:
     async def _serves(self, engine: EngineId, committed: CommittedVersion) -> bool:
         hands = self._hands
         if is_closed(hands):
-            raise SyncFailed("not_quiet", "the gate was closed meanwhile")
+            raise SyncFailed("not_quiet", "the pause barrier was closed meanwhile")
         # It may have been restarted while it was looked at.
         if hands.installed(engine) != committed.version:
             raise SyncFailed("install_failed", f"{engine} has {_words(hands.installed(engine))} after all")

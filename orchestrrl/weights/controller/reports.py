@@ -40,7 +40,7 @@ class SyncPhase(StrEnum):
     PHASE_A = "phase_a"  # between PoDs
     PHASE_B = "phase_b"  # inside them
     CHECK = "check"
-    NEXT_GATE = "next_gate"  # waiting for somebody to close the gate
+    NEXT_PAUSE = "next_pause"  # waiting for somebody to close the pause barrier
     FENCE = "fence"  # until all requests stand still
     INSTALL = "install"
     VERIFY = "verify"

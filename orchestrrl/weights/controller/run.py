@@ -47,12 +47,12 @@ class SyncRun:
         self.direct = None if plane is None else DirectTransfer(hands, record, publications, plane)  # None: the tree
         self._hands = hands
         self._going: asyncio.Task[None] | None = None
-        self._renewing: asyncio.Task[None] | None = None  # the gate's lease
+        self._renewing: asyncio.Task[None] | None = None  # the pause barrier's lease
         self._stop: tuple[SyncState, str, str] | None = None
         self._go = asyncio.Event()  # install it, whoever waits for what
         self._at_once = publications[0].install == "at_once"
         self._borrowed: BorrowedPause | None = None
-        self._waits_for_gate = False
+        self._waits_for_barrier = False
         self._committed = False
         self._lineup = SyncParticipants(hands, record, is_direct=plane is not None)
         self._installing = Installing(hands, record, publications, self.direct)
@@ -77,13 +77,13 @@ class SyncRun:
         self._go.set()
 
     @property
-    def waits_for_gate(self) -> bool:
-        """All bytes are there, and a closed gate would do."""
-        return self._waits_for_gate and self._borrowed is None and self._stop is None
+    def waits_for_barrier(self) -> bool:
+        """All bytes are there, and a closed barrier would do."""
+        return self._waits_for_barrier and self._borrowed is None and self._stop is None
 
     async def borrow(self, until_s: float, may_probe: bool) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Install while somebody else has the gate closed: the version to open it with, and engines without it. Whoever
-        asks again, as the answer was lost, waits for the same."""
+        """Install while somebody else has the pause barrier closed: the version to open it with, and engines without
+        it. Whoever asks again, as the answer was lost, waits for the same."""
         if self._borrowed is None:
             self._borrowed = BorrowedPause(until_s, may_probe, asyncio.get_running_loop().create_future())
             self._go.set()
@@ -91,7 +91,7 @@ class SyncRun:
 
     @property
     def borrows(self) -> bool:
-        """Somebody else's closed gate is used to install it."""
+        """Somebody else's closed barrier is used to install it."""
         return self._borrowed is not None
 
     def let_go(self) -> None:
@@ -143,7 +143,7 @@ class SyncRun:
 
     async def _after_commit(self) -> None:
         if self._borrowed is not None:
-            await resume_new(self._hands, self.record)  # tells who has what; the gate is opened by its holder
+            await resume_new(self._hands, self.record)  # tells who has what; the pause barrier is opened by its holder
             self._give_back()
             await self._hands.keep()
             return
@@ -181,7 +181,7 @@ class SyncRun:
             logger.exception("weight sync %s", self.record.id)
             return SyncFailed("internal", f"a defect: {error!r}", again=False)
         finally:
-            self._waits_for_gate = False
+            self._waits_for_barrier = False
             if self._renewing is not None:
                 self._renewing.cancel()
         return None
@@ -191,7 +191,8 @@ class SyncRun:
             try:
                 return await go_back(self._hands, self.record, attempt.changed, attempt.untouched, attempt.told)
             except (OrchestrRLError, SyncFailed) as error:
-                # Nothing else may be done to engines before this is; the gate's lease keeps requests from them.
+                # Nothing else may be done to engines before this is; the pause barrier's lease keeps requests from
+                # them.
                 logger.error("weight sync %s cannot be undone: %s", self.record.id, error)
                 await self._hands.clock.sleep(self._hands.settings.patience_s / 10)
 
@@ -206,7 +207,7 @@ class SyncRun:
         hands.book.step(record.id, "prepared")
         for engine in targets:
             record.engine(engine, EngineSync.PREPARED)
-        lease = await self._close_gate()
+        lease = await self._close_barrier()
         notice_others(hands)
         targets = self._lineup.still_there(attempt, targets, receivers)
         has, prompt, answers = await self._installing.install(attempt, targets, lease, self._borrowed)
@@ -241,13 +242,13 @@ class SyncRun:
         if told:
             self.record.put(detail="")
 
-    async def _close_gate(self) -> str:
+    async def _close_barrier(self) -> str:
         """The lease; empty: somebody else's, or there is no gateway and peers keep engines still."""
         record = self.record
         record.state(SyncState.PREPARED)
-        self._waits_for_gate = True
+        self._waits_for_barrier = True
         if not self._at_once:
-            with record.phase(SyncPhase.NEXT_GATE):
+            with record.phase(SyncPhase.NEXT_PAUSE):
                 await self._go.wait()
         await self._not_held()
         record.begins(SyncPhase.FENCE)
@@ -261,10 +262,10 @@ class SyncRun:
         until_s = hands.clock.now_s() + settings.fence_within_s
         while self._borrowed is None:
             if is_closed(hands):  # before it opens we are asked
-                record.put(detail=f"waits: {hands.fence.state.lease} has the gate closed")
+                record.put(detail=f"waits: {hands.fence.state.lease} has the pause barrier closed")
                 if hands.clock.now_s() >= until_s:
-                    raise SyncFailed("not_quiet", f"the gate is held by another: {hands.fence.state.lease}")
-            elif hands.deploying():  # which does not begin while the gate is closed, and has limits of its own
+                    raise SyncFailed("not_quiet", f"the pause barrier is held by another: {hands.fence.state.lease}")
+            elif hands.deploying():  # which does not begin while the pause barrier is closed, and has limits of its own
                 record.put(detail="waits: engines are being started or stopped")
                 until_s = hands.clock.now_s() + settings.fence_within_s
             elif not hands.settled() and hands.clock.now_s() < until_s:
@@ -272,7 +273,7 @@ class SyncRun:
             else:
                 break
             await hands.clock.sleep(LOOK_S)
-        self._waits_for_gate = False
+        self._waits_for_barrier = False
         record.state(SyncState.FENCING)
         hands.book.step(record.id, "fence")
         if self._borrowed is not None or not hands.fence.is_manned():
@@ -311,9 +312,9 @@ class SyncRun:
     ) -> None:
         record, hands = self.record, self._hands
         if lease and own_lease(hands, record.id) != lease:
-            raise SyncFailed("not_quiet", "the gate has opened by itself while engines were being changed")
+            raise SyncFailed("not_quiet", "the pause barrier has opened by itself while engines were being changed")
         if not lease and self._borrowed is not None and not is_closed(hands):
-            raise SyncFailed("not_quiet", "the gate was opened while engines were being changed")
+            raise SyncFailed("not_quiet", "the pause barrier was opened while engines were being changed")
         if not lease and self._borrowed is None and hands.fence.is_manned():
             raise SyncFailed("not_quiet", "a gateway has come while peers kept engines still")
         has = [engine for engine in has if not hands.gone(engine)]
@@ -349,7 +350,7 @@ class SyncRun:
         record.state(SyncState.COMMITTED)
 
     def _give_back(self) -> None:
-        """Whoever waits for the gate's opening may go on."""
+        """Whoever waits for the pause barrier's opening may go on."""
         borrowed, self._borrowed = self._borrowed, None
         if borrowed is None:
             return

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED = 256  # syncs that are over
 NOTES, NOTE, WORDS = 64, 500, 3000  # of a report: notes, and the characters of one and of its detail
-# Who holds the gate's lease, so that a daemon that comes back knows its own.
+# Who holds the pause barrier's lease, so that a daemon that comes back knows its own.
 HOLDER = "weight sync "
 
 
@@ -62,7 +62,7 @@ class CommittedVersion:
     fingerprint: str = ""  # of what was published
     at_s: float = 0.0
     plane: str = TREE
-    before: int | None = None  # what the gate had as the fleet's newest when it was committed
+    before: int | None = None  # what the pause barrier had as the fleet's newest when it was committed
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 2**64:
@@ -213,7 +213,7 @@ class WeightBook:
         self.over: deque[SyncReport] = deque(maxlen=REMEMBERED)
         self.map: VersionMap | None = None  # of the committed version, with sums
         self.recovered_s: float | None = None  # when it took up what a daemon before had left; None: nothing
-        self.was_told = False  # the gate has had the committed version as the fleet's newest
+        self.was_told = False  # the pause barrier has had the committed version as the fleet's newest
         self.changed: Callable[[], None] = lambda: None
 
     @property

@@ -2,7 +2,7 @@
 
     client = WeightsClient("127.0.0.1:7070", peer="train0")
     report = client.publish(version, model)  # returns when every engine answers with it
-    handle = client.publish(version, model, install="next_gate", wait="staged")  # goes on; handle.result() waits
+    handle = client.publish(version, model, install="next_pause", wait="staged")  # goes on; handle.result() waits
 
 Every rank calls it. The bytes are copied into the folder, from which this host's peer (`orchestrrl sync peer`) serves
 them; when `publish` has returned, be it a handle, the model may change. It runs in the trainer's environment, where it
@@ -53,7 +53,7 @@ _ADVICE = {
     "unreachable": "see that every engine has a peer (`orchestrrl sync status`)",
     "no_engines": "see that engines have an agent (`orchestrrl status`) and a peer (`orchestrrl sync status`)",
     "trainer_lost": "see that every rank publishes the version",
-    "not_quiet": "see which engine did not come to rest (`orchestrrl gate status`)",
+    "not_quiet": "see which engine did not come to rest (`orchestrrl barrier`)",
 }
 
 
@@ -72,7 +72,7 @@ class SyncAborted(Permanent):
 class PublishOptions(TypedDict, total=False):
     """Of a publication, beside its weights. `install`, `plane`, `probe`, `expected` and `options` are Publication's."""
 
-    install: Literal["", "at_once", "next_gate"]
+    install: Literal["", "at_once", "next_pause"]
     plane: str
     probe: Sequence[int]
     expected: Sequence[int]

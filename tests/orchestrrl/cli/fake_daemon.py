@@ -125,7 +125,7 @@ BALANCE = pb.Balance(
     theta=0.0002,
     moves=[pb.BalanceMove(request_id="r7", from_engine_id="e0", to_engine_id="e1", state="waiting")],
     stopped_because="within_theta",
-    gate_reason="rebalance: load differs by 0.006",
+    barrier_reason="rebalance: load differs by 0.006",
     inputs_age_s=0.2,
     ended_moves=[
         pb.EndedMove(
@@ -166,29 +166,31 @@ STATUS = pb.Status(
     balance_policy_reason="no step times for e1: [its GPU] is not known",
     plan_calibration=pb.PlanCalibration(steps=7, error=0.084, bias=0.031, correction=0.97),
 )
-GATE = pb.Gate(
+BARRIER = pb.PauseBarrier(
     phase="quiet",
     lease_id="g3-1",
     holder="weights of step 12",
-    mode=agent_pb2.GATE_MODE_KEEP,
+    mode=agent_pb2.PAUSE_MODE_KEEP,
     frozen=agent_pb2.FROZEN_REQUESTS_RECOMPUTE,
     lease_until_unix_s=1_000_060.0,
     policy_version=11,
     gateways=[
-        pb.GatewayGate(
+        pb.GatewayAtBarrier(
             node_id="gw0",
-            report=telemetry_pb2.GateReport(
-                phase=telemetry_pb2.GATE_PHASE_QUIET, lease_id="g3-1", frozen=1200, held=3, policy_version=11
+            report=telemetry_pb2.BarrierReport(
+                phase=telemetry_pb2.BARRIER_PHASE_QUIET, lease_id="g3-1", frozen=1200, held=3, policy_version=11
             ),
         ),
-        pb.GatewayGate(node_id="gw1"),
+        pb.GatewayAtBarrier(node_id="gw1"),
     ],
     engines=[
-        pb.EngineRest(engine_id="e0", done=True, policy_version=11),
-        pb.EngineRest(engine_id="e1", detail="connection refused [Errno 111]"),
+        pb.EngineAtRest(engine_id="e0", done=True, policy_version=11),
+        pb.EngineAtRest(engine_id="e1", detail="connection refused [Errno 111]"),
     ],
 )
-OPEN_GATE = pb.Gate(phase="open", policy_version=12, engines=GATE.engines, detail="resumed by weights of step 12")
+OPEN_BARRIER = pb.PauseBarrier(
+    phase="open", policy_version=12, engines=BARRIER.engines, detail="resumed by weights of step 12"
+)
 REQUESTS = [
     telemetry_pb2.RequestProgress(
         request_id="r1",
@@ -290,24 +292,24 @@ class FakeDaemon(control_pb2_grpc.ControlServicer):
                 await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, "no result from the gateway")
         return await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"no request {request.request_id!r}")
 
-    async def PauseGate(self, request: pb.PauseGateRequest, context: Context) -> pb.Gate:  # type: ignore[override]
+    async def PauseFleet(self, request: pb.PauseFleetRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]
         self.heard.append(request)
         if request.holder == "too late":
             await refuse(context, grpc.StatusCode.ABORTED, "gateway gw0 did not come to rest: 3 requests still run")
-        return GATE
+        return BARRIER
 
-    async def RenewGate(self, request: pb.RenewGateRequest, context: Context) -> pb.Gate:  # type: ignore[override]
+    async def RenewPause(self, request: pb.RenewPauseRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]
         self.heard.append(request)
-        if request.lease_id != GATE.lease_id:
+        if request.lease_id != BARRIER.lease_id:
             await refuse(context, grpc.StatusCode.FAILED_PRECONDITION, "lease g2-1 has ended (expired)")
-        return GATE
+        return BARRIER
 
-    async def ResumeGate(self, request: pb.ResumeGateRequest, context: Context) -> pb.Gate:  # type: ignore[override]
+    async def ResumeFleet(self, request: pb.ResumeFleetRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]
         self.heard.append(request)
-        return OPEN_GATE
+        return OPEN_BARRIER
 
-    async def GetGate(self, request: pb.GetGateRequest, context: Context) -> pb.Gate:  # type: ignore[override]
-        return pb.Gate(phase="open") if self.empty else GATE
+    async def GetPauseBarrier(self, request: pb.GetPauseBarrierRequest, context: Context) -> pb.PauseBarrier:  # type: ignore[override]
+        return pb.PauseBarrier(phase="open") if self.empty else BARRIER
 
     async def SetPolicyVersion(  # type: ignore[override]
         self, request: pb.SetPolicyVersionRequest, context: Context

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ocs_drivers.emulators.registry import EMULATORS
 from orchestrrl.cli.commands import COMMANDS
-from orchestrrl.cli.fleet import pause as gate
+from orchestrrl.cli.fleet import pause as barrier
 from orchestrrl.cli.fleet import status
 from orchestrrl.cli.fleet.engine import simulated
 from orchestrrl.cli.gateway import gateway
@@ -68,7 +68,7 @@ def test_written_defaults_are_those_of_what_is_run() -> None:
 
 @pytest.mark.parametrize(
     ("written", "meant"),
-    [(status.ModeOption, Mode), (gate.PauseModeOption, PauseMode), (gate.FrozenRequestsOption, FrozenRequests)],
+    [(status.ModeOption, Mode), (barrier.PauseModeOption, PauseMode), (barrier.FrozenRequestsOption, FrozenRequests)],
 )
 def test_written_choices_are_those_of_what_is_run(written: type[Enum], meant: type[Enum]) -> None:
     assert {each.name: each.value for each in written} == {each.name: each.value for each in meant}

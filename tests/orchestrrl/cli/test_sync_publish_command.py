@@ -113,18 +113,18 @@ async def test_it_is_published_and_waited_for(tmp_path: Path) -> None:
     assert [tensor.name for tensor in first.tensors] == ["a.weight", "b.weight", "c"]
 
 
-async def test_what_waits_for_the_gate_is_left_to_it(tmp_path: Path) -> None:
+async def test_what_waits_for_the_barrier_is_left_to_it(tmp_path: Path) -> None:
     home = tmp_path / "train0"
     home.mkdir()
-    waits = replace(CARRYING, state=SyncState.PREPARED, phases=(PhaseTime(SyncPhase.NEXT_GATE, 1.0),))
-    daemon = Daemon([[waits, DONE]])  # it would be done only when the gate is closed
+    waits = replace(CARRYING, state=SyncState.PREPARED, phases=(PhaseTime(SyncPhase.NEXT_PAUSE, 1.0),))
+    daemon = Daemon([[waits, DONE]])  # it would be done only when the pause barrier is closed
     words = [str(checkpoint(tmp_path / "c", sharded=False)), "--peer", "train0", "--peer-folder", str(home)]
     async with serving(daemon) as address:
-        told = await run(*words, "--version", "5", "--next-gate", "--daemon", address)
+        told = await run(*words, "--version", "5", "--next-pause", "--daemon", address)
         daemon.may_end.set()
     assert told.exit_code == 0, told.output
     assert "orchestrrl sync install" in told.stdout
-    assert daemon.publications[0].install == "next_gate"
+    assert daemon.publications[0].install == "next_pause"
 
 
 async def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

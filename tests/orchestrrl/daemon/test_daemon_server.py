@@ -198,7 +198,7 @@ async def test_balance_is_there_after_the_first_tick(house: House) -> None:
     house.plane.fast_tick()
     balance = await house.control.GetBalance(control_pb2.GetBalanceRequest())
     assert [load.engine_id for load in balance.load_index] == ["e0"]
-    assert balance.gate_reason.startswith("within_theta: ")
+    assert balance.barrier_reason.startswith("within_theta: ")
 
 
 async def test_plans_are_found_by_id(house: House) -> None:

@@ -1,5 +1,6 @@
-"""Weight syncs through the daemon's own gate, under a virtual clock: its control plane, gateways that keep leases by
-themselves, and peers that behave. At every moment an engine to which requests go has the version that the gate says.
+"""Weight syncs through the daemon's own barrier, under a virtual clock: its control plane, gateways that keep leases by
+themselves, and peers that behave. At every moment an engine to which requests go has the version that the pause barrier
+says.
 """
 
 import asyncio
@@ -8,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import gate_house
+import barrier_house
 import pytest
+from barrier_house import E0, E1, Gateway
 from builders import sample
 from fabric_house import Killed, RestingClock
-from gate_house import E0, E1, Gateway
 from weights_house import TENSORS, Engine, FakePeer
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
@@ -22,7 +23,7 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.weight_syncs import WeightSyncParts, weights_of
 from orchestrrl.fleet.pause_barrier import PauseRequest
-from orchestrrl.fleet.reports import GatePhase
+from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.rpc.pause_service import PauseService
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.weights.controller.carrying import inline
@@ -34,7 +35,7 @@ from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
 CONFIG = (
-    gate_house.CONFIG
+    barrier_house.CONFIG
     + """
 weights: {transports: [tcp], chunk_bytes: 64, stall_s: 2, patience_s: 5, attempts: 2, fence_within_s: 10, lease_s: 30}
 """
@@ -46,7 +47,7 @@ WAY = frozenset(
         EntryKind.SYNC_STEP,
         EntryKind.SYNC_ENDED,
         EntryKind.WEIGHTS,
-        EntryKind.GATE,
+        EntryKind.BARRIER,
         EntryKind.OPERATION_INTENT,
         EntryKind.OPERATION_RESULT,
     }
@@ -97,7 +98,7 @@ class KeepingGateway(Gateway):
         return await super()._close(order)
 
     def _open(self) -> None:
-        if self.clock.now_s() >= self.until_s and self.weights_change and self.phase is GatePhase.QUIET:
+        if self.clock.now_s() >= self.until_s and self.weights_change and self.phase is BarrierPhase.QUIET:
             self.versions = {}
             self.routes = ()
         super()._open()
@@ -114,7 +115,7 @@ class _Daemon:
         self.hub, self.sync, self.task = weights.hub, weights.syncs, task
 
 
-class House(gate_house.House):
+class House(barrier_house.House):
     """Two engines with a peer each, a trainer's peer, and daemons one after the other."""
 
     journal: MortalJournal | None
@@ -174,7 +175,7 @@ class House(gate_house.House):
             gateway.attachment = None
         daemon.hub.close()
         mine = asyncio.current_task() if asyncio.get_running_loop() else None
-        for task in (daemon.task, self._loops, *self.plane.gate._orders._tasks):
+        for task in (daemon.task, self._loops, *self.plane.barrier._orders._tasks):
             if task is not None and task is not mine:
                 task.cancel()
         self._loops = None
@@ -193,7 +194,7 @@ class House(gate_house.House):
             new.routes, new.generated = old.routes, old.generated
             new.weights_change = old.weights_change  # type: ignore[attr-defined]
             new.start()
-        self._loops = asyncio.create_task(gate_house.run_loops(self.plane, self.clock))
+        self._loops = asyncio.create_task(barrier_house.run_loops(self.plane, self.clock))
         await self.pass_time(0.5)
 
     async def stopped(self, gateway: Gateway) -> None:
@@ -247,17 +248,17 @@ class House(gate_house.House):
         self.check_one_version(1)
 
     def check(self) -> None:
-        """What gateways, or the gate, say of an engine that gets requests is so."""
+        """What gateways, or the pause barrier, say of an engine that gets requests is so."""
         for gateway in self.gateways.values():
             assert isinstance(gateway, KeepingGateway)
             for engine, told in gateway.serves().items():
                 self._is_so(gateway.node, engine, told)
         if self.daemon is not None and not (self.journal and self.journal.dead):
-            state = self.plane.gate._state
+            state = self.plane.barrier._state
             if state.lease is None:
                 for engine, told in state.versions.items():
                     if state.serves(engine):
-                        self._is_so("the gate", engine, told)
+                        self._is_so("the pause barrier", engine, told)
 
     def _is_so(self, who: str, engine: EngineId, told: int) -> None:
         has = self.engines[engine]
@@ -266,14 +267,14 @@ class House(gate_house.House):
         )
 
     def check_one_version(self, version: int) -> None:
-        state = self.plane.gate.state
+        state = self.plane.barrier.state
         assert state.lease is None, state
         assert self.sync.book.fleet.version == version
         assert self.sync.book.fleet.quarantined == {}
         assert {id: e.weights for id, e in self.engines.items()} == dict.fromkeys(self.engines, version)
         assert all(state.serves(id) and state.versions[id] == version for id in self.engines)
         for gateway in self.gateways.values():
-            assert gateway.phase is GatePhase.OPEN
+            assert gateway.phase is BarrierPhase.OPEN
             assert isinstance(gateway, KeepingGateway)
             assert gateway.serves() == dict.fromkeys(self.engines, version)
         assert not any(engine.resting for engine in self.engines.values())
@@ -282,7 +283,7 @@ class House(gate_house.House):
         until_s = self.clock.now_s() + within_s
         while True:
             await self.pass_time(2.0)
-            fleet, state = self.sync.book.fleet, self.plane.gate.state
+            fleet, state = self.sync.book.fleet, self.plane.barrier.state
             over = all(r.over for r in self.sync.history(0))
             if over and not fleet.quarantined and state.lease is None and set(state.versions) == set(self.engines):
                 break
@@ -301,7 +302,7 @@ class House(gate_house.House):
 
     async def paused_by(self, holder: str, **wish: Any) -> str:
         frozen = FrozenRequests.TAKEN_BACK
-        state = await self.asked(self.plane.gate.pause(PauseRequest(holder=holder, frozen=frozen, **wish)))
+        state = await self.asked(self.plane.barrier.pause(PauseRequest(holder=holder, frozen=frozen, **wish)))
         return str(state.lease.id)
 
     async def resumed(self, lease: str, version: int | None = None) -> None:
@@ -309,7 +310,7 @@ class House(gate_house.House):
 
     async def resuming(self, lease: str, version: int | None = None) -> None:
         """As a trainer does."""
-        request = pb.ResumeGateRequest(lease_id=lease)
+        request = pb.ResumeFleetRequest(lease_id=lease)
         if version is not None:
             request.policy_version = version
         await PauseService(self.plane).resume(request, Refusing())  # type: ignore[arg-type]
@@ -330,7 +331,7 @@ def played(
             for name in gateways or ("gw0",):
                 house.gateways[name] = KeepingGateway(house.plane, house.clock, name)
                 house.gateways[name].start()
-            house._loops = asyncio.create_task(gate_house.run_loops(house.plane, house.clock))
+            house._loops = asyncio.create_task(barrier_house.run_loops(house.plane, house.clock))
             await house.pass_time(1.0)
             await scene(house)
         finally:
@@ -345,7 +346,7 @@ def played(
     asyncio.run(play())
 
 
-def test_versions_go_through_the_gate_to_every_gateway(tmp_path: Path) -> None:
+def test_versions_go_through_the_barrier_to_every_gateway(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         for version in (1, 2, 3):
             report = await house.over(house.publish(version))
@@ -391,11 +392,11 @@ def test_a_lease_that_ends_behind_a_dead_daemon_leaves_no_version(tmp_path: Path
         house.kill()
         await house.pass_time(40.0)
         for gateway in house.gateways.values():
-            assert gateway.phase is GatePhase.OPEN
+            assert gateway.phase is BarrierPhase.OPEN
             assert isinstance(gateway, KeepingGateway)
             assert gateway.serves() == {}
         await house.back()
-        assert house.plane.gate.state.opened is not None
+        assert house.plane.barrier.state.opened is not None
         await house.ends_in_one_version()
         house.check_one_version(1)
         assert house.sync.report(version=2).code == "restarted"
@@ -406,10 +407,10 @@ def test_a_lease_that_ends_behind_a_dead_daemon_leaves_no_version(tmp_path: Path
     played(tmp_path, scene, "gw0", "gw1")
 
 
-def test_what_waits_for_a_closed_gate_is_installed_before_the_trainer_opens_it(tmp_path: Path) -> None:
+def test_what_waits_for_a_closed_barrier_is_installed_before_the_trainer_opens_it(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         await house.first()
-        sync_id = house.publish(2, install="next_gate")
+        sync_id = house.publish(2, install="next_pause")
         await house.until(SyncState.PREPARED)
         await house.pass_time(20.0)
         assert house.sync.report(sync_id).state is SyncState.PREPARED
@@ -430,7 +431,7 @@ def test_a_trainer_that_names_what_waits_or_no_lease_has_it_installed(
 ) -> None:
     async def scene(house: House) -> None:
         await house.first()
-        sync_id = house.publish(2, install="next_gate")
+        sync_id = house.publish(2, install="next_pause")
         await house.until(SyncState.PREPARED)
         lease = await house.paused_by("trainer", lease_s=60.0)
         await house.resumed(lease if with_lease else "", told)
@@ -445,13 +446,13 @@ def test_a_trainer_that_names_what_waits_or_no_lease_has_it_installed(
 def test_a_version_that_was_not_brought_is_not_told_of_engines(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         await house.first()
-        sync_id = house.publish(2, install="next_gate")
+        sync_id = house.publish(2, install="next_pause")
         await house.until(SyncState.PREPARED)
         house.engine("e0").fails = house.engine("e1").fails = 1
         lease = await house.paused_by("trainer", lease_s=60.0)
         with pytest.raises(Permanent, match=r"version 2 could not be installed.*out of memory"):
             await house.resumed(lease, 2)
-        assert house.plane.gate.state.phase is GatePhase.QUIET
+        assert house.plane.barrier.state.phase is BarrierPhase.QUIET
         await house.until(SyncState.PREPARED)
         await house.resumed(lease, 2)  # its second attempt
         assert (await house.over(sync_id)).state is SyncState.DONE
@@ -466,7 +467,7 @@ def test_a_version_that_is_on_its_way_is_not_told_of_engines_either(tmp_path: Pa
         await house.first()
         lease = await house.paused_by("trainer", lease_s=60.0)
         house.peer("p0").stalls = True
-        house.publish(2, install="next_gate")
+        house.publish(2, install="next_pause")
         await house.until(SyncState.CARRYING)
         with pytest.raises(Permanent, match=r"ABORTED: version 2 is on its way to engines.*carrying"):
             await house.resumed(lease, 2)
@@ -487,7 +488,7 @@ def test_a_trainer_that_names_the_fleets_version_does_not_speak_for_engines_that
         lease = await house.paused_by("trainer", lease_s=60.0)
         await house.resumed(lease, 2)
         await house.pass_time(1.0)
-        assert (house.plane.gate.state.serves(E0), house.plane.gate.state.serves(E1)) == (True, False)
+        assert (house.plane.barrier.state.serves(E0), house.plane.barrier.state.serves(E1)) == (True, False)
         house.engine("e1").fails = 0
         await house.ends_in_one_version()
         house.check_one_version(2)
@@ -495,19 +496,19 @@ def test_a_trainer_that_names_the_fleets_version_does_not_speak_for_engines_that
     played(tmp_path, scene)
 
 
-def test_an_engine_that_restarts_while_the_gate_is_opened_is_left_out(tmp_path: Path) -> None:
+def test_an_engine_that_restarts_while_the_barrier_is_opened_is_left_out(tmp_path: Path) -> None:
     """Behind its peer's back, after what waited was installed."""
 
     async def scene(house: House) -> None:
         await house.first()
-        house.publish(2, install="next_gate")
+        house.publish(2, install="next_pause")
         await house.until(SyncState.PREPARED)
         lease = await house.paused_by("trainer", lease_s=60.0)
 
         async def prepare(until_s: float) -> str:
             house.engine("e1").restart()
-            house.plane.gate.sampled(E1, sample(total=5))
-            house.plane.gate.sampled(E1, sample(total=0))
+            house.plane.barrier.sampled(E1, sample(total=5))
+            house.plane.barrier.sampled(E1, sample(total=0))
             return "prepared"
 
         house.plane.before_resume = prepare
@@ -525,25 +526,25 @@ def test_a_trainer_that_tells_its_own_version_has_its_way(tmp_path: Path) -> Non
 
     async def scene(house: House) -> None:
         await house.first()
-        sync_id = house.publish(2, install="next_gate")
+        sync_id = house.publish(2, install="next_pause")
         await house.until(SyncState.PREPARED)
         lease = await house.paused_by("trainer", lease_s=60.0)
         for engine in house.engines.values():
             engine.weights = 7
         await house.resumed(lease, 7)
         await house.pass_time(5.0)
-        state = house.plane.gate.state
+        state = house.plane.barrier.state
         assert (state.newest, dict(state.versions)) == (7, {E0: 7, E1: 7})
         assert house.sync.report(sync_id).state is SyncState.PREPARED
         house.sync.abort(sync_id, "")
         for peer in house.peers.values():  # what it says of its engines is what it knows
             peer.introduce()
         await house.pass_time(5.0)
-        assert all(house.plane.gate.state.serves(engine) for engine in house.engines)
+        assert all(house.plane.barrier.state.serves(engine) for engine in house.engines)
         lease = await house.paused_by("trainer", lease_s=60.0)
         await house.resumed(lease)  # nothing has changed
         await house.pass_time(5.0)
-        state = house.plane.gate.state
+        state = house.plane.barrier.state
         assert (state.newest, dict(state.versions)) == (7, {E0: 7, E1: 7})
         assert all(state.serves(engine) for engine in house.engines)
         for engine in house.engines.values():  # and its next version is published again
@@ -555,7 +556,7 @@ def test_a_trainer_that_tells_its_own_version_has_its_way(tmp_path: Path) -> Non
     played(tmp_path, scene)
 
 
-def test_a_gate_that_another_holds_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
+def test_a_barrier_that_another_holds_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         await house.first()
         lease = await house.paused_by("trainer", lease_s=300.0)
@@ -566,7 +567,7 @@ def test_a_gate_that_another_holds_is_waited_for_and_then_given_up(tmp_path: Pat
         report = await house.over(house.sync.report().id)
         assert (report.state, report.code) == (SyncState.ABORTED, "not_quiet")
         assert "trainer" in report.detail
-        assert house.plane.gate.state.lease is not None  # it is the trainer's all the same
+        assert house.plane.barrier.state.lease is not None  # it is the trainer's all the same
         await house.resumed(lease)
         await house.pass_time(0.5)
         house.check_one_version(1)
@@ -582,8 +583,8 @@ def test_the_trainers_lease_is_left_alone_and_a_sync_goes_on_after_it(tmp_path: 
         sync_id = house.publish(2)
         await house.until(SyncState.PREPARED)
         await house.pass_time(3.0)
-        assert house.plane.gate.state.lease is not None
-        assert house.plane.gate.state.lease.id == lease
+        assert house.plane.barrier.state.lease is not None
+        assert house.plane.barrier.state.lease.id == lease
         await house.resumed(lease)
         report = await house.over(sync_id)
         assert (report.state, report.code) == (SyncState.DONE, "done")
@@ -598,7 +599,7 @@ def test_a_trainer_that_asks_again_to_open_waits_for_the_same(tmp_path: Path) ->
 
     async def scene(house: House) -> None:
         await house.first()
-        sync_id = house.publish(2, install="next_gate")
+        sync_id = house.publish(2, install="next_pause")
         await house.until(SyncState.PREPARED)
         lease = await house.paused_by("trainer", lease_s=60.0)
         first = asyncio.ensure_future(house.resuming(lease))
@@ -622,7 +623,7 @@ def test_as_is_configured_where_the_trainer_does_not_say(tmp_path: Path) -> None
         assert house.sync.report(sync_id).state is SyncState.PREPARED
         assert (await house.over(house.publish(2, install="at_once"))).state is SyncState.DONE
 
-    played(tmp_path, scene, config=CONFIG.replace("weights: {", "weights: {install: next_gate, "))
+    played(tmp_path, scene, config=CONFIG.replace("weights: {", "weights: {install: next_pause, "))
 
 
 def test_a_trainers_peer_that_is_away_is_no_fault_of_the_publication(tmp_path: Path) -> None:
@@ -716,7 +717,7 @@ def test_an_engine_that_was_restarted_gets_its_version_again(tmp_path: Path) -> 
         await house.clock.advance(0.0)  # gateways hear of it
         house.blind.clear()
         house.check()
-        assert not house.plane.gate.state.serves(E1)
+        assert not house.plane.barrier.state.serves(E1)
         await house.ends_in_one_version(30.0)
         house.check_one_version(1)
 
@@ -736,7 +737,7 @@ async def _second(house: House) -> None:
 
 
 def test_the_daemon_dies_at_every_entry_of_its_journal(tmp_path: Path) -> None:
-    """What a gateway does meanwhile, and what the next daemon makes of its gate, ends in one version."""
+    """What a gateway does meanwhile, and what the next daemon makes of its barrier, ends in one version."""
     points: list[str] = []
 
     async def whole(house: House) -> None:
@@ -805,8 +806,8 @@ def test_an_end_that_could_not_be_written_down_costs_nothing_later(
         await house.back()
         for _ in range(80):
             await house.pass_time(0.25)
-            assert house.plane.gate.state.lease is None
-            assert all(house.plane.gate.state.serves(engine) for engine in house.engines)
+            assert house.plane.barrier.state.lease is None
+            assert all(house.plane.barrier.state.serves(engine) for engine in house.engines)
         orders = [order for peer, n in zip(house.peers.values(), told, strict=True) for order in peer.orders[n:]]
         assert not [order for order in orders if isinstance(order, InstallVersion | RestEngine)]
         assert all(report.over for report in house.sync.history(0))

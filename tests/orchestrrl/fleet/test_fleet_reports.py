@@ -463,7 +463,7 @@ async def test_a_stream_is_of_one_process_at_a_time(house: House) -> None:
         report = replace(gateway_report(sequence=number + 1, at_s=house.clock.now_s()), incarnation=f"p{number}")
         house.plane.gateway_reported(report, 1)
     assert house.plane.nodes.doubles() == {}
-    assert len(house.plane.state.gates) == 1
+    assert len(house.plane.state.barriers) == 1
 
 
 async def test_a_node_that_cannot_be_written_down_is_not_attached(

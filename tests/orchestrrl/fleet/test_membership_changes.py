@@ -32,7 +32,7 @@ from orchestrrl.daemon.loops import run_loops
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.membership_changes import RETRY_CAP_S, EngineRemoval, NewEngine
 from orchestrrl.fleet.pause_barrier import PauseRequest
-from orchestrrl.fleet.reports import GatePhase, GateReport
+from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
 from planner.model import EngineHealth, EngineId, RequestId
 from planner.solver.from_snapshot import live_fleet
 
@@ -64,7 +64,7 @@ class Nodes:
         self.refusing: set[str] = set()  # engines that the gateway will not move anything to
         self.routes: dict[str, EngineRoute] = {}
         self.orders: list[RequestMove] = []
-        self.gate = GateReport()
+        self.barrier = BarrierReport()
         self.moves_take_s = 0.0
         self.report_interval_s = 0.25
         self._sequence = 0
@@ -82,7 +82,7 @@ class Nodes:
             busy = sample(self.clock.now_s(), held[engine], kv_capacity_tokens=100_000, decode_tokens_per_s=10.0)
             self.plane.engine_reported(engine_report(engine, self._sequence, busy), 1)
         live = [request(id, engine, movable=id not in self.immovable) for id, engine in self.where.items()]
-        self.plane.gateway_reported(gateway_report(*live, sequence=self._sequence, gate=self.gate), 1)
+        self.plane.gateway_reported(gateway_report(*live, sequence=self._sequence, barrier=self.barrier), 1)
 
     async def attach(self) -> None:
         self._attachment = self.plane.attach(gateway_hello("e0", "e1"))
@@ -96,13 +96,13 @@ class Nodes:
                     result = OperationResult(operation.id, GATEWAY, status_of(items), items=items)
                     self.plane.result_received(result)
                 case CloseBarrier(lease):
-                    self.gate = GateReport(GatePhase.QUIET, lease, self.clock.now_s() + 60.0)
+                    self.barrier = BarrierReport(BarrierPhase.QUIET, lease, self.clock.now_s() + 60.0)
                     rests = tuple(OperationItemResult(engine, True) for engine in self.routes)
                     self.plane.result_received(
                         OperationResult(operation.id, GATEWAY, OperationStatus.DONE, items=rests)
                     )
                 case OpenBarrier():
-                    self.gate = GateReport()
+                    self.barrier = BarrierReport()
                     self.plane.result_received(OperationResult(operation.id, GATEWAY, OperationStatus.DONE))
 
     def _move(self, move: RequestMove) -> OperationItemResult:
@@ -438,7 +438,7 @@ async def test_news_of_a_drained_engine_are_waited_for_by_nobody(house: House) -
 async def test_nothing_moves_while_weights_change(house: House) -> None:
     plane = house.start()
     async with house.running(a="e0") as nodes:
-        pausing = asyncio.create_task(plane.gate.pause(PauseRequest(holder="trainer", lease_s=60.0)))
+        pausing = asyncio.create_task(plane.barrier.pause(PauseRequest(holder="trainer", lease_s=60.0)))
         await house.clock.advance(1.0)
         lease = (await pausing).lease
         assert lease is not None
@@ -448,7 +448,7 @@ async def test_nothing_moves_while_weights_change(house: House) -> None:
         with pytest.raises(Permanent, match="requests stand still"):
             await plane.enrolment.remove(E0, force=True)
         assert house.said() == [("drain", "e0")]
-        opening = asyncio.create_task(plane.gate.resume(lease.id, None, ()))
+        opening = asyncio.create_task(plane.barrier.resume(lease.id, None, ()))
         await house.clock.advance(15.0)
         await opening
         assert nodes.where["a"] == "e1"

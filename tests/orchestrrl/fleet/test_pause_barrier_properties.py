@@ -1,4 +1,4 @@
-"""The daemon's gate in any order of events: words of trainers, gateways that come, go, drain slowly or lose their
+"""The daemon's barrier in any order of events: words of trainers, gateways that come, go, drain slowly or lose their
 answers, and daemons that are restarted."""
 
 import asyncio
@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gate_house import E0, E1, House
+from barrier_house import E0, E1, House
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.pause_lease import LeaseEnd
-from orchestrrl.fleet.reports import GatePhase
+from orchestrrl.fleet.reports import BarrierPhase
 
 LONGEST_S = 60.0
 GATEWAYS = st.sampled_from(["gw0", "gw1"])
@@ -56,12 +56,12 @@ class Trainers:
             await question
 
     async def pause(self, mode: PauseMode, lease_s: float, deadline_s: float) -> None:
-        state = await self.house.plane.gate.pause(PauseRequest(mode, lease_s=lease_s, deadline_s=deadline_s))
+        state = await self.house.plane.barrier.pause(PauseRequest(mode, lease_s=lease_s, deadline_s=deadline_s))
         assert state.lease is not None
         self.lease = state.lease.id
         event("the fleet came to rest")
         attached = [gateway for gateway in self.house.gateways.values() if gateway.attachment is not None]
-        assert {gateway.phase for gateway in attached} <= {GatePhase.QUIET}
+        assert {gateway.phase for gateway in attached} <= {BarrierPhase.QUIET}
         assert {gateway.lease for gateway in attached} <= {self.lease}
 
     def stop_asking(self) -> None:
@@ -92,13 +92,13 @@ async def _play(path: Path, events: list[tuple[Any, ...]]) -> None:
         for gateway in house.gateways.values():
             gateway.broken = False
         await house.clock.advance(LONGEST_S + 1.0)  # nobody renews
-        assert house.plane.gate.state.phase is GatePhase.OPEN
-        assert [gateway.phase for gateway in house.gateways.values()] == [GatePhase.OPEN] * 2
+        assert house.plane.barrier.state.phase is BarrierPhase.OPEN
+        assert [gateway.phase for gateway in house.gateways.values()] == [BarrierPhase.OPEN] * 2
         for gateway in house.gateways.values():
             if gateway.attachment is None:
                 gateway.come_back()
         await house.clock.advance(2.0)
-        state = house.plane.gate.state
+        state = house.plane.barrier.state
         for gateway in house.gateways.values():
             for route in gateway.routes:
                 assert route.newest_policy_version == state.newest
@@ -113,9 +113,9 @@ async def _happen(house: House, trainers: Trainers, happening: tuple[Any, ...]) 
         case ("pause", mode, lease_s, deadline_s):
             trainers.ask(trainers.pause(mode, lease_s, deadline_s))
         case ("renew", lease_s):
-            trainers.ask(_discarded(house.plane.gate.renew(trainers.lease, lease_s)))
+            trainers.ask(_discarded(house.plane.barrier.renew(trainers.lease, lease_s)))
         case ("resume", version, without):
-            trainers.ask(_discarded(house.plane.gate.resume(trainers.lease, version, without)))
+            trainers.ask(_discarded(house.plane.barrier.resume(trainers.lease, version, without)))
         case ("break off",):
             trainers.stop_asking()
         case ("wait", seconds):
@@ -139,7 +139,7 @@ async def _discarded(question: Coroutine[Any, Any, Any]) -> None:
 
 
 def _check(house: House) -> None:
-    state = house.plane.gate.state
+    state = house.plane.barrier.state
     now_s = house.clock.now_s()
     if state.lease is not None:
         assert now_s < state.lease.until_s <= now_s + LONGEST_S

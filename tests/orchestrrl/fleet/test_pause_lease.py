@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.fleet.pause_lease import LeaseEnd, PauseLease, PauseState
-from orchestrrl.fleet.reports import GatePhase
+from orchestrrl.fleet.reports import BarrierPhase
 from planner.model import EngineId
 
 ENGINES = [EngineId(f"e{n}") for n in range(3)]
@@ -86,7 +86,7 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
             case ("rest", str(whose)):
                 if whose == "mine" and told.holder:
                     state = state.at_rest(named[whose])
-                    assert state.phase is GatePhase.QUIET
+                    assert state.phase is BarrierPhase.QUIET
                 else:
                     with pytest.raises(Permanent):
                         state.at_rest(named[whose])
@@ -139,7 +139,7 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
         for engine in ENGINES:
             serves = engine not in told.without and told.versions.get(engine) == told.newest
             assert state.serves(engine) == serves
-    assert state.at(told.now_s + 61.0).phase is GatePhase.OPEN
+    assert state.at(told.now_s + 61.0).phase is BarrierPhase.OPEN
 
 
 def test_a_lease_that_has_ended_is_refused_and_says_since_when() -> None:
@@ -148,9 +148,9 @@ def test_a_lease_that_has_ended_is_refused_and_says_since_when() -> None:
     assert (state.opened.how, state.opened.at_s) == (LeaseEnd.EXPIRED, 60.0)
     with pytest.raises(Permanent, match=r"has ended \(expired\): requests have gone on since 00:01:00 UTC; weights"):
         state.renewed("a", 4000.0)
-    with pytest.raises(Permanent, match="lease b is not known, or ended long ago: the gate is open"):
+    with pytest.raises(Permanent, match="lease b is not known, or ended long ago: the pause barrier is open"):
         state.resumed("b", 4000.0, [], None, [])
-    with pytest.raises(Permanent, match="the gate is open: there is nothing to resume"):
+    with pytest.raises(Permanent, match="the pause barrier is open: there is nothing to resume"):
         state.resumed("", 4000.0, [], None, [])
 
 
@@ -175,7 +175,7 @@ def test_who_is_left_out_waits_also_where_nobody_speaks_of_versions() -> None:
 
 def test_a_lease_ends_at_its_end() -> None:
     state = PauseState().paused(lease("a", 0.0, 60.0))
-    assert [state.at(now_s).phase for now_s in (59.9, 60.0)] == [GatePhase.CLOSING, GatePhase.OPEN]
+    assert [state.at(now_s).phase for now_s in (59.9, 60.0)] == [BarrierPhase.CLOSING, BarrierPhase.OPEN]
 
 
 def test_weights_that_come_engine_by_engine_wait_for_the_last() -> None:

@@ -2,8 +2,8 @@
 
 from orchestrrl.gateway.core import RequestGroup
 from planner.model import RequestId, RequestState
+from tests.orchestrrl.gateway.barriers import close, open_barrier
 from tests.orchestrrl.gateway.fakes import undisturbed, world
-from tests.orchestrrl.gateway.gates import close, open_gate
 from tests.orchestrrl.gateway.test_relay import PROMPT, finish
 
 
@@ -64,7 +64,7 @@ async def test_requests_and_groups_are_cancelled_wherever_they_are() -> None:
                     assert job.done
                     assert {record.stop_reason for record in job.records} == {"operator"}
                 assert w.gateway.cancel(names, ["g"], "again") == ()
-            await open_gate(w)
+            await open_barrier(w)
     assert w.gateway.ledger.finished_by_reason == {"abort": 4}
     assert w.gateway.cancelled_total == {"other": 4}
     assert [record.state for record in held.records] == [RequestState.WAITING]

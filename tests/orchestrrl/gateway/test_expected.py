@@ -237,7 +237,7 @@ async def test_a_kept_request_can_be_cancelled_also_right_after_it_was_sent_else
         assert not (await move(w, "", "e1")).done
 
 
-async def test_the_engine_comes_while_the_gate_is_closed() -> None:
+async def test_the_engine_comes_while_the_barrier_is_closed() -> None:
     w = world(2)
     tell(w, "e0", "e1", draining="e1")
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
@@ -246,15 +246,15 @@ async def test_the_engine_comes_while_the_gate_is_closed() -> None:
         assert (await move(w, "e0", "e1", hold_s=1.0)).done
         now_s = w.clock.now_s()
         order = CloseBarrier("l", "", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s + 30.0, now_s + 10.0)
-        closing = asyncio.create_task(w.gateway.gate.close(order))
+        closing = asyncio.create_task(w.gateway.barrier.close(order))
         await w.clock.advance(5.0)
         await closing
-        assert w.gateway.gate.report().held == 1
+        assert w.gateway.barrier.report().held == 1
         tell(w, "e0", "e1")
         await w.clock.advance(5.0)
         (record,) = job.records
         assert record.engine is None
-        opening = asyncio.create_task(w.gateway.gate.open(OpenBarrier("l")))
+        opening = asyncio.create_task(w.gateway.barrier.open(OpenBarrier("l")))
         await w.clock.advance(1.0)
         await opening
         assert record.engine == "e1"

@@ -144,9 +144,9 @@ class Story:
                 self.leases += 1
                 until_s = self.now_s + LEASE_S
                 order = CloseBarrier(f"l{self.leases}", "", mode, FrozenRequests.RECOMPUTE, until_s, until_s - 5.0)
-                self.orders.add(asyncio.create_task(w.gateway.gate.close(order)))
+                self.orders.add(asyncio.create_task(w.gateway.barrier.close(order)))
             case ("open",):
-                self.orders.add(asyncio.create_task(w.gateway.gate.open(OpenBarrier(""))))
+                self.orders.add(asyncio.create_task(w.gateway.barrier.open(OpenBarrier(""))))
         await self.check()
 
     def ask(self, max_tokens: int, stream: bool) -> None:
@@ -201,7 +201,7 @@ class Story:
         await self.w.settle()
         w, now_s = self.w, self.now_s
         anybody = any(map(self.usable, NAMES)) or any(map(self.is_expected, NAMES))
-        if anybody or not w.fleet.gate_open:
+        if anybody or not w.fleet.barrier_open:
             self.alone_since_s = None
         elif self.alone_since_s is None:
             self.alone_since_s = now_s
@@ -219,11 +219,11 @@ class Story:
             order = client.order
             assert order is not None
             assert order.engine == name
-            assert not (self.usable(name) and self.w.fleet.gate_open)
+            assert not (self.usable(name) and self.w.fleet.barrier_open)
             order.was_expected = order.was_expected or self.is_expected(name)
             if not self.usable(name):
                 assert self.is_expected(name) or (not order.was_expected and self.now_s < order.until_s)
-        elif self.w.fleet.gate_open and not relay._delay_s and relay._seeker is not None:
+        elif self.w.fleet.barrier_open and not relay._delay_s and relay._seeker is not None:
             waiting_since_s = {waiter.record.id: waiter.since_s for waiter in self.w.fleet.queue}
             if client.record.id in waiting_since_s:
                 assert not any(map(self.usable, NAMES))

@@ -1,5 +1,5 @@
 """All parts of the gateway at once, in any order: asks, clients that leave and come back, engines, moves, routes,
-engines that are expected, gates, policy versions, groups, queue and ledger, and a gateway that ends and is started
+engines that are expected, barriers, policy versions, groups, queue and ledger, and a gateway that ends and is started
 again on the same ledger."""
 
 import asyncio
@@ -20,7 +20,7 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import CloseBarrier, EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
-from orchestrrl.fleet.reports import GatePhase
+from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.completion_requests import read_ask
 from orchestrrl.gateway.ledger import store as store_module
@@ -186,8 +186,8 @@ class Story:
         await self.settle()
 
     async def finish(self) -> None:
-        """As the service does it: the gate, the clients, the ledger, the rest."""
-        await self.driven(self.gateway.gate.stop())
+        """As the service does it: the pause barrier, the clients, the ledger, the rest."""
+        await self.driven(self.gateway.barrier.stop())
         for client in self.clients:
             if client.task is not None:
                 client.task.cancel()
@@ -271,7 +271,7 @@ class Story:
 
     async def act_step(self, steps: int) -> None:
         for _ in range(steps):
-            quiet = self.gateway.gate.report().phase is GatePhase.QUIET
+            quiet = self.gateway.barrier.report().phase is BarrierPhase.QUIET
             before = [bytes(record.generated_ids) for record in self.gateway.ledger]
             for house in self.houses.values():
                 self.make(house)
@@ -347,24 +347,24 @@ class Story:
         self.leases += 1
         now_s = self.clock.now_s()
         order = CloseBarrier(f"l{self.leases}", "", mode, frozen, now_s + LEASE_S, now_s + LEASE_S / 2)
-        self.begin_task(self.gateway.gate.close(order))
+        self.begin_task(self.gateway.barrier.close(order))
 
     async def act_open(self, version: int | None, without: tuple[str, ...], anyhow: bool) -> None:
-        closed = self.gateway.gate.closed
+        closed = self.gateway.barrier.closed
         if closed is not None or anyhow:
             left_out = tuple(EngineId(name) for name in without if self.fleet.get(EngineId(name)) is not None)
             lease = "" if anyhow or closed is None else closed.lease
-            self.begin_task(self.gateway.gate.open(OpenBarrier(lease, version, left_out)))
+            self.begin_task(self.gateway.barrier.open(OpenBarrier(lease, version, left_out)))
 
     async def act_renew(self) -> None:
-        if (closed := self.gateway.gate.closed) is not None:
-            self.gateway.gate.renew(closed.lease, self.clock.now_s() + LEASE_S)
+        if (closed := self.gateway.barrier.closed) is not None:
+            self.gateway.barrier.renew(closed.lease, self.clock.now_s() + LEASE_S)
 
     async def act_tell(self) -> None:
         """Engines that missed new weights have them by now."""
         newest = self.fleet.policy_version
         if newest is not None:
-            await self.gateway.gate.set_version(tuple(slot.id for slot in self.fleet), newest)
+            await self.gateway.barrier.set_version(tuple(slot.id for slot in self.fleet), newest)
 
     async def act_cancel(self, number: int) -> None:
         there = list(self.gateway.ledger)
@@ -485,7 +485,7 @@ class Story:
         self.draining = set()
         self.route()
         await self.clock.advance(3 * LEASE_S)
-        assert self.gateway.gate.closed is None
+        assert self.gateway.barrier.closed is None
         await self.act_tell()
         await self.clock.advance(100.0)
         for _ in range(60):

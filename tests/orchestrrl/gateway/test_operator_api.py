@@ -24,11 +24,11 @@ OPERATOR = [
     ("GET", "/orchestrrl/requests"),
     ("GET", "/orchestrrl/requests?id=r"),
     ("POST", "/orchestrrl/move"),
-    ("GET", "/orchestrrl/gate"),
-    ("POST", "/orchestrrl/gate/pause"),
-    ("POST", "/orchestrrl/gate/renew"),
-    ("POST", "/orchestrrl/gate/resume"),
-    ("POST", "/orchestrrl/gate/set-version"),
+    ("GET", "/orchestrrl/barrier"),
+    ("POST", "/orchestrrl/pause"),
+    ("POST", "/orchestrrl/renew"),
+    ("POST", "/orchestrrl/resume"),
+    ("POST", "/orchestrrl/set-version"),
     ("POST", "/orchestrrl/cancel"),
 ]
 REMOTE = ["0.0.0.0:8000", "[::]:8000", "192.0.2.1:8000", "gpu7.example:8000", "[2001:db8::1]:8000", "0:8000"]
@@ -59,7 +59,7 @@ async def test_the_trainers_port_has_no_operator_route(house: House, method: str
         assert answer.status == 404
         message = (await answer.json())["error"]["message"]
         assert message.endswith(f": Not Found; the operator API is at {house.operator_url}")
-    async with house.http.get(house.operator_url + "/orchestrrl/gate") as answer:
+    async with house.http.get(house.operator_url + "/orchestrrl/barrier") as answer:
         assert (await answer.json())["phase"] == "open"
 
 
@@ -149,7 +149,7 @@ def test_each_process_has_an_operator_port_of_its_own() -> None:
     assert [operator_port_of(options(), place) for place in places] == [0, 0, 0]
 
 
-# --- trainers that close the gate
+# --- trainers that close the pause barrier
 
 
 async def test_a_gateway_whose_operator_api_is_out_of_reach_is_no_reason_to_go_without_it(tmp_path: Path) -> None:

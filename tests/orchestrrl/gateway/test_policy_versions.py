@@ -4,25 +4,25 @@ import pytest
 
 from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.gateway.ledger.versions import OnStale, VersionSpan
+from tests.orchestrrl.gateway.barriers import close, open_barrier, tokens_of
 from tests.orchestrrl.gateway.fakes import world
-from tests.orchestrrl.gateway.gates import close, open_gate, tokens_of
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish
 
 
 async def test_every_token_tells_its_policy() -> None:
     w = world()
     await (await close(w, lease="1"))
-    await open_gate(w, 7, lease="1")
+    await open_barrier(w, 7, lease="1")
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         for _ in range(4):
             await w.step()
         await (await close(w, lease="2"))
-        await open_gate(w, 8, lease="2")
+        await open_barrier(w, 8, lease="2")
         for _ in range(3):
             await w.step()
         await (await close(w, lease="3"))
-        await open_gate(w, lease="3")  # the weights are the same
+        await open_barrier(w, lease="3")  # the weights are the same
         await finish(w, job)
         (record,) = job.records
         total = len(record.generated_ids)
@@ -35,12 +35,12 @@ async def test_tokens_that_an_engine_gathered_for_a_chunk_count_as_the_older_pol
     w = world(1, coalesce_tokens=3)
     w.engines["e0"].tokens_per_step = 3
     await (await close(w, lease="1"))
-    await open_gate(w, 1, lease="1")
+    await open_barrier(w, 1, lease="1")
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         await (await close(w, lease="2"))
-        await open_gate(w, 2, lease="2")
+        await open_barrier(w, 2, lease="2")
         await w.step()
         await w.step()
         (record,) = job.records
@@ -50,12 +50,12 @@ async def test_tokens_that_an_engine_gathered_for_a_chunk_count_as_the_older_pol
 async def test_an_engine_that_gathers_none_has_none_from_before_the_change() -> None:
     w = world(1)
     await (await close(w, lease="1"))
-    await open_gate(w, 1, lease="1")
+    await open_barrier(w, 1, lease="1")
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, stream=True)) as job:
         await w.settle()
         await w.step()
         await (await close(w, lease="2"))
-        await open_gate(w, 2, lease="2")
+        await open_barrier(w, 2, lease="2")
         w.engines["e0"].tokens_per_step = 3  # it was read late: each of these is newer than the change
         await w.step()
         (record,) = job.records
@@ -65,49 +65,49 @@ async def test_an_engine_that_gathers_none_has_none_from_before_the_change() -> 
 async def test_a_request_that_would_become_too_old_is_ended_before_it_goes_on() -> None:
     w = world()
     await (await close(w, lease="1"))
-    await open_gate(w, 1, lease="1")
+    await open_barrier(w, 1, lease="1")
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=1)) as job:
         await w.settle()
         await w.step()
         for version in (2, 3):
             await (await close(w, lease=f"v{version}"))
             assert not job.done
-            await open_gate(w, version, lease=f"v{version}")
+            await open_barrier(w, version, lease=f"v{version}")
         (record,) = job.records
         assert (record.finish_reason, record.stop_reason) == ("abort", "max_version_lag")
         assert len(record.generated_ids) == 1
-    assert w.gateway.gate.stale_total == {OnStale.ABORT: 1}
+    assert w.gateway.barrier.stale_total == {OnStale.ABORT: 1}
 
 
 async def test_or_begins_anew() -> None:
     w = world()
     await (await close(w, lease="1"))
-    await open_gate(w, 1, lease="1")
+    await open_barrier(w, 1, lease="1")
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0, on_stale="restart")) as job:
         await w.settle()
         await w.step()
         await w.step()
         await (await close(w, lease="2"))
-        await open_gate(w, 2, lease="2")
+        await open_barrier(w, 2, lease="2")
         assert tokens_of(job) == 0
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
         (record,) = job.records
         assert record.versions.spans(99) == (VersionSpan(2, 0, 99),)
-    assert w.gateway.gate.stale_total == {OnStale.RESTART: 1}
+    assert w.gateway.barrier.stale_total == {OnStale.RESTART: 1}
 
 
 async def test_what_the_client_has_had_some_of_cannot_begin_anew() -> None:
     w = world()
     await (await close(w, lease="1"))
-    await open_gate(w, 1, lease="1")
+    await open_barrier(w, 1, lease="1")
     ask = w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0, on_stale="restart", stream=True)
     async with w.gateway.job(ask) as job:
         await w.settle()
         await w.step()
         job.records[0].take_undelivered()
         await (await close(w, lease="2"))
-        await open_gate(w, 2, lease="2")
+        await open_barrier(w, 2, lease="2")
         assert job.records[0].stop_reason == "max_version_lag"
 
 
@@ -117,10 +117,10 @@ async def test_frozen_requests_may_all_begin_anew_with_new_weights_only() -> Non
         await w.settle()
         await w.step()
         await (await close(w, lease="1", frozen=FrozenRequests.RESTART))
-        await open_gate(w, lease="1")
+        await open_barrier(w, lease="1")
         assert tokens_of(job) == 1
         await (await close(w, lease="2", frozen=FrozenRequests.RESTART))
-        await open_gate(w, 1, lease="2")
+        await open_barrier(w, 1, lease="2")
         assert tokens_of(job) == 0
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
@@ -130,7 +130,7 @@ async def test_frozen_requests_may_all_begin_anew_with_new_weights_only() -> Non
 async def test_each_answer_is_counted_once(stream: bool) -> None:
     w = world()
     await (await close(w, lease="1"))
-    await open_gate(w, 9, lease="1")
+    await open_barrier(w, 9, lease="1")
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=3, stream=stream)) as job:
         await finish(w, job)
     assert w.gateway.version_lags == {0: 1}
@@ -139,12 +139,12 @@ async def test_each_answer_is_counted_once(stream: bool) -> None:
 async def test_a_trainer_may_go_back_to_a_checkpoint() -> None:
     w = world()
     await (await close(w, lease="1"))
-    await open_gate(w, 9, lease="1")
+    await open_barrier(w, 9, lease="1")
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0)) as job:
         await w.settle()
         await w.step()
         await (await close(w, lease="2"))
-        await open_gate(w, 4, lease="2")
+        await open_barrier(w, 4, lease="2")
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
-    assert w.gateway.gate.report().policy_version == 4
+    assert w.gateway.barrier.report().policy_version == 4

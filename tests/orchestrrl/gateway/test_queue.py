@@ -84,7 +84,7 @@ class World:
         without = [EngineId(engine) for engine in self.without[name]]
         slot = await self.fleet.place(self.records[name], without=without, again=again)
         assert slot.usable
-        assert self.fleet.gate_open
+        assert self.fleet.barrier_open
         assert slot.id not in without
         line = self.lines[not again]
         for earlier in (*(self.lines[0] if not again else ()), *line[: line.index(name)]):
@@ -134,8 +134,8 @@ class World:
         self.fleet.set_routes(told)
         await self.settle()
 
-    async def gate(self) -> None:
-        self.fleet.gate_open = not self.fleet.gate_open
+    async def barrier(self) -> None:
+        self.fleet.barrier_open = not self.fleet.barrier_open
         await self.settle()
 
     async def settle(self) -> None:
@@ -156,7 +156,7 @@ class World:
             assert slot.waiting_tokens == sum(one.context_tokens for one in mine if not one.generated_ids)
             assert slot.running_tokens == sum(one.context_tokens for one in mine if one.generated_ids)
         room = {slot.id for slot in self.fleet if slot.usable and slot.waiting < self.depth}
-        if self.fleet.gate_open:
+        if self.fleet.barrier_open:
             for name in (*self.lines[0], *self.lines[1]):
                 assert room <= self.without[name], f"{name} waits although there is room on {sorted(room)}"
 
@@ -172,7 +172,7 @@ steps = st.lists(
         st.tuples(st.just("finish"), st.integers(0, 30)),
         st.tuples(st.just("cancel"), st.integers(0, 30), st.booleans()),
         st.tuples(st.just("toggle"), st.integers(0, 2)),
-        st.tuples(st.just("gate")),
+        st.tuples(st.just("barrier")),
     ),
     max_size=60,
 )
@@ -194,13 +194,13 @@ def test_first_come_first_served_and_nobody_is_lost(steps: list[Any], depth: int
                     await world.cancel(how[0], at_once=how[1])
                 case "toggle":
                     await world.toggle(how[0])
-                case "gate":
-                    await world.gate()
+                case "barrier":
+                    await world.barrier()
         # In the end everybody who stayed has had a place.
         world.draining = {ENGINES[0]}
         await world.toggle(0)
-        if not world.fleet.gate_open:
-            await world.gate()
+        if not world.fleet.barrier_open:
+            await world.barrier()
         while world.on:
             await world.finish(0)
         assert len(world.fleet.queue) == 0
@@ -312,9 +312,9 @@ async def test_patience_counts_only_while_no_engine_is_there() -> None:
     assert not waiting.done()
     fleet.set_routes([])
     await clock.advance(9.0)
-    fleet.gate_open = False
+    fleet.barrier_open = False
     await clock.advance(100.0)  # nobody is at fault
-    fleet.gate_open = True
+    fleet.barrier_open = True
     await clock.advance(9.0)
     fleet.set_routes(routes(("e0",)))
     await clock.advance(1.0)
@@ -424,11 +424,11 @@ async def test_whoever_is_placed_may_make_room_at_once() -> None:
 
         return told
 
-    fleet.gate_open = False
+    fleet.barrier_open = False
     records = {f"r{number}": record(f"r{number}") for number in range(50)}
     for name, one in records.items():
         fleet.enqueue(one, ends_at_once(name))
-    fleet.gate_open = True
+    fleet.barrier_open = True
     assert placed == list(records)
     assert (len(fleet.queue), slot.waiting) == (0, 0)
     await fleet.close()

@@ -252,14 +252,14 @@ async def test_an_engine_that_computes_is_given_time() -> None:
 
 
 @pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.ABORT])
-async def test_a_gate_that_closes_waits_for_it_or_ends_it(mode: PauseMode) -> None:
+async def test_a_barrier_that_closes_waits_for_it_or_ends_it(mode: PauseMode) -> None:
     there = world(1)
     job = there.gateway.job(there.ask(**ECHO))
     running = asyncio.create_task(job.run())
     await there.settle()
     now_s = there.clock.now_s()
     order = CloseBarrier("lease", "", mode, FrozenRequests.CONTINUE, now_s + 60.0, now_s + 50.0)
-    closing = asyncio.create_task(there.gateway.gate.close(order))
+    closing = asyncio.create_task(there.gateway.barrier.close(order))
     for _ in range(5):
         await there.clock.advance(0.5)
         if mode is PauseMode.WAIT:
@@ -271,7 +271,7 @@ async def test_a_gate_that_closes_waits_for_it_or_ends_it(mode: PauseMode) -> No
     assert len(there.engines["e0"].seen) == 1
     answer = response(job.ask.form, job.records, 1)
     assert answer["choices"][0]["finish_reason"] == job.records[0].finish_reason
-    await there.gateway.gate.open(OpenBarrier("lease"))
+    await there.gateway.barrier.open(OpenBarrier("lease"))
     await there.fleet.close()
 
 

@@ -1,5 +1,5 @@
-"""Where the gateway's parts meet: the ledger on disk with groups, versions and restarts; routes with the gate; contexts
-that are too short with engines that go."""
+"""Where the gateway's parts meet: the ledger on disk with groups, versions and restarts; routes with the pause barrier;
+contexts that are too short with engines that go."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from orchestrrl.core.operations import EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
-from orchestrrl.fleet.reports import GatePhase
+from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from planner.model import EngineId, RequestId
+from tests.orchestrrl.gateway.barriers import close, open_barrier, order
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, world
-from tests.orchestrrl.gateway.gates import close, open_gate, order
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish, move
 
 
@@ -81,7 +81,7 @@ async def test_an_answer_that_is_given_again_is_no_second_answer_of_its_group(tm
 
 async def test_the_age_of_an_answer_that_is_given_again_is_counted_once(tmp_path: Path) -> None:
     w = begun(tmp_path / "ledger")
-    await w.gateway.gate.set_version((EngineId("e0"), EngineId("e1")), 3)
+    await w.gateway.barrier.set_version((EngineId("e0"), EngineId("e1")), 3)
     for _ in range(2):
         async with named(w, prompt=PROMPT, max_tokens=3) as job:
             await w.settle()
@@ -120,7 +120,7 @@ async def test_a_client_comes_back_for_what_has_become_too_old(tmp_path: Path, o
 
     then = begun(tmp_path / "ledger")
     then.gateway.set_routes(routes(then, "e0", "e1", policy_version=5, newest_policy_version=5))
-    assert then.gateway.gate.report().policy_version == 5
+    assert then.gateway.barrier.report().policy_version == 5
     async with named(then, **asked) as job:
         await then.settle()
         if on_stale == "abort":
@@ -131,7 +131,7 @@ async def test_a_client_comes_back_for_what_has_become_too_old(tmp_path: Path, o
             await finish(then, job)
             assert_undisturbed(job, PROMPT, 20)
             assert job.records[0].versions.oldest == 5
-    assert sum(then.gateway.gate.stale_total.values()) == 1
+    assert sum(then.gateway.barrier.stale_total.values()) == 1
     await ended(then)
 
 
@@ -143,7 +143,7 @@ async def test_what_was_ordered_to_begin_anew_is_not_gone_on_with(tmp_path: Path
         assert first.gateway.store is not None
         first.gateway.store._look(list(first.gateway.store._entries.values()))
         await (await close(first, frozen=FrozenRequests.RESTART))
-        await open_gate(first, 7)
+        await open_barrier(first, 7)
         assert not job.records[0].generated_ids
     await ended(first)
 
@@ -174,10 +174,11 @@ async def test_an_answer_that_was_ended_by_order_is_given_again_as_it_ended(tmp_
     await ended(w)
 
 
-# --- the gate ---------------------------------------------------------------------------------------------------------
+# --- the pause barrier
+# ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_gate_that_is_still_opening_can_be_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_barrier_that_is_still_opening_can_be_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world()
     resume = FakeEngine.resume
 
@@ -187,15 +188,15 @@ async def test_a_gate_that_is_still_opening_can_be_closed_again(monkeypatch: pyt
 
     monkeypatch.setattr(FakeEngine, "resume", slowly)
     await (await close(w, lease="first"))
-    opening = asyncio.create_task(w.gateway.gate.open(OpenBarrier("first")))
+    opening = asyncio.create_task(w.gateway.barrier.open(OpenBarrier("first")))
     await w.settle()
     closing = await close(w, lease="second")
     await w.clock.advance(3.0)
     await opening
     assert all(item.done for item in await closing)
-    assert w.gateway.gate.report().phase is GatePhase.QUIET
+    assert w.gateway.barrier.report().phase is BarrierPhase.QUIET
     assert all(engine.paused for engine in w.engines.values())
-    opening = asyncio.create_task(w.gateway.gate.open(OpenBarrier("second")))
+    opening = asyncio.create_task(w.gateway.barrier.open(OpenBarrier("second")))
     await w.clock.advance(3.0)
     await opening
 
@@ -206,7 +207,7 @@ async def test_an_engine_that_leaves_the_routes_while_it_is_paused_is_resumed() 
     w.gateway.set_routes(routes(w, "e0"))
     await w.settle()
     assert w.engines["e1"].paused
-    await open_gate(w)
+    await open_barrier(w)
     assert not w.engines["e1"].paused
     assert [slot.id for slot in w.fleet] == ["e0"]
 
@@ -214,7 +215,7 @@ async def test_an_engine_that_leaves_the_routes_while_it_is_paused_is_resumed() 
 async def test_an_engine_that_was_left_out_and_leaves_the_routes_is_resumed() -> None:
     w = world()
     await (await close(w))
-    await open_gate(w, 1, without=("e1",))
+    await open_barrier(w, 1, without=("e1",))
     assert w.engines["e1"].paused
     w.gateway.set_routes(routes(w, "e0"))
     await w.clock.advance(1.0)
@@ -224,7 +225,7 @@ async def test_an_engine_that_was_left_out_and_leaves_the_routes_is_resumed() ->
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("mode", list(PauseMode))
-async def test_an_engine_that_moves_house_while_the_gate_is_closed(mode: PauseMode, first: bool) -> None:
+async def test_an_engine_that_moves_house_while_the_barrier_is_closed(mode: PauseMode, first: bool) -> None:
     """What it had does not stay frozen at the old one, and does not run there either."""
     w = world(1)
     old = w.engines["e0"]
@@ -249,7 +250,7 @@ async def test_an_engine_that_moves_house_while_the_gate_is_closed(mode: PauseMo
         old.step()
         await w.settle()
         assert len(job.records[0].generated_ids) == before
-        await open_gate(w)
+        await open_barrier(w)
         for _ in range(40):
             old.step()
             await w.step()
@@ -261,7 +262,7 @@ async def test_an_engine_that_moves_house_while_the_gate_is_closed(mode: PauseMo
         assert not new.paused
 
 
-async def test_who_is_given_a_place_as_the_gate_closes_is_taken_back() -> None:
+async def test_who_is_given_a_place_as_the_barrier_closes_is_taken_back() -> None:
     w = world(1)
     w.fleet.queue_depth = 1
     w.engines["e0"].can_pause = False
@@ -273,7 +274,7 @@ async def test_who_is_given_a_place_as_the_gate_closes_is_taken_back() -> None:
             slot = w.fleet.get(EngineId("e0"))
             assert slot is not None
             w.fleet.release(slot, ahead.records[0])  # its place is given on, and who waited for it is not awake yet
-            closing = asyncio.create_task(w.gateway.gate.close(order(w, PauseMode.ABORT)))
+            closing = asyncio.create_task(w.gateway.barrier.close(order(w, PauseMode.ABORT)))
             await w.settle()
             assert behind.records[0].engine is None
             assert not slot.reserved
@@ -282,15 +283,15 @@ async def test_who_is_given_a_place_as_the_gate_closes_is_taken_back() -> None:
             await w.settle()
 
 
-async def test_a_version_that_is_told_while_the_gate_is_open_holds_for_all_engines() -> None:
+async def test_a_version_that_is_told_while_the_barrier_is_open_holds_for_all_engines() -> None:
     w = world()
     w.engines["e1"].die()
     await (await close(w))
-    await open_gate(w, 1)
+    await open_barrier(w, 1)
     w.engines["e1"].revive()
-    await w.gateway.gate.set_version((EngineId("e1"),), 1)
+    await w.gateway.barrier.set_version((EngineId("e1"),), 1)
     await w.clock.advance(10.0)
-    await w.gateway.gate.open(OpenBarrier("", 2))
+    await w.gateway.barrier.open(OpenBarrier("", 2))
     assert {slot.id: (slot.policy_version, slot.outdated) for slot in w.fleet} == {"e0": (2, False), "e1": (2, False)}
 
 
@@ -404,6 +405,6 @@ async def test_an_engine_that_goes_before_it_could_be_paused_is_not_paused(monke
     w.gateway.set_routes(routes(w, "e0"))
     await w.clock.advance(3.0)
     await closing
-    await open_gate(w)
+    await open_barrier(w)
     assert [slot.id for slot in w.fleet] == ["e0"]
     assert not any(engine.paused for engine in w.engines.values())

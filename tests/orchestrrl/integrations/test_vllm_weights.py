@@ -68,11 +68,11 @@ async def test_trainers_weights_go_to_the_engines_before_a_rollout_of_a_new_step
             assert versions(gateway) == dict.fromkeys(("e0", "e1"), trainer.state.global_step)
         assert rollout.syncs == 2
         await asyncio.to_thread(rollout.sync_weights, trainer)
-        assert gateway.gate.closed is None
+        assert gateway.barrier.closed is None
         assert rollout.bypassed == 0
         (newest,) = tmp_path.iterdir()
         async with aiohttp.ClientSession() as http:
-            async with http.get(f"{await operator_url(http, url)}/orchestrrl/gate") as answer:
+            async with http.get(f"{await operator_url(http, url)}/orchestrrl/barrier") as answer:
                 source = (await answer.json())["weights_source"]
         assert source == str(newest), "engines that start later load them there"
     log = engines[0].log
@@ -99,7 +99,7 @@ async def test_engines_that_weights_cannot_be_loaded_into(path: str, behind: boo
         asked = {"gateway_url": url, "policy_version": 3} if behind else {}
         with pytest.raises(outcome, match=bad.url):
             await asyncio.to_thread(reload_weights, [good.url, bad.url], weights, **asked)  # type: ignore[arg-type]
-        assert gateway.gate.closed is None
+        assert gateway.barrier.closed is None
         usable = [slot.usable for slot in gateway.fleet]
         if behind and path == "/collective_rpc":
             assert versions(gateway) == {"e0": 3, "e1": None}
@@ -147,7 +147,7 @@ async def test_an_operator_api_of_another_gateway_is_not_taken_for_its_own(weigh
         async with TestServer(app) as front:
             with pytest.raises(Permanent, match=r"no weights were changed: .*'another', and not 'gateway'"):
                 await asyncio.to_thread(reload_weights, [engine.url], weights, gateway_url=str(front.make_url("")))
-        assert other.gate.closed is None
+        assert other.barrier.closed is None
         assert not engine.log
 
 
@@ -157,14 +157,14 @@ async def test_the_lease_is_renewed_while_servers_load_and_ends_with_the_trainer
         asked = {"gateway_url": url, "policy_version": 1, "lease_s": 2.0}
         await asyncio.to_thread(reload_weights, [engine.url], weights, **asked)  # type: ignore[arg-type]
         assert versions(gateway) == {"e0": 1}
-        assert gateway.gate.expired_total == 0
+        assert gateway.barrier.expired_total == 0
 
 
-async def test_another_who_holds_the_gate_is_named(weights: Path) -> None:
+async def test_another_who_holds_the_barrier_is_named(weights: Path) -> None:
     async with servers() as (engine,), gateway_before([engine]) as (gateway, url):
         now_s = gateway.clock.now_s()
         held = CloseBarrier("l", "somebody else", PauseMode.KEEP, FrozenRequests.RECOMPUTE, now_s + 600, now_s + 600)
-        await gateway.gate.close(held)
+        await gateway.barrier.close(held)
         with pytest.raises(Permanent, match=r"no weights were changed.*closed by somebody else"):
             await asyncio.to_thread(reload_weights, [engine.url], weights, gateway_url=url)
 

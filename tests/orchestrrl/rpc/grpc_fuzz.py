@@ -135,7 +135,7 @@ class Values:
             "configuration": lambda: pick(("tp1", "tp2", "")),
             "part": lambda: pick(("balancer", "fabric", "sync")),
             "mode": lambda: pick(("", "safe", "update", "overwrite", "keep")),
-            "kinds": lambda: pick(("plan", "gate", "mode", "sync.began")),
+            "kinds": lambda: pick(("plan", "barrier", "mode", "sync.began")),
             "cross_connects": lambda: "gen0/agg0:1-2",
             "masked": lambda: pick(("switch gen0/agg0", "port gen0/agg0:1", "server gen0/s0")),
             "period": lambda: pick(("weights", "step")),
@@ -594,7 +594,7 @@ class Run:
 CLIENTS_OWN = grpc.StatusCode.INTERNAL, "Internal error from Core"
 VIEWS = (
     "Control/GetStatus", "Control/ListWorkers", "Control/ListRequests", "Control/GetBalance", "Control/ListPlans",
-    "Control/GetGate", "Control/ListDeployments", "Fabric/GetFabric", "Weights/ListSyncs", "Weights/GetWeights",
+    "Control/GetPauseBarrier", "Control/ListDeployments", "Fabric/GetFabric", "Weights/ListSyncs", "Weights/GetWeights",
     "Switches/ListSwitches",
 )  # fmt: skip
 

@@ -185,13 +185,13 @@ async def test_a_faulty_request_is_named_by_its_place(house: House) -> None:
     report = gateway_report(3)
     report.in_flight[1].age_s = -1.0
     report.in_flight[2].request_id = ""
-    report.gate.lease_until_unix_s = math.inf
+    report.barrier.lease_until_unix_s = math.inf
     code, words, _ = await house.reports("ReportRequests", report)
     assert code is INVALID
     assert words.splitlines() == [
         "in_flight[1].age_s: must be >= 0 and <= 253402300799, got -1.0",
         "in_flight[2].request_id: must not be empty, got ''",
-        "gate.lease_until_unix_s: must be >= 0 and <= 253402300799, got inf",
+        "barrier.lease_until_unix_s: must be >= 0 and <= 253402300799, got inf",
     ]
 
 
@@ -215,7 +215,7 @@ async def test_a_nodes_result_with_a_bad_number_ends_its_attachment(house: House
 @pytest.mark.parametrize("field", ["lease_s", "deadline_s"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0, 5e-324, -math.inf])
 async def test_odd_times_of_a_pause_are_refused(house: House, field: str, value: float) -> None:
-    code, words = await ending(house.control.PauseGate(control_pb2.PauseGateRequest(**{field: value})))
+    code, words = await ending(house.control.PauseFleet(control_pb2.PauseFleetRequest(**{field: value})))
     assert code is INVALID
     assert words.startswith(f"{field}: must be ")
 
@@ -225,7 +225,7 @@ async def test_odd_lifetimes_are_refused(house: House, value: float) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: house.control.PinPlan(control_pb2.PinPlanRequest(ttl_s=value)),
         lambda: house.control.SetPause(control_pb2.SetPauseRequest(part="sync", paused=True, ttl_s=value)),
-        lambda: house.control.RenewGate(control_pb2.RenewGateRequest(lease_id="x", lease_s=value)),
+        lambda: house.control.RenewPause(control_pb2.RenewPauseRequest(lease_id="x", lease_s=value)),
     ]
     for call in calls:
         assert (await ending(call()))[0] is INVALID
@@ -297,14 +297,16 @@ async def test_calls_and_nodes_are_limited_and_come_free_again(house: House) -> 
 
 @pytest.mark.parametrize("config", ["limits: {connections: 2}"])
 async def test_connections_are_limited(house: House) -> None:
-    await house.control.GetGate(control_pb2.GetGateRequest())
+    await house.control.GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(house.address, options) as second:
-        await control_pb2_grpc.ControlStub(second).GetGate(control_pb2.GetGateRequest())
+        await control_pb2_grpc.ControlStub(second).GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
         async with grpc.aio.insecure_channel(house.address, options) as third:
-            code, _ = await ending(control_pb2_grpc.ControlStub(third).GetGate(control_pb2.GetGateRequest()))
+            code, _ = await ending(
+                control_pb2_grpc.ControlStub(third).GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
+            )
             assert code is grpc.StatusCode.UNAVAILABLE
-        await control_pb2_grpc.ControlStub(second).GetGate(control_pb2.GetGateRequest())
+        await control_pb2_grpc.ControlStub(second).GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
 
 
 async def test_other_calls_are_answered_while_a_large_report_is_taken_in(house: House) -> None:
@@ -312,7 +314,7 @@ async def test_other_calls_are_answered_while_a_large_report_is_taken_in(house: 
     whole = asyncio.ensure_future(house.reports("ReportRequests", report))
     answered = 0
     while not whole.done():
-        await house.control.GetGate(control_pb2.GetGateRequest())
+        await house.control.GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
         answered += not whole.done()
     assert (await whole) == (None, None, 1)
     assert answered >= 3  # a single turn of the event loop would have let through one

@@ -1,4 +1,4 @@
-"""The gate as trainers ask for it, over gRPC, with a gateway at the other end of a stream."""
+"""The pause barrier as trainers ask for it, over gRPC, with a gateway at the other end of a stream."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ from orchestrrl.core.operations import (
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
-from orchestrrl.fleet.reports import GatePhase, GateReport
+from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2_grpc
 from orchestrrl.rpc.pb import control_pb2 as pb
@@ -84,8 +84,8 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
                 while not plane.nodes.gateways():
                     await asyncio.sleep(0.01)
             plane.engine_reported(engine_report("e0", 1, sample()), 0)
-            report = GateReport(GatePhase.CLOSING, "g", 5.0, running=3, frozen=2, held=1)
-            plane.gateway_reported(gateway_report(request("r1"), gate=report), 0)
+            report = BarrierReport(BarrierPhase.CLOSING, "g", 5.0, running=3, frozen=2, held=1)
+            plane.gateway_reported(gateway_report(request("r1"), barrier=report), 0)
             yield made
             gateway.cancel()
             await asyncio.wait({gateway})
@@ -100,26 +100,26 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
 
 async def test_pause_renew_resume(house: House) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        order = pb.PauseGateRequest(mode=agent_pb2.GATE_MODE_ABORT, holder="trainer", lease_s=30.0)
-        gate = await house.control.PauseGate(order)
-        assert (gate.phase, gate.holder, gate.mode) == ("quiet", "trainer", agent_pb2.GATE_MODE_ABORT)
-        assert gate.frozen == agent_pb2.FROZEN_REQUESTS_RECOMPUTE
-        assert 0 < gate.lease_until_unix_s - house.plane.clock.now_s() <= 30.0
-        assert not gate.HasField("policy_version")
-        assert [(e.engine_id, e.done, e.detail) for e in gate.engines] == [
+        order = pb.PauseFleetRequest(mode=agent_pb2.PAUSE_MODE_ABORT, holder="trainer", lease_s=30.0)
+        barrier = await house.control.PauseFleet(order)
+        assert (barrier.phase, barrier.holder, barrier.mode) == ("quiet", "trainer", agent_pb2.PAUSE_MODE_ABORT)
+        assert barrier.frozen == agent_pb2.FROZEN_REQUESTS_RECOMPUTE
+        assert 0 < barrier.lease_until_unix_s - house.plane.clock.now_s() <= 30.0
+        assert not barrier.HasField("policy_version")
+        assert [(e.engine_id, e.done, e.detail) for e in barrier.engines] == [
             ("e0", True, ""),
             ("e1", True, "its requests were taken back"),
         ]
-        (gateway,) = gate.gateways
+        (gateway,) = barrier.gateways
         assert (gateway.node_id, gateway.report.running, gateway.report.frozen, gateway.report.held) == ("gw", 3, 2, 1)
-        code, words = await refused(house.control.PauseGate(pb.PauseGateRequest()))
+        code, words = await refused(house.control.PauseFleet(pb.PauseFleetRequest()))
         assert (code, "held by another: lease" in words) == (grpc.StatusCode.FAILED_PRECONDITION, True)
-        renewed = await house.control.RenewGate(pb.RenewGateRequest(lease_id=gate.lease_id, lease_s=90.0))
-        assert renewed.lease_until_unix_s > gate.lease_until_unix_s + 50.0
+        renewed = await house.control.RenewPause(pb.RenewPauseRequest(lease_id=barrier.lease_id, lease_s=90.0))
+        assert renewed.lease_until_unix_s > barrier.lease_until_unix_s + 50.0
         moved = house.control.MoveRequest(pb.MoveRequestRequest(request_id="r1", to_engine_id="e1"))
         assert (await refused(moved))[0] is grpc.StatusCode.FAILED_PRECONDITION
-        resume = pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=0, without_engine_ids=["e1"])
-        opened = await house.control.ResumeGate(resume)
+        resume = pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=0, without_engine_ids=["e1"])
+        opened = await house.control.ResumeFleet(resume)
         assert (opened.phase, opened.lease_id, opened.policy_version) == ("open", "", 0)
         assert [(e.engine_id, e.done, e.HasField("policy_version")) for e in opened.engines] == [
             ("e0", True, True),
@@ -127,10 +127,13 @@ async def test_pause_renew_resume(house: House) -> None:
         ]
         told = await house.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e1"], policy_version=0))
         assert told.policy_version == 0
-        assert [e.done for e in (await house.control.GetGate(pb.GetGateRequest())).engines] == [True, True]
+        assert [e.done for e in (await house.control.GetPauseBarrier(pb.GetPauseBarrierRequest())).engines] == [
+            True,
+            True,
+        ]
         workers = (await house.control.ListWorkers(pb.ListWorkersRequest())).workers
         assert [worker.policy_version for worker in workers] == [0, 0]
-        assert (await house.control.GetStatus(pb.GetStatusRequest())).gate.phase == "open"
+        assert (await house.control.GetStatus(pb.GetStatusRequest())).barrier.phase == "open"
         assert opened.weights_source == ""
     assert [type(order) for order in house.orders] == [CloseBarrier, CloseBarrier, OpenBarrier]
 
@@ -139,37 +142,37 @@ async def test_what_is_to_be_done_before_it_opens_is_done_while_it_is_closed(hou
     phases: list[str] = []
 
     async def prepare(until_s: float) -> str:
-        assert until_s == gate.lease_until_unix_s
-        phases.append(house.plane.gate.state.phase)
+        assert until_s == barrier.lease_until_unix_s
+        phases.append(house.plane.barrier.state.phase)
         return "circuits committed"
 
     house.plane.before_resume = prepare
     async with asyncio.timeout(DEADLINE_S):
-        gate = await house.control.PauseGate(pb.PauseGateRequest(holder="trainer"))
-        await refused(house.control.ResumeGate(pb.ResumeGateRequest(lease_id="another's")))
+        barrier = await house.control.PauseFleet(pb.PauseFleetRequest(holder="trainer"))
+        await refused(house.control.ResumeFleet(pb.ResumeFleetRequest(lease_id="another's")))
         assert phases == []
         for _ in range(2):  # its answer may have got lost
-            await house.control.ResumeGate(pb.ResumeGateRequest(lease_id=gate.lease_id))
+            await house.control.ResumeFleet(pb.ResumeFleetRequest(lease_id=barrier.lease_id))
     assert phases == ["quiet"]
 
 
 async def test_where_the_weights_are_is_remembered_with_their_version(house: House) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        gate = await house.control.PauseGate(pb.PauseGateRequest(holder="trainer"))
-        resume = pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=4, weights_source="/shared/4")
+        barrier = await house.control.PauseFleet(pb.PauseFleetRequest(holder="trainer"))
+        resume = pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=4, weights_source="/shared/4")
         for _ in range(2):  # its answer may have got lost
-            assert (await house.control.ResumeGate(resume)).weights_source == "/shared/4"
-        other = pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=4, weights_source="/shared/5")
-        assert (await refused(house.control.ResumeGate(other)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+            assert (await house.control.ResumeFleet(resume)).weights_source == "/shared/4"
+        other = pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=4, weights_source="/shared/5")
+        assert (await refused(house.control.ResumeFleet(other)))[0] is grpc.StatusCode.FAILED_PRECONDITION
         told = pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=6, weights_source="/shared/6")
         await house.control.SetPolicyVersion(told)
-        assert (await house.control.GetGate(pb.GetGateRequest())).weights_source == "/shared/6"
+        assert (await house.control.GetPauseBarrier(pb.GetPauseBarrierRequest())).weights_source == "/shared/6"
         await house.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=7))
-        assert (await house.control.GetGate(pb.GetGateRequest())).weights_source == ""
+        assert (await house.control.GetPauseBarrier(pb.GetPauseBarrierRequest())).weights_source == ""
 
 
 async def test_every_fault_of_a_wish_is_told_at_once(house: House) -> None:
-    code, words = await refused(house.control.PauseGate(pb.PauseGateRequest(lease_s=-1.0, deadline_s=1e9)))
+    code, words = await refused(house.control.PauseFleet(pb.PauseFleetRequest(lease_s=-1.0, deadline_s=1e9)))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert words.splitlines() == [
         "lease_s: must be from 0 (the usual) to 86400, got -1.0",
@@ -193,8 +196,8 @@ async def test_an_engine_that_was_removed_does_not_count_and_one_that_is_added_h
         await house.control.RemoveEngine(pb.RemoveEngineRequest(engine_id="e1"))
         assert await told(5, "e0") == 5
         await house.control.AddEngine(pb.AddEngineRequest(engine_id="e1", url="http://other"))
-        gate = await house.control.GetGate(pb.GetGateRequest())
-    assert [(e.engine_id, e.HasField("policy_version"), e.done) for e in gate.engines] == [
+        barrier = await house.control.GetPauseBarrier(pb.GetPauseBarrierRequest())
+    assert [(e.engine_id, e.HasField("policy_version"), e.done) for e in barrier.engines] == [
         ("e0", True, True),
         ("e1", False, False),
     ]
@@ -202,23 +205,23 @@ async def test_an_engine_that_was_removed_does_not_count_and_one_that_is_added_h
 
 async def test_leases_that_are_not_there(house: House) -> None:
     for call in (
-        house.control.RenewGate(pb.RenewGateRequest(lease_id="old")),
-        house.control.ResumeGate(pb.ResumeGateRequest(lease_id="old")),
-        house.control.ResumeGate(pb.ResumeGateRequest()),
+        house.control.RenewPause(pb.RenewPauseRequest(lease_id="old")),
+        house.control.ResumeFleet(pb.ResumeFleetRequest(lease_id="old")),
+        house.control.ResumeFleet(pb.ResumeFleetRequest()),
     ):
         assert (await refused(call))[0] is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_a_trainer_that_breaks_off_while_it_waits_leaves_the_gate_open(house: House) -> None:
+async def test_a_trainer_that_breaks_off_while_it_waits_leaves_the_barrier_open(house: House) -> None:
     house.answering = False
-    asked = house.control.PauseGate(pb.PauseGateRequest())
+    asked = house.control.PauseFleet(pb.PauseFleetRequest())
     async with asyncio.timeout(DEADLINE_S):
         while not house.orders:
             await asyncio.sleep(0.01)
         asked.cancel()
         while not isinstance(house.orders[-1], OpenBarrier):
             await asyncio.sleep(0.01)
-    assert house.plane.gate.state.phase is GatePhase.OPEN
+    assert house.plane.barrier.state.phase is BarrierPhase.OPEN
 
 
 async def test_cancelling_names_what_was_ended(house: House) -> None:
@@ -228,20 +231,20 @@ async def test_cancelling_names_what_was_ended(house: House) -> None:
     assert house.orders == [CancelRequests(("r1", "r2"), (), "over")]  # type: ignore[arg-type]
 
 
-async def test_metrics_of_the_gate(house: House) -> None:
+async def test_metrics_of_the_barrier(house: House) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        gate = await house.control.PauseGate(pb.PauseGateRequest())
+        barrier = await house.control.PauseFleet(pb.PauseFleetRequest())
         closed = metrics(house.plane)
-        await house.control.ResumeGate(pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=3))
+        await house.control.ResumeFleet(pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=3))
         await house.control.CancelRequests(pb.CancelRequestsRequest(request_ids=["r1"]))
     opened = metrics(house.plane)
-    assert [closed["orchestrrl_gate", phase] for phase in GatePhase] == [0, 0, 1]
-    assert [opened["orchestrrl_gate", phase] for phase in GatePhase] == [1, 0, 0]
+    assert [closed["orchestrrl_barrier", phase] for phase in BarrierPhase] == [0, 0, 1]
+    assert [opened["orchestrrl_barrier", phase] for phase in BarrierPhase] == [1, 0, 0]
     assert ("orchestrrl_policy_version",) not in closed
     assert opened["orchestrrl_policy_version",] == 3
     assert opened["orchestrrl_worker_policy_version", "e0"] == 3
-    assert opened["orchestrrl_gate_held_seconds_total",] > 0
-    assert opened["orchestrrl_gate_leases_expired_total",] == 0
+    assert opened["orchestrrl_barrier_held_seconds_total",] > 0
+    assert opened["orchestrrl_barrier_leases_expired_total",] == 0
     assert opened["orchestrrl_requests_cancelled_total", "cancelled"] == 1
     assert opened["orchestrrl_requests_cancelled_total", "redundant"] == 0
 

@@ -69,13 +69,13 @@ finished = st.fixed_dictionaries({
     "request_id": st.sampled_from(["f0", "f1"]), "generated_tokens": smalls, "prompt_tokens": smalls,
     "finish_reason": st.sampled_from(["stop", "length", "abort"]), "duration_s": floats,
 }).map(lambda fields: telemetry_pb2.FinishedRequest(**fields))  # fmt: skip
-gates = st.builds(
-    telemetry_pb2.GateReport, phase=st.sampled_from([0, 1, 2, 3]), lease_until_unix_s=floats, running=smalls,
+barriers = st.builds(
+    telemetry_pb2.BarrierReport, phase=st.sampled_from([0, 1, 2, 3]), lease_until_unix_s=floats, running=smalls,
     frozen=smalls, held=smalls, policy_version=bigs,
 )  # fmt: skip
 gateway_reports = st.builds(
     telemetry_pb2.GatewayReport, gateway_id=st.sampled_from(["gw", "gw2"]), sequence=bigs, sampled_unix_s=floats,
-    in_flight=st.lists(requests, max_size=4), finished=st.lists(finished, max_size=2), gate=gates,
+    in_flight=st.lists(requests, max_size=4), finished=st.lists(finished, max_size=2), barrier=barriers,
 )  # fmt: skip
 results = st.builds(
     agent_pb2.OperationResult, operation_id=st.just("1-1"), status=st.sampled_from([0, 1, 2, 3, 4, 5]),

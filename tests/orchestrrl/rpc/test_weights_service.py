@@ -465,7 +465,7 @@ async def test_what_sixteen_ranks_have_of_sixty_thousand_tensors_reaches_their_p
     peer = PlayedPeer(weights)
     peer.tell(news(PEER))
     await until(lambda: PEER.id in hub.peers)
-    names = sorted(f"model.layers.{n // 1000}.mlp.experts.{n % 1000}.gate_up_proj.weight" for n in range(60_000))
+    names = sorted(f"model.layers.{n // 1000}.mlp.experts.{n % 1000}.barrier_up_proj.weight" for n in range(60_000))
     tensors = tuple(TensorMeta(name, "BF16", (2048, 7168)) for name in names)
     parts = tuple(
         StagedPart(rank, dict.fromkeys(names, (((rank * 128, rank * 128 + 128), (0, 7168)),))) for rank in range(16)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import kv_handover
 import torch
-from kv_desk import LoadJob, SaveJob
-from kv_entries import Contents, Layout, Store
+from kv_scheduler import LoadJob, SaveJob
+from kv_entries import KvEntryContents, KvBlockLayout, KvEntryStore
 
 BLOCKS = 20
 DEADLINE_S = 60.0
@@ -32,13 +32,13 @@ def until_ended(porter: kv_handover.Porter) -> tuple[set[str], set[str], set[str
     return ended
 
 
-def carry(store: Store, *, in_one_piece: bool) -> Layout:
+def carry(store: KvEntryStore, *, in_one_piece: bool) -> KvBlockLayout:
     source, target = (kv_handover.Porter(store, rank=0, num_blocks=BLOCKS) for _ in range(2))
     there, here = caches(1, in_one_piece=in_one_piece), caches(2, in_one_piece=in_one_piece)
     untouched = {name: cache.clone() for name, cache in here.items()}
     source.register(there)
     target.register(here)
-    contents = Contents("v1", 1, 16, array("I", range(16 * len(SAVED) - 5)))
+    contents = KvEntryContents("v1", 1, 16, array("I", range(16 * len(SAVED) - 5)))
     source.save(SaveJob("r", "e", contents, SAVED))
     assert until_ended(source) == ({"r"}, set(), set())
     target.load(LoadJob("s", "e", contents.identity, 1, FILLED))
@@ -58,5 +58,5 @@ def carry(store: Store, *, in_one_piece: bool) -> Layout:
 
 if __name__ == "__main__":
     kv_handover.STAGE_BYTES = 3000  # one block of the first layer, five of the second
-    made = {carry(Store(Path(sys.argv[1]), ranks=1), in_one_piece=answer) for answer in (True, False)}
+    made = {carry(KvEntryStore(Path(sys.argv[1]), ranks=1), in_one_piece=answer) for answer in (True, False)}
     assert len(made) == 2, "what lies otherwise must not be taken for the same"

@@ -1,11 +1,11 @@
 """Generation steps under the real planner and balancer without the world around them: quick enough for a scoreboard.
 
-What stays: the planner with its forecast, gate and costs as the daemon asks it, the balancer's packing, the engines'
-schedulers, switches and their seconds. What is left out, against `sim gen`: agents, gateway, journal and operations.
-Telemetry is never late or old, moves and stops are carried out in no time, requests are first routed by KV room instead
-of one by one, plans are not corrected by how earlier ones came out, and nothing fails. With a `KvNetwork`, KV goes over
-the fabric when engines change, and is there at once where single requests move between engines that stay; without one
-it is computed again.
+What stays: the planner with its forecast, admission and costs as the daemon asks it, the balancer's packing, the
+engines' schedulers, switches and their seconds. What is left out, against `sim gen`: agents, gateway, journal and
+operations. Telemetry is never late or old, moves and stops are carried out in no time, requests are first routed by KV
+room instead of one by one, plans are not corrected by how earlier ones came out, and nothing fails. With a `KvNetwork`,
+KV goes over the fabric when engines change, and is there at once where single requests move between engines that stay;
+without one it is computed again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

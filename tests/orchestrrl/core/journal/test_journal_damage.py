@@ -283,7 +283,7 @@ def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: P
     path = tmp_path / OURS
     with Journal(path, 0.0) as journal:
         for kind in (
-            EntryKind.GATE,
+            EntryKind.BARRIER,
             EntryKind.WEIGHTS,
             EntryKind.SWITCH_ENDED,
             EntryKind.HOLDS,
@@ -301,7 +301,7 @@ def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: P
         journal.append(0.0, EntryKind.BALANCE, "last", {})
     deleted_entries("subject = 'last'")(path)
     with Journal(path, 0.0) as journal:
-        for kind in (EntryKind.GATE, EntryKind.WEIGHTS, EntryKind.SWITCH_ENDED):
+        for kind in (EntryKind.BARRIER, EntryKind.WEIGHTS, EntryKind.SWITCH_ENDED):
             assert journal.latest(kind) is None
         for intent in (
             EntryKind.OPERATION_INTENT,
@@ -312,9 +312,9 @@ def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: P
             assert journal.open_operations(intent) == []
         for kind in (EntryKind.HOLDS, EntryKind.ENGINES, EntryKind.PLAN_CONTROL):  # an operator's words
             assert journal.latest(kind) is not None
-        journal.append(1.0, EntryKind.GATE, "after", {})
+        journal.append(1.0, EntryKind.BARRIER, "after", {})
         journal.append(1.0, EntryKind.OPERATION_INTENT, "after", {})
-        assert journal.latest(EntryKind.GATE) is not None
+        assert journal.latest(EntryKind.BARRIER) is not None
         assert [entry.subject for entry in journal.open_operations()] == ["after"]
 
 

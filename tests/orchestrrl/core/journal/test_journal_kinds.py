@@ -285,14 +285,14 @@ def _balance(plane: ControlPlane, draw: Drawn) -> None:
     plane._note_balance(draw(values(BalanceDecision)), plane.state.snapshot(NOW_S))
 
 
-def _gate(shelf: Shelf, draw: Drawn) -> None:
+def _barrier(shelf: Shelf, draw: Drawn) -> None:
     state = dataclasses.replace(draw(values(PauseState)), lease=None, quiet=False)
     lease = draw(values(PauseLease))
     for each in (state, dataclasses.replace(state, lease=dataclasses.replace(lease, until_s=2e12))):
         plane = shelf.plane()
-        plane.gate._take(each, "event", draw(TEXTS))
+        plane.barrier._take(each, "event", draw(TEXTS))
         shelf.again()
-        found = shelf.journal.newest(EntryKind.GATE, lambda body: PauseState.from_body(body["state"]))
+        found = shelf.journal.newest(EntryKind.BARRIER, lambda body: PauseState.from_body(body["state"]))
         assert found == each
 
 
@@ -434,7 +434,7 @@ WRITERS: dict[tuple[EntryKind, ...], Callable[[Shelf, Drawn], None]] = {
     (EntryKind.ENGINE_STARTED, EntryKind.ENGINE_STOPPED): _engine_ends,
     (EntryKind.PROFILE_REFITTED,): _plane(_refitted),
     (EntryKind.BALANCE,): _plane(_balance),
-    (EntryKind.GATE,): _gate,
+    (EntryKind.BARRIER,): _barrier,
     (EntryKind.ROUTES,): _routes,
     (EntryKind.OPERATION_INTENT, EntryKind.OPERATION_SENT, EntryKind.OPERATION_RESULT): _operations,
     (EntryKind.CIRCUITS_INTENT, EntryKind.CIRCUITS_RESULT, EntryKind.CIRCUITS_OWNED): _circuits,
@@ -602,7 +602,7 @@ SET_ASIDE = {
     *(
         EntryKind.SWITCH_ENDED,
         EntryKind.ENGINE_STARTED,
-        EntryKind.GATE,
+        EntryKind.BARRIER,
         EntryKind.ROUTES,
         EntryKind.OPERATION_INTENT,
         EntryKind.CIRCUITS_INTENT,

@@ -138,49 +138,51 @@ def tell_tokens(house: House, engine: str, tokens: int) -> None:
 async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_was_given(house: House) -> None:
     """Its count of tokens begins anew, which of any other engine means that it has lost its weights."""
     async with house.daemon() as switching:
-        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         tell_tokens(house, "a", 1000)
-        assert house.plane.gate._generated == {A: 1000}
+        assert house.plane.barrier._generated == {A: 1000}
         breaks(house)
         switching.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         tell_tokens(house, "a", 17)
         await house.clock.advance(1.0)
-        assert house.plane.gate.state.versions[A] == 7
+        assert house.plane.barrier.state.versions[A] == 7
         check_whole(house, "a", "b", "w")
 
 
 async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(house: House) -> None:
     """One that missed the last update and was left out of service comes back as it was."""
     async with house.daemon() as switching:
-        house.plane.gate.set_version([A, B, W], 6, "", "/ckpt/6")
-        house.plane.gate.set_version([A, B], 7, "", "/ckpt/7")
-        house.plane.gate.set_version([W], 6)
-        house.plane.gate._take(dataclasses.replace(house.plane.gate.state, newest=7, newest_source="/ckpt/7"), "test")
-        house.plane._gate_changed()
+        house.plane.barrier.set_version([A, B, W], 6, "", "/ckpt/6")
+        house.plane.barrier.set_version([A, B], 7, "", "/ckpt/7")
+        house.plane.barrier.set_version([W], 6)
+        house.plane.barrier._take(
+            dataclasses.replace(house.plane.barrier.state, newest=7, newest_source="/ckpt/7"), "test"
+        )
+        house.plane._barrier_changed()
         house.machines.engines[W].weights = 6
         house.machines.engines[A].weights = house.machines.engines[B].weights = 7
         breaks(house)
         switching.begin(RedeployRequest((("tp2", 2),)))
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
-        assert house.plane.gate.state.versions == {A: 7, B: 7, W: 6}
-        assert not house.plane.gate.state.serves(W)
+        assert house.plane.barrier.state.versions == {A: 7, B: 7, W: 6}
+        assert not house.plane.barrier.state.serves(W)
 
 
 async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(house: House) -> None:
     async with house.daemon() as switching:
-        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         switching.begin(TO_TP2)
         new = EngineId(f"{(await house.until_ended()).id}.0")
-        assert house.plane.gate.state.versions == {new: 7, W: 7}
-        house.plane.gate.set_version([new, W], 8, "", "/ckpt/8")
-        assert house.plane.gate.state.newest == 8
+        assert house.plane.barrier.state.versions == {new: 7, W: 7}
+        house.plane.barrier.set_version([new, W], 8, "", "/ckpt/8")
+        assert house.plane.barrier.state.newest == 8
         await house.clock.advance(2.0)
         check_whole(house, new, "w")
 
@@ -188,7 +190,7 @@ async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(house:
 async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(house: House) -> None:
     """It runs when the next daemon comes, and that is all that is known of it."""
     async with house.daemon() as switching:
-        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         breaks(house)
@@ -203,7 +205,7 @@ async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(ho
         assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert house.machines.engines[A].weights == 7
-        assert house.plane.gate.state.versions == {A: 7, B: 7, W: 7}
+        assert house.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
         assert house.machines.starts["a"] == 1
 
 
@@ -219,7 +221,7 @@ async def test_an_engine_that_came_with_other_weights_is_not_let_in(
 
     house.machines.made = outdated
     async with house.daemon() as switching:
-        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         switching.begin(TO_TP2)
         report = await house.until_ended()
         assert (report.state, report.detail) == (
@@ -245,24 +247,24 @@ async def test_one_that_is_not_healthy_is_waited_for(house: House, monkeypatch: 
 
 async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(house: House) -> None:
     async with house.daemon() as switching:
-        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         switching.begin(TO_TP2)
         await house.clock.advance(1.0)
-        house.plane.gate.set_version([W], 8, "", "/ckpt/8")
+        house.plane.barrier.set_version([W], 8, "", "/ckpt/8")
         house.machines.engines[W].weights = 8
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert "the fleet's weights became version 8 meanwhile, from 7" in report.detail
         assert {engine.weights for engine in house.machines.engines.values()} == {8}
-        assert house.plane.gate.state.versions == {A: 8, B: 8, W: 8}
+        assert house.plane.barrier.state.versions == {A: 8, B: 8, W: 8}
         check_whole(house, "a", "b", "w")
 
 
 async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_switch(house: House) -> None:
     async with house.daemon() as switching:
-        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         breaks(house)
@@ -513,7 +515,7 @@ async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure
 
 async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(house: House) -> None:
     async with house.daemon() as switching:
-        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         breaks(house)
@@ -530,7 +532,7 @@ async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(house: H
         await house.clock.advance(2.0)
         assert house.switching.report().state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
-        assert house.plane.gate.state.versions == {A: 7, B: 7, W: 7}
+        assert house.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
 
 
 async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_serving(house: House) -> None:
@@ -634,25 +636,25 @@ async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(house: House
 
 
 @pytest.mark.parametrize("killed_after", [10, 20])
-async def test_a_gate_that_is_closed_when_the_next_daemon_comes_brings_its_weights(
+async def test_a_barrier_that_is_closed_when_the_next_daemon_comes_brings_its_weights(
     house: House, killed_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer goes on with its update while the daemon is away; the switch waits for it, and then for nothing."""
     async with house.daemon() as switching:
-        house.plane.gate.set_version([A, B, W], 7, "", "/ckpt/7")
+        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         house.killed_after = killed_after
         switching.begin(TO_TP2)
         await house.clock.advance(8.0)
     house.killed_after = None
-    closed = ["the gate is closed"]
+    closed = ["the pause barrier is closed"]
     monkeypatch.setattr(ControlPlane, "switch_hold", lambda plane: closed[0])
     async with house.daemon():
         await house.clock.advance(2.0)
         stops = list(house.machines.stops)
         there = list(house.machines.alive())
-        house.plane.gate.set_version(there, 8, "", "/ckpt/8")
+        house.plane.barrier.set_version(there, 8, "", "/ckpt/8")
         for engine in house.machines.engines.values():
             engine.weights = 8
         await house.clock.advance(2.0)
@@ -661,7 +663,7 @@ async def test_a_gate_that_is_closed_when_the_next_daemon_comes_brings_its_weigh
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
-        assert house.plane.gate.state.versions == {A: 8, B: 8, W: 8}
+        assert house.plane.barrier.state.versions == {A: 8, B: 8, W: 8}
         assert {engine.weights for engine in house.machines.engines.values()} == {8}
 
 

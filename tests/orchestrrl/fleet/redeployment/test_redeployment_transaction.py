@@ -309,13 +309,13 @@ async def test_it_cannot_be_called_off_once_requests_are_let_in(house: House) ->
         assert (await house.until_ended()).state is RedeploymentState.DONE
 
 
-async def test_one_switch_at_a_time_and_none_while_the_gate_is_closed(house: House) -> None:
-    closed = ["the gate is closed: by a trainer"]
+async def test_one_switch_at_a_time_and_none_while_the_barrier_is_closed(house: House) -> None:
+    closed = ["the pause barrier is closed: by a trainer"]
     async with house.daemon() as switching:
         with pytest.raises(Permanent, match="no switch is under way"):
             switching.cancel("", "")
         house.plane.switch_hold = lambda: closed.pop() if closed else ""
-        with pytest.raises(Permanent, match="the gate is closed: by a trainer"):
+        with pytest.raises(Permanent, match="the pause barrier is closed: by a trainer"):
             switching.begin(TO_TP2)
         id = switching.begin(TO_TP2)
         with pytest.raises(Permanent, match=rf"another change of the deployment is under way \({id}\)"):
@@ -433,7 +433,7 @@ async def test_an_operator_has_a_plan_carried_out(house: House, breaks: bool) ->
 @pytest.mark.parametrize("tensors_only", [False, True])
 async def test_weights_are_brought_and_told(house: House, tensors_only: bool) -> None:
     async with house.daemon() as switching:
-        house.plane.gate.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7, "", "/ckpt/7")
+        house.plane.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         if not tensors_only:
@@ -448,14 +448,14 @@ async def test_weights_are_brought_and_told(house: House, tensors_only: bool) ->
         (loaded,) = [told.detail for told in report.steps if told.step.kind is StepKind.LOAD]
         assert loaded == ("version 7" if tensors_only else "was started with version 7")
         assert house.machines.engines[new].weights == 7
-        assert house.plane.gate.state.versions[new] == 7
+        assert house.plane.barrier.state.versions[new] == 7
         check_whole(house, {new, "w"})
 
 
 async def test_without_a_place_to_get_weights_from_nothing_is_begun(house: House) -> None:
     async with house.daemon() as switching:
-        house.plane.gate.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7)
-        with pytest.raises(Permanent, match="nobody has told where they are: `orchestrrl gate set-version 7"):
+        house.plane.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7)
+        with pytest.raises(Permanent, match="nobody has told where they are: `orchestrrl engines set-version 7"):
             switching.begin(TO_TP2)
         check_whole(house, {"a", "b", "w"})
 

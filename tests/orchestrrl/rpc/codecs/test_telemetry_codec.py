@@ -35,13 +35,13 @@ from orchestrrl.core.operations import (
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import MOST_RANKS, MOST_SIZE, ServingFacts
 from orchestrrl.fleet.reports import (
+    BarrierPhase,
+    BarrierReport,
     EngineFailovers,
     EngineReport,
     EngineSample,
     FailoverCounts,
     FinishedRequest,
-    GatePhase,
-    GateReport,
     GatewayReport,
     ReportAck,
     SendTimes,
@@ -109,8 +109,9 @@ finished = st.builds(
     FinishedRequest, id=requests, engine=optional(engines), prompt_tokens=counts, generated_tokens=counts,
     finish_reason=words, moves=counts, tag=words, duration_s=numbers, group=words, group_enough=counts,
 )  # fmt: skip
-gates = st.builds(
-    GateReport, phase=st.sampled_from(GatePhase), lease=words, lease_until_s=numbers, running=counts, frozen=counts,
+barriers = st.builds(
+    BarrierReport, phase=st.sampled_from(BarrierPhase), lease=words, lease_until_s=numbers, running=counts,
+    frozen=counts,
     held=counts, policy_version=optional(totals),
 )  # fmt: skip
 failovers = st.builds(
@@ -122,7 +123,7 @@ failovers = st.builds(
 )  # fmt: skip
 gateway_reports = st.builds(
     GatewayReport, gateway=nodes, sequence=totals, sampled_s=numbers, url=words, in_flight=tuples(views),
-    finished=tuples(finished), gate=gates, failovers=tuples(failovers),
+    finished=tuples(finished), barrier=barriers, failovers=tuples(failovers),
     incarnation=words, times=times, engines=optional(tuples(gateway_engines)),
 )  # fmt: skip
 routes = st.builds(

@@ -104,7 +104,7 @@ def test_a_transfer_that_should_be_over_at_once_is_held_against_nothing() -> Non
 
 def test_circuits_that_are_taken_down_beside_requests_are_no_part_of_it() -> None:
     took = phases(
-        (SyncPhase.PHASE_A, 1.0), (SyncPhase.NEXT_GATE, 60.0), (SyncPhase.INSTALL, 1.0), (SyncPhase.TEAR_DOWN, 30.0)
+        (SyncPhase.PHASE_A, 1.0), (SyncPhase.NEXT_PAUSE, 60.0), (SyncPhase.INSTALL, 1.0), (SyncPhase.TEAR_DOWN, 30.0)
     )
     found = profile(replace(done(), phases=took, ended_s=BEGAN_S + 62.0))
     assert found.whole_s == pytest.approx(2.0)
@@ -134,7 +134,7 @@ CHECKED = (*TRANSFERRED, (SyncPhase.CHECK, 1.0))
         (SyncState.ABORTED, CHECKED, True),
         (SyncState.ABORTED, (*TRANSFERRED, (SyncPhase.TEAR_DOWN, 1.0)), False),
         (SyncState.ABORTED, (*CHECKED, *TRANSFERRED), False),  # the second attempt went no further
-        (SyncState.SUPERSEDED, (*CHECKED, (SyncPhase.NEXT_GATE, 1.0)), True),
+        (SyncState.SUPERSEDED, (*CHECKED, (SyncPhase.NEXT_PAUSE, 1.0)), True),
     ],
 )
 def test_only_a_whole_transfer_is_held_against_its_plan(

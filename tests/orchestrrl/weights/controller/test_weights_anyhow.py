@@ -1,4 +1,5 @@
-"""Whatever goes wrong, and whenever: engines that serve have what the gate says, and all end with one version."""
+"""Whatever goes wrong, and whenever: engines that serve have what the pause barrier says, and all end with one
+version."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

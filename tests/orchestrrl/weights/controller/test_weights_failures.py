@@ -173,7 +173,7 @@ def test_a_fleet_that_does_not_come_to_rest_keeps_its_version(tmp_path: Path) ->
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_lease_that_ends_while_engines_are_changed(tmp_path: Path, closes: bool) -> None:
-    """Where the gate does not close again peers bring these engines to rest."""
+    """Where the pause barrier does not close again peers bring these engines to rest."""
 
     async def scene(house: House) -> None:
         await first(house)
@@ -282,10 +282,10 @@ def test_without_a_gateway_peers_bring_engines_to_rest(tmp_path: Path) -> None:
     played(tmp_path, scene, attempts=1)
 
 
-def test_a_version_may_wait_until_the_gate_is_closed_by_another(tmp_path: Path) -> None:
+def test_a_version_may_wait_until_the_barrier_is_closed_by_another(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         await first(house)
-        sync_id = house.publish(2, install="next_gate")
+        sync_id = house.publish(2, install="next_pause")
         await house.pass_time(30.0)
         assert house.sync.report(sync_id).state is SyncState.PREPARED
         lease = house.fence.close_by("somebody")
@@ -297,18 +297,18 @@ def test_a_version_may_wait_until_the_gate_is_closed_by_another(tmp_path: Path) 
         report = await house.report(sync_id)
         assert report.state is SyncState.DONE
         house.check_one_version(2)
-        assert SyncPhase.NEXT_GATE in [each.phase for each in report.phases]
+        assert SyncPhase.NEXT_PAUSE in [each.phase for each in report.phases]
 
     played(tmp_path, scene)
 
 
-def test_a_borrowed_gate_opens_as_before_where_it_fails_and_nothing_is_served_if_it_opens_too_early(
+def test_a_borrowed_barrier_opens_as_before_where_it_fails_and_nothing_is_served_if_it_opens_too_early(
     tmp_path: Path,
 ) -> None:
     async def scene(house: House) -> None:
         await first(house)
         house.engine("e0").fails = 1
-        house.publish(2, install="next_gate")
+        house.publish(2, install="next_pause")
         await house.pass_time(10.0)
         lease = house.fence.close_by("somebody", 20.0)
         asked = house.task(house.sync.before_resume(house.clock.now_s() + 60.0))
@@ -317,7 +317,7 @@ def test_a_borrowed_gate_opens_as_before_where_it_fails_and_nothing_is_served_if
         assert house.fence.state.versions == dict.fromkeys(house.engines, 1), "they have been brought back"
         house.fence._put(house.fence.state.resumed(lease, house.clock.now_s(), house.now(), None, ()))
         await house.pass_time(5.0)
-        assert house.sync.report(version=2).state is SyncState.PREPARED  # by the second attempt, for the next gate
+        assert house.sync.report(version=2).state is SyncState.PREPARED  # by the second attempt, for the next barrier
         lease = house.fence.close_by("somebody", 20.0)
         house.task(house.sync.before_resume(house.clock.now_s() + 60.0))
         await house.clock.advance(0.15)  # in the middle of it
@@ -329,7 +329,7 @@ def test_a_borrowed_gate_opens_as_before_where_it_fails_and_nothing_is_served_if
 
 
 @pytest.mark.parametrize("where", ["go_back", "resume_new"])
-def test_a_defect_leaves_nobody_waiting_who_lent_the_gate(
+def test_a_defect_leaves_nobody_waiting_who_lent_the_barrier(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def wrong(*_: object) -> None:
@@ -337,7 +337,7 @@ def test_a_defect_leaves_nobody_waiting_who_lent_the_gate(
 
     async def scene(house: House) -> None:
         await first(house)
-        house.publish(2, install="next_gate")
+        house.publish(2, install="next_pause")
         await house.pass_time(10.0)
         house.engine("e0").fails = int(where == "go_back")
         house.fence.close_by("somebody")
@@ -406,9 +406,9 @@ def test_an_operator_installs_what_waits_and_a_newer_version_replaces_it(tmp_pat
         await first(house)
         with pytest.raises(Permanent, match="nothing waits"):
             house.sync.install_now("", "")
-        two = house.publish(2, install="next_gate")
+        two = house.publish(2, install="next_pause")
         await house.pass_time(10.0)
-        three = house.publish(3, install="next_gate")
+        three = house.publish(3, install="next_pause")
         await house.pass_time(10.0)
         assert house.sync.report(two).state is SyncState.SUPERSEDED
         house.sync.install_now(three, "now")
@@ -474,7 +474,7 @@ def test_a_defect_before_the_commit_is_not_met_again_and_leaves_the_version_from
 def test_an_operators_word_to_install_outlives_a_failed_attempt(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         await first(house)
-        sync_id = house.publish(2, install="next_gate")
+        sync_id = house.publish(2, install="next_pause")
         await house.pass_time(10.0)
         house.engine("e1").fails = 1
         house.sync.install_now(sync_id, "now")
@@ -558,7 +558,7 @@ def test_an_operators_pause_holds_a_sync_which_says_so(tmp_path: Path) -> None:
         assert "look first" in report.detail
         holds.resume(PauseScope.SYNC, "")
         assert (await house.report(sync_id)).state is SyncState.DONE
-        sync_id = house.publish(3, install="next_gate")
+        sync_id = house.publish(3, install="next_pause")
         await house.pass_time(10.0)
         holds.pause(PauseScope.SYNC, "not now")
         house.sync.install_now(sync_id, "")

@@ -1,4 +1,4 @@
-"""What a weight sync wishes of the gate, as the gate hears it."""
+"""What a weight sync wishes of the pause barrier, as the pause barrier hears it."""
 
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ E0, E1 = EngineId("e0"), EngineId("e1")
 LEASE = PauseLease("g1", "weight sync s1", PauseMode.KEEP, FrozenRequests.RECOMPUTE, 1.0, 31.0, 11.0, True)
 
 
-class Gate:
+class Barrier:
     """It notes what it is asked."""
 
     def __init__(self) -> None:
@@ -48,31 +48,31 @@ class Nodes:
         return self._gateways
 
 
-def fence_over(gate: Gate, *gateways: str) -> BarrierFence:
+def fence_over(barrier: Barrier, *gateways: str) -> BarrierFence:
     return BarrierFence(
-        cast(PauseBarrier, gate), cast(NodeRegistry, Nodes(*gateways)), lambda version: f"/weights/{version}"
+        cast(PauseBarrier, barrier), cast(NodeRegistry, Nodes(*gateways)), lambda version: f"/weights/{version}"
     )
 
 
 @pytest.mark.parametrize(("empty", "frozen"), [(True, FrozenRequests.TAKEN_BACK), (False, FrozenRequests.RECOMPUTE)])
 async def test_engines_keep_requests_unless_they_are_to_be_empty(empty: bool, frozen: FrozenRequests) -> None:
-    gate = Gate()
-    fence = fence_over(gate)
+    barrier = Barrier()
+    fence = fence_over(barrier)
     assert await fence.pause("weight sync s1", empty=empty, lease_s=30.0, deadline_s=10.0) == "g1"
     wish = PauseRequest(PauseMode.KEEP, frozen, "weight sync s1", 30.0, 10.0, weights_change=True)
-    assert gate.asked == [("pause", wish)]
-    assert fence.state is gate.state
+    assert barrier.asked == [("pause", wish)]
+    assert fence.state is barrier.state
 
 
 async def test_where_a_versions_weights_are_is_told_with_it() -> None:
-    gate = Gate()
-    fence = fence_over(gate)
+    barrier = Barrier()
+    fence = fence_over(barrier)
     await fence.renew("g1", 30.0)
     await fence.resume("g1", 7, [E1], "version 7")
     await fence.resume("g1", None, [E1], "nothing was changed")
     fence.set_version([E0], 0, "repaired")
     fence.forget([E1], "was restarted")
-    assert gate.asked == [
+    assert barrier.asked == [
         ("renew", "g1", 30.0),
         ("resume", "g1", 7, [E1], "version 7", "/weights/7"),
         ("resume", "g1", None, [E1], "nothing was changed", ""),
@@ -82,11 +82,11 @@ async def test_where_a_versions_weights_are_is_told_with_it() -> None:
 
 
 def test_it_is_manned_by_gateways_and_tells_of_restarts() -> None:
-    gate = Gate()
-    assert not fence_over(gate).is_manned()
-    fence = fence_over(gate, "gw0")
+    barrier = Barrier()
+    assert not fence_over(barrier).is_manned()
+    fence = fence_over(barrier, "gw0")
     assert fence.is_manned()
     seen: list[EngineId] = []
     fence.tell_restarts(seen.append)
-    gate.restarted(E0)
+    barrier.restarted(E0)
     assert seen == [E0]

@@ -180,11 +180,11 @@ def test_a_switch_while_bytes_are_on_their_way(tmp_path: Path) -> None:
     played(tmp_path, scene)
 
 
-def test_an_engine_that_comes_before_the_gate_closes_takes_part(tmp_path: Path) -> None:
+def test_an_engine_that_comes_before_the_barrier_closes_takes_part(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         serving_peer(house, "p3", "h3")
         await _begun(house)
-        sync = house.publish(2, install="next_gate")
+        sync = house.publish(2, install="next_pause")
         await house.pass_time(10.0)
         house.come("e3", "h3", weights=1)
         house.sync.install_now(sync, "")
@@ -340,7 +340,7 @@ def test_a_version_that_fails_after_that_leaves_nobody_with_the_one_from_before_
 def test_what_a_trainer_brings_while_a_version_waits_is_the_fleets_until_that_is_installed(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         await _begun(house)
-        sync = house.publish(2, install="next_gate")
+        sync = house.publish(2, install="next_pause")
         await house.pass_time(10.0)
         await _another_way(house)
         house.sync.install_now(sync, "")
@@ -352,7 +352,7 @@ def test_what_a_trainer_brings_while_a_version_waits_is_the_fleets_until_that_is
     played(tmp_path, scene)
 
 
-def test_a_trainer_that_closes_the_gate_again_at_once_has_its_own_weights(tmp_path: Path) -> None:
+def test_a_trainer_that_closes_the_barrier_again_at_once_has_its_own_weights(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         await _begun(house)
         await _another_way(house, is_told=False)
@@ -365,7 +365,9 @@ def test_a_trainer_that_closes_the_gate_again_at_once_has_its_own_weights(tmp_pa
 
 
 @pytest.mark.parametrize("told", [None, 1])
-def test_a_gate_of_which_nobody_knows_any_version_is_opened_with_the_fleets(tmp_path: Path, told: int | None) -> None:
+def test_a_barrier_of_which_nobody_knows_any_version_is_opened_with_the_fleets(
+    tmp_path: Path, told: int | None
+) -> None:
     """Without engines that have lost it, as they say when they are asked."""
 
     async def scene(house: House) -> None:

@@ -1,6 +1,6 @@
 """Daemon, peers, engines and trainer die at every point of a sync; what comes back ends in one version.
 
-The house checks at each of these points that no engine serves by another version than the gate says.
+The house checks at each of these points that no engine serves by another version than the pause barrier says.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Engines that are restarted behind their peer's back: an agent sees it, and what the peer last said is from before.
 
-The house checks at every point that no engine serves by another version than the gate says.
+The house checks at every point that no engine serves by another version than the pause barrier says.
 """
 
 from contextlib import suppress
@@ -30,7 +30,7 @@ async def _first(house: House) -> None:
     house.check_one_version(1)
 
 
-def test_a_stale_word_is_not_told_to_the_gate(tmp_path: Path) -> None:
+def test_a_stale_word_is_not_told_to_the_barrier(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         await _first(house)
         house.restart_behind("e1", lag_s=30.0)
@@ -98,9 +98,9 @@ def test_a_daemon_that_comes_back_after_the_commit_waits_for_no_engine_that_was_
 
 
 @pytest.mark.parametrize("ends", ["committed", "called off before", "called off in the middle", "taken back by peers"])
-def test_a_restart_that_nobody_saw_behind_the_gate(tmp_path: Path, ends: str) -> None:
+def test_a_restart_that_nobody_saw_behind_the_barrier(tmp_path: Path, ends: str) -> None:
     """No sample was taken, and the peer had asked before: engines are asked again before requests go on. The house
-    checks it as the gate opens."""
+    checks it as the pause barrier opens."""
 
     async def scene(house: House) -> None:
         await _first(house)
@@ -130,7 +130,9 @@ def test_a_restart_that_nobody_saw_behind_the_gate(tmp_path: Path, ends: str) ->
     played(tmp_path, scene)
 
 
-def test_a_daemon_that_finds_the_gate_closed_and_nothing_changed_asks_engines_before_it_opens(tmp_path: Path) -> None:
+def test_a_daemon_that_finds_the_barrier_closed_and_nothing_changed_asks_engines_before_it_opens(
+    tmp_path: Path,
+) -> None:
     async def scene(house: House) -> None:
         def dies() -> None:
             house.restart_unseen("e1")

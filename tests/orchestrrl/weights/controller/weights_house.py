@@ -378,8 +378,8 @@ def _minus(whole: tuple[int, int], missing: Collection[tuple[int, int]]) -> list
 
 
 class FakeFence:
-    """The gate, by its own transitions. It is not the daemon's: it stays when that dies, as gateways and the journal
-    do."""
+    """The pause barrier, by its own transitions. It is not the daemon's: it stays when that dies, as gateways and the
+    journal do."""
 
     def __init__(self, house: "House") -> None:
         self.house = house
@@ -525,7 +525,8 @@ class House:
         return self.peers[PeerId(id)]
 
     def restart(self, id: str) -> None:
-        """An engine. Its peer says so; where that is away, only an agent sees it, and the gate forgets what it had."""
+        """An engine. Its peer says so; where that is away, only an agent sees it, and the pause barrier forgets what it
+        had."""
         engine = self.engine(id)
         peer = next(peer for peer in self.peers.values() if engine in peer.engines)
         if peer.stream is None:
@@ -533,7 +534,7 @@ class House:
         peer.engine_restarted(engine)
 
     def restart_unseen(self, id: str) -> None:
-        """An engine, and nobody looks. The gate has to be closed."""
+        """An engine, and nobody looks. The pause barrier has to be closed."""
         assert self.fence.state.lease is not None
         self.engine(id).restart()
 
@@ -687,7 +688,7 @@ class House:
         await self.pass_time(5.0)
 
     def check(self) -> None:
-        """What the gate says of an engine that gets requests is so."""
+        """What the pause barrier says of an engine that gets requests is so."""
         state = self.fence.state
         if state.lease is not None:
             return

@@ -66,7 +66,7 @@ async def test_a_trainer_may_go_on_when_it_is_staged(tmp_path: Path) -> None:
     daemon = Daemon([[CARRYING, DONE]])
     async with serving(daemon) as address:
         with client_of(address, tmp_path) as client:
-            handle = client.publish_arrays(5, ARRAYS, install="next_gate", wait="staged")
+            handle = client.publish_arrays(5, ARRAYS, install="next_pause", wait="staged")
             assert isinstance(handle, PublishInProgress)
             await until(lambda: handle.report is not None)
             assert not handle.done()
@@ -75,7 +75,7 @@ async def test_a_trainer_may_go_on_when_it_is_staged(tmp_path: Path) -> None:
             daemon.may_end.set()
             assert await asyncio.to_thread(handle.result, WITHIN_S) == DONE
             assert handle.done()
-    assert daemon.publications[0].install == "next_gate"
+    assert daemon.publications[0].install == "next_pause"
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

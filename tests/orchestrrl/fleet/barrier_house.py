@@ -1,4 +1,4 @@
-"""Daemons and gateways under one virtual clock, for the gate: gateways that keep leases by themselves."""
+"""Daemons and gateways under one virtual clock, for the pause barrier: gateways that keep leases by themselves."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.fleet.pause_barrier import PauseRequest
-from orchestrrl.fleet.reports import FinishedRequest, GatePhase, GateReport
+from orchestrrl.fleet.reports import BarrierPhase, BarrierReport, FinishedRequest
 from planner.model import EngineId, NodeId, RequestView
 
 CONFIG = """
@@ -45,7 +45,7 @@ E0, E1 = EngineId("e0"), EngineId("e1")
 
 
 class Gateway:
-    """Closes its gate after `drains_s`, opens it when told or when the lease ends by its own clock, and reports both
+    """Closes its barrier after `drains_s`, opens it when told or when the lease ends by its own clock, and reports both
     every quarter of a second. `broken`: its results get lost."""
 
     def __init__(self, plane: ControlPlane, clock: VirtualClock, name: str, drains_s: float = 0.1) -> None:
@@ -58,7 +58,7 @@ class Gateway:
         self.unpaused: dict[EngineId, str] = {}  # engines that cannot be brought to rest, and why
         self.lease = ""
         self.until_s = self.quiet_at_s = 0.0
-        self.engines_run = False  # while the gate is closed
+        self.engines_run = False  # while the pause barrier is closed
         self.ended: list[str] = []
         self.orders: list[Operation] = []
         self.routes: tuple[EngineRoute, ...] = ()
@@ -71,11 +71,11 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def phase(self) -> GatePhase:
+    def phase(self) -> BarrierPhase:
         if not self.lease:
-            return GatePhase.OPEN
+            return BarrierPhase.OPEN
         at_rest = self.clock.now_s() >= self.quiet_at_s and not self.engines_run
-        return GatePhase.QUIET if at_rest else GatePhase.CLOSING
+        return BarrierPhase.QUIET if at_rest else BarrierPhase.CLOSING
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(part) for part in (self._attach(), self._report())]
@@ -127,7 +127,7 @@ class Gateway:
                 return await self._close(order)
             case OpenBarrier(lease):
                 if lease != self.lease:
-                    raise Permanent("the gate is not closed under this lease")
+                    raise Permanent("the pause barrier is not closed under this lease")
                 self._open()
                 self.routes_at_opening = self.routes
                 return tuple(OperationItemResult(engine, True) for engine in ("e0", "e1"))
@@ -148,10 +148,10 @@ class Gateway:
         self.lease, self.until_s = order.lease, order.lease_until_s
         await self.clock.sleep(min(self.quiet_at_s, order.quiet_by_s) - self.clock.now_s())
         if self.lease != order.lease:
-            raise Permanent("the gate opened again before all was quiet")
+            raise Permanent("the pause barrier opened again before all was quiet")
         if order.engines_run and self.clock.now_s() >= self.quiet_at_s:
             return ()
-        if self.phase is not GatePhase.QUIET:
+        if self.phase is not BarrierPhase.QUIET:
             self._open()
             raise Permanent("not quiet by the deadline: 3 requests still run: r1, r2, r3")
         return tuple(OperationItemResult(e, e not in self.unpaused, self.unpaused.get(e, "")) for e in (E0, E1))
@@ -170,10 +170,15 @@ class Gateway:
     def report(self) -> None:
         self._sequence += 1
         now_s = self.clock.now_s()
-        running = len(self.in_flight) if self.phase is GatePhase.CLOSING else 0
-        gate = GateReport(self.phase, self.lease, self.until_s if self.lease else 0.0, running)
+        running = len(self.in_flight) if self.phase is BarrierPhase.CLOSING else 0
+        barrier = BarrierReport(self.phase, self.lease, self.until_s if self.lease else 0.0, running)
         told = gateway_report(
-            *self.in_flight, sequence=self._sequence, done=tuple(self.done), gateway=self.node, at_s=now_s, gate=gate
+            *self.in_flight,
+            sequence=self._sequence,
+            done=tuple(self.done),
+            gateway=self.node,
+            at_s=now_s,
+            barrier=barrier,
         )
         self.done = []
         self.plane.gateway_reported(told, 1)
@@ -247,24 +252,24 @@ class House:
             await self.clock.advance(0.25)
 
     async def pause(self, **wish: object) -> str:
-        asked = asyncio.create_task(self.plane.gate.pause(PauseRequest(**wish)))  # type: ignore[arg-type]
+        asked = asyncio.create_task(self.plane.barrier.pause(PauseRequest(**wish)))  # type: ignore[arg-type]
         await self.within(200.0, asked)
         state = await asked
         assert state.lease is not None
         return state.lease.id
 
     async def resume(self, lease: str = "", version: int | None = None, without: tuple[EngineId, ...] = ()) -> None:
-        asked = asyncio.create_task(self.plane.gate.resume(lease, version, without))
+        asked = asyncio.create_task(self.plane.barrier.resume(lease, version, without))
         await self.within(20.0, asked)
         await asked
 
     async def renew(self, lease: str, lease_s: float) -> None:
-        asked = asyncio.create_task(self.plane.gate.renew(lease, lease_s))
+        asked = asyncio.create_task(self.plane.barrier.renew(lease, lease_s))
         await self.within(20.0, asked)
         await asked
 
     def events(self) -> list[str]:
-        return [entry.body["event"] for entry in self.entries(EntryKind.GATE)]
+        return [entry.body["event"] for entry in self.entries(EntryKind.BARRIER)]
 
     def entries(self, *kinds: EntryKind) -> list[JournalEntry]:
         assert self.journal is not None

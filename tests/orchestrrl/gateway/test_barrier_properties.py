@@ -1,4 +1,4 @@
-"""Whatever order gates, engines and moves come in: answers stay right, quiet is quiet, and nothing stays frozen."""
+"""Whatever order barriers, engines and moves come in: answers stay right, quiet is quiet, and nothing stays frozen."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, PauseMode, RequestMove
-from orchestrrl.fleet.reports import GatePhase
+from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.gateway.core import RequestGroup
 from planner.model import EngineId
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
@@ -60,16 +60,16 @@ class Story:
                 now_s = w.clock.now_s()
                 until_s, quiet_by_s = now_s + LEASE_S, now_s + LEASE_S / 2
                 order = CloseBarrier(f"l{self.leases}", "", mode, frozen, until_s, quiet_by_s, engines_run)
-                self._begin(w.gateway.gate.close(order))
+                self._begin(w.gateway.barrier.close(order))
             case ("pause engines",):
-                if (closed := w.gateway.gate.closed) is not None:
-                    self._begin(w.gateway.gate.close(replace(closed, engines_run=False)))
+                if (closed := w.gateway.barrier.closed) is not None:
+                    self._begin(w.gateway.barrier.close(replace(closed, engines_run=False)))
             case ("open", version):
                 assert version is None or isinstance(version, int)
-                self._begin(w.gateway.gate.open(OpenBarrier("", version)))
+                self._begin(w.gateway.barrier.open(OpenBarrier("", version)))
             case ("renew",):
-                if (closed := w.gateway.gate.closed) is not None:
-                    w.gateway.gate.renew(closed.lease, w.clock.now_s() + LEASE_S)
+                if (closed := w.gateway.barrier.closed) is not None:
+                    w.gateway.barrier.renew(closed.lease, w.clock.now_s() + LEASE_S)
             case ("die", str(name)):
                 w.engines[name].die()
             case ("revive", str(name)) if w.engines[name].dead:
@@ -82,7 +82,7 @@ class Story:
 
     async def _step(self) -> None:
         """Quiet is quiet: no engine makes a token, however often it steps."""
-        quiet = self.w.gateway.gate.report().phase is GatePhase.QUIET
+        quiet = self.w.gateway.barrier.report().phase is BarrierPhase.QUIET
         before = [bytes(record.generated_ids) for record in self.w.gateway.ledger]
         await self.w.step()
         if quiet:
@@ -99,11 +99,11 @@ class Story:
             if engine.dead:
                 engine.revive()
         await w.clock.advance(2 * LEASE_S)
-        assert w.gateway.gate.closed is None
+        assert w.gateway.barrier.closed is None
         # Engines that missed new weights wait to be told theirs.
         newest = w.fleet.policy_version
         if newest is not None:
-            await w.gateway.gate.set_version(tuple(slot.id for slot in w.fleet), newest)
+            await w.gateway.barrier.set_version(tuple(slot.id for slot in w.fleet), newest)
         for _ in range(200):
             await self._step()
             await w.clock.advance(0.5)

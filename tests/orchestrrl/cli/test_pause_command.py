@@ -1,15 +1,15 @@
-"""`orchestrrl gate` and `orchestrrl cancel`, through Typer's runner and real gRPC, against fixed answers."""
+"""`orchestrrl pause` and `orchestrrl cancel`, through Typer's runner and real gRPC, against fixed answers."""
 
 import json
 from collections.abc import Iterator
 
 import pytest
-from fake_daemon import GATE, FakeDaemon, Serving
+from fake_daemon import BARRIER, FakeDaemon, Serving
 from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
-from orchestrrl.cli.fleet.pause_text import gate_lines
-from orchestrrl.cli.fleet.status import gate_summary
+from orchestrrl.cli.fleet.pause_text import barrier_lines
+from orchestrrl.cli.fleet.status import barrier_summary
 from orchestrrl.cli.formats import time_of_day
 from orchestrrl.cli.main import application
 from orchestrrl.rpc.pb import agent_pb2
@@ -40,16 +40,16 @@ def said(result: Result) -> str:
 
 
 def test_pause_tells_the_lease_and_who_is_not_at_rest(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "gate", "pause", "--mode", "wait", "--deadline-s", "300", "--holder", "weights of step 12"))
-    until = time_of_day(GATE.lease_until_unix_s)
-    assert "gate: quiet, policy version 11, mode keep, frozen requests recompute" in text
+    text = said(run(daemon, "pause", "--mode", "wait", "--deadline-s", "300", "--holder", "weights of step 12"))
+    until = time_of_day(BARRIER.lease_until_unix_s)
+    assert "barrier: quiet, policy version 11, mode keep, frozen requests recompute" in text
     assert f"lease g3-1 for weights of step 12: all goes on by itself at {until}" in text
     assert "requests: 0 run, 1,200 frozen, 3 held" in text
-    assert "go on with orchestrrl gate resume g3-1" in text
+    assert "go on with orchestrrl resume g3-1" in text
     assert "e1: connection refused [Errno 111]" in text
     assert daemon.heard == [
-        pb.PauseGateRequest(
-            mode=agent_pb2.GATE_MODE_WAIT,
+        pb.PauseFleetRequest(
+            mode=agent_pb2.PAUSE_MODE_WAIT,
             frozen=agent_pb2.FROZEN_REQUESTS_RECOMPUTE,
             holder="weights of step 12",
             lease_s=60.0,
@@ -59,63 +59,65 @@ def test_pause_tells_the_lease_and_who_is_not_at_rest(daemon: FakeDaemon) -> Non
 
 
 def test_a_fleet_that_does_not_come_to_rest_is_a_failure(daemon: FakeDaemon) -> None:
-    result = run(daemon, "gate", "pause", "--holder", "too late")
+    result = run(daemon, "pause", "--holder", "too late")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "gateway gw0 did not come to rest: 3 requests still run (may succeed later" in result.stderr
 
 
 def test_renew_and_resume(daemon: FakeDaemon) -> None:
-    assert "gate: quiet" in said(run(daemon, "gate", "renew", "g3-1", "--lease-s", "120"))
-    late = run(daemon, "gate", "renew", "g2-1")
+    assert "barrier: quiet" in said(run(daemon, "renew", "g3-1", "--lease-s", "120"))
+    late = run(daemon, "renew", "g2-1")
     assert (late.exit_code, late.stderr) == (1, "lease g2-1 has ended (expired)\n")
-    text = said(run(daemon, "gate", "resume", "g3-1", "--policy-version", "0", "--without", "e1", "--without", "e2"))
-    assert text.startswith("gate: open, policy version 12 last opened: resumed by weights of step 12")
-    said(run(daemon, "gate", "resume", "--weights", "/shared/12"))
+    text = said(run(daemon, "resume", "g3-1", "--policy-version", "0", "--without", "e1", "--without", "e2"))
+    assert text.startswith("barrier: open, policy version 12 last opened: resumed by weights of step 12")
+    said(run(daemon, "resume", "--weights", "/shared/12"))
     assert daemon.heard == [
-        pb.RenewGateRequest(lease_id="g3-1", lease_s=120.0),
-        pb.RenewGateRequest(lease_id="g2-1", lease_s=60.0),
-        pb.ResumeGateRequest(lease_id="g3-1", policy_version=0, without_engine_ids=["e1", "e2"]),
-        pb.ResumeGateRequest(weights_source="/shared/12"),
+        pb.RenewPauseRequest(lease_id="g3-1", lease_s=120.0),
+        pb.RenewPauseRequest(lease_id="g2-1", lease_s=60.0),
+        pb.ResumeFleetRequest(lease_id="g3-1", policy_version=0, without_engine_ids=["e1", "e2"]),
+        pb.ResumeFleetRequest(weights_source="/shared/12"),
     ]
 
 
 def test_status_has_gateways_and_engines(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "gate", "status"))
+    text = said(run(daemon, "barrier"))
     assert "gw0 quiet 0 1200 3" in text
     assert "gw1 - - - -" in text
     assert "e0 11" in text
     assert "e1 - connection refused [Errno 111]" in text
     daemon.empty = True
-    assert said(run(daemon, "gate", "status")).startswith("gate: open Gateways")
+    assert said(run(daemon, "barrier")).startswith("barrier: open Gateways")
 
 
-def test_the_fleets_status_tells_of_a_gate_only_where_there_is_something_to_tell() -> None:
-    assert gate_summary(plain(GATE))[0].startswith("gate: [bold]quiet[/bold]")
-    assert gate_summary(plain(pb.Gate(phase="open", policy_version=4, detail="resumed"))) == [
-        "gate: open, policy version 4"
+def test_the_fleets_status_tells_of_a_barrier_only_where_there_is_something_to_tell() -> None:
+    assert barrier_summary(plain(BARRIER))[0].startswith("barrier: [bold]quiet[/bold]")
+    assert barrier_summary(plain(pb.PauseBarrier(phase="open", policy_version=4, detail="resumed"))) == [
+        "barrier: open, policy version 4"
     ]
-    assert gate_summary(plain(pb.Gate(phase="open", detail="resumed"))) == []
-    assert gate_summary(None) == []
+    assert barrier_summary(plain(pb.PauseBarrier(phase="open", detail="resumed"))) == []
+    assert barrier_summary(None) == []
 
 
 def test_the_folder_of_the_weights_is_shown() -> None:
     for phase in ("open", "quiet"):
-        gate = plain(pb.Gate(phase=phase, policy_version=4, weights_source="/shared/[x]", lease_until_unix_s=1.0))
-        assert r"weights are in /shared/\[x]" in gate_lines(gate)
+        barrier = plain(
+            pb.PauseBarrier(phase=phase, policy_version=4, weights_source="/shared/[x]", lease_until_unix_s=1.0)
+        )
+        assert r"weights are in /shared/\[x]" in barrier_lines(barrier)
 
 
 def test_counts_that_are_older_than_the_quiet_are_not_shown() -> None:
-    gate = plain(GATE)
-    assert "requests: 0 run, 1,200 frozen, 3 held" in gate_lines(gate)
-    gate["gateways"][0]["report"]["phase"] = "closing"
-    assert not any("frozen," in line for line in gate_lines(gate))
-    gate["phase"] = "closing"
-    assert any("1,200 frozen" in line for line in gate_lines(gate))
+    barrier = plain(BARRIER)
+    assert "requests: 0 run, 1,200 frozen, 3 held" in barrier_lines(barrier)
+    barrier["gateways"][0]["report"]["phase"] = "closing"
+    assert not any("frozen," in line for line in barrier_lines(barrier))
+    barrier["phase"] = "closing"
+    assert any("1,200 frozen" in line for line in barrier_lines(barrier))
 
 
 def test_set_version_and_cancel(daemon: FakeDaemon) -> None:
     weights = ("--weights", "/shared/12")
-    assert said(run(daemon, "gate", "set-version", "12", "--engine", "e0", "--engine", "e1", *weights)) == (
+    assert said(run(daemon, "engines", "set-version", "12", "--engine", "e0", "--engine", "e1", *weights)) == (
         "e0, e1: policy version 12, the fleet's is 12"
     )
     text = said(run(daemon, "cancel", "--group", "g", "--request", "r1", "--reason", "reward is known"))
@@ -131,11 +133,11 @@ def test_set_version_and_cancel(daemon: FakeDaemon) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["gate", "pause"],
-        ["gate", "renew", "g3-1"],
-        ["gate", "resume"],
-        ["gate", "status"],
-        ["gate", "set-version", "1", "--engine", "e0"],
+        ["pause"],
+        ["renew", "g3-1"],
+        ["resume"],
+        ["barrier"],
+        ["engines", "set-version", "1", "--engine", "e0"],
         ["cancel", "--group", "g"],
     ],
     ids=" ".join,
@@ -148,7 +150,7 @@ def test_each_prints_one_json_object(daemon: FakeDaemon, command: list[str]) -> 
 
 @pytest.mark.parametrize(
     "command",
-    [["gate", "pause", "--lease-s", "-1"], ["gate", "set-version", "-1", "--engine", "e0"], ["gate", "renew"]],
+    [["pause", "--lease-s", "-1"], ["engines", "set-version", "-1", "--engine", "e0"], ["renew"]],
 )
 def test_nonsense_is_refused_with_status_2(daemon: FakeDaemon, command: list[str]) -> None:
     assert run(daemon, *command).exit_code == 2

@@ -1,4 +1,5 @@
-"""The gate: what runs comes to rest and goes on, whoever closed it is alive or not, and no answer is harmed."""
+"""The pause barrier: what runs comes to rest and goes on, whoever closed it is alive or not, and no answer is
+harmed."""
 
 import asyncio
 
@@ -6,10 +7,10 @@ import pytest
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
-from orchestrrl.fleet.reports import GatePhase
+from orchestrrl.fleet.reports import BarrierPhase
 from planner.model import EngineId, RequestId
+from tests.orchestrrl.gateway.barriers import LEASE_S, close, open_barrier, order, tokens_of
 from tests.orchestrrl.gateway.fakes import beside, undisturbed, world
-from tests.orchestrrl.gateway.gates import LEASE_S, close, open_gate, order, tokens_of
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish
 
 
@@ -23,14 +24,14 @@ async def test_what_is_frozen_stands_still_and_goes_on(frozen: FrozenRequests) -
         closing = await close(w, frozen=frozen)
         assert closing.done()
         assert {item.id: item.done for item in closing.result()} == {"e0": True, "e1": True}
-        assert w.gateway.gate.report().phase is GatePhase.QUIET
-        assert w.gateway.gate.report().frozen == 1
+        assert w.gateway.barrier.report().phase is BarrierPhase.QUIET
+        assert w.gateway.barrier.report().frozen == 1
         assert [engine.pauses for engine in w.engines.values()] == [[frozen is FrozenRequests.RECOMPUTE]] * 2
         before = tokens_of(job)
         await w.step()
         assert tokens_of(job) == before
-        await open_gate(w)
-        assert w.gateway.gate.report().phase is GatePhase.OPEN
+        await open_barrier(w)
+        assert w.gateway.barrier.report().phase is BarrierPhase.OPEN
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
         assert job.records[0].attempt == 1
@@ -47,9 +48,9 @@ async def test_what_is_taken_back_leaves_engines_empty_and_goes_on_anywhere() ->
         await w.clock.advance(1.0)
         assert {item.id: (item.done, item.detail) for item in closing.result()} == {"e0": (True, ""), "e1": (True, "")}
         assert all(engine.paused and not engine.attempts for engine in w.engines.values())
-        report = w.gateway.gate.report()
-        assert (report.phase, report.frozen, report.held) == (GatePhase.QUIET, 0, 1)
-        await open_gate(w, 1, without=(str(was),))
+        report = w.gateway.barrier.report()
+        assert (report.phase, report.frozen, report.held) == (BarrierPhase.QUIET, 0, 1)
+        await open_barrier(w, 1, without=(str(was),))
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
         assert job.records[0].engine != was
@@ -67,7 +68,7 @@ async def test_what_can_only_go_on_where_it_is_stays_there_frozen() -> None:
         (item,) = closing.result()
         assert item.done
         assert "1 requests can only go on where they are" in item.detail
-        await open_gate(w)
+        await open_barrier(w)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 6)
 
@@ -76,7 +77,7 @@ async def test_what_can_only_go_on_where_it_is_stays_there_frozen() -> None:
 async def test_a_lease_that_ends_while_weights_change_leaves_nobody_with_a_version(weights_change: bool) -> None:
     w = world()
     await (await close(w, lease="1"))
-    await open_gate(w, 1, lease="1")
+    await open_barrier(w, 1, lease="1")
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         await w.step()
@@ -86,7 +87,7 @@ async def test_a_lease_that_ends_while_weights_change_leaves_nobody_with_a_versi
         versions = [span.version for span in job.records[0].versions.spans(20)]
         assert versions == ([1, None] if weights_change else [1])
         assert [slot.mixed for slot in w.gateway.fleet] == [weights_change] * 2
-        await w.gateway.gate.set_version(tuple(map(EngineId, w.engines)), 1)
+        await w.gateway.barrier.set_version(tuple(map(EngineId, w.engines)), 1)
         assert not any(slot.mixed for slot in w.gateway.fleet)
 
 
@@ -97,8 +98,8 @@ async def test_what_comes_while_it_is_closed_waits_here_and_longer_than_for_engi
         await w.clock.advance(50.0)
         assert job.records[0].engine is None
         assert not any(engine.seen for engine in w.engines.values())
-        assert w.gateway.gate.report().held == 1
-        await open_gate(w)
+        assert w.gateway.barrier.report().held == 1
+        await open_barrier(w)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 5)
 
@@ -114,7 +115,7 @@ async def test_wait_lets_running_requests_finish_and_takes_waiting_ones_back() -
             closing = await close(w, PauseMode.WAIT)
             assert waits.records[0].engine is None
             assert not closing.done()
-            assert w.gateway.gate.report().phase is GatePhase.CLOSING
+            assert w.gateway.barrier.report().phase is BarrierPhase.CLOSING
             await finish(w, runs)
             assert_undisturbed(runs, PROMPT, 6)
             await w.clock.advance(1.0)
@@ -122,7 +123,7 @@ async def test_wait_lets_running_requests_finish_and_takes_waiting_ones_back() -
             assert w.engines["e0"].paused
             await w.step()
             assert tokens_of(waits) == 0
-            await open_gate(w)
+            await open_barrier(w)
             await finish(w, waits)
             assert_undisturbed(waits, PROMPT, 6)
 
@@ -137,7 +138,7 @@ async def test_who_has_nothing_left_lets_the_others_requests_finish() -> None:
         draining = await close(other, PauseMode.WAIT, engines_run=True)
         await w.clock.advance(1.0)
         assert (drained.done(), draining.done()) == (True, False)
-        assert [each.gateway.gate.report().phase for each in (w, other)] == [GatePhase.CLOSING] * 2
+        assert [each.gateway.barrier.report().phase for each in (w, other)] == [BarrierPhase.CLOSING] * 2
         await finish(other, runs)
         assert_undisturbed(runs, PROMPT, 6)
         await w.clock.advance(1.0)
@@ -145,10 +146,10 @@ async def test_who_has_nothing_left_lets_the_others_requests_finish() -> None:
         assert not w.engines["e0"].paused
         for each in (w, other):
             assert [item.done for item in await (await close(each, PauseMode.WAIT))] == [True]
-            assert each.gateway.gate.report().phase is GatePhase.QUIET
+            assert each.gateway.barrier.report().phase is BarrierPhase.QUIET
         assert w.engines["e0"].paused
-        await open_gate(w)
-        await open_gate(other)
+        await open_barrier(w)
+        await open_barrier(other)
         assert not w.engines["e0"].paused
 
 
@@ -156,10 +157,10 @@ async def test_who_waits_for_others_opens_when_the_lease_ends_or_when_told() -> 
     w = world()
     assert await (await close(w, PauseMode.WAIT, engines_run=True)) == ()
     await w.clock.advance(LEASE_S)
-    assert w.gateway.gate.opened_because == "the lease of trainer ended, and other gateways' requests still run"
+    assert w.gateway.barrier.opened_because == "the lease of trainer ended, and other gateways' requests still run"
     await (await close(w, PauseMode.WAIT, lease="second", engines_run=True))
-    await open_gate(w, lease="second")
-    assert w.gateway.gate.report().phase is GatePhase.OPEN
+    await open_barrier(w, lease="second")
+    assert w.gateway.barrier.report().phase is BarrierPhase.OPEN
     assert [engine.pauses for engine in w.engines.values()] == [[], []]
 
 
@@ -179,7 +180,7 @@ async def test_abort_ends_what_runs_with_what_it_has_and_loses_nothing_that_wait
             assert (record.finish_reason, record.stop_reason) == ("abort", "paused")
             assert list(record.generated_ids) == undisturbed(PROMPT, 30)[0][:2]
             assert w.engines["e0"].aborted == ["runs~1", "waits~1"]
-            await open_gate(w)
+            await open_barrier(w)
             await finish(w, waits)
             assert_undisturbed(waits, PROMPT, 6)
 
@@ -195,10 +196,10 @@ async def test_an_engine_that_cannot_be_paused_has_its_requests_taken_back() -> 
         (item,) = closing.result()
         assert item.done
         assert "taken back" in item.detail
-        assert w.gateway.gate.report().held == 1
+        assert w.gateway.barrier.report().held == 1
         await w.step()
         assert tokens_of(job) == 1
-        await open_gate(w, 1)
+        await open_barrier(w, 1)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
         assert job.records[0].attempt == 2
@@ -213,7 +214,7 @@ async def test_what_cannot_be_continued_is_waited_for_on_an_engine_that_cannot_b
         closing = await close(w)
         await w.clock.advance(1.0)
         assert not closing.done()
-        assert w.gateway.gate.report().running == 1
+        assert w.gateway.barrier.report().running == 1
         await finish(w, job)
         await w.clock.advance(1.0)
         assert closing.done()
@@ -226,33 +227,33 @@ async def test_a_lease_that_is_not_renewed_ends_and_all_goes_on() -> None:
         await w.step()
         await (await close(w))
         await w.clock.advance(LEASE_S - 1)
-        w.gateway.gate.renew("l", w.clock.now_s() + LEASE_S)
+        w.gateway.barrier.renew("l", w.clock.now_s() + LEASE_S)
         await w.clock.advance(LEASE_S - 1)
-        assert w.gateway.gate.closed is not None
+        assert w.gateway.barrier.closed is not None
         await w.clock.advance(1.0)
-        assert w.gateway.gate.closed is None
-        assert w.gateway.gate.opened_because == "the lease of trainer ended"
-        assert w.gateway.gate.expired_total == 1
-        assert w.gateway.gate.closed_total_s == pytest.approx(2 * LEASE_S - 1)
+        assert w.gateway.barrier.closed is None
+        assert w.gateway.barrier.opened_because == "the lease of trainer ended"
+        assert w.gateway.barrier.expired_total == 1
+        assert w.gateway.barrier.closed_total_s == pytest.approx(2 * LEASE_S - 1)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
-    for late in (w.gateway.gate.close(order(w)), w.gateway.gate.open(OpenBarrier("l", 1))):
+    for late in (w.gateway.barrier.close(order(w)), w.gateway.barrier.open(OpenBarrier("l", 1))):
         with pytest.raises(Permanent, match="this lease is over"):
             await late
     with pytest.raises(Permanent, match="not closed under this lease"):
-        w.gateway.gate.renew("l", w.clock.now_s() + 1)
+        w.gateway.barrier.renew("l", w.clock.now_s() + 1)
 
 
 async def test_one_lease_at_a_time() -> None:
     w = world()
     await (await close(w))
     with pytest.raises(Permanent, match="closed by trainer for 60 s more"):
-        await w.gateway.gate.close(order(w, lease="other"))
+        await w.gateway.barrier.close(order(w, lease="other"))
     with pytest.raises(Permanent, match="not closed under this lease"):
-        await w.gateway.gate.open(OpenBarrier("other"))
-    await open_gate(w)
+        await w.gateway.barrier.open(OpenBarrier("other"))
+    await open_barrier(w)
     await (await close(w, lease="other"))
-    await open_gate(w, lease="other")
+    await open_barrier(w, lease="other")
 
 
 async def test_the_same_lease_again_renews_it_and_answers_as_before() -> None:
@@ -262,7 +263,7 @@ async def test_the_same_lease_again_renews_it_and_answers_as_before() -> None:
     again = await (await close(w))
     assert again == first
     assert [engine.pauses for engine in w.engines.values()] == [[True], [True]]
-    assert w.gateway.gate.report().lease_until_s == w.clock.now_s() + LEASE_S
+    assert w.gateway.barrier.report().lease_until_s == w.clock.now_s() + LEASE_S
 
 
 async def test_not_quiet_in_time_is_open_again() -> None:
@@ -274,7 +275,7 @@ async def test_not_quiet_in_time_is_open_again() -> None:
         await w.clock.advance(5.0)
         with pytest.raises(Permanent, match="not quiet by the deadline: 1 requests still run: r"):
             await closing
-        assert w.gateway.gate.closed is None
+        assert w.gateway.barrier.closed is None
         assert not w.engines["e0"].paused
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
@@ -290,7 +291,7 @@ async def test_an_engine_that_dies_while_paused_loses_nothing() -> None:
         await w.settle()
         await w.clock.advance(1.0)
         assert job.records[0].engine is None
-        await open_gate(w, 3)
+        await open_barrier(w, 3)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
         assert job.records[0].engine == "e1"
@@ -303,14 +304,14 @@ async def test_an_engine_that_was_not_there_has_not_got_the_weights() -> None:
     await w.clock.advance(10.0)
     items = {item.id: item.done for item in closing.result()}
     assert items == {"e0": True, "e1": False}
-    await open_gate(w, 3)
+    await open_barrier(w, 3)
     w.engines["e1"].revive()
     await w.clock.advance(10.0)
     e1 = w.fleet.get(EngineId("e1"))
     assert e1 is not None
     assert not e1.suspect_because
     assert not e1.usable
-    await w.gateway.gate.set_version((EngineId("e1"),), 3)
+    await w.gateway.barrier.set_version((EngineId("e1"),), 3)
     assert e1.usable
 
 
@@ -321,26 +322,26 @@ async def test_an_engine_left_out_stays_paused_until_its_version_is_told() -> No
         await w.step()
         assert job.records[0].engine == "e0"
         await (await close(w))
-        await open_gate(w, 3, ("e0",))
+        await open_barrier(w, 3, ("e0",))
         assert w.engines["e0"].paused
         await finish(w, job)
         assert job.records[0].engine == "e1"
         assert_undisturbed(job, PROMPT, 30)
-        await w.gateway.gate.set_version((EngineId("e0"),), 3)
+        await w.gateway.barrier.set_version((EngineId("e0"),), 3)
         await w.clock.advance(1.0)
         assert not w.engines["e0"].paused
     with pytest.raises(Permanent, match="no engine 'e7'"):
-        await w.gateway.gate.set_version((EngineId("e7"),), 3)
+        await w.gateway.barrier.set_version((EngineId("e7"),), 3)
     await (await close(w, lease="m"))
     with pytest.raises(Permanent, match="no engine 'e7'; known: e0, e1"):
-        await open_gate(w, 4, ("e7",), lease="m")
-    assert w.gateway.gate.closed is not None
+        await open_barrier(w, 4, ("e7",), lease="m")
+    assert w.gateway.barrier.closed is not None
 
 
 async def test_routes_tell_versions_and_wake_engines() -> None:
     w = world()
     await (await close(w))
-    await open_gate(w, 3, ("e0",))
+    await open_barrier(w, 3, ("e0",))
     routes = [
         EngineRoute(EngineId(name), engine.url, policy_version=3, newest_policy_version=3)
         for name, engine in w.engines.items()
@@ -361,7 +362,7 @@ async def test_an_engine_that_does_not_resume_is_asked_again() -> None:
         await w.step()
         await (await close(w))
         w.engines["e0"].stuck = True
-        await open_gate(w)
+        await open_barrier(w)
         assert w.engines["e0"].paused
         await w.clock.advance(3.0)
         w.engines["e0"].stuck = False
@@ -375,7 +376,7 @@ async def test_without_a_lease_engines_that_an_earlier_gateway_paused_are_resume
     w = world()
     for engine in w.engines.values():
         engine.paused = True
-    await open_gate(w, lease="")
+    await open_barrier(w, lease="")
     assert not any(engine.paused for engine in w.engines.values())
 
 
@@ -396,7 +397,7 @@ async def test_engines_that_a_dead_gateway_left_paused_are_resumed_after_a_while
         assert_undisturbed(job, PROMPT, 12)
 
 
-async def test_but_not_while_the_gate_is_closed() -> None:
+async def test_but_not_while_the_barrier_is_closed() -> None:
     w = world()
     w.engines["e0"].paused = True
     routes = [EngineRoute(EngineId(name), engine.url) for name, engine in w.engines.items()]
@@ -406,19 +407,19 @@ async def test_but_not_while_the_gate_is_closed() -> None:
     await (await close(w))
     await w.clock.advance(50.0)
     assert w.engines["e0"].paused
-    await open_gate(w)
+    await open_barrier(w)
     assert not w.engines["e0"].paused
 
 
-async def test_a_move_waits_for_no_gate() -> None:
+async def test_a_move_waits_for_no_barrier() -> None:
     w = world()
     async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
         await w.settle()
         await w.step()
         await (await close(w))
         (result,) = await w.gateway.move([RequestMove(RequestId("r"), EngineId("e0"), EngineId("e1"))])
-        assert (result.done, result.detail) == (False, "the gate is closed")
-        await open_gate(w)
+        assert (result.done, result.detail) == (False, "the pause barrier is closed")
+        await open_barrier(w)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 12)
 
@@ -438,7 +439,7 @@ async def test_a_move_that_is_under_way_is_told_when_the_request_is_taken_back()
         await closing
         (result,) = await moving
         assert (result.done, result.detail) == (False, "it was taken back from the engines")
-        await open_gate(w)
+        await open_barrier(w)
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 12)
 
@@ -451,7 +452,7 @@ async def test_the_client_may_leave_while_it_is_closed() -> None:
     await w.settle()
     assert len(w.gateway.ledger) == 0
     assert w.engines["e0"].aborted == ["r~1"]
-    await open_gate(w)
+    await open_barrier(w)
 
 
 async def test_standing_still_by_order_is_no_stall() -> None:
@@ -462,7 +463,7 @@ async def test_standing_still_by_order_is_no_stall() -> None:
         await w.step()
         await (await close(w))
         await w.clock.advance(50.0)
-        await open_gate(w)
+        await open_barrier(w)
         await w.clock.advance(5.0)
         assert job.records[0].attempt == 1
         await finish(w, job)

@@ -1,4 +1,4 @@
-"""The gate and the end of answers over HTTP, for a gateway that is alone, before simulated engines."""
+"""The pause barrier and the end of answers over HTTP, for a gateway that is alone, before simulated engines."""
 
 import asyncio
 from typing import Any
@@ -23,42 +23,42 @@ async def made(house: House) -> int:
 
 
 async def test_the_folder_of_the_weights_is_told_with_them(house: House) -> None:
-    _, gate = await house.post("/orchestrrl/gate/pause", {"holder": "trainer"})
-    asked = {"lease_id": gate["lease_id"], "policy_version": 7, "weights_source": "/shared/7"}
-    _, gate = await house.post("/orchestrrl/gate/resume", asked)
-    assert gate["weights_source"] == "/shared/7"
+    _, barrier = await house.post("/orchestrrl/pause", {"holder": "trainer"})
+    asked = {"lease_id": barrier["lease_id"], "policy_version": 7, "weights_source": "/shared/7"}
+    _, barrier = await house.post("/orchestrrl/resume", asked)
+    assert barrier["weights_source"] == "/shared/7"
     one = {"engines": ["e0"], "policy_version": 8, "weights_source": "/shared/8"}
-    assert (await house.post("/orchestrrl/gate/set-version", one))[1]["weights_source"] == "/shared/7"
-    _, gate = await house.post("/orchestrrl/gate/pause", {"holder": "trainer"})
-    _, gate = await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "policy_version": 9})
-    assert gate["weights_source"] == ""
+    assert (await house.post("/orchestrrl/set-version", one))[1]["weights_source"] == "/shared/7"
+    _, barrier = await house.post("/orchestrrl/pause", {"holder": "trainer"})
+    _, barrier = await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 9})
+    assert barrier["weights_source"] == ""
 
 
 async def test_weights_change_between_the_tokens_of_an_answer(house: House) -> None:
     _, undisturbed = await house.post("/v1/completions", BODY)
-    _, first = await house.post("/orchestrrl/gate/pause", {"holder": "trainer"})
-    status, gate = await house.post("/orchestrrl/gate/resume", {"lease_id": first["lease_id"], "policy_version": 7})
-    assert (status, gate["phase"], gate["policy_version"]) == (200, "open", 7)
+    _, first = await house.post("/orchestrrl/pause", {"holder": "trainer"})
+    status, barrier = await house.post("/orchestrrl/resume", {"lease_id": first["lease_id"], "policy_version": 7})
+    assert (status, barrier["phase"], barrier["policy_version"]) == (200, "open", 7)
     house.holds.append(9)
     asking = asyncio.create_task(
         house.post("/v1/completions", {**BODY, "return_policy_versions": True}, **{"X-Request-Id": "r"})
     )
     await house.until_running("r")
-    status, gate = await house.post("/orchestrrl/gate/pause", {"mode": "keep", "holder": "trainer", "lease_s": 120})
-    assert (status, gate["phase"], gate["holder"], gate["mode"]) == (200, "quiet", "trainer", "keep")
-    assert gate["requests"] == {"running": 0, "frozen": 1, "held": 0}
-    assert [(engine["engine_id"], engine["paused"]) for engine in gate["engines"]] == [("e0", True), ("e1", True)]
+    status, barrier = await house.post("/orchestrrl/pause", {"mode": "keep", "holder": "trainer", "lease_s": 120})
+    assert (status, barrier["phase"], barrier["holder"], barrier["mode"]) == (200, "quiet", "trainer", "keep")
+    assert barrier["requests"] == {"running": 0, "frozen": 1, "held": 0}
+    assert [(engine["engine_id"], engine["paused"]) for engine in barrier["engines"]] == [("e0", True), ("e1", True)]
     house.released.set()
     before = await made(house)
     newcomer = asyncio.create_task(house.post("/v1/completions", BODY))
     for _ in range(5):
         await asyncio.sleep(0.01)
         assert await made(house) == before
-    status, renewed = await house.post("/orchestrrl/gate/renew", {"lease_id": gate["lease_id"], "lease_s": 600})
+    status, renewed = await house.post("/orchestrrl/renew", {"lease_id": barrier["lease_id"], "lease_s": 600})
     assert status == 200
-    assert renewed["lease_until_unix_s"] > gate["lease_until_unix_s"]
-    assert (await house.get("/orchestrrl/gate"))[1]["phase"] == "quiet"
-    await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "policy_version": 8})
+    assert renewed["lease_until_unix_s"] > barrier["lease_until_unix_s"]
+    assert (await house.get("/orchestrrl/barrier"))[1]["phase"] == "quiet"
+    await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 8})
     status, answer = await asking
     assert status == 200
     (choice,) = answer["choices"]
@@ -72,34 +72,32 @@ async def test_weights_change_between_the_tokens_of_an_answer(house: House) -> N
     assert 'orchestrrl_gateway_policy_version{engine="e1"} 8.0' in text
     assert 'orchestrrl_gateway_answer_version_lag_bucket{le="0"} 1.0' in text
     assert 'orchestrrl_gateway_answer_version_lag_bucket{le="1"} 2.0' in text
-    assert "orchestrrl_gateway_gate_closed 0.0" in text
+    assert "orchestrrl_gateway_barrier_closed 0.0" in text
 
 
 async def test_streams_tell_the_version_of_every_chunk(house: House) -> None:
-    _, gate = await house.post("/orchestrrl/gate/pause", {})
-    await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "policy_version": 3})
+    _, barrier = await house.post("/orchestrrl/pause", {})
+    await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 3})
     body = {**BODY, "max_tokens": 5, "return_policy_versions": True}
     events = await house.stream("/v1/completions", body)
     told = [(choice["policy_version"], len(choice["token_ids"])) for event in events for choice in event["choices"]]
     assert {version for version, tokens in told if tokens} == {3}
 
 
-async def test_a_gate_says_no_in_words(house: House) -> None:
-    _, gate = await house.post("/orchestrrl/gate/pause", {"holder": "one"})
-    status, told = await house.post("/orchestrrl/gate/pause", {"holder": "two"})
+async def test_a_barrier_says_no_in_words(house: House) -> None:
+    _, barrier = await house.post("/orchestrrl/pause", {"holder": "one"})
+    status, told = await house.post("/orchestrrl/pause", {"holder": "two"})
     assert status == 409
     assert "closed by one for" in told["error"]["message"]
     for path in ("renew", "resume"):
-        status, told = await house.post(f"/orchestrrl/gate/{path}", {"lease_id": "another"})
+        status, told = await house.post(f"/orchestrrl/barrier/{path}", {"lease_id": "another"})
         assert status == 409, path
         assert "not closed under this lease" in told["error"]["message"]
-    status, told = await house.post(
-        "/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "without_engines": ["e9"]}
-    )
+    status, told = await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "without_engines": ["e9"]})
     assert status == 409
     assert "no engine 'e9'; known: e0, e1" in told["error"]["message"]
-    assert (await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"]}))[0] == 200
-    status, told = await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"]})
+    assert (await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]}))[0] == 200
+    status, told = await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]})
     assert status == 409
     assert "this lease is over" in told["error"]["message"]
 
@@ -107,12 +105,12 @@ async def test_a_gate_says_no_in_words(house: House) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("gate/pause", {"mode": "stop", "lease_s": -1, "x": 1}, ("mode: ", "lease_s: ", "x: ")),
-        ("gate/pause", {"lease_s": 1e9, "deadline_s": 0}, ("lease_s: ", "deadline_s: ")),
-        ("gate/renew", {}, ("lease_id: is missing",)),
-        ("gate/resume", {"policy_version": -1}, ("policy_version: ",)),
-        ("gate/resume", {"policy_version": 1.5}, ("policy_version: ",)),
-        ("gate/set-version", {"engines": []}, ("engines: ", "policy_version: is missing")),
+        ("barrier/pause", {"mode": "stop", "lease_s": -1, "x": 1}, ("mode: ", "lease_s: ", "x: ")),
+        ("barrier/pause", {"lease_s": 1e9, "deadline_s": 0}, ("lease_s: ", "deadline_s: ")),
+        ("barrier/renew", {}, ("lease_id: is missing",)),
+        ("barrier/resume", {"policy_version": -1}, ("policy_version: ",)),
+        ("barrier/resume", {"policy_version": 1.5}, ("policy_version: ",)),
+        ("barrier/set-version", {"engines": []}, ("engines: ", "policy_version: is missing")),
         ("cancel", {"groups": "g"}, ("groups: ",)),
         ("cancel", [], ("(document): ",)),
     ],
@@ -122,18 +120,18 @@ async def test_every_fault_at_once(house: House, path: str, body: Any, words: tu
     assert status == 400
     for word in words:
         assert word in told["error"]["message"]
-    assert (await house.get("/orchestrrl/gate"))[1]["phase"] == "open"
+    assert (await house.get("/orchestrrl/barrier"))[1]["phase"] == "open"
 
 
 async def test_a_request_says_how_old_it_may_become(house: House) -> None:
-    _, gate = await house.post("/orchestrrl/gate/pause", {})
-    await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "policy_version": 1})
+    _, barrier = await house.post("/orchestrrl/pause", {})
+    await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 1})
     house.holds.append(9)
     body = {**BODY, "max_version_lag": 0}
     asking = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "r"}))
     await house.until_running("r")
-    _, gate = await house.post("/orchestrrl/gate/pause", {})
-    await house.post("/orchestrrl/gate/resume", {"lease_id": gate["lease_id"], "policy_version": 2})
+    _, barrier = await house.post("/orchestrrl/pause", {})
+    await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 2})
     status, answer = await asking
     assert status == 200
     (choice,) = answer["choices"]

@@ -1,4 +1,5 @@
-"""The gate on real processes: quiet is quiet, all goes on as if nothing had been, and nobody's death freezes it."""
+"""The pause barrier on real processes: quiet is quiet, all goes on as if nothing had been, and nobody's death freezes
+it."""
 
 import asyncio
 import os
@@ -34,14 +35,14 @@ from tests.orchestrrl.gateway.processes import operator_url
 
 async def main(address, mode):
     async with ControlClient(address) as client:
-        wish = control_pb2.PauseGateRequest(holder="trainer", lease_s=LEASE_S, mode=int(mode), deadline_s=DEADLINE_S)
+        wish = control_pb2.PauseFleetRequest(holder="trainer", lease_s=LEASE_S, mode=int(mode), deadline_s=DEADLINE_S)
         print("asks", flush=True)
-        gate = await client.ask(client.control.PauseGate, wish, 100.0)
-        print(gate.lease_id, flush=True)
+        barrier = await client.ask(client.control.PauseFleet, wish, 100.0)
+        print(barrier.lease_id, flush=True)
         while True:
             await asyncio.sleep(0.5)
-            renewal = control_pb2.RenewGateRequest(lease_id=gate.lease_id, lease_s=LEASE_S)
-            await client.ask(client.control.RenewGate, renewal)
+            renewal = control_pb2.RenewPauseRequest(lease_id=barrier.lease_id, lease_s=LEASE_S)
+            await client.ask(client.control.RenewPause, renewal)
 
 DEADLINE_S, LEASE_S = float(sys.argv[3]), float(sys.argv[4])
 asyncio.run(main(sys.argv[1], sys.argv[2]))
@@ -56,18 +57,18 @@ class Pair:
     second: Process
     urls: list[str]
 
-    async def gate(self) -> pb.Gate:
+    async def barrier(self) -> pb.PauseBarrier:
         async with ControlClient(self.fleet.stack.daemon_address) as client:
-            return await client.ask(client.control.GetGate, pb.GetGateRequest())
+            return await client.ask(client.control.GetPauseBarrier, pb.GetPauseBarrierRequest())
 
-    async def pause(self, **wish: object) -> pb.Gate:
+    async def pause(self, **wish: object) -> pb.PauseBarrier:
         async with ControlClient(self.fleet.stack.daemon_address) as client:
-            return await client.ask(client.control.PauseGate, pb.PauseGateRequest(**wish), WITHIN_S)  # type: ignore[arg-type]
+            return await client.ask(client.control.PauseFleet, pb.PauseFleetRequest(**wish), WITHIN_S)  # type: ignore[arg-type]
 
-    async def resume(self, gate: pb.Gate, version: int | None = None) -> pb.Gate:
+    async def resume(self, barrier: pb.PauseBarrier, version: int | None = None) -> pb.PauseBarrier:
         async with ControlClient(self.fleet.stack.daemon_address) as client:
-            order = pb.ResumeGateRequest(lease_id=gate.lease_id, policy_version=version)
-            return await client.ask(client.control.ResumeGate, order)
+            order = pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=version)
+            return await client.ask(client.control.ResumeFleet, order)
 
     async def open_again(self) -> None:
         """Both gateways say so; the daemon may be gone."""
@@ -80,7 +81,7 @@ class Pair:
     async def phase_of(self, url: str) -> str:
         async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
             text = await response.text()
-        closed = _values(text, "orchestrrl_gateway_gate_closed")
+        closed = _values(text, "orchestrrl_gateway_barrier_closed")
         return "closed" if closed and any(closed) else "open"
 
     async def generated_tokens(self) -> list[float]:
@@ -175,7 +176,7 @@ async def pair(fleet: Fleet, tmp_path: Path) -> AsyncIterator[Pair]:
     made = Pair(fleet, second, [fleet.stack.gateway_url, url])
 
     async def attached() -> bool:
-        return [gateway.node_id for gateway in (await made.gate()).gateways] == ["gateway", "gateway2"]
+        return [gateway.node_id for gateway in (await made.barrier()).gateways] == ["gateway", "gateway2"]
 
     await until(attached)
     yield made
@@ -189,14 +190,14 @@ async def test_quiet_is_quiet_and_answers_are_those_of_an_undisturbed_step(
 ) -> None:
     async def update_weights() -> None:
         for version in (1, 2):
-            gate = await pair.pause(holder="trainer", lease_s=LONG_LEASE_S, frozen=frozen)
-            assert gate.phase == "quiet"
-            assert all(engine.done for engine in gate.engines), gate
+            barrier = await pair.pause(holder="trainer", lease_s=LONG_LEASE_S, frozen=frozen)
+            assert barrier.phase == "quiet"
+            assert all(engine.done for engine in barrier.engines), barrier
             await pair.stands_still()
-            seen = await pair.gate()
+            seen = await pair.barrier()
             assert sum(gateway.report.frozen + gateway.report.held for gateway in seen.gateways) > 0
             assert sum(gateway.report.running for gateway in seen.gateways) == 0
-            opened = await pair.resume(gate, version)
+            opened = await pair.resume(barrier, version)
             assert (opened.phase, opened.policy_version) == ("open", version)
             assert [engine.policy_version for engine in opened.engines] == [version] * len(pair.fleet.engines)
             before = sum(await pair.generated_tokens())
@@ -212,12 +213,12 @@ async def test_quiet_is_quiet_and_answers_are_those_of_an_undisturbed_step(
 
 
 async def test_requests_that_come_while_it_is_closed_are_answered_later(pair: Pair) -> None:
-    gate = await pair.pause(lease_s=LONG_LEASE_S)
+    barrier = await pair.pause(lease_s=LONG_LEASE_S)
     asking = asyncio.create_task(pair.answers_despite(_nothing))
     await asyncio.sleep(1.0)
     assert not asking.done()
     await pair.stands_still(0.2)
-    await pair.resume(gate)
+    await pair.resume(barrier)
     assert await asking == pair.fleet.expected
 
 
@@ -230,26 +231,28 @@ async def test_waiting_for_what_runs(pair: Pair, gateways: tuple[int, ...]) -> N
     """A gateway that has nothing lets the other's requests finish."""
 
     async def drain() -> None:
-        gate = await pair.pause(mode=agent_pb2.GATE_MODE_WAIT, lease_s=4 * WITHIN_S, deadline_s=0.8 * WITHIN_S)
+        barrier = await pair.pause(mode=agent_pb2.PAUSE_MODE_WAIT, lease_s=4 * WITHIN_S, deadline_s=0.8 * WITHIN_S)
 
         async def told() -> bool:  # by the reports that come after the word that all is quiet
-            seen = await pair.gate()
+            seen = await pair.barrier()
             return sum(gateway.report.running + gateway.report.frozen for gateway in seen.gateways) == 0
 
         await until(told)
         await pair.stands_still()
-        await pair.resume(gate, 1)
+        await pair.resume(barrier, 1)
 
     urls = [pair.urls[index] for index in gateways]
     assert await pair.answers_despite(drain, urls) == pair.fleet.expected
 
 
-@pytest.mark.parametrize("mode", [agent_pb2.GATE_MODE_KEEP, agent_pb2.GATE_MODE_WAIT])
-async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(pair: Pair, mode: agent_pb2.GateMode.ValueType) -> None:
+@pytest.mark.parametrize("mode", [agent_pb2.PAUSE_MODE_KEEP, agent_pb2.PAUSE_MODE_WAIT])
+async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(
+    pair: Pair, mode: agent_pb2.PauseMode.ValueType
+) -> None:
     """Killed while it holds the lease, or while it waits for the fleet to come to rest."""
 
     async def update_weights() -> None:
-        keeps = mode == agent_pb2.GATE_MODE_KEEP
+        keeps = mode == agent_pb2.PAUSE_MODE_KEEP
         command = [
             sys.executable,
             "-c",
@@ -266,11 +269,11 @@ async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(pair: Pair, mode
         assert await trainer.stdout.readline() == b"asks\n"
         if keeps:
             lease = (await trainer.stdout.readline()).decode().strip()
-            first = await pair.gate()
+            first = await pair.barrier()
             assert first.lease_id == lease
 
             async def renewed() -> bool:
-                now = await pair.gate()
+                now = await pair.barrier()
                 assert now.lease_id == lease
                 return now.lease_until_unix_s > first.lease_until_unix_s + 1.0
 
@@ -279,7 +282,7 @@ async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(pair: Pair, mode
         else:
 
             async def closing() -> bool:
-                return (await pair.gate()).phase == "closing"
+                return (await pair.barrier()).phase == "closing"
 
             await until(closing)
         trainer.kill()
@@ -289,51 +292,51 @@ async def test_a_killed_trainer_does_not_leave_the_fleet_frozen(pair: Pair, mode
         print(f"open {time.monotonic() - killed_s:.2f} s after the trainer was killed")
 
         async def known() -> bool:
-            return (await pair.gate()).phase == "open"
+            return (await pair.barrier()).phase == "open"
 
         await until(known)
 
     async with pair.endless():
         assert await pair.answers_despite(update_weights) == pair.fleet.expected
-    detail = (await pair.gate()).detail
-    expected = "ended without a resume" if mode == agent_pb2.GATE_MODE_KEEP else "nobody waits any more"
+    detail = (await pair.barrier()).detail
+    expected = "ended without a resume" if mode == agent_pb2.PAUSE_MODE_KEEP else "nobody waits any more"
     assert expected in detail
 
 
 async def test_a_killed_daemon_does_not_leave_the_fleet_frozen(pair: Pair) -> None:
     async def update_weights() -> None:
-        gate = await pair.pause(lease_s=LEASE_S)
+        barrier = await pair.pause(lease_s=LEASE_S)
         pair.fleet.stack.daemon.kill()
         await pair.stands_still()
         await pair.open_again()
         await pair.fleet.stack.daemon.restart()
         with pytest.raises(Permanent, match="requests have gone on since"):
-            await pair.resume(gate, 1)
+            await pair.resume(barrier, 1)
 
     assert await pair.answers_despite(update_weights) == pair.fleet.expected
-    assert not (await pair.gate()).HasField("policy_version")
+    assert not (await pair.barrier()).HasField("policy_version")
 
 
 async def test_a_daemon_that_is_back_in_time_still_has_the_lease(pair: Pair) -> None:
     async def update_weights() -> None:
-        gate = await pair.pause(lease_s=LONG_LEASE_S)
+        barrier = await pair.pause(lease_s=LONG_LEASE_S)
         pair.fleet.stack.daemon.kill()
         await pair.fleet.stack.daemon.restart()
 
         async def attached() -> bool:
-            seen = await pair.gate()
-            return seen.lease_id == gate.lease_id and len(seen.gateways) == 2
+            seen = await pair.barrier()
+            return seen.lease_id == barrier.lease_id and len(seen.gateways) == 2
 
         await until(attached)
         await pair.stands_still()
-        opened = await pair.resume(gate, 1)
+        opened = await pair.resume(barrier, 1)
         assert opened.policy_version == 1
 
     assert await pair.answers_despite(update_weights) == pair.fleet.expected
 
 
 async def test_a_gateway_that_restarts_while_it_is_closed_closes_again(pair: Pair) -> None:
-    gate = await pair.pause(lease_s=LONG_LEASE_S)
+    barrier = await pair.pause(lease_s=LONG_LEASE_S)
     pair.second.kill()
     await pair.second.restart()
 
@@ -344,7 +347,7 @@ async def test_a_gateway_that_restarts_while_it_is_closed_closes_again(pair: Pai
     asking = asyncio.create_task(pair.answers_despite(_nothing))
     await asyncio.sleep(0.5)
     await pair.stands_still(0.3)
-    await pair.resume(gate, 1)
+    await pair.resume(barrier, 1)
     assert await asking == pair.fleet.expected
 
 

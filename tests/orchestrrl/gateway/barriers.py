@@ -1,4 +1,4 @@
-"""A gate that is closed and opened in the fake world."""
+"""A pause barrier that is closed and opened in the fake world."""
 
 import asyncio
 from typing import Any
@@ -25,13 +25,13 @@ def order(w: World, mode: PauseMode = PauseMode.KEEP, lease: str = "l", **fields
 async def close(
     w: World, mode: PauseMode = PauseMode.KEEP, lease: str = "l", **fields: Any
 ) -> "asyncio.Task[tuple[OperationItemResult, ...]]":
-    closing = asyncio.create_task(w.gateway.gate.close(order(w, mode, lease, **fields)))
+    closing = asyncio.create_task(w.gateway.barrier.close(order(w, mode, lease, **fields)))
     await w.settle()
     return closing
 
 
-async def open_gate(w: World, version: int | None = None, without: tuple[str, ...] = (), lease: str = "l") -> None:
-    await w.gateway.gate.open(OpenBarrier(lease, version, tuple(map(EngineId, without))))
+async def open_barrier(w: World, version: int | None = None, without: tuple[str, ...] = (), lease: str = "l") -> None:
+    await w.gateway.barrier.open(OpenBarrier(lease, version, tuple(map(EngineId, without))))
     await w.settle()
 
 

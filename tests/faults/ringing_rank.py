@@ -22,7 +22,7 @@ def wait_for_turn() -> None:
     time.sleep((ITERATION_NS - time.monotonic_ns() % ITERATION_NS) * 1e-9)
 
 
-def announce(writer: Writer, iteration: int, ranks: int) -> None:
+def announce(writer: RingWriter, iteration: int, ranks: int) -> None:
     """Alternately, each time with its intent: nobody may have been there to hear of it before."""
     name = list(PERIODS)[iteration % 2]
     traffic = {

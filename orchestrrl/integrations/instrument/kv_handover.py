@@ -37,8 +37,8 @@ if TYPE_CHECKING or __package__:
     from orchestrrl.integrations.instrument.kv_entries import KvBlockLayout, KvEntryStore, KvEvictor, UnusableEntry
     from orchestrrl.integrations.instrument.kv_scheduler import LOOK_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
 else:  # in vLLM's process, where this folder is on the path
-    from kv_scheduler import LOOK_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
     from kv_entries import KvBlockLayout, KvEntryStore, KvEvictor, UnusableEntry
+    from kv_scheduler import LOOK_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
 
 DEFAULT_MAX_AGE_S = 300.0
 DEFAULT_MAX_BYTES = 16 << 30

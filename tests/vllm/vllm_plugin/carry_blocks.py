@@ -7,8 +7,8 @@ from pathlib import Path
 
 import kv_handover
 import torch
+from kv_entries import KvBlockLayout, KvEntryContents, KvEntryStore
 from kv_scheduler import LoadJob, SaveJob
-from kv_entries import KvEntryContents, KvBlockLayout, KvEntryStore
 
 BLOCKS = 20
 DEADLINE_S = 60.0

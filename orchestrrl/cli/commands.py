@@ -97,7 +97,7 @@ COMMANDS = {
         "moves went.",
         RUNNING_DAEMON,
     ),
-    "switch": ListedCommand(
+    "redeploy": ListedCommand(
         "fleet.redeploy",
         "Bring the fleet to other engines, in steps that can be taken back; without a target, say how the "
         "last one stands.",
@@ -202,8 +202,7 @@ COMMANDS = {
     ),
     "plan history": ListedCommand(
         "plan.history",
-        "List the switches of the deployment that were carried out, newest first; with --id, what took how "
-        "long in one.",
+        "List the redeployments that were carried out, newest first; with --id, what took how long in one.",
     ),
     "profile score": ListedCommand(
         "profile.score",

@@ -123,7 +123,7 @@ class ControlPlane:
         self.balance: BalanceDecision | None = None
         self.latest_moves: deque[MovedRequest] = deque(maxlen=MOVES_SHOWN)
         self.deployment: Redeployer | None = None  # who can change engines; None: plans that want to are held
-        self.switching: RedeploymentController | None = None  # the same, for operators
+        self.redeployer: RedeploymentController | None = None  # the same, for operators
         self.circuits: CircuitExecutor | None = None  # who sends to switches
         self.fabric: CircuitCoordinator | None = None  # who changes circuits; None: there is no optical fabric
         self.routing: FabricRouting | None = None  # who has packets follow them
@@ -350,7 +350,7 @@ class ControlPlane:
         to_engine = self.state.engine_called(to_engine, snapshot.now_s)
         return await self._move((checked_move(snapshot, request, to_engine),), snapshot)
 
-    # --- what a switch of the deployment asks of it
+    # --- what a redeployment asks of it
 
     def plan_named(self, plan: str) -> Plan:
         return self.plans.get(PlanId(plan))
@@ -362,19 +362,19 @@ class ControlPlane:
             newest, source, tensors_only=ours and bool(source)
         )  # a peer's folder has a version's tensors
 
-    def switch_hold(self) -> str:
+    def redeployment_hold(self) -> str:
         """Why engines must not be changed now; empty: they may be."""
         lease = self.barrier.state.lease
         return "" if lease is None else f"the pause barrier is closed: {lease}"
 
-    async def move_for_switch(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
+    async def move_for_redeployment(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
         return await self._move(moves, snapshot)
 
     def weights_told(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
         known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some
         if weights.version is not None and (there := [engine for engine in engines if engine in known]):
             with self._although_unwritten():
-                self.barrier.set_version(there, weights.version, "brought by a switch of the deployment")
+                self.barrier.set_version(there, weights.version, "brought by a redeployment")
             self.state.weights = self.barrier.state
 
     @contextmanager
@@ -394,8 +394,8 @@ class ControlPlane:
 
     def engines_deployed(self) -> None:
         """Whom a deployer has started has changed."""
-        if self.watch_deployed is not None and self.switching is not None:
-            self.watch_deployed({id: up.url for id, up in self.switching.deployed.items() if up.url and not up.lent})
+        if self.watch_deployed is not None and self.redeployer is not None:
+            self.watch_deployed({id: up.url for id, up in self.redeployer.deployed.items() if up.url and not up.lent})
         self.routes.send(self.state.engines(self.clock.now_s()))
 
     async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
@@ -403,7 +403,7 @@ class ControlPlane:
             return ""
         return await self.gen_circuits.follow(engines)
 
-    def switch_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None:
+    def redeployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None:
         self.planning.costs.started(outcome.starts)
         self.plans.deployment_ended(plan, outcome)
         if plan:
@@ -442,9 +442,9 @@ class ControlPlane:
         configured, self.config = self.config.mode, config
         self.routes.config = self.enrolment.config = config
         self.state.set_facts(engine_facts(config))
-        if self.switching is not None:
-            self.switching.configurations = {each.id: each for each in config.fleet.configuration_values()}
-            self.planning.unstartable = self.switching.unstartable()
+        if self.redeployer is not None:
+            self.redeployer.configurations = {each.id: each for each in config.fleet.configuration_values()}
+            self.planning.unstartable = self.redeployer.unstartable()
         self.planning.reconfigure(config, self.state.snapshot(self.clock.now_s()), self.journal)
         self._note(EntryKind.CONFIG_RELOADED, "", {"mode": config.mode})
         self.routes.send(self.state.engines(self.clock.now_s()))
@@ -527,7 +527,7 @@ class ControlPlane:
             outcome = await self.deployment.carry_out(plan, snapshot)
         except OrchestrRLError as error:  # nothing was begun
             outcome = RedeploymentOutcome(False, str(error), self.clock.now_s())
-        self.switch_ended(plan.id, outcome)
+        self.redeployment_ended(plan.id, outcome)
 
     def _acted(self, task: asyncio.Task[None]) -> None:
         self._acting.discard(task)

@@ -54,8 +54,8 @@ class DaemonCollector(Collector):
         yield from self._decisions(snapshot.now_s)
         yield from self._plans()
         yield from self._profile(snapshot)
-        if self._plane.switching is not None:
-            yield from self._switches.collect(self._plane.switching.history(0))
+        if self._plane.redeployer is not None:
+            yield from self._switches.collect(self._plane.redeployer.history(0))
         yield pause_metrics(self._plane.holds.pauses)
         yield defect_metrics(self._plane)
         if self._plane.fabric is not None:

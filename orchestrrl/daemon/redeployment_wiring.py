@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # heavy, and many configurations have none of it
 ASK_TIMEOUT_S = 120.0
 
 
-def switching_of(config: "Config", plane: "ControlPlane", clock: Clock) -> "RedeploymentController | None":
+def redeployer_of(config: "Config", plane: "ControlPlane", clock: Clock) -> "RedeploymentController | None":
     """For the daemon: it calls `recover` before it serves, and `close` at the end. Raises ProblemFaults."""
     from orchestrrl.fleet.redeployment.controller import RedeploymentController
 

@@ -19,7 +19,7 @@ from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from orchestrrl.daemon.fabric_wiring import fabric_of, gen_circuits_of, routing_of, verifier_of
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.metrics import serve_metrics
-from orchestrrl.daemon.redeployment_wiring import switching_of
+from orchestrrl.daemon.redeployment_wiring import redeployer_of
 from orchestrrl.daemon.weight_syncs import weights_of
 from orchestrrl.fabric.switch_events import SwitchEvents
 from orchestrrl.fabric.windows import QUANTILE, TraceHub
@@ -60,7 +60,7 @@ async def run_daemon(
         plane.fabric = fabric_of(config, drivers, switches.executor, hub, plane, clock, plane.routing)
         plane.verifier = verifier_of(plane, drivers)
         plane.gen_circuits = gen_circuits_of(config, plane.fabric, clock)
-        plane.deployment = plane.switching = switching = switching_of(config, plane, clock)
+        plane.deployment = plane.redeployer = switching = redeployer_of(config, plane, clock)
         if switching is not None:
             assert config.fleet.launch is not None
             watch, product = DeployedEngineWatcher(plane), config.fleet.launch.engine

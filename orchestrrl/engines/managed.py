@@ -1,5 +1,5 @@
-"""What a switch asks of an engine that it has started, beyond what the gateway and agents ask: how it is laid out,
-which weights it has, whether it answers as its predecessors did, and to sleep and wake.
+"""What a redeployment asks of an engine that it has started, beyond what the gateway and agents ask: how it is laid
+out, which weights it has, whether it answers as its predecessors did, and to sleep and wake.
 
 The clients of `orchestrrl.engines` that can be deployed implement it; `managed_conformance.py` beside this covers it.
 What an engine cannot do is found out with `capabilities`, never assumed; asking for it all the same raises Permanent.

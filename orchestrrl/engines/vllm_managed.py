@@ -1,4 +1,4 @@
-"""What a switch asks of a vLLM server: its layout, its weights, what it makes of a text, sleep, and elastic EP.
+"""What a redeployment asks of a vLLM server: its layout, its weights, what it makes of a text, sleep, and elastic EP.
 
 Orders that change the engine are OutcomeUnknown where it failed at them: vLLM does not go back by itself.
 """

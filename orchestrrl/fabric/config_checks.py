@@ -55,7 +55,9 @@ def _model_faults(document: dict[Any, Any], section: Any, site: "Site") -> list[
         faults.append(f"fabric.model: {error}, got {name!r}")
     fleet = document.get("fleet")
     if not isinstance(fleet, dict) or not fleet.get("deployer"):
-        faults.append(f"fabric.model: circuits follow the switches of fleet.deployer, and there is none, got {name!r}")
+        faults.append(
+            f"fabric.model: circuits follow the redeployments of fleet.deployer, and there is none, got {name!r}"
+        )
     gpus = fleet.get("gpus") if isinstance(fleet, dict) else None
     count = gpus.get("count") if isinstance(gpus, dict) else None
     if isinstance(count, int) and isinstance(first_gpu, int):

@@ -53,8 +53,8 @@ class StartingFleet(Protocol):
         """Whoever has been found to run."""
         ...
 
-    def switching(self) -> bool:
-        """A switch is under way: its end is a boundary."""
+    def redeploying(self) -> bool:
+        """A redeployment is under way: its end is a boundary."""
         ...
 
     def idle(self) -> bool | None:
@@ -64,7 +64,7 @@ class StartingFleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrafficVolumes:
-    """What an engine is taken to say until the next switch."""
+    """What an engine is taken to say until the next redeployment."""
 
     model: Model
     tokens: float  # that an engine's sequences decode
@@ -98,7 +98,7 @@ class GenerationCircuits:
             await self._safely(self._catch_up(fleet))
 
     async def _catch_up(self, fleet: StartingFleet) -> None:
-        if not fleet.switching() and self._missed() and await self._rest(fleet):
+        if not fleet.redeploying() and self._missed() and await self._rest(fleet):
             await self._announce(fleet.serving(), boundary=True)
 
     async def _safely(self, work: Awaitable[object]) -> None:
@@ -113,10 +113,10 @@ class GenerationCircuits:
 
     async def after_sync(self, fleet: StartingFleet, until_s: float = inf) -> str:
         """Requests are about to be let in again: where weights were brought over circuits of their own, engines get
-        theirs back. What became of it, in words; nothing where there was no such sync, or a switch goes before. A
+        theirs back. What became of it, in words; nothing where there was no such sync, or a redeployment goes before. A
         trainer that does not use the pause barrier announces `generation` itself: nobody else knows when its broadcast
         is over. `until_s`: when requests are let in anyway."""
-        if not self._fabric.sync_is_up or fleet.switching() or not (engines := fleet.serving()):
+        if not self._fabric.sync_is_up or fleet.redeploying() or not (engines := fleet.serving()):
             return ""
         within_s = min(self._within_s, SYNC_OVER_WITHIN_S, until_s - self._clock.now_s())
         if within_s <= 0:
@@ -130,12 +130,12 @@ class GenerationCircuits:
 
     async def begin(self, fleet: StartingFleet) -> str:
         """Circuits for engines that run already, as soon as nobody has a request; what became of it, in words. Until
-        then what is up stays, and says so in the list of periods. A switch of the deployment goes before."""
+        then what is up stays, and says so in the list of periods. A redeployment goes before."""
         limit_s = self._clock.now_s() + HEARD_WITHIN_S
-        while not fleet.switching() and fleet.idle() is None and self._clock.now_s() < limit_s:
+        while not fleet.redeploying() and fleet.idle() is None and self._clock.now_s() < limit_s:
             await self._clock.sleep(LOOK_S)
         words, at_rest = "", fleet.idle() is True
-        while not self._followed and not fleet.switching() and (engines := fleet.serving()):
+        while not self._followed and not fleet.redeploying() and (engines := fleet.serving()):
             words = await self._announce(engines, boundary=at_rest)
             logger.info("engines were found running: %s", words)
             if at_rest or not await self._rest(fleet):
@@ -144,11 +144,11 @@ class GenerationCircuits:
         return words
 
     async def _rest(self, fleet: StartingFleet) -> bool:
-        """Once nobody has had a request for a while; False where a switch comes first."""
+        """Once nobody has had a request for a while; False where a redeployment comes first."""
         since_s = self._clock.now_s()
         while self._clock.now_s() < since_s + RESTED_S:
             await self._clock.sleep(LOOK_S)
-            if fleet.switching():
+            if fleet.redeploying():
                 return False
             if fleet.idle() is not True:
                 since_s = self._clock.now_s()

@@ -42,7 +42,7 @@ class FoundFleet:
             if found.spec is not None and found.life is EngineLife.ALIVE and not found.lent
         ]
 
-    def switching(self) -> bool:
+    def redeploying(self) -> bool:
         return self._deployment.busy
 
     def idle(self) -> bool | None:

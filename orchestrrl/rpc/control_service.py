@@ -23,7 +23,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
         self._barrier = PauseService(plane)
-        self._switch = RedeploymentService(plane)
+        self._redeployments = RedeploymentService(plane)
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Context) -> control_pb2.Status:
         return control_codec.status_to_pb(self._plane, __version__)
@@ -181,24 +181,26 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 changed = holds.resume(PauseScope(request.part), request.reason)
         return control_pb2.SetPauseResponse(pauses=control_codec.pauses_to_pb(holds.pauses), changed=changed)
 
-    async def SwitchDeployment(
-        self, request: control_pb2.SwitchDeploymentRequest, context: Context
-    ) -> AsyncIterator[control_pb2.SwitchReport]:
-        async for report in self._switch.switch(request, context):
+    async def Redeploy(
+        self, request: control_pb2.RedeployRequest, context: Context
+    ) -> AsyncIterator[control_pb2.RedeploymentReport]:
+        async for report in self._redeployments.redeploy(request, context):
             yield report
 
-    async def GetSwitch(self, request: control_pb2.GetSwitchRequest, context: Context) -> control_pb2.SwitchReport:
-        return await self._switch.get(request, context)
+    async def GetRedeployment(
+        self, request: control_pb2.GetRedeploymentRequest, context: Context
+    ) -> control_pb2.RedeploymentReport:
+        return await self._redeployments.get(request, context)
 
-    async def ListDeployments(
-        self, request: control_pb2.ListDeploymentsRequest, context: Context
-    ) -> control_pb2.ListDeploymentsResponse:
-        return await self._switch.history(request, context)
+    async def ListRedeployments(
+        self, request: control_pb2.ListRedeploymentsRequest, context: Context
+    ) -> control_pb2.ListRedeploymentsResponse:
+        return await self._redeployments.history(request, context)
 
-    async def CancelSwitch(
-        self, request: control_pb2.CancelSwitchRequest, context: Context
-    ) -> control_pb2.SwitchReport:
-        return await self._switch.cancel(request, context)
+    async def CancelRedeployment(
+        self, request: control_pb2.CancelRedeploymentRequest, context: Context
+    ) -> control_pb2.RedeploymentReport:
+        return await self._redeployments.cancel(request, context)
 
     async def WatchJournal(
         self, request: control_pb2.WatchJournalRequest, context: Context

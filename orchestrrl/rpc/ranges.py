@@ -80,7 +80,7 @@ _RULES: Mapping[str, Mapping[str, _Rule]] = {
     "ConnectPortsRequest": {"cross_connects": _PORTS},
     "DisconnectPortsRequest": {"cross_connects": _PORTS},
     "TakeOverPortsRequest": {"cross_connects": _PORTS},
-    "SwitchDeploymentRequest": {"targets": _Rule(1024)},
+    "RedeployRequest": {"targets": _Rule(1024)},
     "WatchJournalRequest": {"kinds": _Rule(256)},
 }
 

@@ -1,4 +1,4 @@
-"""The Control service's calls about switches: which engines there are, changed in steps, watched, taken back."""
+"""The Control service's calls about redeployments: which engines there are, changed in steps, watched, taken back."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -10,11 +10,11 @@ from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fleet.redeployment.records import read_history
 from orchestrrl.fleet.redeployment.steps import (
     Redeployment,
+    RedeploymentId,
     RedeploymentReport,
     RedeploymentState,
     RedeployRequest,
     Stage,
-    SwitchId,
 )
 from orchestrrl.rpc.codecs.redeployment import draft_to_pb, report_to_pb, wish_from_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
@@ -29,14 +29,14 @@ NO_DEPLOYER = (
 
 
 class RedeploymentsControl(Protocol):
-    """Whoever carries switches out, one at a time. A switch runs by itself, whoever looks on."""
+    """Whoever carries redeployments out, one at a time. A redeployment runs by itself, whoever looks on."""
 
     def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage, ...]]:
         """What would be done. Raises ProblemFaults with all that is wrong with the wish, Permanent where it cannot be
         now."""
         ...
 
-    def begin(self, wish: RedeployRequest) -> SwitchId:
+    def begin(self, wish: RedeployRequest) -> RedeploymentId:
         """Raises as `draft` does."""
         ...
 
@@ -63,53 +63,57 @@ class RedeploymentService:
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
 
-    async def switch(self, request: pb.SwitchDeploymentRequest, context: Context) -> AsyncIterator[pb.SwitchReport]:
-        switching, wish = await self._switching(context), wish_from_pb(request)
+    async def redeploy(self, request: pb.RedeployRequest, context: Context) -> AsyncIterator[pb.RedeploymentReport]:
+        redeployer, wish = await self._redeploying(context), wish_from_pb(request)
         if request.dry_run:
             async with refusing(context):
-                draft = switching.draft(wish)
+                draft = redeployer.draft(wish)
             yield draft_to_pb(*draft)
             return
         async with refusing(context):
-            switch = switching.begin(wish)
-        seen = switching.report(switch)
+            redeployment = redeployer.begin(wish)
+        seen = redeployer.report(redeployment)
         yield report_to_pb(seen)
-        async for report in switching.watch(switch):
+        async for report in redeployer.watch(redeployment):
             if report != seen:
                 seen = report
                 yield report_to_pb(report)
             if seen.state is RedeploymentState.RUNNING:
                 await self._plane.clock.sleep(TOLD_EVERY_S)
 
-    async def get(self, request: pb.GetSwitchRequest, context: Context) -> pb.SwitchReport:
-        if self._plane.switching is not None:
+    async def get(self, request: pb.GetRedeploymentRequest, context: Context) -> pb.RedeploymentReport:
+        if self._plane.redeployer is not None:
             try:
-                return report_to_pb(self._plane.switching.report(request.switch_id))
+                return report_to_pb(self._plane.redeployer.report(request.redeployment_id))
             except Permanent as error:
                 await context.abort(grpc.StatusCode.NOT_FOUND, status_words(error))
-        found = next((report for report in self._recorded() if request.switch_id in ("", report.id)), None)
+        found = next((report for report in self._recorded() if request.redeployment_id in ("", report.id)), None)
         if found is None:
-            wanted = f"no switch {request.switch_id!r}" if request.switch_id else "no switch has been made yet"
+            wanted = (
+                f"no redeployment {request.redeployment_id!r}"
+                if request.redeployment_id
+                else "no redeployment has been made yet"
+            )
             await context.abort(grpc.StatusCode.NOT_FOUND, status_words(wanted))
         return report_to_pb(found)
 
-    async def history(self, request: pb.ListDeploymentsRequest, context: Context) -> pb.ListDeploymentsResponse:
-        if self._plane.switching is not None:
-            reports = self._plane.switching.history(request.limit)
+    async def history(self, request: pb.ListRedeploymentsRequest, context: Context) -> pb.ListRedeploymentsResponse:
+        if self._plane.redeployer is not None:
+            reports = self._plane.redeployer.history(request.limit)
         else:
             reports = self._recorded()[: request.limit or None]
-        return pb.ListDeploymentsResponse(switches=(report_to_pb(report, steps=False) for report in reports))
+        return pb.ListRedeploymentsResponse(redeployments=(report_to_pb(report, steps=False) for report in reports))
 
-    async def cancel(self, request: pb.CancelSwitchRequest, context: Context) -> pb.SwitchReport:
-        switching = await self._switching(context)
+    async def cancel(self, request: pb.CancelRedeploymentRequest, context: Context) -> pb.RedeploymentReport:
+        redeployer = await self._redeploying(context)
         async with refusing(context):
-            return report_to_pb(switching.cancel(request.switch_id, request.reason))
+            return report_to_pb(redeployer.cancel(request.redeployment_id, request.reason))
 
     def _recorded(self) -> list[RedeploymentReport]:
         """Of daemons that had a deployer, newest first."""
         return list(reversed(read_history(self._plane.journal).values()))
 
-    async def _switching(self, context: Context) -> RedeploymentsControl:
-        if self._plane.switching is None:
+    async def _redeploying(self, context: Context) -> RedeploymentsControl:
+        if self._plane.redeployer is None:
             await refuse(context, Permanent(NO_DEPLOYER))
-        return self._plane.switching
+        return self._plane.redeployer

@@ -38,7 +38,7 @@ class Marked:
 
     def _signal(self, kind: EntryKind, body: Any) -> Any:
         """(signal, before), or None."""
-        if kind is not EntryKind.SWITCH_STEP:
+        if kind is not EntryKind.REDEPLOYMENT_STEP:
             return None
         try:
             mark = json.loads(MARK.read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from front import until
-from switching_house import WIDE, House
+from redeploying_fleet import WIDE, House
 
 from orchestrrl.fabric.site import site_text
 from orchestrrl.rpc.control_client import ControlClient
@@ -85,7 +85,7 @@ async def house(whole_house: LitHouse) -> LitHouse:
     return whole_house
 
 
-async def test_a_switch_of_parallelism_under_load_changes_circuits(house: LitHouse) -> None:
+async def test_a_redeployment_under_load_changes_circuits(house: LitHouse) -> None:
     assert await house.circuits() == MESH
     async with house.step():
         report = await house.until_over(await house.begin(WIDE))
@@ -95,7 +95,7 @@ async def test_a_switch_of_parallelism_under_load_changes_circuits(house: LitHou
     assert await house.circuits() == PAIRS
 
 
-async def test_a_switch_that_fails_leaves_the_circuits_of_before(house: LitHouse) -> None:
+async def test_a_redeployment_that_fails_leaves_the_circuits_of_before(house: LitHouse) -> None:
     async with house.step():
         report = await house.until_over(await house.begin((("fails", 2),)))
     assert report.state == "rolled_back", report.detail

@@ -234,7 +234,7 @@ async def test_a_switch_that_dies_midway_is_not_said_to_be_free() -> None:
         with pytest.raises(asyncio.CancelledError):
             await run
     assert not suite.leftover.is_read
-    assert str(suite.leftover).startswith("may still be up, the switch could not be read: 1:33 (Retryable:")
+    assert str(suite.leftover).startswith("may still be up, the switch could not be read: 1:33 (DriverRetryable:")
 
 
 async def test_a_second_cancellation_names_what_may_be_up() -> None:

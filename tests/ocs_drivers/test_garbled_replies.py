@@ -141,7 +141,7 @@ async def test_over_gnmi(protocol: str, monkeypatch: pytest.MonkeyPatch, defects
                 spoil_values(rng, message)
             return message
 
-    monkeypatch.setattr(gnmi_emulator, "Service", Service)
+    monkeypatch.setattr(gnmi_emulator, "GnmiService", Service)
     emulator = make_emulator(protocol, PANEL)
     options = {"address": await emulator.start(), **DRIVER_OPTIONS[protocol]}
     try:

@@ -24,8 +24,8 @@ def register(app: typer.Typer) -> None:
 def demo(
     engine: Annotated[str, typer.Option(help="simulated | vllm (needs `make venv-vllm`)")] = "simulated",
     kv: Annotated[bool, typer.Option("--kv", help="Long prompts, on engines that can hand KV over.")] = False,
-    switch: Annotated[
-        bool, typer.Option("--switch", help="The daemon starts the engines, and may replace them by wider ones.")
+    redeploy: Annotated[
+        bool, typer.Option("--redeploy", help="The daemon starts the engines, and may replace them by wider ones.")
     ] = False,
     sync: Annotated[bool, typer.Option("--sync", help="The new weights alone, without the comparison.")] = False,
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")] = "",
@@ -41,9 +41,9 @@ def demo(
     At last a trainer publishes weights while requests run: peers bring them to every engine, and each token has to be
     of the version that its answer names. --sync shows that alone.
 
-    With --switch, a step of Qwen2.5-14B begins on eight TP=2 engines, once with the planner pinned to them and once
+    With --redeploy, a step of Qwen2.5-14B begins on eight TP=2 engines, once with the planner pinned to them and once
     without: it may go on with two of TP=8, as in the paper's case study. Circuits of a small optical fabric of virtual
-    switches follow. Writes `switch.json` and `switch.png`.
+    switches follow. Writes `redeployment.json` and `redeployment.png`.
 
     Example: `orchestrrl demo --seeds 1,2`
     """
@@ -55,19 +55,19 @@ def demo(
             raise ProblemFaults([f"--engine: must be one of {', '.join(ENGINES)}, got {engine!r}"])
         faults = [
             f"{flag}: goes with --engine simulated, got {engine!r}"
-            for flag, given in (("--kv", kv), ("--switch", switch))
+            for flag, given in (("--kv", kv), ("--redeploy", redeploy))
             if given and engine != "simulated"
         ]
-        if kv and switch:
-            faults.append("--switch: does not go with --kv")
-        if sync and (kv or switch or seeds):
-            faults.append("--sync: goes without --kv, --switch and --seeds")
+        if kv and redeploy:
+            faults.append("--redeploy: does not go with --kv")
+        if sync and (kv or redeploy or seeds):
+            faults.append("--sync: goes without --kv, --redeploy and --seeds")
         if faults:
             raise ProblemFaults(faults)
-        scenario = load_scenario("simulated-switch" if switch else "simulated-kv" if kv else engine)
+        scenario = load_scenario("simulated-redeploy" if redeploy else "simulated-kv" if kv else engine)
         chosen = _seeds(seeds) or list(scenario.seeds)
-    if switch:
-        whole = _demo_switch(scenario, chosen, out, json)
+    if redeploy:
+        whole = _demo_redeployment(scenario, chosen, out, json)
     elif sync:
         whole = _demo_sync(scenario, engine, out, json)
     else:
@@ -113,19 +113,19 @@ def _demo_sync(scenario: "DemoScenario", engine: str, out: Path, json: bool) -> 
     return outcome.is_well
 
 
-def _demo_switch(scenario: "DemoScenario", seeds: list[int], out: Path, json: bool) -> bool:
-    """The same, of the demo of a switch."""
-    from orchestrrl.cli.demo.redeployment import print_switch_demo
-    from orchestrrl.lab.demo.switch_report import as_json, write
-    from orchestrrl.lab.demo.switch_run import run_switch_demo
+def _demo_redeployment(scenario: "DemoScenario", seeds: list[int], out: Path, json: bool) -> bool:
+    """The same, of the demo of a redeployment."""
+    from orchestrrl.cli.demo.redeployment import print_redeploy_demo
+    from orchestrrl.lab.demo.redeploy_report import as_json, write
+    from orchestrrl.lab.demo.redeploy_run import run_redeploy_demo
 
     with reporting_errors():
-        outcome = _with_progress(lambda report: run_switch_demo(scenario, seeds, out, report))
+        outcome = _with_progress(lambda report: run_redeploy_demo(scenario, seeds, out, report))
         report_path, picture_path = write(outcome, out)
     if json:
         print_json(as_json(outcome))
     else:
-        print_switch_demo(outcome)
+        print_redeploy_demo(outcome)
         print_lines([f"wrote {report_path} and {picture_path}"])
     return not outcome.lost and not outcome.differing
 

@@ -1,29 +1,30 @@
-"""What `orchestrrl demo --switch` prints: the time line of the switch beside the paper's, and what it was worth."""
+"""What `orchestrrl demo --redeploy` prints: the time line of the redeployment beside the paper's, and what it was
+worth."""
 
 from collections.abc import Iterator
 
 from orchestrrl.cli.fleet.redeploy_text import change_words, time_line
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import print_lines, print_table, stdout
-from orchestrrl.lab.demo.switch_fabric import GEN_POD
-from orchestrrl.lab.demo.switch_report import PAPER, at_s
-from orchestrrl.lab.demo.switch_run import ObservedRedeployment, RedeployArm, RedeployDemo
-from orchestrrl.lab.demo.switch_stack import modelled_switch_s
+from orchestrrl.lab.demo.redeploy_fabric import GEN_POD
+from orchestrrl.lab.demo.redeploy_report import PAPER, at_s
+from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployArm, RedeployDemo
+from orchestrrl.lab.demo.redeploy_stack import modelled_switch_s
 
 COLUMNS = ("", "clock, s", "engine s", "predicted", "the paper's")
 
 
-def print_switch_demo(demo: RedeployDemo) -> None:
+def print_redeploy_demo(demo: RedeployDemo) -> None:
     speed = demo.scenario.speed
     for outcome in demo.seeds:
-        for switched in outcome.free.switches:
-            report = dict(switched.report)
+        for redeployed in outcome.free.redeployments:
+            report = dict(redeployed.report)
             stdout().print(time_line(report, report["created_unix_s"]))
-            began_s = at_s(switched, outcome.free, speed)
+            began_s = at_s(redeployed, outcome.free, speed)
             print_table(
                 f"{change_words(report)} at {began_s:.0f} engine seconds of seed {outcome.seed}",
                 COLUMNS,
-                _beside_the_paper(demo, switched),
+                _beside_the_paper(demo, redeployed),
             )
         if outcome.free.fabric_after is not None:
             print_table(
@@ -33,7 +34,7 @@ def print_switch_demo(demo: RedeployDemo) -> None:
             )
     print_table(
         f"One generation step of {len(demo.seeds[0].samples)} requests: engine seconds",
-        ("seed", "pinned", "free to switch", "ratio", "gained", "gain predicted", "tokens recomputed for it"),
+        ("seed", "pinned", "free to redeploy", "ratio", "gained", "gain predicted", "tokens recomputed for it"),
         (
             (
                 outcome.seed,
@@ -41,8 +42,8 @@ def print_switch_demo(demo: RedeployDemo) -> None:
                 f"{outcome.free.record.makespan_s:.1f}",
                 f"{outcome.ratio:.3f}",
                 f"{outcome.pinned.record.makespan_s - outcome.free.record.makespan_s:.1f}",
-                f"{sum(switched.predicted_gain_s for switched in outcome.free.switches) * speed:.1f}",
-                f"{sum(s.resumption.context_tokens for s in outcome.free.switches if s.resumption):,}",
+                f"{sum(redeployed.predicted_gain_s for redeployed in outcome.free.redeployments) * speed:.1f}",
+                f"{sum(s.resumption.context_tokens for s in outcome.free.redeployments if s.resumption):,}",
             )
             for outcome in demo.seeds
         ),
@@ -50,8 +51,8 @@ def print_switch_demo(demo: RedeployDemo) -> None:
     print_lines(_summary(demo))
 
 
-def _beside_the_paper(demo: RedeployDemo, switched: ObservedRedeployment) -> Iterator[tuple[object, ...]]:
-    speed, plan, resumed = demo.scenario.speed, switched.plan, switched.resumption
+def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> Iterator[tuple[object, ...]]:
+    speed, plan, resumed = demo.scenario.speed, redeployed.plan, redeployed.resumption
 
     def row(what: str, wall_s: float, predicted_s: float | None, paper_s: float | None) -> tuple[object, ...]:
         predicted = None if predicted_s is None else f"{predicted_s * speed:.1f}"
@@ -59,16 +60,18 @@ def _beside_the_paper(demo: RedeployDemo, switched: ObservedRedeployment) -> Ite
 
     assert demo.scenario.deployment is not None, "the scenario is of a fleet that the daemon starts"
     modelled_s = modelled_switch_s(demo.scenario.deployment, demo.scenario.deployment.standby) / speed
-    yield row("switching", switched.switching_s, plan["switch_cost_s"], PAPER["switching_s"])
+    yield row("redeploying", redeployed.redeploying_s, plan["switch_cost_s"], PAPER["switching_s"])
     yield row("  as modelled: going to sleep, waking", modelled_s, None, PAPER["switching_s"])
-    circuits_s = switched.followed.took_s if switched.followed else 0.0
-    if switched.followed:
+    circuits_s = redeployed.followed.took_s if redeployed.followed else 0.0
+    if redeployed.followed:
         yield row("  circuits, on virtual switches", circuits_s, None, None)
-    yield row("  processes, checks, HTTP on this machine", switched.switching_s - modelled_s - circuits_s, None, None)
+    yield row(
+        "  processes, checks, HTTP on this machine", redeployed.redeploying_s - modelled_s - circuits_s, None, None
+    )
     if resumed is not None:
         what = f"KV recomputed: {len(resumed.each)} requests, {resumed.context_tokens:,} tokens"
         yield row(what, resumed.last_s, resumed.predicted_s, PAPER["kv_recompute_s"])
-    yield row("in all", switched.total_s, plan["switch_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
+    yield row("in all", redeployed.total_s, plan["switch_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
 
 
 def _circuits(arm: RedeployArm) -> Iterator[tuple[object, ...]]:
@@ -82,21 +85,21 @@ def _circuits(arm: RedeployArm) -> Iterator[tuple[object, ...]]:
 
 def _summary(demo: RedeployDemo) -> Iterator[str]:
     speed = demo.scenario.speed
-    switches = [(outcome, switched) for outcome in demo.seeds for switched in outcome.free.switches]
-    if not switches:
-        yield "[yellow]the planner found no switch worth it: see `reason` in the journal's plans[/yellow]"
-    for outcome, switched in switches:
-        yield f"seed {outcome.seed}: {switched.report['reason']}"
-        if switched.plan["actual_makespan_s"] is not None:
-            predicted, actual = switched.plan["predicted_s"] * speed, switched.plan["actual_makespan_s"] * speed
+    redeployments = [(outcome, redeployed) for outcome in demo.seeds for redeployed in outcome.free.redeployments]
+    if not redeployments:
+        yield "[yellow]the planner found no redeployment worth it: see `reason` in the journal's plans[/yellow]"
+    for outcome, redeployed in redeployments:
+        yield f"seed {outcome.seed}: {redeployed.report['reason']}"
+        if redeployed.plan["actual_makespan_s"] is not None:
+            predicted, actual = redeployed.plan["predicted_s"] * speed, redeployed.plan["actual_makespan_s"] * speed
             yield f"  from then to the step's end: predicted {predicted:.1f}, actual {actual:.1f} engine seconds"
-        if (followed := switched.followed) is not None:
+        if (followed := redeployed.followed) is not None:
             yield (
                 f"  {followed.said}: announced to verified {duration(followed.took_s)}, of which command to verified "
                 f"{duration(followed.dark_s)}"
             )
-        if switched.resumption is not None:
-            half, last = switched.resumption.median_s * speed, switched.resumption.last_s * speed
+        if redeployed.resumption is not None:
+            half, last = redeployed.resumption.median_s * speed, redeployed.resumption.last_s * speed
             yield f"  first token after it: half of the requests within {half:.1f}, the last after {last:.1f} engine s"
     yield (
         f"engines run {speed:g} times as fast as life: what they decode, prefill and sleep is in proportion. Processes "

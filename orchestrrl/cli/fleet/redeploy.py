@@ -1,4 +1,4 @@
-"""`orchestrrl switch`: change which engines there are, watch it, take it back."""
+"""`orchestrrl redeploy`: change which engines there are, watch it, take it back."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MOST_ENGINES = (1 << 32) - 1
 
 
-def switch(
+def redeploy(
     to: Annotated[
         list[str] | None,
         typer.Option(
@@ -34,7 +34,7 @@ def switch(
     status: Annotated[bool, typer.Option("--status", help="How it stands; the same as no target at all.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the one under way until it ends.")] = False,
     cancel: Annotated[bool, typer.Option("--cancel", help="Go back to the engines from before.")] = False,
-    switch_id: Annotated[
+    redeployment_id: Annotated[
         str, typer.Option("--id", metavar="SWITCH", help="Which, for the last three; else the one under way, or last.")
     ] = "",
     reason: Annotated[str, typer.Option(help="Who and why, for the journal.")] = "",
@@ -47,22 +47,24 @@ def switch(
     back to the engines from before. Exit status 0 when it is done, 1 when it went back or engines are missing. Ctrl-C
     leaves it running.
 
-    Example: `orchestrrl switch --to tp2 --dry-run`
+    Example: `orchestrrl redeploy --to tp2 --dry-run`
 
-    Example: `orchestrrl switch --to tp2=3 --to tp1=2 --reason "the tail is short today"`
+    Example: `orchestrrl redeploy --to tp2=3 --to tp1=2 --reason "the tail is short today"`
     """
     with reporting_errors():
-        _check(to or [], plan, reason, {"--dry-run": dry_run, "--no-wait": no_wait}, switch_id, status, watch, cancel)
+        _check(
+            to or [], plan, reason, {"--dry-run": dry_run, "--no-wait": no_wait}, redeployment_id, status, watch, cancel
+        )
         targets = _targets(to or [])
     if not targets and not plan:
         if cancel:
-            _cancel(daemon, switch_id, reason, as_json)
+            _cancel(daemon, redeployment_id, reason, as_json)
         elif watch:
-            _end(until_over(daemon, lambda client: looks(client, switch_id), as_json), as_json)
+            _end(until_over(daemon, lambda client: looks(client, redeployment_id), as_json), as_json)
         else:
-            _show(ask(daemon, lambda client: look(client, switch_id)), as_json)
+            _show(ask(daemon, lambda client: look(client, redeployment_id)), as_json)
         return
-    order = control_pb2.SwitchDeploymentRequest(targets=targets, plan_id=plan, dry_run=dry_run, reason=reason)
+    order = control_pb2.RedeployRequest(targets=targets, plan_id=plan, dry_run=dry_run, reason=reason)
     if dry_run:
         _show_draft(ask(daemon, lambda client: first(client, order)), as_json)
     elif no_wait:
@@ -70,7 +72,7 @@ def switch(
         if as_json:
             print_json(report)
         else:
-            print_lines([words.begun(report), f"it runs by itself; {advice(report['switch_id'])}"])
+            print_lines([words.begun(report), f"it runs by itself; {advice(report['redeployment_id'])}"])
     else:
         _end(until_over(daemon, lambda client: reports(client, order), as_json), as_json)
 
@@ -83,7 +85,7 @@ def _check(
     plan: str,
     reason: str,
     flags: dict[str, bool],
-    switch_id: str,
+    redeployment_id: str,
     status: bool,
     watch: bool,
     cancel: bool,
@@ -99,8 +101,8 @@ def _check(
     faults += [f"{flag}: needs --to or --plan" for flag, on in flags.items() if on and not target]
     if all(flags.values()):
         faults.append("--no-wait: cannot go with --dry-run")
-    if switch_id and target:
-        faults.append(f"--id: cannot go with --to or --plan, got {switch_id!r}")
+    if redeployment_id and target:
+        faults.append(f"--id: cannot go with --to or --plan, got {redeployment_id!r}")
     if reason and not target and not cancel:
         faults.append(f"--reason: needs --to, --plan or --cancel, got {reason!r}")
     try:
@@ -111,8 +113,8 @@ def _check(
         raise ProblemFaults(faults)
 
 
-def _targets(to: list[str]) -> "list[control_pb2.SwitchTarget]":
-    targets: list[control_pb2.SwitchTarget] = []
+def _targets(to: list[str]) -> "list[control_pb2.RedeployTarget]":
+    targets: list[control_pb2.RedeployTarget] = []
     faults = []
     for wish in to:
         configuration, equals, number = wish.rpartition("=") if "=" in wish else (wish, "", "")
@@ -122,7 +124,7 @@ def _targets(to: list[str]) -> "list[control_pb2.SwitchTarget]":
         elif configuration in [target.configuration for target in targets]:
             faults.append(f"--to: must name a configuration once, got {wish!r} again")
         else:
-            targets.append(control_pb2.SwitchTarget(configuration=configuration, engines=int(number or 0)))
+            targets.append(control_pb2.RedeployTarget(configuration=configuration, engines=int(number or 0)))
     if faults:
         raise ProblemFaults(faults)
     return targets
@@ -141,7 +143,7 @@ def _end(report: dict[str, Any], as_json: bool) -> None:
         print_lines(words.outcome(report if report["state"] == "done" else {**report, "detail": ""}))
     if report["state"] != "done":
         because = report["detail"] or "no reason given"
-        fail(f"switch {report['switch_id']} is {words.state_words(report)}: {because}")
+        fail(f"redeployment {report['redeployment_id']} is {words.state_words(report)}: {because}")
 
 
 def _show(report: dict[str, Any], as_json: bool) -> None:
@@ -151,7 +153,7 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     print_lines([words.begun(report)])
     _print_taken(report)
     if report["state"] == "running":
-        print_lines([words.progress(report), advice(report["switch_id"])])
+        print_lines([words.progress(report), advice(report["redeployment_id"])])
     else:
         print_lines(words.outcome(report))
 
@@ -174,19 +176,19 @@ def _print_taken(report: dict[str, Any]) -> None:
     print_table("Steps", words.TAKEN_COLUMNS, rows, optional={"slowest", "remark"}, left=words.WORDY)
 
 
-def _cancel(daemon: str, switch_id: str, reason: str, as_json: bool) -> None:
+def _cancel(daemon: str, redeployment_id: str, reason: str, as_json: bool) -> None:
     async def conversation(client: "ControlClient") -> dict[str, Any]:
-        order = control_pb2.CancelSwitchRequest(switch_id=switch_id, reason=reason)
-        return await answer(client, client.control.CancelSwitch, order)
+        order = control_pb2.CancelRedeploymentRequest(redeployment_id=redeployment_id, reason=reason)
+        return await answer(client, client.control.CancelRedeployment, order)
 
     report = ask(daemon, conversation)
     if as_json:
         print_json(report)
         return
-    named, before = escape(report["switch_id"]), escape(words.fleet_words(report["old_engines"]))
-    watch = f"watch it with [bold]orchestrrl switch --watch --id {named}[/bold]"
-    print_lines([f"switch [bold]{named}[/bold] goes back to {before}; {watch}"])
+    named, before = escape(report["redeployment_id"]), escape(words.fleet_words(report["old_engines"]))
+    watch = f"watch it with [bold]orchestrrl redeploy --watch --id {named}[/bold]"
+    print_lines([f"redeployment [bold]{named}[/bold] goes back to {before}; {watch}"])
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(switch)
+    app.command("redeploy")(redeploy)

@@ -1,6 +1,6 @@
-"""Following a switch: in a terminal a table that is renewed in place, in a pipe a line for each change.
+"""Following a redeployment: in a terminal a table that is renewed in place, in a pipe a line for each change.
 
-The switch runs by itself. Whoever looks on may leave, and may stay while the daemon is away.
+The redeployment runs by itself. Whoever looks on may leave, and may stay while the daemon is away.
 """
 
 import time
@@ -30,12 +30,14 @@ EXIT_LEFT = 130  # as shells have it for Ctrl-C: what it came to is not known
 Reports = Callable[["ControlClient"], AsyncIterator[dict[str, Any]]]
 
 
-async def look(client: "ControlClient", switch_id: str) -> dict[str, Any]:
-    return await answer(client, client.control.GetSwitch, control_pb2.GetSwitchRequest(switch_id=switch_id))
+async def look(client: "ControlClient", redeployment_id: str) -> dict[str, Any]:
+    return await answer(
+        client, client.control.GetRedeployment, control_pb2.GetRedeploymentRequest(redeployment_id=redeployment_id)
+    )
 
 
-async def first(client: "ControlClient", order: "control_pb2.SwitchDeploymentRequest") -> dict[str, Any]:
-    """The draft, or the switch as it begins."""
+async def first(client: "ControlClient", order: "control_pb2.RedeployRequest") -> dict[str, Any]:
+    """The draft, or the redeployment as it begins."""
     import asyncio
 
     try:
@@ -47,10 +49,8 @@ async def first(client: "ControlClient", order: "control_pb2.SwitchDeploymentReq
     raise OutcomeUnknown(f"the daemon at {client.address} ended the call without an answer")
 
 
-async def reports(
-    client: "ControlClient", order: "control_pb2.SwitchDeploymentRequest"
-) -> AsyncIterator[dict[str, Any]]:
-    """Each as the switch goes on. It outlives the daemon's being away: then its next life is asked."""
+async def reports(client: "ControlClient", order: "control_pb2.RedeployRequest") -> AsyncIterator[dict[str, Any]]:
+    """Each as the redeployment goes on. It outlives the daemon's being away: then its next life is asked."""
     report: dict[str, Any] | None = None
     try:
         async for report in _ordered(client, order):
@@ -61,35 +61,33 @@ async def reports(
     if report is None:
         raise OutcomeUnknown(f"the daemon at {client.address} ended the call without an answer")
     if report["state"] == "running":
-        async for later in looks(client, report["switch_id"], known=True):
+        async for later in looks(client, report["redeployment_id"], known=True):
             yield later
 
 
-async def _ordered(
-    client: "ControlClient", order: "control_pb2.SwitchDeploymentRequest"
-) -> AsyncGenerator[dict[str, Any]]:
-    async for message in client.watch(client.control.SwitchDeployment, order):
+async def _ordered(client: "ControlClient", order: "control_pb2.RedeployRequest") -> AsyncGenerator[dict[str, Any]]:
+    async for message in client.watch(client.control.Redeploy, order):
         yield plain(message)
 
 
-async def looks(client: "ControlClient", switch_id: str, known: bool = False) -> AsyncIterator[dict[str, Any]]:
-    """The switch again and again, until it has ended. `known`: the daemon has told of it; then it may be away."""
+async def looks(client: "ControlClient", redeployment_id: str, known: bool = False) -> AsyncIterator[dict[str, Any]]:
+    """The redeployment again and again, until it has ended. `known`: the daemon has told of it; then it may be away."""
     import asyncio
 
     away = False
     while True:
         try:
-            report = await look(client, switch_id)
+            report = await look(client, redeployment_id)
         except (Retryable, OutcomeUnknown):
             if not known:
                 raise
             if not away:
                 stderr().print(
-                    "the daemon is away: the switch goes on, or back, once it is there again", soft_wrap=True
+                    "the daemon is away: the redeployment goes on, or back, once it is there again", soft_wrap=True
                 )
             away = True
         else:
-            away, known, switch_id = False, True, report["switch_id"]
+            away, known, redeployment_id = False, True, report["redeployment_id"]
             yield report
             if report["state"] != "running":
                 return
@@ -97,7 +95,7 @@ async def looks(client: "ControlClient", switch_id: str, known: bool = False) ->
 
 
 def until_over(daemon: str, watched: Reports, as_json: bool) -> dict[str, Any]:
-    """The last report of the switch; on the way there, how it goes on."""
+    """The last report of the redeployment; on the way there, how it goes on."""
     latest: dict[str, Any] = {}
 
     async def follow(client: "ControlClient", show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -132,14 +130,14 @@ def until_over(daemon: str, watched: Reports, as_json: bool) -> dict[str, Any]:
 
 def _left(latest: dict[str, Any]) -> str:
     if not latest:
-        return "the daemon has not answered: it may have begun; look with [bold]orchestrrl switch[/bold]"
-    switch_id = latest["switch_id"]
-    return f"switch [bold]{escape(switch_id)}[/bold] goes on by itself; {advice(switch_id)}"
+        return "the daemon has not answered: it may have begun; look with [bold]orchestrrl redeploy[/bold]"
+    redeployment_id = latest["redeployment_id"]
+    return f"redeployment [bold]{escape(redeployment_id)}[/bold] goes on by itself; {advice(redeployment_id)}"
 
 
-def advice(switch_id: str) -> str:
-    named = f" --id {escape(switch_id)}"
+def advice(redeployment_id: str) -> str:
+    named = f" --id {escape(redeployment_id)}"
     return (
-        f"watch it with [bold]orchestrrl switch --watch{named}[/bold], "
-        f"take it back with [bold]orchestrrl switch --cancel{named}[/bold]"
+        f"watch it with [bold]orchestrrl redeploy --watch{named}[/bold], "
+        f"take it back with [bold]orchestrrl redeploy --cancel{named}[/bold]"
     )

@@ -1,4 +1,4 @@
-"""A switch in words and tables: what it would do, how far it is, what took how long, and a time line."""
+"""A redeployment in words and tables: what it would do, how far it is, what took how long, and a time line."""
 
 import re
 from collections import Counter
@@ -69,7 +69,7 @@ def took_s(report: dict[str, Any]) -> float | None:
 
 def begun(report: dict[str, Any]) -> str:
     """What it is, in a line."""
-    named = f"switch {report['switch_id']}" if report["switch_id"] else "dry run, nothing is done"
+    named = f"redeployment {report['redeployment_id']}" if report["redeployment_id"] else "dry run, nothing is done"
     plan = f", plan {report['plan_id']}" if report["plan_id"] else ""
     reason = f" ({report['reason']})" if report["reason"] else ""
     return f"[bold]{escape(named)}[/bold]: {escape(change_words(report) + plan + reason)}"
@@ -94,7 +94,7 @@ def outcome(report: dict[str, Any]) -> list[str]:
 
 
 def progress(report: dict[str, Any]) -> str:
-    """`switch s1: 8 x tp2 -> 2 x tp8, running: evacuate (12 of 40 steps done, since 18:55:01)`"""
+    """`redeployment s1: 8 x tp2 -> 2 x tp8, running: evacuate (12 of 40 steps done, since 18:55:01)`"""
     steps = report["steps"]
     done = sum(step["state"] == "done" for step in steps)
     now = ", ".join(dict.fromkeys(words(step["kind"]) for step in steps if step["state"] == "running"))
@@ -102,18 +102,19 @@ def progress(report: dict[str, Any]) -> str:
     going = "[yellow]going back[/yellow]" if back else "running"
     doing = f": {now}" if now else ""
     return (
-        f"switch [bold]{escape(report['switch_id'])}[/bold]: {escape(change_words(report))}, {going}{doing} "
+        f"redeployment [bold]{escape(report['redeployment_id'])}[/bold]: {escape(change_words(report))},"
+        f" {going}{doing} "
         f"({done} of {len(steps)} steps done, since {time_of_day(report['created_unix_s'])})"
     )
 
 
-def switch_summary(report: dict[str, Any] | None) -> list[str]:
-    """For `orchestrrl status`: nothing unless a switch is under way or has left engines missing."""
+def redeployment_summary(report: dict[str, Any] | None) -> list[str]:
+    """For `orchestrrl status`: nothing unless a redeployment is under way or has left engines missing."""
     if report is None:
         return []
     if report["state"] == "running":
         return [progress(report)]
-    return [f"switch [bold]{escape(report['switch_id'])}[/bold]: {outcome(report)[0]}"]
+    return [f"redeployment [bold]{escape(report['redeployment_id'])}[/bold]: {outcome(report)[0]}"]
 
 
 # --- engines
@@ -252,7 +253,7 @@ def plan_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
 
 
 def taken_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
-    """What was done, in seconds; of a switch that has ended, what began."""
+    """What was done, in seconds; of a redeployment that has ended, what began."""
     shown = ""
     for group in together(report):
         if report["state"] != "running" and group.began_s is None:
@@ -338,7 +339,7 @@ def _news_of(group: StageSteps) -> str:
 
 
 def time_line(report: dict[str, Any], now_s: float) -> Table:
-    """A bar for each step that began, from the beginning of the switch to its end or `now_s`."""
+    """A bar for each step that began, from the beginning of the redeployment to its end or `now_s`."""
     began_s = float(report["created_unix_s"])
     bars = [StageSteps(step["stage"], step["kind"], step["direction"], (step,)) for step in report["steps"]]
     if sum(piece.began_s is not None for piece in bars) > BARS_SHOWN:

@@ -194,7 +194,7 @@ def summary(seen: dict[str, Any]) -> list[str]:
         f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
         calibration(seen["plan_calibration"]),
         *barrier_summary(seen["barrier"]),
-        *redeploy_text.switch_summary(seen["switch"]),
+        *redeploy_text.redeployment_summary(seen["redeployment"]),
         *fabric_summary(seen),
         *(f"[yellow]{pause['part']} is paused[/yellow]: {escape(pause_words(pause))}" for pause in seen["pauses"]),
     ]

@@ -90,7 +90,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
     whole, worries = summary(status), trouble(status)
     parts: list[RenderableType] = [*whole[: 4 + len(worries)], *barrier_summary(status["barrier"])]
     parts += weights_summary(seen["weights"], status["now_unix_s"])
-    parts += [*redeploy_text.switch_summary(status["switch"]), _workers(status["workers"])]
+    parts += [*redeploy_text.redeployment_summary(status["redeployment"]), _workers(status["workers"])]
     if balance is not None:
         parts += [*reasons(balance), *_moves(balance["moves"])]
     else:

@@ -1,4 +1,4 @@
-"""`orchestrrl plan history`: switches that were carried out, and what took how long in each."""
+"""`orchestrrl plan history`: redeployments that were carried out, and what took how long in each."""
 
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,39 +16,47 @@ from orchestrrl.core.addresses import DEFAULT_TARGET
 if TYPE_CHECKING:
     from orchestrrl.rpc.control_client import ControlClient
 
-COLUMNS = ("switch", "began", "plan", "why", "change", "outcome", "took", "stood still", "moved", "kept")
+COLUMNS = ("redeployment", "began", "plan", "why", "change", "outcome", "took", "stood still", "moved", "kept")
 
 
 def history(
     limit: Annotated[int, typer.Option("--limit", min=1, help="How many of the newest.")] = 20,
-    switch_id: Annotated[str, typer.Option("--id", metavar="SWITCH", help="One in full, with a time line.")] = "",
+    redeployment_id: Annotated[str, typer.Option("--id", metavar="SWITCH", help="One in full, with a time line.")] = "",
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the switches of the deployment that were carried out, newest first; with --id, what took how long in one.
+    """List the redeployments that were carried out, newest first; with --id, what took how long in one.
 
     Example: `orchestrrl plan history --limit 5`
     """
-    if switch_id:
-        _one(daemon, switch_id, as_json)
+    if redeployment_id:
+        _one(daemon, redeployment_id, as_json)
         return
 
     async def conversation(client: "ControlClient") -> dict[str, Any]:
-        wanted = control_pb2.ListDeploymentsRequest(limit=limit)
-        return await answer(client, client.control.ListDeployments, wanted)
+        wanted = control_pb2.ListRedeploymentsRequest(limit=limit)
+        return await answer(client, client.control.ListRedeployments, wanted)
 
     found = ask(daemon, conversation)
     if as_json:
         print_json(found)
-    elif not found["switches"]:
-        print_lines(["no switch has been made yet"])
+    elif not found["redeployments"]:
+        print_lines(["no redeployment has been made yet"])
     else:
-        print_table("Switches", COLUMNS, map(_row, found["switches"]), optional={"plan", "why"}, left={"why", "change"})
+        print_table(
+            "Redeployments",
+            COLUMNS,
+            map(_row, found["redeployments"]),
+            optional={"plan", "why"},
+            left={"why", "change"},
+        )
 
 
-def _one(daemon: str, switch_id: str, as_json: bool) -> None:
+def _one(daemon: str, redeployment_id: str, as_json: bool) -> None:
     async def conversation(client: "ControlClient") -> dict[str, Any]:
-        return await answer(client, client.control.GetSwitch, control_pb2.GetSwitchRequest(switch_id=switch_id))
+        return await answer(
+            client, client.control.GetRedeployment, control_pb2.GetRedeploymentRequest(redeployment_id=redeployment_id)
+        )
 
     report = ask(daemon, conversation)
     if as_json:
@@ -62,7 +70,7 @@ def _one(daemon: str, switch_id: str, as_json: bool) -> None:
 
 def _row(report: dict[str, Any]) -> tuple[object, ...]:
     return (
-        report["switch_id"],
+        report["redeployment_id"],
         _moment(report["created_unix_s"]),
         report["plan_id"] or None,
         report["reason"] or None,

@@ -102,7 +102,7 @@ fleet:
     configurations: {}          # more for one of them, or otherwise: {tp4: {arguments: [...], environment: {...}}}
     kv_directory: null          # where kv_transfer has a connector: a folder in it for each configuration
     weight_backend: false       # true: vLLM checks versions of the weights as it loads them, and reads them back
-  # Who starts and stops engines: `orchestrrl switch`, and the planner in mode act. There is none by default.
+  # Who starts and stops engines: `orchestrrl redeploy`, and the planner in mode act. There is none by default.
   deployer:
     product: local              # processes of this machine; ray and kubernetes are extras, see docs/deployers.md
     options: {}                 # the product's own

@@ -77,14 +77,14 @@ class LaunchSettings(Section):
 
 
 class Standby(StrEnum):
-    """What becomes of engines that a switch replaces and that can sleep."""
+    """What becomes of engines that a redeployment replaces and that can sleep."""
 
     STOP = "stop"
-    KEEP = "keep"  # asleep, for a later switch to wake
+    KEEP = "keep"  # asleep, for a later redeployment to wake
 
 
 class DeployerSettings(Section):
-    """Who starts and stops engines, and how long each step of a switch may take."""
+    """Who starts and stops engines, and how long each step of a redeployment may take."""
 
     product: Name = "local"
     options: dict[str, Any] = Field(default_factory=dict)  # the product's own

@@ -81,7 +81,7 @@ CREATE TABLE IF NOT EXISTS entries (
 );
 CREATE INDEX IF NOT EXISTS entries_by_kind ON entries (kind, sequence);
 CREATE INDEX IF NOT EXISTS results_by_subject ON entries (subject) WHERE kind = '{EntryKind.OPERATION_RESULT}';
-CREATE INDEX IF NOT EXISTS switches_by_subject ON entries (subject) WHERE kind = '{EntryKind.SWITCH_ENDED}';
+CREATE INDEX IF NOT EXISTS redeployments_by_subject ON entries (subject) WHERE kind = '{EntryKind.REDEPLOYMENT_ENDED}';
 CREATE INDEX IF NOT EXISTS syncs_by_subject ON entries (subject) WHERE kind = '{EntryKind.SYNC_ENDED}';
 CREATE INDEX IF NOT EXISTS circuits_by_subject ON entries (subject) WHERE kind = '{EntryKind.CIRCUITS_RESULT}';
 PRAGMA application_id = {APPLICATION_ID};
@@ -94,7 +94,7 @@ _ADD_CHECKSUMS = "ALTER TABLE entries ADD COLUMN checksum INTEGER NOT NULL DEFAU
 TRIED = 8
 
 # What was so in the fleet. After damage it has to be observed anew.
-_OF_THE_FLEET = (EntryKind.BARRIER, EntryKind.WEIGHTS, EntryKind.SWITCH_ENDED)
+_OF_THE_FLEET = (EntryKind.BARRIER, EntryKind.WEIGHTS, EntryKind.REDEPLOYMENT_ENDED)
 # An operator's words, which a power cut does not take either: they are few.
 _DURABLE = frozenset(
     {
@@ -110,10 +110,10 @@ _DURABLE = frozenset(
 _RESULT_OF = {
     EntryKind.OPERATION_INTENT: EntryKind.OPERATION_RESULT,
     EntryKind.CIRCUITS_INTENT: EntryKind.CIRCUITS_RESULT,
-    EntryKind.SWITCH_BEGAN: EntryKind.SWITCH_ENDED,
+    EntryKind.REDEPLOYMENT_BEGAN: EntryKind.REDEPLOYMENT_ENDED,
     EntryKind.SYNC_BEGAN: EntryKind.SYNC_ENDED,
 }
-_STEP_OF = {EntryKind.SWITCH_STEP: EntryKind.SWITCH_BEGAN, EntryKind.SYNC_STEP: EntryKind.SYNC_BEGAN}
+_STEP_OF = {EntryKind.REDEPLOYMENT_STEP: EntryKind.REDEPLOYMENT_BEGAN, EntryKind.SYNC_STEP: EntryKind.SYNC_BEGAN}
 
 
 def _open(intent: EntryKind) -> str:
@@ -127,7 +127,7 @@ _RECOVERED_FROM_LATEST = (
     EntryKind.PLAN_CONTROL,
     EntryKind.PLAN_CALIBRATION,
     EntryKind.DEPLOYMENT_ENDED,
-    EntryKind.SWITCH_ENDED,
+    EntryKind.REDEPLOYMENT_ENDED,
     EntryKind.MODE,
     EntryKind.ROUTES,
     EntryKind.ENGINES,

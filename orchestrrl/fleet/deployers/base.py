@@ -50,7 +50,7 @@ class Deployer(Protocol):
 
     def check(self, spec: EngineSpec) -> None:
         """What can be told of a start beforehand, at once and from files alone. Raises ProblemFaults, or Permanent, for
-        what could never start so: a switch asks before it stops anybody."""
+        what could never start so: a redeployment asks before it stops anybody."""
         ...
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:

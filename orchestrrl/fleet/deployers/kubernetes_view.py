@@ -1,6 +1,6 @@
 """What is there of a fleet in its cluster: its workloads with their pods, and whether nodes answer.
 
-Everybody who asks at the same time is answered by the same listing: a switch looks at hundreds of engines twice a
+Everybody who asks at the same time is answered by the same listing: a redeployment looks at hundreds of engines twice a
 second, and an API server serves others too.
 """
 

@@ -1,4 +1,4 @@
-"""What each step of a switch does to the fleet. Doing one twice is harmless: it looks first.
+"""What each step of a redeployment does to the fleet. Doing one twice is harmless: it looks first.
 
 The order of steps is steps.py's; journalling them and going back is run.py's.
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 POLL_S = 0.1
-# For what engines serve to be compared with. It keeps a switch from beginning, or an engine from stopping.
+# For what engines serve to be compared with. It keeps a redeployment from beginning, or an engine from stopping.
 REFERENCE_WITHIN_S = 10.0
 
 
@@ -61,7 +61,7 @@ class ActionControl(emptying.MoveControl, Protocol):
 
 @dataclass(slots=True)
 class RedeployActions:
-    """For one switch. `running` is what the deployer has, kept by whoever owns the fleet."""
+    """For one redeployment. `running` is what the deployer has, kept by whoever owns the fleet."""
 
     plane: ActionControl
     deployer: Deployer
@@ -69,18 +69,18 @@ class RedeployActions:
     configurations: Mapping[ConfigurationId, Configuration]
     running: dict[EngineId, DeployedInstance]
     tolerance: AnswerTolerance
-    switch: Redeployment
+    redeployment: Redeployment
     tally: MovesTally = field(default_factory=MovesTally)
     going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
     offers: dict[EngineId, EngineCapabilities] = field(default_factory=dict)  # the same
-    loaded: set[EngineId] = field(default_factory=set)  # by this switch, with what all have to serve
+    loaded: set[EngineId] = field(default_factory=set)  # by this redeployment, with what all have to serve
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
     _asks_emptied: bool = False
     _emptying: Emptying = field(init=False)
 
     def __post_init__(self) -> None:
-        self._emptying = Emptying(self.plane, self.switch, self.configurations, self.tally)
+        self._emptying = Emptying(self.plane, self.redeployment, self.configurations, self.tally)
 
     @property
     def _clock(self) -> Clock:
@@ -88,8 +88,8 @@ class RedeployActions:
 
     def _spec(self, engine: EngineId) -> EngineSpec:
         """As it is wanted in the direction that is gone."""
-        new, old = self.switch.new, self.switch.old
-        specs = (*old, *new, *self.switch.asleep) if self.going_back else (*new, *old, *self.switch.asleep)
+        new, old = self.redeployment.new, self.redeployment.old
+        specs = (*old, *new, *self.redeployment.asleep) if self.going_back else (*new, *old, *self.redeployment.asleep)
         return next(spec for spec in specs if spec.engine == engine)
 
     async def forward(self, step: RedeployStep) -> str:
@@ -99,10 +99,10 @@ class RedeployActions:
                 case StepKind.FENCE:
                     return self._fence(step)
                 case StepKind.ADMIT:
-                    engines = [spec.engine for spec in self.switch.preparing]
+                    engines = [spec.engine for spec in self.redeployment.preparing]
                     self._check_weights()
                     await self._check_there(engines)
-                    return await self._admit(engines, self.switch.new)
+                    return await self._admit(engines, self.redeployment.new)
                 case _:
                     return ""
         if step.kind in (StepKind.STOP, StepKind.SLEEP):
@@ -114,16 +114,16 @@ class RedeployActions:
         if step.engine is None:
             if step.kind is not StepKind.ADMIT:
                 return ""
-            there = [spec.engine for spec in self.switch.old if spec.engine in self.running]
+            there = [spec.engine for spec in self.redeployment.old if spec.engine in self.running]
             alive = [engine for engine in there if self.running[engine].life is EngineLife.ALIVE]
-            return await self._admit(alive, [spec for spec in self.switch.old if spec.engine in alive])
+            return await self._admit(alive, [spec for spec in self.redeployment.old if spec.engine in alive])
         return await self._of_engine(step.kind, step.engine)
 
     async def reference(self, *, patient: bool) -> AnswerExcerpt | None:
         """How an engine that serves now answers, the emptiest first; None where none can be asked. Who has no seat free
         answers once requests have ended: it is asked by the `patient` alone. Others ask who has been emptied, later."""
         found: list[tuple[bool, int, EngineId]] = []
-        for spec in self.switch.old:
+        for spec in self.redeployment.old:
             deployed = self.running.get(spec.engine)
             if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
                 continue
@@ -143,18 +143,18 @@ class RedeployActions:
 
     async def _ask_the_emptied(self, engine: EngineId) -> None:
         """Of engines that stop side by side one is enough."""
-        if self.switch.reference is not None or self._asks_emptied or engine not in self.running:
+        if self.redeployment.reference is not None or self._asks_emptied or engine not in self.running:
             return
         self._asks_emptied = True
         with _warning(engine):
             reference = await within(self._clock, REFERENCE_WITHIN_S, self._excerpt(engine))
-            self.switch = replace(self.switch, reference=reference)
+            self.redeployment = replace(self.redeployment, reference=reference)
         self._asks_emptied = False
 
     def expect(self, engines: Iterable[EngineId]) -> None:
-        """Of this switch's engines, these are to serve soon: gateways send them nothing before they are admitted, keep
-        requests for them, and let nobody give up meanwhile."""
-        limits = self.switch.limits
+        """Of this redeployment's engines, these are to serve soon: gateways send them nothing before they are admitted,
+        keep requests for them, and let nobody give up meanwhile."""
+        limits = self.redeployment.limits
         lasts_s = limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s + limits.load_s + 2 * limits.check_s
         self._expect_nobody()
         self.plane.routes.expected.update(dict.fromkeys(engines, self._clock.now_s() + lasts_s))
@@ -162,12 +162,14 @@ class RedeployActions:
 
     def let_be(self) -> None:
         """Nobody is fenced or expected any longer: requests go to whatever serves."""
-        self.plane.routes.draining.difference_update(spec.engine for spec in (*self.switch.old, *self.switch.new))
+        self.plane.routes.draining.difference_update(
+            spec.engine for spec in (*self.redeployment.old, *self.redeployment.new)
+        )
         self._expect_nobody()
         self.plane.engines_deployed()
 
     def _expect_nobody(self) -> None:
-        for spec in (*self.switch.old, *self.switch.new):
+        for spec in (*self.redeployment.old, *self.redeployment.new):
             self.plane.routes.expected.pop(spec.engine, None)
 
     async def look(self) -> set[EngineId]:
@@ -183,7 +185,7 @@ class RedeployActions:
     # --- of the fleet
 
     def _fence(self, step: RedeployStep) -> str:
-        leaving = [spec.engine for spec in (*self.switch.leaving, *(new for _, new in self.switch.scaled))]
+        leaving = [spec.engine for spec in (*self.redeployment.leaving, *(new for _, new in self.redeployment.scaled))]
         self.plane.routes.draining.update(leaving)
         self.plane.engines_deployed()
         return f"{len(leaving)} engines take nothing new"
@@ -210,16 +212,16 @@ class RedeployActions:
     @property
     def _weights(self) -> ServedWeights:
         """On the way back the fleet's, which may be others than when it began."""
-        return self.plane.current_weights() if self.going_back else self.switch.weights
+        return self.plane.current_weights() if self.going_back else self.redeployment.weights
 
     @property
     def _reference(self) -> AnswerExcerpt | None:
         """Of the same weights."""
-        return self.switch.reference if self._weights.version == self.switch.weights.version else None
+        return self.redeployment.reference if self._weights.version == self.redeployment.weights.version else None
 
     def _check_weights(self) -> None:
         """Requests would stand still at engines that come with yesterday's weights."""
-        began, now = self.switch.weights, self.plane.current_weights()
+        began, now = self.redeployment.weights, self.plane.current_weights()
         if now.version != began.version and now.source:
             raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
 

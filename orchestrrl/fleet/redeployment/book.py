@@ -1,4 +1,4 @@
-"""What is told of switches: to who watches one, to who asks for those that were, and in the journal."""
+"""What is told of redeployments: to who watches one, to who asks for those that were, and in the journal."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,11 +10,11 @@ from orchestrrl.fleet.redeployment.outcomes import EngineStart
 from orchestrrl.fleet.redeployment.records import HISTORY, RecordedFleet, read_history, write_end
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
 from orchestrrl.fleet.redeployment.steps import (
+    RedeploymentId,
     RedeploymentReport,
     RedeploymentState,
     RedeployStepState,
     StepKind,
-    SwitchId,
 )
 from planner.model import EngineId
 
@@ -22,18 +22,18 @@ STOPS = frozenset({StepKind.STOP, StepKind.RETIRE})
 
 
 class RedeploymentBook:
-    """Every recent switch, newest last; those of earlier daemons come from the journal. `current` is the one under way,
-    or that was last here."""
+    """Every recent redeployment, newest last; those of earlier daemons come from the journal. `current` is the one
+    under way, or that was last here."""
 
     def __init__(self, journal: Journal, clock: Clock, current: Callable[[], RedeploymentReport | None]) -> None:
         self._journal = journal
         self._clock = clock
         self._current = current
         self._ended = read_history(journal)
-        self._watchers: dict[SwitchId, set[asyncio.Queue[RedeploymentReport]]] = {}
+        self._watchers: dict[RedeploymentId, set[asyncio.Queue[RedeploymentReport]]] = {}
 
     @property
-    def ids(self) -> tuple[SwitchId, ...]:
+    def ids(self) -> tuple[RedeploymentId, ...]:
         return tuple(self._all())
 
     def report(self, id: str) -> RedeploymentReport:
@@ -41,9 +41,11 @@ class RedeploymentBook:
         reports = self._all()
         if not id and reports:
             return next(reversed(reports.values()))
-        if SwitchId(id) in reports:
-            return reports[SwitchId(id)]
-        raise Permanent(f"there is no switch {id!r} among the {HISTORY} newest" if id else "nothing was switched yet")
+        if RedeploymentId(id) in reports:
+            return reports[RedeploymentId(id)]
+        raise Permanent(
+            f"there is no redeployment {id!r} among the {HISTORY} newest" if id else "nothing was redeployed yet"
+        )
 
     def newest(self, limit: int) -> list[RedeploymentReport]:
         """Newest first; 0: all that are remembered."""
@@ -51,7 +53,7 @@ class RedeploymentBook:
         return reports[:limit] if limit else reports
 
     async def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
-        """The switch as it stands, then whenever it changes, until it has ended."""
+        """The redeployment as it stands, then whenever it changes, until it has ended."""
         report = self.report(id)
         queue: asyncio.Queue[RedeploymentReport] = asyncio.Queue()
         watchers = self._watchers.setdefault(report.id, set())
@@ -81,7 +83,7 @@ class RedeploymentBook:
 
     def note_engines(self, run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId], bool]) -> None:
         """What became of each engine. What a start took is noted where it was as `usual`: later daemons learn by it."""
-        specs = {spec.engine: spec for spec in run.switch.coming}
+        specs = {spec.engine: spec for spec in run.redeployment.coming}
         for told in run.report().steps:
             engine = told.step.engine
             if engine is None or told.state not in (RedeployStepState.DONE, RedeployStepState.FAILED):
@@ -103,7 +105,7 @@ class RedeploymentBook:
     def note_stopped(self, engine: EngineId, *, done: bool, detail: str) -> None:
         self._journal.append(self._clock.now_s(), EntryKind.ENGINE_STOPPED, engine, {"done": done, "detail": detail})
 
-    def _all(self) -> dict[SwitchId, RedeploymentReport]:
+    def _all(self) -> dict[RedeploymentId, RedeploymentReport]:
         """Oldest first."""
         reports, current = dict(self._ended), self._current()
         if current is not None:
@@ -117,7 +119,7 @@ def starts_of(run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId],
     known = run.hands.configurations  # those of the daemon that began it: the next may have others
     return tuple(
         EngineStart(spec.configuration, took_s, known[spec.configuration].switch_s)
-        for spec in run.switch.coming
+        for spec in run.redeployment.coming
         if spec.configuration in known and usual(run, spec.engine) and (took_s := run.took_s(spec.engine)) is not None
     )
 

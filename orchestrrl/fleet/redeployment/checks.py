@@ -1,4 +1,4 @@
-"""Whether an engine is what a switch wanted: its layout, its KV, its answers. Pure."""
+"""Whether an engine is what a redeployment wanted: its layout, its KV, its answers. Pure."""
 
 import math
 from dataclasses import dataclass

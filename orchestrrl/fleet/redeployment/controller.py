@@ -1,7 +1,7 @@
-"""Change which engines there are: one switch at a time, for the planner's plans and for operators.
+"""Change which engines there are: one redeployment at a time, for the planner's plans and for operators.
 
 Here is who owns the deployment, over restarts of the daemon too: `recover` finds the engines that run, ends those that
-belong to nobody, and takes up a switch that was cut short. A switch itself is run.py's, what its steps do
+belong to nobody, and takes up a redeployment that was cut short. A redeployment itself is run.py's, what its steps do
 actions.py's, where engines go targets.py's.
 """
 
@@ -27,12 +27,12 @@ from orchestrrl.fleet.redeployment.records import OpenRedeployment, RecordedFlee
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
 from orchestrrl.fleet.redeployment.steps import (
     Redeployment,
+    RedeploymentId,
     RedeploymentReport,
     RedeploymentState,
     RedeployRequest,
     RedeployTimeouts,
     Stage,
-    SwitchId,
     check,
     stages_of,
 )
@@ -54,19 +54,19 @@ class FleetControl(actions.ActionControl, Protocol):
     def plan_named(self, plan: str) -> Plan:
         """Raises Permanent for one that is not remembered."""
 
-    def switch_hold(self) -> str:
+    def redeployment_hold(self) -> str:
         """Why nothing may be changed now; empty: it may."""
 
-    def switch_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None: ...
+    def redeployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RedeployPolicy:
-    """How switches are done."""
+    """How redeployments are done."""
 
     limits: RedeployTimeouts = field(default_factory=RedeployTimeouts)
     tolerance: AnswerTolerance = field(default_factory=AnswerTolerance)
-    keep_asleep: bool = False  # engines that can sleep are kept for a later switch, instead of stopped
+    keep_asleep: bool = False  # engines that can sleep are kept for a later redeployment, instead of stopped
 
 
 class RedeploymentController:
@@ -94,7 +94,7 @@ class RedeploymentController:
         self._gpus_count = gpus_count
         self._per_node = per_node
         self._running: dict[EngineId, DeployedInstance] = {}
-        self._fleet = read_fleet(plane.journal)  # None: nothing has been switched here
+        self._fleet = read_fleet(plane.journal)  # None: nothing has been redeployed here
         self._run: RedeploymentRun | None = None
         self._task: asyncio.Task[RedeploymentOutcome] | None = None
         self._starting = False
@@ -112,22 +112,28 @@ class RedeploymentController:
         """Before anything else: adopt what runs, end what is nobody's, take up what was cut short."""
         await self._look()
         opened = read_open(self._plane.journal)
-        ours = self._ours() if opened is None else (*opened.switch.old, *opened.switch.new, *opened.switch.asleep)
+        ours = (
+            self._ours()
+            if opened is None
+            else (*opened.redeployment.old, *opened.redeployment.new, *opened.redeployment.asleep)
+        )
         if ours is not None:
             await self._end_strangers({spec.engine for spec in ours})
         if opened is None:
             await self._end_dead()
             self._adopt()
             return
-        logger.warning("switch %s was cut short by the end of its daemon", opened.switch.id)
+        logger.warning("redeployment %s was cut short by the end of its daemon", opened.redeployment.id)
         self._adopt()
-        hands = self._hands(opened.switch)
-        self._run = run = RedeploymentRun(opened.switch, hands, self._plane.journal, self._plane.clock, self._changed)
+        hands = self._hands(opened.redeployment)
+        self._run = run = RedeploymentRun(
+            opened.redeployment, hands, self._plane.journal, self._plane.clock, self._changed
+        )
         self._task = asyncio.create_task(self._carry(run, self._resume(run, opened)))
 
     async def _resume(self, run: RedeploymentRun, opened: OpenRedeployment) -> None:
         """Nothing can be moved while a pause barrier is closed, which a daemon before may have left so."""
-        while self._plane.switch_hold():
+        while self._plane.redeployment_hold():
             await self._plane.clock.sleep(POLL_S)
         await run.resume(opened.steps)
 
@@ -143,7 +149,7 @@ class RedeploymentController:
             except OrchestrRLError as error:
                 logger.warning("the deployer does not say what runs: %s", error)
                 continue
-            if self.busy or self._run is not run:  # a switch knows better by now
+            if self.busy or self._run is not run:  # a redeployment knows better by now
                 continue
             self._take_stock(found)
             gone = [replace(told, life=EngineLife.ENDED, detail=VANISHED) for told in self._missing(before)]
@@ -162,7 +168,7 @@ class RedeploymentController:
         except OrchestrRLError as error:
             logger.error("what is left of %s cannot be cleared: %s", deployed.engine, error)
             return
-        if self.busy:  # it is the business of a switch that has begun meanwhile
+        if self.busy:  # it is the business of a redeployment that has begun meanwhile
             return
         self._running.pop(deployed.engine, None)
         self._plane.engine_stopped(deployed.engine)
@@ -273,20 +279,21 @@ class RedeploymentController:
             wanted = self._wanted(self._plane.plan_named(wish.plan), standing)
         else:
             wanted = wanted_by_targets(wish, id, standing, self.configurations, self._make_spec)
-        switch = self._switch(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
-        return switch, stages_of(switch) if _changes(switch) else ()
+        redeployment = self._redeployment(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
+        return redeployment, stages_of(redeployment) if _changes(redeployment) else ()
 
-    def _next_id(self) -> SwitchId:
-        """s1, s2, ...: numbers that no switch had, and no engine is called after, also where the journal was lost."""
+    def _next_id(self) -> RedeploymentId:
+        """s1, s2, ...: numbers that no redeployment had, and no engine is called after, also where the journal was
+        lost."""
         used = [*self._book.ids, *self._running]
         numbers = (int(found[1]) for name in used if (found := _NUMBERED.match(name)))
-        return SwitchId(f"s{max(numbers, default=0) + 1}")
+        return RedeploymentId(f"s{max(numbers, default=0) + 1}")
 
     def _wanted(self, plan: Plan, standing: StandingEngine) -> TargetEngine:
         return wanted_by_plan(plan, standing, self._make_spec)
 
-    def _switch(
-        self, id: SwitchId, plan: PlanId, reason: str, standing: StandingEngine, wanted: TargetEngine
+    def _redeployment(
+        self, id: RedeploymentId, plan: PlanId, reason: str, standing: StandingEngine, wanted: TargetEngine
     ) -> Redeployment:
         weights = self._plane.current_weights()
         coming = {spec.engine for spec in wanted.new} - {spec.engine for spec in standing.serving}
@@ -296,7 +303,7 @@ class RedeploymentController:
                 f"engines that are started need the weights of version {weights.version}, and nobody has told where"
                 f" they are: `orchestrrl engines set-version {weights.version} --weights FOLDER`"
             )
-        switch = Redeployment(
+        redeployment = Redeployment(
             id=id,
             plan=plan,
             reason=reason,
@@ -310,26 +317,26 @@ class RedeploymentController:
             weights=weights,
             limits=self.policy.limits,
         )
-        check(switch, stages_of(switch))
-        self._check_starts(switch)
-        return switch
+        check(redeployment, stages_of(redeployment))
+        self._check_starts(redeployment)
+        return redeployment
 
-    def _check_starts(self, switch: Redeployment) -> None:
+    def _check_starts(self, redeployment: Redeployment) -> None:
         """What could never start is told before anybody stops. Raises ProblemFaults with the faults of all."""
         faults: list[str] = []
-        asleep = {spec.engine for spec in switch.asleep}
-        for spec in switch.coming:
+        asleep = {spec.engine for spec in redeployment.asleep}
+        for spec in redeployment.coming:
             if spec.engine in asleep:
                 continue
             try:
-                self._deployer.check(started_with(spec, switch.weights))
+                self._deployer.check(started_with(spec, redeployment.weights))
             except ProblemFaults as error:
                 faults += error.faults
         if faults:
             raise ProblemFaults(list(dict.fromkeys(faults)))
 
     def _offers(self, engine: EngineId) -> EngineCapabilities | None:
-        """As it was last reported; right after a switch, as it told then."""
+        """As it was last reported; right after a redeployment, as it told then."""
         verified = None if self._run is None else self._run.hands.offers.get(engine)
         return self._plane.state.capabilities(engine) or verified
 
@@ -369,39 +376,39 @@ class RedeploymentController:
             standing = self._standing()
             id = self._next_id()
             wanted = self._wanted(plan, standing)
-            switch = self._switch(id, plan.id, plan.verdict.detail, standing, wanted)
-            self._begin(switch, tell=False)
+            redeployment = self._redeployment(id, plan.id, plan.verdict.detail, standing, wanted)
+            self._begin(redeployment, tell=False)
         finally:
             self._starting = False
         assert self._task is not None
         return await asyncio.shield(self._task)
 
-    def begin(self, wish: RedeployRequest) -> SwitchId:
+    def begin(self, wish: RedeployRequest) -> RedeploymentId:
         """Start what `draft` shows; it then goes on by itself."""
         self._check_free()
-        if because := self._plane.switch_hold():
+        if because := self._plane.redeployment_hold():
             raise Permanent(because)
-        switch, _ = self.draft(wish)
-        if not _changes(switch):
-            raise Permanent("the fleet is as it is wanted: there is nothing to switch")
-        self._begin(switch)
-        return switch.id
+        redeployment, _ = self.draft(wish)
+        if not _changes(redeployment):
+            raise Permanent("the fleet is as it is wanted: there is nothing to redeploy")
+        self._begin(redeployment)
+        return redeployment.id
 
     def _check_free(self) -> None:
         if self.busy:
-            which = f" ({self._run.switch.id})" if self._run is not None else ""
+            which = f" ({self._run.redeployment.id})" if self._run is not None else ""
             raise Permanent(f"another change of the deployment is under way{which}")
 
-    def _begin(self, switch: Redeployment, *, tell: bool = True) -> None:
+    def _begin(self, redeployment: Redeployment, *, tell: bool = True) -> None:
         """`tell` the control plane how it ends, where the caller does not."""
         self._run = run = RedeploymentRun(
-            switch, self._hands(switch), self._plane.journal, self._plane.clock, self._changed
+            redeployment, self._hands(redeployment), self._plane.journal, self._plane.clock, self._changed
         )
         self._task = asyncio.create_task(self._carry(run, run.run(), tell=tell))
         self._task.add_done_callback(_log_defect)
 
-    def _hands(self, switch: Redeployment | None) -> RedeployActions:
-        blank = Redeployment(SwitchId(""), PlanId(""), "", 0.0, (), ())
+    def _hands(self, redeployment: Redeployment | None) -> RedeployActions:
+        blank = Redeployment(RedeploymentId(""), PlanId(""), "", 0.0, (), ())
         return RedeployActions(
             self._plane,
             self._deployer,
@@ -409,21 +416,21 @@ class RedeploymentController:
             self.configurations,
             self._running,
             self.policy.tolerance,
-            switch or blank,
+            redeployment or blank,
         )
 
     async def _carry(self, run: RedeploymentRun, work: Awaitable[None], *, tell: bool = True) -> RedeploymentOutcome:
         try:
             await work
-        except Exception:  # a defect of ours: nobody is to wait for a switch that goes on no further
+        except Exception:  # a defect of ours: nobody is to wait for a redeployment that goes on no further
             run.hands.let_be()
             raise
         try:
             await self._look()
-        except OrchestrRLError as error:  # what the switch has seen is as good
+        except OrchestrRLError as error:  # what the redeployment has seen is as good
             logger.warning("the deployer does not say what runs: %s", error)
         report = run.report()
-        specs = {spec.engine: spec for spec in (*run.switch.asleep, *run.switch.old, *run.switch.new)}
+        specs = {spec.engine: spec for spec in (*run.redeployment.asleep, *run.redeployment.old, *run.redeployment.new)}
         there = [
             (specs[e], d) for e, d in sorted(self._running.items()) if e in specs and d.life is not EngineLife.ENDED
         ]
@@ -437,15 +444,15 @@ class RedeploymentController:
             self._book.ended(report, self._fleet)
             self._book.note_engines(run, self._as_usual)
             if tell:
-                self._plane.switch_ended(run.switch.plan, outcome)
+                self._plane.redeployment_ended(run.redeployment.plan, outcome)
         except OrchestrRLError as error:
-            logger.error("the end of switch %s cannot be written down: %s", report.id, error)
+            logger.error("the end of redeployment %s cannot be written down: %s", report.id, error)
         self._changed()
         return outcome
 
     def _as_usual(self, run: RedeploymentRun, engine: EngineId) -> bool:
         """Engines that are kept asleep start once and are woken from then on, which is what the next will take."""
-        if not self.policy.keep_asleep or engine in {spec.engine for spec in run.switch.asleep}:
+        if not self.policy.keep_asleep or engine in {spec.engine for spec in run.redeployment.asleep}:
             return True
         told = self._offers(engine)
         return told is not None and not told.sleep
@@ -461,18 +468,18 @@ class RedeploymentController:
         return self._book.newest(limit)
 
     def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
-        """The switch as it stands, then whenever it changes, until it has ended."""
+        """The redeployment as it stands, then whenever it changes, until it has ended."""
         return self._book.watch(id)
 
     def cancel(self, id: str, reason: str) -> RedeploymentReport:
         """Go back to the engines from before. Raises Permanent where nothing can be called off."""
-        if not self.busy or self._run is None or id not in ("", self._run.switch.id):
-            raise Permanent(f"switch {id} is not under way" if id else "no switch is under way")
+        if not self.busy or self._run is None or id not in ("", self._run.redeployment.id):
+            raise Permanent(f"redeployment {id} is not under way" if id else "no redeployment is under way")
         self._run.call_off(f"called off: {reason or 'by an operator'}")
         return self._run.report()
 
     async def close(self) -> None:
-        """The daemon ends: a switch under way is left for the next one to take up."""
+        """The daemon ends: a redeployment under way is left for the next one to take up."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -483,11 +490,11 @@ class RedeploymentController:
         self._book.changed(self._run.report())
 
 
-def _changes(switch: Redeployment) -> bool:
-    unwanted = not switch.keep_asleep and any(spec not in switch.new for spec in switch.asleep)
-    return bool(switch.leaving or switch.coming or switch.scaled) or unwanted
+def _changes(redeployment: Redeployment) -> bool:
+    unwanted = not redeployment.keep_asleep and any(spec not in redeployment.new for spec in redeployment.asleep)
+    return bool(redeployment.leaving or redeployment.coming or redeployment.scaled) or unwanted
 
 
 def _log_defect(task: "asyncio.Task[RedeploymentOutcome]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a switch broke off: %s", error, exc_info=error)
+        logger.error("a redeployment broke off: %s", error, exc_info=error)

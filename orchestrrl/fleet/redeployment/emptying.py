@@ -23,8 +23,8 @@ from planner.model import (
     Snapshot,
 )
 
-# A gateway that hears no more of the switch keeps a request for its engine at least this long, and twice the time that
-# this should take; then it goes elsewhere.
+# A gateway that hears no more of the redeployment keeps a request for its engine at least this long, and twice the time
+# that this should take; then it goes elsewhere.
 HOLD_S = 30.0
 # After an order a gateway has this long to tell where its requests are; then what is still there is ordered again.
 TOLD_WITHIN_S = 1.5
@@ -40,7 +40,7 @@ class MoveControl(Protocol):
     clock: Clock
     routes: RoutingTable
 
-    async def move_for_switch(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
+    async def move_for_redeployment(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
         """Carry them out, whatever the mode."""
 
 
@@ -61,20 +61,20 @@ class _Look:
 
 
 class Emptying:
-    """For one switch. Requests go where its plan wants them, as far as that engine takes any; the others where least
-    is."""
+    """For one redeployment. Requests go where its plan wants them, as far as that engine takes any; the others where
+    least is."""
 
     def __init__(
         self,
         plane: MoveControl,
-        switch: Redeployment,
+        redeployment: Redeployment,
         configurations: Mapping[ConfigurationId, Configuration],
         tally: MovesTally,
     ) -> None:
         self._plane = plane
-        self._switch = switch
+        self._redeployment = redeployment
         self._tally = tally
-        self._coming = {spec.engine: spec.configuration for spec in switch.preparing}
+        self._coming = {spec.engine: spec.configuration for spec in redeployment.preparing}
         self._hold_s = {
             engine: HOLD_S + 2 * (configurations[id].switch_s if id in configurations else 0.0)
             for engine, id in self._coming.items()
@@ -96,7 +96,7 @@ class Emptying:
         if not moves:
             return 0
         self._until_s |= {move.request: now_s + TOLD_WITHIN_S for move in moves}
-        outcome = await self._plane.move_for_switch(moves, look.snapshot)
+        outcome = await self._plane.move_for_redeployment(moves, look.snapshot)
         left = 0
         for move, item in zip(moves, outcome.items, strict=True):
             if not item.done:
@@ -115,7 +115,7 @@ class Emptying:
         open_to = [engine for engine in look.willing if engine not in refused]
         if not open_to:
             return None
-        destination = self._switch.destinations.get(request.id)
+        destination = self._redeployment.destinations.get(request.id)
         if destination is None or destination not in open_to:
             destination = min(open_to, key=lambda engine: (look.load[engine] / look.willing[engine], engine))
         look.load[self._headed(request)] -= 1
@@ -125,7 +125,7 @@ class Emptying:
 
     def _headed(self, request: RequestView) -> EngineId:
         there = request.engine or EngineId("")
-        return self._given.get(request.id) or self._switch.destinations.get(request.id) or there
+        return self._given.get(request.id) or self._redeployment.destinations.get(request.id) or there
 
     def _looked(self) -> _Look:
         now_s = self._plane.clock.now_s()
@@ -142,7 +142,7 @@ class Emptying:
         takes = {view.id for view in snapshot.engines if self._takes(view)}
         willing = {
             spec.engine: len(spec.gpus) or 1
-            for spec in self._switch.new
+            for spec in self._redeployment.new
             if spec.engine in self._coming or spec.engine in takes
         }
         load = Counter(map(self._headed, snapshot.requests))

@@ -1,4 +1,4 @@
-"""What Prometheus is told of switches of the deployment: how many came out how, and what each kind of step takes."""
+"""What Prometheus is told of redeployments: how many came out how, and what each kind of step takes."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ OUTCOMES = (RedeploymentState.DONE, RedeploymentState.ROLLED_BACK, RedeploymentS
 
 
 class RedeploymentMetrics:
-    """Counts each switch once, when it has ended, however few of them are remembered."""
+    """Counts each redeployment once, when it has ended, however few of them are remembered."""
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
@@ -22,29 +22,29 @@ class RedeploymentMetrics:
         self._closed_s = 0.0
 
     def collect(self, history: Sequence[RedeploymentReport]) -> Iterator[Metric]:
-        """`history`: all switches that are remembered."""
+        """`history`: all redeployments that are remembered."""
         ended = [report for report in history if report.state is not RedeploymentState.RUNNING]
         for report in ended:
             if report.id not in self._counted:
                 self._count(report)
         self._counted = {report.id for report in ended}
         help_text = "1 while engines are being changed."
-        yield GaugeMetricFamily("orchestrrl_switch_running", help_text, float(len(ended) < len(history)))
+        yield GaugeMetricFamily("orchestrrl_redeployment_running", help_text, float(len(ended) < len(history)))
         outcomes = CounterMetricFamily(
-            "orchestrrl_switches",
-            "Switches of the deployment that have ended; rolled_back: the engines are those from before; degraded: "
+            "orchestrrl_redeployments",
+            "Redeployments that have ended; rolled_back: the engines are those from before; degraded: "
             "some of these are missing.",
             labels=["outcome"],
         )
         for outcome in OUTCOMES:
             outcomes.add_metric([outcome], self._outcomes[outcome])
         yield outcomes
-        help_text = "Seconds for which requests of engines that left had none to go to, over all switches."
-        yield CounterMetricFamily("orchestrrl_switch_closed_seconds", help_text, self._closed_s)
-        help_text = "Steps of switches that were carried out, and the seconds that they took, by kind."
-        steps = SummaryMetricFamily("orchestrrl_switch_step_seconds", help_text, labels=["kind"])
+        help_text = "Seconds for which requests of engines that left had none to go to, over all redeployments."
+        yield CounterMetricFamily("orchestrrl_redeployment_closed_seconds", help_text, self._closed_s)
+        help_text = "Steps of redeployments that were carried out, and the seconds that they took, by kind."
+        steps = SummaryMetricFamily("orchestrrl_redeployment_step_seconds", help_text, labels=["kind"])
         failed = CounterMetricFamily(
-            "orchestrrl_switch_steps_failed", "Steps of switches that failed.", labels=["kind"]
+            "orchestrrl_redeployment_steps_failed", "Steps of redeployments that failed.", labels=["kind"]
         )
         for kind in StepKind:
             steps.add_metric([kind], self._steps[kind], self._took_s[kind])

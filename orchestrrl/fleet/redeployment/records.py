@@ -1,4 +1,4 @@
-"""Switches and the fleet that they left, in the journal: written and read in one form."""
+"""Redeployments and the fleet that they left, in the journal: written and read in one form."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,20 +9,26 @@ from pydantic import TypeAdapter
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry, JournalReader
 from orchestrrl.engines.managed import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentReport, RedeployStepState, StepKind, SwitchId
+from orchestrrl.fleet.redeployment.steps import (
+    Redeployment,
+    RedeploymentId,
+    RedeploymentReport,
+    RedeployStepState,
+    StepKind,
+)
 
-SWITCH = TypeAdapter(Redeployment)
+REDEPLOYMENT = TypeAdapter(Redeployment)
 EXCERPT = TypeAdapter(AnswerExcerpt)
 REPORT = TypeAdapter(RedeploymentReport)
 _SPECS = TypeAdapter(tuple[EngineSpec, ...])
 
-HISTORY = 256  # switches that are remembered
-MOST_STEPS = 100_000  # entries of one switch
+HISTORY = 256  # redeployments that are remembered
+MOST_STEPS = 100_000  # entries of one redeployment
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedFleet:
-    """The engines as the last switch left them: those that serve, and those that sleep."""
+    """The engines as the last redeployment left them: those that serve, and those that sleep."""
 
     serving: tuple[EngineSpec, ...] = ()
     asleep: tuple[EngineSpec, ...] = ()
@@ -32,7 +38,7 @@ class RecordedFleet:
 class OpenRedeployment:
     """One whose daemon did not live to end it, and what it wrote of its steps."""
 
-    switch: Redeployment
+    redeployment: Redeployment
     steps: tuple[JournalEntry, ...]
 
 
@@ -42,41 +48,41 @@ def write_end(journal: Journal, at_s: float, report: RedeploymentReport, fleet: 
         "serving": _SPECS.dump_python(fleet.serving, mode="json"),
         "asleep": _SPECS.dump_python(fleet.asleep, mode="json"),
     }
-    journal.append(at_s, EntryKind.SWITCH_ENDED, report.id, body)
+    journal.append(at_s, EntryKind.REDEPLOYMENT_ENDED, report.id, body)
 
 
 def read_fleet(journal: JournalReader) -> RecordedFleet | None:
-    """None: no switch has ended here."""
-    latest = journal.latest(EntryKind.SWITCH_ENDED)
+    """None: no redeployment has ended here."""
+    latest = journal.latest(EntryKind.REDEPLOYMENT_ENDED)
     return None if latest is None else journal.interpret(latest, _fleet_from)
 
 
 def read_open(journal: JournalReader) -> OpenRedeployment | None:
     """The latest that was not ended: there is one at a time."""
-    opened = journal.open_operations(EntryKind.SWITCH_BEGAN)
+    opened = journal.open_operations(EntryKind.REDEPLOYMENT_BEGAN)
     if not opened:
         return None
-    begun, ended = opened[-1], journal.latest(EntryKind.SWITCH_ENDED)
+    begun, ended = opened[-1], journal.latest(EntryKind.REDEPLOYMENT_ENDED)
     if ended is not None and ended.sequence > begun.sequence:  # it has ended, and that could not be written down
         return None
-    switch = journal.interpret(begun, lambda body: SWITCH.validate_python(body["switch"]))
-    if switch is None:
+    redeployment = journal.interpret(begun, lambda body: REDEPLOYMENT.validate_python(body["redeployment"]))
+    if redeployment is None:
         return None
     steps = [
         entry
-        for entry in journal.since(begun.sequence, (EntryKind.SWITCH_STEP,), MOST_STEPS)
-        if entry.subject == switch.id and journal.interpret(entry, _checked_step) is not None
+        for entry in journal.since(begun.sequence, (EntryKind.REDEPLOYMENT_STEP,), MOST_STEPS)
+        if entry.subject == redeployment.id and journal.interpret(entry, _checked_step) is not None
     ]
-    return OpenRedeployment(switch, tuple(steps))
+    return OpenRedeployment(redeployment, tuple(steps))
 
 
-def read_history(journal: JournalReader) -> dict[SwitchId, RedeploymentReport]:
+def read_history(journal: JournalReader) -> dict[RedeploymentId, RedeploymentReport]:
     """Oldest first."""
     reports = {}
-    for entry in journal.tail(HISTORY, (EntryKind.SWITCH_ENDED,)):
+    for entry in journal.tail(HISTORY, (EntryKind.REDEPLOYMENT_ENDED,)):
         report = journal.interpret(entry, lambda body: REPORT.validate_python(body["report"]))
         if report is not None:
-            reports[SwitchId(entry.subject)] = report
+            reports[RedeploymentId(entry.subject)] = report
     return reports
 
 
@@ -85,7 +91,7 @@ def _fleet_from(body: Mapping[str, Any]) -> RecordedFleet:
 
 
 def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body of a step, which has what a resumed switch reads of it."""
+    """The body of a step, which has what a resumed redeployment reads of it."""
     StepKind(body["kind"]), RedeployStepState(body["state"])
     if "reference" in body:
         EXCERPT.validate_python(body["reference"])

@@ -1,4 +1,4 @@
-"""Carry one switch out, step by step, each written down before and after; where a step fails, go back.
+"""Carry one redeployment out, step by step, each written down before and after; where a step fails, go back.
 
 Whatever happens, the run ends with the old engines, the new ones, or, where going back fails for some, with all others.
 A run that its daemon did not live to end is taken up by the next one: `resume` decides by what was written down and by
@@ -16,7 +16,7 @@ from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
 from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.redeployment.actions import REFERENCE_WITHIN_S, RedeployActions, within
-from orchestrrl.fleet.redeployment.records import EXCERPT, SWITCH
+from orchestrrl.fleet.redeployment.records import EXCERPT, REDEPLOYMENT
 from orchestrrl.fleet.redeployment.steps import (
     BRING_UP,
     Redeployment,
@@ -64,21 +64,26 @@ class _ChainFailed(Exception):
 
 
 class RedeploymentRun:
-    """One switch under way. `changed` is called with each new state of the report."""
+    """One redeployment under way. `changed` is called with each new state of the report."""
 
     def __init__(
-        self, switch: Redeployment, hands: RedeployActions, journal: Journal, clock: Clock, changed: Callable[[], None]
+        self,
+        redeployment: Redeployment,
+        hands: RedeployActions,
+        journal: Journal,
+        clock: Clock,
+        changed: Callable[[], None],
     ) -> None:
-        self.switch = switch
+        self.redeployment = redeployment
         self.hands = hands
         self._journal = journal
         self._clock = clock
         self._changed = changed
         self._stages: dict[StepDirection, tuple[Stage, ...]] = {
-            StepDirection.FORWARD: stages_of(switch),
+            StepDirection.FORWARD: stages_of(redeployment),
             StepDirection.BACK: (),
         }
-        check(switch, self._stages[StepDirection.FORWARD])
+        check(redeployment, self._stages[StepDirection.FORWARD])
         self._steps: dict[tuple[StepDirection, int], StepReport] = {}
         self._list_steps(StepDirection.FORWARD)
         self._state = RedeploymentState.RUNNING
@@ -97,13 +102,13 @@ class RedeploymentRun:
 
     def report(self) -> RedeploymentReport:
         return RedeploymentReport(
-            id=self.switch.id,
-            plan=self.switch.plan,
-            reason=self.switch.reason,
-            created_s=self.switch.created_s,
+            id=self.redeployment.id,
+            plan=self.redeployment.plan,
+            reason=self.redeployment.reason,
+            created_s=self.redeployment.created_s,
             state=self._state,
-            old=self.switch.old,
-            new=self.switch.new,
+            old=self.redeployment.old,
+            new=self.redeployment.new,
             engines=tuple(
                 sorted(e for e, d in self.hands.running.items() if d.life is EngineLife.ALIVE and not d.lent)
             ),
@@ -118,8 +123,8 @@ class RedeploymentRun:
     def took_s(self, engine: EngineId) -> float | None:
         """Seconds from when what was in its way began to leave until it was verified; None: it was not."""
         verified_s, began_s = None, []
-        gpus = {gpu for spec in self.switch.coming if spec.engine == engine for gpu in spec.gpus}
-        in_the_way = {spec.engine for spec in self.switch.leaving if gpus.intersection(spec.gpus)}
+        gpus = {gpu for spec in self.redeployment.coming if spec.engine == engine for gpu in spec.gpus}
+        in_the_way = {spec.engine for spec in self.redeployment.leaving if gpus.intersection(spec.gpus)}
         for (direction, _), told in self._steps.items():
             if direction is not StepDirection.FORWARD or told.began_s is None:
                 continue
@@ -141,7 +146,7 @@ class RedeploymentRun:
             or (going is not None and going.done())
         )
         if over or self._point_of_no_return:
-            raise Permanent(f"switch {self.switch.id} can no longer be called off")
+            raise Permanent(f"redeployment {self.redeployment.id} can no longer be called off")
         self._called_off = because
         if going is not None:
             going.cancel()
@@ -152,16 +157,16 @@ class RedeploymentRun:
         """From the beginning to the end."""
         # Who comes on free GPUs is verified before any engine is emptied that could be asked then.
         early = next(steps_in(self._stages[StepDirection.FORWARD])).kind in _TAKES_GPUS
-        limit_s = self.switch.limits.check_s if early else REFERENCE_WITHIN_S
+        limit_s = self.redeployment.limits.check_s if early else REFERENCE_WITHIN_S
         try:
             reference = await within(self._clock, limit_s, self.hands.reference(patient=early))
         except OrchestrRLError as error:
-            logger.warning("switch %s: nobody was there to compare answers with: %s", self.switch.id, error)
+            logger.warning("redeployment %s: nobody was there to compare answers with: %s", self.redeployment.id, error)
             reference = None
-        self.switch = self.hands.switch = replace(self.switch, reference=reference)
-        body = {"switch": SWITCH.dump_python(self.switch, mode="json")}
+        self.redeployment = self.hands.redeployment = replace(self.redeployment, reference=reference)
+        body = {"redeployment": REDEPLOYMENT.dump_python(self.redeployment, mode="json")}
         try:
-            self._journal.append(self._clock.now_s(), EntryKind.SWITCH_BEGAN, self.switch.id, body)
+            self._journal.append(self._clock.now_s(), EntryKind.REDEPLOYMENT_BEGAN, self.redeployment.id, body)
         except OrchestrRLError as error:
             self._state, self._ended_s = RedeploymentState.ROLLED_BACK, self._clock.now_s()
             self._detail = f"nothing was begun, since it cannot be written down: {error}"
@@ -170,21 +175,21 @@ class RedeploymentRun:
         await self._end(failure)
 
     async def resume(self, steps: Sequence[JournalEntry]) -> None:
-        """Take up what a daemon before left open; `steps` are its entries of this switch, in order."""
+        """Take up what a daemon before left open; `steps` are its entries of this redeployment, in order."""
         done = self._recall(steps)
         alive = {engine for engine, deployed in self.hands.running.items() if deployed.life is EngineLife.ALIVE}
-        if not goes_on(self.switch, done, alive):
+        if not goes_on(self.redeployment, done, alive):
             return await self._end(RedeployFailure(None, "the daemon ended in the middle of it"))
-        logger.warning("switch %s is finished: all that is new had been verified", self.switch.id)
+        logger.warning("redeployment %s is finished: all that is new had been verified", self.redeployment.id)
         stopped = {engine for kind, engine in done if kind in _FREES_GPUS}
         # What this daemon has to know of itself, and what is as good as undone until its engine has stopped.
         again: set[tuple[StepKind, EngineId | None]] = {(StepKind.FENCE, None), (StepKind.ADMIT, None)}
-        again |= {(StepKind.EVACUATE, spec.engine) for spec in self.switch.leaving if spec.engine not in stopped}
+        again |= {(StepKind.EVACUATE, spec.engine) for spec in self.redeployment.leaving if spec.engine not in stopped}
         return await self._end(await self._forward(done - again))
 
     async def _forward(self, done: set[tuple[StepKind, EngineId | None]] | None = None) -> RedeployFailure | None:
         skip = done or set()
-        self.hands.expect(spec.engine for spec in self.switch.preparing)
+        self.hands.expect(spec.engine for spec in self.redeployment.preparing)
         self._going = asyncio.ensure_future(self._run_stages(skip))
         try:
             await self._going
@@ -203,7 +208,7 @@ class RedeploymentRun:
     async def _end(self, failure: RedeployFailure | None) -> None:
         amiss: list[str] = []
         if failure is not None:
-            logger.warning("switch %s goes back: %s", self.switch.id, failure)
+            logger.warning("redeployment %s goes back: %s", self.redeployment.id, failure)
             self._detail = str(failure)
             self._told()
             amiss = await self._back()
@@ -212,7 +217,7 @@ class RedeploymentRun:
             # What failed on the way may have come right in the end, e.g. an engine that would not stop and serves on.
             state = RedeploymentState.ROLLED_BACK if await self._as_before() else RedeploymentState.DEGRADED
             self._detail = "; ".join([str(failure), *amiss])
-        self._state = state  # in one go: whoever looks sees a switch that runs, or how it ended
+        self._state = state  # in one go: whoever looks sees a redeployment that runs, or how it ended
         self._ended_s = self._clock.now_s()
         # Whose run it is tells of it, once the next one may begin.
 
@@ -224,7 +229,7 @@ class RedeploymentRun:
         self.hands.going_back = True
         present = await self._look()
         asleep = {engine for engine in present if self.hands.running[engine].lent}
-        old = {spec.engine for spec in self.switch.leaving}
+        old = {spec.engine for spec in self.redeployment.leaving}
         asleep |= present & self._dozing & old
         there = present - (self._unready & old)  # starting one again is harmless, and brings it up
         ended = {engine for engine in present if self.hands.running[engine].life is EngineLife.ENDED}
@@ -233,7 +238,7 @@ class RedeploymentRun:
             for told in self._steps.values()
             if told.step.kind is StepKind.SCALE and told.step.engine is not None and told.began_s is not None
         }
-        self._stages[StepDirection.BACK] = stages_back(self.switch, there, asleep, scaled, self._stopping | ended)
+        self._stages[StepDirection.BACK] = stages_back(self.redeployment, there, asleep, scaled, self._stopping | ended)
         self._list_steps(StepDirection.BACK)
         brought_up = {step.engine for step in steps_in(self._stages[StepDirection.BACK]) if step.kind is StepKind.READY}
         self.hands.expect(engine for engine in brought_up if engine is not None)
@@ -251,14 +256,16 @@ class RedeploymentRun:
                 return await self.hands.look()
             except OrchestrRLError as error:
                 logger.error(
-                    "switch %s cannot go back: the deployer does not say what there is: %s", self.switch.id, error
+                    "redeployment %s cannot go back: the deployer does not say what there is: %s",
+                    self.redeployment.id,
+                    error,
                 )
                 await self._clock.sleep(LOOK_AGAIN_S)
 
     async def _as_before(self) -> bool:
         await self._look()
         serving = {engine for engine, up in self.hands.running.items() if up.life is EngineLife.ALIVE and not up.lent}
-        return serving == {spec.engine for spec in self.switch.old}
+        return serving == {spec.engine for spec in self.redeployment.old}
 
     async def _chain_back(self, chain: Sequence[RedeployStep]) -> str:
         """Nobody else goes without an engine because of this one; why it failed, if it did."""
@@ -269,11 +276,11 @@ class RedeploymentRun:
                     await self._do(StepDirection.BACK, step, self.hands.back)
             except _ChainFailed as failed:
                 failure = failed.failure
-                logger.error("switch %s, on its way back: %s", self.switch.id, failure)
+                logger.error("redeployment %s, on its way back: %s", self.redeployment.id, failure)
                 if failure.step is not None and failure.step.kind in (*_TAKES_GPUS, StepKind.SCALE, *BRING_UP):
                     await self._let_go(failure.step)
                     if chain[0].kind is StepKind.WAKE:  # nobody is there to be woken now
-                        start = replace(chain[0], kind=StepKind.START, within_s=self.switch.limits.start_s)
+                        start = replace(chain[0], kind=StepKind.START, within_s=self.redeployment.limits.start_s)
                         chain = [start, *chain[1:]]
             else:
                 return ""
@@ -283,7 +290,7 @@ class RedeploymentRun:
         """What came up by half is not left on its GPUs."""
         assert step.engine is not None
         try:
-            await within(self._clock, self.switch.limits.stop_s, self.hands.discard(step.engine))
+            await within(self._clock, self.redeployment.limits.stop_s, self.hands.discard(step.engine))
         except OrchestrRLError as error:
             logger.error("%s: %s", step.engine, error)
 
@@ -311,7 +318,7 @@ class RedeploymentRun:
             except _ChainFailed as failed:
                 if step.kind is not StepKind.RETIRE:
                     raise
-                # The new deployment stands: what could not be stopped is told, and stopped by the next switch.
+                # The new deployment stands: what could not be stopped is told, and stopped by the next redeployment.
                 self._detail = "; ".join(filter(None, [self._detail, str(failed.failure)]))
 
     async def _do(
@@ -334,7 +341,7 @@ class RedeploymentRun:
             raise _ChainFailed(RedeployFailure(step, why)) from error
         except Exception as error:
             # A defect, ours or a deployer's, must not leave the fleet between the two.
-            logger.exception("switch %s: %s %s", self.switch.id, step.kind, step.engine or "")
+            logger.exception("redeployment %s: %s %s", self.redeployment.id, step.kind, step.engine or "")
             why = f"a defect: {error!r}"
             self._write(self._ended_step(direction, step, RedeployStepState.FAILED, why, began_s))
             raise _ChainFailed(RedeployFailure(step, why)) from error
@@ -360,7 +367,7 @@ class RedeploymentRun:
         self._steps[told.direction, step.number] = told
         self._note(step.kind, step.engine, told.state)
         body: dict[str, Any] = {
-            "id": f"{self.switch.id}/{told.direction}/{step.number}",
+            "id": f"{self.redeployment.id}/{told.direction}/{step.number}",
             "direction": told.direction,
             "number": step.number,
             "kind": step.kind,
@@ -371,17 +378,19 @@ class RedeploymentRun:
             "took_s": told.took_s,
             "valid_until_s": (told.began_s or 0.0) + step.within_s,
         }
-        if self.switch.reference is None and self.hands.switch.reference is not None:
-            self.switch = self.hands.switch
-            body["reference"] = EXCERPT.dump_python(self.hands.switch.reference, mode="json")
+        if self.redeployment.reference is None and self.hands.redeployment.reference is not None:
+            self.redeployment = self.hands.redeployment
+            body["reference"] = EXCERPT.dump_python(self.hands.redeployment.reference, mode="json")
         try:
-            self._journal.append(self._clock.now_s(), EntryKind.SWITCH_STEP, self.switch.id, body)
+            self._journal.append(self._clock.now_s(), EntryKind.REDEPLOYMENT_STEP, self.redeployment.id, body)
         except OrchestrRLError as error:
             if told.direction is StepDirection.FORWARD:
                 raise
             # A full disk must not keep the fleet from being whole again.
-            logger.error("switch %s: %s", self.switch.id, error)
-        logger.info("switch %s: %s %s %s %s", self.switch.id, step.kind, step.engine or "", told.state, told.detail)
+            logger.error("redeployment %s: %s", self.redeployment.id, error)
+        logger.info(
+            "redeployment %s: %s %s %s %s", self.redeployment.id, step.kind, step.engine or "", told.state, told.detail
+        )
         self._told()
 
     def _note(self, kind: StepKind, engine: EngineId | None, state: RedeployStepState) -> None:
@@ -415,7 +424,7 @@ class RedeploymentRun:
             self._note(StepKind(body["kind"]), body["engine"], RedeployStepState(body["state"]))
             if "reference" in body:
                 reference = EXCERPT.validate_python(body["reference"])
-                self.switch = self.hands.switch = replace(self.switch, reference=reference)
+                self.redeployment = self.hands.redeployment = replace(self.redeployment, reference=reference)
             step = forward.get(body["number"])
             if body["direction"] != StepDirection.FORWARD or step is None:
                 continue

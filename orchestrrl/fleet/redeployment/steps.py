@@ -1,4 +1,4 @@
-"""A switch of the deployment: from the engines that there are to those wanted, in ordered steps, and back. Pure.
+"""A redeployment: from the engines that there are to those wanted, in ordered steps, and back. Pure.
 
 The order is what keeps the fleet whole: engines that stay never stop serving; nothing is sent to an engine that is
 about to stop; none stops while a request is there that its gateway would not take back; a GPU serves one engine at a
@@ -14,7 +14,7 @@ from orchestrrl.engines.managed import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from planner.model import EngineId, GpuId, PlanId, RequestId
 
-SwitchId = NewType("SwitchId", str)
+RedeploymentId = NewType("RedeploymentId", str)
 
 
 class StepKind(StrEnum):
@@ -31,7 +31,7 @@ class StepKind(StrEnum):
     VERIFY = "verify"  # layout, KV capacity, weights, and that it answers as the others do
     ADMIT = "admit"  # of the fleet: requests go to all of the new engines
     COMMIT = "commit"  # of the fleet: from here on this is the deployment
-    RETIRE = "retire"  # an engine that slept through the switch is stopped
+    RETIRE = "retire"  # an engine that slept through the redeployment is stopped
 
 
 # What is done to an engine before it may serve.
@@ -80,7 +80,7 @@ class Redeployment:
     """One change. `old` is the whole deployment, `new` the whole of what is wanted: what is in both stays as it is, or
     is scaled where it has other GPUs there."""
 
-    id: SwitchId
+    id: RedeploymentId
     plan: PlanId
     reason: str
     created_s: float
@@ -88,7 +88,7 @@ class Redeployment:
     new: tuple[EngineSpec, ...]
     asleep: tuple[EngineSpec, ...] = ()  # that can be woken instead of starting their like
     can_sleep: frozenset[EngineId] = frozenset()  # of those that leave
-    keep_asleep: bool = False  # who sleeps and is not wanted stays so, to be woken by a later switch
+    keep_asleep: bool = False  # who sleeps and is not wanted stays so, to be woken by a later redeployment
     destinations: Mapping[RequestId, EngineId] = field(default_factory=dict)  # of requests, as the plan has them
     weights: ServedWeights = ServedWeights()
     limits: RedeployTimeouts = RedeployTimeouts()
@@ -203,9 +203,9 @@ class RedeploymentState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RedeploymentReport:
-    """A switch as it stands, or as it ended. Seconds are the daemon's."""
+    """A redeployment as it stands, or as it ended. Seconds are the daemon's."""
 
-    id: SwitchId
+    id: RedeploymentId
     plan: PlanId
     reason: str
     created_s: float
@@ -229,17 +229,18 @@ class RedeploymentReport:
 _Plan = list[list[list[tuple[StepKind, EngineId | None]]]]
 
 
-def stages_of(switch: Redeployment) -> tuple[Stage, ...]:
+def stages_of(redeployment: Redeployment) -> tuple[Stage, ...]:
     """Forward. Engines whose GPUs are free come up while the old ones still serve."""
-    held = {gpu for spec in switch.old for gpu in spec.gpus}
-    early = [spec for spec in switch.coming if not held.intersection(spec.gpus)]
-    late = [spec for spec in switch.coming if held.intersection(spec.gpus)]
-    asleep = {spec.engine for spec in switch.asleep}
+    held = {gpu for spec in redeployment.old for gpu in spec.gpus}
+    early = [spec for spec in redeployment.coming if not held.intersection(spec.gpus)]
+    late = [spec for spec in redeployment.coming if held.intersection(spec.gpus)]
+    asleep = {spec.engine for spec in redeployment.asleep}
     leave = {
-        spec.engine: StepKind.SLEEP if spec.engine in switch.can_sleep else StepKind.STOP for spec in switch.leaving
+        spec.engine: StepKind.SLEEP if spec.engine in redeployment.can_sleep else StepKind.STOP
+        for spec in redeployment.leaving
     }
-    shrink = [new.engine for old, new in switch.scaled if len(new.gpus) < len(old.gpus)]
-    grow = [new.engine for old, new in switch.scaled if len(new.gpus) > len(old.gpus)]
+    shrink = [new.engine for old, new in redeployment.scaled if len(new.gpus) < len(old.gpus)]
+    grow = [new.engine for old, new in redeployment.scaled if len(new.gpus) > len(old.gpus)]
     plan: _Plan = [[_coming(spec, asleep) for spec in early]]
     if emptied := [*leave, *shrink, *grow]:
         plan.append([[(StepKind.FENCE, None)]])
@@ -254,15 +255,15 @@ def stages_of(switch: Redeployment) -> tuple[Stage, ...]:
         ]
     )
     plan += [[[(StepKind.ADMIT, None)]], [[(StepKind.COMMIT, None)]]]
-    if not switch.keep_asleep:
+    if not redeployment.keep_asleep:
         slept = [engine for engine, way in leave.items() if way is StepKind.SLEEP]
-        slept += [spec.engine for spec in switch.asleep if spec not in switch.new]
+        slept += [spec.engine for spec in redeployment.asleep if spec not in redeployment.new]
         plan.append([_only(StepKind.RETIRE, engine) for engine in slept])
-    return _numbered(plan, switch.limits)
+    return _numbered(plan, redeployment.limits)
 
 
 def stages_back(
-    switch: Redeployment,
+    redeployment: Redeployment,
     alive: Collection[EngineId],
     asleep: Collection[EngineId] = (),
     scaled: Collection[EngineId] = (),
@@ -271,14 +272,14 @@ def stages_back(
     """Back to the old engines, from wherever it broke off. `alive`: all engines of either side whose processes are
     there now, `asleep` those of them that sleep; `scaled`, whose scaling was begun: some may find that nothing came of
     it; `failing`, who are there and will not be: their stop was begun, or they have ended."""
-    new = [spec for spec in switch.coming if spec.engine in alive and spec.engine not in asleep]
-    sleeping = {spec.engine for spec in switch.leaving if spec.engine in asleep}
-    lent = {spec.engine for spec in switch.asleep}
-    grew = [old for old, new in switch.scaled if len(new.gpus) > len(old.gpus)]
-    shrank = [old for old, new in switch.scaled if len(new.gpus) < len(old.gpus)]
-    ending = [s for s in (*switch.leaving, *grew, *shrank) if s.engine in failing and s.engine in alive]
+    new = [spec for spec in redeployment.coming if spec.engine in alive and spec.engine not in asleep]
+    sleeping = {spec.engine for spec in redeployment.leaving if spec.engine in asleep}
+    lent = {spec.engine for spec in redeployment.asleep}
+    grew = [old for old, new in redeployment.scaled if len(new.gpus) > len(old.gpus)]
+    shrank = [old for old, new in redeployment.scaled if len(new.gpus) < len(old.gpus)]
+    ending = [s for s in (*redeployment.leaving, *grew, *shrank) if s.engine in failing and s.engine in alive]
     sleeping -= {spec.engine for spec in ending}
-    gone = [*ending, *(spec for spec in (*switch.leaving, *grew, *shrank) if spec.engine not in alive)]
+    gone = [*ending, *(spec for spec in (*redeployment.leaving, *grew, *shrank) if spec.engine not in alive)]
     untouched = [*gone, *(old for old in (*grew, *shrank) if old.engine not in scaled)]
     plan: _Plan = [
         [
@@ -287,7 +288,7 @@ def stages_back(
             *(_only(StepKind.SCALE, spec.engine) for spec in grew if spec not in untouched),
         ],
         [
-            *(_coming(spec, sleeping) for spec in switch.leaving if spec in gone or spec.engine in sleeping),
+            *(_coming(spec, sleeping) for spec in redeployment.leaving if spec in gone or spec.engine in sleeping),
             *(_coming(spec, ()) for spec in (*grew, *shrank) if spec in gone),
             *(_bring_up(spec.engine) for spec in grew if spec not in untouched),
             *(_scaling(spec.engine) for spec in shrank if spec not in untouched),
@@ -295,7 +296,7 @@ def stages_back(
         [[(StepKind.ADMIT, None)]],
         [[(StepKind.COMMIT, None)]],
     ]
-    return _numbered(plan, switch.limits)
+    return _numbered(plan, redeployment.limits)
 
 
 def _bring_up(engine: EngineId) -> list[tuple[StepKind, EngineId | None]]:
@@ -342,22 +343,22 @@ class InvariantViolated(ValueError):
     """An order of steps would break what the fleet relies on."""
 
 
-def check(switch: Redeployment, stages: Sequence[Stage]) -> None:
+def check(redeployment: Redeployment, stages: Sequence[Stage]) -> None:
     """The invariants of going forward, step by step. Raises Intact with the first one that is broken."""
-    specs = {spec.engine: spec for spec in (*switch.asleep, *switch.old, *switch.new)}
-    staying = {spec.engine for spec in switch.staying}
-    before = {old.engine: old for old, _ in switch.scaled}
-    coming = {spec.engine for spec in switch.coming} | before.keys()
-    asleep = {spec.engine for spec in switch.asleep}
-    owner = {gpu: spec.engine for spec in switch.old for gpu in spec.gpus}
-    serving = {spec.engine for spec in switch.old}
+    specs = {spec.engine: spec for spec in (*redeployment.asleep, *redeployment.old, *redeployment.new)}
+    staying = {spec.engine for spec in redeployment.staying}
+    before = {old.engine: old for old, _ in redeployment.scaled}
+    coming = {spec.engine for spec in redeployment.coming} | before.keys()
+    asleep = {spec.engine for spec in redeployment.asleep}
+    owner = {gpu: spec.engine for spec in redeployment.old for gpu in spec.gpus}
+    serving = {spec.engine for spec in redeployment.old}
     evacuated: set[EngineId] = set()
     passed: dict[EngineId, list[StepKind]] = {}  # of who comes: what has been done, in order
     for step in steps_in(stages):
         engine = step.engine
         if engine is None:
             if step.kind is StepKind.FENCE:
-                serving -= {spec.engine for spec in switch.leaving} | before.keys()
+                serving -= {spec.engine for spec in redeployment.leaving} | before.keys()
             elif step.kind is StepKind.ADMIT:
                 if unready := sorted(e for e in coming if StepKind.VERIFY not in passed.get(e, ())):
                     raise InvariantViolated(f"requests go to {unready} unverified")
@@ -408,11 +409,11 @@ def _take(owner: dict[GpuId, EngineId], spec: EngineSpec) -> None:
 
 
 def goes_on(
-    switch: Redeployment, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]
+    redeployment: Redeployment, done: Collection[tuple[StepKind, EngineId | None]], alive: Collection[EngineId]
 ) -> bool:
-    """Whether a switch that was cut short is finished rather than undone: all that is new has been verified, and is
-    still there, so that going back would cost more than going on."""
-    ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in switch.preparing)
-    # A switch that only stops engines is undone as long as they are all there.
-    began = bool(switch.preparing) or any((StepKind.STOP, spec.engine) in done for spec in switch.leaving)
+    """Whether a redeployment that was cut short is finished rather than undone: all that is new has been verified, and
+    is still there, so that going back would cost more than going on."""
+    ready = all((StepKind.VERIFY, spec.engine) in done and spec.engine in alive for spec in redeployment.preparing)
+    # A redeployment that only stops engines is undone as long as they are all there.
+    began = bool(redeployment.preparing) or any((StepKind.STOP, spec.engine) in done for spec in redeployment.leaving)
     return ready and began

@@ -32,7 +32,7 @@ class StandingEngine:
 
     @property
     def kept_anyway(self) -> tuple[EngineSpec, ...]:
-        """What no switch touches."""
+        """What no redeployment touches."""
         return tuple(spec for spec in self.serving if spec.engine in self.drained | self.lost)
 
 
@@ -96,7 +96,7 @@ def wanted_by_targets(
 
 
 def _taken_by(standing: StandingEngine) -> str:
-    """Who has the GPUs that no switch can free."""
+    """Who has the GPUs that no redeployment can free."""
     kept = {gpu: spec.engine for spec in standing.kept_anyway for gpu in spec.gpus}
     words = (
         (kept, "drained by an operator, or nobody knows how they are"),

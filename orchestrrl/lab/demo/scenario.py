@@ -151,7 +151,7 @@ class Sample:
 
 
 def load_scenario(name: str) -> DemoScenario:
-    """The shipped scenario `simulated`, `simulated-kv`, `simulated-switch` or `vllm`. Raises ProblemFaults if it has
+    """The shipped scenario `simulated`, `simulated-kv`, `simulated-redeploy` or `vllm`. Raises ProblemFaults if it has
     been edited into nonsense."""
     text = files("orchestrrl.lab.demo").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     document = yaml.safe_load(text)

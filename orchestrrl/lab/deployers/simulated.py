@@ -1,4 +1,5 @@
-"""A deployer in virtual time: engines answer after their switch time. Which GPU serves whom outlives each deployer."""
+"""A deployer in virtual time: engines answer after their redeployment time. Which GPU serves whom outlives each
+deployer."""
 
 import asyncio
 from collections.abc import Callable, Mapping

@@ -21,7 +21,7 @@ from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware
-from orchestrrl.lab.sim.rl.generation_switch import SwitchCase, switched_stage
+from orchestrrl.lab.sim.rl.generation_redeployment import SwitchCase, switched_stage
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import layout_named
 from orchestrrl.lab.sim.workload import requests_of_step

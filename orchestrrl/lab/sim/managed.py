@@ -1,5 +1,5 @@
-"""What a switch asks of an engine, asked of a simulated one of the cluster. All of them are replicas: they are laid out
-as wanted and answer alike."""
+"""What a redeployment asks of an engine, asked of a simulated one of the cluster. All of them are replicas: they are
+laid out as wanted and answer alike."""
 
 from collections.abc import Callable, Sequence
 

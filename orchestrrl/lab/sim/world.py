@@ -123,7 +123,7 @@ class World:
             gpus_count=config.fleet.gpus.count if config.fleet.gpus else 0,
             per_node=self.per_node,
         )
-        self.plane.deployment = self.plane.switching = self.deployment
+        self.plane.deployment = self.plane.redeployer = self.deployment
         self.steps: list[StepRecord] = []
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -1,4 +1,4 @@
-"""What a switch asks of a simulated engine, in the forms of vLLM: layout, sleep, elastic expert parallelism.
+"""What a redeployment asks of a simulated engine, in the forms of vLLM: layout, sleep, elastic expert parallelism.
 
 Its weights are of weights.py.
 """

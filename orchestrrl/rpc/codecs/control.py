@@ -68,7 +68,7 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         balance_reason=_verdict(plane.balance) if plane.balance else "no decision yet",
         plan_calibration=_calibration_to_pb(plane.plans.calibration),
         barrier=barrier_to_pb(plane.barrier),
-        switch=notable_to_pb(next(iter(plane.switching.history(1)), None)) if plane.switching else None,
+        redeployment=notable_to_pb(next(iter(plane.redeployer.history(1)), None)) if plane.redeployer else None,
         pauses=pauses_to_pb(plane.holds.pauses),
         fabric_control=control_of_fabric_to_pb(plane.fabric.word.control) if plane.fabric else None,
         fabric_period=period_to_pb(next(iter(plane.fabric.reports(1)), None)) if plane.fabric else None,

@@ -1,4 +1,4 @@
-"""Between switches of the deployment and the Control service's messages."""
+"""Between redeployments and the Control service's messages."""
 
 from collections.abc import Sequence
 
@@ -20,29 +20,29 @@ from orchestrrl.rpc.pb import control_pb2 as pb
 PLANNED = "planned"
 
 
-def wish_from_pb(message: pb.SwitchDeploymentRequest) -> RedeployRequest:
+def wish_from_pb(message: pb.RedeployRequest) -> RedeployRequest:
     targets = tuple((target.configuration, target.engines) for target in message.targets)
     return RedeployRequest(targets, message.plan_id, message.reason)
 
 
-def draft_to_pb(switch: Redeployment, stages: Sequence[Stage]) -> pb.SwitchReport:
+def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage]) -> pb.RedeploymentReport:
     """What would be done. It has no id, and nothing can be asked of it later."""
-    return pb.SwitchReport(
-        plan_id=switch.plan,
-        reason=switch.reason,
-        created_unix_s=switch.created_s,
+    return pb.RedeploymentReport(
+        plan_id=redeployment.plan,
+        reason=redeployment.reason,
+        created_unix_s=redeployment.created_s,
         state=PLANNED,
-        old_engines=map(_engine_to_pb, switch.old),
-        new_engines=map(_engine_to_pb, switch.new),
-        engine_ids=[spec.engine for spec in switch.old],
+        old_engines=map(_engine_to_pb, redeployment.old),
+        new_engines=map(_engine_to_pb, redeployment.new),
+        engine_ids=[spec.engine for spec in redeployment.old],
         steps=[_step_to_pb(step, StepDirection.FORWARD, RedeployStepState.PENDING) for step in steps_in(stages)],
     )
 
 
-def report_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.SwitchReport:
+def report_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.RedeploymentReport:
     """`steps` False: without them, where many are listed: a large fleet's are thousands."""
-    return pb.SwitchReport(
-        switch_id=report.id,
+    return pb.RedeploymentReport(
+        redeployment_id=report.id,
         plan_id=report.plan,
         reason=report.reason,
         created_unix_s=report.created_s,
@@ -59,18 +59,18 @@ def report_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.Switch
     )
 
 
-def notable_to_pb(report: RedeploymentReport | None) -> pb.SwitchReport | None:
+def notable_to_pb(report: RedeploymentReport | None) -> pb.RedeploymentReport | None:
     """The report where the fleet's status has to tell of it: it is under way, or has left engines missing."""
     if report is None or report.state not in (RedeploymentState.RUNNING, RedeploymentState.DEGRADED):
         return None
     return report_to_pb(report)
 
 
-def _engine_to_pb(spec: EngineSpec) -> pb.SwitchEngine:
-    return pb.SwitchEngine(engine_id=spec.engine, configuration=spec.configuration, gpus=spec.gpus)
+def _engine_to_pb(spec: EngineSpec) -> pb.RedeployEngine:
+    return pb.RedeployEngine(engine_id=spec.engine, configuration=spec.configuration, gpus=spec.gpus)
 
 
-def _taken_to_pb(taken: StepReport) -> pb.SwitchStep:
+def _taken_to_pb(taken: StepReport) -> pb.RedeployStep:
     message = _step_to_pb(taken.step, taken.direction, taken.state)
     message.detail = taken.detail
     if taken.began_s is not None:
@@ -80,8 +80,8 @@ def _taken_to_pb(taken: StepReport) -> pb.SwitchStep:
     return message
 
 
-def _step_to_pb(step: RedeployStep, direction: StepDirection, state: RedeployStepState) -> pb.SwitchStep:
-    return pb.SwitchStep(
+def _step_to_pb(step: RedeployStep, direction: StepDirection, state: RedeployStepState) -> pb.RedeployStep:
+    return pb.RedeployStep(
         number=step.number,
         stage=step.stage,
         kind=step.kind,

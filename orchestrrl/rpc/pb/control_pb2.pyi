@@ -80,7 +80,7 @@ class Status(_message.Message):
     PLAN_CALIBRATION_FIELD_NUMBER: _builtins.int
     TOKENS_LOADED_FIELD_NUMBER: _builtins.int
     BARRIER_FIELD_NUMBER: _builtins.int
-    SWITCH_FIELD_NUMBER: _builtins.int
+    REDEPLOYMENT_FIELD_NUMBER: _builtins.int
     PAUSES_FIELD_NUMBER: _builtins.int
     FABRIC_CONTROL_FIELD_NUMBER: _builtins.int
     FABRIC_PERIOD_FIELD_NUMBER: _builtins.int
@@ -135,7 +135,7 @@ class Status(_message.Message):
     @_builtins.property
     def barrier(self) -> Global___PauseBarrier: ...
     @_builtins.property
-    def switch(self) -> Global___SwitchReport:
+    def redeployment(self) -> Global___RedeploymentReport:
         """The one under way, or the last one where it left engines missing; absent otherwise."""
 
     @_builtins.property
@@ -188,7 +188,7 @@ class Status(_message.Message):
         plan_calibration: Global___PlanCalibration | None = ...,
         tokens_loaded: _builtins.int = ...,
         barrier: Global___PauseBarrier | None = ...,
-        switch: Global___SwitchReport | None = ...,
+        redeployment: Global___RedeploymentReport | None = ...,
         pauses: _abc.Iterable[Global___Pause] | None = ...,
         fabric_control: _fabric_pb2.FabricControl | None = ...,
         fabric_period: _fabric_pb2.PeriodReport | None = ...,
@@ -203,9 +203,9 @@ class Status(_message.Message):
         journal_damage: _abc.Iterable[_builtins.str] | None = ...,
         journal_set_aside: _abc.Iterable[Global___UnreadEntry] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "switch", b"switch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "redeployment", b"redeployment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_policy", b"balance_policy", "balance_policy_reason", b"balance_policy_reason", "balance_reason", b"balance_reason", "barrier", b"barrier", "defects", b"defects", "fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "failover_requests_recomputed", b"failover_requests_recomputed", "failover_tokens_recomputed", b"failover_tokens_recomputed", "failovers", b"failovers", "generation", b"generation", "journal_damage", b"journal_damage", "journal_set_aside", b"journal_set_aside", "mode", b"mode", "mode_reason", b"mode_reason", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "pauses", b"pauses", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "remarks", b"remarks", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "switch", b"switch", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance_policy", b"balance_policy", "balance_policy_reason", b"balance_policy_reason", "balance_reason", b"balance_reason", "barrier", b"barrier", "defects", b"defects", "fabric_control", b"fabric_control", "fabric_period", b"fabric_period", "failover_requests_recomputed", b"failover_requests_recomputed", "failover_tokens_recomputed", b"failover_tokens_recomputed", "failovers", b"failovers", "generation", b"generation", "journal_damage", b"journal_damage", "journal_set_aside", b"journal_set_aside", "mode", b"mode", "mode_reason", b"mode_reason", "moves_done", b"moves_done", "moves_failed", b"moves_failed", "nodes", b"nodes", "now_unix_s", b"now_unix_s", "pauses", b"pauses", "plan_calibration", b"plan_calibration", "plan_control", b"plan_control", "plan_id", b"plan_id", "redeployment", b"redeployment", "remarks", b"remarks", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "tokens_loaded", b"tokens_loaded", "tokens_recomputed", b"tokens_recomputed", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1894,7 +1894,7 @@ class RemoveEngineResponse(_message.Message):
 Global___RemoveEngineResponse: _TypeAlias = RemoveEngineResponse  # noqa: Y015
 
 @_typing.final
-class SwitchDeploymentRequest(_message.Message):
+class RedeployRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TARGETS_FIELD_NUMBER: _builtins.int
@@ -1906,13 +1906,13 @@ class SwitchDeploymentRequest(_message.Message):
     reason: _builtins.str
     """Who and why: goes to the journal."""
     @_builtins.property
-    def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchTarget]:
+    def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___RedeployTarget]:
         """What is wanted: either engines by configuration, or a plan of the planner's."""
 
     def __init__(
         self,
         *,
-        targets: _abc.Iterable[Global___SwitchTarget] | None = ...,
+        targets: _abc.Iterable[Global___RedeployTarget] | None = ...,
         plan_id: _builtins.str = ...,
         dry_run: _builtins.bool = ...,
         reason: _builtins.str = ...,
@@ -1923,10 +1923,10 @@ class SwitchDeploymentRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SwitchDeploymentRequest: _TypeAlias = SwitchDeploymentRequest  # noqa: Y015
+Global___RedeployRequest: _TypeAlias = RedeployRequest  # noqa: Y015
 
 @_typing.final
-class SwitchTarget(_message.Message):
+class RedeployTarget(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONFIGURATION_FIELD_NUMBER: _builtins.int
@@ -1946,30 +1946,30 @@ class SwitchTarget(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SwitchTarget: _TypeAlias = SwitchTarget  # noqa: Y015
+Global___RedeployTarget: _TypeAlias = RedeployTarget  # noqa: Y015
 
 @_typing.final
-class GetSwitchRequest(_message.Message):
+class GetRedeploymentRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SWITCH_ID_FIELD_NUMBER: _builtins.int
-    switch_id: _builtins.str
+    REDEPLOYMENT_ID_FIELD_NUMBER: _builtins.int
+    redeployment_id: _builtins.str
     """Empty: the one under way, else the last."""
     def __init__(
         self,
         *,
-        switch_id: _builtins.str = ...,
+        redeployment_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["switch_id", b"switch_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["redeployment_id", b"redeployment_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetSwitchRequest: _TypeAlias = GetSwitchRequest  # noqa: Y015
+Global___GetRedeploymentRequest: _TypeAlias = GetRedeploymentRequest  # noqa: Y015
 
 @_typing.final
-class ListDeploymentsRequest(_message.Message):
+class ListRedeploymentsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LIMIT_FIELD_NUMBER: _builtins.int
@@ -1986,58 +1986,58 @@ class ListDeploymentsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListDeploymentsRequest: _TypeAlias = ListDeploymentsRequest  # noqa: Y015
+Global___ListRedeploymentsRequest: _TypeAlias = ListRedeploymentsRequest  # noqa: Y015
 
 @_typing.final
-class ListDeploymentsResponse(_message.Message):
+class ListRedeploymentsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SWITCHES_FIELD_NUMBER: _builtins.int
+    REDEPLOYMENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def switches(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchReport]: ...
+    def redeployments(self) -> _containers.RepeatedCompositeFieldContainer[Global___RedeploymentReport]: ...
     def __init__(
         self,
         *,
-        switches: _abc.Iterable[Global___SwitchReport] | None = ...,
+        redeployments: _abc.Iterable[Global___RedeploymentReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["switches", b"switches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["redeployments", b"redeployments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListDeploymentsResponse: _TypeAlias = ListDeploymentsResponse  # noqa: Y015
+Global___ListRedeploymentsResponse: _TypeAlias = ListRedeploymentsResponse  # noqa: Y015
 
 @_typing.final
-class CancelSwitchRequest(_message.Message):
+class CancelRedeploymentRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SWITCH_ID_FIELD_NUMBER: _builtins.int
+    REDEPLOYMENT_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    switch_id: _builtins.str
+    redeployment_id: _builtins.str
     """Empty: the one under way."""
     reason: _builtins.str
     def __init__(
         self,
         *,
-        switch_id: _builtins.str = ...,
+        redeployment_id: _builtins.str = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "switch_id", b"switch_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "redeployment_id", b"redeployment_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CancelSwitchRequest: _TypeAlias = CancelSwitchRequest  # noqa: Y015
+Global___CancelRedeploymentRequest: _TypeAlias = CancelRedeploymentRequest  # noqa: Y015
 
 @_typing.final
-class SwitchReport(_message.Message):
+class RedeploymentReport(_message.Message):
     """One change of the deployment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SWITCH_ID_FIELD_NUMBER: _builtins.int
+    REDEPLOYMENT_ID_FIELD_NUMBER: _builtins.int
     PLAN_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
@@ -2051,7 +2051,7 @@ class SwitchReport(_message.Message):
     REQUESTS_MOVED_FIELD_NUMBER: _builtins.int
     REQUESTS_PARKED_FIELD_NUMBER: _builtins.int
     CLOSED_S_FIELD_NUMBER: _builtins.int
-    switch_id: _builtins.str
+    redeployment_id: _builtins.str
     """Empty: a dry run."""
     plan_id: _builtins.str
     reason: _builtins.str
@@ -2067,29 +2067,29 @@ class SwitchReport(_message.Message):
     closed_s: _builtins.float
     """From the fence until requests went to the new engines; absent: they have not."""
     @_builtins.property
-    def old_engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchEngine]: ...
+    def old_engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___RedeployEngine]: ...
     @_builtins.property
-    def new_engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchEngine]: ...
+    def new_engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___RedeployEngine]: ...
     @_builtins.property
     def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """That the fleet has now."""
 
     @_builtins.property
-    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___SwitchStep]:
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___RedeployStep]:
         """Forward, then those back, where it was rolled back."""
 
     def __init__(
         self,
         *,
-        switch_id: _builtins.str = ...,
+        redeployment_id: _builtins.str = ...,
         plan_id: _builtins.str = ...,
         reason: _builtins.str = ...,
         created_unix_s: _builtins.float = ...,
         state: _builtins.str = ...,
-        old_engines: _abc.Iterable[Global___SwitchEngine] | None = ...,
-        new_engines: _abc.Iterable[Global___SwitchEngine] | None = ...,
+        old_engines: _abc.Iterable[Global___RedeployEngine] | None = ...,
+        new_engines: _abc.Iterable[Global___RedeployEngine] | None = ...,
         engine_ids: _abc.Iterable[_builtins.str] | None = ...,
-        steps: _abc.Iterable[Global___SwitchStep] | None = ...,
+        steps: _abc.Iterable[Global___RedeployStep] | None = ...,
         detail: _builtins.str = ...,
         ended_unix_s: _builtins.float | None = ...,
         requests_moved: _builtins.int = ...,
@@ -2098,7 +2098,7 @@ class SwitchReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_closed_s", b"_closed_s", "_ended_unix_s", b"_ended_unix_s", "closed_s", b"closed_s", "ended_unix_s", b"ended_unix_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closed_s", b"_closed_s", "_ended_unix_s", b"_ended_unix_s", "closed_s", b"closed_s", "created_unix_s", b"created_unix_s", "detail", b"detail", "ended_unix_s", b"ended_unix_s", "engine_ids", b"engine_ids", "new_engines", b"new_engines", "old_engines", b"old_engines", "plan_id", b"plan_id", "reason", b"reason", "requests_moved", b"requests_moved", "requests_parked", b"requests_parked", "state", b"state", "steps", b"steps", "switch_id", b"switch_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_closed_s", b"_closed_s", "_ended_unix_s", b"_ended_unix_s", "closed_s", b"closed_s", "created_unix_s", b"created_unix_s", "detail", b"detail", "ended_unix_s", b"ended_unix_s", "engine_ids", b"engine_ids", "new_engines", b"new_engines", "old_engines", b"old_engines", "plan_id", b"plan_id", "reason", b"reason", "redeployment_id", b"redeployment_id", "requests_moved", b"requests_moved", "requests_parked", b"requests_parked", "state", b"state", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__closed_s: _TypeAlias = _typing.Literal["closed_s"]  # noqa: Y015
     _WhichOneofArgType__closed_s: _TypeAlias = _typing.Literal["_closed_s", b"_closed_s"]  # noqa: Y015
@@ -2109,10 +2109,10 @@ class SwitchReport(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ended_unix_s) -> _WhichOneofReturnType__ended_unix_s | None: ...
 
-Global___SwitchReport: _TypeAlias = SwitchReport  # noqa: Y015
+Global___RedeploymentReport: _TypeAlias = RedeploymentReport  # noqa: Y015
 
 @_typing.final
-class SwitchEngine(_message.Message):
+class RedeployEngine(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
@@ -2135,10 +2135,10 @@ class SwitchEngine(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SwitchEngine: _TypeAlias = SwitchEngine  # noqa: Y015
+Global___RedeployEngine: _TypeAlias = RedeployEngine  # noqa: Y015
 
 @_typing.final
-class SwitchStep(_message.Message):
+class RedeployStep(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
@@ -2194,7 +2194,7 @@ class SwitchStep(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__took_s) -> _WhichOneofReturnType__took_s | None: ...
 
-Global___SwitchStep: _TypeAlias = SwitchStep  # noqa: Y015
+Global___RedeployStep: _TypeAlias = RedeployStep  # noqa: Y015
 
 @_typing.final
 class WatchJournalRequest(_message.Message):

@@ -139,25 +139,25 @@ class ControlStub:
                 request_serializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineRequest.SerializeToString,
                 response_deserializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineResponse.FromString,
                 _registered_method=True)
-        self.SwitchDeployment = channel.unary_stream(
-                '/orchestrrl.v1.Control/SwitchDeployment',
-                request_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchDeploymentRequest.SerializeToString,
-                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+        self.Redeploy = channel.unary_stream(
+                '/orchestrrl.v1.Control/Redeploy',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.RedeployRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.RedeploymentReport.FromString,
                 _registered_method=True)
-        self.GetSwitch = channel.unary_unary(
-                '/orchestrrl.v1.Control/GetSwitch',
-                request_serializer=orchestrrl_dot_v1_dot_control__pb2.GetSwitchRequest.SerializeToString,
-                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+        self.GetRedeployment = channel.unary_unary(
+                '/orchestrrl.v1.Control/GetRedeployment',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.GetRedeploymentRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.RedeploymentReport.FromString,
                 _registered_method=True)
-        self.ListDeployments = channel.unary_unary(
-                '/orchestrrl.v1.Control/ListDeployments',
-                request_serializer=orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsRequest.SerializeToString,
-                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsResponse.FromString,
+        self.ListRedeployments = channel.unary_unary(
+                '/orchestrrl.v1.Control/ListRedeployments',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.ListRedeploymentsRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.ListRedeploymentsResponse.FromString,
                 _registered_method=True)
-        self.CancelSwitch = channel.unary_unary(
-                '/orchestrrl.v1.Control/CancelSwitch',
-                request_serializer=orchestrrl_dot_v1_dot_control__pb2.CancelSwitchRequest.SerializeToString,
-                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+        self.CancelRedeployment = channel.unary_unary(
+                '/orchestrrl.v1.Control/CancelRedeployment',
+                request_serializer=orchestrrl_dot_v1_dot_control__pb2.CancelRedeploymentRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_control__pb2.RedeploymentReport.FromString,
                 _registered_method=True)
         self.SetPause = channel.unary_unary(
                 '/orchestrrl.v1.Control/SetPause',
@@ -316,30 +316,30 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SwitchDeployment(self, request, context):
-        """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
+    def Redeploy(self, request, context):
+        """Change which engines there are. The answer streams the redeployment as it stands whenever it changes, until it has ended;
         whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
-        switch is under way, the pause barrier is closed, or nothing can start engines.
+        redeployment is under way, the pause barrier is closed, or nothing can start engines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetSwitch(self, request, context):
+    def GetRedeployment(self, request, context):
         """The one under way, or that was last, or the one with the given id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListDeployments(self, request, context):
-        """Newest first, without their steps: GetSwitch has these.
+    def ListRedeployments(self, request, context):
+        """Newest first, without their steps: GetRedeployment has these.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CancelSwitch(self, request, context):
+    def CancelRedeployment(self, request, context):
         """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -468,25 +468,25 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineRequest.FromString,
                     response_serializer=orchestrrl_dot_v1_dot_control__pb2.RemoveEngineResponse.SerializeToString,
             ),
-            'SwitchDeployment': grpc.unary_stream_rpc_method_handler(
-                    servicer.SwitchDeployment,
-                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.SwitchDeploymentRequest.FromString,
-                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.SerializeToString,
+            'Redeploy': grpc.unary_stream_rpc_method_handler(
+                    servicer.Redeploy,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.RedeployRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.RedeploymentReport.SerializeToString,
             ),
-            'GetSwitch': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetSwitch,
-                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.GetSwitchRequest.FromString,
-                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.SerializeToString,
+            'GetRedeployment': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRedeployment,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.GetRedeploymentRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.RedeploymentReport.SerializeToString,
             ),
-            'ListDeployments': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListDeployments,
-                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsRequest.FromString,
-                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsResponse.SerializeToString,
+            'ListRedeployments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRedeployments,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.ListRedeploymentsRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.ListRedeploymentsResponse.SerializeToString,
             ),
-            'CancelSwitch': grpc.unary_unary_rpc_method_handler(
-                    servicer.CancelSwitch,
-                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.CancelSwitchRequest.FromString,
-                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.SwitchReport.SerializeToString,
+            'CancelRedeployment': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRedeployment,
+                    request_deserializer=orchestrrl_dot_v1_dot_control__pb2.CancelRedeploymentRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_control__pb2.RedeploymentReport.SerializeToString,
             ),
             'SetPause': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPause,
@@ -1077,7 +1077,7 @@ class Control:
             _registered_method=True)
 
     @staticmethod
-    def SwitchDeployment(request,
+    def Redeploy(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1090,9 +1090,9 @@ class Control:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/orchestrrl.v1.Control/SwitchDeployment',
-            orchestrrl_dot_v1_dot_control__pb2.SwitchDeploymentRequest.SerializeToString,
-            orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+            '/orchestrrl.v1.Control/Redeploy',
+            orchestrrl_dot_v1_dot_control__pb2.RedeployRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.RedeploymentReport.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1104,7 +1104,7 @@ class Control:
             _registered_method=True)
 
     @staticmethod
-    def GetSwitch(request,
+    def GetRedeployment(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1117,9 +1117,9 @@ class Control:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/orchestrrl.v1.Control/GetSwitch',
-            orchestrrl_dot_v1_dot_control__pb2.GetSwitchRequest.SerializeToString,
-            orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+            '/orchestrrl.v1.Control/GetRedeployment',
+            orchestrrl_dot_v1_dot_control__pb2.GetRedeploymentRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.RedeploymentReport.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1131,7 +1131,7 @@ class Control:
             _registered_method=True)
 
     @staticmethod
-    def ListDeployments(request,
+    def ListRedeployments(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1144,9 +1144,9 @@ class Control:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/orchestrrl.v1.Control/ListDeployments',
-            orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsRequest.SerializeToString,
-            orchestrrl_dot_v1_dot_control__pb2.ListDeploymentsResponse.FromString,
+            '/orchestrrl.v1.Control/ListRedeployments',
+            orchestrrl_dot_v1_dot_control__pb2.ListRedeploymentsRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.ListRedeploymentsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1158,7 +1158,7 @@ class Control:
             _registered_method=True)
 
     @staticmethod
-    def CancelSwitch(request,
+    def CancelRedeployment(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1171,9 +1171,9 @@ class Control:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/orchestrrl.v1.Control/CancelSwitch',
-            orchestrrl_dot_v1_dot_control__pb2.CancelSwitchRequest.SerializeToString,
-            orchestrrl_dot_v1_dot_control__pb2.SwitchReport.FromString,
+            '/orchestrrl.v1.Control/CancelRedeployment',
+            orchestrrl_dot_v1_dot_control__pb2.CancelRedeploymentRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_control__pb2.RedeploymentReport.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,16 +70,16 @@ class ControlStub:
     """Nothing new goes there; what runs there finishes, or is moved elsewhere."""
     RemoveEngine: _grpc.UnaryUnaryMultiCallable[_control_pb2.RemoveEngineRequest, _control_pb2.RemoveEngineResponse]
     """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere."""
-    SwitchDeployment: _grpc.UnaryStreamMultiCallable[_control_pb2.SwitchDeploymentRequest, _control_pb2.SwitchReport]
-    """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
+    Redeploy: _grpc.UnaryStreamMultiCallable[_control_pb2.RedeployRequest, _control_pb2.RedeploymentReport]
+    """Change which engines there are. The answer streams the redeployment as it stands whenever it changes, until it has ended;
     whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
-    switch is under way, the pause barrier is closed, or nothing can start engines.
+    redeployment is under way, the pause barrier is closed, or nothing can start engines.
     """
-    GetSwitch: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetSwitchRequest, _control_pb2.SwitchReport]
+    GetRedeployment: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetRedeploymentRequest, _control_pb2.RedeploymentReport]
     """The one under way, or that was last, or the one with the given id."""
-    ListDeployments: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListDeploymentsRequest, _control_pb2.ListDeploymentsResponse]
-    """Newest first, without their steps: GetSwitch has these."""
-    CancelSwitch: _grpc.UnaryUnaryMultiCallable[_control_pb2.CancelSwitchRequest, _control_pb2.SwitchReport]
+    ListRedeployments: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListRedeploymentsRequest, _control_pb2.ListRedeploymentsResponse]
+    """Newest first, without their steps: GetRedeployment has these."""
+    CancelRedeployment: _grpc.UnaryUnaryMultiCallable[_control_pb2.CancelRedeploymentRequest, _control_pb2.RedeploymentReport]
     """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
     SetPause: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetPauseRequest, _control_pb2.SetPauseResponse]
     """Let a part of the control plane stand still, or go on: the balancer's moves, changes of circuits, weight syncs."""
@@ -128,16 +128,16 @@ class ControlAsyncStub(ControlStub):
     """Nothing new goes there; what runs there finishes, or is moved elsewhere."""
     RemoveEngine: _aio.UnaryUnaryMultiCallable[_control_pb2.RemoveEngineRequest, _control_pb2.RemoveEngineResponse]  # type: ignore[assignment]
     """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere."""
-    SwitchDeployment: _aio.UnaryStreamMultiCallable[_control_pb2.SwitchDeploymentRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
-    """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
+    Redeploy: _aio.UnaryStreamMultiCallable[_control_pb2.RedeployRequest, _control_pb2.RedeploymentReport]  # type: ignore[assignment]
+    """Change which engines there are. The answer streams the redeployment as it stands whenever it changes, until it has ended;
     whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
-    switch is under way, the pause barrier is closed, or nothing can start engines.
+    redeployment is under way, the pause barrier is closed, or nothing can start engines.
     """
-    GetSwitch: _aio.UnaryUnaryMultiCallable[_control_pb2.GetSwitchRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
+    GetRedeployment: _aio.UnaryUnaryMultiCallable[_control_pb2.GetRedeploymentRequest, _control_pb2.RedeploymentReport]  # type: ignore[assignment]
     """The one under way, or that was last, or the one with the given id."""
-    ListDeployments: _aio.UnaryUnaryMultiCallable[_control_pb2.ListDeploymentsRequest, _control_pb2.ListDeploymentsResponse]  # type: ignore[assignment]
-    """Newest first, without their steps: GetSwitch has these."""
-    CancelSwitch: _aio.UnaryUnaryMultiCallable[_control_pb2.CancelSwitchRequest, _control_pb2.SwitchReport]  # type: ignore[assignment]
+    ListRedeployments: _aio.UnaryUnaryMultiCallable[_control_pb2.ListRedeploymentsRequest, _control_pb2.ListRedeploymentsResponse]  # type: ignore[assignment]
+    """Newest first, without their steps: GetRedeployment has these."""
+    CancelRedeployment: _aio.UnaryUnaryMultiCallable[_control_pb2.CancelRedeploymentRequest, _control_pb2.RedeploymentReport]  # type: ignore[assignment]
     """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
     SetPause: _aio.UnaryUnaryMultiCallable[_control_pb2.SetPauseRequest, _control_pb2.SetPauseResponse]  # type: ignore[assignment]
     """Let a part of the control plane stand still, or go on: the balancer's moves, changes of circuits, weight syncs."""
@@ -311,38 +311,38 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         """It is no longer named to gateways. Refused while requests are there, unless forced: these go on elsewhere."""
 
     @_abc_1.abstractmethod
-    def SwitchDeployment(
+    def Redeploy(
         self,
-        request: _control_pb2.SwitchDeploymentRequest,
+        request: _control_pb2.RedeployRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_control_pb2.SwitchReport], _abc.AsyncIterator[_control_pb2.SwitchReport]]:
-        """Change which engines there are. The answer streams the switch as it stands whenever it changes, until it has ended;
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.RedeploymentReport], _abc.AsyncIterator[_control_pb2.RedeploymentReport]]:
+        """Change which engines there are. The answer streams the redeployment as it stands whenever it changes, until it has ended;
         whoever leaves before does not end it. With dry_run: once, what would be done. FAILED_PRECONDITION while another
-        switch is under way, the pause barrier is closed, or nothing can start engines.
+        redeployment is under way, the pause barrier is closed, or nothing can start engines.
         """
 
     @_abc_1.abstractmethod
-    def GetSwitch(
+    def GetRedeployment(
         self,
-        request: _control_pb2.GetSwitchRequest,
+        request: _control_pb2.GetRedeploymentRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.SwitchReport, _abc.Awaitable[_control_pb2.SwitchReport]]:
+    ) -> _typing.Union[_control_pb2.RedeploymentReport, _abc.Awaitable[_control_pb2.RedeploymentReport]]:
         """The one under way, or that was last, or the one with the given id."""
 
     @_abc_1.abstractmethod
-    def ListDeployments(
+    def ListRedeployments(
         self,
-        request: _control_pb2.ListDeploymentsRequest,
+        request: _control_pb2.ListRedeploymentsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.ListDeploymentsResponse, _abc.Awaitable[_control_pb2.ListDeploymentsResponse]]:
-        """Newest first, without their steps: GetSwitch has these."""
+    ) -> _typing.Union[_control_pb2.ListRedeploymentsResponse, _abc.Awaitable[_control_pb2.ListRedeploymentsResponse]]:
+        """Newest first, without their steps: GetRedeployment has these."""
 
     @_abc_1.abstractmethod
-    def CancelSwitch(
+    def CancelRedeployment(
         self,
-        request: _control_pb2.CancelSwitchRequest,
+        request: _control_pb2.CancelRedeploymentRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.SwitchReport, _abc.Awaitable[_control_pb2.SwitchReport]]:
+    ) -> _typing.Union[_control_pb2.RedeploymentReport, _abc.Awaitable[_control_pb2.RedeploymentReport]]:
         """Go back to the engines from before. FAILED_PRECONDITION where it has ended or can no longer go back."""
 
     @_abc_1.abstractmethod

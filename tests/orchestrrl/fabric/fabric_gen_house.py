@@ -1,5 +1,5 @@
-"""The house of switches under an optical fabric of virtual switches: four servers of one GPU generate, each below a
-ToR of its own. Virtual time."""
+"""The house of redeployments under an optical fabric of virtual switches: four servers of one GPU generate, each below
+a ToR of its own. Virtual time."""
 
 import asyncio
 from collections import Counter
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from switch_house import House
+from redeployment_house import House
 
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
@@ -55,7 +55,7 @@ class FabricHouse:
 
     @asynccontextmanager
     async def daemon(self) -> AsyncIterator[RedeploymentController]:
-        async with self.house.daemon() as switching:
+        async with self.house.daemon() as redeployer:
             plane = self.house.plane
             self.fabric = fabric = CircuitCoordinator(
                 self.site,
@@ -83,7 +83,7 @@ class FabricHouse:
             running = asyncio.create_task(fabric.run())
             try:
                 await self.clock.advance(0.1)
-                yield switching
+                yield redeployer
             finally:
                 running.cancel()
                 with suppress(asyncio.CancelledError):
@@ -102,6 +102,6 @@ class FabricHouse:
         return dict(found)
 
     def admitted(self) -> str:
-        """What the admit step of the last switch said."""
-        steps = self.house.switching.report().steps
+        """What the admit step of the last redeployment said."""
+        steps = self.house.redeployer.report().steps
         return str([each.detail for each in steps if each.step.kind is StepKind.ADMIT and each.detail][-1])

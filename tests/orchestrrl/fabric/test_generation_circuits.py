@@ -1,4 +1,5 @@
-"""Circuits follow the deployment, and whatever becomes of them, its switch goes on. Virtual time, virtual switches."""
+"""Circuits follow the deployment, and whatever becomes of them, its redeployment goes on. Virtual time, virtual
+switches."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -9,7 +10,7 @@ import pytest
 import yaml
 from builders import engine_report, sample
 from fabric_gen_house import FIRST_GPU, MESH, PAIRS, FabricHouse
-from switch_house import CONFIG, House
+from redeployment_house import CONFIG, House
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.errors import Permanent, ProblemFaults
@@ -46,15 +47,15 @@ async def during(house: FabricHouse, work: Awaitable[str], most_s: float = 10.0)
     return await task
 
 
-async def test_a_switch_changes_demand_and_circuits_before_requests_are_let_in(narrow: House) -> None:
+async def test_a_redeployment_changes_demand_and_circuits_before_requests_are_let_in(narrow: House) -> None:
     house = FabricHouse(narrow)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert house.circuits() == PAIRS
         assert house.let_in_under == [PAIRS, PAIRS]
         assert "circuits committed" in house.admitted()
-        switching.begin(TO_TP1)
+        redeployer.begin(TO_TP1)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert house.circuits() == MESH
         assert house.let_in_under[2:] == [MESH] * 4
@@ -65,15 +66,15 @@ async def test_a_switch_changes_demand_and_circuits_before_requests_are_let_in(n
 async def test_on_the_way_back_the_engines_of_before_get_their_circuits(narrow: House) -> None:
     house = FabricHouse(narrow)
     narrow.machines.faults["probe", "tp2"] = Permanent("is broken")
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         assert house.circuits() == {}
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.ROLLED_BACK
         assert house.circuits() == MESH
         assert house.let_in_under == [MESH] * 4
         assert "circuits committed" in house.admitted()
         # Another one that fails finds them up.
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.ROLLED_BACK
         assert "circuits committed: 0 cross-connects changed (was_so" in house.admitted()
         assert house.circuits() == MESH
@@ -114,9 +115,9 @@ HELD = {
 async def test_a_fabric_that_holds_holds_nobody_else(narrow: House, case: str) -> None:
     hold, words = HELD[case]
     house = FabricHouse(narrow)
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         hold(house)
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert words in house.admitted()
         assert house.circuits() == {}
@@ -126,13 +127,13 @@ async def test_a_fabric_that_holds_holds_nobody_else(narrow: House, case: str) -
 async def test_circuits_that_an_operator_prefers_stay(narrow: House) -> None:
     """The deployment's are not forgotten: they come when he lets go."""
     house = FabricHouse(narrow)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await narrow.until_ended()
         house.fabric.override(PERIOD, "as they are", 0.0)
         pinned = [f"{each.switch}:{each.port_a}-{each.port_b}" for each in house.fabric.glance.cross_connects]
         house.fabric.word.pin(pinned, "each of them", 0.0)
-        switching.begin(TO_TP1)
+        redeployer.begin(TO_TP1)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert house.circuits() == PAIRS
         house.fabric.word.release("done")
@@ -141,10 +142,10 @@ async def test_circuits_that_an_operator_prefers_stay(narrow: House) -> None:
         assert house.circuits() == MESH
 
 
-async def test_a_switch_that_takes_too_long_keeps_nobody_waiting(narrow: House) -> None:
+async def test_a_redeployment_that_takes_too_long_keeps_nobody_waiting(narrow: House) -> None:
     house = FabricHouse(narrow, device_s=100.0, within_s=2.0)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await narrow.until_ended()
         assert report.state is RedeploymentState.DONE
         assert "circuits are still being changed after 2 s" in house.admitted()
@@ -152,11 +153,11 @@ async def test_a_switch_that_takes_too_long_keeps_nobody_waiting(narrow: House) 
         assert took_s == pytest.approx(2.0)
 
 
-async def test_a_switch_that_breaks_keeps_nobody_waiting(narrow: House) -> None:
+async def test_a_redeployment_that_breaks_keeps_nobody_waiting(narrow: House) -> None:
     house = FabricHouse(narrow)
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         break_all(house)
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert "; circuits failed: 0 cross-connects changed (switch_failed: " in house.admitted()
         assert len(house.admitted()) < 300  # the period's report has all of it
@@ -165,8 +166,8 @@ async def test_a_switch_that_breaks_keeps_nobody_waiting(narrow: House) -> None:
 
 async def test_gpus_that_the_site_does_not_know_have_no_circuits(narrow: House) -> None:
     house = FabricHouse(narrow, first_gpu=1000)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert "circuits kept: 0 cross-connects changed (nobody_placed: " in house.admitted()
 
@@ -186,7 +187,7 @@ class Found:
     def serving(self) -> Sequence[EngineSpec]:
         return self.engines
 
-    def switching(self) -> bool:
+    def redeploying(self) -> bool:
         return self.busy
 
     def idle(self) -> bool | None:
@@ -329,15 +330,15 @@ async def test_a_sync_is_not_disturbed_by_engines_that_stand_still(narrow: House
         tending.cancel()
 
 
-async def test_a_switch_of_the_deployment_goes_before_what_was_found(narrow: House) -> None:
+async def test_a_redeployment_goes_before_what_was_found(narrow: House) -> None:
     house = FabricHouse(narrow)
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         assert await during(house, house.gen.begin(Found(specs(narrow), busy=True))) == ""
         assert await during(house, house.gen.begin(Found([]))) == ""
         old = Found(specs(narrow), (False,))
         waiting = asyncio.create_task(house.gen.begin(old))
         await house.clock.advance(1.0)
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         await narrow.until_ended()
         old.idle_after = (True,)
         assert "no_boundary" in await during(house, waiting)
@@ -346,8 +347,8 @@ async def test_a_switch_of_the_deployment_goes_before_what_was_found(narrow: Hou
 
 
 async def test_a_fleet_is_idle_when_engines_and_gateways_say_so(narrow: House) -> None:
-    async with narrow.daemon() as switching:
-        found = FoundFleet(narrow.plane, switching)
+    async with narrow.daemon() as redeployer:
+        found = FoundFleet(narrow.plane, redeployer)
         assert [spec.engine for spec in found.serving()] == ["a", "b", "c", "d"]
         assert found.idle() is False  # as the gateway says
         narrow.gateway.requests.clear()
@@ -387,5 +388,7 @@ def test_faults_of_the_configuration_come_all_at_once(tmp_path: Path) -> None:
     assert unknown.startswith("fabric.model: ")
     assert unknown.endswith(", got 'gpt-0'")
     assert "must" in unknown or "known" in unknown
-    assert nowhere == "fabric.model: circuits follow the switches of fleet.deployer, and there is none, got 'gpt-0'"
+    assert (
+        nowhere == "fabric.model: circuits follow the redeployments of fleet.deployer, and there is none, got 'gpt-0'"
+    )
     assert nobody == "fabric.first_fleet_gpu: 2 of the fleet's 4 GPUs are none of the site's (8 is the first), got 6"

@@ -428,7 +428,7 @@ async def test_news_of_a_drained_engine_are_waited_for_by_nobody(house: House) -
     plane = house.start()
     async with house.running(a="e0") as nodes:
         plane.enrolment.drain(E1)
-        nodes.reported.remove("e1")  # its machine is switched off
+        nodes.reported.remove("e1")  # its machine is redeployed off
         await house.clock.advance(20.0)
         age_s = plane.state.snapshot(house.clock.now_s()).inputs_age_s
         assert age_s is not None

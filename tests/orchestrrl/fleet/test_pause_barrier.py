@@ -397,7 +397,7 @@ async def test_a_restarted_daemon_knows_barrier_lease_and_versions(house: House)
 
 
 async def test_an_engine_that_got_its_weights_after_a_restart_keeps_them(house: House) -> None:
-    """As one that a switch has started anew under its old name; once told, a further restart is seen as ever."""
+    """As one that a redeployment has started anew under its old name; once told, a further restart is seen as ever."""
     async with house.running():
         barrier = house.plane.barrier
 
@@ -406,7 +406,7 @@ async def test_an_engine_that_got_its_weights_after_a_restart_keeps_them(house: 
 
         barrier.set_version([E0, E1], 7)
         generated(1000)
-        barrier.set_version([E0], 7, "brought by a switch of the deployment")
+        barrier.set_version([E0], 7, "brought by a redeployment")
         generated(40)
         assert barrier.state.versions == {E0: 7, E1: 7}
         generated(39)

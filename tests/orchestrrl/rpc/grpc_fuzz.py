@@ -10,7 +10,7 @@ streams of several messages, and with bytes that are no message. The daemon must
 INTERNAL, and show everything again after a restart on the same journal. The exit status is 1 where it did not, and
 each kind of finding is printed once.
 
-The daemon has a fabric with virtual switches, but no deployer: `SwitchDeployment` would start engine processes.
+The daemon has a fabric with virtual switches, but no deployer: `Redeploy` would start engine processes.
 """
 
 import argparse
@@ -594,7 +594,8 @@ class Run:
 CLIENTS_OWN = grpc.StatusCode.INTERNAL, "Internal error from Core"
 VIEWS = (
     "Control/GetStatus", "Control/ListWorkers", "Control/ListRequests", "Control/GetBalance", "Control/ListPlans",
-    "Control/GetPauseBarrier", "Control/ListDeployments", "Fabric/GetFabric", "Weights/ListSyncs", "Weights/GetWeights",
+    "Control/GetPauseBarrier", "Control/ListRedeployments", "Fabric/GetFabric", "Weights/ListSyncs",
+    "Weights/GetWeights",
     "Switches/ListSwitches",
 )  # fmt: skip
 

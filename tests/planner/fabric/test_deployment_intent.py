@@ -1,4 +1,4 @@
-"""Volumes of a deployment against the model's sizes by hand; a switch of parallelism changes the demand."""
+"""Volumes of a deployment against the model's sizes by hand; a redeployment changes the demand."""
 
 from collections import Counter
 

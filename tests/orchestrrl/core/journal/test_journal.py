@@ -125,7 +125,7 @@ def test_what_an_open_switch_or_sync_has_changed_stays(path: Path, monkeypatch: 
     monkeypatch.setattr("orchestrrl.core.journal.store.PRUNE_EVERY", 10)
     with Journal(path, 0.0, max_entries=20) as journal:
         for began, step, ended in (
-            (EntryKind.SWITCH_BEGAN, EntryKind.SWITCH_STEP, EntryKind.SWITCH_ENDED),
+            (EntryKind.REDEPLOYMENT_BEGAN, EntryKind.REDEPLOYMENT_STEP, EntryKind.REDEPLOYMENT_ENDED),
             (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.SYNC_ENDED),
         ):
             for subject in ("open", "over"):
@@ -135,9 +135,9 @@ def test_what_an_open_switch_or_sync_has_changed_stays(path: Path, monkeypatch: 
         fill(journal, 90)
         kept = [(entry.kind, entry.subject) for entry in journal.since(0) if entry.sequence <= 10]
     assert kept == [
-        (EntryKind.SWITCH_BEGAN, "open"),
-        (EntryKind.SWITCH_STEP, "open"),
-        (EntryKind.SWITCH_ENDED, "over"),  # the latest of its kind
+        (EntryKind.REDEPLOYMENT_BEGAN, "open"),
+        (EntryKind.REDEPLOYMENT_STEP, "open"),
+        (EntryKind.REDEPLOYMENT_ENDED, "over"),  # the latest of its kind
         (EntryKind.SYNC_BEGAN, "open"),
         (EntryKind.SYNC_STEP, "open"),
     ]

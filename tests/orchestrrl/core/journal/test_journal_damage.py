@@ -285,7 +285,7 @@ def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: P
         for kind in (
             EntryKind.BARRIER,
             EntryKind.WEIGHTS,
-            EntryKind.SWITCH_ENDED,
+            EntryKind.REDEPLOYMENT_ENDED,
             EntryKind.HOLDS,
             EntryKind.ENGINES,
             EntryKind.PLAN_CONTROL,
@@ -294,19 +294,19 @@ def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: P
         for intent in (
             EntryKind.OPERATION_INTENT,
             EntryKind.CIRCUITS_INTENT,
-            EntryKind.SWITCH_BEGAN,
+            EntryKind.REDEPLOYMENT_BEGAN,
             EntryKind.SYNC_BEGAN,
         ):
             journal.append(0.0, intent, "open", {})
         journal.append(0.0, EntryKind.BALANCE, "last", {})
     deleted_entries("subject = 'last'")(path)
     with Journal(path, 0.0) as journal:
-        for kind in (EntryKind.BARRIER, EntryKind.WEIGHTS, EntryKind.SWITCH_ENDED):
+        for kind in (EntryKind.BARRIER, EntryKind.WEIGHTS, EntryKind.REDEPLOYMENT_ENDED):
             assert journal.latest(kind) is None
         for intent in (
             EntryKind.OPERATION_INTENT,
             EntryKind.CIRCUITS_INTENT,
-            EntryKind.SWITCH_BEGAN,
+            EntryKind.REDEPLOYMENT_BEGAN,
             EntryKind.SYNC_BEGAN,
         ):
             assert journal.open_operations(intent) == []

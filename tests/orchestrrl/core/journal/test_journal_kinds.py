@@ -44,14 +44,21 @@ from orchestrrl.fleet.membership import Membership, recovered_roster
 from orchestrrl.fleet.pause_lease import PauseLease, PauseState
 from orchestrrl.fleet.redeployment.book import RedeploymentBook
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
-from orchestrrl.fleet.redeployment.records import SWITCH, RecordedFleet, read_fleet, read_history, read_open, write_end
+from orchestrrl.fleet.redeployment.records import (
+    REDEPLOYMENT,
+    RecordedFleet,
+    read_fleet,
+    read_history,
+    read_open,
+    write_end,
+)
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
 from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentReport, StepDirection, StepReport
 from orchestrrl.fleet.reports import EngineFailovers, EngineReport
 from orchestrrl.fleet.state import EngineFacts
 from orchestrrl.rpc.codecs.control import entry_to_pb, plan_to_pb, status_to_pb
 from orchestrrl.rpc.codecs.fabric import control_of_fabric_to_pb, period_to_pb
-from orchestrrl.rpc.codecs.redeployment import report_to_pb as switch_to_pb
+from orchestrrl.rpc.codecs.redeployment import report_to_pb as redeployment_to_pb
 from orchestrrl.rpc.codecs.weights import report_to_pb as sync_to_pb
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
@@ -245,28 +252,33 @@ def _plan_control(shelf: Shelf, draw: Drawn) -> None:
     assert again._control == control
 
 
-def _switches(shelf: Shelf, draw: Drawn) -> None:
-    switch, report = draw(values(Redeployment)), draw(values(RedeploymentReport))
+def _redeployments(shelf: Shelf, draw: Drawn) -> None:
+    redeployment, report = draw(values(Redeployment)), draw(values(RedeploymentReport))
     hands: Any = types.SimpleNamespace(
-        switch=switch, running={}, loaded=set(), waits_for={}, configurations={}, going_back=False
+        redeployment=redeployment, running={}, loaded=set(), waits_for={}, configurations={}, going_back=False
     )
     run: Any = object.__new__(RedeploymentRun)
-    run.switch, run.hands, run._journal, run._clock = switch, hands, shelf.journal, shelf.clock
+    run.redeployment, run.hands, run._journal, run._clock = redeployment, hands, shelf.journal, shelf.clock
     run._steps, run._told = {}, lambda: None
     run._unready, run._stopping, run._dozing = set(), set(), set()
     step = dataclasses.replace(draw(values(StepReport)), direction=StepDirection.BACK)
-    shelf.journal.append(NOW_S, EntryKind.SWITCH_BEGAN, switch.id, {"switch": SWITCH.dump_python(switch, mode="json")})
+    shelf.journal.append(
+        NOW_S,
+        EntryKind.REDEPLOYMENT_BEGAN,
+        redeployment.id,
+        {"redeployment": REDEPLOYMENT.dump_python(redeployment, mode="json")},
+    )
     run._write(step)
     opened = read_open(shelf.again())
     assert opened is not None
-    assert opened.switch == switch
+    assert opened.redeployment == redeployment
     assert [entry.body["detail"] for entry in opened.steps] == [step.detail]
-    fleet = RecordedFleet(switch.old, switch.new)
+    fleet = RecordedFleet(redeployment.old, redeployment.new)
     write_end(shelf.journal, NOW_S, report, fleet)
     journal = shelf.again()
     assert read_fleet(journal) == fleet
     assert read_history(journal) == {report.id: report}
-    switch_to_pb(report).SerializeToString()
+    redeployment_to_pb(report).SerializeToString()
 
 
 def _engine_ends(shelf: Shelf, draw: Drawn) -> None:
@@ -430,7 +442,7 @@ WRITERS: dict[tuple[EntryKind, ...], Callable[[Shelf, Drawn], None]] = {
         EntryKind.DEPLOYMENT_ENDED,
     ): _plans,
     (EntryKind.PLAN_CONTROL,): _plan_control,
-    (EntryKind.SWITCH_BEGAN, EntryKind.SWITCH_STEP, EntryKind.SWITCH_ENDED): _switches,
+    (EntryKind.REDEPLOYMENT_BEGAN, EntryKind.REDEPLOYMENT_STEP, EntryKind.REDEPLOYMENT_ENDED): _redeployments,
     (EntryKind.ENGINE_STARTED, EntryKind.ENGINE_STOPPED): _engine_ends,
     (EntryKind.PROFILE_REFITTED,): _plane(_refitted),
     (EntryKind.BALANCE,): _plane(_balance),
@@ -596,11 +608,11 @@ SET_ASIDE = {
         EntryKind.STEP_ENDED,
         EntryKind.PLAN,
         EntryKind.DEPLOYMENT_ENDED,
-        EntryKind.SWITCH_BEGAN,
+        EntryKind.REDEPLOYMENT_BEGAN,
         EntryKind.PROFILE_REFITTED,
     ),
     *(
-        EntryKind.SWITCH_ENDED,
+        EntryKind.REDEPLOYMENT_ENDED,
         EntryKind.ENGINE_STARTED,
         EntryKind.BARRIER,
         EntryKind.ROUTES,
@@ -635,7 +647,7 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKi
         CircuitExecutor({}, journal, clock).recover()
         read_fleet(journal), read_open(journal)
         for report in read_history(journal).values():
-            switch_to_pb(report).SerializeToString()
+            redeployment_to_pb(report).SerializeToString()
         for sync in book.over:
             sync_to_pb(sync).SerializeToString()
         for period in periods.over:

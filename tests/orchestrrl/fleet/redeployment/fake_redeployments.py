@@ -1,4 +1,5 @@
-"""Somebody who carries switches out without engines: steps follow each other at a pace, and fail where it is told."""
+"""Somebody who carries redeployments out without engines: steps follow each other at a pace, and fail where it is
+told."""
 
 import asyncio
 import contextlib
@@ -11,6 +12,7 @@ from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.steps import (
     Chain,
     Redeployment,
+    RedeploymentId,
     RedeploymentReport,
     RedeploymentState,
     RedeployRequest,
@@ -19,7 +21,6 @@ from orchestrrl.fleet.redeployment.steps import (
     StepDirection,
     StepKind,
     StepReport,
-    SwitchId,
     stages_back,
     stages_of,
     steps_in,
@@ -53,10 +54,10 @@ class FakeSwitching:
         self.held = asyncio.Event()  # no step begins while it is clear
         self.held.set()
         self.remembered = 256
-        self.remark = ""  # on a switch that is done
+        self.remark = ""  # on a redeployment that is done
         self.wishes: list[RedeployRequest] = []
         self.engines = fleet("tp2", GPUS // 2)
-        self.reports: dict[SwitchId, RedeploymentReport] = {}
+        self.reports: dict[RedeploymentId, RedeploymentReport] = {}
         self.watchers = 0
         self._called_off = ""
         self._fenced_s: float | None = None
@@ -68,7 +69,7 @@ class FakeSwitching:
     def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage, ...]]:
         self.wishes.append(wish)
         if self._running is not None and not self._running.done():
-            raise Permanent("switch s1 is under way: watch it with `orchestrrl switch`")
+            raise Permanent("redeployment s1 is under way: watch it with `orchestrrl redeploy`")
         faults, new, next_gpu = [], [], 0
         if not wish.targets and not wish.plan:
             faults.append("targets: must name a configuration, or plan_id a plan, got neither")
@@ -89,28 +90,28 @@ class FakeSwitching:
                 next_gpu += width
         if faults:
             raise ProblemFaults(faults)
-        id = SwitchId(f"s{len(self.reports) + 1}")
-        switch = Redeployment(id, PlanId(wish.plan), wish.reason, self.clock.now_s(), self.engines, tuple(new))
-        return switch, stages_of(switch) if switch.leaving or switch.coming else ()
+        id = RedeploymentId(f"s{len(self.reports) + 1}")
+        redeployment = Redeployment(id, PlanId(wish.plan), wish.reason, self.clock.now_s(), self.engines, tuple(new))
+        return redeployment, stages_of(redeployment) if redeployment.leaving or redeployment.coming else ()
 
-    def begin(self, wish: RedeployRequest) -> SwitchId:
-        switch, stages = self.draft(wish)
+    def begin(self, wish: RedeployRequest) -> RedeploymentId:
+        redeployment, stages = self.draft(wish)
         self._called_off, self._fenced_s = "", None
         steps = tuple(StepReport(step, StepDirection.FORWARD) for step in steps_in(stages))
-        engines = tuple(engine.engine for engine in switch.old)
-        self.reports[switch.id] = RedeploymentReport(
-            switch.id, switch.plan, switch.reason, switch.created_s, RedeploymentState.RUNNING, switch.old, switch.new,
-            engines, steps,
+        engines = tuple(engine.engine for engine in redeployment.old)
+        self.reports[redeployment.id] = RedeploymentReport(
+            redeployment.id, redeployment.plan, redeployment.reason, redeployment.created_s,
+            RedeploymentState.RUNNING, redeployment.old, redeployment.new, engines, steps,
         )  # fmt: skip
-        self._running = asyncio.ensure_future(self._run(switch))
-        return switch.id
+        self._running = asyncio.ensure_future(self._run(redeployment))
+        return redeployment.id
 
     def report(self, id: str = "") -> RedeploymentReport:
         if not self.reports:
-            raise Permanent("no switch has been made yet")
-        wanted = SwitchId(id) if id else next(reversed(self.reports))
+            raise Permanent("no redeployment has been made yet")
+        wanted = RedeploymentId(id) if id else next(reversed(self.reports))
         if wanted not in self.reports:
-            raise Permanent(f"no switch {id!r}")
+            raise Permanent(f"no redeployment {id!r}")
         return self.reports[wanted]
 
     async def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
@@ -129,7 +130,7 @@ class FakeSwitching:
 
     def cancel(self, id: str, reason: str) -> RedeploymentReport:
         if self._running is None or self._running.done() or id not in ("", self.report().id):
-            raise Permanent(f"switch {id} is not under way" if id else "no switch is under way")
+            raise Permanent(f"redeployment {id} is not under way" if id else "no redeployment is under way")
         report = self.report(id)
         self._called_off = f"called off: {reason}"
         self.held.set()
@@ -152,23 +153,23 @@ class FakeSwitching:
         same = [e for e in self.engines if (e.configuration, e.gpus) == (wanted.configuration, wanted.gpus)]
         return same[0] if same else wanted
 
-    async def _run(self, switch: Redeployment) -> None:
-        why = await self._direction(switch, StepDirection.FORWARD, stages_of(switch))
+    async def _run(self, redeployment: Redeployment) -> None:
+        why = await self._direction(redeployment, StepDirection.FORWARD, stages_of(redeployment))
         state, detail = RedeploymentState.DONE, self.remark
         if why:
-            self._set(switch.id, steps=self._skipped(switch.id))
-            stages = stages_back(switch, {e.engine for e in switch.coming})
+            self._set(redeployment.id, steps=self._skipped(redeployment.id))
+            stages = stages_back(redeployment, {e.engine for e in redeployment.coming})
             back = tuple(StepReport(step, StepDirection.BACK) for step in steps_in(stages))
-            self._set(switch.id, steps=(*self.reports[switch.id].steps, *back), detail=why)
-            missing = await self._direction(switch, StepDirection.BACK, stages)
+            self._set(redeployment.id, steps=(*self.reports[redeployment.id].steps, *back), detail=why)
+            missing = await self._direction(redeployment, StepDirection.BACK, stages)
             state, detail = RedeploymentState.DEGRADED if missing else RedeploymentState.ROLLED_BACK, why
             if missing:
-                self.engines = switch.old[1:]
+                self.engines = redeployment.old[1:]
                 detail = f"{why}; {missing}"
         else:
-            self.engines = switch.new
+            self.engines = redeployment.new
         self._set(
-            switch.id,
+            redeployment.id,
             state=state,
             detail=detail,
             ended_s=self.clock.now_s(),
@@ -176,54 +177,54 @@ class FakeSwitching:
         )
         await self._tell()
 
-    async def _direction(self, switch: Redeployment, direction: StepDirection, stages: Sequence[Stage]) -> str:
+    async def _direction(self, redeployment: Redeployment, direction: StepDirection, stages: Sequence[Stage]) -> str:
         """Why it does not go on."""
         for stage in stages:
-            whys = await asyncio.gather(*(self._chain(switch, direction, chain) for chain in stage))
+            whys = await asyncio.gather(*(self._chain(redeployment, direction, chain) for chain in stage))
             for why in filter(None, whys):
                 return why
         return ""
 
-    async def _chain(self, switch: Redeployment, direction: StepDirection, chain: Chain) -> str:
+    async def _chain(self, redeployment: Redeployment, direction: StepDirection, chain: Chain) -> str:
         for step in chain:
             await self.held.wait()
             if self._called_off and direction is StepDirection.FORWARD:
                 return self._called_off
             began_s = self.clock.now_s()
             self._fenced_s = began_s if step.kind is StepKind.FENCE else self._fenced_s
-            self._step(switch.id, StepReport(step, direction, RedeployStepState.RUNNING, "", began_s))
+            self._step(redeployment.id, StepReport(step, direction, RedeployStepState.RUNNING, "", began_s))
             await self._tell()
             await self.clock.sleep(self.pace_s * SLOWNESS.get(step.kind, 1.0))
             took_s = self.clock.now_s() - began_s
             # Of the engines that are worked on side by side, the first one has the fault.
-            first = step.engine is None or step.engine in (switch.coming[0].engine, switch.old[0].engine)
+            first = step.engine is None or step.engine in (redeployment.coming[0].engine, redeployment.old[0].engine)
             fault = self.failing.get((direction, step.kind), "") if first else ""
             state = RedeployStepState.FAILED if fault else RedeployStepState.DONE
-            self._step(switch.id, StepReport(step, direction, state, fault, began_s, took_s))
+            self._step(redeployment.id, StepReport(step, direction, state, fault, began_s, took_s))
             await self._tell()
             if fault:
                 return f"{step.kind} of {step.engine or 'the fleet'}: {fault}"
             if step.kind is StepKind.EVACUATE:
-                report = self.reports[switch.id]
+                report = self.reports[redeployment.id]
                 parked = report.requests_parked + 3
-                self._set(switch.id, requests_moved=report.requests_moved + 1, requests_parked=parked)
+                self._set(redeployment.id, requests_moved=report.requests_moved + 1, requests_parked=parked)
             if step.kind is StepKind.ADMIT and direction is StepDirection.FORWARD and self._fenced_s is not None:
-                self._set(switch.id, closed_s=self.clock.now_s() - self._fenced_s)
+                self._set(redeployment.id, closed_s=self.clock.now_s() - self._fenced_s)
         return ""
 
-    def _skipped(self, id: SwitchId) -> tuple[StepReport, ...]:
+    def _skipped(self, id: RedeploymentId) -> tuple[StepReport, ...]:
         pending = RedeployStepState.PENDING
         return tuple(
             replace(told, state=RedeployStepState.SKIPPED) if told.state is pending else told
             for told in self.reports[id].steps
         )
 
-    def _step(self, id: SwitchId, told: StepReport) -> None:
+    def _step(self, id: RedeploymentId, told: StepReport) -> None:
         key = told.direction, told.step.number
         steps = self.reports[id].steps
         self._set(id, steps=tuple(told if (s.direction, s.step.number) == key else s for s in steps))
 
-    def _set(self, id: SwitchId, **changes: object) -> None:
+    def _set(self, id: RedeploymentId, **changes: object) -> None:
         self.reports[id] = replace(self.reports[id], **changes)  # type: ignore[arg-type]
 
     async def _tell(self) -> None:

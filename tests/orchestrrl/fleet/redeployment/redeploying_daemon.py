@@ -1,4 +1,4 @@
-"""A daemon whose switches need no engines, served from a thread of its own: commands run their own event loop."""
+"""A daemon whose redeployments need no engines, served from a thread of its own: commands run their own event loop."""
 
 import asyncio
 import threading
@@ -18,13 +18,13 @@ from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
 
 
-class SwitchDaemon:
-    """`with SwitchDaemon(folder, pace_s) as daemon:` serves at `daemon.address` until the end of the block."""
+class RedeploymentDaemon:
+    """`with RedeploymentDaemon(folder, pace_s) as daemon:` serves at `daemon.address` until the end of the block."""
 
     def __init__(
         self, folder: Path, pace_s: float = 0.0, address: str = "127.0.0.1:0", *known: RedeploymentReport
     ) -> None:
-        """`known`: switches from before."""
+        """`known`: redeployments from before."""
         self._wanted = address
         self._known = known
         self._folder = folder
@@ -33,7 +33,7 @@ class SwitchDaemon:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self.address = ""
 
-    def __enter__(self) -> "SwitchDaemon":
+    def __enter__(self) -> "RedeploymentDaemon":
         self._thread.start()
         assert self._ready.wait(60)
         return self
@@ -58,9 +58,9 @@ class SwitchDaemon:
         clock = WallClock()
         with Journal(self._folder / "journal.sqlite", clock.now_s()) as journal:
             self.plane = ControlPlane(parse_config("mode: act"), journal, clock)
-            self.switching = FakeSwitching(clock, self._pace_s)
-            self.switching.reports.update({report.id: report for report in self._known})
-            self.plane.switching = cast(Any, self.switching)
+            self.redeployer = FakeSwitching(clock, self._pace_s)
+            self.redeployer.reports.update({report.id: report for report in self._known})
+            self.plane.redeployer = cast(Any, self.redeployer)
             server = await DaemonServer.start(
                 self.plane, ListenSettings(address=self._wanted), SwitchesService({}, journal, clock)
             )
@@ -68,4 +68,4 @@ class SwitchDaemon:
             self._ready.set()
             await self._end.wait()
             await server.stop(0.0)
-            await self.switching.close()
+            await self.redeployer.close()

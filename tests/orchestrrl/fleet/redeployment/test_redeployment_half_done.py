@@ -1,11 +1,11 @@
-"""Engines that are there when a switch goes back, and not for long, or not to serve: on a virtual clock."""
+"""Engines that are there when a redeployment goes back, and not for long, or not to serve: on a virtual clock."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
 from builders import engine_report, sample
-from switch_house import FakeEngine, House
+from redeployment_house import FakeEngine, House
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import EngineCapabilities
@@ -50,8 +50,8 @@ def check_whole(house: House, *engines: str) -> None:
 async def test_a_stop_that_was_begun_is_ended_before_going_back(house: House) -> None:
     """A process that was told to end is there for a while: the next daemon does not count on it."""
     house.machines.hangs.add(("stop", "a"))
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(2.0)
     house.machines.hangs.clear()
     async with house.daemon():
@@ -63,11 +63,11 @@ async def test_a_stop_that_was_begun_is_ended_before_going_back(house: House) ->
 
 async def test_so_is_one_that_is_called_off(house: House) -> None:
     house.machines.hangs.add(("stop", "a"))
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(2.0)
         house.machines.hangs.clear()
-        switching.cancel("", "changed my mind")
+        redeployer.cancel("", "changed my mind")
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
@@ -77,8 +77,8 @@ async def test_so_is_one_that_is_called_off(house: House) -> None:
 async def test_one_that_was_started_again_is_not_stopped_by_the_next_daemon(house: House) -> None:
     """Killed on the way back: who is there by then stays, and serves once it has been verified."""
     house.machines.hangs.add(("stop", "a"))
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(2.0)
     house.machines.hangs = {("probe", "a")}
     async with house.daemon():
@@ -97,9 +97,9 @@ async def test_one_that_was_started_again_is_not_stopped_by_the_next_daemon(hous
 async def test_who_fell_asleep_and_is_not_known_to_is_woken(tmp_path: Path) -> None:
     house = house_of(tmp_path, sleepers=True)
     house.machines.hangs.add(("lend", "a"))
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         tell_that_it_sleeps(house, "a")
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         await house.clock.advance(2.0)
         assert house.machines.engines[EngineId("a")].sleeping
         assert not house.machines.engines[EngineId("a")].lent
@@ -115,9 +115,9 @@ async def test_who_cannot_be_woken_is_started(tmp_path: Path) -> None:
     house = house_of(tmp_path, sleepers=True)
     house.machines.faults["probe", "tp2"] = Permanent("is broken")
     house.machines.faults["wake", "a"] = Permanent("sleeps like a log")
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         tell_that_it_sleeps(house, "a")
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK, report.detail
         check_whole(house, "a", "b", "w")
@@ -136,8 +136,8 @@ def tell_that_it_sleeps(house: House, engine: str) -> None:
 
 async def test_an_engine_that_ends_while_its_requests_leave_is_as_good_as_stopped(house: House) -> None:
     house.gateway.put("stuck", "a", movable=False)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(1.0)
         house.machines.engines[EngineId("a")].life = EngineLife.ENDED
         report = await house.until_ended()
@@ -154,8 +154,8 @@ async def test_one_that_ends_while_others_come_up_is_not_admitted(tmp_path: Path
         engine.up_at_s += 5.0 if engine.spec.engine == "s1.1" else 0.0
 
     house.machines.made = slow
-    async with house.daemon() as switching:
-        switching.begin(RedeployRequest((("tp1", 2),)))
+    async with house.daemon() as redeployer:
+        redeployer.begin(RedeployRequest((("tp1", 2),)))
         await house.clock.advance(4.0)
         house.machines.engines[EngineId("s1.0")].life = EngineLife.ENDED
         report = await house.until_ended()
@@ -168,8 +168,8 @@ async def test_one_that_ends_while_others_come_up_is_not_admitted(tmp_path: Path
 
 async def test_going_back_brings_back_who_ended_meanwhile(house: House) -> None:
     house.gateway.put("stuck", "b", movable=False)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(1.0)
         house.machines.engines[EngineId("a")].life = EngineLife.ENDED
         report = await house.until_ended()

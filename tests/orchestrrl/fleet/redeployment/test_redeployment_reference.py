@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from switch_house import Client, FakeEngine, House
+from redeployment_house import Client, FakeEngine, House
 
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.engines.managed import AnswerExcerpt
@@ -59,9 +59,9 @@ def failed_at(report: RedeploymentReport) -> list[StepKind]:
 
 async def test_the_first_that_is_emptied_is_asked_and_nobody_waits_for_a_seat(house: House) -> None:
     house.machines.made = wide_ones_answer_otherwise
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         began_s = house.clock.now_s()
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
     assert (report.state, failed_at(report)) == (RedeploymentState.ROLLED_BACK, [StepKind.VERIFY])
     assert "answers otherwise than the engines before" in report.detail
@@ -71,8 +71,8 @@ async def test_the_first_that_is_emptied_is_asked_and_nobody_waits_for_a_seat(ho
 
 
 async def test_with_a_right_answer_it_is_done(house: House) -> None:
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
     assert report.state is RedeploymentState.DONE
     (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
@@ -82,9 +82,9 @@ async def test_with_a_right_answer_it_is_done(house: House) -> None:
 
 async def test_a_later_daemon_still_knows_the_answer(house: House) -> None:
     """It goes back, and compares the engines that it starts anew."""
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
-        while not any(entry.body["kind"] == StepKind.READY for entry in house.entries(EntryKind.SWITCH_STEP)):
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
+        while not any(entry.body["kind"] == StepKind.READY for entry in house.entries(EntryKind.REDEPLOYMENT_STEP)):
             await house.clock.advance(0.05)
     house.machines.made = answers_otherwise
     async with house.daemon():
@@ -95,10 +95,10 @@ async def test_a_later_daemon_still_knows_the_answer(house: House) -> None:
 
 async def test_where_no_engine_leaves_a_seat_is_waited_for(house: House) -> None:
     house.machines.made = answers_otherwise
-    async with house.daemon() as switching:
-        switching.begin(MORE_TP1)
+    async with house.daemon() as redeployer:
+        redeployer.begin(MORE_TP1)
         await house.clock.advance(3.0)
-        assert switching.busy
+        assert redeployer.busy
         assert house.machines.starts.total() == 0
         del house.gateway.requests[RequestId("r0")]
         report = await house.until_ended()
@@ -107,8 +107,8 @@ async def test_where_no_engine_leaves_a_seat_is_waited_for(house: House) -> None
 
 
 async def test_but_not_for_ever(house: House) -> None:
-    async with house.daemon() as switching:
-        switching.begin(MORE_TP1)
+    async with house.daemon() as redeployer:
+        redeployer.begin(MORE_TP1)
         report = await house.until_ended()
     assert report.state is RedeploymentState.DONE
     (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
@@ -116,10 +116,10 @@ async def test_but_not_for_ever(house: House) -> None:
 
 
 async def test_it_can_be_called_off_meanwhile(house: House) -> None:
-    async with house.daemon() as switching:
-        id = switching.begin(MORE_TP1)
+    async with house.daemon() as redeployer:
+        id = redeployer.begin(MORE_TP1)
         await house.clock.advance(1.0)
-        switching.cancel(id, "enough")
+        redeployer.cancel(id, "enough")
         report = await house.until_ended()
     assert report.state is RedeploymentState.ROLLED_BACK
     assert "enough" in report.detail

@@ -1,4 +1,5 @@
-"""Where the parts of a switch meet: what runs beside it, or happens to it, and is none of its steps. Virtual time."""
+"""Where the parts of a redeployment meet: what runs beside it, or happens to it, and is none of its steps. Virtual
+time."""
 
 import asyncio
 import dataclasses
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from builders import engine_report, sample
-from switch_house import CONFIG, Client, FakeEngine, House
+from redeployment_house import CONFIG, Client, FakeEngine, House
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import EntryKind
@@ -50,15 +51,15 @@ def check_whole(house: House, *engines: str) -> None:
 
 
 async def test_engines_that_end_by_themselves_do_not_end_the_watch_over_them(house: House) -> None:
-    async with house.daemon() as switching:
-        tending = asyncio.create_task(switching.tend())
+    async with house.daemon() as redeployer:
+        tending = asyncio.create_task(redeployer.tend())
         for engine in (A, B):
             house.machines.engines[engine].life = EngineLife.ENDED
             await house.clock.advance(5.0)
             assert not tending.done(), tending.exception()
             assert house.machines.stops[-1] == engine  # what is left of it holds its GPUs no longer
         check_whole(house, "w")
-        assert {route.engine for route in house.gateway.routes.routes} == switching.deployed.keys() == {W}
+        assert {route.engine for route in house.gateway.routes.routes} == redeployer.deployed.keys() == {W}
         assert house.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}]
         assert house.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, "died"), ("b", True, "died")]
         tending.cancel()
@@ -77,30 +78,30 @@ async def test_engines_of_a_configuration_that_is_no_more_serve_on(
 
 async def test_engines_that_ended_while_the_daemon_was_away_are_cleared(house: House) -> None:
     house.machines.engines[A].life = EngineLife.ENDED
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         check_whole(house, "b", "w")
-        assert switching.deployed.keys() == {B, W}
+        assert redeployer.deployed.keys() == {B, W}
         assert house.machines.stops == [A]
         assert house.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, "died")]
 
 
 async def test_an_engine_of_which_nothing_is_left_keeps_no_gpus(house: House) -> None:
     """Somebody has deleted it where it ran: the deployer does not even list it."""
-    async with house.daemon() as switching:
-        tending = asyncio.create_task(switching.tend())
+    async with house.daemon() as redeployer:
+        tending = asyncio.create_task(redeployer.tend())
         del house.machines.engines[A]
         await house.clock.advance(5.0)
         check_whole(house, "b", "w")
-        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
+        redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE
         check_whole(house, "b", "w", f"{report.id}.0")
         tending.cancel()
 
 
-async def test_a_look_that_a_switch_has_overtaken_is_not_taken_for_the_truth(house: House) -> None:
-    async with house.daemon() as switching:
-        listed = switching._deployer.list_engines
+async def test_a_look_that_a_redeployment_has_overtaken_is_not_taken_for_the_truth(house: House) -> None:
+    async with house.daemon() as redeployer:
+        listed = redeployer._deployer.list_engines
         may_answer = asyncio.Event()
 
         async def slowly() -> object:
@@ -108,11 +109,11 @@ async def test_a_look_that_a_switch_has_overtaken_is_not_taken_for_the_truth(hou
             await may_answer.wait()
             return answer
 
-        switching._deployer.list_engines = slowly
-        tending = asyncio.create_task(switching.tend())
+        redeployer._deployer.list_engines = slowly
+        tending = asyncio.create_task(redeployer.tend())
         await house.clock.advance(2.0)
-        switching._deployer.list_engines = listed
-        switching.begin(TO_TP2)
+        redeployer._deployer.list_engines = listed
+        redeployer.begin(TO_TP2)
         await house.clock.advance(1.0)
         assert "s1.0" in house.machines.engines
         may_answer.set()
@@ -137,14 +138,14 @@ def tell_tokens(house: House, engine: str, tokens: int) -> None:
 
 async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_was_given(house: House) -> None:
     """Its count of tokens begins anew, which of any other engine means that it has lost its weights."""
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         tell_tokens(house, "a", 1000)
         assert house.plane.barrier._generated == {A: 1000}
         breaks(house)
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         tell_tokens(house, "a", 17)
@@ -155,7 +156,7 @@ async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_w
 
 async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(house: House) -> None:
     """One that missed the last update and was left out of service comes back as it was."""
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([A, B, W], 6, "", "/ckpt/6")
         house.plane.barrier.set_version([A, B], 7, "", "/ckpt/7")
         house.plane.barrier.set_version([W], 6)
@@ -166,7 +167,7 @@ async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(hou
         house.machines.engines[W].weights = 6
         house.machines.engines[A].weights = house.machines.engines[B].weights = 7
         breaks(house)
-        switching.begin(RedeployRequest((("tp2", 2),)))
+        redeployer.begin(RedeployRequest((("tp2", 2),)))
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert house.plane.barrier.state.versions == {A: 7, B: 7, W: 6}
@@ -174,11 +175,11 @@ async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(hou
 
 
 async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         new = EngineId(f"{(await house.until_ended()).id}.0")
         assert house.plane.barrier.state.versions == {new: 7, W: 7}
         house.plane.barrier.set_version([new, W], 8, "", "/ckpt/8")
@@ -189,13 +190,13 @@ async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(house:
 
 async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(house: House) -> None:
     """It runs when the next daemon comes, and that is all that is known of it."""
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         breaks(house)
         house.machines.hangs.add(("probe", "a"))
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         await house.clock.advance(16.0)
         assert house.machines.starts["a"] == 1
     house.machines.hangs.clear()
@@ -220,9 +221,9 @@ async def test_an_engine_that_came_with_other_weights_is_not_let_in(
         engine.weights = 6 if engine.spec.configuration == "tp2" else 7
 
     house.machines.made = outdated
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert (report.state, report.detail) == (
             RedeploymentState.ROLLED_BACK,
@@ -234,23 +235,23 @@ async def test_one_that_is_not_healthy_is_waited_for(house: House, monkeypatch: 
     async def ill(client: Client) -> bool:
         return False
 
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         with monkeypatch.context() as patched:
             patched.setattr(Client, "healthy", ill)
-            switching.begin(TO_TP2)
+            redeployer.begin(TO_TP2)
             await house.clock.advance(5.0)
-            assert switching.report().engines == ("s1.0", "w")
+            assert redeployer.report().engines == ("s1.0", "w")
             assert house.gateway.usable() == ["w"]
         assert (await house.until_ended()).state is RedeploymentState.DONE
         check_whole(house, "s1.0", "w")
 
 
 async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         await house.clock.advance(1.0)
         house.plane.barrier.set_version([W], 8, "", "/ckpt/8")
         house.machines.engines[W].weights = 8
@@ -262,13 +263,13 @@ async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(hou
         check_whole(house, "a", "b", "w")
 
 
-async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_switch(house: House) -> None:
-    async with house.daemon() as switching:
+async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_redeployment(house: House) -> None:
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         breaks(house)
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         await house.clock.advance(0.5)
         house.gateway.held.clear()
         house.gateway.requests.clear()
@@ -285,9 +286,9 @@ def check_whole_but(house: House, removed: str) -> None:
 
 
 async def test_a_drained_engine_gets_none_of_the_requests_of_those_that_leave(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.enrolment.drain(W)
-        switching.begin(RedeployRequest((("tp2", 1),)))
+        redeployer.begin(RedeployRequest((("tp2", 1),)))
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
         assert house.gateway.on(W) == ["r2", "r5"]
@@ -308,8 +309,8 @@ async def test_who_is_refused_by_an_engine_goes_to_another(house: House) -> None
         return dataclasses.replace(done, items=items)
 
     house.gateway._perform = refusing  # type: ignore[method-assign]
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
         assert report.requests_moved == 0
@@ -318,8 +319,8 @@ async def test_who_is_refused_by_an_engine_goes_to_another(house: House) -> None
 
 async def test_an_engine_that_does_not_say_what_it_has_is_not_stopped(house: House) -> None:
     house.machines.faults["metrics", "a"] = Permanent("is too busy")
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert report.detail == "evacuate of a: took longer than 5 s: it does not say what it has: is too busy"
@@ -329,8 +330,8 @@ async def test_an_engine_that_does_not_say_what_it_has_is_not_stopped(house: Hou
 
 async def test_a_stop_that_fails_leaves_an_engine_that_serves_on(house: House) -> None:
     house.machines.faults["stop", "a"] = Permanent("does not end")
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert (report.state, report.detail) == (
             RedeploymentState.ROLLED_BACK,
@@ -343,9 +344,9 @@ async def test_a_stop_that_fails_leaves_an_engine_that_serves_on(house: House) -
 
 async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(house: House) -> None:
     house.gateway.requests.clear()
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.gateway.on = lambda engine: ["elsewhere"] * 3  # type: ignore[method-assign,assignment]
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert "it has 3 requests that no gateway has told of" in report.detail
@@ -353,9 +354,9 @@ async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(hou
 
 async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that_is_wanted(house: House) -> None:
     house.gateway.requests.clear()
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         await house.plane.enrolment.remove(B)
-        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
+        redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE
         check_whole(house, "a", "w", f"{report.id}.0")
@@ -363,8 +364,8 @@ async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that
 
 async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a_drained_one(house: House) -> None:
     house.machines.hangs.add(("layout", "tp2"))
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(4.0)
         tell_tokens(house, "s1.0", 1)  # its watch finds it well
         tell_tokens(house, "w", 1)
@@ -376,11 +377,11 @@ async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a
         await house.until_ended()
 
 
-async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_switch_open(house: House) -> None:
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_redeployment_open(house: House) -> None:
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(1.0)
-        listed, refusals = switching._deployer.list_engines, []
+        listed, refusals = redeployer._deployer.list_engines, []
 
         async def refusing() -> object:
             if not refusals:
@@ -388,20 +389,20 @@ async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_swi
                 raise Retryable("the API server is away", 1.0)
             return await listed()
 
-        switching._deployer.list_engines = refusing
+        redeployer._deployer.list_engines = refusing
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE
         assert len(refusals) == 1
-        assert [entry.subject for entry in house.entries(EntryKind.SWITCH_ENDED)] == [report.id]
+        assert [entry.subject for entry in house.entries(EntryKind.REDEPLOYMENT_ENDED)] == [report.id]
         check_whole(house, f"{report.id}.0", "w")
 
 
 async def test_going_back_waits_for_a_deployer_that_does_not_say_what_there_is(house: House) -> None:
     breaks(house)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(5.0)
-        deployer: Any = switching._deployer
+        deployer: Any = redeployer._deployer
         listed, asked_s = deployer.list_engines, []
 
         async def refusing() -> object:
@@ -426,17 +427,17 @@ async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(house: H
             finally:
                 for _ in range(9):  # it cleans up
                     await asyncio.sleep(0)
-                closed.append(house.switching._deployer.closed)
+                closed.append(house.redeployer._deployer.closed)
         await meddle(what, engine)
 
     house.machines.meddle = hanging  # type: ignore[method-assign]
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(2.0)
     assert closed == [False, False]
 
 
-async def test_a_defect_of_the_switch_itself_leaves_nobody_fenced(
+async def test_a_defect_of_the_redeployment_itself_leaves_nobody_fenced(
     house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(run: RedeploymentRun, failure: object) -> None:
@@ -444,16 +445,16 @@ async def test_a_defect_of_the_switch_itself_leaves_nobody_fenced(
 
     monkeypatch.setattr(RedeploymentRun, "_end", broken)
     breaks(house)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(1.0)
         assert house.plane.routes.expected
         await house.clock.advance(20.0)
-        assert not switching.busy
+        assert not redeployer.busy
         assert not house.plane.routes.draining
         assert not house.plane.routes.expected
         assert [record.message for record in caplog.records if "broke off" in record.message] == [
-            "a switch broke off: of ours"
+            "a redeployment broke off: of ours"
         ]
 
 
@@ -473,40 +474,40 @@ async def test_a_start_that_came_to_nothing_yet_is_asked_for_again(
         await meddle(what, engine)
 
     house.machines.meddle = refusing  # type: ignore[method-assign]
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         assert (await house.until_ended()).state is RedeploymentState.DONE
         assert [later - before for before, later in pairwise(asked_s)] == pytest.approx([every_s] * 2)
 
 
-async def test_a_switch_that_was_never_closed_is_not_taken_up_after_a_later_one(house: House) -> None:
+async def test_a_redeployment_that_was_never_closed_is_not_taken_up_after_a_later_one(house: House) -> None:
     """Its end could not be written down, as on a disk that was full then."""
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         append = house.plane.journal.append
 
         def full(at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
-            if kind is EntryKind.SWITCH_ENDED:
+            if kind is EntryKind.REDEPLOYMENT_ENDED:
                 raise Permanent("disk full")
             return append(at_s, kind, subject, body)
 
         house.plane.journal.append = full
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE
         house.plane.journal.append = append
-        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
+        redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         back = await house.until_ended()
         assert back.state is RedeploymentState.DONE
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         await house.until_ended()
         assert house.machines.stops == ["a", "b", "w"]
         check_whole(house, f"{back.id}.0", f"{back.id}.1", f"{report.id}.0")
 
 
 async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.machines.faults["layout", "tp2"] = ZeroDivisionError("of somebody")  # type: ignore[assignment]
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert "ZeroDivisionError('of somebody')" in report.detail
@@ -514,12 +515,12 @@ async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure
 
 
 async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         breaks(house)
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         await house.clock.advance(5.0)
 
         def full(at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
@@ -530,14 +531,14 @@ async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(house: H
             await house.until_ended()
         house.plane.journal.append = append
         await house.clock.advance(2.0)
-        assert house.switching.report().state is RedeploymentState.ROLLED_BACK
+        assert house.redeployer.report().state is RedeploymentState.ROLLED_BACK
         check_whole(house, "a", "b", "w")
         assert house.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
 
 
 async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_serving(house: House) -> None:
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
     house.machines.engines[EngineId("stranger")] = FakeEngine(house.spec("stranger", "tp1", 3), 0.0)
     house.machines.faults["stop", "stranger"] = OutcomeUnknown("processes do not end on SIGKILL")
@@ -553,8 +554,8 @@ async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_servin
 @pytest.mark.parametrize("when", ["reload", "restart"])
 async def test_configurations_that_are_no_more_do_not_keep_engines_from_coming_back(house: House, when: str) -> None:
     breaks(house)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         await house.clock.advance(2.0)
         assert "s1.0" in house.machines.engines
         text = CONFIG.replace("id: tp1", "id: narrow").replace("id: tp2", "id: wide")
@@ -570,86 +571,87 @@ async def test_configurations_that_are_no_more_do_not_keep_engines_from_coming_b
     assert report.state is RedeploymentState.ROLLED_BACK, report.detail
 
 
-async def test_a_switch_that_cannot_be_written_down_is_not_begun(house: House) -> None:
-    async with house.daemon() as switching:
+async def test_a_redeployment_that_cannot_be_written_down_is_not_begun(house: House) -> None:
+    async with house.daemon() as redeployer:
         append = house.plane.journal.append
 
         def full(at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
-            if kind is EntryKind.SWITCH_BEGAN:
+            if kind is EntryKind.REDEPLOYMENT_BEGAN:
                 raise Permanent("disk full")
             return append(at_s, kind, subject, body)
 
         house.plane.journal.append = full
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert report.detail == "nothing was begun, since it cannot be written down: disk full"
         check_whole(house, "a", "b", "w")
 
 
-async def test_who_is_told_that_a_switch_has_ended_may_begin_the_next(house: House) -> None:
-    async with house.daemon() as switching:
-        listed = switching._deployer.list_engines
+async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(house: House) -> None:
+    async with house.daemon() as redeployer:
+        listed = redeployer._deployer.list_engines
 
         async def slowly() -> object:
             await house.clock.sleep(0.5)
             return await listed()
 
-        switching._deployer.list_engines = slowly
+        redeployer._deployer.list_engines = slowly
 
         async def follow() -> str:
             done = set()
-            async for report in switching.watch(switching.begin(TO_TP2)):
+            async for report in redeployer.watch(redeployer.begin(TO_TP2)):
                 done.add(sum(told.state is RedeployStepState.DONE for told in report.steps))
             assert report.state is RedeploymentState.DONE
             assert len(done) > 3  # of each step that takes a while
-            return str(switching.begin(RedeployRequest((("tp1", 2), ("tp2", 1)))))
+            return str(redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1)))))
 
         following = asyncio.create_task(follow())
         for _ in range(60):
             await house.clock.advance(0.5)
         assert following.result() == "s2"
-        assert not switching._book._watchers
+        assert not redeployer._book._watchers
         assert (await house.until_ended()).state is RedeploymentState.DONE
 
 
 async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.enrolment.drain(W)
         with pytest.raises(ProblemFaults, match=r"the 2 GPUs .*; the other GPUs have w \(drained by an operator"):
-            switching.begin(RedeployRequest((("tp2", 2),)))
+            redeployer.begin(RedeployRequest((("tp2", 2),)))
         house.machines.engines[A].life = EngineLife.UNKNOWN
-        await switching._look()
+        await redeployer._look()
         with pytest.raises(
             ProblemFaults, match=r"the 1 GPUs .*; the other GPUs have a, w \(.*nobody knows how they are"
         ):
-            switching.begin(RedeployRequest((("tp2", 2),)))
+            redeployer.begin(RedeployRequest((("tp2", 2),)))
         house.machines.engines[A].life = EngineLife.ALIVE
-        await switching._look()
+        await redeployer._look()
         house.plane.enrolment.drain(W)
         added = NewEngine("elsewhere", "http://elsewhere:8000", "tp1", (3,))
         house.machines.engines[W].life = EngineLife.ENDED
-        await switching._bury((await switching._deployer.list_engines())[2])
+        await redeployer._bury((await redeployer._deployer.list_engines())[2])
         house.plane.enrolment.add(added)
         with pytest.raises(ProblemFaults, match=r"the other GPUs have elsewhere \(not started by this deployer"):
-            switching.begin(RedeployRequest((("tp2", 2),)))
+            redeployer.begin(RedeployRequest((("tp2", 2),)))
 
 
 @pytest.mark.parametrize("killed_after", [10, 20])
 async def test_a_barrier_that_is_closed_when_the_next_daemon_comes_brings_its_weights(
     house: House, killed_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer goes on with its update while the daemon is away; the switch waits for it, and then for nothing."""
-    async with house.daemon() as switching:
+    """A trainer goes on with its update while the daemon is away; the redeployment waits for it, and then for
+    nothing."""
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
         house.killed_after = killed_after
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         await house.clock.advance(8.0)
     house.killed_after = None
     closed = ["the pause barrier is closed"]
-    monkeypatch.setattr(ControlPlane, "switch_hold", lambda plane: closed[0])
+    monkeypatch.setattr(ControlPlane, "redeployment_hold", lambda plane: closed[0])
     async with house.daemon():
         await house.clock.advance(2.0)
         stops = list(house.machines.stops)
@@ -668,9 +670,9 @@ async def test_a_barrier_that_is_closed_when_the_next_daemon_comes_brings_its_we
 
 
 async def test_engines_named_by_the_configuration_with_the_id_of_one_that_was_stopped(house: House) -> None:
-    """A reload does not bring back what a switch has stopped."""
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    """A reload does not bring back what a redeployment has stopped."""
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         house.plane.reconfigure(house.config)
         await house.clock.advance(2.0)
@@ -678,9 +680,9 @@ async def test_engines_named_by_the_configuration_with_the_id_of_one_that_was_st
 
 
 async def test_an_agent_that_reports_an_engine_after_its_stop_does_not_bring_it_back(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         tell_tokens(house, "a", 5)
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         for health in (EngineHealth.OK, EngineHealth.GONE):  # a word that was long on its way, and what follows
             house.sequence += 1  # type: ignore[attr-defined]

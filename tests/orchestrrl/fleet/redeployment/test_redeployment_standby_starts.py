@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from builders import engine_report, sample
-from switch_house import House
+from redeployment_house import House
 
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.engines.base import EngineCapabilities
@@ -30,12 +30,12 @@ async def test_a_first_start_counts_unless_later_ones_are_wakings(tmp_path: Path
     house = House(tmp_path, sleepers=True, keep_asleep=kept)
     house.place("a", "tp1", 0)
     house.place("b", "tp1", 1)
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         tell(house, "a", "b")
-        switching.begin(RedeployRequest((("tp2", 1),)))
+        redeployer.begin(RedeployRequest((("tp2", 1),)))
         assert (await house.until_ended()).state is RedeploymentState.DONE
         assert learnt(house) == ([] if kept else ["tp2"])
         tell(house, *house.machines.alive())
-        switching.begin(RedeployRequest((("tp1", 2),)))
+        redeployer.begin(RedeployRequest((("tp1", 2),)))
         assert (await house.until_ended()).state is RedeploymentState.DONE
         assert learnt(house) == (["tp1", "tp1"] if kept else ["tp2", "tp1", "tp1"])

@@ -1,4 +1,4 @@
-"""The order of a switch's steps, and which GPUs engines get: for any fleet, against what they must never do."""
+"""The order of a redeployment's steps, and which GPUs engines get: for any fleet, against what they must never do."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ from orchestrrl.fleet.redeployment.checks import (
 from orchestrrl.fleet.redeployment.steps import (
     InvariantViolated,
     Redeployment,
+    RedeploymentId,
     RedeployRequest,
     Stage,
     StepKind,
-    SwitchId,
     check,
     goes_on,
     stages_back,
@@ -69,7 +69,7 @@ def fleets(draw: st.DrawFn, name: str = "e") -> tuple[EngineSpec, ...]:
 
 
 @st.composite
-def switches(draw: st.DrawFn) -> Redeployment:
+def redeployments(draw: st.DrawFn) -> Redeployment:
     """Some of the old stay; the others make room for new ones, some of which sleep there already."""
     old = draw(fleets("old"))
     stays = tuple(spec for spec in old if draw(st.booleans()))
@@ -85,7 +85,7 @@ def switches(draw: st.DrawFn) -> Redeployment:
     asleep = tuple(spec for spec in coming if draw(st.booleans()))
     can_sleep = frozenset(spec.engine for spec in old if draw(st.booleans()))
     return Redeployment(
-        SwitchId("s1"),
+        RedeploymentId("s1"),
         PlanId(""),
         "",
         0.0,
@@ -100,19 +100,19 @@ def switches(draw: st.DrawFn) -> Redeployment:
 class Fleet:
     """Engines as steps leave them: the independent account of who has which GPU and who serves."""
 
-    def __init__(self, switch: Redeployment) -> None:
-        self.switch = switch
-        self.awake = {spec.engine for spec in switch.old}
-        self.asleep = {spec.engine for spec in switch.asleep}
+    def __init__(self, redeployment: Redeployment) -> None:
+        self.redeployment = redeployment
+        self.awake = {spec.engine for spec in redeployment.old}
+        self.asleep = {spec.engine for spec in redeployment.asleep}
         self.serving = set(self.awake)
-        self.gpus = {spec.engine: spec.gpus for spec in (*switch.asleep, *switch.new, *switch.old)}
+        self.gpus = {spec.engine: spec.gpus for spec in (*redeployment.asleep, *redeployment.new, *redeployment.old)}
         self.ready: set[EngineId] = set()
 
     def do(self, kind: StepKind, engine: EngineId | None, *, back: bool = False) -> None:
         match kind, engine:
             case StepKind.FENCE, None:
-                self.serving -= {spec.engine for spec in self.switch.leaving}
-                self.serving -= {spec.engine for _, spec in self.switch.scaled}
+                self.serving -= {spec.engine for spec in self.redeployment.leaving}
+                self.serving -= {spec.engine for _, spec in self.redeployment.scaled}
             case ((StepKind.STOP | StepKind.RETIRE), engine) if engine is not None:
                 assert engine not in self.serving
                 self.awake.discard(engine)
@@ -129,7 +129,7 @@ class Fleet:
                 self.awake.add(engine)
             case StepKind.SCALE, engine if engine is not None:
                 assert engine not in self.serving
-                pair = next(pair for pair in self.switch.scaled if pair[0].engine == engine)
+                pair = next(pair for pair in self.redeployment.scaled if pair[0].engine == engine)
                 self.gpus[engine] = pair[not back].gpus
             case StepKind.VERIFY, engine if engine is not None:
                 assert engine in self.awake
@@ -138,90 +138,90 @@ class Fleet:
                 pass
         gpus = [gpu for engine in self.awake for gpu in self.gpus[engine]]
         assert len(gpus) == len(set(gpus)), f"{kind} of {engine} has two engines on one GPU"
-        assert {spec.engine for spec in self.switch.staying} <= self.serving, "who stays never stops serving"
+        assert {spec.engine for spec in self.redeployment.staying} <= self.serving, "who stays never stops serving"
 
     def run(self, stages: Sequence[Stage]) -> None:
         for step in steps_in(stages):
             self.do(step.kind, step.engine)
 
 
-@given(switches())
-def test_forward_ends_with_what_is_wanted_and_no_gpu_has_two(switch: Redeployment) -> None:
-    stages = stages_of(switch)
-    check(switch, stages)
-    fleet = Fleet(switch)
+@given(redeployments())
+def test_forward_ends_with_what_is_wanted_and_no_gpu_has_two(redeployment: Redeployment) -> None:
+    stages = stages_of(redeployment)
+    check(redeployment, stages)
+    fleet = Fleet(redeployment)
     fleet.run(stages)
-    assert fleet.awake == {spec.engine for spec in switch.new}
-    assert fleet.ready == {spec.engine for spec in (*switch.coming, *(new for _, new in switch.scaled))}
-    assert all(fleet.gpus[spec.engine] == spec.gpus for spec in switch.new)
-    slept = {spec.engine for spec in switch.leaving if spec.engine in switch.can_sleep}
-    assert fleet.asleep == (slept if switch.keep_asleep else set())
+    assert fleet.awake == {spec.engine for spec in redeployment.new}
+    assert fleet.ready == {spec.engine for spec in (*redeployment.coming, *(new for _, new in redeployment.scaled))}
+    assert all(fleet.gpus[spec.engine] == spec.gpus for spec in redeployment.new)
+    slept = {spec.engine for spec in redeployment.leaving if spec.engine in redeployment.can_sleep}
+    assert fleet.asleep == (slept if redeployment.keep_asleep else set())
     kinds = [step.kind for step in steps_in(stages)]
     assert kinds.index(StepKind.ADMIT) < kinds.index(StepKind.COMMIT)
     assert [step.number for step in steps_in(stages)] == list(range(1, len(kinds) + 1))
 
 
-@given(switches(), st.data())
-def test_back_from_wherever_it_broke_off(switch: Redeployment, data: st.DataObject) -> None:
+@given(redeployments(), st.data())
+def test_back_from_wherever_it_broke_off(redeployment: Redeployment, data: st.DataObject) -> None:
     """Any prefix of the steps, and within a stage any part of each chain."""
-    stages = stages_of(switch)
+    stages = stages_of(redeployment)
     commit = next(place for place, stage in enumerate(stages) if stage[0][0].kind is StepKind.COMMIT)
     broke = data.draw(st.integers(0, commit))
-    fleet = Fleet(switch)
+    fleet = Fleet(redeployment)
     fleet.run(stages[:broke])
     for chain in stages[broke]:
         for step in chain[: data.draw(st.integers(0, len(chain)))]:
             fleet.do(step.kind, step.engine)
-    scaled = {old.engine for old, new in switch.scaled if fleet.gpus[old.engine] == new.gpus}
-    idle = sorted((fleet.awake - fleet.serving) & {spec.engine for spec in switch.leaving})
+    scaled = {old.engine for old, new in redeployment.scaled if fleet.gpus[old.engine] == new.gpus}
+    idle = sorted((fleet.awake - fleet.serving) & {spec.engine for spec in redeployment.leaving})
     failing = set(data.draw(st.lists(st.sampled_from(idle)))) if idle else set()
-    back = stages_back(switch, fleet.awake | fleet.asleep, fleet.asleep, scaled, failing)
+    back = stages_back(redeployment, fleet.awake | fleet.asleep, fleet.asleep, scaled, failing)
     for step in steps_in(back):
         fleet.do(step.kind, step.engine, back=True)
     assert failing <= {step.engine for step in steps_in(back) if step.kind is StepKind.STOP}
     assert failing <= {step.engine for step in steps_in(back) if step.kind is StepKind.START}
-    assert fleet.awake == {spec.engine for spec in switch.old}
-    assert all(fleet.gpus[spec.engine] == spec.gpus for spec in switch.old)
-    assert fleet.asleep <= {spec.engine for spec in switch.asleep}
+    assert fleet.awake == {spec.engine for spec in redeployment.old}
+    assert all(fleet.gpus[spec.engine] == spec.gpus for spec in redeployment.old)
+    assert fleet.asleep <= {spec.engine for spec in redeployment.asleep}
 
 
-@given(switches())
-def test_what_is_cut_short_is_finished_only_when_all_that_is_new_has_been_verified(switch: Redeployment) -> None:
+@given(redeployments())
+def test_what_is_cut_short_is_finished_only_when_all_that_is_new_has_been_verified(redeployment: Redeployment) -> None:
     done: set[tuple[StepKind, EngineId | None]] = set()
-    present = {spec.engine for spec in (*switch.old, *switch.new)}
-    for step in steps_in(stages_of(switch)):
-        changed = (*switch.coming, *(new for _, new in switch.scaled))
+    present = {spec.engine for spec in (*redeployment.old, *redeployment.new)}
+    for step in steps_in(stages_of(redeployment)):
+        changed = (*redeployment.coming, *(new for _, new in redeployment.scaled))
         all_verified = {(StepKind.VERIFY, spec.engine) for spec in changed} <= done
-        if goes_on(switch, done, present):
+        if goes_on(redeployment, done, present):
             assert all_verified
         elif changed:
             assert not all_verified
         done.add((step.kind, step.engine))
-    for spec in switch.coming:
-        assert not goes_on(switch, done, present - {spec.engine})
+    for spec in redeployment.coming:
+        assert not goes_on(redeployment, done, present - {spec.engine})
 
 
-@given(switches(), st.randoms(use_true_random=False))
-def test_a_broken_order_is_noticed(switch: Redeployment, rng: object) -> None:
+@given(redeployments(), st.randoms(use_true_random=False))
+def test_a_broken_order_is_noticed(redeployment: Redeployment, rng: object) -> None:
     """Any two steps swapped: either the account finds nothing wrong either, or `check` does."""
-    assume(switch.leaving and switch.coming)
-    steps = list(steps_in(stages_of(switch)))
+    assume(redeployment.leaving and redeployment.coming)
+    steps = list(steps_in(stages_of(redeployment)))
     one, other = sorted(rng.sample(range(len(steps)), 2))  # type: ignore[attr-defined]
     steps[one], steps[other] = steps[other], steps[one]
     broken: tuple[Stage, ...] = tuple(((step,),) for step in steps)
     try:
-        Fleet(switch).run(broken)
+        Fleet(redeployment).run(broken)
     except (AssertionError, KeyError):
         with pytest.raises(InvariantViolated):
-            check(switch, broken)
+            check(redeployment, broken)
 
 
-def test_a_switch_of_two_engines_on_one_gpu_is_none() -> None:
+def test_a_redeployment_of_two_engines_on_one_gpu_is_none() -> None:
     one, two = make_spec("a", "tp1", (0,)), make_spec("b", "tp2", (0, 1))
     with pytest.raises(ValueError, match="GPU 0 serves both a and b"):
-        Redeployment(SwitchId("s"), PlanId(""), "", 0.0, (), (one, two))
+        Redeployment(RedeploymentId("s"), PlanId(""), "", 0.0, (), (one, two))
     with pytest.raises(ValueError, match="must keep their GPUs"):
-        Redeployment(SwitchId("s"), PlanId(""), "", 0.0, (one,), (make_spec("a", "tp1", (1,)),))
+        Redeployment(RedeploymentId("s"), PlanId(""), "", 0.0, (one,), (make_spec("a", "tp1", (1,)),))
 
 
 # --- targets

@@ -1,5 +1,5 @@
-"""Switches of the deployment on a virtual clock: whatever fails, and wherever the daemon is killed, the fleet ends as
-it was or as it was wanted, with every request on an engine that serves."""
+"""Redeployments on a virtual clock: whatever fails, and wherever the daemon is killed, the fleet ends
+as it was or as it was wanted, with every request on an engine that serves."""
 
 import asyncio
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from builders import engine_report, sample
-from switch_house import UP_AFTER_S, FakeEngine, House
+from redeployment_house import UP_AFTER_S, FakeEngine, House
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import EntryKind
@@ -58,9 +58,9 @@ def is_new(engine: str) -> bool:
 
 
 async def test_two_narrow_engines_become_a_wide_one(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         assert house.watched == [{"a", "b", "w"}]
-        id = switching.begin(TO_TP2)
+        id = redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert (report.id, report.state) == (id, RedeploymentState.DONE)
         check_whole(house, {f"{id}.0", "w"})
@@ -95,10 +95,10 @@ async def test_two_narrow_engines_become_a_wide_one(house: House) -> None:
             StepKind.ADMIT,
             StepKind.COMMIT,
         ]
-        with pytest.raises(Permanent, match="nothing to switch"):
-            switching.begin(TO_TP2)
-        assert switching.draft(TO_TP2)[1] == ()
-    steps = house.entries(EntryKind.SWITCH_STEP)
+        with pytest.raises(Permanent, match="nothing to redeploy"):
+            redeployer.begin(TO_TP2)
+        assert redeployer.draft(TO_TP2)[1] == ()
+    steps = house.entries(EntryKind.REDEPLOYMENT_STEP)
     assert [entry.body["state"] for entry in steps if entry.body["kind"] == "start"] == ["running", "done"]
     assert all(entry.body["valid_until_s"] > entry.at_s for entry in steps if entry.body["state"] == "running")
     assert house.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, ""), ("b", True, "")]
@@ -108,33 +108,33 @@ async def test_two_narrow_engines_become_a_wide_one(house: House) -> None:
     assert started.body["took_s"] >= UP_AFTER_S
 
 
-async def test_a_later_daemon_knows_what_was_switched(house: House) -> None:
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+async def test_a_later_daemon_knows_what_was_redeployed(house: House) -> None:
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         check_whole(house, {f"{report.id}.0", "w"})
-        assert switching.history() == [report] == [switching.report(report.id)]
-        with pytest.raises(Permanent, match="there is no switch 's9'"):
-            switching.report("s9")
+        assert redeployer.history() == [report] == [redeployer.report(report.id)]
+        with pytest.raises(Permanent, match="there is no redeployment 's9'"):
+            redeployer.report("s9")
         assert house.plane.plans.last_switch_s == report.ended_s
-        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
+        redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
         back = await house.until_ended()
         assert back.state is RedeploymentState.DONE
         check_whole(house, {f"{back.id}.0", f"{back.id}.1", "w"})
 
 
-STEPS = 32  # entries of the switch below: its beginning, and each step before and after
+STEPS = 32  # entries of the redeployment below: its beginning, and each step before and after
 
 
 @pytest.mark.parametrize("after", range(STEPS))
 async def test_a_daemon_that_is_killed_leaves_the_old_fleet_or_the_new(house: House, after: int) -> None:
     """At every entry: before the step was done, and after it."""
     house.killed_after = after
-    async with house.daemon() as switching:
-        id = switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        id = redeployer.begin(TO_TP2)
         await house.clock.advance(30.0)
-    written = len(house.entries(EntryKind.SWITCH_STEP, EntryKind.SWITCH_BEGAN))
+    written = len(house.entries(EntryKind.REDEPLOYMENT_STEP, EntryKind.REDEPLOYMENT_BEGAN))
     assert written == min(after + 1, STEPS - 7)
     house.killed_after = None
     await house.clock.advance(3.0)
@@ -147,23 +147,23 @@ async def test_a_daemon_that_is_killed_leaves_the_old_fleet_or_the_new(house: Ho
         else:
             assert report.state is RedeploymentState.ROLLED_BACK
             check_whole(house, {"a", "b", "w"})
-        steps = house.entries(EntryKind.SWITCH_STEP)
+        steps = house.entries(EntryKind.REDEPLOYMENT_STEP)
         fenced = [entry.body["began_s"] for entry in steps if entry.body["kind"] == "fence"]
         admitted = [entry.at_s for entry in steps if (entry.body["kind"], entry.body["state"]) == ("admit", "done")]
         closed_s = admitted[-1] - fenced[0] if fenced else None  # to whichever engines
         assert report.closed_s == pytest.approx(closed_s)
         assert "w" not in house.machines.stops
     async with house.daemon():  # and that is the end of it
-        assert not house.switching.busy
+        assert not house.redeployer.busy
 
 
 async def test_killed_again_on_the_way_back(house: House) -> None:
     house.killed_after = 10
     for after in (10, 14, 17, 21, 24):
         house.killed_after = after
-        async with house.daemon() as switching:
+        async with house.daemon() as redeployer:
             if after == 10:
-                switching.begin(TO_TP2)
+                redeployer.begin(TO_TP2)
             await house.clock.advance(10.0)
     house.killed_after = None
     async with house.daemon():
@@ -191,8 +191,8 @@ async def test_a_new_engine_that_fails_in_any_step_has_the_old_ones_come_back(
         house.machines.faults[what, "s1.0"] = Permanent("is broken")
     else:
         house.machines.hangs.add((what, "s1.0"))
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert says in report.detail
@@ -232,8 +232,8 @@ async def test_a_new_engine_that_is_not_as_wanted(house: House, made: object, sa
             made(engine)  # type: ignore[operator]
 
     house.machines.made = meddle
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert says in report.detail
@@ -247,30 +247,30 @@ async def test_a_new_engine_that_is_not_as_wanted(house: House, made: object, sa
 async def test_where_going_back_fails_too_the_others_serve(house: House) -> None:
     house.machines.faults["start", "tp2"] = Permanent("no such image")
     house.machines.faults["start", "b"] = Retryable("no room", 1.0)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.DEGRADED
         assert "start of b: took longer than 5 s: no room" in report.detail
         check_whole(house, {"a", "w"})
         del house.machines.faults["start", "b"]
-        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))  # an operator mends it
+        redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))  # an operator mends it
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE
         assert len(house.machines.alive()) == 3
 
 
-async def test_requests_that_cannot_move_are_waited_for_or_the_switch_does_not_happen(house: House) -> None:
+async def test_requests_that_cannot_move_are_waited_for_or_the_redeployment_does_not_happen(house: House) -> None:
     house.gateway.put("stuck", "a", movable=False)
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         why = "1 requests are still there, 1 of them cannot move"
         assert f"evacuate of a: took longer than 5 s: {why}" in report.detail
         assert house.machines.stops == []
         check_whole(house, {"a", "b", "w"}, 7)
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         await house.clock.advance(1.0)
         del house.gateway.requests[next(id for id in house.gateway.requests if id == "stuck")]
         assert (await house.until_ended()).state is RedeploymentState.DONE
@@ -278,11 +278,11 @@ async def test_requests_that_cannot_move_are_waited_for_or_the_switch_does_not_h
 
 @pytest.mark.parametrize("after_s", [0.1, 0.6, 1.2, 2.0])
 async def test_an_operator_may_call_it_off(house: House, after_s: float) -> None:
-    async with house.daemon() as switching:
-        id = switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        id = redeployer.begin(TO_TP2)
         await house.clock.advance(after_s)
         try:
-            switching.cancel(id, "changed my mind")
+            redeployer.cancel(id, "changed my mind")
         except Permanent:
             assert (await house.until_ended()).state is RedeploymentState.DONE
             return
@@ -291,7 +291,7 @@ async def test_an_operator_may_call_it_off(house: House, after_s: float) -> None
         assert {told.detail for told in report.steps if told.state is RedeployStepState.FAILED} <= {"cut short"}
         check_whole(house, {"a", "b", "w"})
         with pytest.raises(Permanent, match="not under way"):
-            switching.cancel(id, "")
+            redeployer.cancel(id, "")
 
 
 async def test_it_cannot_be_called_off_once_requests_are_let_in(house: House) -> None:
@@ -299,29 +299,29 @@ async def test_it_cannot_be_called_off_once_requests_are_let_in(house: House) ->
         await house.clock.sleep(1.0)
         return ""
 
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.circuits_follow = slowly
-        id = switching.begin(TO_TP2)
-        while next(told for told in switching.report().steps if told.step.kind is StepKind.ADMIT).began_s is None:
+        id = redeployer.begin(TO_TP2)
+        while next(told for told in redeployer.report().steps if told.step.kind is StepKind.ADMIT).began_s is None:
             await house.clock.advance(0.1)
         with pytest.raises(Permanent, match="can no longer be called off"):
-            switching.cancel(id, "")
+            redeployer.cancel(id, "")
         assert (await house.until_ended()).state is RedeploymentState.DONE
 
 
-async def test_one_switch_at_a_time_and_none_while_the_barrier_is_closed(house: House) -> None:
+async def test_one_redeployment_at_a_time_and_none_while_the_barrier_is_closed(house: House) -> None:
     closed = ["the pause barrier is closed: by a trainer"]
-    async with house.daemon() as switching:
-        with pytest.raises(Permanent, match="no switch is under way"):
-            switching.cancel("", "")
-        house.plane.switch_hold = lambda: closed.pop() if closed else ""
+    async with house.daemon() as redeployer:
+        with pytest.raises(Permanent, match="no redeployment is under way"):
+            redeployer.cancel("", "")
+        house.plane.redeployment_hold = lambda: closed.pop() if closed else ""
         with pytest.raises(Permanent, match="the pause barrier is closed: by a trainer"):
-            switching.begin(TO_TP2)
-        id = switching.begin(TO_TP2)
+            redeployer.begin(TO_TP2)
+        id = redeployer.begin(TO_TP2)
         with pytest.raises(Permanent, match=rf"another change of the deployment is under way \({id}\)"):
-            switching.begin(TO_TP2)
-        with pytest.raises(Permanent, match="switch s7 is not under way"):
-            switching.cancel("s7", "")
+            redeployer.begin(TO_TP2)
+        with pytest.raises(Permanent, match="redeployment s7 is not under way"):
+            redeployer.cancel("s7", "")
         assert (await house.until_ended()).state is RedeploymentState.DONE
 
 
@@ -349,8 +349,8 @@ WIDER = ("p7-0", "tp2", (0, 1), False), ("w", "tp2", (2, 3), True)
 
 async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(house: House) -> None:
     house.machines.lasts_s["stop", "tp1"] = 2.0
-    async with house.daemon() as switching:
-        deployer: Any = switching._deployer
+    async with house.daemon() as redeployer:
+        deployer: Any = redeployer._deployer
         listed, plan = deployer.list_engines, await plan_of(house, *WIDER)
 
         async def slowly() -> object:
@@ -358,14 +358,14 @@ async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(house
             return await listed()
 
         deployer.list_engines = slowly
-        carrying = asyncio.create_task(switching.carry_out(*plan))
+        carrying = asyncio.create_task(redeployer.carry_out(*plan))
         await asyncio.sleep(0)
-        assert switching.busy
+        assert redeployer.busy
         deployer.list_engines = listed
         await house.clock.advance(1.0)
         assert house.watched[-1] == {"w"}  # nobody watches them go
         with pytest.raises(Permanent, match="under way"):
-            await switching.carry_out(*plan)
+            await redeployer.carry_out(*plan)
         report = await house.until_ended()
         outcome = await carrying
         assert (report.plan, report.reason, report.state) == ("p7", "the tail is long", RedeploymentState.DONE)
@@ -385,9 +385,9 @@ async def test_requests_that_came_back_while_the_daemon_was_away_leave_again(tmp
     house.place("b", "tp1", 1)
     house.gateway.put("r0", "a")
     house.machines.hangs.add(("stop", "tp1"))
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         await plan_of(house, ("p7-0", "tp2", (2, 3), False))
-        switching.begin(RedeployRequest(plan="p7"))
+        redeployer.begin(RedeployRequest(plan="p7"))
         await house.clock.advance(4.0)
         assert house.gateway.on(EngineId("a")) == []
     house.machines.hangs.clear()
@@ -399,25 +399,25 @@ async def test_requests_that_came_back_while_the_daemon_was_away_leave_again(tmp
 
 
 async def test_a_plan_for_a_fleet_that_is_no_more_changes_nothing(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         plan, snapshot = await plan_of(house, *WIDER)
         house.machines.engines[EngineId("w")].life = EngineLife.ENDED  # and nobody has looked since
-        carrying = asyncio.create_task(switching.carry_out(plan, snapshot))
+        carrying = asyncio.create_task(redeployer.carry_out(plan, snapshot))
         await house.clock.advance(1.0)
         with pytest.raises(Permanent, match="keeps engine w, which is not there any more"):
             carrying.result()
-        assert not switching.busy
-        with pytest.raises(Permanent, match="nothing was switched yet"):
-            switching.report()
+        assert not redeployer.busy
+        with pytest.raises(Permanent, match="nothing was redeployed yet"):
+            redeployer.report()
 
 
 @pytest.mark.parametrize("breaks", [False, True])
 async def test_an_operator_has_a_plan_carried_out(house: House, breaks: bool) -> None:
     if breaks:
         house.machines.faults["probe", "p7-0"] = Permanent("is broken")
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         await plan_of(house, *WIDER)
-        switching.begin(RedeployRequest(plan="p7"))
+        redeployer.begin(RedeployRequest(plan="p7"))
         report = await house.until_ended()
         assert (report.plan, report.reason) == ("p7", "an operator's wish")
         check_whole(house, {"a", "b", "w"} if breaks else {"p7-0", "w"})
@@ -432,7 +432,7 @@ async def test_an_operator_has_a_plan_carried_out(house: House, breaks: bool) ->
 
 @pytest.mark.parametrize("tensors_only", [False, True])
 async def test_weights_are_brought_and_told(house: House, tensors_only: bool) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7, "", "/ckpt/7")
         for engine in house.machines.engines.values():
             engine.weights = 7
@@ -440,7 +440,7 @@ async def test_weights_are_brought_and_told(house: House, tensors_only: bool) ->
             house.machines.faults["load_weights", "tp2"] = Permanent("it was started with them")
         weights = ServedWeights(7, "/ckpt/7", tensors_only)
         house.plane.current_weights = lambda: weights
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
         new = EngineId(f"{report.id}.0")
@@ -453,16 +453,16 @@ async def test_weights_are_brought_and_told(house: House, tensors_only: bool) ->
 
 
 async def test_without_a_place_to_get_weights_from_nothing_is_begun(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.plane.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7)
         with pytest.raises(Permanent, match="nobody has told where they are: `orchestrrl engines set-version 7"):
-            switching.begin(TO_TP2)
+            redeployer.begin(TO_TP2)
         check_whole(house, {"a", "b", "w"})
 
 
 async def test_engines_that_nobody_knows_of_are_ended_and_those_of_the_fleet_adopted(house: House) -> None:
-    async with house.daemon() as switching:
-        switching.begin(TO_TP2)
+    async with house.daemon() as redeployer:
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
     house.machines.engines[EngineId("stranger")] = FakeEngine(house.spec("stranger", "tp1", 9), 0.0)
     async with house.daemon():
@@ -472,10 +472,10 @@ async def test_engines_that_nobody_knows_of_are_ended_and_those_of_the_fleet_ado
 
 
 async def test_an_engine_that_ended_by_itself_is_cleared_and_can_be_replaced(house: House) -> None:
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         house.machines.engines[EngineId("a")].life = EngineLife.ENDED
-        await switching._look()
-        switching.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
+        await redeployer._look()
+        redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE
         check_whole(house, {f"{report.id}.0", "b", "w"})
@@ -485,17 +485,17 @@ async def test_engines_that_can_sleep_are_woken_for_the_way_back(tmp_path: Path)
     house = House(tmp_path, sleepers=True, keep_asleep=True)
     house.place("a", "tp1", 0)
     house.place("b", "tp1", 1)
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         tell_capabilities(house, "a", "b")
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE
         assert {str(id) for id, engine in house.machines.engines.items() if engine.lent} == {"a", "b"}
         assert all(house.machines.engines[EngineId(name)].sleeping for name in "ab")
-    async with house.daemon() as switching:  # they sleep on
+    async with house.daemon() as redeployer:  # they sleep on
         assert {str(id) for id, engine in house.machines.engines.items() if engine.lent} == {"a", "b"}
         house.machines.faults["check", "tp1"] = ProblemFaults(["tp1: is not installed any more"])  # to be started
-        switching.begin(RedeployRequest((("tp1", 2),)))
+        redeployer.begin(RedeployRequest((("tp1", 2),)))
         back = await house.until_ended()
         assert back.state is RedeploymentState.DONE
         assert StepKind.WAKE in [told.step.kind for told in back.steps]
@@ -507,10 +507,10 @@ async def test_engines_that_slept_are_stopped_where_none_are_kept(tmp_path: Path
     house = House(tmp_path, sleepers=True)
     house.place("a", "tp1", 0)
     house.place("b", "tp1", 1)
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         tell_capabilities(house, "a", "b")
         house.machines.faults["stop", "b"] = Permanent("does not end")
-        switching.begin(TO_TP2)
+        redeployer.begin(TO_TP2)
         report = await house.until_ended()
         assert (report.state, report.detail) == (RedeploymentState.DONE, "retire of b: does not end")
         assert [str(id) for id, engine in house.machines.engines.items() if engine.lent] == ["b"]
@@ -524,23 +524,23 @@ async def test_elastic_engines_are_scaled_instead_of_started_anew(tmp_path: Path
     house.place("b", "tp2", 2, 3)
     house.gateway.put("r0", "a")
     house.gateway.put("r1", "b")
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         tell_capabilities(house, "a", "b")
-        switching.begin(RedeployRequest((("ep4", 1),)))
+        redeployer.begin(RedeployRequest((("ep4", 1),)))
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
         check_whole(house, {"a"}, 2)
         assert (house.machines.engines[EngineId("a")].dp, house.machines.stops) == (4, ["b"])
         assert house.machines.starts == {}
         assert house.plane.state.configuration_of(EngineId("a")) == "ep4"
-        switching.begin(RedeployRequest((("ep2", 1), ("tp2", 1))))
+        redeployer.begin(RedeployRequest((("ep2", 1), ("tp2", 1))))
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
         (started,) = house.machines.starts
         check_whole(house, {"a", started}, 2)
         assert house.machines.engines[EngineId("a")].dp == 2
         house.machines.faults["score", "a"] = Permanent("is broken")
-        switching.begin(RedeployRequest((("ep4", 1),)))
+        redeployer.begin(RedeployRequest((("ep4", 1),)))
         report = await house.until_ended()
         assert report.state is RedeploymentState.DEGRADED  # it is broken on the way back, too
         assert serving(house) == {started}  # nothing is left on GPUs that does not answer as it should
@@ -554,9 +554,9 @@ async def test_a_daemon_that_is_killed_while_it_scales(tmp_path: Path, after: in
     house.place("b", "tp2", 2, 3)
     house.gateway.put("r0", "a")
     house.killed_after = after
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         tell_capabilities(house, "a", "b")
-        switching.begin(RedeployRequest((("ep4", 1),)))
+        redeployer.begin(RedeployRequest((("ep4", 1),)))
         await house.clock.advance(30.0)
     house.killed_after = None
     async with house.daemon():
@@ -569,16 +569,16 @@ async def test_a_daemon_that_is_killed_while_it_scales(tmp_path: Path, after: in
 
 async def test_what_could_never_start_is_told_before_anybody_stops(house: House) -> None:
     house.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         with pytest.raises(ProblemFaults, match="contradict the layout"):
-            switching.begin(TO_TP2)
+            redeployer.begin(TO_TP2)
         check_whole(house, {"a", "b", "w"})
-        assert not switching.busy
+        assert not redeployer.busy
 
 
 async def test_all_engines_may_stop_once_their_requests_have_finished(house: House) -> None:
-    async with house.daemon() as switching:
-        switching.begin(RedeployRequest((("nothing", 0),)))
+    async with house.daemon() as redeployer:
+        redeployer.begin(RedeployRequest((("nothing", 0),)))
         await house.clock.advance(2.0)
         assert house.machines.stops == []
         house.gateway.requests.clear()
@@ -591,16 +591,16 @@ async def test_who_sleeps_ends_too_when_all_are_to_stop(tmp_path: Path) -> None:
     house = House(tmp_path, sleepers=True, keep_asleep=True)
     house.place("a", "tp1", 0)
     house.place("b", "tp1", 1)
-    async with house.daemon() as switching:
+    async with house.daemon() as redeployer:
         tell_capabilities(house, "a", "b")
-        switching.begin(RedeployRequest((("tp2", 1),)))
+        redeployer.begin(RedeployRequest((("tp2", 1),)))
         await house.until_ended()
         assert len(house.machines.engines) == 3
-        switching.begin(RedeployRequest((("nothing", 0),)))
+        redeployer.begin(RedeployRequest((("nothing", 0),)))
         assert (await house.until_ended()).state is RedeploymentState.DONE
         assert house.machines.engines == {}
-        with pytest.raises(Permanent, match="nothing to switch"):
-            switching.begin(RedeployRequest((("nothing", 0),)))
+        with pytest.raises(Permanent, match="nothing to redeploy"):
+            redeployer.begin(RedeployRequest((("nothing", 0),)))
 
 
 def tell_capabilities(house: House, *engines: str) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from switch_house import House
+from redeployment_house import House
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from planner.model import ConfigurationId
@@ -13,12 +13,12 @@ async def test_a_configuration_that_cannot_be_started_is_left_out_of_plans(tmp_p
     house.place("a", "tp1", 0)
     house.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
     house.machines.faults["check", "ep4"] = Permanent("is not installed")
-    async with house.daemon() as switching:
-        assert switching.unstartable() == {
+    async with house.daemon() as redeployer:
+        assert redeployer.unstartable() == {
             ConfigurationId("tp2"): "tp2.arguments: contradict the layout, got --tp 3",
             ConfigurationId("ep4"): "is not installed",
         }
-        house.plane.planning.unstartable = switching.unstartable()
+        house.plane.planning.unstartable = redeployer.unstartable()
         house.gateway.put("r0", "a")
         await house.clock.advance(2.0)
         plan, _ = await house.plane._plan()

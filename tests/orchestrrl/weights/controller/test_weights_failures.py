@@ -351,7 +351,7 @@ def test_a_defect_leaves_nobody_waiting_who_lent_the_barrier(
 
 
 @pytest.mark.parametrize(
-    "where", ["run.go_back", "controller.go_back", "controller.Serving.run", "controller.Repairs.one"]
+    "where", ["run.go_back", "controller.go_back", "controller.PeerAssignments.run", "controller.EngineRepairs.one"]
 )
 def test_what_fails_is_tried_again_every_tenth_of_the_patience(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
@@ -370,7 +370,7 @@ def test_what_fails_is_tried_again_every_tenth_of_the_patience(
 
         await first(house)
         monkeypatch.setattr(f"orchestrrl.weights.controller.{where}", not_yet)
-        if where == "controller.Repairs.one":
+        if where == "controller.EngineRepairs.one":
             house.restart("e1")
         else:
             if where == "run.go_back":

@@ -154,7 +154,7 @@ def test_an_engine_that_nobody_serves_is_left_out_with_what_to_start(tmp_path: P
 # --- while a version is on its way
 
 
-def test_a_switch_while_bytes_are_on_their_way(tmp_path: Path) -> None:
+def test_a_redeployment_while_bytes_are_on_their_way(tmp_path: Path) -> None:
     """The sync waits for it, however long it takes, and then takes the engines that there are."""
 
     async def scene(house: House) -> None:
@@ -237,7 +237,7 @@ def test_a_host_without_engines_that_fails_keeps_nobody_from_the_version(tmp_pat
 _CHANGE = st.one_of(
     st.tuples(st.just("leave"), st.sampled_from(("e0", "e1", "e3", "e4"))),
     st.tuples(st.just("come"), st.sampled_from(("h3", "h4"))),
-    st.tuples(st.just("switch"), st.sampled_from(("h3", "h4"))),
+    st.tuples(st.just("redeployment"), st.sampled_from(("h3", "h4"))),
     st.tuples(st.just("peer"), st.sampled_from(("p3", "p4", "p0"))),
     st.tuples(st.just("daemon"), st.just("")),
     st.tuples(st.just("publish"), st.just("")),
@@ -261,7 +261,7 @@ def test_whoever_comes_and_goes_it_ends_with_one_version(changes: list[tuple[flo
             elif kind == "come" and not closed:
                 house.come(f"e{number}", what)
                 number += 1
-            elif kind == "switch" and not closed and house.fence.state.newest is not None:
+            elif kind == "redeployment" and not closed and house.fence.state.newest is not None:
                 house.come(f"e{number}", what, weights=house.fence.state.newest)
                 number += 1
             elif kind == "peer":

@@ -567,10 +567,10 @@ class House:
         return {id: EngineNow("tp1", e.alive and id not in self.unhealthy, e.url) for id, e in self.engines.items()}
 
     def come(self, id: str, host: str, weights: int = -1) -> Engine:
-        """An engine is started, by a switch where it has a version."""
+        """An engine is started, by a redeployment where it has a version."""
         engine = self.engines[EngineId(id)] = Engine(EngineId(id), weights, host=host)
         if weights >= 0:
-            self.fence.set_version([engine.id], weights, "brought by a switch")
+            self.fence.set_version([engine.id], weights, "brought by a redeployment")
         return engine
 
     def leave(self, id: str) -> None:

@@ -10,7 +10,7 @@ from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation import GenJob, generation_stage, generation_stages, prepared
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware
-from orchestrrl.lab.sim.rl.generation_switch import SwitchCase, switched_stage
+from orchestrrl.lab.sim.rl.generation_redeployment import SwitchCase, switched_stage
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.scenario import LognormalLengths, WorkloadSection
 from orchestrrl.lab.sim.workload import requests_of_step

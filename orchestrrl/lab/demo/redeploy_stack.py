@@ -1,4 +1,5 @@
-"""The processes of the demo of a switch: daemon and gateway. The daemon starts the engines, and may replace them."""
+"""The processes of the demo of a redeployment: daemon and gateway. The daemon starts the engines, and may replace
+them."""
 
 import asyncio
 import contextlib
@@ -14,9 +15,9 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent
 from orchestrrl.daemon.configuration import load_config
 from orchestrrl.fleet.configured_deployer import deployer_of
+from orchestrrl.lab.demo.redeploy_fabric import site_of, write_fabric
 from orchestrrl.lab.demo.scenario import DemoScenario, DeploymentSection
 from orchestrrl.lab.demo.stack import EPSILON_S, READY_WITHIN_S, Process
-from orchestrrl.lab.demo.switch_fabric import site_of, write_fabric
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
@@ -41,10 +42,10 @@ class RedeployStack:
         """Bring the fleet to that configuration, ready for a step. Raises Permanent."""
         status = await self._status()
         if {worker.configuration for worker in status.workers} != {configuration}:
-            target = control_pb2.SwitchTarget(configuration=configuration)
-            order = control_pb2.SwitchDeploymentRequest(targets=[target], reason=reason)
+            target = control_pb2.RedeployTarget(configuration=configuration)
+            order = control_pb2.RedeployRequest(targets=[target], reason=reason)
             report: dict[str, Any] = {"state": "refused", "detail": "the daemon did not say why"}
-            async for message in self.control.watch(self.control.control.SwitchDeployment, order):
+            async for message in self.control.watch(self.control.control.Redeploy, order):
                 report = plain(message)
             if report["state"] != "done":
                 raise Permanent(f"the fleet is not brought to {configuration}: {report['state']}, {report['detail']}")
@@ -72,12 +73,12 @@ class RedeployStack:
 
 
 def _known(worker: control_pb2.Worker) -> bool:
-    """How it does, and what it can do: one of which nobody knows that it can sleep is stopped by a switch."""
+    """How it does, and what it can do: one of which nobody knows that it can sleep is stopped by a redeployment."""
     return worker.HasField("age_s") and worker.HasField("capabilities")
 
 
 @contextlib.asynccontextmanager
-async def switch_stack(scenario: DemoScenario, out_dir: Path) -> AsyncIterator[RedeployStack]:
+async def redeploy_stack(scenario: DemoScenario, out_dir: Path) -> AsyncIterator[RedeployStack]:
     """Daemon and gateway; on leaving they end, and with them the engines that the daemon started."""
     deployment = scenario.deployment
     assert deployment is not None, "the scenario is of a fleet that the daemon starts"

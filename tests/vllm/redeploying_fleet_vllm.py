@@ -27,7 +27,7 @@ from tests.vllm.conftest import VLLM_PLUGIN, VLLM_PYTHON
 
 SEATS = 8
 KV_BLOCKS, BLOCK_TOKENS = 130, 128
-# Of requests, not of a switch's own questions: 10 tokens/s at most, while a test has them wait.
+# Of requests, not of a redeployment's own questions: 10 tokens/s at most, while a test has them wait.
 SLOW_STEPS = "64:0.1"
 READY_WITHIN_S = 240.0
 SWITCHED_WITHIN_S = 900.0
@@ -138,7 +138,8 @@ class House:
 
     @contextlib.contextmanager
     def slowly(self) -> Iterator[None]:
-        """Meanwhile no request comes to its end: a switch finds them in the middle, however long it takes to begin."""
+        """Meanwhile no request comes to its end: a redeployment finds them in the middle, however long it takes to
+        begin."""
         self._slow.touch()
         try:
             yield
@@ -164,11 +165,11 @@ class House:
         assert process.returncode == status, f"{arguments}: {process.returncode}\n{out.decode()}\n{err.decode()}"
         return out.decode()
 
-    async def switch(self, *targets: str, state: str = "done") -> dict[str, Any]:
+    async def redeployment(self, *targets: str, state: str = "done") -> dict[str, Any]:
         """`--to` each of these; the report, once it has ended so."""
         wishes = [word for target in targets for word in ("--to", target)]
         status = 0 if state == "done" else 1
-        shown = await self.orchestrrl("switch", *wishes, "--json", status=status, within_s=SWITCHED_WITHIN_S)
+        shown = await self.orchestrrl("redeploy", *wishes, "--json", status=status, within_s=SWITCHED_WITHIN_S)
         report: dict[str, Any] = json.loads(shown)
         assert report["state"] == state, report["detail"]
         return report
@@ -176,14 +177,14 @@ class House:
     async def at(self, *targets: str) -> None:
         """Have this fleet, whatever it takes."""
         wishes = [word for target in targets for word in ("--to", target)]
-        draft = json.loads(await self.orchestrrl("switch", *wishes, "--dry-run", "--json"))
+        draft = json.loads(await self.orchestrrl("redeploy", *wishes, "--dry-run", "--json"))
         if draft["old_engines"] != draft["new_engines"]:
-            await self.switch(*targets)
+            await self.redeployment(*targets)
 
     async def shown(self, report: Mapping[str, Any]) -> str:
-        """A switch as operators read it."""
-        steps = await self.orchestrrl("switch", "--id", report["switch_id"])
-        return steps + await self.orchestrrl("plan", "history", "--id", report["switch_id"])
+        """A redeployment as operators read it."""
+        steps = await self.orchestrrl("redeploy", "--id", report["redeployment_id"])
+        return steps + await self.orchestrrl("plan", "history", "--id", report["redeployment_id"])
 
     async def engines(self) -> dict[str, str]:
         """URLs of the engines that requests go to, by id."""

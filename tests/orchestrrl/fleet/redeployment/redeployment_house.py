@@ -353,7 +353,7 @@ class House:
         self.path = folder / "journal.sqlite"
         self.keep_asleep = keep_asleep
         self.plane: Any = None
-        self.switching: Any = None
+        self.redeployer: Any = None
         self.watched: list[set[str]] = []  # whom the agent is to watch, whenever that changed
         self.killed_after: int | None = None  # so many entries of steps
         self._written = 0
@@ -373,7 +373,7 @@ class House:
             if self.killed_after is not None and self._written > self.killed_after:
                 raise Killed
             sequence = append(at_s, kind, subject, body)
-            if kind in (EntryKind.SWITCH_STEP, EntryKind.SWITCH_BEGAN):
+            if kind in (EntryKind.REDEPLOYMENT_STEP, EntryKind.REDEPLOYMENT_BEGAN):
                 self._written += 1
                 if self.killed_after is not None and self._written > self.killed_after:
                     raise Killed
@@ -382,7 +382,7 @@ class House:
         journal.append = counted  # type: ignore[method-assign]
         plane = ControlPlane(self.config, journal, self.clock, stopwatch=lambda: 0.0)
         deployer = Deployer(self.machines)
-        switching = RedeploymentController(
+        redeployer = RedeploymentController(
             plane,
             deployer,
             lambda url: Client(url, self.machines, lambda engine: len(self.gateway.on(engine))),
@@ -392,22 +392,22 @@ class House:
             per_node=8,
             policy=RedeployPolicy(LIMITS, keep_asleep=self.keep_asleep),
         )
-        plane.deployment = plane.switching = switching
+        plane.deployment = plane.redeployer = redeployer
         plane.watch_deployed = self._watch
-        self.plane, self.switching = plane, switching
+        self.plane, self.redeployer = plane, redeployer
         tasks = []
         try:
-            await switching.recover()
+            await redeployer.recover()
             tasks = [
                 asyncio.create_task(self.gateway.attach(plane)),
                 asyncio.create_task(self.gateway.report(plane)),
                 asyncio.create_task(run_loops(plane, self.clock)),
             ]
             await self.clock.advance(1.0)
-            yield switching
+            yield redeployer
         finally:
             journal.append = append  # type: ignore[method-assign]
-            await switching.close()
+            await redeployer.close()
             await plane.close(0.0)
             for task in tasks:
                 task.cancel()
@@ -423,11 +423,11 @@ class House:
 
     async def until_ended(self, most_s: float = 120.0) -> RedeploymentReport:
         for _ in range(int(most_s / 0.5)):
-            if not self.switching.busy:
+            if not self.redeployer.busy:
                 await self.clock.advance(1.0)
-                return self.switching.report()  # type: ignore[no-any-return]
+                return self.redeployer.report()  # type: ignore[no-any-return]
             await self.clock.advance(0.5)
-        raise AssertionError(f"the switch has not ended: {self.switching.report()}")
+        raise AssertionError(f"the redeployment has not ended: {self.redeploying.report()}")
 
     def engines_noted(self, kind: EntryKind) -> list[tuple[str, bool, str]]:
         """Of which engines the journal tells that they started, or stopped; whether it was done, and a word on it."""

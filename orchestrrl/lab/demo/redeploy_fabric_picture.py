@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import cos, pi, sin
 from typing import TYPE_CHECKING, Any
 
-from orchestrrl.lab.demo.switch_fabric import GEN_POD, ObservedFabric
+from orchestrrl.lab.demo.redeploy_fabric import GEN_POD, ObservedFabric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,5 +1,5 @@
-"""`orchestrrl switch` and `orchestrrl plan history`: Typer's runner and real processes, real gRPC, a daemon whose
-switches need no engines."""
+"""`orchestrrl redeploy` and `orchestrrl plan history`: Typer's runner and real processes, real gRPC, a daemon whose
+redeployments need no engines."""
 
 import os
 import pty
@@ -11,26 +11,26 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from redeploying_daemon import SwitchDaemon
+from redeploying_daemon import RedeploymentDaemon
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.fleet.redeploy_follow import EXIT_LEFT
 from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployStepState
-from tests.orchestrrl.cli.test_switch_cli import DEADLINE_S, ended, house, object_of, run, said
+from tests.orchestrrl.cli.test_redeploy_command import DEADLINE_S, ended, house, object_of, run, said
 
 
 def test_it_is_followed_into_the_next_life_of_its_daemon(tmp_path: Path) -> None:
-    with SwitchDaemon(tmp_path) as first:
-        first.do(first.switching.held.clear)
+    with RedeploymentDaemon(tmp_path) as first:
+        first.do(first.redeployer.held.clear)
         process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrrl", "switch", "--to", "tp8", "--daemon", first.address],
+            [sys.executable, "-m", "orchestrrl", "redeploy", "--to", "tp8", "--daemon", first.address],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         assert process.stdout is not None
         begun = process.stdout.readline()
-        address, reports = first.address, first.switching.reports
+        address, reports = first.address, first.redeployer.reports
     (report,) = reports.values()
     step = replace(report.steps[0], state=RedeployStepState.FAILED, detail="the daemon ended", began_s=report.created_s)
     gone_back = replace(
@@ -40,14 +40,14 @@ def test_it_is_followed_into_the_next_life_of_its_daemon(tmp_path: Path) -> None
         ended_s=report.created_s + 7.0,
         steps=(step, *report.steps[1:]),
     )
-    with SwitchDaemon(tmp_path, 0.0, address, gone_back) as second:
+    with RedeploymentDaemon(tmp_path, 0.0, address, gone_back) as second:
         output, errors = process.communicate(timeout=DEADLINE_S)
         line = said(run(second, "plan", "history", "--id", "s1")).partition("Time line")[2]
-    assert begun.startswith("switch s1: 8 x tp2 -> 2 x tp8")
+    assert begun.startswith("redeployment s1: 8 x tp2 -> 2 x tp8")
     assert "fence: failed: the daemon ended" in output
     assert "rolled back in 7 s" in output
     assert process.returncode == 1
-    assert "switch s1 is rolled back: the daemon ended in the middle of it" in errors
+    assert "redeployment s1 is rolled back: the daemon ended in the middle of it" in errors
     assert "1 fence the fleet ▏ -" in line, "when the step ended nobody saw"
 
 
@@ -60,7 +60,7 @@ def read_until(terminal: int, words: str) -> str:
     return seen
 
 
-def on_terminal(house: SwitchDaemon, *arguments: str) -> tuple[subprocess.Popen[str], int]:
+def on_terminal(house: RedeploymentDaemon, *arguments: str) -> tuple[subprocess.Popen[str], int]:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "140", "LINES": "40", DAEMON_VARIABLE: house.address}
     process = subprocess.Popen(
@@ -75,19 +75,19 @@ def on_terminal(house: SwitchDaemon, *arguments: str) -> tuple[subprocess.Popen[
     return process, ours
 
 
-def test_interrupted_it_goes_on_and_the_terminal_says_how_to_come_back(house: SwitchDaemon) -> None:
-    house.do(house.switching.held.clear)
-    process, terminal = on_terminal(house, "switch", "--to", "tp8")
+def test_interrupted_it_goes_on_and_the_terminal_says_how_to_come_back(house: RedeploymentDaemon) -> None:
+    house.do(house.redeployer.held.clear)
+    process, terminal = on_terminal(house, "redeploy", "--to", "tp8")
     read_until(terminal, "0 of 29 steps done")
     process.send_signal(signal.SIGINT)
     status, errors = ended(process, terminal)
     assert status == EXIT_LEFT
     text = " ".join(errors.split())
-    assert text.startswith("switch s1 goes on by itself; watch it with orchestrrl switch --watch --id s1")
-    assert object_of(run(house, "switch", "--json"))["state"] == "running"
-    process, terminal = on_terminal(house, "switch", "--watch")
+    assert text.startswith("redeployment s1 goes on by itself; watch it with orchestrrl redeploy --watch --id s1")
+    assert object_of(run(house, "redeploy", "--json"))["state"] == "running"
+    process, terminal = on_terminal(house, "redeploy", "--watch")
     seen = read_until(terminal, "0 of 29 steps done")
-    house.do(house.switching.held.set)
+    house.do(house.redeployer.held.set)
     seen += read_until(terminal, "stood still")
     assert ended(process, terminal)[0] == 0
     assert "\x1b[?25l" in seen, "the table is renewed in place"

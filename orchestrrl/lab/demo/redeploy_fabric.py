@@ -1,4 +1,4 @@
-"""The optical fabric of the demo of a switch: its site of virtual switches, and what became of its circuits."""
+"""The optical fabric of the demo of a redeployment: its site of virtual switches, and what became of its circuits."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class ObservedFabric:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """How circuits followed one switch. `said` by its step admit; seconds of the clock."""
+    """How circuits followed one redeployment. `said` by its step admit; seconds of the clock."""
 
     said: str
     period: Mapping[str, Any]
@@ -118,9 +118,9 @@ async def fabric_now(control: ControlClient, site: Site | None) -> ObservedFabri
     return ObservedFabric(CircuitCounts(counts), plain(message)["periods"])
 
 
-def followed(switch: Mapping[str, Any], fabric: ObservedFabric | None) -> Followed | None:
-    """What was announced while the switch let requests in. None: nothing was. Pure."""
-    for step in switch["steps"]:
+def followed(redeployment: Mapping[str, Any], fabric: ObservedFabric | None) -> Followed | None:
+    """What was announced while the redeployment let requests in. None: nothing was. Pure."""
+    for step in redeployment["steps"]:
         if step["kind"] != "admit" or fabric is None or step["began_unix_s"] is None:
             continue
         ended_s = step["began_unix_s"] + step["took_s"]

@@ -1,4 +1,4 @@
-"""Switches of parallelism on real processes, and what goes wrong in their middle.
+"""Redeployments on real processes, and what goes wrong in their middle.
 
 Whatever it is, the fleet ends as it was or as it was wanted, no process is left over, no GPU has two, and every request
 is answered once, with the tokens of the undisturbed run. What the daemon decides in all these cases is tested on the
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from front import until
-from switching_house import LENGTHS, NARROW, WIDE, House
+from redeploying_fleet import LENGTHS, NARROW, WIDE, House
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.fleet.deployers.base import EngineLife
@@ -22,7 +22,7 @@ from orchestrrl.rpc.pb import control_pb2
 
 @pytest.fixture(scope="module")
 def whole_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    house = House(tmp_path_factory.mktemp("switching"))
+    house = House(tmp_path_factory.mktemp("redeploying"))
     try:
         asyncio.run(house.open())
         yield house
@@ -38,8 +38,8 @@ async def house(whole_house: House) -> House:
     return whole_house
 
 
-async def check_whole(house: House, report: control_pb2.SwitchReport, *states: str) -> None:
-    """The fleet is the one before or the one after, by the switch's own word, and that is all there is."""
+async def check_whole(house: House, report: control_pb2.RedeploymentReport, *states: str) -> None:
+    """The fleet is the one before or the one after, by the redeployment's own word, and that is all there is."""
     assert report.state in states, (report.state, report.detail)
     side = report.new_engines if report.state == "done" else report.old_engines
     wanted = {engine.engine_id: tuple(engine.gpus) for engine in side}
@@ -53,7 +53,7 @@ async def check_whole(house: House, report: control_pb2.SwitchReport, *states: s
     await house.routed(house.gateway)
 
 
-# A switch from NARROW to WIDE has twelve steps, and an entry before and after each.
+# A redeployment from NARROW to WIDE has twelve steps, and an entry before and after each.
 ENTRIES = 24
 # All of them are tried in virtual time, in tests/orchestrrl/fleet/redeployment/test_redeployment_transaction.py, and
 # here by `make test-slow`. These are the ones with a world of their own: requests leave, a process is told to end, one
@@ -183,7 +183,7 @@ async def test_an_old_engine_is_killed_while_its_requests_leave(house: House) ->
 
 
 async def test_the_engine_that_stays_is_killed(house: House) -> None:
-    """It is none of the switch's; its requests wait for the one to come."""
+    """It is none of the redeployment's; its requests wait for the one to come."""
     stays = await house.named("tp2")
     async with house.step():
         async with house.standing_still(WIDE, "ready", "running") as id:
@@ -239,8 +239,8 @@ async def test_an_operator_calls_it_off(house: House, kind: str) -> None:
     """Told while the daemon stands still before that step; it may be done with it before it hears of it."""
     async with house.step():
         async with house.standing_still(WIDE, kind, "running") as id:
-            order = control_pb2.CancelSwitchRequest(switch_id=id, reason="the test says so")
-            calling = asyncio.create_task(house.ask("CancelSwitch", order))
+            order = control_pb2.CancelRedeploymentRequest(redeployment_id=id, reason="the test says so")
+            calling = asyncio.create_task(house.ask("CancelRedeployment", order))
             await asyncio.sleep(0.3)
         refused = (await asyncio.gather(calling, return_exceptions=True))[0]
         report = await house.until_over(id)
@@ -258,7 +258,7 @@ async def test_a_hung_engine_is_called_off(house: House) -> None:
         id = await house.begin((("tp2", 1), ("hangs", 1)))
         await house.until_at(id, "ready")
         await asyncio.sleep(1.0)
-        await house.ask("CancelSwitch", control_pb2.CancelSwitchRequest(switch_id=id))
+        await house.ask("CancelRedeployment", control_pb2.CancelRedeploymentRequest(redeployment_id=id))
         report = await house.until_over(id)
     await check_whole(house, report, "rolled_back")
 
@@ -296,7 +296,7 @@ async def test_two_gateways(house: House) -> None:
         await other.stop()
 
 
-async def test_a_trainer_that_closes_the_barrier_waits_for_the_switch(house: House) -> None:
+async def test_a_trainer_that_closes_the_barrier_waits_for_the_redeployment(house: House) -> None:
     async with house.step():
         async with house.standing_still(WIDE, "ready", "running") as id:
             closing = asyncio.create_task(house.ask("PauseFleet", control_pb2.PauseFleetRequest(holder="trainer")))
@@ -354,11 +354,11 @@ async def test_the_journals_disk_is_full(house: House) -> None:
     await check_whole(house, await house.until_over(id), "rolled_back")
 
 
-async def new_engine(house: House, switch: str) -> str:
-    (name,) = [name for name in await house.engines() if name.startswith(f"{switch}.")]
+async def new_engine(house: House, redeployment: str) -> str:
+    (name,) = [name for name in await house.engines() if name.startswith(f"{redeployment}.")]
     return name
 
 
-def leaving(report: control_pb2.SwitchReport) -> set[str]:
+def leaving(report: control_pb2.RedeploymentReport) -> set[str]:
     wanted = {engine.engine_id for engine in report.new_engines}
     return {engine.engine_id for engine in report.old_engines} - wanted

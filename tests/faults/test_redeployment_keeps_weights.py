@@ -1,4 +1,4 @@
-"""A switch of parallelism on real processes while the fleet has a published version: the engines that it starts have
+"""A redeployment on real processes while the fleet has a published version: the engines that it starts have
 it before they get a request, a daemon that dies in the middle does not change that, and the next version comes to all.
 """
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from front import until
-from switching_house import NARROW, WIDE
-from switching_house import House as Switching
+from redeploying_fleet import NARROW, WIDE
+from redeploying_fleet import House as Redeploying
 from syncing_house import Marked, Trainer
 from versioned_requests import Clients
 
@@ -22,7 +22,7 @@ from orchestrrl.weights.controller.reports import WeightsStatus
 DONE = ("done", "done", "")
 
 
-class House(Switching):
+class House(Redeploying):
     """With a trainer, its host's peer, and one peer for all engines that the daemon starts."""
 
     def __init__(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ class House(Switching):
 
 @pytest.fixture(scope="module")
 def whole_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    house = House(tmp_path_factory.mktemp("switching"))
+    house = House(tmp_path_factory.mktemp("redeploying"))
     try:
         asyncio.run(house.open())
         yield house
@@ -104,13 +104,13 @@ async def test_new_engines_begin_with_the_fleets_version(house: House) -> None:
 
 
 @pytest.mark.slow
-async def test_the_daemon_is_killed_in_the_switch(house: House) -> None:
+async def test_the_daemon_is_killed_in_the_redeployment(house: House) -> None:
     async with house.clients.requests():
         house.mark(kind="start", state="done")
-        switch = await house.begin_and_die(WIDE)
+        redeployment = await house.begin_and_die(WIDE)
         assert house.daemon.process.returncode == -signal.SIGKILL
         await house.daemon.start()
-        report = await house.until_over(switch)
+        report = await house.until_over(redeployment)
         assert report.state in ("done", "rolled_back"), report.detail
         await house.routed(house.gateway)
         await house.all_have_it()

@@ -1,4 +1,4 @@
-"""Every way a switch can stand is shown, whatever is in it; what is shown adds up."""
+"""Every way a redeployment can stand is shown, whatever is in it; what is shown adds up."""
 
 import io
 from typing import Any
@@ -19,9 +19,9 @@ STARTED = {RedeployStepState.RUNNING, RedeployStepState.DONE, RedeployStepState.
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> pb.SwitchStep:
+def steps(draw: st.DrawFn) -> pb.RedeployStep:
     state = draw(st.sampled_from(RedeployStepState))
-    step = pb.SwitchStep(
+    step = pb.RedeployStep(
         number=draw(st.integers(1, 30)),
         stage=draw(st.integers(1, 6)),
         kind=draw(st.sampled_from(StepKind)),
@@ -40,7 +40,7 @@ def steps(draw: st.DrawFn) -> pb.SwitchStep:
 
 ENGINES = st.lists(
     st.builds(
-        pb.SwitchEngine,
+        pb.RedeployEngine,
         engine_id=NAMES,
         configuration=st.sampled_from(["tp2", "[tp8]", ""]),
         gpus=st.lists(st.integers(0, 63), max_size=8),
@@ -48,8 +48,8 @@ ENGINES = st.lists(
     max_size=40,
 )
 REPORTS = st.builds(
-    pb.SwitchReport,
-    switch_id=NAMES,
+    pb.RedeploymentReport,
+    redeployment_id=NAMES,
     plan_id=NAMES,
     reason=WORDS,
     created_unix_s=st.just(1e9),
@@ -76,7 +76,7 @@ def printed(*parts: Any) -> str:
 @given(REPORTS, st.none() | REPORTS)
 def test_whatever_a_report_says_it_is_shown(report: dict[str, Any], before: dict[str, Any] | None) -> None:
     now_s = 1e9 + 5.0
-    printed(words.begun(report), *words.outcome(report), words.progress(report), *words.switch_summary(report))
+    printed(words.begun(report), *words.outcome(report), words.progress(report), *words.redeployment_summary(report))
     printed(words.picture(report, now_s), words.time_line(report, now_s), *words.news(before, report))
     lines = list(words.news(before, report))
     assert all("\n" not in line for line in lines[1:])

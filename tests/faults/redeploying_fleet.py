@@ -1,7 +1,7 @@
 """A daemon that starts and stops engines, a gateway with a ledger, and a step of requests, all of them processes.
 
-Three engines on four GPUs, `NARROW`: a wide one, which stays, and two narrow ones, which a switch to `WIDE` replaces by
-another wide one. What there is, is looked for as the deployer does, whatever anybody says.
+Three engines on four GPUs, `NARROW`: a wide one, which stays, and two narrow ones, which a redeployment to `WIDE`
+replaces by another wide one. What there is, is looked for as the deployer does, whatever anybody says.
 """
 
 import asyncio
@@ -227,7 +227,8 @@ class House:
             return await client.ask(getattr(client.control, method), request)
 
     async def begin(self, targets: Targets) -> str:
-        """A switch; its id. Raises what the daemon refuses it with, who may wind up the one before for a moment."""
+        """A redeployment; its id. Raises what the daemon refuses it with, who may wind up the one before for a
+        moment."""
         deadline_s = time.monotonic() + WITHIN_S
         while True:
             try:
@@ -238,38 +239,38 @@ class House:
             await asyncio.sleep(0.1)
 
     async def _begin(self, targets: Targets) -> str:
-        wanted = [control_pb2.SwitchTarget(configuration=name, engines=count) for name, count in targets]
-        order = control_pb2.SwitchDeploymentRequest(targets=wanted, reason="the test says so")
+        wanted = [control_pb2.RedeployTarget(configuration=name, engines=count) for name, count in targets]
+        order = control_pb2.RedeployRequest(targets=wanted, reason="the test says so")
         async with ControlClient(self.daemon_address) as client:
-            async for report in client.watch(client.control.SwitchDeployment, order):
-                return str(report.switch_id)
+            async for report in client.watch(client.control.Redeploy, order):
+                return str(report.redeployment_id)
         raise AssertionError("the daemon said nothing")
 
     async def begin_and_die(self, targets: Targets) -> str:
-        """A switch in which the daemon comes to a mark that kills it; the switch's id."""
+        """A redeployment in which the daemon comes to a mark that kills it; the redeployment's id."""
         with contextlib.suppress(OrchestrRLError):  # it may have no time for a word
             await self.begin(targets)
         assert await self.daemon.until_ended() == -signal.SIGKILL
         assert not self.marked
-        return self.journal(EntryKind.SWITCH_BEGAN)[-1].subject
+        return self.journal(EntryKind.REDEPLOYMENT_BEGAN)[-1].subject
 
     @contextlib.asynccontextmanager
     async def standing_still(self, targets: Targets, kind: str, state: str) -> AsyncIterator[str]:
-        """In a switch whose daemon stands still when it has written that; it goes on when this is left."""
+        """In a redeployment whose daemon stands still when it has written that; it goes on when this is left."""
         self.mark(stop=True, kind=kind, state=state)
-        switch = await self.begin(targets)
+        redeployment = await self.begin(targets)
         await self.daemon.until_still()
-        yield switch
+        yield redeployment
         self.daemon.go_on()
 
     @contextlib.asynccontextmanager
     async def evacuating(self, targets: Targets, *steps: "Step") -> AsyncIterator[tuple[str, list[set[str]]]]:
-        """In a switch whose daemon is about to have requests leave the engines of configurations that are not wanted
-        any more. These engines stand still, so the requests are there when it goes on. The switch's id, and the ids of
-        each step's requests that have to leave."""
+        """In a redeployment whose daemon is about to have requests leave the engines of configurations that are not
+        wanted any more. These engines stand still, so the requests are there when it goes on. The redeployment's id,
+        and the ids of each step's requests that have to leave."""
         wanted = {name for name, _ in targets}
         self.mark(stop=True, number=1)  # before anything else
-        switch = await self.begin(targets)
+        redeployment = await self.begin(targets)
         await self.daemon.until_still()
         leave = {name: each for name, each in (await self.engines()).items() if each.configuration not in wanted}
         for engine in leave.values():
@@ -280,32 +281,34 @@ class House:
         await self.daemon.until_still()
         there = [{i["id"] for i in (await step.shown())["in_flight"] if i["engine"] in leave} for step in steps]
         try:
-            yield switch, there
+            yield redeployment, there
         finally:
             self.daemon.go_on()
 
-    async def report(self, switch: str) -> control_pb2.SwitchReport:
-        told: control_pb2.SwitchReport = await self.ask("GetSwitch", control_pb2.GetSwitchRequest(switch_id=switch))
+    async def report(self, redeployment: str) -> control_pb2.RedeploymentReport:
+        told: control_pb2.RedeploymentReport = await self.ask(
+            "GetRedeployment", control_pb2.GetRedeploymentRequest(redeployment_id=redeployment)
+        )
         return told
 
-    async def until_over(self, switch: str) -> control_pb2.SwitchReport:
+    async def until_over(self, redeployment: str) -> control_pb2.RedeploymentReport:
         """By the word of whichever daemon there is."""
 
-        async def over() -> control_pb2.SwitchReport | None:
+        async def over() -> control_pb2.RedeploymentReport | None:
             self.check_gpus()
-            told = await self.report(switch)
+            told = await self.report(redeployment)
             return told if told.state != "running" else None
 
         report = await until(over, 0.1)
         assert report is not None
         return report
 
-    async def until_at(self, switch: str, kind: str, state: str = "running") -> None:
+    async def until_at(self, redeployment: str, kind: str, state: str = "running") -> None:
         """Until a step of this kind stands so, or beyond."""
         states = ["pending", "running", "done", "failed"]
 
         async def reached() -> bool:
-            told = await self.report(switch)
+            told = await self.report(redeployment)
             return any(s.kind == kind and states.index(s.state) >= states.index(state) for s in told.steps)
 
         await until(reached, 0.01)

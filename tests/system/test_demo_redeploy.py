@@ -1,4 +1,5 @@
-"""The demo of a switch: the planner wants one and the daemon does it; nothing is lost, and every token is right."""
+"""The demo of a redeployment: the planner wants one and the daemon does it; nothing is lost, and every token is
+right."""
 
 import itertools
 import json
@@ -9,26 +10,33 @@ from typing import Any
 
 import pytest
 
-# Its planner looks at how fast requests go; a slow machine is no reason to switch.
+# Its planner looks at how fast requests go; a slow machine is no reason to redeploy.
 pytestmark = [pytest.mark.paced, pytest.mark.timeout(600)]
 
 
-def test_the_demo_of_a_switch(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "orchestrrl", "demo", "--switch", "--out", str(tmp_path), "--json"]
+def test_the_demo_of_a_redeployment(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "orchestrrl", "demo", "--redeployment", "--out", str(tmp_path), "--json"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     report = json.loads(shown.stdout)
-    assert report == json.loads((tmp_path / "switch.json").read_text())
+    assert report == json.loads((tmp_path / "redeployment.json").read_text())
     assert (report["lost"], report["differing"], report["faults"]) == (0, 0, [])
-    switch = report["switches"][0]
-    assert (switch["from"], switch["to"]) == ({"tp2": 8}, {"tp8": 2})
-    assert 0 < switch["at_s"] < report["makespan_s"]["free"][0]
-    assert switch["predicted_gain_s"] > 0
-    assert {step["kind"] for step in switch["steps"]} >= {"evacuate", "sleep", "wake", "verify", "admit", "commit"}
-    assert switch["recompute"]["requests"] > 0
-    assert switch["total"]["wall_s"] > switch["switching"]["wall_s"] > 0
-    check_circuits(report, switch["circuits"])
-    assert (tmp_path / "switch.png").exists()
+    redeployment = report["redeployments"][0]
+    assert (redeployment["from"], redeployment["to"]) == ({"tp2": 8}, {"tp8": 2})
+    assert 0 < redeployment["at_s"] < report["makespan_s"]["free"][0]
+    assert redeployment["predicted_gain_s"] > 0
+    assert {step["kind"] for step in redeployment["steps"]} >= {
+        "evacuate",
+        "sleep",
+        "wake",
+        "verify",
+        "admit",
+        "commit",
+    }
+    assert redeployment["recompute"]["requests"] > 0
+    assert redeployment["total"]["wall_s"] > redeployment["redeploying"]["wall_s"] > 0
+    check_circuits(report, redeployment["circuits"])
+    assert (tmp_path / "redeployment.png").exists()
     assert not list((tmp_path / "engines" / "engines").glob("*.json")), "engines outlive the demo"
 
 
@@ -36,7 +44,7 @@ def check_circuits(report: dict[str, Any], followed: dict[str, Any]) -> None:
     """They were those of TP=2, each engine in one server; then of TP=8, each in two. Nothing else was touched."""
     assert (followed["state"], followed["code"]) == ("committed", "committed")
     assert f"circuits committed: {followed['moves']} cross-connects changed" in followed["said"]
-    assert 0 < followed["switches_wall_s"] < followed["wall_s"]
+    assert 0 < followed["redeployments_wall_s"] < followed["wall_s"]
     (fabric,) = report["fabric"]
     before, after = (
         {(each["pod"], each["a"], each["b"]): each["circuits"] for each in fabric[name]}

@@ -1,5 +1,5 @@
-"""Switching parallelism of real vLLM servers in the middle of a step: whatever becomes of it, every request ends once,
-with the tokens of a run that nobody disturbed. Daemon, gateway and deployer are the real ones, as processes."""
+"""Redeploying parallelism of real vLLM servers in the middle of a step: whatever becomes of it, every request ends
+once, with the tokens of a run that nobody disturbed. Daemon, gateway and deployer are the real ones, as processes."""
 
 import asyncio
 import json
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from orchestrrl.integrations.vllm_weights import reload_weights
-from tests.vllm.switching import READY_WITHIN_S, House, Step, configuration, step_seconds
+from tests.vllm.redeploying_fleet_vllm import READY_WITHIN_S, House, Step, configuration, step_seconds
 
 pytestmark = pytest.mark.timeout(1200)
 
 GPUS = 3
 SLOW_STEPS = "slow_steps:SlowSteps"
-# Configurations of one GPU that cannot serve: which words of theirs are to blame, and what a switch says of it.
+# Configurations of one GPU that cannot serve: which words of theirs are to blame, and what a redeployment says of it.
 REFUSED = {"arguments": ["--max-model-len", "1000000"]}  # more than the model has: vLLM ends by itself
 UNTRAINED = {"arguments": ["--load-format", "dummy"]}  # weights of its own
 BENT = {"arguments": ["--logits-processors", SLOW_STEPS, "bad_plugins:Bent"]}
@@ -28,7 +28,7 @@ HANGS_WITHIN_S = 30.0
 @pytest.fixture(scope="module")
 def house(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """No engine runs at first; all that run in the end are stopped."""
-    folder = tmp_path_factory.mktemp("switching")
+    folder = tmp_path_factory.mktemp("redeploying")
     configurations = [configuration("tp1"), configuration("tp2", 2), *map(configuration, OWN)]
     house = House(folder, tiny_model, configurations, GPUS, OWN)
     try:
@@ -46,7 +46,7 @@ async def test_who_comes_has_the_weights_that_the_others_were_given(house: House
     named = [word for engine in old for word in ("--engine", engine)]
     await house.orchestrrl("engines", "set-version", "3", *named, "--weights", str(other_weights))
 
-    report = await house.switch("tp1=3")
+    report = await house.redeployment("tp1=3")
     assert report["closed_s"] is None  # its GPU was free: nobody had to wait
     engines = await house.engines()
     (new,) = engines.keys() - old.keys()
@@ -58,14 +58,15 @@ async def test_who_comes_has_the_weights_that_the_others_were_given(house: House
     assert {engine["engine_id"]: engine["policy_version"] for engine in barrier["engines"]} == dict.fromkeys(engines, 3)
 
 
-async def switched(house: House, step: Step, before: str, after: str) -> dict[str, Any]:
-    """The report of a switch in the middle of a step, whose requests all waited in their gateway and lost no token."""
+async def redeployed(house: House, step: Step, before: str, after: str) -> dict[str, Any]:
+    """The report of a redeployment in the middle of a step, whose requests all waited in their gateway and lost no
+    token."""
     await house.at(before)
     undisturbed = await step.undisturbed(next(iter((await house.engines()).values())))
     with house.slowly():
         asking = step.begin(house.url)
         await asking.each_has(20)
-        report = await house.switch(after)
+        report = await house.redeployment(after)
         await asking.each_has(20, than=asking.counts)
     answers = await asking.end()
 
@@ -84,18 +85,19 @@ async def switched(house: House, step: Step, before: str, after: str) -> dict[st
 
 
 async def test_two_servers_become_one_of_two_ranks_in_the_middle_of_a_step(house: House) -> None:
-    report = await switched(house, Step(), "tp1=2", "tp2=1")
+    report = await redeployed(house, Step(), "tp1=2", "tp2=1")
     assert [engine["configuration"] for engine in report["new_engines"]] == ["tp2"]
 
 
 @pytest.mark.slow
 async def test_one_server_of_two_ranks_becomes_two_in_the_middle_of_a_step(house: House) -> None:
-    report = await switched(house, Step(), "tp2=1", "tp1=2")
+    report = await redeployed(house, Step(), "tp2=1", "tp1=2")
     assert len(report["engine_ids"]) == 2
 
 
 async def rolled_back(house: House, *targets: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A switch in the middle of a step that goes back, all requests answered: the report, and the step that failed."""
+    """A redeployment in the middle of a step that goes back, all requests answered: the report, and the step that
+    failed."""
     step = Step(tokens=400)
     await house.at("tp1=2")
     engines = await house.engines()
@@ -103,7 +105,7 @@ async def rolled_back(house: House, *targets: str) -> tuple[dict[str, Any], dict
     with house.slowly():
         asking = step.begin(house.url)
         await asking.each_has(20)
-        report = await house.switch(*targets, state="rolled_back")
+        report = await house.redeployment(*targets, state="rolled_back")
     assert await asking.end() == undisturbed
     print(await house.shown(report))
     assert set(report["engine_ids"]) == (await house.engines()).keys() == engines.keys()
@@ -153,7 +155,7 @@ async def test_a_new_engine_that_hangs_in_its_start_up_is_taken_back(house: Hous
             asking = step.begin(house.url)
             await asking.each_has(20)
             await house.restart_daemon(ready_within_s=HANGS_WITHIN_S)
-            report = await house.switch("tp1=2", "hanging=1", state="rolled_back")
+            report = await house.redeployment("tp1=2", "hanging=1", state="rolled_back")
         assert await asking.end() == undisturbed
     finally:
         await house.restart_daemon(ready_within_s=READY_WITHIN_S)

@@ -1,5 +1,5 @@
-"""A whole switch on Kubernetes: a daemon of its own process and the command line, engines in pods of the small cluster
-of these tests; and what a daemon that was killed leaves in it for the next."""
+"""A whole redeployment on Kubernetes: a daemon of its own process and the command line, engines in pods of the small
+cluster of these tests; and what a daemon that was killed leaves in it for the next."""
 
 import asyncio
 import json
@@ -69,16 +69,16 @@ def layouts(place: House) -> list[tuple[str, str]]:
     return sorted((each["orchestrrl/configuration"], each["orchestrrl/gpus"]) for each in found)
 
 
-async def test_a_fleet_of_pods_switches_goes_back_and_outlives_its_daemon(tmp_path: Path) -> None:
+async def test_a_fleet_of_pods_redeployments_goes_back_and_outlives_its_daemon(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     async with house(tmp_path) as place:
         async with daemon(place, address) as process:
-            status, words = await run("switch", "--to", "tp2=1", "--to", "tp1=1", "--daemon", address)
+            status, words = await run("redeploy", "--to", "tp2=1", "--to", "tp1=1", "--daemon", address)
             assert status == 0, words
             assert layouts(place) == [("tp1", "2"), ("tp2", "0,1")]
             assert {pod["spec"]["nodeName"] for pod in pods(place)} == {"node-b"}
             before = {pod["metadata"]["uid"] for pod in pods(place)}
-            status, words = await run("switch", "--to", "broken=1", "--to", "tp2=1", "--daemon", address)
+            status, words = await run("redeploy", "--to", "broken=1", "--to", "tp2=1", "--daemon", address)
             assert status == 1, words
             assert "rolled back" in words
             assert "alpha_s" in words  # the end of the engine's log, from its pod
@@ -89,7 +89,7 @@ async def test_a_fleet_of_pods_switches_goes_back_and_outlives_its_daemon(tmp_pa
         after = {pod["metadata"]["uid"] for pod in pods(place)}
         assert len(before & after) == 1
         async with daemon(place, address):
-            status, words = await run("switch", "--to", "tp1=2", "--daemon", address)
+            status, words = await run("redeploy", "--to", "tp1=2", "--daemon", address)
             assert status == 0, words
         assert layouts(place) == [("tp1", "0"), ("tp1", "2")]
         for each in await place.deployer("job").list_engines():

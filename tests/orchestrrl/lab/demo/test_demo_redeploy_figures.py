@@ -1,4 +1,4 @@
-"""What the demo of a switch makes of reports, plans and looks."""
+"""What the demo of a redeployment makes of reports, plans and looks."""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.lab.demo.redeploy_fabric import GEN_POD, CircuitCounts, ObservedFabric, followed, site_of
+from orchestrrl.lab.demo.redeploy_report import PAPER
+from orchestrrl.lab.demo.redeploy_run import FlightSnapshot, ObservedRedeployment, resumption
 from orchestrrl.lab.demo.scenario import load_scenario, samples
-from orchestrrl.lab.demo.switch_fabric import GEN_POD, CircuitCounts, ObservedFabric, followed, site_of
-from orchestrrl.lab.demo.switch_report import PAPER
-from orchestrrl.lab.demo.switch_run import FlightSnapshot, ObservedRedeployment, resumption
 from planner.model import GpuId
 
 REFERENCE = Path(__file__).parents[5] / "shared" / "reference" / "paper.yaml"
@@ -59,8 +59,8 @@ def test_requests_that_waited_are_timed_from_admission_to_their_first_new_token(
     assert found.last_s == pytest.approx(max(after_s for _, after_s in waiting.values()))
     assert 0 < found.median_s <= found.last_s
     assert found.predicted_s == 4.0
-    switched = ObservedRedeployment(report(), plan(), found)
-    assert switched.total_s == pytest.approx(switched.switching_s + found.last_s)
+    redeployed = ObservedRedeployment(report(), plan(), found)
+    assert redeployed.total_s == pytest.approx(redeployed.redeploying_s + found.last_s)
 
 
 def test_without_requests_there_is_nothing_to_resume() -> None:
@@ -69,7 +69,7 @@ def test_without_requests_there_is_nothing_to_resume() -> None:
 
 
 def test_the_scenario_is_of_the_paper_s_fleet() -> None:
-    scenario = load_scenario("simulated-switch")
+    scenario = load_scenario("simulated-redeploy")
     assert scenario.deployment is not None
     assert (scenario.deployment.gpus, scenario.engines) == (16, 8)
     step = samples(scenario, "simulated", scenario.seeds[0])
@@ -83,19 +83,19 @@ def fabric_of(*announced_s: float, over: bool = True) -> ObservedFabric:
 
 
 def test_circuits_that_followed_are_those_announced_as_requests_were_let_in() -> None:
-    switch = report()
-    switch["steps"][1]["detail"] = "its words"
-    found = followed(switch, fabric_of(ADMITTED_S + 9, ADMITTED_S - 0.05, FENCED_S))
+    redeployment = report()
+    redeployment["steps"][1]["detail"] = "its words"
+    found = followed(redeployment, fabric_of(ADMITTED_S + 9, ADMITTED_S - 0.05, FENCED_S))
     assert found is not None
     assert (found.said, found.moves, found.took_s, found.dark_s) == ("its words", 8, 1.0, 0.5)
     assert found.period["announced_unix_s"] == ADMITTED_S - 0.05
-    assert followed(switch, fabric_of(FENCED_S)) is None
-    assert followed(switch, fabric_of(ADMITTED_S - 0.05, over=False)) is None
-    assert followed(switch, None) is None
+    assert followed(redeployment, fabric_of(FENCED_S)) is None
+    assert followed(redeployment, fabric_of(ADMITTED_S - 0.05, over=False)) is None
+    assert followed(redeployment, None) is None
 
 
 def test_the_site_of_the_scenario_has_its_engines_in_servers_that_only_the_narrow_fit_into() -> None:
-    deployment = load_scenario("simulated-switch").deployment
+    deployment = load_scenario("simulated-redeploy").deployment
     assert deployment is not None
     site = site_of(deployment)
     assert site is not None
@@ -111,7 +111,7 @@ def test_the_site_of_the_scenario_has_its_engines_in_servers_that_only_the_narro
 @pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is not there")
 def test_the_paper_s_figures() -> None:
     told = yaml.safe_load(REFERENCE.read_text())
-    found = next(value for value in _sections(told) if "case_study_switch" in value)["case_study_switch"]
+    found = next(value for value in _sections(told) if "case_study_redeployment" in value)["case_study_redeployment"]
     assert found == PAPER
 
 

@@ -1,5 +1,5 @@
-"""The same switch inside a Ray cluster: real vLLM servers as its actors, in the middle of a step. Ray's GPUs are a
-resource called `slot` here."""
+"""The same redeployment inside a Ray cluster: real vLLM servers as its actors, in the middle of a step. Ray's GPUs are
+a resource called `slot` here."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.ray_cluster import ray_nodes
-from tests.vllm.switching import House, Step, configuration, step_seconds
+from tests.vllm.redeploying_fleet_vllm import House, Step, configuration, step_seconds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -38,7 +38,7 @@ async def test_two_actors_become_one_of_two_ranks_in_the_middle_of_a_step(house:
     with house.slowly():
         asking = step.begin(house.url)
         await asking.each_has(20)
-        report = await house.switch("tp2=1")
+        report = await house.redeployment("tp2=1")
         await asking.each_has(1, than=asking.counts)
     assert await asking.end() == undisturbed
     print(await house.shown(report))

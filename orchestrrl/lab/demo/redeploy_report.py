@@ -1,4 +1,5 @@
-"""The demo of a switch for machines (report.json), and a picture of it: requests that remain, and who decodes them."""
+"""The demo of a redeployment for machines (report.json), and a picture of it: requests that remain, and who decodes
+them."""
 
 import json
 from collections import Counter
@@ -7,15 +8,15 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrrl.lab.demo.switch_fabric import Followed, ObservedFabric
-from orchestrrl.lab.demo.switch_fabric_picture import draw_circuits
-from orchestrrl.lab.demo.switch_run import ObservedRedeployment, RedeployArm, RedeployDemo, RedeploySeed, Resumption
+from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric
+from orchestrrl.lab.demo.redeploy_fabric_picture import draw_circuits
+from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployArm, RedeployDemo, RedeploySeed, Resumption
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Of the case study, arXiv 2601.01209, section 6.2.2: seconds into the step, and what the switch took.
-PAPER = {"at_s": 272.0, "total_s": 7.5, "switching_s": 1.5, "kv_recompute_s": 5.4}
+# Of the case study, arXiv 2601.01209, section 6.2.2: seconds into the step, and what the redeployment took.
+PAPER = {"at_s": 272.0, "total_s": 7.5, "redeploying_s": 1.5, "kv_recompute_s": 5.4}
 
 
 def as_json(demo: RedeployDemo) -> dict[str, Any]:
@@ -31,15 +32,15 @@ def as_json(demo: RedeployDemo) -> dict[str, Any]:
         },
         "ratio": "pinned / free",
         "ratios": [outcome.ratio for outcome in demo.seeds],
-        "switches": [
-            {"seed": outcome.seed, **_switch_json(switched, outcome.free, speed)}
+        "redeployments": [
+            {"seed": outcome.seed, **_redeployment_json(redeployed, outcome.free, speed)}
             for outcome in demo.seeds
-            for switched in outcome.free.switches
+            for redeployed in outcome.free.redeployments
         ],
-        "failed_switches": [
-            {"seed": outcome.seed, "detail": switch["detail"]}
+        "failed_redeployments": [
+            {"seed": outcome.seed, "detail": redeployment["detail"]}
             for outcome in demo.seeds
-            for switch in outcome.free.failed_switches
+            for redeployment in outcome.free.failed_redeployments
         ],
         "tokens_recomputed": {
             "pinned": [outcome.pinned.tokens_recomputed for outcome in demo.seeds],
@@ -61,25 +62,25 @@ def as_json(demo: RedeployDemo) -> dict[str, Any]:
     }
 
 
-def _switch_json(switched: ObservedRedeployment, arm: RedeployArm, speed: float) -> dict[str, Any]:
-    report, resumed = switched.report, switched.resumption
+def _redeployment_json(redeployed: ObservedRedeployment, arm: RedeployArm, speed: float) -> dict[str, Any]:
+    report, resumed = redeployed.report, redeployed.resumption
     return {
-        "switch_id": report["switch_id"],
+        "redeployment_id": report["redeployment_id"],
         "plan_id": report["plan_id"],
         "reason": report["reason"],
         "from": dict(Counter(engine["configuration"] for engine in report["old_engines"])),
         "to": dict(Counter(engine["configuration"] for engine in report["new_engines"])),
-        "at_s": at_s(switched, arm, speed),
-        "switching": {"wall_s": switched.switching_s, "s": switched.switching_s * speed},
-        "predicted_switching_s": switched.plan["switch_cost_s"] * speed,
+        "at_s": at_s(redeployed, arm, speed),
+        "redeploying": {"wall_s": redeployed.redeploying_s, "s": redeployed.redeploying_s * speed},
+        "predicted_redeploying_s": redeployed.plan["switch_cost_s"] * speed,
         "recompute": None if resumed is None else _resumption_json(resumed, speed),
-        "circuits": None if switched.followed is None else _followed_json(switched.followed),
-        "total": {"wall_s": switched.total_s, "s": switched.total_s * speed},
-        "predicted_gain_s": switched.predicted_gain_s * speed,
-        "predicted_rest_s": switched.plan["predicted_s"] * speed,
+        "circuits": None if redeployed.followed is None else _followed_json(redeployed.followed),
+        "total": {"wall_s": redeployed.total_s, "s": redeployed.total_s * speed},
+        "predicted_gain_s": redeployed.predicted_gain_s * speed,
+        "predicted_rest_s": redeployed.plan["predicted_s"] * speed,
         "actual_rest_s": None
-        if switched.plan["actual_makespan_s"] is None
-        else switched.plan["actual_makespan_s"] * speed,
+        if redeployed.plan["actual_makespan_s"] is None
+        else redeployed.plan["actual_makespan_s"] * speed,
         "steps": [
             {
                 "kind": step["kind"],
@@ -101,7 +102,7 @@ def _followed_json(followed: Followed) -> dict[str, Any]:
         "moves": followed.moves,
         "stages": followed.period["stages"],
         "wall_s": followed.took_s,
-        "switches_wall_s": followed.dark_s,
+        "redeployments_wall_s": followed.dark_s,
         "said": followed.said,
     }
 
@@ -133,14 +134,14 @@ def _resumption_json(resumed: Resumption, speed: float) -> dict[str, Any]:
     }
 
 
-def at_s(switched: ObservedRedeployment, arm: RedeployArm, speed: float) -> float:
+def at_s(redeployed: ObservedRedeployment, arm: RedeployArm, speed: float) -> float:
     """Engine seconds from the step's start."""
-    return float(switched.report["created_unix_s"] - arm.began_s) * speed
+    return float(redeployed.report["created_unix_s"] - arm.began_s) * speed
 
 
 def write(demo: RedeployDemo, out_dir: Path) -> tuple[Path, Path]:
-    """Write switch.json and switch.png; their paths."""
-    report_path, picture_path = out_dir / "switch.json", out_dir / "switch.png"
+    """Write redeployment.json and redeploy.png; their paths."""
+    report_path, picture_path = out_dir / "redeployment.json", out_dir / "redeployment.png"
     report_path.write_text(json.dumps(as_json(demo), indent=1, allow_nan=False) + "\n")
     draw(demo, picture_path)
     return report_path, picture_path
@@ -169,7 +170,7 @@ def draw(demo: RedeployDemo, path: Path) -> None:
     axes[0][0].set_ylabel("requests that remain")
     axes[1][0].set_ylabel("GPU")
     axes[0][0].legend(loc="lower left", fontsize=8)
-    figure.suptitle("One generation step, with and without a switch of parallelism", fontsize=11)
+    figure.suptitle("One generation step, with and without a redeployment", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -179,14 +180,14 @@ def _draw_remaining(axis: "Axes", outcome: RedeploySeed, speed: float) -> None:
     total = len(outcome.samples)
     for label, arm, colour in (
         ("pinned to the fleet as it is", outcome.pinned, "#888888"),
-        ("free to switch", outcome.free, "#1f77b4"),
+        ("free to redeploy", outcome.free, "#1f77b4"),
     ):
         times, counts = arm.record.remaining(total)
         axis.step(times, counts, where="post", label=label, color=colour)
         axis.axvline(arm.record.makespan_s, color=colour, linewidth=0.8, linestyle=":")
-    for switched in outcome.free.switches:
-        began_s = at_s(switched, outcome.free, speed)
-        axis.axvspan(began_s, began_s + switched.total_s * speed, color="#d62728", alpha=0.3, label="switch")
+    for redeployed in outcome.free.redeployments:
+        began_s = at_s(redeployed, outcome.free, speed)
+        axis.axvspan(began_s, began_s + redeployed.total_s * speed, color="#d62728", alpha=0.3, label="redeployment")
     axis.set_yscale("symlog", linthresh=1)
     axis.set_ylim(0, total * 1.2)
     axis.set_yticks([tick for tick in (0, 1, 10, 100, 1000) if tick <= total], labels=None)
@@ -210,13 +211,13 @@ def _draw_engines(axis: "Axes", demo: RedeployDemo, arm: RedeployArm) -> None:
         mesh = axis.pcolormesh(edges, range(deployment.gpus + 1), loads, norm=norm, cmap="Blues")
         axis.figure.colorbar(mesh, ax=axis, orientation="horizontal", label="requests per GPU", pad=0.25, aspect=40)
     end_s = arm.record.makespan_s
-    for switched in arm.switches:
-        began_s = at_s(switched, arm, demo.scenario.speed)
-        over_s = began_s + switched.switching_s * demo.scenario.speed
+    for redeployed in arm.redeployments:
+        began_s = at_s(redeployed, arm, demo.scenario.speed)
+        over_s = began_s + redeployed.redeploying_s * demo.scenario.speed
         for engines, low_s, high_s in (("old_engines", 0.0, began_s), ("new_engines", over_s, end_s)):
-            borders = [min(engine["gpus"]) for engine in switched.report[engines]]
+            borders = [min(engine["gpus"]) for engine in redeployed.report[engines]]
             axis.hlines(borders, low_s, high_s, colors="white", linewidth=1.5)
-            kinds = Counter(engine["configuration"] for engine in switched.report[engines])
+            kinds = Counter(engine["configuration"] for engine in redeployed.report[engines])
             words = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
             axis.text((low_s + high_s) / 2, deployment.gpus + 0.3, words, ha="center", fontsize=9, color="#d62728")
     axis.set_xlabel("time (engine seconds)")
@@ -227,9 +228,9 @@ def _draw_engines(axis: "Axes", demo: RedeployDemo, arm: RedeployArm) -> None:
 def _gpus_of(arm: RedeployArm) -> dict[str, Sequence[int]]:
     return {
         engine["engine_id"]: engine["gpus"]
-        for switched in arm.switches
+        for redeployed in arm.redeployments
         for engines in ("old_engines", "new_engines")
-        for engine in switched.report[engines]
+        for engine in redeployed.report[engines]
     }
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.engines.base import connect
+from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric, fabric_now, followed
+from orchestrrl.lab.demo.redeploy_stack import RedeployStack, redeploy_stack
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
 from orchestrrl.lab.demo.step import DemoStepRecord, run_step
-from orchestrrl.lab.demo.switch_fabric import Followed, ObservedFabric, fabric_now, followed
-from orchestrrl.lab.demo.switch_stack import RedeployStack, switch_stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
@@ -36,7 +36,7 @@ class FlightSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A request that its gateway kept through a switch. Seconds of the clock."""
+    """A request that its gateway kept through a redeployment. Seconds of the clock."""
 
     request: str
     context_tokens: int  # computed again
@@ -46,7 +46,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How the requests that waited for a switch went on, the first first. Seconds of the clock."""
+    """How the requests that waited for a redeployment went on, the first first. Seconds of the clock."""
 
     each: tuple[Resumed, ...]
     predicted_s: float  # until the last has its first new token, by the plan
@@ -66,7 +66,7 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True)
 class ObservedRedeployment:
-    """A switch that a plan led to. Reports and plans are as the daemon tells them: in seconds of the clock."""
+    """A redeployment that a plan led to. Reports and plans are as the daemon tells them: in seconds of the clock."""
 
     report: Mapping[str, Any]
     plan: Mapping[str, Any]
@@ -74,7 +74,7 @@ class ObservedRedeployment:
     followed: Followed | None = None  # by circuits; None: there is no fabric
 
     @property
-    def switching_s(self) -> float:
+    def redeploying_s(self) -> float:
         """From the fence until requests went to the new engines."""
         closed_s = self.report["closed_s"]
         return 0.0 if closed_s is None else float(closed_s)
@@ -82,7 +82,7 @@ class ObservedRedeployment:
     @property
     def total_s(self) -> float:
         """Until the last request that waited went on."""
-        return self.switching_s + (self.resumption.last_s if self.resumption else 0.0)
+        return self.redeploying_s + (self.resumption.last_s if self.resumption else 0.0)
 
     @property
     def predicted_gain_s(self) -> float:
@@ -96,8 +96,8 @@ class RedeployArm:
     began_s: float
     record: DemoStepRecord
     looks: list[FlightSnapshot]
-    switches: list[ObservedRedeployment] = field(default_factory=list)
-    failed_switches: list[Mapping[str, Any]] = field(default_factory=list)
+    redeployments: list[ObservedRedeployment] = field(default_factory=list)
+    failed_redeployments: list[Mapping[str, Any]] = field(default_factory=list)
     tokens_recomputed: int = 0
     fabric_before: ObservedFabric | None = None  # None: there is none
     fabric_after: ObservedFabric | None = None
@@ -148,19 +148,21 @@ class RedeployDemo:
         return [fault for outcome in self.seeds for fault in outcome.faults]
 
 
-async def run_switch_demo(scenario: DemoScenario, seeds: Sequence[int], out_dir: Path, report: Report) -> RedeployDemo:
+async def run_redeploy_demo(
+    scenario: DemoScenario, seeds: Sequence[int], out_dir: Path, report: Report
+) -> RedeployDemo:
     """Every seed twice: first the planner is pinned to the fleet as it is, then it is free once the step has begun."""
     report("starting OrchestrRL and the engines", 0, 0)
     outcomes = []
-    async with switch_stack(scenario, out_dir) as stack:
+    async with redeploy_stack(scenario, out_dir) as stack:
         await stack.begin_with(stack.deployment.standby, "to sleep until they are wanted")
         for seed in seeds:
             step = samples(scenario, "simulated", seed)
             await stack.begin_with(stack.deployment.initial, "each step begins so")
             await stack.pin()
             pinned = await _run(scenario, stack, step, partial(report, f"pinned, seed {seed}"))
-            # While engines are frozen until they have every request, a switch would cost the step nothing.
-            free = await _run(scenario, stack, step, partial(report, f"free to switch, seed {seed}"), stack.release)
+            # While engines are frozen until they have every request, a redeployment would cost the step nothing.
+            free = await _run(scenario, stack, step, partial(report, f"free to redeploy, seed {seed}"), stack.release)
             outcomes.append(RedeploySeed(seed, step, pinned, free))
     return RedeployDemo(
         scenario,
@@ -178,7 +180,7 @@ async def _run(
     begun: Callable[[], Awaitable[None]] | None = None,
 ) -> RedeployArm:
     control = stack.control
-    known = {switch["switch_id"] for switch in await _switches(control)}
+    known = {redeployment["redeployment_id"] for redeployment in await _redeployments(control)}
     before = await control.ask(control.control.GetStatus, control_pb2.GetStatusRequest())
     fabric_before = await fabric_now(control, stack.site)
     clients = [connect("simulated", worker.url) for worker in before.workers]
@@ -197,27 +199,27 @@ async def _run(
     arm = RedeployArm(ended_s - record.makespan_s / scenario.speed, record, looks)
     arm.fabric_before, arm.fabric_after = fabric_before, await fabric_now(control, stack.site)
     arm.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
-    for switch in await _switches(control):
-        if switch["switch_id"] in known or not switch["plan_id"]:
+    for redeployment in await _redeployments(control):
+        if redeployment["redeployment_id"] in known or not redeployment["plan_id"]:
             continue
-        if switch["state"] == "done":
-            wanted = control_pb2.GetPlanRequest(plan_id=switch["plan_id"])
+        if redeployment["state"] == "done":
+            wanted = control_pb2.GetPlanRequest(plan_id=redeployment["plan_id"])
             message = await control.ask(control.control.GetPlan, wanted)
             plan = plain(message)
-            resumed, circuits = resumption(switch, plan, looks), followed(switch, arm.fabric_after)
-            arm.switches.append(ObservedRedeployment(switch, plan, resumed, circuits))
+            resumed, circuits = resumption(redeployment, plan, looks), followed(redeployment, arm.fabric_after)
+            arm.redeployments.append(ObservedRedeployment(redeployment, plan, resumed, circuits))
         else:
-            arm.failed_switches.append(switch)
+            arm.failed_redeployments.append(redeployment)
     return arm
 
 
-async def _switches(control: ControlClient) -> list[dict[str, Any]]:
+async def _redeployments(control: ControlClient) -> list[dict[str, Any]]:
     """All of them, oldest first, with their steps."""
-    listed = await control.ask(control.control.ListDeployments, control_pb2.ListDeploymentsRequest())
+    listed = await control.ask(control.control.ListRedeployments, control_pb2.ListRedeploymentsRequest())
     reports = []
-    for switch in sorted(listed.switches, key=lambda switch: switch.created_unix_s):
-        wanted = control_pb2.GetSwitchRequest(switch_id=switch.switch_id)
-        message = await control.ask(control.control.GetSwitch, wanted)
+    for redeployment in sorted(listed.redeployments, key=lambda redeployment: redeployment.created_unix_s):
+        wanted = control_pb2.GetRedeploymentRequest(redeployment_id=redeployment.redeployment_id)
+        message = await control.ask(control.control.GetRedeployment, wanted)
         reports.append(plain(message))
     return reports
 

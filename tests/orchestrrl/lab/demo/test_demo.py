@@ -192,8 +192,8 @@ async def test_predicted_and_actual_are_of_the_same_moves(capsys: pytest.Capture
     [
         (["--engine", "sglang"], "--engine: must be one of simulated, vllm, got 'sglang'"),
         (["--engine", "vllm", "--kv"], "--kv: goes with --engine simulated, got 'vllm'"),
-        (["--engine", "vllm", "--switch"], "--switch: goes with --engine simulated, got 'vllm'"),
-        (["--switch", "--kv"], "--switch: does not go with --kv"),
+        (["--engine", "vllm", "--redeploy"], "--redeploy: goes with --engine simulated, got 'vllm'"),
+        (["--redeploy", "--kv"], "--redeploy: does not go with --kv"),
         (["--seeds", "1,x,-2"], "--seeds[1]: must be a whole number, got 'x'"),
     ],
 )

@@ -95,4 +95,4 @@ def test_it_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_flags_that_do_not_go_together() -> None:
     result = CliRunner().invoke(application(), ["demo", "--sync", "--seeds", "1"])
     assert result.exit_code == 2
-    assert "--sync: goes without --kv, --switch and --seeds" in result.stderr
+    assert "--sync: goes without --kv, --redeploy and --seeds" in result.stderr

@@ -63,7 +63,7 @@ class SyncControl(Protocol):
     async def relayed(
         self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Of a trainer's rank, to the plane. Raises Permanent where nothing of the kind is asked."""
+        """Of a trainer's rank, to the backend. Raises Permanent where nothing of the kind is asked."""
         ...
 
 
@@ -173,14 +173,14 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         async with refusing(context):
             return report_to_pb(self._syncs.install_now(request.sync_id, request.reason))
 
-    async def RelayToPlane(self, request: pb.RelayToPlaneRequest, context: Context) -> pb.RelayToPlaneResponse:
+    async def RelayToBackend(self, request: pb.RelayToBackendRequest, context: Context) -> pb.RelayToBackendResponse:
         async with refusing(context):
             try:
                 body = _BODY.validate_json(request.body_json or "{}")
             except ValidationError as error:
                 raise ProblemFaults(faults_of(error)) from None
             told = await self._syncs.relayed(request.sync_id, request.rank, request.number, request.call, body)
-            return pb.RelayToPlaneResponse(body_json=_BODY.dump_json(dict(told)).decode())
+            return pb.RelayToBackendResponse(body_json=_BODY.dump_json(dict(told)).decode())
 
     async def _found(self, request: pb.GetSyncRequest, context: Context) -> SyncReport:
         version = request.version if request.HasField("version") else None

@@ -140,17 +140,17 @@ class KeepVersions:
 
 @dataclass(frozen=True, slots=True)
 class BackendAct:
-    """Have a plane whose trainer sends (planes/base.py) do something at an engine, unless `valid_until_s` is over.
+    """Have a backend whose trainer sends (backends/base.py) do something at an engine, unless `valid_until_s` is over.
     `changes`: it may have other weights afterwards."""
 
-    plane: str
+    backend: str
     engine: EngineId
     act: str
     version: int
     body_json: str
     changes: bool
     valid_until_s: float
-    kind: Literal["plane"] = "plane"
+    kind: Literal["backend"] = "backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class PeerResult:
     loaded_sum: str = ""  # Install: of what the engine was given, or holds
     is_read_back: bool = False  # Install: the sum is of what the engine holds
     tokens: Tokens = ()  # Probe
-    told_json: str = ""  # PlaneAct
+    told_json: str = ""  # BackendAct
 
 
 class EdgeState(StrEnum):

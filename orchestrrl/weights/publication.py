@@ -34,13 +34,13 @@ class Publication:
     tensors: tuple[TensorMeta, ...]
     boxes: Mapping[str, tuple[Box, ...]]
     install: Literal["", "at_once", "next_pause"] = ""
-    plane: str = "tree"
+    backend: str = "tree"
     began_s: float = 0.0  # seconds since the Unix epoch
     offload_s: float = 0.0
     gather_s: float = 0.0
     probe: Tokens = ()
     expected: Tokens = ()
-    options: Mapping[str, str] = field(default_factory=dict)  # of the plane
+    options: Mapping[str, str] = field(default_factory=dict)  # of the backend
     run: str = ""
 
     def __post_init__(self) -> None:

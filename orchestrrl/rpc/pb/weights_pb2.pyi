@@ -301,7 +301,7 @@ class InstallSyncRequest(_message.Message):
 Global___InstallSyncRequest: _TypeAlias = InstallSyncRequest  # noqa: Y015
 
 @_typing.final
-class RelayToPlaneRequest(_message.Message):
+class RelayToBackendRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SYNC_ID_FIELD_NUMBER: _builtins.int
@@ -314,7 +314,7 @@ class RelayToPlaneRequest(_message.Message):
     number: _builtins.int
     """Of what was asked."""
     call: _builtins.str
-    """The plane's own; or done, or failed, with the words of why."""
+    """The backend's own; or done, or failed, with the words of why."""
     body_json: _builtins.str
     def __init__(
         self,
@@ -331,10 +331,10 @@ class RelayToPlaneRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RelayToPlaneRequest: _TypeAlias = RelayToPlaneRequest  # noqa: Y015
+Global___RelayToBackendRequest: _TypeAlias = RelayToBackendRequest  # noqa: Y015
 
 @_typing.final
-class RelayToPlaneResponse(_message.Message):
+class RelayToBackendResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BODY_JSON_FIELD_NUMBER: _builtins.int
@@ -350,7 +350,7 @@ class RelayToPlaneResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RelayToPlaneResponse: _TypeAlias = RelayToPlaneResponse  # noqa: Y015
+Global___RelayToBackendResponse: _TypeAlias = RelayToBackendResponse  # noqa: Y015
 
 @_typing.final
 class SyncReport(_message.Message):
@@ -363,7 +363,7 @@ class SyncReport(_message.Message):
     ENDED_UNIX_S_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
-    PLANE_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     WORLD_FIELD_NUMBER: _builtins.int
     PUBLISHED_RANKS_FIELD_NUMBER: _builtins.int
@@ -392,7 +392,7 @@ class SyncReport(_message.Message):
     code: _builtins.str
     """The stable code and the words of why it is so."""
     detail: _builtins.str
-    plane: _builtins.str
+    backend: _builtins.str
     attempt: _builtins.int
     world: _builtins.int
     bytes: _builtins.int
@@ -428,7 +428,7 @@ class SyncReport(_message.Message):
         ended_unix_s: _builtins.float | None = ...,
         code: _builtins.str = ...,
         detail: _builtins.str = ...,
-        plane: _builtins.str = ...,
+        backend: _builtins.str = ...,
         attempt: _builtins.int = ...,
         world: _builtins.int = ...,
         published_ranks: _abc.Iterable[_builtins.int] | None = ...,
@@ -449,7 +449,7 @@ class SyncReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s", "ended_unix_s", b"ended_unix_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s", "arrived_bytes", b"arrived_bytes", "asked_json", b"asked_json", "attempt", b"attempt", "began_unix_s", b"began_unix_s", "bytes", b"bytes", "carried_bytes", b"carried_bytes", "code", b"code", "detail", b"detail", "edges", b"edges", "ended_unix_s", b"ended_unix_s", "engines", b"engines", "estimate_s", b"estimate_s", "lower_bound_s", b"lower_bound_s", "mended_edges", b"mended_edges", "naive_s", b"naive_s", "notes", b"notes", "phases", b"phases", "plane", b"plane", "published_ranks", b"published_ranks", "slowest", b"slowest", "state", b"state", "sync_id", b"sync_id", "version", b"version", "waves", b"waves", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s", "arrived_bytes", b"arrived_bytes", "asked_json", b"asked_json", "attempt", b"attempt", "backend", b"backend", "began_unix_s", b"began_unix_s", "bytes", b"bytes", "carried_bytes", b"carried_bytes", "code", b"code", "detail", b"detail", "edges", b"edges", "ended_unix_s", b"ended_unix_s", "engines", b"engines", "estimate_s", b"estimate_s", "lower_bound_s", b"lower_bound_s", "mended_edges", b"mended_edges", "naive_s", b"naive_s", "notes", b"notes", "phases", b"phases", "published_ranks", b"published_ranks", "slowest", b"slowest", "state", b"state", "sync_id", b"sync_id", "version", b"version", "waves", b"waves", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ended_unix_s: _TypeAlias = _typing.Literal["ended_unix_s"]  # noqa: Y015
     _WhichOneofArgType__ended_unix_s: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s"]  # noqa: Y015

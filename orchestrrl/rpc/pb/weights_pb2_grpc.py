@@ -74,10 +74,10 @@ class WeightsStub:
                 request_serializer=orchestrrl_dot_v1_dot_weights__pb2.InstallSyncRequest.SerializeToString,
                 response_deserializer=orchestrrl_dot_v1_dot_weights__pb2.SyncReport.FromString,
                 _registered_method=True)
-        self.RelayToPlane = channel.unary_unary(
-                '/orchestrrl.v1.Weights/RelayToPlane',
-                request_serializer=orchestrrl_dot_v1_dot_weights__pb2.RelayToPlaneRequest.SerializeToString,
-                response_deserializer=orchestrrl_dot_v1_dot_weights__pb2.RelayToPlaneResponse.FromString,
+        self.RelayToBackend = channel.unary_unary(
+                '/orchestrrl.v1.Weights/RelayToBackend',
+                request_serializer=orchestrrl_dot_v1_dot_weights__pb2.RelayToBackendRequest.SerializeToString,
+                response_deserializer=orchestrrl_dot_v1_dot_weights__pb2.RelayToBackendResponse.FromString,
                 _registered_method=True)
 
 
@@ -141,8 +141,8 @@ class WeightsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RelayToPlane(self, request, context):
-        """From a trainer rank that does what asked_json of the report asks, on a plane by which trainers send themselves.
+    def RelayToBackend(self, request, context):
+        """From a trainer rank that does what asked_json of the report asks, on a backend by which trainers send themselves.
         Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -192,10 +192,10 @@ def add_WeightsServicer_to_server(servicer, server):
                     request_deserializer=orchestrrl_dot_v1_dot_weights__pb2.InstallSyncRequest.FromString,
                     response_serializer=orchestrrl_dot_v1_dot_weights__pb2.SyncReport.SerializeToString,
             ),
-            'RelayToPlane': grpc.unary_unary_rpc_method_handler(
-                    servicer.RelayToPlane,
-                    request_deserializer=orchestrrl_dot_v1_dot_weights__pb2.RelayToPlaneRequest.FromString,
-                    response_serializer=orchestrrl_dot_v1_dot_weights__pb2.RelayToPlaneResponse.SerializeToString,
+            'RelayToBackend': grpc.unary_unary_rpc_method_handler(
+                    servicer.RelayToBackend,
+                    request_deserializer=orchestrrl_dot_v1_dot_weights__pb2.RelayToBackendRequest.FromString,
+                    response_serializer=orchestrrl_dot_v1_dot_weights__pb2.RelayToBackendResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -425,7 +425,7 @@ class Weights:
             _registered_method=True)
 
     @staticmethod
-    def RelayToPlane(request,
+    def RelayToBackend(request,
             target,
             options=(),
             channel_credentials=None,
@@ -438,9 +438,9 @@ class Weights:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/orchestrrl.v1.Weights/RelayToPlane',
-            orchestrrl_dot_v1_dot_weights__pb2.RelayToPlaneRequest.SerializeToString,
-            orchestrrl_dot_v1_dot_weights__pb2.RelayToPlaneResponse.FromString,
+            '/orchestrrl.v1.Weights/RelayToBackend',
+            orchestrrl_dot_v1_dot_weights__pb2.RelayToBackendRequest.SerializeToString,
+            orchestrrl_dot_v1_dot_weights__pb2.RelayToBackendResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,8 +50,8 @@ class WeightsStub:
     """
     InstallSync: _grpc.UnaryUnaryMultiCallable[_weights_pb2.InstallSyncRequest, _weights_pb2.SyncReport]
     """Install what is prepared now, instead of when the pause barrier is closed next. FAILED_PRECONDITION where nothing is."""
-    RelayToPlane: _grpc.UnaryUnaryMultiCallable[_weights_pb2.RelayToPlaneRequest, _weights_pb2.RelayToPlaneResponse]
-    """From a trainer rank that does what asked_json of the report asks, on a plane by which trainers send themselves.
+    RelayToBackend: _grpc.UnaryUnaryMultiCallable[_weights_pb2.RelayToBackendRequest, _weights_pb2.RelayToBackendResponse]
+    """From a trainer rank that does what asked_json of the report asks, on a backend by which trainers send themselves.
     Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
     """
 
@@ -77,8 +77,8 @@ class WeightsAsyncStub(WeightsStub):
     """
     InstallSync: _aio.UnaryUnaryMultiCallable[_weights_pb2.InstallSyncRequest, _weights_pb2.SyncReport]  # type: ignore[assignment]
     """Install what is prepared now, instead of when the pause barrier is closed next. FAILED_PRECONDITION where nothing is."""
-    RelayToPlane: _aio.UnaryUnaryMultiCallable[_weights_pb2.RelayToPlaneRequest, _weights_pb2.RelayToPlaneResponse]  # type: ignore[assignment]
-    """From a trainer rank that does what asked_json of the report asks, on a plane by which trainers send themselves.
+    RelayToBackend: _aio.UnaryUnaryMultiCallable[_weights_pb2.RelayToBackendRequest, _weights_pb2.RelayToBackendResponse]  # type: ignore[assignment]
+    """From a trainer rank that does what asked_json of the report asks, on a backend by which trainers send themselves.
     Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
     """
 
@@ -151,12 +151,12 @@ class WeightsServicer(metaclass=_abc_1.ABCMeta):
         """Install what is prepared now, instead of when the pause barrier is closed next. FAILED_PRECONDITION where nothing is."""
 
     @_abc_1.abstractmethod
-    def RelayToPlane(
+    def RelayToBackend(
         self,
-        request: _weights_pb2.RelayToPlaneRequest,
+        request: _weights_pb2.RelayToBackendRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_weights_pb2.RelayToPlaneResponse, _abc.Awaitable[_weights_pb2.RelayToPlaneResponse]]:
-        """From a trainer rank that does what asked_json of the report asks, on a plane by which trainers send themselves.
+    ) -> _typing.Union[_weights_pb2.RelayToBackendResponse, _abc.Awaitable[_weights_pb2.RelayToBackendResponse]]:
+        """From a trainer rank that does what asked_json of the report asks, on a backend by which trainers send themselves.
         Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
         """
 

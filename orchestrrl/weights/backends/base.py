@@ -1,6 +1,6 @@
-"""What the version protocol asks of a data plane: whatever brings a version's bytes into engines.
+"""What the version protocol asks of a weight backend: whatever brings a version's bytes into engines.
 
-A plug point: one module per product, registered in the entry-point group `orchestrrl.weight_planes`; every one passes
+A plug point: one module per product, registered in the entry-point group `orchestrrl.weight_backends`; every one passes
 `orchestrrl/weights/backends/conformance.py`. The order is always the same, and the daemon keeps it: publish, prepare,
 fence, install, verify, commit, resume. The tree is one of them: the daemon plans it itself, and peers carry it. A
 `DirectBackend` brings bytes from the trainer's process straight into engines, while the trainer stands by. It has three
@@ -38,7 +38,7 @@ class BackendCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStep:
-    """Of the trainer, in its publish: a step of the plane's. Numbers go up within a sync."""
+    """Of the trainer, in its publish: a step of the backend's. Numbers go up within a sync."""
 
     number: int
     step: str
@@ -61,7 +61,7 @@ def asked_of(text: str) -> TrainerStep | None:
 
 
 class DirectSync(Protocol):
-    """One version's way, as the daemon's part of a plane sees it."""
+    """One version's way, as the daemon's part of a backend sees it."""
 
     @property
     def version(self) -> int: ...
@@ -103,7 +103,7 @@ class WeightSender(Protocol):
         ...
 
     def use(self, model: Any, options: "SenderOptions") -> None:
-        """For a version after this one. Raises as the plane's `sender` does."""
+        """For a version after this one. Raises as the backend's `sender` does."""
         ...
 
     def act(self, asked: TrainerStep, tell: ReportStep) -> None:
@@ -177,9 +177,9 @@ class EnginesFailed(Permanent):
         self.why = why
 
 
-PLANES = PlugPoint(
-    "plane",
-    "orchestrrl.weight_planes",
+BACKENDS = PlugPoint(
+    "backend",
+    "orchestrrl.weight_backends",
     {
         TREE: "orchestrrl.weights.backends.tree:TreeBackend",
         "checkpoint_engine": "orchestrrl.weights.backends.checkpoint_engine:CheckpointEngineBackend",
@@ -188,15 +188,15 @@ PLANES = PlugPoint(
 )
 
 
-def make_plane(name: str) -> WeightBackend:
+def make_backend(name: str) -> WeightBackend:
     """Raises Permanent for an unknown name, listing the known ones, and where what it needs is not installed."""
-    plane: WeightBackend = PLANES.load(name)()
-    return plane
+    backend: WeightBackend = BACKENDS.load(name)()
+    return backend
 
 
 def make_direct(name: str) -> DirectBackend:
     """The same; raises Permanent also for one whose bytes peers carry."""
-    plane = make_plane(name)
-    if not isinstance(plane, DirectBackend):
-        raise Permanent(f"plane {name!r} is not one that trainers send by")
-    return plane
+    backend = make_backend(name)
+    if not isinstance(backend, DirectBackend):
+        raise Permanent(f"backend {name!r} is not one that trainers send by")
+    return backend

@@ -142,7 +142,9 @@ class CheckpointEngineBackend:
         try:
             from checkpoint_engine.ps import ParameterServer
         except ImportError as error:
-            raise Permanent(f"plane 'checkpoint_engine' needs checkpoint-engine beside the trainer: {error}") from error
+            raise Permanent(
+                f"backend 'checkpoint_engine' needs checkpoint-engine beside the trainer: {error}"
+            ) from error
         return RankShares(ParameterServer(auto_pg=True), model, options)
 
 

@@ -1,11 +1,11 @@
-"""What every data plane keeps to, as a test class: the version protocol's promises, also where a step goes wrong.
+"""What every weight backend keeps to, as a test class: the version protocol's promises, also where a step goes wrong.
 
-    class TestMine(PlaneConformance):
+    class TestMine(BackendConformance):
         @pytest.fixture
         async def world(self, ...): yield MyWorld(...)
 
-A world is a daemon's WeightSync, some engines, and a trainer that publishes by the plane. Engines may be fakes, as long
-as they can fail in the ways that real ones do.
+A world is a daemon's WeightSync, some engines, and a trainer that publishes by the backend. Engines may be fakes, as
+long as they can fail in the ways that real ones do.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ class VllmSender:
             from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         except ImportError as error:
             raise Permanent(
-                f"plane 'vllm_transfer' needs vllm 0.32 or later in the trainer's environment: {error}"
+                f"backend 'vllm_transfer' needs vllm 0.32 or later in the trainer's environment: {error}"
             ) from error
         self._factory = WeightTransferTrainerFactory
         self._options = options

@@ -140,7 +140,7 @@ async def _bring_back(
     """Those that have not the fleet's version after that, and why."""
     if committed.is_kept:
         return await hands.try_each(engines, lambda engine: hands.install(engine, committed.version))
-    lost = f"plane {committed.plane} keeps no copy of version {committed.version}: it waits for the next one"
+    lost = f"backend {committed.backend} keeps no copy of version {committed.version}: it waits for the next one"
     return {engine: lost for engine in engines if hands.installed(engine) != committed.version}
 
 

@@ -17,7 +17,7 @@ from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Re
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
-from orchestrrl.weights.backends.base import PLANES, TREE, DirectBackend
+from orchestrrl.weights.backends.base import BACKENDS, TREE, DirectBackend
 from orchestrrl.weights.controller.actions import SyncActions, told_of_each
 from orchestrrl.weights.controller.carrying import CarrierContext, Offload, SyncFailed, inline
 from orchestrrl.weights.controller.circuits import SyncCircuits
@@ -111,7 +111,7 @@ class WeightSync:
         self._next: SyncRun | None = None
         self._running: SyncRun | None = None
         self._repairs = EngineRepairs(self._hands)
-        self._planes = WeightBackends()
+        self._backends = WeightBackends()
         self._left: list[OpenSync] = []
         self._why_left = RESTARTED
         self.defects = 0  # faults of ours that were met while running
@@ -125,7 +125,7 @@ class WeightSync:
         """The sync's id; the same again is answered again. Raises ProblemFaults; Permanent where the version is
         another's, or the fleet's already; Retryable while the rank's peer has not attached yet."""
         version = publication.version
-        plane = self._plane(publication)
+        backend = self._backend(publication)
         committed = self.book.fleet.committed
         for run in filter(None, (self._next, self._running)):
             if run.record.report.version == version and not run.record.report.over:
@@ -136,16 +136,16 @@ class WeightSync:
             if is_of(publication, committed.fingerprint):
                 return committed.sync
             raise Permanent(f"version {version} is the fleet's, with other content: publish under another number")
-        return self._desk.take(publication, plane)
+        return self._desk.take(publication, backend)
 
-    def _plane(self, word: Publication) -> DirectBackend | None:
+    def _backend(self, word: Publication) -> DirectBackend | None:
         """None: the tree, or one that nobody knows, which is told with what else is wrong. Raises ProblemFaults."""
-        if word.plane == TREE or word.plane not in PLANES:
+        if word.backend == TREE or word.backend not in BACKENDS:
             return None
         try:
-            return self._planes.get(word.plane)
+            return self._backends.get(word.backend)
         except Permanent as error:
-            raise ProblemFaults([f"plane: {error}"]) from error
+            raise ProblemFaults([f"backend: {error}"]) from error
 
     def _complete(self, collection: PublicationSet, record: SyncRecord) -> None:
         words = collection.publications
@@ -166,7 +166,7 @@ class WeightSync:
         if self._next is not None:
             self._desk.drop(self._next.record, SyncState.SUPERSEDED, "superseded", why)
         named = fingerprint(collection.publications)
-        self._next = SyncRun(self._hands, record, words, named, self._plane(words[0]))
+        self._next = SyncRun(self._hands, record, words, named, self._backend(words[0]))
         record.state(SyncState.PLANNING)
         if self._running is not None and self._running.record.report.state in MAY_BE_REPLACED:
             self._running.call_off(SyncState.SUPERSEDED, "superseded", why)
@@ -176,7 +176,7 @@ class WeightSync:
         self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """Of a trainer's rank that sends by itself. Raises Permanent where nothing of the kind is asked, and as the
-        plane does."""
+        backend does."""
         run = self._running
         if run is None or run.record.id != sync_id or run.direct is None:
             raise Permanent(f"weight sync {sync_id} asks nothing of a trainer")

@@ -1,6 +1,6 @@
-"""A version that trainers send themselves, by a plane of weights/backends: the same steps as the tree's, done by it.
+"""A version that trainers send themselves, by a backend of weights/backends: the same steps as the tree's, done by it.
 
-What the trainer tells reaches the plane only while a step is asked of it, so that nothing moves that the daemon does
+What the trainer tells reaches the backend only while a step is asked of it, so that nothing moves that the daemon does
 not know of. What became of engines is by their own word.
 """
 
@@ -41,17 +41,17 @@ class WeightBackends:
 
 
 class DirectTransfer:
-    """Of one sync. It is the plane's DirectSync."""
+    """Of one sync. It is the backend's DirectSync."""
 
     def __init__(
-        self, hands: SyncActions, record: SyncRecord, publications: Sequence[Publication], plane: DirectBackend
+        self, hands: SyncActions, record: SyncRecord, publications: Sequence[Publication], backend: DirectBackend
     ) -> None:
         self.version = record.report.version
         self.publications = publications
         self.engines: tuple[EngineId, ...] = ()
         self._hands = hands
         self._record = record
-        self._plane = plane
+        self._backend = backend
         self._numbers = itertools.count(1)
         self._asked: TrainerStep | None = None
         self._ended: asyncio.Future[None] | None = None  # what is asked
@@ -70,7 +70,7 @@ class DirectTransfer:
         self._begin(changes=False)
         try:
             with record.phase(SyncPhase.PLAN):
-                await self._plane.prepare(self)
+                await self._backend.prepare(self)
         except EnginesFailed as failed:
             raise SyncFailed("unreachable", str(failed), failed.why) from failed
         except OrchestrRLError as error:
@@ -82,11 +82,11 @@ class DirectTransfer:
     ) -> tuple[dict[EngineId, PeerResult], dict[EngineId, OrchestrRLError]]:
         """Who has it, and who has not, and why: OutcomeUnknown where nobody knows what it has."""
         self._begin(changes=True, until_s=until_s)
-        became = await self._plane.install(self)
+        became = await self._backend.install(self)
         results: dict[EngineId, PeerResult] = {}
         failed: dict[EngineId, OrchestrRLError] = {}
         for engine in self.engines:
-            error = became.get(engine, OutcomeUnknown("the plane says nothing of it"))
+            error = became.get(engine, OutcomeUnknown("the backend says nothing of it"))
             if error is None and self._hands.installed(engine) != self.version:
                 error = OutcomeUnknown(f"it has been sent version {self.version}, and does not say that it has it")
             if error is None:
@@ -97,11 +97,11 @@ class DirectTransfer:
 
     def broken(self) -> None:
         """The attempt has failed."""
-        self._plane.forget()
+        self._backend.forget()
         self._stop_asking()
 
     async def relayed(self, rank: int, number: int, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises Permanent where nothing of the kind is asked, and as the plane does."""
+        """Raises Permanent where nothing of the kind is asked, and as the backend does."""
         if self._asked is None or self._asked.number != number or self._ended is None or self._ended.done():
             raise Permanent(f"step {number} of weight sync {self._record.id} is over: nothing more can be done for it")
         if call == FAILED:
@@ -112,9 +112,9 @@ class DirectTransfer:
         if call == DONE:
             self._ended.set_result(None)
             return {}
-        return await self._plane.relayed(self, call, body)
+        return await self._backend.relayed(self, call, body)
 
-    # --- as planes see it
+    # --- as backends see it
 
     async def at(self, engine: EngineId, act: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         hands, changes = self._hands, self._changes
@@ -122,8 +122,8 @@ class DirectTransfer:
         if peer is None:
             raise Permanent(f"no peer of {engine} is attached")
         within_s = max(0.0, self._until_s - hands.clock.now_s())
-        plane = self._record.report.plane
-        order = BackendAct(plane, engine, act, self.version, json.dumps(dict(body)), changes, self._until_s)
+        backend = self._record.report.backend
+        order = BackendAct(backend, engine, act, self.version, json.dumps(dict(body)), changes, self._until_s)
         try:
             result = await hands.hub.ask(peer.id, order, within_s + ANSWER_S, hands.settings.patience_s)
         except OrchestrRLError as error:

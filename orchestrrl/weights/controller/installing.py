@@ -113,7 +113,7 @@ class Installing:
             attempt.untouched |= {e for e, error in failed.items() if not isinstance(error, OutcomeUnknown)}
             raise SyncFailed("install_failed", told_of_each(why), why if results else ())
         if not self.prompt[0]:
-            record.note("engines were asked nothing: name a probe, there are no sums on this plane")
+            record.note("engines were asked nothing: name a probe, there are no sums on this backend")
         return results
 
     async def _one(self, engine: EngineId, borrowed: BorrowedPause | None) -> PeerResult:

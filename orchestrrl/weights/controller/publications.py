@@ -40,18 +40,18 @@ class PublicationCollector:
 
     # --- trainers
 
-    def take(self, publication: Publication, plane: DirectBackend | None) -> str:
+    def take(self, publication: Publication, backend: DirectBackend | None) -> str:
         """The sync's id. Raises ProblemFaults; Retryable while the rank's peer has not attached yet."""
         collection, record = self._collection(publication)
         faults = collection.faults(publication)
-        if plane is not None:
-            faults += plane.faults(publication)
+        if backend is not None:
+            faults += backend.faults(publication)
         before = collection.words.get(publication.rank)
         if before is not None and not same_word(before, publication):
             faults.append(f"rank: {publication.rank} has said otherwise of version {publication.version} before")
         if faults:
             raise ProblemFaults(faults)
-        if plane is None and publication.peer not in self._hub.peers:  # of a daemon that has just come back
+        if backend is None and publication.peer not in self._hub.peers:  # of a daemon that has just come back
             raise Retryable(f"{NOT_ATTACHED}, got {publication.peer!r}", REATTACH_S)
         if record is None:
             record = self._begin(collection, publication)
@@ -135,7 +135,7 @@ class PublicationCollector:
     def _begin(self, collection: PublicationSet, word: Publication) -> SyncRecord:
         now_s = self._clock.now_s()
         id = f"s{self._book.generation}-{next(self._numbers)}"
-        report = SyncReport(id, word.version, SyncState.PUBLISHING, now_s, plane=word.plane, world=word.world)
+        report = SyncReport(id, word.version, SyncState.PUBLISHING, now_s, backend=word.backend, world=word.world)
         self._book.began(report)
         if self._collecting is not None:
             why = f"{self._collecting[1].report.version} was not complete when {word.version} came"

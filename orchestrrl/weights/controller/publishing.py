@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrrl.weights.backends.base import PLANES
+from orchestrrl.weights.backends.base import BACKENDS
 from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta
 from orchestrrl.weights.publication import PUBLICATION, Publication
 
@@ -31,7 +31,7 @@ class PublicationSet:
         each is not looked at again for each of a thousand."""
         faults = faults_of_word(word)
         other = next((each for each in self.words.values() if each.rank != word.rank), None)
-        for name in ("world", "install", "plane", "probe", "expected", "options") if other is not None else ():
+        for name in ("world", "install", "backend", "probe", "expected", "options") if other is not None else ():
             one, two = getattr(other, name), getattr(word, name)
             if one != two:
                 faults.append(f"{name}: rank {other.rank if other else 0} has said {one!r}, got {two!r}")
@@ -61,8 +61,8 @@ def same_word(one: Publication, other: Publication) -> bool:
 def faults_of_word(word: Publication) -> list[str]:
     """By itself."""
     faults = []
-    if word.plane not in PLANES:
-        faults.append(f"plane: must be one of {', '.join(PLANES.names())}, got {word.plane!r}")
+    if word.backend not in BACKENDS:
+        faults.append(f"backend: must be one of {', '.join(BACKENDS.names())}, got {word.backend!r}")
     if not word.tensors:
         faults.append("tensors: must not be empty, got []")
     seen: set[str] = set()

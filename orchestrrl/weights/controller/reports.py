@@ -118,7 +118,7 @@ class SyncReport:
     code: str = ""
     detail: str = ""
     ended_s: float | None = None
-    plane: str = "tree"
+    backend: str = "tree"
     attempt: int = 1
     world: int = 1  # trainer ranks
     published: tuple[int, ...] = ()  # those that have said what they have
@@ -135,7 +135,7 @@ class SyncReport:
     mended_edges: int = 0  # that broke, and were replaced
     slowest: tuple[EdgeTime, ...] = ()  # at most so many as are looked at
     notes: tuple[str, ...] = ()
-    asked_json: str = ""  # of the trainer, on a plane by which it sends itself (weights/backends/base.py)
+    asked_json: str = ""  # of the trainer, on a backend by which it sends itself (weights/backends/base.py)
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 2**64:

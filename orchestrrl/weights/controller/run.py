@@ -37,14 +37,16 @@ class SyncRun:
         record: SyncRecord,
         publications: Sequence[Publication],
         fingerprint: str,
-        plane: DirectBackend | None = None,
+        backend: DirectBackend | None = None,
     ) -> None:
         self.record = record
         self.publications = publications
         self.fingerprint = fingerprint
         self.carrying: Carrying | None = None
         self.preparation = Preparation(hands, record, publications)
-        self.direct = None if plane is None else DirectTransfer(hands, record, publications, plane)  # None: the tree
+        self.direct = (
+            None if backend is None else DirectTransfer(hands, record, publications, backend)
+        )  # None: the tree
         self._hands = hands
         self._going: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None  # the pause barrier's lease
@@ -54,7 +56,7 @@ class SyncRun:
         self._borrowed: BorrowedPause | None = None
         self._waits_for_barrier = False
         self._committed = False
-        self._lineup = SyncParticipants(hands, record, is_direct=plane is not None)
+        self._lineup = SyncParticipants(hands, record, is_direct=backend is not None)
         self._installing = Installing(hands, record, publications, self.direct)
 
     # --- told from outside
@@ -341,7 +343,7 @@ class SyncRun:
                     answers,
                     self.fingerprint,
                     hands.clock.now_s(),
-                    record.report.plane,
+                    record.report.backend,
                     hands.fence.state.newest,
                 ),
                 map,

@@ -61,7 +61,7 @@ class CommittedVersion:
     answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     fingerprint: str = ""  # of what was published
     at_s: float = 0.0
-    plane: str = TREE
+    backend: str = TREE
     before: int | None = None  # what the pause barrier had as the fleet's newest when it was committed
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class CommittedVersion:
     @property
     def is_kept(self) -> bool:
         """Whether peers have it, for engines that lose it, or take another one that is not committed then."""
-        return self.plane == TREE
+        return self.backend == TREE
 
     def repaired(self, engine: EngineId) -> "CommittedVersion":
         quarantined = {other: why for other, why in self.quarantined.items() if other != engine}

@@ -52,7 +52,7 @@ class PeerEngines:
         self._own |= {name: self._made(url) for name, url in sorted(given.items()) if name not in engines}
         self._clock = clock
         self._changed = changed
-        self._planes: dict[str, DirectBackend] = {}
+        self._backends: dict[str, DirectBackend] = {}
         self._serving = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -157,15 +157,15 @@ class PeerEngines:
             raise Retryable(f"{name}: its requests did not end within {drain_s:g} s: it goes on", drain_s) from error
 
     async def act(self, asked: BackendAct) -> str:
-        """What the plane's part here tells. Raises as that does, and Permanent where it is too late."""
+        """What the backend's part here tells. Raises as that does, and Permanent where it is too late."""
         own = self._one(asked.engine)
-        plane = self._planes.get(asked.plane) or make_direct(asked.plane)
-        self._planes[asked.plane] = plane
+        backend = self._backends.get(asked.backend) or make_direct(asked.backend)
+        self._backends[asked.backend] = backend
         async with own.at_work:
             self._still(asked.valid_until_s)
             body = {**json.loads(asked.body_json), "within_s": asked.valid_until_s - self._clock.now_s()}
             try:
-                told = await plane.at_engine(own.engine, asked.act, asked.version, body)
+                told = await backend.at_engine(own.engine, asked.act, asked.version, body)
             except OutcomeUnknown:
                 if asked.changes:
                     own.brought = None

@@ -1,4 +1,4 @@
-"""A trainer that stands by while its version goes straight into engines: what the daemon asks is done by the plane's
+"""A trainer that stands by while its version goes straight into engines: what the daemon asks is done by the backend's
 sender, in the thread that publishes, since tensors may have to be gathered by all ranks at once.
 """
 

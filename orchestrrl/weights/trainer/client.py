@@ -70,10 +70,11 @@ class SyncAborted(Permanent):
 
 
 class PublishOptions(TypedDict, total=False):
-    """Of a publication, beside its weights. `install`, `plane`, `probe`, `expected` and `options` are Publication's."""
+    """Of a publication, beside its weights. `install`, `backend`, `probe`, `expected` and `options` are
+    Publication's."""
 
     install: Literal["", "at_once", "next_pause"]
-    plane: str
+    backend: str
     probe: Sequence[int]
     expected: Sequence[int]
     options: Mapping[str, str]
@@ -81,7 +82,7 @@ class PublishOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SenderSeed:
-    """How `publish` was called, for a plane whose trainer stands by."""
+    """How `publish` was called, for a backend whose trainer stands by."""
 
     dtype: Any
     rename: Rename | None
@@ -216,7 +217,7 @@ class WeightsClient:
         """
         began_s = self._begun()
         dtype = self._dtype if dtype is None else dtype
-        if options.get("plane", TREE) != TREE:
+        if options.get("backend", TREE) != TREE:
             return self._send(version, model, SenderSeed(dtype, rename, ignore, shards), began_s, wait, options)
         if shards is None:
             pieces = pieces_of(model, dtype=dtype, tied=tied, rename=rename, ignore=ignore)
@@ -319,7 +320,7 @@ class WeightsClient:
             tensors=staged.tensors,
             boxes=staged.part.boxes,
             install=options.get("install", ""),
-            plane=options.get("plane", "tree"),
+            backend=options.get("backend", "tree"),
             began_s=began_s,
             offload_s=offload_s,
             gather_s=took_s - offload_s,
@@ -335,11 +336,11 @@ class WeightsClient:
     def _send(
         self, version: int, model: Any, seed: SenderSeed, began_s: float, wait: Wait, options: PublishOptions
     ) -> SyncReport:
-        """By a plane whose trainer stands by."""
-        name = options["plane"]
+        """By a backend whose trainer stands by."""
+        name = options["backend"]
         if wait != "done" or seed.shards is not None:
             asked = "wait must be 'done'" if wait != "done" else "it takes modules and DTensors, not a rank's shards"
-            raise Permanent(f"plane {name!r} sends from the trainer's process while it publishes: {asked}")
+            raise Permanent(f"backend {name!r} sends from the trainer's process while it publishes: {asked}")
         own = dict(options.get("options", {}))
         sender_options = SenderOptions(self.rank, self.world, seed.dtype, seed.rename, seed.ignore, own)
         key = (name, tuple(sorted(own.items())))
@@ -356,7 +357,7 @@ class WeightsClient:
             tensors=tuple(sender.tensors),
             boxes={},
             install=options.get("install", ""),
-            plane=name,
+            backend=name,
             began_s=began_s,
             probe=tuple(options.get("probe", ())),
             expected=tuple(options.get("expected", ())),
@@ -371,11 +372,11 @@ class WeightsClient:
 
     def _relay(self, sync_id: str, number: int, call: str, body_json: str) -> str:
         async def ask() -> str:
-            request = weights_pb2.RelayToPlaneRequest(
+            request = weights_pb2.RelayToBackendRequest(
                 sync_id=sync_id, rank=self.rank, number=number, call=call, body_json=body_json
             )
             async with ControlClient(self.address) as daemon:
-                return (await daemon.ask(daemon.weights.RelayToPlane, request, RELAYED_WITHIN_S)).body_json
+                return (await daemon.ask(daemon.weights.RelayToBackend, request, RELAYED_WITHIN_S)).body_json
 
         return asyncio.run_coroutine_threadsafe(ask(), self._running_loop()).result()
 

@@ -1,4 +1,4 @@
-"""Data planes beside each other: the tree, vLLM's weight transfer and checkpoint-engine, with a trainer and servers
+"""Data backends beside each other: the tree, vLLM's weight transfer and checkpoint-engine, with a trainer and servers
 that behave as real ones."""
 
 import asyncio
@@ -14,14 +14,14 @@ from weights_house import STEP_S, TENSORS, Engine, FakePeer, House
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults
 from orchestrrl.engines.base import TransferEnds
 from orchestrrl.weights.backends.base import (
-    PLANES,
+    BACKENDS,
     BackendCapabilities,
     DirectBackend,
     SenderOptions,
     TrainerStep,
     asked_of,
+    make_backend,
     make_direct,
-    make_plane,
 )
 from orchestrrl.weights.backends.checkpoint_engine import RankShares
 from orchestrrl.weights.backends.conformance import BackendConformance, BackendStep
@@ -112,11 +112,11 @@ class DirectPeer(FakePeer):
                 house.changed_while_open.append(order.engine)
         if not isinstance(order, BackendAct):
             return await super()._result(order)
-        plane = make_direct(order.plane)
+        backend = make_direct(order.backend)
         body = {"init_info": {}, "update_info": {}, "within_s": 10.0}
         try:
             server: Any = Server(Transfers(self, self._engine(order.engine)))
-            told = await plane.at_engine(server, order.act, order.version, {**body, **json.loads(order.body_json)})
+            told = await backend.at_engine(server, order.act, order.version, {**body, **json.loads(order.body_json)})
         except OutcomeUnknown as error:
             return PeerResult("", OrderOutcome.UNKNOWN, str(error))
         except OrchestrRLError as error:
@@ -127,7 +127,7 @@ class DirectPeer(FakePeer):
 class DirectHouse(House):
     """It is the conformance's world, for the tree."""
 
-    plane = "tree"
+    backend = "tree"
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.changed_while_open: list[str] = []
@@ -145,7 +145,7 @@ class DirectHouse(House):
 class TreeWorld:
     """Over a house."""
 
-    plane = "tree"
+    backend = "tree"
 
     def __init__(self, house: DirectHouse) -> None:
         self.house = house
@@ -154,7 +154,7 @@ class TreeWorld:
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return make_plane(self.plane).capabilities
+        return make_backend(self.backend).capabilities
 
     @property
     def changed_while_open(self) -> Sequence[str]:
@@ -205,7 +205,7 @@ class TreeWorld:
 
 
 class DirectWorld(TreeWorld):
-    plane = "vllm_transfer"
+    backend = "vllm_transfer"
     options: Mapping[str, str] = {"backend": "nccl"}
     world = 1
 
@@ -226,7 +226,7 @@ class DirectWorld(TreeWorld):
         words = [
             Publication(
                 *(version, rank, self.world, PeerId("t"), TENSORS, {}),
-                plane=self.plane,
+                backend=self.backend,
                 probe=self.probe,
                 options=self.options,
                 run="r-1",
@@ -291,7 +291,7 @@ class RankServer:
 
 
 class BesideWorld(DirectWorld):
-    plane = "checkpoint_engine"
+    backend = "checkpoint_engine"
     options: Mapping[str, str] = {"engines": "e0,e1,e2"}
     world = sum(WORKERS.values())
 
@@ -363,7 +363,7 @@ class TestVllmTransfer(BackendConformance):
     async def test_it_is_told_that_engines_were_asked_nothing(self, world: DirectWorld) -> None:
         world.probe = ()
         report = await world.publish(1)
-        assert report.notes == ("engines were asked nothing: name a probe, there are no sums on this plane",)
+        assert report.notes == ("engines were asked nothing: name a probe, there are no sums on this backend",)
 
     async def test_nothing_is_passed_on_that_is_not_asked(self, house: DirectHouse, world: DirectWorld) -> None:
         await world.publish(1)
@@ -371,7 +371,7 @@ class TestVllmTransfer(BackendConformance):
             await house.sync.relayed(house.sync.history(1)[0].id, 0, 1, "update_weights", {"update_info": {}})
 
     async def test_options_that_make_no_sense_come_all_at_once(self, house: DirectHouse) -> None:
-        word = Publication(1, 0, 1, PeerId("t"), TENSORS, {}, plane="vllm_transfer", options={"backends": "nccl"})
+        word = Publication(1, 0, 1, PeerId("t"), TENSORS, {}, backend="vllm_transfer", options={"backends": "nccl"})
         with pytest.raises(ProblemFaults) as caught:
             house.sync.publish(word)
         assert len(caught.value.faults) == 2
@@ -393,10 +393,10 @@ class TestCheckpointEngine(BackendConformance):
         assert list(world.server.checkpoints) == ["orchestrrl-2"]  # no more than one is in pinned memory
 
 
-def test_planes_are_had_by_name() -> None:
-    assert {"tree", "vllm_transfer"} <= set(PLANES.names())
+def test_backends_are_had_by_name() -> None:
+    assert {"tree", "vllm_transfer"} <= set(BACKENDS.names())
     assert isinstance(make_direct("vllm_transfer"), DirectBackend)
     with pytest.raises(Permanent, match="tree"):
-        make_plane("carrier pigeons")
+        make_backend("carrier pigeons")
     with pytest.raises(Permanent, match="tree"):
         make_direct("tree")

@@ -20,7 +20,7 @@ with WeightsClient(address, peer="trainer") as client:
             report = client.publish(
                 version,
                 model,
-                plane="vllm_transfer",
+                backend="vllm_transfer",
                 options={"backend": gloo_weights.BACKEND, "address": "127.0.0.1"},
                 probe=json.loads(prompt),
             )

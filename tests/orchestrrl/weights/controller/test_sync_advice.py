@@ -145,7 +145,7 @@ def test_a_slow_transfer_is_slow_by_somebody(edges: list[EdgeTime], of: int, cod
 def test_a_transfer_as_planned_is_left_alone_whatever_its_edges_did() -> None:
     report = replace(done(), slowest=(edge("t", "g0", 3.0),), estimate_s=4.0 / SLOW_TRANSFER * 1.01)
     assert found((SyncPhase.PHASE_A, 4.0), report=report) == ()
-    assert found((SyncPhase.PHASE_A, 4.0), report=replace(report, estimate_s=0.0)) == ()  # of a plane without a plan
+    assert found((SyncPhase.PHASE_A, 4.0), report=replace(report, estimate_s=0.0)) == ()  # of a backend without a plan
 
 
 def test_one_engine_that_all_wait_for_is_named() -> None:

@@ -72,12 +72,12 @@ def test_who_has_not_the_version_and_who_holds_weights() -> None:
 
 def test_the_page_of_the_daemon_has_them_with_help(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.sqlite", BEGAN_S) as journal:
-        plane = ControlPlane(parse_config("mode: act"), journal, VirtualClock(BEGAN_S))
+        backend = ControlPlane(parse_config("mode: act"), journal, VirtualClock(BEGAN_S))
         registry = CollectorRegistry()
-        registry.register(DaemonCollector(plane, FakeSyncs(done(7), committed=7)))
+        registry.register(DaemonCollector(backend, FakeSyncs(done(7), committed=7)))
         page = generate_latest(registry).decode()
         without = CollectorRegistry()
-        without.register(DaemonCollector(plane))
+        without.register(DaemonCollector(backend))
         assert "orchestrrl_sync_" not in generate_latest(without).decode()
     assert 'orchestrrl_sync_phase_seconds_sum{phase="install"} 1.0' in page
     assert "# HELP orchestrrl_sync_carried_bytes_total Bytes of weights" in page

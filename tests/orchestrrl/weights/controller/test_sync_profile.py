@@ -129,7 +129,7 @@ CHECKED = (*TRANSFERRED, (SyncPhase.CHECK, 1.0))
     [
         (SyncState.CARRYING, TRANSFERRED, False),
         (SyncState.PREPARED, CHECKED, True),
-        (SyncState.DONE, TRANSFERRED, True),  # by a plane that checks in its own way
+        (SyncState.DONE, TRANSFERRED, True),  # by a backend that checks in its own way
         (SyncState.ABORTED, TRANSFERRED, False),
         (SyncState.ABORTED, CHECKED, True),
         (SyncState.ABORTED, (*TRANSFERRED, (SyncPhase.TEAR_DOWN, 1.0)), False),

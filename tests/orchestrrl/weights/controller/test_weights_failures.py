@@ -530,7 +530,7 @@ def test_all_ranks_have_to_say_the_same_and_in_time(tmp_path: Path) -> None:
         sync_id = house.sync.publish(word)
         other = TensorMeta("a", "F32", (4, 4))
         with pytest.raises(ProblemFaults) as refused:
-            house.sync.publish(Publication(1, 1, 3, house.trainer.id, (other,), {}, plane="pigeons"))
+            house.sync.publish(Publication(1, 1, 3, house.trainer.id, (other,), {}, backend="pigeons"))
         assert len(refused.value.faults) == 4
         assert house.sync.report(sync_id).published == (0,)
         with pytest.raises(ProblemFaults, match="has said otherwise"):

@@ -49,10 +49,10 @@ async def test_it_is_staged_told_and_waited_for(tmp_path: Path) -> None:
     daemon.may_end.set()
     async with serving(daemon) as address:
         with client_of(address, tmp_path) as client:
-            assert await published(client, probe=[1, 2], expected=[3], plane="nccl", options={"a": "b"}) == DONE
+            assert await published(client, probe=[1, 2], expected=[3], backend="nccl", options={"a": "b"}) == DONE
     (said,) = daemon.publications
     assert (said.version, said.rank, said.world, said.peer, said.install) == (5, 0, 1, "train0", "")
-    assert (said.probe, said.expected, said.plane, said.options) == ((1, 2), (3,), "nccl", {"a": "b"})
+    assert (said.probe, said.expected, said.backend, said.options) == ((1, 2), (3,), "nccl", {"a": "b"})
     assert [(tensor.name, tensor.dtype) for tensor in said.tensors] == [("a", "F16"), ("b", "F32")]
     assert said.boxes == {"a": (((0, 4),),), "b": (((0, 2), (0, 3)),)}
     assert said.run

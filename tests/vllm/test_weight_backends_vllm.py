@@ -67,6 +67,6 @@ async def test_one_broadcast_into_two_servers(
     ):
         first, back = await published(stack, [other_weights, tiny_model])
         for report in (first, back):
-            assert (report.state, report.code, report.plane) == (SyncState.DONE, "done", "vllm_transfer"), report
+            assert (report.state, report.code, report.backend) == (SyncState.DONE, "done", "vllm_transfer"), report
             assert all(engine.state is EngineSync.SERVES for engine in report.engines)
         assert await answers(servers) == [(2, own), (2, own)]

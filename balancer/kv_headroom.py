@@ -110,7 +110,7 @@ class _Held:
     def __init__(self, tenancy: Tenancy, risk: float) -> None:
         self._kv_tokens, self._seats = tenancy.kv_tokens, tenancy.seats
         self._risk = risk
-        self._futures: list[list[_Part]] = []  # ascending
+        self._distributions: list[list[_Part]] = []  # ascending
         self._count = 0
         self._refused: float | None = None  # the smallest that did not fit: no larger one is looked at
         self._overcommitted: bool | None = None  # None: not asked for since it last changed
@@ -122,23 +122,23 @@ class _Held:
         """Whether it will hardly get by with what it holds, at best."""
         if self._overcommitted is None:
             kv_tokens = self._kv_tokens + ROUNDING_TOKENS * self._count
-            over = sum(_overflows(_punctual(held), kv_tokens) for held in self._futures)
+            over = sum(_overflows(_punctual(held), kv_tokens) for held in self._distributions)
             self._overcommitted = self._count > self._seats or over > self._spare
         return self._overcommitted
 
     @property
     def _spare(self) -> int:
         """Futures that may go wrong."""
-        return int(self._risk * len(self._futures))
+        return int(self._risk * len(self._distributions))
 
     def takes(self, stay: Stay) -> bool:
         size = stay.context_tokens + sum(stay.remaining_tokens) / len(stay.remaining_tokens)
         if self._count >= self._seats or (self._refused is not None and size >= self._refused):
             return False
-        self._futures = self._futures or [[] for _ in stay.remaining_tokens]
+        self._distributions = self._distributions or [[] for _ in stay.remaining_tokens]
         kv_tokens = self._kv_tokens - ROUNDING_TOKENS * (self._count + 1)
         wrong = 0
-        for held, part in zip(self._futures, _parts(stay, late=True), strict=True):
+        for held, part in zip(self._distributions, _parts(stay, late=True), strict=True):
             place = bisect_left(held, part)
             wrong += _overflows([*held[:place], part, *held[place:]], kv_tokens)
             if wrong > self._spare:
@@ -149,14 +149,14 @@ class _Held:
     def gain(self, stay: Stay, late: bool = True) -> None:
         self._count += 1
         self._overcommitted = None
-        self._futures = self._futures or [[] for _ in stay.remaining_tokens]
-        for held, part in zip(self._futures, _parts(stay, late), strict=True):
+        self._distributions = self._distributions or [[] for _ in stay.remaining_tokens]
+        for held, part in zip(self._distributions, _parts(stay, late), strict=True):
             insort(held, part)
 
     def lose(self, stay: Stay) -> None:
         self._count -= 1
         self._overcommitted = self._refused = None
-        for held, part in zip(self._futures, _parts(stay, late=not stay.runs), strict=True):
+        for held, part in zip(self._distributions, _parts(stay, late=not stay.runs), strict=True):
             held.remove(part)
 
 

@@ -48,7 +48,7 @@ class BalanceSituation:
     configurations: tuple[Configuration, ...] = ()
     # By request; whoever is missing, and everybody where there are none, leaves packing to the paper's rule.
     remaining_tokens: Mapping[RequestId, float] = field(default_factory=dict)
-    futures: LengthDistributions | None = None  # how long requests may go on; None: room is judged by headroom
+    distributions: LengthDistributions | None = None  # how long requests may go on; None: room is judged by headroom
     moved_s: Mapping[RequestId, float] = field(default_factory=dict)  # when requests moved last, as far as it matters
     settling: bool = False  # the last tick found something to move
     step_times: Mapping[EngineId, StepTimeEstimates] = field(default_factory=dict)  # where those of engines come from
@@ -134,7 +134,7 @@ def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Balanc
     if situation.settling:
         settings = _settling(settings)
     used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
-    problem = balance_problem(snapshot, settings, headroom=situation.futures is None)
+    problem = balance_problem(snapshot, settings, headroom=situation.distributions is None)
     stuck = resting(used, problem, situation.moved_s, settings.rest_after_move_s) | {
         request.id
         for request in snapshot.requests
@@ -202,7 +202,11 @@ def _restraint(
     used: Snapshot, problem: BalanceProblem, settings: FastSettings, situation: BalanceSituation, *, keep_last: bool
 ) -> MoveLimits:
     """By the paper's rule an idle engine looks better than the one that is left idle; packing knows when both end."""
-    room = None if situation.futures is None else future_room(used, situation.futures, settings.preemption_risk)
+    room = (
+        None
+        if situation.distributions is None
+        else future_room(used, situation.distributions, settings.preemption_risk)
+    )
     return MoveLimits(problem, room, max_to_engine=settings.max_moves_to_engine, keep_last=keep_last)
 
 

@@ -102,7 +102,7 @@ class ControlPlane:
         self.nodes = NodeRegistry(limits.nodes)
         self.runner = OperationRunner(journal, self.nodes, clock, self._closed)
         self.routes = RoutingTable(config, self.state, self.nodes, self.runner, journal, clock)
-        self.enrolment = MembershipChanges(
+        self.membership_changes = MembershipChanges(
             config, self.state, self.routes, journal, clock, self._start_moves, lambda: self.barrier.check_open()
         )
         self.barrier = PauseBarrier(
@@ -117,7 +117,7 @@ class ControlPlane:
         )
         self.canceller = Canceller(self.runner, self.nodes, clock)
         self.plans = PlanBook(journal, clock)
-        self.holds = PauseRegistry(journal, clock)
+        self.pause_registry = PauseRegistry(journal, clock)
         self.planning = Planning(config, self._note_costs, self._today)
         self.started_s = clock.now_s()
         self.balance: BalanceDecision | None = None
@@ -267,7 +267,7 @@ class ControlPlane:
             self._planning,
             self.planning.configurations(),
             self.planning.remaining_tokens(snapshot),
-            self.planning.futures(snapshot),
+            self.planning.distributions(snapshot),
             self._last_moves.within(self.config.fast.rest_after_move_s, snapshot.now_s),
             settling=self.balance is not None and bool(self.balance.moves),
             step_times=self.planning.step_times(seen),
@@ -275,7 +275,7 @@ class ControlPlane:
         )
         decision = decide_balance(seen, self.config.fast, situation)
         still = self._standing_still(snapshot)
-        if hold := still or self.holds.hold(PauseScope.BALANCER):
+        if hold := still or self.pause_registry.hold(PauseScope.BALANCER):
             decision = replace(decision, verdict=hold)
         before, self.balance = self.balance, decision
         self.routes.load_index = decision.load_index
@@ -285,7 +285,7 @@ class ControlPlane:
         if acts:
             self._start_moves(decision.moves, snapshot)
         if still is None:
-            self.enrolment.tick(snapshot)
+            self.membership_changes.tick(snapshot)
         self.routes.send(snapshot.engines)
         self._note_remarks(snapshot)
         self.fast_tick_s = self._stopwatch() - began
@@ -440,7 +440,7 @@ class ControlPlane:
     def reconfigure(self, config: Config) -> None:
         """Take over a reloaded configuration, as far as it may change while running."""
         configured, self.config = self.config.mode, config
-        self.routes.config = self.enrolment.config = config
+        self.routes.config = self.membership_changes.config = config
         self.state.set_facts(engine_facts(config))
         if self.redeployer is not None:
             self.redeployer.configurations = {each.id: each for each in config.fleet.configuration_values()}

@@ -112,27 +112,27 @@ class MoveEstimate(NamedTuple):
     kv_bytes_per_token: float
 
 
-def said(belief: ConfigurationEstimate) -> tuple[str, ...]:
+def said(estimate: ConfigurationEstimate) -> tuple[str, ...]:
     """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
     learnt."""
-    steps = (_steps_said(belief),) if _worth_saying(belief) else ()
-    began = "configured" if belief.assumed is None else "assumed"
-    return (*steps, *_figures_said(belief.profile, belief.given, began))
+    steps = (_steps_said(estimate),) if _worth_saying(estimate) else ()
+    began = "configured" if estimate.assumed is None else "assumed"
+    return (*steps, *_figures_said(estimate.profile, estimate.given, began))
 
 
-def _worth_saying(belief: ConfigurationEstimate) -> bool:
-    return belief.refitted or belief.profile.provenance.source is not ProfileSource.GIVEN
+def _worth_saying(estimate: ConfigurationEstimate) -> bool:
+    return estimate.refitted or estimate.profile.provenance.source is not ProfileSource.GIVEN
 
 
-def _steps_said(belief: ConfigurationEstimate) -> str:
-    provenance = belief.profile.provenance
+def _steps_said(estimate: ConfigurationEstimate) -> str:
+    provenance = estimate.profile.provenance
     error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
-    if belief.assumed is not None:
-        return f"step times of {belief.profile.id}: {belief.source_detail}{error}"
-    if not belief.refitted:
-        return f"step times of {belief.profile.id}: {provenance.source}, {provenance.date}{error}"
+    if estimate.assumed is not None:
+        return f"step times of {estimate.profile.id}: {estimate.source_detail}{error}"
+    if not estimate.refitted:
+        return f"step times of {estimate.profile.id}: {provenance.source}, {provenance.date}{error}"
     return (
-        f"step times of {belief.profile.id}: {belief.factor:.2f} times the configured ones, re-fitted to"
+        f"step times of {estimate.profile.id}: {estimate.factor:.2f} times the configured ones, re-fitted to"
         f" {provenance.samples} batches of its engines, {provenance.date}{error}"
     )
 

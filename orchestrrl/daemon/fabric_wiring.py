@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # heavy, and most configurations have none of it
     from orchestrrl.fabric.verification import FabricVerifier
     from orchestrrl.fabric.windows import TraceHub
     from planner.fabric.model import EndpointId
-    from planner.fabric.steering import RoutingDomain
+    from planner.fabric.rerouting import RoutingDomain
 
 FIRST_ROUTE_S = 1.0  # that routers are taken to need, before one change of theirs was measured
 
@@ -49,7 +49,7 @@ def verifier_of(plane: "ControlPlane", drivers: Mapping[str, OcsDriver]) -> "Fab
 
     site = plane.fabric.site
     glass = SwitchReader(site, {switch.id: drivers[switch.id] for switch in site.switches}, plane.clock)
-    return FabricVerifier(plane.fabric, plane.routing, plane.circuits, glass, plane.holds, plane.clock)
+    return FabricVerifier(plane.fabric, plane.routing, plane.circuits, glass, plane.pause_registry, plane.clock)
 
 
 def fabric_of(
@@ -79,7 +79,7 @@ def fabric_of(
         circuits,
         hub,
         OperatorOverrides(site, plane.journal, clock),
-        plane.holds,
+        plane.pause_registry,
         plane.journal,
         clock,
         materialise=lambda intent, state: materialize(site, intent, state, templates.learn(intent)),
@@ -104,7 +104,7 @@ def fabric_of(
 
 def domain_of(routers: Iterable[RouterSettings], packet_hops: int | None = None) -> "RoutingDomain":
     from planner.fabric.model import EndpointId
-    from planner.fabric.steering import PacketSide, RoutingDomain, TorRouter
+    from planner.fabric.rerouting import PacketSide, RoutingDomain, TorRouter
 
     return RoutingDomain(
         {
@@ -127,7 +127,7 @@ def routing_of(
     routers: "Mapping[EndpointId, RouteDriver] | None" = None,
 ) -> "FabricRouting | None":
     """For the daemon: it keeps `tend` as a task. `routers` stand in for those of the configuration. None where nobody
-    here steers."""
+    here reroutes."""
     site, section = config.site_value(), config.fabric
     if site is None or section is None or not section.routers:
         return None
@@ -141,7 +141,7 @@ def routing_of(
     drivers = routers or {
         EndpointId(each.tor): make_driver(each.driver, each.tor, each.options, clock) for each in section.routers
     }
-    how = section.steering
+    how = section.rerouting
     limits = ReroutingTimeouts(how.link_up_s, how.neighbour_s, how.settle_s)
     return FabricRouting(
         site,

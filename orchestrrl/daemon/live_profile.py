@@ -231,16 +231,16 @@ class LiveProfile:
 
     # --- answer
 
-    def believed(self) -> CostEstimates:
+    def cost_estimates(self) -> CostEstimates:
         """All of it as of now, to decide with elsewhere while reports come in."""
-        believed = {id: known for id, known in self._known.items() if known.scaled}
-        written = {id: known.as_written for id, known in believed.items()}
+        cost_estimates = {id: known for id, known in self._known.items() if known.scaled}
+        written = {id: known.as_written for id, known in cost_estimates.items()}
         return CostEstimates(
-            tuple(known.held for known in believed.values()),
+            tuple(known.held for known in cost_estimates.values()),
             {id: line for id, line in written.items() if line is not None},
         )
 
-    def beliefs(self) -> tuple[ConfigurationEstimate, ...]:
+    def estimates(self) -> tuple[ConfigurationEstimate, ...]:
         return tuple(
             ConfigurationEstimate(
                 known.held,
@@ -296,7 +296,7 @@ class LiveProfile:
             for method, part in self._fixed.items()
             if part.measured_s
         )
-        return (*(note for belief in self.beliefs() for note in said(belief)), *fixed)
+        return (*(note for estimate in self.estimates() for note in said(estimate)), *fixed)
 
     # --- inside
 

@@ -56,7 +56,7 @@ class DaemonCollector(Collector):
         yield from self._profile(snapshot)
         if self._plane.redeployer is not None:
             yield from self._switches.collect(self._plane.redeployer.history(0))
-        yield pause_metrics(self._plane.holds.pauses)
+        yield pause_metrics(self._plane.pause_registry.pauses)
         yield defect_metrics(self._plane)
         if self._plane.fabric is not None:
             yield from fabric_metrics(self._plane.fabric)
@@ -72,7 +72,7 @@ class DaemonCollector(Collector):
             ("serving", len(engines) - len(draining)),
             ("draining", busy),
             ("drained", len(draining) - busy),
-            ("removed", len(self._plane.enrolment.roster.removed)),
+            ("removed", len(self._plane.membership_changes.membership.removed)),
         ]
 
     def _workers(self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]) -> Iterator[Metric]:
@@ -243,20 +243,20 @@ class DaemonCollector(Collector):
             "source",
             [(source, sources[source]) for source in ("configured", "prior", "observed", "unknown")],
         )
-        beliefs = self._plane.planning.costs.beliefs()
+        estimates = self._plane.planning.costs.estimates()
         yield _gauges(
             "orchestrrl_profile_predicted_step_ratio",
             "Predicted over measured seconds of a decode step, running mean; absent until something was measured.",
             "configuration",
-            [(b.profile.id, b.predicted_ratio) for b in beliefs if b.predicted_ratio is not None],
+            [(b.profile.id, b.predicted_ratio) for b in estimates if b.predicted_ratio is not None],
         )
         yield _gauges(
             "orchestrrl_profile_step_time_factor",
             "Step times as they are now believed, against the configured ones, at the loads seen last.",
             "configuration",
-            [(belief.profile.id, belief.factor) for belief in beliefs],
+            [(estimate.profile.id, estimate.factor) for estimate in estimates],
         )
-        fits = [(belief.profile.id, belief.profile.provenance.fit_error_mean) for belief in beliefs]
+        fits = [(estimate.profile.id, estimate.profile.provenance.fit_error_mean) for estimate in estimates]
         yield _gauges(
             "orchestrrl_profile_fit_error_ratio",
             "Mean relative error of the curves in use against what they were fitted to; absent where nothing was.",
@@ -268,9 +268,9 @@ class DaemonCollector(Collector):
             "Batches of engines whose step time was measured; refused: no engine of the configuration could be so.",
             labels=["configuration", "result"],
         )
-        for belief in beliefs:
-            samples.add_metric([belief.profile.id, "taken"], belief.taken)
-            samples.add_metric([belief.profile.id, "refused"], belief.refused)
+        for estimate in estimates:
+            samples.add_metric([estimate.profile.id, "taken"], estimate.taken)
+            samples.add_metric([estimate.profile.id, "refused"], estimate.refused)
         yield samples
 
 

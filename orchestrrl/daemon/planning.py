@@ -68,7 +68,7 @@ class Planning:
         self._assumed: dict[
             EngineId, tuple[EngineCapabilities, AssumedProfile]
         ] = {}  # with the capabilities that it rests on
-        self._outlook = RemainingTokensEstimator()
+        self._remaining = RemainingTokensEstimator()
         self._expected: StepForecast | None = None  # of this step, as the slow loop last forecast it
 
     # --- learn
@@ -93,8 +93,8 @@ class Planning:
             self.lengths = _step_lengths(config)
             self.lengths.recover(journal)
         self.costs.configured(config.fleet)
-        believed = self.costs.believed()
-        self.lines = believed.lines(snapshot, gpus_count(config, snapshot, believed.profiles))
+        cost_estimates = self.costs.cost_estimates()
+        self.lines = cost_estimates.lines(snapshot, gpus_count(config, snapshot, cost_estimates.profiles))
 
     def observe(self, report: EngineReport, configuration: ConfigurationId | None) -> None:
         """A report that was taken in. Steps on crowded links say nothing of the engine."""
@@ -122,24 +122,26 @@ class Planning:
 
     def identified(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot, with implicit configurations where none is configured and step times are known."""
-        believed = {profile.id for profile in self.costs.believed().profiles}
-        stand_ins = self._stand_ins(believed)
+        cost_estimates = {profile.id for profile in self.costs.cost_estimates().profiles}
+        stand_ins = self._stand_ins(cost_estimates)
 
         def identified(engine: EngineView) -> EngineView:
             own = self.implicit_configuration(engine.id)
             if engine.configuration is not None or own is None:
                 return engine
-            return replace(engine, configuration=own if own in believed else stand_ins.get(self._model_of(engine.id)))
+            return replace(
+                engine, configuration=own if own in cost_estimates else stand_ins.get(self._model_of(engine.id))
+            )
 
         return replace(snapshot, engines=tuple(map(identified, snapshot.engines)))
 
-    def _stand_ins(self, believed: Collection[ConfigurationId]) -> dict[str, ConfigurationId]:
+    def _stand_ins(self, cost_estimates: Collection[ConfigurationId]) -> dict[str, ConfigurationId]:
         """By model, the implicit configuration that rests on the most batches: an engine that has been idle is expected
         to be as fast as others that serve the same model."""
         best: dict[str, tuple[int, ConfigurationId]] = {}
         for capabilities, assumed in self._assumed.values():
             model, name = capabilities.serving.model, assumed.configuration
-            if model and name in believed:
+            if model and name in cost_estimates:
                 best[model] = max(best.get(model, (-1, name)), (self.costs.batches_taken(name), name))
         return {model: name for model, (_, name) in best.items()}
 
@@ -148,19 +150,19 @@ class Planning:
 
     def step_times(self, snapshot: Snapshot) -> Mapping[EngineId, StepTimeEstimates]:
         """Where the step times of each engine come from, or why there are none."""
-        beliefs = {belief.profile.id: belief for belief in self.costs.beliefs()}
+        estimates = {estimate.profile.id: estimate for estimate in self.costs.estimates()}
         identified = self.identified(snapshot)
-        return {engine.id: self._step_times(engine, beliefs) for engine in identified.engines}
+        return {engine.id: self._step_times(engine, estimates) for engine in identified.engines}
 
     def _step_times(
-        self, engine: EngineView, beliefs: Mapping[ConfigurationId, ConfigurationEstimate]
+        self, engine: EngineView, estimates: Mapping[ConfigurationId, ConfigurationEstimate]
     ) -> StepTimeEstimates:
         """Of an engine of an identified snapshot."""
         own = self.implicit_configuration(engine.id)
-        belief = beliefs.get(engine.configuration) if engine.configuration is not None else None
-        if belief is not None:
-            like = "" if belief.assumed is None or own == belief.profile.id else LIKE_OTHERS
-            return StepTimeEstimates(belief.source, f"{belief.source_detail}{like}")
+        estimate = estimates.get(engine.configuration) if engine.configuration is not None else None
+        if estimate is not None:
+            like = "" if estimate.assumed is None or own == estimate.profile.id else LIKE_OTHERS
+            return StepTimeEstimates(estimate.source, f"{estimate.source_detail}{like}")
         if engine.configuration is not None:
             return StepTimeEstimates("", f"{engine.configuration} is not among the configured configurations")
         if own is None:
@@ -172,7 +174,7 @@ class Planning:
     def configurations(self) -> tuple[Configuration, ...]:
         """What the fast loop goes by: as of the latest plan, and implicit ones that have come since."""
         planned = {line.id for line in self.lines}
-        since = (profile for profile in self.costs.believed().profiles if profile.id not in planned)
+        since = (profile for profile in self.costs.cost_estimates().profiles if profile.id not in planned)
         return (*self.lines, *(profile.configuration() for profile in since))
 
     # --- answer
@@ -188,16 +190,16 @@ class Planning:
                 for request in snapshot.requests
                 if request.id in known
             }
-        return self._outlook.remaining_tokens(snapshot, slow.bin_tokens, slow.max_output_tokens, self._expected)
+        return self._remaining.remaining_tokens(snapshot, slow.bin_tokens, slow.max_output_tokens, self._expected)
 
-    def futures(self, snapshot: Snapshot) -> LengthDistributions | None:
+    def distributions(self, snapshot: Snapshot) -> LengthDistributions | None:
         """How long the requests in flight may go on, as of the latest `remaining_tokens`; None: nobody knows."""
         known = self.known_output_tokens
         if self._config.fast.policy is FastPolicy.NONE:
             return None
         if known is not None and self._config.slow.knowledge is Knowledge.ORACLE:
             return KnownLengths(known) if all(request.id in known for request in snapshot.requests) else None
-        return self._outlook.futures
+        return self._remaining.distributions
 
     def question(
         self,
@@ -219,7 +221,7 @@ class Planning:
         configured = {configuration.id for configuration in self._config.fleet.configuration_values()}
         if not configured:
             snapshot = self.identified(snapshot)
-        costs = self.costs.believed()
+        costs = self.costs.cost_estimates()
         gpus = gpus_count(self._config, snapshot, costs.profiles)
         notes = (*self.costs.notes(), *self._nic_notes())
         running = {engine.configuration for engine in snapshot.engines}
@@ -249,7 +251,7 @@ class Planning:
     def move_costing(self, kv_versions: Mapping[EngineId, str]) -> MovePricing:
         """What single moves are priced by, now."""
         gpus = self._config.fleet.gpus
-        profiles = {profile.id: profile for profile in self.costs.believed().profiles}
+        profiles = {profile.id: profile for profile in self.costs.cost_estimates().profiles}
         return MovePricing(profiles, self.costs.moving(self.nic_share), gpus.per_node if gpus else 8, kv_versions)
 
     def _unknown(self, snapshot: Snapshot) -> str:

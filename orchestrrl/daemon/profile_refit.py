@@ -247,8 +247,8 @@ class ProfileRefitter:
         if len(window) < LEAST_SAMPLES:
             return prior
         samples = [StepSample(*values) for values, _ in window.items()]
-        belief = StepTimePrior(prior.step, prior.max_sequences, prior.kv_capacity_tokens)
-        fitted = refit_step(belief, samples, window.weights(), TRUST)
+        estimate = StepTimePrior(prior.step, prior.max_sequences, prior.kv_capacity_tokens)
+        fitted = refit_step(estimate, samples, window.weights(), TRUST)
         return replace(prior, step=fitted.step, provenance=self._telemetry(fitted.error, prior.provenance))
 
     def prefill_tokens_per_s(self, configuration: ConfigurationId, step: StepTime) -> RefittedFigure | None:

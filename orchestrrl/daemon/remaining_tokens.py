@@ -62,7 +62,7 @@ class RemainingTokensEstimator:
         return smooth_means(self._lengths, snapshot.requests)
 
     @property
-    def futures(self) -> ForecastLengths | None:
+    def distributions(self) -> ForecastLengths | None:
         """By the distribution that was last made; None where it rests on nothing that has ended yet."""
         lengths = self._lengths
         return None if lengths is None or lengths.method == NOTHING_KNOWN else ForecastLengths(lengths)

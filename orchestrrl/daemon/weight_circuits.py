@@ -67,8 +67,10 @@ class CircuitsForSyncs:
     def network(self) -> SyncNetwork:
         """All lanes and fibres that are sound and free may be had; nothing is asked of the switches for it."""
         fabric, site = self._fabric, self._fabric.site
-        glance, word = fabric.glance, fabric.word
-        state = FabricState(glance.of_site, glance.failures | word.failures, word.pinned | glance.foreign)
+        site_reading, word = fabric.site_reading, fabric.word
+        state = FabricState(
+            site_reading.of_site, site_reading.failures | word.failures, word.pinned | site_reading.foreign
+        )
         ground = PlanGround(site, state, frozenset(site.pod))
         lanes = ground.lanes_for(None)
         tors: dict[str, int] = {
@@ -126,7 +128,7 @@ class CircuitsForSyncs:
                 if stage is Stage.TRAIN:
                     self._fabric.announce(name, within_s=TRAINING_WITHIN_S, job=job)
                     words.append(f"{name}: has its circuits again in a pause of training")
-                else:  # nobody's broadcast runs any more; where packets are steered they leave a circuit before it goes
+                else:  # no broadcast runs any more; where packets are rerouted they leave a circuit before it goes
                     periods.append(self._fabric.announce(name, boundary=True, job=job))
             except OrchestrRLError as error:
                 words.append(f"{name}: circuits stay as they are: {error}")
@@ -166,16 +168,18 @@ class CircuitsForSyncs:
         ]
 
     async def _present(self) -> SyncNetwork:
-        glance = await self._fabric.look()
-        return network_of(self._fabric.site, glance.of_site, self._stations(), self._packet_tors, self._packet_gbps)
+        site_reading = await self._fabric.look()
+        return network_of(
+            self._fabric.site, site_reading.of_site, self._stations(), self._packet_tors, self._packet_gbps
+        )
 
     def _stations(self) -> dict[PeerId, NetworkStation]:
         return {id: station_of(peer, self._fabric.site) for id, peer in self._peers().items()}
 
 
 def circuits_of(config: "Config", fabric: CircuitCoordinator | None, peers: Peers) -> SyncCircuits:
-    """For the daemon. The electrical network joins the ToRs whose routers say so; where nobody here steers packets, it
-    is taken to join all, since peers do reach the daemon over something."""
+    """For the daemon. The electrical network joins the ToRs whose routers say so; where nobody here reroutes packets,
+    it is taken to join all, since peers do reach the daemon over something."""
     network = config.weights.network
     if fabric is None or config.fabric is None:
         return PacketNetwork(network, peers)

@@ -49,7 +49,7 @@ def weights_of(
         BarrierFence(plane.barrier, plane.nodes, lambda version: source_of(version, hub)),
         circuits_of(config, plane.fabric, lambda: {id: state.peer for id, state in hub.peers.items()}),
         plane.journal,
-        plane.holds,
+        plane.pause_registry,
         clock,
         settings,
         engines=engines,

@@ -91,15 +91,15 @@ async def run_daemon(
             keep("loops", partial(run_loops, plane, clock, plane.defects))
             keep("weight_syncs", weights.syncs.run)
             if switching is not None:
-                keep("deployment", switching.tend)
+                keep("deployment", switching.maintain)
             if plane.fabric is not None:
                 keep("fabric", plane.fabric.run)
             if plane.routing is not None:
-                keep("packet_routes", plane.routing.tend)
+                keep("packet_routes", plane.routing.maintain)
             if plane.gen_circuits is not None and switching is not None:
                 fleet = FoundFleet(plane, switching)
                 plane.before_resume = partial(plane.gen_circuits.after_sync, fleet)
-                keep("generation_circuits", partial(plane.gen_circuits.tend, fleet))
+                keep("generation_circuits", partial(plane.gen_circuits.maintain, fleet))
 
 
 def _on_news(plane: ControlPlane, switch: str) -> None:

@@ -84,7 +84,7 @@ class CircuitCoordinator:
         circuits: CircuitExecutor,
         windows: WindowSource,
         word: OperatorOverrides,
-        holds: PauseRegistry,
+        pause_registry: PauseRegistry,
         journal: Journal,
         clock: Clock,
         *,
@@ -99,11 +99,11 @@ class CircuitCoordinator:
         self.word = word
         self.times = times
         self.rules = rules or CommitRules()
-        self.glance = SiteReading()  # as the switches were last seen, or left
+        self.site_reading = SiteReading()  # as the switches were last seen, or left
         self.defects = 0  # faults of ours that were met while running
         self.period = ""  # whose circuits came up last, as far as it is known
         self._glass = glass
-        self._holds = holds
+        self._pause_registry = pause_registry
         self._clock = clock
         self._materialise = materialise
         self._mode = mode
@@ -126,7 +126,7 @@ class CircuitCoordinator:
         self._suspects: dict[Port, float] = {}  # until when
         self._committer = StageCommitter(glass, circuits, windows, times, clock, self.rules, routing)
         self._recover()
-        word.changed = self._poke
+        word.changed = self._wake
 
     # --- asked from outside
 
@@ -163,7 +163,7 @@ class CircuitCoordinator:
             if each.lane == made.lane:
                 each.call_off(superseded)
             elif boundary:
-                each.poked.set()
+                each.woken.set()
         return made
 
     def withdraw(self, period: AnnouncedPeriod, why: str) -> None:
@@ -244,9 +244,9 @@ class CircuitCoordinator:
         return self._glass.cabling.ends(cross_connect)
 
     async def look(self) -> SiteReading:
-        self.glance = await self._glass.look()
+        self.site_reading = await self._glass.look()
         self._looked_s = self._clock.now_s()
-        return self.glance
+        return self.site_reading
 
     def look_soon(self) -> None:
         """A switch has told something of itself: it is looked at before its turn."""
@@ -263,7 +263,7 @@ class CircuitCoordinator:
                 try:
                     if not has_looked:
                         await self.look()
-                        self._left, self._seen_to = self.glance.of_site, self.glance.failures
+                        self._left, self._seen_to = self.site_reading.of_site, self.site_reading.failures
                         has_looked = True
                     period = await self._next()
                     self._active[period] = asyncio.ensure_future(self._safely(period))
@@ -307,23 +307,25 @@ class CircuitCoordinator:
     async def _look_for_waiting(self) -> None:
         """What has failed since they were planned is not learnt in a window, by what does not come up."""
         self._is_told = False
-        before, changes = self.glance.failures, self._circuits.changes
-        glance = await self._glass.look()
+        before, changes = self.site_reading.failures, self._circuits.changes
+        site_reading = await self._glass.look()
         self._looked_s = self._clock.now_s()
-        if self._circuits.as_at(changes) and glance.failures != before and self.glance.failures == before:
+        if self._circuits.as_at(changes) and site_reading.failures != before and self.site_reading.failures == before:
             self._failed_anew += 1
-            self._poke()
+            self._wake()
 
     async def _look_after(self) -> None:
         """What was up and is not, or has a port that failed since, is to be replaced."""
         self._is_told = False
-        glance = await self.look()
-        if glance.unread:
+        site_reading = await self.look()
+        if site_reading.unread:
             return  # what it has up is not known
-        failed = glance.failures.ports - self._seen_to.ports
-        self._seen_to = glance.failures
-        lost = {pair for pair in self._left if pair not in glance.of_site or not _ports([pair]).isdisjoint(failed)}
-        self._left = glance.of_site
+        failed = site_reading.failures.ports - self._seen_to.ports
+        self._seen_to = site_reading.failures
+        lost = {
+            pair for pair in self._left if pair not in site_reading.of_site or not _ports([pair]).isdisjoint(failed)
+        }
+        self._left = site_reading.of_site
         if lost:
             logger.warning("lost: %s", _listed(lost))
             try:
@@ -365,19 +367,19 @@ class CircuitCoordinator:
             return self._keep(period, intent)
         async with self._planning:
             changes = await self._circuits.at_rest()
-            glance = await self.look()
-            plan = await self._offload(lambda: self._materialise(intent, self._state(glance)))
-            stages = () if isinstance(plan, Hold) else await self._stages(period, plan, glance)
+            site_reading = await self.look()
+            plan = await self._offload(lambda: self._materialise(intent, self._state(site_reading)))
+            stages = () if isinstance(plan, Hold) else await self._stages(period, plan, site_reading)
         if not self._circuits.as_at(changes):
             raise _Restated
         if isinstance(plan, Hold):
-            in_the_way = "".join(f"; {note}" for note in self._not_ours(glance))
+            in_the_way = "".join(f"; {note}" for note in self._not_ours(site_reading))
             return self._keep(period, replace(plan, detail=plan.detail + in_the_way))
         if not stages:
             return self._committed(period, intent, "was_so", "its circuits were up already")
         if hold := self._restraint(intent):
             return self._keep(period, hold)
-        await self._think_ahead(glance, stages)
+        await self._think_ahead(site_reading, stages)
         for number, stage in enumerate(stages):
             hold = await self._carry_out(period, intent, stage, (said, changes + number), plan)
             if hold is not None:
@@ -385,27 +387,27 @@ class CircuitCoordinator:
                 return self._keep(period, replace(hold, detail=hold.detail + rest))
         return self._committed(period, intent, "committed", "")
 
-    async def _think_ahead(self, glance: SiteReading, stages: Sequence[TransitionStage]) -> None:
+    async def _think_ahead(self, site_reading: SiteReading, stages: Sequence[TransitionStage]) -> None:
         if self._routing is not None:
             try:
-                await self._routing.prepare(glance.of_site, stages)
+                await self._routing.prepare(site_reading.of_site, stages)
             except OrchestrRLError as error:  # then it has to think within the window
                 logger.warning("routes could not be prepared: %s", error)
 
     async def _stages(
-        self, period: AnnouncedPeriod, plan: FabricPlan, glance: SiteReading
+        self, period: AnnouncedPeriod, plan: FabricPlan, site_reading: SiteReading
     ) -> Sequence[TransitionStage]:
         problem = TransitionProblem(
             self._glass.cabling,
-            glance.of_site,
-            self._glass.of_site(plan.cross_connects) | glance.foreign,  # nobody may take those down
+            site_reading.of_site,
+            self._glass.of_site(plan.cross_connects) | site_reading.foreign,  # nobody may take those down
             self.rules.max_moves_per_stage,
             self.rules.min_fraction,
         )
         steps: Transition = await self._offload(lambda: transition(problem))
         removed = [pair for stage in steps.stages for pair in stage.remove]
         added = [pair for stage in steps.stages for pair in stage.add]
-        notes = [*plan.notes, *self._not_ours(glance)]
+        notes = [*plan.notes, *self._not_ours(site_reading)]
         if steps.dark_pairs:
             notes.append(f"dark for a moment: {', '.join(f'{a} - {b}' for a, b in steps.dark_pairs)}")
         if steps.thin_endpoints:
@@ -429,7 +431,7 @@ class CircuitCoordinator:
         """One stage in one window; why not, where it is not to be. Raises Amiss."""
         if hold := self._objection(period, intent, basis):
             return hold
-        before = self.glance.of_site
+        before = self.site_reading.of_site
         order = StageOrder(
             stage,
             intent.stage,
@@ -437,7 +439,7 @@ class CircuitCoordinator:
             intent.ranks,
             period.deadline_s,
             period.boundary,
-            period.poked,
+            period.woken,
             objection=lambda: self._objection(period, intent, basis),
             begins=lambda: self._circuits.begin(period),
             waiting=lambda hold: self._waits(period, hold),
@@ -453,7 +455,7 @@ class CircuitCoordinator:
             raise
         finally:
             if self._circuits.end(period):
-                self._poke()
+                self._wake()
         return done if isinstance(done, Hold) else None
 
     def _others(self, period: AnnouncedPeriod, intent: Intent) -> frozenset[str]:
@@ -468,9 +470,9 @@ class CircuitCoordinator:
         return neighbours(self.site, intent, training) | near
 
     def _changed(self, period: AnnouncedPeriod, stage: TransitionStage, done: CommitReport) -> None:
-        after = self.glance.cross_connects - set(stage.remove) | set(stage.add)
-        self.glance = replace(self.glance, cross_connects=after, of_site=self._glass.of_site(after))
-        self._left, self.period = self.glance.of_site, ""
+        after = self.site_reading.cross_connects - set(stage.remove) | set(stage.add)
+        self.site_reading = replace(self.site_reading, cross_connects=after, of_site=self._glass.of_site(after))
+        self._left, self.period = self.site_reading.of_site, ""
         period.tell(
             state=PeriodState.COMMITTING,
             code="",
@@ -488,9 +490,9 @@ class CircuitCoordinator:
         if amiss.report is None:
             return
         self.period = ""
-        glance = await self.look()
-        self._left = glance.of_site
-        dark = (self._pairs(before) & self._pairs(plan.cross_connects)) - self._pairs(glance.of_site)
+        site_reading = await self.look()
+        self._left = site_reading.of_site
+        dark = (self._pairs(before) & self._pairs(plan.cross_connects)) - self._pairs(site_reading.of_site)
         notes = [f"dark until the next change: {a} - {b}" for a, b in sorted(dark)]
         if amiss.suspects:
             ports = ", ".join(f"{switch}:{port}" for switch, port in sorted(amiss.suspects))
@@ -532,27 +534,27 @@ class CircuitCoordinator:
         """Why nothing is to be changed now."""
         if self._mode() is not Mode.ACT:
             return Hold("advise", "mode is advise: nothing is changed")
-        if hold := self._holds.hold(PauseScope.FABRIC):
+        if hold := self._pause_registry.hold(PauseScope.FABRIC):
             return hold
-        if intent.stage is Stage.WEIGHT_SYNC and (hold := self._holds.hold(PauseScope.SYNC)):
+        if intent.stage is Stage.WEIGHT_SYNC and (hold := self._pause_registry.hold(PauseScope.SYNC)):
             return hold
         control = self.word.control
         if control.state is OverrideState.PINNED and not control.cross_connects:
             return Hold("pinned", f"an operator pinned all circuits: {control.reason or 'no reason given'}")
         return None
 
-    def _state(self, glance: SiteReading) -> FabricState:
+    def _state(self, site_reading: SiteReading) -> FabricState:
         now_s = self._clock.now_s()
         self._suspects = {port: until_s for port, until_s in self._suspects.items() if until_s > now_s}
-        failures = glance.failures | self.word.failures | FabricFailures(ports=frozenset(self._suspects))
+        failures = site_reading.failures | self.word.failures | FabricFailures(ports=frozenset(self._suspects))
         # What is not ours carries what it joins, and its ports are nobody else's.
-        return FabricState(glance.of_site, failures, self.word.pinned | glance.foreign)
+        return FabricState(site_reading.of_site, failures, self.word.pinned | site_reading.foreign)
 
-    def _not_ours(self, glance: SiteReading) -> list[str]:
+    def _not_ours(self, site_reading: SiteReading) -> list[str]:
         """What stands in the way of other circuits, by switch, and the way out."""
         notes = []
-        for switch in sorted({pair.switch for pair in glance.foreign}):
-            pairs = [pair for pair in sorted(glance.foreign) if pair.switch == switch]
+        for switch in sorted({pair.switch for pair in site_reading.foreign}):
+            pairs = [pair for pair in sorted(site_reading.foreign) if pair.switch == switch]
             names = " ".join(str(each) for pair in pairs[:LISTED] for each in self._glass.device_pairs(pair))
             more = f" and {len(pairs) - LISTED} more" if len(pairs) > LISTED else ""
             notes.append(
@@ -566,9 +568,9 @@ class CircuitCoordinator:
         """By operators, and by switches of themselves."""
         return self.word.said, self._failed_anew
 
-    def _poke(self) -> None:
+    def _wake(self) -> None:
         for each in self._active:
-            each.poked.set()
+            each.woken.set()
 
     def _reallocate(self) -> None:
         """Bring what is up about again, under what is left; a period that is to come anyway sees to it itself."""
@@ -593,7 +595,7 @@ class CircuitCoordinator:
         self.period = intent.period
         self._up.pop((intent.job, intent.stage), None)  # the last to come up stands last
         self._up[intent.job, intent.stage] = intent.period
-        self._left = self.glance.of_site
+        self._left = self.site_reading.of_site
         return self._end(period, PeriodState.COMMITTED, code, detail)
 
     def _keep(self, period: AnnouncedPeriod, hold: Hold) -> None:

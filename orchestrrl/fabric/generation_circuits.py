@@ -89,7 +89,7 @@ class GenerationCircuits:
         self._followed = False
         self.defects = 0  # faults of ours that were met while tending
 
-    async def tend(self, fleet: StartingFleet) -> None:
+    async def maintain(self, fleet: StartingFleet) -> None:
         """`begin`; then, whenever circuits should have changed among requests (some were lost, say), change them once
         nobody has any. Until cancelled."""
         await self._safely(self.begin(fleet))

@@ -19,13 +19,13 @@ def fabric_metrics(fabric: "CircuitCoordinator") -> Iterator[Metric]:
     for (state, code), count in sorted(fabric.counts.items()):
         periods.add_metric([state, code], count)
     yield periods
-    glance = fabric.glance
+    site_reading = fabric.site_reading
     circuits = GaugeMetricFamily(
         "orchestrrl_fabric_circuits", "Cross-connects that are up between fibres of the site.", labels=["switch"]
     )
-    up = Counter(pair.switch for pair in glance.cross_connects if fabric.ends(pair) is not None)
+    up = Counter(pair.switch for pair in site_reading.cross_connects if fabric.ends(pair) is not None)
     for switch in fabric.site.switches:
-        if switch.id not in glance.unread:
+        if switch.id not in site_reading.unread:
             circuits.add_metric([switch.id], up[switch.id])
     yield circuits
     unread = GaugeMetricFamily(
@@ -34,14 +34,14 @@ def fabric_metrics(fabric: "CircuitCoordinator") -> Iterator[Metric]:
     failed = GaugeMetricFamily(
         "orchestrrl_fabric_failed_ports", "Ports that the switch itself reports as not usable.", labels=["switch"]
     )
-    broken = Counter(switch for switch, _ in glance.failures.ports)
+    broken = Counter(switch for switch, _ in site_reading.failures.ports)
     expected = GaugeMetricFamily(
         "orchestrrl_fabric_change_seconds",
         "What a change of the switch is expected to take until packets may use it, margin excluded.",
         labels=["switch"],
     )
     for id, expected_s, _ in fabric.times_of_switches():
-        unread.add_metric([id], float(id in glance.unread))
+        unread.add_metric([id], float(id in site_reading.unread))
         failed.add_metric([id], broken[id])
         expected.add_metric([id], expected_s)
     yield from (unread, failed, expected)

@@ -2,7 +2,7 @@
 
 It speaks of cross-connects; packets know links between ToRs, each over one cross-connect or, between PoDs, over three
 (planner/fabric/light.py). Between commits, links that lose their light or get it back, and routers that failed, are
-seen to by `tend`. Changing the routers is steering.py.
+seen to by `tend`. Changing the routers is rerouting.py.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, links_up
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, OcsId, PortPair
-from planner.fabric.steering import RoutedLink
+from planner.fabric.rerouting import RoutedLink
 from planner.fabric.topology import Site
 from planner.fabric.transition import TransitionStage
 
@@ -60,7 +60,7 @@ class FabricRouting:
         self,
         site: Site,
         interfaces: Mapping[Port, Interface],
-        steering: Rerouting,
+        rerouting: Rerouting,
         look: Look,
         journal: Journal,
         clock: Clock,
@@ -72,7 +72,7 @@ class FabricRouting:
         self.routed: RoutedCircuits | None = None  # None: nobody has said yet which circuits there are
         self._site = site
         self._interfaces = interfaces
-        self._steering = steering
+        self._rerouting = rerouting
         self._look = look
         self._journal = journal
         self._clock = clock
@@ -80,14 +80,14 @@ class FabricRouting:
         self._offload = offload
         self._turn = asyncio.Lock()
         self._lit: tuple[Lit, ...] = ()
-        self._is_changing = False  # drained, and not yet steered again
+        self._is_changing = False  # drained, and not yet rerouted again
         self._tried: tuple[frozenset[RoutedLink], float] = (
             frozenset(),
             0.0,
         )  # what `tend` tried last, and its next pause
         self._again_s = 0.0
         self._recorded_s = -math.inf
-        recorded = journal.newest(EntryKind.STEERED, _recorded_in)
+        recorded = journal.newest(EntryKind.REROUTED, _recorded_in)
         self._recorded = recorded or frozenset()
 
     @property
@@ -96,8 +96,8 @@ class FabricRouting:
         return self._interfaces
 
     @property
-    def steering(self) -> Rerouting:
-        return self._steering
+    def rerouting(self) -> Rerouting:
+        return self._rerouting
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
@@ -122,13 +122,13 @@ class FabricRouting:
 
         def find() -> None:
             for point in points:
-                self._steering.prepare([lit.link for lit in links_up(self._site, point, self._interfaces)])
+                self._rerouting.prepare([lit.link for lit in links_up(self._site, point, self._interfaces)])
 
         async with self._turn:
             await self._offload(find)
 
     async def drain(self, going: Iterable[PortPair]) -> None:
-        """Take packets off the links that go over these. Raises OrchestrRLError where some still take one: `steer`
+        """Take packets off the links that go over these. Raises OrchestrRLError where some still take one: `reroute`
         brings back what was moved off, and so does `tend`."""
         going = frozenset(going)
         await self._begin()
@@ -136,7 +136,7 @@ class FabricRouting:
             leaving = [lit.link for lit in self._lit if lit.goes_over(going)]
             if leaving:
                 try:
-                    await self._steering.drain(leaving)
+                    await self._rerouting.drain(leaving)
                 except NotDrained as error:
                     assert self.routed is not None
                     self.routed = replace(self.routed, failed=error.routers)
@@ -144,7 +144,7 @@ class FabricRouting:
             self._is_changing = True
             self._lit = tuple(lit for lit in self._lit if not lit.goes_over(going))
 
-    async def steer(self, usable: Iterable[PortPair]) -> str:
+    async def reroute(self, usable: Iterable[PortPair]) -> str:
         """Route over all links that these make; what is amiss then. What has gone without being drained counts as up
         where its switch does not answer: its light says more."""
         async with self._turn:
@@ -159,11 +159,11 @@ class FabricRouting:
     async def close(self) -> None:
         if self.routed is not None:
             self._write_down()
-        await self._steering.close()
+        await self._rerouting.close()
 
     # --- between commits
 
-    async def tend(self) -> None:
+    async def maintain(self) -> None:
         """Never returns. Begins with what is up."""
         while True:
             try:
@@ -191,7 +191,7 @@ class FabricRouting:
             return
         before = self._lit
         lit = await self._find(await self._seen())
-        dark = await self._steering.dark([each.link for each in lit])
+        dark = await self._rerouting.dark([each.link for each in lit])
         usable = frozenset(each.link for each in lit if each.link not in dark)
         tried, pause_s = self._tried
         if tried == usable and self._clock.now_s() < self._again_s:
@@ -211,8 +211,8 @@ class FabricRouting:
     async def _seen(self) -> frozenset[PortPair]:
         """What is up. A switch that does not answer has what it had when it last did."""
         known = self._over or self._recorded
-        glance = await self._look()
-        return glance.cross_connects | _on(known, glance.unread)
+        site_reading = await self._look()
+        return site_reading.cross_connects | _on(known, site_reading.unread)
 
     @property
     def _over(self) -> frozenset[PortPair]:
@@ -224,8 +224,8 @@ class FabricRouting:
 
     async def _route(self, links: Iterable[RoutedLink], dark: Mapping[RoutedLink, str] | None = None) -> RoutedCircuits:
         links = tuple(links)
-        await self._offload(lambda: self._steering.prepare(links))
-        self.routed = _routed(await self._steering.steer(links), dark or {}, self._clock.now_s())
+        await self._offload(lambda: self._rerouting.prepare(links))
+        self.routed = _routed(await self._rerouting.reroute(links), dark or {}, self._clock.now_s())
         return self.routed
 
     def _write_down(self) -> None:
@@ -234,7 +234,7 @@ class FabricRouting:
         if self._recorded != self._over and not self._is_changing:
             self._recorded, self._recorded_s = self._over, self._clock.now_s()
             body = {"cross_connects": [(each.switch, *each.ports) for each in sorted(self._recorded)]}
-            self._journal.append(self._recorded_s, EntryKind.STEERED, "", body)
+            self._journal.append(self._recorded_s, EntryKind.REROUTED, "", body)
 
 
 def _recorded_in(body: Mapping[str, Any]) -> frozenset[PortPair]:
@@ -250,12 +250,12 @@ def _on(pairs: Iterable[PortPair], switches: Collection[OcsId]) -> frozenset[Por
     return frozenset(pair for pair in pairs if pair.switch in switches)
 
 
-def _routed(steered: ReroutingResult, dark: Mapping[RoutedLink, str], at_s: float) -> RoutedCircuits:
+def _routed(rerouted: ReroutingResult, dark: Mapping[RoutedLink, str], at_s: float) -> RoutedCircuits:
     return RoutedCircuits(
         at_s,
-        steered.routed,
-        {**dark, **{out.link: out.why for out in steered.left_out}},
-        steered.failed,
-        steered.unreachable,
-        steered.on_packet_side,
+        rerouted.routed,
+        {**dark, **{out.link: out.why for out in rerouted.left_out}},
+        rerouted.failed,
+        rerouted.unreachable,
+        rerouted.on_packet_side,
     )

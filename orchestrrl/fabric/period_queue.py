@@ -31,7 +31,7 @@ class AnnouncedPeriod:
     boundary: bool
     report: PeriodReport
     stop: Hold | None = None
-    poked: asyncio.Event = field(default_factory=asyncio.Event)
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -45,7 +45,7 @@ class AnnouncedPeriod:
 
     def call_off(self, why: Hold) -> None:
         self.stop = self.stop or why
-        self.poked.set()
+        self.woken.set()
 
     async def follow(self) -> AsyncIterator[PeriodReport]:
         """What becomes of it, whenever that changes; ends after the last."""

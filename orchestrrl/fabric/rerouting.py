@@ -1,11 +1,11 @@
 """Bring packets onto circuits and off them: drain, then (somebody else) switch, then wait for light, then route again.
 
-    await steering.drain(going)      # raises NotDrained: then the circuits must stay
+    await rerouting.drain(going)      # raises NotDrained: then the circuits must stay
     ...                              # the switches are changed
-    await steering.steer(usable)     # all circuits that are up, or about to be
+    await rerouting.reroute(usable)     # all circuits that are up, or about to be
 
 Routes are read from the routers each time, never remembered in their place: after a restart, or an outcome that nobody
-knows, the next call starts from what is there. Routers change in the order of `planner/fabric/steering.py`, stage by
+knows, the next call starts from what is there. Routers change in the order of `planner/fabric/rerouting.py`, stage by
 stage, and each stage is read back before the next. Whoever depends on a router that fails keeps its old route.
 """
 
@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.fabric.route_drivers.base import AppliedRoutes, RouteDriver
-from planner.fabric import steering as pure
+from planner.fabric import rerouting as pure
 from planner.fabric.model import EndpointId
-from planner.fabric.steering import NextHop, RouteChange, RoutedLink, RouteTable, RoutingDomain
+from planner.fabric.rerouting import NextHop, RouteChange, RoutedLink, RouteTable, RoutingDomain
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class ReroutingTimeouts:
 
 class NotDrained(Retryable):
     """These routers still send packets to circuits that were to go, or nobody knows: the circuits must stay. What was
-    moved off them has another way; `Rerouting.steer` brings it back."""
+    moved off them has another way; `Rerouting.reroute` brings it back."""
 
     def __init__(self, routers: Mapping[EndpointId, str]) -> None:
         super().__init__(f"not drained: {_listed(routers)}", RETRY_S)
@@ -127,13 +127,13 @@ class Rerouting:
 
     @property
     def routed(self) -> tuple[RoutedLink, ...] | None:
-        """The circuits that packets go over; None before the first `steer`."""
+        """The circuits that packets go over; None before the first `reroute`."""
         return self._routed
 
     def prepare(self, links: Collection[RoutedLink]) -> pure.ReroutingPlan:
         """The routes over these circuits, found once: periods recur, and a window is short. Touches no router."""
         key = frozenset(links)
-        want = self._prepared.pop(key, None) or pure.steer(self.domain, key)
+        want = self._prepared.pop(key, None) or pure.reroute(self.domain, key)
         self._prepared[key] = want  # the latest used stand last
         if len(self._prepared) > KEPT:
             del self._prepared[next(iter(self._prepared))]
@@ -141,10 +141,10 @@ class Rerouting:
 
     async def drain(self, going: Collection[RoutedLink]) -> DrainResult:
         """Move packets off circuits that are about to go. Raises NotDrained where a router still uses one, or might;
-        Permanent before the first `steer`."""
+        Permanent before the first `reroute`."""
         async with self._turn:
             if self._routed is None:
-                raise Permanent("nothing can be drained before it is known which circuits there are: steer first")
+                raise Permanent("nothing can be drained before it is known which circuits there are: reroute first")
             began_s = self._clock.now_s()
             before = self.prepare(self._routed)
             want = self.prepare([link for link in self._routed if link not in set(going)])
@@ -159,7 +159,7 @@ class Rerouting:
             detail = _detail(moved, f"no way for {_pairs(dark)}" if dark else "")
             return DrainResult(detail, self._clock.now_s() - began_s, moved.stages, dark, moved.failed)
 
-    async def steer(self, usable: Collection[RoutedLink]) -> ReroutingResult:
+    async def reroute(self, usable: Collection[RoutedLink]) -> ReroutingResult:
         """Route over these circuits, less those that get no light or whose far end does not answer, in time."""
         async with self._turn:
             began_s = self._clock.now_s()
@@ -172,7 +172,7 @@ class Rerouting:
             self._routed = routed
             out = tuple(LeftOutLink(link, why) for link, why in sorted(left_out.items()))
             detail = _detail(moved, f"not used: {', '.join(f'{o.link} ({o.why})' for o in out)}" if out else "")
-            steered = ReroutingResult(
+            rerouted = ReroutingResult(
                 done=not (out or moved.failed or moved.held),
                 detail=detail,
                 took_s=self._clock.now_s() - began_s,
@@ -184,8 +184,8 @@ class Rerouting:
                 unreachable=want.unreachable,
                 on_packet_side=want.on_packet_side,
             )
-            logger.info("packets steered over %d circuits: %s", len(routed), detail or "all as wanted")
-            return steered
+            logger.info("packets rerouted over %d circuits: %s", len(routed), detail or "all as wanted")
+            return rerouted
 
     async def close(self) -> None:
         """Routes stay as they are."""

@@ -1,4 +1,4 @@
-"""The routers of a fabric as the configuration has them, in `fabric.routers` and `fabric.steering`, and their faults.
+"""The routers of a fabric as the configuration has them, in `fabric.routers` and `fabric.rerouting`, and their faults.
 
 A ToR's fibres have no names in a site's file. `interfaces` names what the ToR calls them, in the file's order: by id of
 the switch they end at, then as listed there.
@@ -56,7 +56,7 @@ def _tor_faults(entries: _Entries, site: "Site") -> list[str]:
 def _interface_faults(path: str, entry: dict[Any, Any], site: "Site") -> list[str]:
     from planner.fabric.light import fibres_of
     from planner.fabric.model import EndpointId
-    from planner.fabric.steering import INTERFACE
+    from planner.fabric.rerouting import INTERFACE
 
     faults, tor, names = [], entry.get("tor"), entry.get("interfaces")
     side = entry.get("packet_side")

@@ -40,7 +40,7 @@ class CommitRules:
     boundary_within_s: float = 60.0
     min_fraction: float = 0.5  # of its circuits, that an endpoint keeps at every point
     max_moves_per_stage: int = 1024
-    route_s: float = 0.0  # where nobody here steers
+    route_s: float = 0.0  # where nobody here reroutes
     most_risk: float = 1.0  # that a window is broken, at most, by adding up what each rank risks
 
 
@@ -67,7 +67,7 @@ class PacketRouting(Protocol):
         """Raises OrchestrRLError where packets still take them."""
         ...
 
-    async def steer(self, usable: Iterable[PortPair]) -> str:
+    async def reroute(self, usable: Iterable[PortPair]) -> str:
         """What is not as it should be; empty: all is."""
         ...
 
@@ -99,7 +99,7 @@ class StageOrder:
     ranks: frozenset[int]
     deadline_s: float
     boundary: bool
-    poked: asyncio.Event
+    woken: asyncio.Event
     objection: Callable[[], Hold | None]
     begins: Callable[[], None]
     waiting: Callable[[Hold], None]
@@ -184,10 +184,10 @@ class StageCommitter:
         """None: nobody has to pause who does not stand still anyway."""
         watches: list[TrafficWatch] = []
         if order.of is Stage.TRAIN:
-            watches.append(self._windows.watch(order.job, order.ranks, need.total_s, order.poked))
+            watches.append(self._windows.watch(order.job, order.ranks, need.total_s, order.woken))
         if order.of is Stage.TRAIN or order.boundary:
             traced = filter(self._windows.is_traced, sorted(order.others))
-            watches += [self._windows.watch(job, frozenset(), need.total_s, order.poked) for job in traced]
+            watches += [self._windows.watch(job, frozenset(), need.total_s, order.woken) for job in traced]
         return JointWatch(watches) if len(watches) > 1 else next(iter(watches), None)
 
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
@@ -203,12 +203,12 @@ class StageCommitter:
     async def _window(self, order: StageOrder, need: CommitNeed, watch: TrafficWatch) -> Window | Hold:
         """Wait for one that covers the need: a Hold where none came."""
         alarm = asyncio.ensure_future(self._clock.sleep(max(0.0, order.deadline_s - self._clock.now_s())))
-        alarm.add_done_callback(lambda _: order.poked.set())
+        alarm.add_done_callback(lambda _: order.woken.set())
         told: Hold | None = None
         short = False  # there was a window, and none that lasts
         try:
             while True:
-                order.poked.clear()
+                order.woken.clear()
                 if objection := order.objection():
                     self._unfit(order, short)
                     return _with_last(objection, told)
@@ -225,7 +225,7 @@ class StageCommitter:
                 if isinstance(verdict, Hold) and told != verdict:
                     told = verdict
                     order.waiting(verdict)
-                await order.poked.wait()  # one event for all news: whoever sets it has us run next
+                await order.woken.wait()  # one event for all news: whoever sets it has us run next
         finally:
             alarm.cancel()
 
@@ -251,7 +251,7 @@ class StageCommitter:
             outcomes = list(await asyncio.gather(*(self._tried(operation, begin_by_s) for operation in operations)))
         switched_s = self._clock.now_s()
         done = not any(map(_failed, outcomes))
-        routed = await self._steer(order, done)
+        routed = await self._reroute(order, done)
         usable_s = self._clock.now_s()
         route_s = usable_s - switched_s + drained_s - commanded_s
         took = tuple(
@@ -295,7 +295,7 @@ class StageCommitter:
         try:
             await self._routing.drain(order.stage.remove)
         except OrchestrRLError as error:
-            back = await self._steered(order.usable)
+            back = await self._rerouted(order.usable)
             raise StageFailed("not_drained", "; ".join(filter(None, (_line(error), back)))) from error
         if watch is None:
             return window
@@ -306,26 +306,26 @@ class StageCommitter:
         if isinstance(verdict, Act):
             assert isinstance(left, Window)
             return left
-        back = await self._steered(order.usable)
+        back = await self._rerouted(order.usable)
         detail = f"the window did not outlast taking packets off: {verdict.code}: {verdict.detail}"
         raise StageFailed("window_passed", "; ".join(filter(None, (detail, back))))
 
-    async def _steer(self, order: StageOrder, done: bool) -> str:
+    async def _reroute(self, order: StageOrder, done: bool) -> str:
         """Onto what is up now. After a failure that is looked at, not assumed."""
         if self._routing is None:
             return ""
         if done:
-            return await self._steered(order.usable - set(order.stage.remove) | set(order.stage.add))
-        glance: SiteReading = await self._glass.look()
-        return await self._steered(glance.of_site)
+            return await self._rerouted(order.usable - set(order.stage.remove) | set(order.stage.add))
+        site_reading: SiteReading = await self._glass.look()
+        return await self._rerouted(site_reading.of_site)
 
-    async def _steered(self, usable: Iterable[PortPair]) -> str:
+    async def _rerouted(self, usable: Iterable[PortPair]) -> str:
         assert self._routing is not None
         try:
-            return await self._routing.steer(usable)
+            return await self._routing.reroute(usable)
         except OrchestrRLError as error:  # circuits are as they are; packets go where they went
-            logger.error("packets cannot be steered: %s", error)
-            return f"packets cannot be steered: {_line(error)}"
+            logger.error("packets cannot be rerouted: %s", error)
+            return f"packets cannot be rerouted: {_line(error)}"
 
     async def _tried(self, operation: CircuitOperation, begin_by_s: float) -> _Timed | BaseException:
         """How it came out, or why it did not. A fault that nobody foresaw is raised once packets follow what is up."""

@@ -122,9 +122,11 @@ class SwitchReader:
             alarm.cancel()
         self._silent |= {switch: each for switch, each in asked.items() if not each.done()}
         late = f"has not answered within {ANSWER_WITHIN_S:g} s"
-        return self._glance({switch: late if switch in self._silent else asked[switch].result() for switch in switches})
+        return self._site_reading(
+            {switch: late if switch in self._silent else asked[switch].result() for switch in switches}
+        )
 
-    def _glance(self, seen: Mapping[OcsId, "_Seen"]) -> SiteReading:
+    def _site_reading(self, seen: Mapping[OcsId, "_Seen"]) -> SiteReading:
         cross_connects: set[PortPair] = set()
         failed_ports: set[tuple[OcsId, int]] = set()
         foreign: set[PortPair] = set()

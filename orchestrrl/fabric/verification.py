@@ -59,14 +59,14 @@ class FabricVerifier:
         routing: FabricRouting | None,
         circuits: CircuitExecutor,
         glass: SwitchReader,
-        holds: PauseRegistry,
+        pause_registry: PauseRegistry,
         clock: Clock,
     ) -> None:
         self._fabric = fabric
         self._routing = routing
         self._circuits = circuits
         self._glass = glass
-        self._holds = holds
+        self._pause_registry = pause_registry
         self._clock = clock
 
     @property
@@ -77,18 +77,18 @@ class FabricVerifier:
         """Raises Permanent where it may not walk, and OrchestrRLError of routers and switches."""
         if walk and self._routing is None:
             raise Permanent("to walk, the ToRs have to be asked for signals: name them in fabric.routers")
-        if walk and self._holds.hold(PauseScope.FABRIC) is None:
+        if walk and self._pause_registry.hold(PauseScope.FABRIC) is None:
             raise Permanent("circuits must stand still while fibres are lit: first `orchestrrl fabric pause`")
-        glance = await self._glass.look()
-        findings = _Findings(faults_of_glass(await self._book(glance), glance))
+        site_reading = await self._glass.look()
+        findings = _Findings(faults_of_glass(await self._book(site_reading), site_reading))
         links = 0
         if self._routing is None:
             findings.not_seen.append("fabric.routers names no ToRs, so that nobody can say where light comes out")
         else:
-            links = await self._look(self._routing, glance, findings)
+            links = await self._look(self._routing, site_reading, findings)
             if walk:
                 async with self._routing.standing_still():
-                    await self._walk(self._routing, glance, findings)
+                    await self._walk(self._routing, site_reading, findings)
         ports = {*self._interfaces, *(port for lane in self._site.lanes for port in _ports_of(lane))}
         unknown = sorted(ports - findings.good - {_port_of(fault) for fault in findings.faults})
         if unknown and self._routing is not None:
@@ -97,7 +97,7 @@ class FabricVerifier:
             findings.not_seen.append(f"{how}: {', '.join(map(port_text, unknown[:LISTED]))}{more}")
         return VerificationReport(
             tuple(dict.fromkeys(findings.faults)),
-            len(glance.of_site),
+            len(site_reading.of_site),
             links,
             len(ports & findings.good),
             len(ports),
@@ -108,28 +108,28 @@ class FabricVerifier:
     def _interfaces(self) -> Mapping[Port, Interface]:
         return {} if self._routing is None else self._routing.interfaces
 
-    async def _book(self, glance: SiteReading) -> frozenset[PortPair]:
+    async def _book(self, site_reading: SiteReading) -> frozenset[PortPair]:
         """What should be up: our own circuits, by the journal. Of switches that do not answer, nothing is said."""
         ours: set[PortPair] = set()
-        for switch in self._site.switch.keys() - glance.unread.keys():
+        for switch in self._site.switch.keys() - site_reading.unread.keys():
             pairs, _ = site_pairs(switch, await self._glass.facts(switch), self._circuits.owners.owned(switch))
             ours |= pairs
         return frozenset(ours)
 
-    async def _look(self, routing: FabricRouting, glance: SiteReading, findings: _Findings) -> int:
+    async def _look(self, routing: FabricRouting, site_reading: SiteReading, findings: _Findings) -> int:
         """From light that is there anyway; the number of links."""
-        lits = links_up(self._site, glance.of_site, routing.interfaces)
-        signals, silent = await routing.steering.signals()
+        lits = links_up(self._site, site_reading.of_site, routing.interfaces)
+        signals, silent = await routing.rerouting.signals()
         findings.not_seen += [f"{tor} does not answer: {why}" for tor, why in sorted(silent.items())]
         expected = {end: far for lit in lits for end, far in (lit.link.ends, lit.link.ends[::-1])}
         wanted = {end: far[0] for end, far in expected.items() if end in signals}
-        heard = await routing.steering.heard({end: (tor,) for end, tor in wanted.items()})
+        heard = await routing.rerouting.heard({end: (tor,) for end, tor in wanted.items()})
         # Where the right one is not, who else is? Also where nobody should be.
         odd = [end for end in wanted if wanted[end] not in heard.get(end, ())]
         odd += [end for end in set(routing.interfaces.values()) & signals if end not in expected]
-        others = await routing.steering.heard({end: tuple(self._site.tor) for end in odd})
-        seen = ObservedCables(signals, {**heard, **others}, frozenset(silent), frozenset(glance.unread))
-        faults = cables.faults_seen(self._site, routing.interfaces, glance.of_site, seen)
+        others = await routing.rerouting.heard({end: tuple(self._site.tor) for end in odd})
+        seen = ObservedCables(signals, {**heard, **others}, frozenset(silent), frozenset(site_reading.unread))
+        faults = cables.faults_seen(self._site, routing.interfaces, site_reading.of_site, seen)
         findings.faults += faults
         bad = {_port_of(fault) for fault in faults}
         for lit in lits:
@@ -139,10 +139,10 @@ class FabricVerifier:
                 findings.good |= {(pair.switch, port) for pair in lit.over for port in pair.ports}
         return len(lits)
 
-    async def _walk(self, routing: FabricRouting, glance: SiteReading, findings: _Findings) -> None:
-        used = {(pair.switch, port) for pair in glance.cross_connects for port in pair.ports}
-        barred = used | glance.failures.ports | self._fabric.word.failures.ports
-        switches = glance.failures.switches | self._fabric.word.failures.switches
+    async def _walk(self, routing: FabricRouting, site_reading: SiteReading, findings: _Findings) -> None:
+        used = {(pair.switch, port) for pair in site_reading.cross_connects for port in pair.ports}
+        barred = used | site_reading.failures.ports | self._fabric.word.failures.ports
+        switches = site_reading.failures.switches | self._fabric.word.failures.switches
         free = [port for port in routing.interfaces if port not in barred and port[0] not in switches]
         lightings = []
         for pair in cables.walk(routing.interfaces, free):
@@ -196,7 +196,7 @@ class FabricVerifier:
         self, routing: FabricRouting, pairs: Sequence[PortPair], expected: Collection[Interface]
     ) -> Set[Interface]:
         """The interfaces that have a signal while these are lit, and had none before."""
-        before, _ = await routing.steering.signals()
+        before, _ = await routing.rerouting.signals()
         async with self._lit(pairs):
             now = await self._signals(routing, lambda now: now - before >= set(expected))
         came = now - before
@@ -207,7 +207,7 @@ class FabricVerifier:
         """The interfaces that have a signal, once that is enough, or as they are after `LIGHT_WITHIN_S`."""
         until_s = self._clock.now_s() + LIGHT_WITHIN_S
         while True:
-            now, _ = await routing.steering.signals()
+            now, _ = await routing.rerouting.signals()
             if enough(now) or self._clock.now_s() >= until_s:
                 return now
             await self._clock.sleep(LOOK_S)
@@ -233,25 +233,25 @@ class FabricVerifier:
             raise Permanent(f"{pair} could not be {'lit' if is_up else 'darkened'}: {outcome.detail}")
 
 
-def faults_of_glass(book: frozenset[PortPair], glance: SiteReading) -> list[CablingFault]:
+def faults_of_glass(book: frozenset[PortPair], site_reading: SiteReading) -> list[CablingFault]:
     """What the switches show, against the circuits that are ours."""
-    faults = [CablingFault("silent_switch", switch, why) for switch, why in sorted(glance.unread.items())]
-    for pair in sorted(book - glance.of_site):
-        if pair.switch not in glance.unread:
+    faults = [CablingFault("silent_switch", switch, why) for switch, why in sorted(site_reading.unread.items())]
+    for pair in sorted(book - site_reading.of_site):
+        if pair.switch not in site_reading.unread:
             faults.append(CablingFault("missing_circuit", str(pair), "is ours, and not on the switch"))
     faults += [
         CablingFault("unknown_circuit", str(pair), "is up, and nobody here asked for it")
-        for pair in sorted(glance.of_site - book)
+        for pair in sorted(site_reading.of_site - book)
     ]
-    for pair in sorted(glance.cross_connects - glance.of_site):
+    for pair in sorted(site_reading.cross_connects - site_reading.of_site):
         faults.append(CablingFault("odd_circuit", str(pair), "is up between ports that the site does not join"))
-    for switch, pairs in sorted(glance.odd.items()):
+    for switch, pairs in sorted(site_reading.odd.items()):
         faults += [CablingFault("one_way", f"{switch}:{pair}", "light goes one way only") for pair in sorted(pairs)]
-    told = {(pair.switch, port) for pair in glance.cross_connects - glance.of_site for port in pair.ports}
-    told |= {port for port in glance.failures.ports if port[0] in glance.odd}
+    told = {(pair.switch, port) for pair in site_reading.cross_connects - site_reading.of_site for port in pair.ports}
+    told |= {port for port in site_reading.failures.ports if port[0] in site_reading.odd}
     faults += [
         CablingFault("failed_port", port_text(port), "by the word of its switch")
-        for port in sorted(glance.failures.ports - told)
+        for port in sorted(site_reading.failures.ports - told)
     ]
     return faults
 

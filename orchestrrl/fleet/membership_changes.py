@@ -83,7 +83,7 @@ class MembershipChanges:
         """`start_moves` begins moves by the normal path, whatever the mode; `check_movable` raises Permanent while all
         requests stand still."""
         self.config = config
-        self.roster = recovered_roster(journal)
+        self.membership = recovered_roster(journal)
         self._state = state
         self._routes = routes
         self._journal = journal
@@ -101,8 +101,8 @@ class MembershipChanges:
         ProblemFaults with all that is wrong with it."""
         engine = EngineId(new.engine)
         configured = any(facts.id == engine for facts in engine_facts(self.config))
-        if configured and engine in self.roster.removed and new == NewEngine(new.engine):
-            self._change("add", engine, self.roster.with_readmitted(engine), reason)
+        if configured and engine in self.membership.removed and new == NewEngine(new.engine):
+            self._change("add", engine, self.membership.with_readmitted(engine), reason)
             return
         views = self._state.engines(self._clock.now_s())
         faults = [*self._identity_faults(new, views), *self._place_faults(new, views)]
@@ -119,24 +119,24 @@ class MembershipChanges:
             configuration.kv_capacity_tokens if configuration else None,
             new.pool,
         )
-        self._change("add", engine, self.roster.with_added(facts), reason)
+        self._change("add", engine, self.membership.with_added(facts), reason)
 
     def drain(self, engine: EngineId, move: bool = False, reason: str = "") -> None:
         """Nothing new goes there; `move`: what is there goes elsewhere, round by round. Raises ProblemFaults for an
         engine that is not known."""
         self._require_known(engine)
-        roster = self.roster
+        membership = self.membership
         for name in self._names_of(engine):
-            roster = roster.with_drained(name, move)
-        self._change("drain", engine, roster, reason)
+            membership = membership.with_drained(name, move)
+        self._change("drain", engine, membership, reason)
 
     def undrain(self, engine: EngineId, reason: str = "") -> None:
         """It takes requests again."""
         self._require_known(engine)
-        roster = self.roster
+        membership = self.membership
         for name in self._names_of(engine):
-            roster = roster.with_undrained(name)
-        self._change("undrain", engine, roster, reason)
+            membership = membership.with_undrained(name)
+        self._change("undrain", engine, membership, reason)
 
     async def remove(self, engine: EngineId, force: bool = False, reason: str = "") -> EngineRemoval:
         """It is none of ours from now on, whoever reports it. What still runs there finishes: its gateway keeps the
@@ -153,23 +153,23 @@ class MembershipChanges:
         if there:
             self._check_movable()
         moved = await self._empty(engine, reason) if there else set()
-        roster = self.roster
+        membership = self.membership
         for name in self._names_of(engine):
-            roster = roster.with_removed(name)
-        self._change("remove", engine, roster, reason)
+            membership = membership.with_removed(name)
+        self._change("remove", engine, membership, reason)
         return EngineRemoval(len(moved), len(self._requests_on(engine) - moved))
 
     def _names_of(self, engine: EngineId) -> list[EngineId]:
         """The engine's id, and those that only nodes use for it: they would be its id once nothing else names it."""
         names = self._state.names(self._clock.now_s())
         others = {id for _, id in names.others.get(engine, ())}
-        return [engine, *sorted(id for id in others if names.is_other(id) and id not in self.roster.removed)]
+        return [engine, *sorted(id for id in others if names.is_other(id) and id not in self.membership.removed)]
 
     # --- moving what leaves
 
     def tick(self, snapshot: Snapshot) -> None:
         """Begin a round of moves off the engines that are to be empty, unless one is under way."""
-        leaving = self.roster.leaving
+        leaving = self.membership.leaving
         if self._round is not None:
             return
         there = {request.id for request in snapshot.requests if request.engine in leaving}
@@ -218,7 +218,7 @@ class MembershipChanges:
 
     async def _empty(self, engine: EngineId, reason: str) -> set[RequestId]:
         """Drain it and have all that is there tried once; those that were moved."""
-        self._change("drain", engine, self.roster.with_drained(engine), reason)
+        self._change("drain", engine, self.membership.with_drained(engine), reason)
         snapshot = self._state.snapshot(self._clock.now_s())
         moved: set[RequestId] = set()
         moves = self._moves(snapshot, {engine}, (), len(snapshot.requests))
@@ -229,20 +229,20 @@ class MembershipChanges:
 
     # --- inside
 
-    def _change(self, change: str, engine: EngineId, roster: Membership, reason: str) -> None:
-        if roster == self.roster:
+    def _change(self, change: str, engine: EngineId, membership: Membership, reason: str) -> None:
+        if membership == self.membership:
             return
         now_s = self._clock.now_s()
         self._journal.append(
-            now_s, EntryKind.ENGINES, engine, {"change": change, "reason": reason, "roster": roster.body()}
+            now_s, EntryKind.ENGINES, engine, {"change": change, "reason": reason, "roster": membership.body()}
         )
-        self.roster = roster
+        self.membership = membership
         logger.info("engine %s: %s %s", engine, change, reason)
         self._tell_state()
         self._routes.send(self._state.engines(now_s))
 
     def _tell_state(self) -> None:
-        self._state.set_roster(self.roster.added, self.roster.draining, self.roster.removed)
+        self._state.set_roster(self.membership.added, self.membership.draining, self.membership.removed)
         self._state.set_facts(engine_facts(self.config))
 
     def _requests_on(self, engine: EngineId) -> set[RequestId]:
@@ -251,7 +251,7 @@ class MembershipChanges:
 
     def _require_known(self, engine: EngineId) -> None:
         # One that was drained and then forgotten can still be spoken of.
-        known = {view.id for view in self._state.engines(self._clock.now_s())} | self.roster.draining
+        known = {view.id for view in self._state.engines(self._clock.now_s())} | self.membership.draining
         if engine not in known:
             listing = ", ".join(sorted(known)) or "none"
             raise ProblemFaults([f"engine_id: is not a known engine (known: {listing}), got {engine!r}"])

@@ -26,32 +26,32 @@ logger = logging.getLogger(__name__)
 class EngineAttempt:
     """The record's present attempt, on `slot`, which the record has entered."""
 
-    def __init__(self, record: RequestRecord, slot: EngineBackend, fleet: EngineBackends, clock: Clock) -> None:
+    def __init__(self, record: RequestRecord, backend: EngineBackend, fleet: EngineBackends, clock: Clock) -> None:
         self._record = record
-        self._slot = slot
+        self._backend = backend
         self._fleet = fleet
         self._clock = clock
         self._began: tuple[float, int] | None = None  # when its first token came, and how many there were then
-        self._version = slot.policy_version  # of the policy that its last tokens came from
+        self._version = backend.policy_version  # of the policy that its last tokens came from
         self._continues = bool(record.generated_ids)
         self.joinable = True  # the engine's fields describe the whole answer
         self._gathered = False  # the engine keeps tokens back until there are some for a chunk
-        self.left = left_by(record, slot, fleet)  # when it is cut
+        self.left = left_by(record, backend, fleet)  # when it is cut
 
     async def decide_form(self) -> None:
         """Decide whether the engine is sent the body unchanged, and whether the request has to stay there."""
-        record, slot = self._record, self._slot
+        record, backend = self._record, self._backend
         may_be_whole = not record.streaming and not record.delivered
-        if may_be_whole and not record.relayed_because and slot.capabilities is None:
-            await self._fleet.learn(slot)
-        whole_field = _whole_field(slot) if may_be_whole else ""
+        if may_be_whole and not record.relayed_because and backend.capabilities is None:
+            await self._fleet.learn(backend)
+        whole_field = _whole_field(backend) if may_be_whole else ""
         if self._continues and whole_field:
             logger.warning(
-                "request %s begins anew: %s would return %s of its last part", record.id, slot.id, whole_field
+                "request %s begins anew: %s would return %s of its last part", record.id, backend.id, whole_field
             )
             context_before = record.context_tokens
             record.forget_answer()
-            slot.waiting_tokens += record.context_tokens - context_before
+            backend.waiting_tokens += record.context_tokens - context_before
             self._continues = False
         if self._continues:
             return
@@ -59,14 +59,14 @@ class EngineAttempt:
         if not because and whole_field:
             because = f"{whole_field}: only the engine's own whole answer has it"
         record.relayed = bool(because)
-        if not because and slot.tying_field:
-            because = f"{slot.tying_field}: it describes one undivided answer"
+        if not because and backend.tying_field:
+            because = f"{backend.tying_field}: it describes one undivided answer"
         record.immovable_because = record.immovable_because or because
         if record.relayed:
-            self._version = slot.policy_version
+            self._version = backend.policy_version
             record.versions.add(self._version, 0)
             if not record.streaming:
-                slot.run_whole(record)
+                backend.run_whole(record)
 
     def request(self, coalesce_tokens: int, move: MoveInProgress | None) -> GenerationRequest:
         """What the engine is asked: from the beginning, or from the tokens that are there. `move`: the one that brought
@@ -99,19 +99,19 @@ class EngineAttempt:
 
         Raises as engines do, OutcomeUnknown too where the stream ends without a word.
         """
-        record, slot = self._record, self._slot
+        record, backend = self._record, self._backend
         if record.max_tokens is None and not record.immovable_because:
             await self._learn_context_length()
         # The protocol has it that the iterator can be closed.
-        stream = cast("AsyncGenerator[Chunk, None]", slot.engine.generate(request))
+        stream = cast("AsyncGenerator[Chunk, None]", backend.engine.generate(request))
         # The engine computes the context meanwhile.
-        opening = asyncio.create_task(self._seam()) if record.generated_ids else None
-        seam = None
+        opening = asyncio.create_task(self._splice()) if record.generated_ids else None
+        splice = None
         try:
             async for chunk in stream:
                 if opening is not None:
-                    seam, opening = await opening, None
-                text = chunk.text if seam is None else await seam.text(chunk)
+                    splice, opening = await opening, None
+                text = chunk.text if splice is None else await splice.text(chunk)
                 if chunk.choice_fields or chunk.answer_fields or chunk.usage:
                     chunk = self._joined(chunk)
                     if not self.joinable:
@@ -124,10 +124,10 @@ class EngineAttempt:
                 else:
                     self._take(request.endpoint, _unfinished(chunk) if given_up else chunk, text)
                 took(chunk)
-                if seam is not None:
-                    record.text_complete = not seam.open
+                if splice is not None:
+                    record.text_complete = not splice.open
                     # Once closed it has no say: the answer may be cut inside a character again.
-                    seam = seam if seam.open else None
+                    splice = splice if splice.open else None
                 if finished or given_up:
                     return finished
         finally:
@@ -138,7 +138,7 @@ class EngineAttempt:
             finally:
                 if opening is not None:
                     await asyncio.gather(opening, return_exceptions=True)
-        raise OutcomeUnknown(f"{slot.id}: the stream of {request.request_id} ended without a finish_reason")
+        raise OutcomeUnknown(f"{backend.id}: the stream of {request.request_id} ended without a finish_reason")
 
     def step_s(self) -> float:
         """A decode step, as its tokens came; 0 where few have."""
@@ -150,19 +150,19 @@ class EngineAttempt:
 
     def _joined(self, chunk: Chunk) -> Chunk:
         """Return the chunk without fields that describe the last part of a continued answer alone."""
-        record, slot = self._record, self._slot
+        record, backend = self._record, self._backend
         tying = next((name for name in chunk.choice_fields or () if name not in UNTIED_FIELDS), "")
         tying = tying or next((name for name in chunk.answer_fields or () if name not in UNTIED_FIELDS), "")
         if tying:
             if not record.immovable_because:  # else it may be due to what this one client asks for
-                slot.tying_field = tying
+                backend.tying_field = tying
             record.immovable_because = record.immovable_because or f"{tying}: it describes one undivided answer"
         if not self._continues:
             return chunk
         if tying:
             lost = "begins anew" if not record.delivered else "loses it"
             logger.warning(
-                "request %s was moved, and %s returns %s for its last part: it %s", record.id, slot.id, tying, lost
+                "request %s was moved, and %s returns %s for its last part: it %s", record.id, backend.id, tying, lost
             )
             self.joinable = record.delivered
         fields = {name: value for name, value in (chunk.choice_fields or {}).items() if name in PORTABLE_FIELDS}
@@ -171,7 +171,7 @@ class EngineAttempt:
 
     def _relay(self, chunk: Chunk) -> None:
         """Record an event or a whole answer that is passed on unchanged."""
-        record, slot = self._record, self._slot
+        record, backend = self._record, self._backend
         was, context_before = record.state, record.context_tokens
         passed_on = chunk.answer or chunk.event or {"choices": ()}
         usage = passed_on.get("usage")
@@ -179,23 +179,23 @@ class EngineAttempt:
             record.usage = usage
             record.prompt_tokens_estimate = _count(usage, "prompt_tokens", record.prompt_tokens_estimate)
         if any(choice.get("routed_experts") is not None for choice in passed_on["choices"]):
-            slot.whole_field = "routed_experts"
+            backend.whole_field = "routed_experts"
         if chunk.event and not passed_on["choices"]:  # the last one, which describes the whole answer
             record.answer_fields.update(other_answer_fields(passed_on))
-        version = slot.policy_version if chunk.event else self._version
+        version = backend.policy_version if chunk.event else self._version
         record.relay(chunk, _added_tokens(passed_on, record.relayed_tokens), self._clock.now_s(), version)
-        if chunk.answer is not None and slot.policy_version != self._version:
+        if chunk.answer is not None and backend.policy_version != self._version:
             record.versions.add(None, 0)  # some of its tokens are of the one, and some of the other
-        slot.advance(record, context_before, was, self._clock.now_s())
+        backend.advance(record, context_before, was, self._clock.now_s())
         if was is not record.state or chunk.answer is not None:
-            self._fleet.trust(slot)
+            self._fleet.trust(backend)
 
     def _take(self, endpoint: CompletionEndpoint, chunk: Chunk, text: str) -> None:
-        record, slot = self._record, self._slot
+        record, backend = self._record, self._backend
         now_s = self._clock.now_s()
         was, context_before = record.state, record.context_tokens
         extra = _parsed_fields(chunk) if endpoint is CompletionEndpoint.CHAT else None
-        version = slot.policy_version
+        version = backend.policy_version
         if version != self._version:
             # Of tokens that an engine gathered for a chunk some may be older than the change: all count as such.
             gathered = self._gathered and len(chunk.token_ids) > 1
@@ -203,7 +203,7 @@ class EngineAttempt:
         self._gathered = self._gathered or len(chunk.token_ids) > 1
         record.append(chunk, text, extra, now_s, version)
         record.usage = chunk.usage if chunk.usage is not None else record.usage
-        slot.advance(record, context_before, was, now_s)
+        backend.advance(record, context_before, was, now_s)
         if chunk.token_ids:
             # An engine that shows text after a single token holds nothing back.
             record.text_complete = bool(text) and len(chunk.token_ids) == 1
@@ -214,35 +214,35 @@ class EngineAttempt:
 
     def _first_token(self) -> None:
         """The attempt has begun to generate."""
-        record, slot = self._record, self._slot
+        record, backend = self._record, self._backend
         self._began = record.progressed_s, len(record.generated_ids)
-        self._fleet.trust(slot)
+        self._fleet.trust(backend)
         if record.prompt_ids is None:
             record.immovable_because = record.immovable_because or "the engine does not tell the prompt's tokens"
-        elif record.max_tokens is None and slot.capabilities is not None:
-            longest = slot.capabilities.max_model_len_tokens
+        elif record.max_tokens is None and backend.capabilities is not None:
+            longest = backend.capabilities.max_model_len_tokens
             if longest is None:
                 record.immovable_because = record.immovable_because or "its engine's context length is not known"
             else:
                 record.max_tokens = longest - len(record.prompt_ids)
 
-    async def _seam(self) -> TextAfterCut | None:
+    async def _splice(self) -> TextAfterCut | None:
         """None where the cut is on a whole character."""
         record = self._record
         if record.text_complete or not record.generated_ids:
             return None
         context = [*(record.prompt_ids or ())[-64:], *record.generated_ids[-64:]]
         keep = bool(record.body.get("include_stop_str_in_output"))
-        detokenizer = Detokenizer(self._slot, self._fleet)
-        seam = await open_seam(detokenizer, context, keep_stop_token=keep)
-        return None if seam is None and not detokenizer.failed else TextAfterCut(record, seam)
+        detokenizer = Detokenizer(self._backend, self._fleet)
+        splice = await open_seam(detokenizer, context, keep_stop_token=keep)
+        return None if splice is None and not detokenizer.failed else TextAfterCut(record, splice)
 
     async def _learn_context_length(self) -> None:
         """Without max_tokens an answer may fill the context, and a continued one must be told how much is left."""
         try:
-            await self._fleet.capabilities(self._slot)
+            await self._fleet.capabilities(self._backend)
         except OrchestrRLError as error:
-            logger.debug("capabilities of %s: %s", self._slot.id, error)
+            logger.debug("capabilities of %s: %s", self._backend.id, error)
             self._record.immovable_because = "its engine's context length is not known"
 
 
@@ -260,11 +260,11 @@ def _count(usage: Mapping[str, Any], name: str, otherwise: int) -> int:
     return value if type(value) is int and 0 <= value <= MOST_TOKENS else otherwise
 
 
-def _whole_field(slot: EngineBackend) -> str:
+def _whole_field(backend: EngineBackend) -> str:
     """Return the field that the engine's whole answers have and its streams lack; empty where none is known."""
-    if slot.capabilities is not None and slot.capabilities.routed_experts:
+    if backend.capabilities is not None and backend.capabilities.routed_experts:
         return "routed_experts"
-    return slot.whole_field
+    return backend.whole_field
 
 
 def _unfinished(chunk: Chunk) -> Chunk:

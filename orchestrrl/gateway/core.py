@@ -233,13 +233,13 @@ class Gateway:
         return True
 
     def set_routes(self, routes: Iterable[EngineRoute], expected: ExpectedEngines | None = None) -> list[str]:
-        known = {id(slot) for slot in self.fleet}
+        known = {id(backend) for backend in self.fleet}
         routes = tuple(routes)
         faults = self.fleet.set_routes(routes, expected)
-        for slot in self.fleet:
-            if id(slot) not in known:
-                self.barrier.meet(slot)
-                self.fleet.in_background(self.fleet.learn(slot))
+        for backend in self.fleet:
+            if id(backend) not in known:
+                self.barrier.meet(backend)
+                self.fleet.in_background(self.fleet.learn(backend))
         newest = (route.newest_policy_version for route in routes)
         self.barrier.learn(next((version for version in newest if version is not None), None))
         self.barrier.wake_engines()
@@ -316,22 +316,22 @@ class Gateway:
         routes, one of the routes may lead to the same server by another address: then that is its id."""
         fleet = self.fleet
         slots = {engine: fleet.get(engine) for engine in fleet.own}
-        lost = [engine for engine, slot in slots.items() if slot is None or not slot.routed]
-        asked = [slot for slot in fleet if lost or any(slot is own for own in slots.values())]
-        await asyncio.gather(*(self._identify(slot) for slot in asked))
-        for engine, slot in slots.items():
-            if slot is not None and slot.server and same_address(slot.engine.url, fleet.own[engine]):
-                fleet.servers[engine] = slot.server
-        by_server = {slot.server: slot.id for slot in asked if slot.routed and slot.server}
+        lost = [engine for engine, backend in slots.items() if backend is None or not backend.routed]
+        asked = [backend for backend in fleet if lost or any(backend is own for own in slots.values())]
+        await asyncio.gather(*(self._identify(backend) for backend in asked))
+        for engine, backend in slots.items():
+            if backend is not None and backend.server and same_address(backend.engine.url, fleet.own[engine]):
+                fleet.servers[engine] = backend.server
+        by_server = {backend.server: backend.id for backend in asked if backend.routed and backend.server}
         for engine in lost:
             if (same := by_server.get(fleet.servers.get(engine, ""))) is not None:
                 fleet.use_id(engine, same)
 
-    async def _identify(self, slot: EngineBackend) -> None:
+    async def _identify(self, backend: EngineBackend) -> None:
         try:
-            slot.server = (await slot.engine.metrics()).server
+            backend.server = (await backend.engine.metrics()).server
         except OrchestrRLError as error:
-            logger.debug("metrics of %s: %s", slot.id, error)
+            logger.debug("metrics of %s: %s", backend.id, error)
 
     async def watch(self) -> None:
         """Leave engines that hang, until cancelled."""
@@ -341,14 +341,14 @@ class Gateway:
             stalled = [relay for relay in self.relays.values() if relay.stalled(now_s)]
             await asyncio.gather(*(relay.leave_stalled() for relay in stalled))
             # Engines that were not up yet when they were met.
-            for slot in self.fleet:
-                slot.unlearnable = False
-            await asyncio.gather(*(self.fleet.learn(slot) for slot in self.fleet if slot.usable))
+            for backend in self.fleet:
+                backend.unlearnable = False
+            await asyncio.gather(*(self.fleet.learn(backend) for backend in self.fleet if backend.usable))
 
     async def models(self) -> dict[str, int | None]:
         """Longest context of each model by its name, over the engines that answer."""
-        slots = [slot for slot in self.fleet if slot.usable]
-        answers = await asyncio.gather(*(self.fleet.capabilities(slot) for slot in slots), return_exceptions=True)
+        slots = [backend for backend in self.fleet if backend.usable]
+        answers = await asyncio.gather(*(self.fleet.capabilities(backend) for backend in slots), return_exceptions=True)
         models: dict[str, int | None] = {}
         for answer in answers:
             if isinstance(answer, OrchestrRLError):
@@ -361,8 +361,8 @@ class Gateway:
 
     def default_model(self) -> str:
         """What to call the model when the client did not: as an engine does that has been asked."""
-        known = (slot.capabilities.models for slot in self.fleet if slot.capabilities is not None)
+        known = (backend.capabilities.models for backend in self.fleet if backend.capabilities is not None)
         return next((models[0] for models in known if models), "")
 
     def usable_engines(self) -> list[EngineId]:
-        return [slot.id for slot in self.fleet if slot.usable]
+        return [backend.id for backend in self.fleet if backend.usable]

@@ -46,7 +46,7 @@ class GatewayLink:
         self._gateway = gateway
         self._target = target
         self._clock = clock
-        gateway.fleet.own = {slot.id: slot.engine.url for slot in gateway.fleet}
+        gateway.fleet.own = {backend.id: backend.engine.url for backend in gateway.fleet}
         self._told: tuple[GatewayEngine, ...] | None = None  # on this stream
         self._hello = hello_to_pb(
             NodeHello(

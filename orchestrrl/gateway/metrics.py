@@ -100,9 +100,9 @@ class GatewayCollector(Collector):
             "Attempts that this engine refused, broke off or hung with.",
             labels=("engine",),
         )
-        for slot in self._gateway.fleet:
-            usable.add_metric((slot.id,), slot.usable)
-            failures.add_metric((slot.id,), slot.failures_total)
+        for backend in self._gateway.fleet:
+            usable.add_metric((backend.id,), backend.usable)
+            failures.add_metric((backend.id,), backend.failures_total)
         yield from (usable, failures)
 
     def _barrier(self) -> Iterator[Metric]:
@@ -127,9 +127,9 @@ class GatewayCollector(Collector):
         version = GaugeMetricFamily(
             f"{PREFIX}_policy_version", "Of each engine's weights, where it was told.", labels=("engine",)
         )
-        for slot in gateway.fleet:
-            if slot.policy_version is not None:
-                version.add_metric((slot.id,), slot.policy_version)
+        for backend in gateway.fleet:
+            if backend.policy_version is not None:
+                version.add_metric((backend.id,), backend.policy_version)
         lags = HistogramMetricFamily(
             f"{PREFIX}_answer_version_lag",
             "Of answers that ended: policy versions by which the oldest token was behind the fleet's.",

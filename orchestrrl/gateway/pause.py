@@ -76,9 +76,9 @@ class GatewayPause:
         return tuple(self._rest.values())
 
     def report(self) -> BarrierReport:
-        slots = [relay.slot for relay in self._relays.values()]
-        frozen = sum(slot is not None and slot.paused for slot in slots)
-        held = sum(slot is None for slot in slots)
+        slots = [relay.backend for relay in self._relays.values()]
+        frozen = sum(backend is not None and backend.paused for backend in slots)
+        held = sum(backend is None for backend in slots)
         closed = self._closed
         phase = BarrierPhase.OPEN
         if closed is not None:
@@ -170,7 +170,7 @@ class GatewayPause:
             await self._may_pause.wait()
         async with self._engines_free:
             if self._held_by(order):
-                await asyncio.gather(*(self._bring_to_rest(slot, order) for slot in self._fleet.with_retired()))
+                await asyncio.gather(*(self._bring_to_rest(backend, order) for backend in self._fleet.with_retired()))
         await self._drained(order)
         if self._held_by(order):
             self._quiet.set()
@@ -184,43 +184,43 @@ class GatewayPause:
     def _held_by(self, order: CloseBarrier) -> bool:
         return self._closed is not None and self._closed.lease == order.lease
 
-    async def _bring_to_rest(self, slot: EngineBackend, order: CloseBarrier) -> None:
+    async def _bring_to_rest(self, backend: EngineBackend, order: CloseBarrier) -> None:
         """Pause the engine. Where that cannot be done, its requests are taken back."""
         try:
-            can_be_paused = (await self._fleet.capabilities(slot)).pause
-            if not self._fleet.knows(slot):  # it has gone meanwhile, and would never be resumed
+            can_be_paused = (await self._fleet.capabilities(backend)).pause
+            if not self._fleet.knows(backend):  # it has gone meanwhile, and would never be resumed
                 return
             if can_be_paused:
-                await self._pause(slot, drop_kv=order.frozen is not FrozenRequests.CONTINUE)
-                stay = await self._take_back(slot, order) if order.frozen is FrozenRequests.TAKEN_BACK else 0
-                self._rests(slot, True, f"{stay} requests can only go on where they are, and stay" if stay else "")
+                await self._pause(backend, drop_kv=order.frozen is not FrozenRequests.CONTINUE)
+                stay = await self._take_back(backend, order) if order.frozen is FrozenRequests.TAKEN_BACK else 0
+                self._rests(backend, True, f"{stay} requests can only go on where they are, and stay" if stay else "")
                 return
-            self._rests(slot, True, "cannot be paused: its requests were taken back")
+            self._rests(backend, True, "cannot be paused: its requests were taken back")
         except OrchestrRLError as error:
-            self._rests(slot, False, str(error))
-            self._fleet.suspect(slot, str(error))
+            self._rests(backend, False, str(error))
+            self._fleet.suspect(backend, str(error))
         for relay in list(self._relays.values()):
-            if relay.slot is slot:
+            if relay.backend is backend:
                 relay.withdraw()
 
-    async def _take_back(self, slot: EngineBackend, order: CloseBarrier) -> int:
+    async def _take_back(self, backend: EngineBackend, order: CloseBarrier) -> int:
         """Return when what can be taken from a paused engine is here; how many stay."""
-        here = [relay for relay in self._relays.values() if relay.slot is slot]
+        here = [relay for relay in self._relays.values() if relay.backend is backend]
         taken = [relay for relay in here if relay.withdraw()]
-        while self._held_by(order) and any(relay.slot is slot for relay in taken):
+        while self._held_by(order) and any(relay.backend is backend for relay in taken):
             await self._clock.sleep(REST_POLL_S)
         return len(here) - len(taken)
 
-    def _rests(self, slot: EngineBackend, done: bool, detail: str = "") -> None:
-        if self._fleet.get(slot.id) is slot:  # nobody asks about an engine's old house
-            self._rest[slot.id] = OperationItemResult(slot.id, done, detail)
+    def _rests(self, backend: EngineBackend, done: bool, detail: str = "") -> None:
+        if self._fleet.get(backend.id) is backend:  # nobody asks about an engine's old house
+            self._rest[backend.id] = OperationItemResult(backend.id, done, detail)
 
-    async def _pause(self, slot: EngineBackend, *, drop_kv: bool) -> None:
+    async def _pause(self, backend: EngineBackend, *, drop_kv: bool) -> None:
         for tries_left in reversed(range(PAUSE_TRIES)):
-            slot.paused = True  # whatever comes of it: it is resumed later
+            backend.paused = True  # whatever comes of it: it is resumed later
             try:
-                await slot.engine.pause(PauseMode.KEEP, drop_kv=drop_kv)
-                slot.still = True
+                await backend.engine.pause(PauseMode.KEEP, drop_kv=drop_kv)
+                backend.still = True
                 return
             except Retryable:
                 if not tries_left:
@@ -244,8 +244,8 @@ class GatewayPause:
     def _nobody_knows(self) -> None:
         """Which weights engines have. Answers are without a version until somebody tells."""
         self._fleet.policy_version = None
-        for slot in self._fleet.with_retired():
-            slot.policy_version, slot.mixed = None, True
+        for backend in self._fleet.with_retired():
+            backend.policy_version, backend.mixed = None, True
 
     # --- opening -----------------------------------------------------------------------------------------------------
 
@@ -257,15 +257,15 @@ class GatewayPause:
         """
         unknown = [engine for engine in order.without if self._fleet.get(engine) is None]
         if unknown:
-            known = ", ".join(slot.id for slot in self._fleet) or "none"
+            known = ", ".join(backend.id for backend in self._fleet) or "none"
             raise Permanent(f"without: no engine {', '.join(map(repr, unknown))}; known: {known}")
         if order.lease and order.lease in self._ended:
             raise Permanent(f"this lease is over ({self.opened_because}): requests have gone on, weights may be mixed")
         if order.lease and (self._closed is None or self._closed.lease != order.lease):
             raise Permanent("the pause barrier is not closed under this lease")
         if self._closed is None:
-            for slot in self._fleet:
-                slot.paused = True
+            for backend in self._fleet:
+                backend.paused = True
         return await self._open(order.policy_version, order.without, "as ordered")
 
     async def _open(
@@ -283,11 +283,13 @@ class GatewayPause:
             self._restart(closed)
         for relay in list(self._relays.values()):
             relay.record.progressed_s = self._clock.now_s()  # it stood still by order
-            if relay.slot is not None and relay.slot.outdated:
+            if relay.backend is not None and relay.backend.outdated:
                 relay.withdraw()
         async with self._engines_free:
-            slots = [slot for slot in self._fleet.with_retired() if slot.paused and not self._left_out(slot)]
-            items = await asyncio.gather(*(self._resume(slot) for slot in slots))
+            slots = [
+                backend for backend in self._fleet.with_retired() if backend.paused and not self._left_out(backend)
+            ]
+            items = await asyncio.gather(*(self._resume(backend) for backend in slots))
         if self._closed is None:  # it may have been closed again
             self._fleet.barrier_open = True
             self._fleet.announce()
@@ -299,14 +301,14 @@ class GatewayPause:
         """The engines have new weights, but for those that were left out, or could not be brought to rest, and for old
         houses."""
         self._fleet.policy_version = version
-        for slot in self._fleet.with_retired():
-            if self._fleet.get(slot.id) is not slot:
-                slot.outdated = True
+        for backend in self._fleet.with_retired():
+            if self._fleet.get(backend.id) is not backend:
+                backend.outdated = True
                 continue
-            rest = rests.get(slot.id)
-            slot.outdated = slot.id in without or (rest is not None and not rest.done)
-            if not slot.outdated:
-                slot.has(version)
+            rest = rests.get(backend.id)
+            backend.outdated = backend.id in without or (rest is not None and not rest.done)
+            if not backend.outdated:
+                backend.has(version)
         for relay in list(self._relays.values()):
             self.hold_to_bound(relay)
 
@@ -335,110 +337,110 @@ class GatewayPause:
             for relay in list(self._relays.values()):
                 relay.restart()
 
-    async def _resume(self, slot: EngineBackend) -> OperationItemResult:
+    async def _resume(self, backend: EngineBackend) -> OperationItemResult:
         try:
-            if slot.capabilities is None or slot.capabilities.pause:
-                await slot.engine.resume()
+            if backend.capabilities is None or backend.capabilities.pause:
+                await backend.engine.resume()
         except OrchestrRLError as error:
-            self._fleet.suspect(slot, f"it was paused and could not be resumed: {error}")
-            self._resume_later(slot)
-            return OperationItemResult(slot.id, False, str(error))
-        self._runs_again(slot)
-        return OperationItemResult(slot.id, True)
+            self._fleet.suspect(backend, f"it was paused and could not be resumed: {error}")
+            self._resume_later(backend)
+            return OperationItemResult(backend.id, False, str(error))
+        self._runs_again(backend)
+        return OperationItemResult(backend.id, True)
 
-    def _runs_again(self, slot: EngineBackend) -> None:
-        slot.paused = slot.still = False
-        self._fleet.forget_if_empty(slot)
+    def _runs_again(self, backend: EngineBackend) -> None:
+        backend.paused = backend.still = False
+        self._fleet.forget_if_empty(backend)
 
-    def _resume_later(self, slot: EngineBackend) -> None:
-        if not slot.resuming:
-            slot.resuming = True
-            self._fleet.in_background(self._resume_until_done(slot))
+    def _resume_later(self, backend: EngineBackend) -> None:
+        if not backend.resuming:
+            backend.resuming = True
+            self._fleet.in_background(self._resume_until_done(backend))
 
-    async def _resume_until_done(self, slot: EngineBackend) -> None:
+    async def _resume_until_done(self, backend: EngineBackend) -> None:
         delay_s = RESUME_AGAIN_S
         since_s = self._clock.now_s()
         try:
-            while self._is_to_run(slot):
+            while self._is_to_run(backend):
                 async with self._engines_free:
-                    if self._is_to_run(slot) and await self._resumed(slot):
+                    if self._is_to_run(backend) and await self._resumed(backend):
                         return
-                if not slot.routed and self._clock.now_s() - since_s > ORPHANED_AFTER_S:
-                    logger.error("%s left the routes paused, and does not answer: it is left to itself", slot.id)
-                    self._runs_again(slot)
+                if not backend.routed and self._clock.now_s() - since_s > ORPHANED_AFTER_S:
+                    logger.error("%s left the routes paused, and does not answer: it is left to itself", backend.id)
+                    self._runs_again(backend)
                     return
                 await self._clock.sleep(delay_s)
                 delay_s = min(RESUME_AGAIN_CAP_S, 2 * delay_s)
         finally:
-            slot.resuming = False
+            backend.resuming = False
 
-    async def _resumed(self, slot: EngineBackend) -> bool:
+    async def _resumed(self, backend: EngineBackend) -> bool:
         """False: it is to be tried again."""
         try:
-            await slot.engine.resume()
+            await backend.engine.resume()
         except Permanent as error:
-            logger.error("%s cannot be resumed: %s", slot.id, error)
+            logger.error("%s cannot be resumed: %s", backend.id, error)
         except OrchestrRLError as error:
-            logger.debug("%s is not resumed yet: %s", slot.id, error)
+            logger.debug("%s is not resumed yet: %s", backend.id, error)
             return False
-        self._runs_again(slot)
+        self._runs_again(backend)
         return True
 
-    def _is_to_run(self, slot: EngineBackend) -> bool:
+    def _is_to_run(self, backend: EngineBackend) -> bool:
         """It stands still, and no order says that it should."""
-        return slot.paused and not self._left_out(slot) and self._closed is None and self._fleet.knows(slot)
+        return backend.paused and not self._left_out(backend) and self._closed is None and self._fleet.knows(backend)
 
-    def _left_out(self, slot: EngineBackend) -> bool:
+    def _left_out(self, backend: EngineBackend) -> bool:
         """It waits for new weights. Nobody brings them to one that has left the routes."""
-        return slot.outdated and slot.routed
+        return backend.outdated and backend.routed
 
     async def set_version(self, engines: tuple[EngineId, ...], version: int) -> None:
         """These engines have weights of this version now. Raises Permanent for unknown ones."""
         slots = [self._fleet.get(engine) for engine in engines]
-        unknown = [engine for engine, slot in zip(engines, slots, strict=True) if slot is None]
+        unknown = [engine for engine, backend in zip(engines, slots, strict=True) if backend is None]
         if unknown:
             raise Permanent(f"no engine {', '.join(map(repr, unknown))}")
-        for slot in slots:
-            assert slot is not None
-            slot.has(version)
+        for backend in slots:
+            assert backend is not None
+            backend.has(version)
         newest = self._fleet.policy_version
         self._fleet.policy_version = version if newest is None else newest
-        for slot in self._fleet:
-            slot.outdated = slot.outdated and slot.policy_version != self._fleet.policy_version
+        for backend in self._fleet:
+            backend.outdated = backend.outdated and backend.policy_version != self._fleet.policy_version
         self.wake_engines()
 
     def wake_engines(self) -> None:
         """Resume engines that were left out when the pause barrier opened and have the fleet's weights by now."""
-        for slot in self._fleet.with_retired():
-            if self._is_to_run(slot):
-                self._resume_later(slot)
+        for backend in self._fleet.with_retired():
+            if self._is_to_run(backend):
+                self._resume_later(backend)
         self._fleet.announce()
 
-    def meet(self, slot: EngineBackend) -> None:
+    def meet(self, backend: EngineBackend) -> None:
         """An engine that is new here may have been paused by a gateway that is no more: nobody else would resume it."""
-        self._fleet.in_background(self._meet(slot))
+        self._fleet.in_background(self._meet(backend))
 
-    async def _meet(self, slot: EngineBackend) -> None:
-        if not await self._is_paused_by_others(slot):
+    async def _meet(self, backend: EngineBackend) -> None:
+        if not await self._is_paused_by_others(backend):
             return
-        logger.warning("%s was paused before: it is resumed in %g s", slot.id, ORPHANED_AFTER_S)
+        logger.warning("%s was paused before: it is resumed in %g s", backend.id, ORPHANED_AFTER_S)
         await self._clock.sleep(ORPHANED_AFTER_S)
-        if await self._is_paused_by_others(slot):
-            slot.paused = True
+        if await self._is_paused_by_others(backend):
+            backend.paused = True
             self.wake_engines()
 
-    async def _is_paused_by_others(self, slot: EngineBackend) -> bool:
+    async def _is_paused_by_others(self, backend: EngineBackend) -> bool:
         try:
-            paused = await slot.engine.is_paused()
+            paused = await backend.engine.is_paused()
         except OrchestrRLError as error:
-            logger.debug("%s does not say whether it is paused: %s", slot.id, error)
+            logger.debug("%s does not say whether it is paused: %s", backend.id, error)
             return False
-        return paused and self._closed is None and not slot.paused and self._fleet.get(slot.id) is slot
+        return paused and self._closed is None and not backend.paused and self._fleet.get(backend.id) is backend
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _runs(self, relay: RequestRelay) -> bool:
-        return relay.slot is not None and not relay.slot.still
+        return relay.backend is not None and not relay.backend.still
 
     def _still_running(self) -> str:
         names = [relay.record.id for relay in self._relays.values() if self._runs(relay)]

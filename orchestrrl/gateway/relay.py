@@ -69,7 +69,7 @@ class RequestRelay:
         self._limits = limits
         self._clock = clock
         self._grown = grown
-        self._slot: EngineBackend | None = None
+        self._backend: EngineBackend | None = None
         self._attempted: EngineAttempt | None = None  # the present attempt
         self._pump_task: asyncio.Task[bool] | None = None
         self._move: MoveInProgress | None = None
@@ -91,10 +91,10 @@ class RequestRelay:
         """Until the record is done. Cancelled: the attempt is stopped on its engine."""
         try:
             while not self.record.done:
-                slot = await self._next_slot()
-                if slot is None:
+                backend = await self._next_slot()
+                if backend is None:
                     break
-                await self._attempt(slot)
+                await self._attempt(backend)
         finally:
             self._answer_move(False, "finished before the move" if self.record.done else "the client has gone")
             self._grown(self.record)
@@ -102,14 +102,14 @@ class RequestRelay:
     # --- orders but for moves ----------------------------------------------------------------------------------------
 
     @property
-    def slot(self) -> EngineBackend | None:
+    def backend(self) -> EngineBackend | None:
         """Where it runs; None: it is on no engine."""
-        return self._slot
+        return self._backend
 
     @property
     def kept_for(self) -> EngineId | None:
         """The engine that it waits for, by order, on none."""
-        return self._awaited.engine if self._awaited is not None and self._slot is None else None
+        return self._awaited.engine if self._awaited is not None and self._backend is None else None
 
     def end(self, finish_reason: str, stop_reason: str) -> bool:
         """The answer ends here, with what it has. False: it has ended already."""
@@ -124,7 +124,7 @@ class RequestRelay:
     def withdraw(self) -> bool:
         """Stop the request where it runs; it goes on from its tokens once there is an engine for it. False: it is on
         none, or can only go on where it is."""
-        if self._pump_task is None or self._pump_task.done() or self._slot is None or not self.record.movable_now:
+        if self._pump_task is None or self._pump_task.done() or self._backend is None or not self.record.movable_now:
             return False
         self._answer_move(False, "it was taken back from the engines")
         self._pump_task.cancel()
@@ -135,7 +135,7 @@ class RequestRelay:
         if self.record.done or self.record.delivered:
             return False
         self._answer_move(False, "it begins anew")
-        if self._pump_task is None or self._slot is None:
+        if self._pump_task is None or self._backend is None:
             self.record.forget_answer()
         elif self.record.generated_ids or self.record.relayed:
             self._restarting = True
@@ -150,20 +150,20 @@ class RequestRelay:
         because = self._not_movable_to(target)
         if because:
             return OperationItemResult(self.record.id, False, because)
-        assert self._slot is not None
+        assert self._backend is not None
         assert self._pump_task is not None
         assert self._attempted is not None
         computed = self.record.state is RequestState.RUNNING
         move = MoveInProgress(
             self.record,
             order,
-            self._slot,
+            self._backend,
             target,
             computed=computed,
             step_s=self._attempted.step_s(),
             now_s=self._now_s(),
         )
-        if computed and usable(self._attempted.left, order, self._slot, target):
+        if computed and usable(self._attempted.left, order, self._backend, target):
             move.load_from(self._attempted.left)
         self._move, self._awaited = move, None
         self._pump_task.cancel()
@@ -219,7 +219,7 @@ class RequestRelay:
     def _not_redirectable(self, engine: EngineId) -> str:
         if self.record.done:
             return "finished before the move"
-        if self._slot is not None or self._move is not None:
+        if self._backend is not None or self._move is not None:
             return "is between two engines"
         if engine in self._refused_by:
             return f"was refused by {engine}"
@@ -228,7 +228,7 @@ class RequestRelay:
     def _not_movable_to(self, target: EngineBackend) -> str:
         if because := self._not_movable():
             return because
-        if target is self._slot:
+        if target is self._backend:
             return f"is on {target.id} already"
         if not target.usable:
             return _takes_none(target.id, target)
@@ -236,7 +236,7 @@ class RequestRelay:
 
     def _ends_early_on(self, target: EngineBackend) -> str:
         """Why the answer should not go there from where it is, if it should not."""
-        here_tokens = float("inf") if self._slot is None else self._slot.context_limit_tokens
+        here_tokens = float("inf") if self._backend is None else self._backend.context_limit_tokens
         if target.id not in self._too_short() or target.context_limit_tokens >= here_tokens:
             return ""
         return f"may become longer than the {target.context_limit_tokens:g} tokens of context at {target.id}"
@@ -251,7 +251,7 @@ class RequestRelay:
             return "finished before the move"
         if self._move is not None:
             return f"is being moved to {self._move.target.id} already"
-        if self._slot is None or self._pump_task is None or self._pump_task.done():
+        if self._backend is None or self._pump_task is None or self._pump_task.done():
             return "is between two engines"
         if not record.movable_now:
             return f"cannot be continued elsewhere: {record.fixed_because}"
@@ -311,10 +311,10 @@ class RequestRelay:
             self._move.submitted = True
             return self._move.target
         if self._awaited is not None:
-            slot = await self._wait_for(self._awaited)
+            backend = await self._wait_for(self._awaited)
             self._awaited = None  # not where this was interrupted: there is a newer one
-            if slot is not None:
-                return slot
+            if backend is not None:
+                return backend
         back, self._back_to = self._back_to, None
         if back is not None and back.usable and self._fleet.barrier_open:
             return back
@@ -326,11 +326,11 @@ class RequestRelay:
         was_expected = awaited.expected
         try:
             while True:
-                slot = self._fleet.get(awaited.engine)
+                backend = self._fleet.get(awaited.engine)
                 expected = awaited.engine in self._fleet.expected
-                if slot is not None and slot.usable:  # a pause barrier that is closed opens again
-                    if self._fleet.barrier_open or self._ends_early_on(slot):
-                        return None if self._ends_early_on(slot) else slot
+                if backend is not None and backend.usable:  # a pause barrier that is closed opens again
+                    if self._fleet.barrier_open or self._ends_early_on(backend):
+                        return None if self._ends_early_on(backend) else backend
                 elif not expected and (was_expected or deadline.done()):
                     return None
                 was_expected = was_expected or expected
@@ -363,14 +363,14 @@ class RequestRelay:
     async def _sleep(self, duration_s: float) -> None:
         await self._clock.sleep(duration_s)
 
-    async def _attempt(self, slot: EngineBackend) -> None:
+    async def _attempt(self, backend: EngineBackend) -> None:
         """One attempt, and what follows from how it ended."""
         record = self.record
         self._sent_tokens = record.context_tokens
-        slot.enter(record, self._now_s())
+        backend.enter(record, self._now_s())
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
-        self._slot = slot
-        self._attempted = attempt = EngineAttempt(record, slot, self._fleet, self._clock)
+        self._backend = backend
+        self._attempted = attempt = EngineAttempt(record, backend, self._fleet, self._clock)
         coalesce = 1 if record.streaming else self._limits.coalesce_tokens
         move = self._move if self._move is not None and self._move.submitted else None
         self._pump_task = task = asyncio.create_task(self._pump(attempt, coalesce, move))
@@ -393,14 +393,14 @@ class RequestRelay:
                     await asyncio.wait({task})
             finally:  # a second cancellation may come while the first is being seen to
                 # A task keeps its error, whose frames lead back here: a circle that held bodies of 64 MB for long.
-                self._slot = self._pump_task = self._attempted = None
-                self._fleet.release(slot, record)
+                self._backend = self._pump_task = self._attempted = None
+                self._fleet.release(backend, record)
                 if task.cancelled() or not record.done:
-                    self._fleet.in_background(self._fleet.abort(slot, attempt_id))
+                    self._fleet.in_background(self._fleet.abort(backend, attempt_id))
         if len(record.generated_ids) > tokens_before:
             self._failures = 0
         if not record.done:
-            self._settle(slot, task, attempt)
+            self._settle(backend, task, attempt)
 
     async def _pump(self, attempt: EngineAttempt, coalesce_tokens: int, move: MoveInProgress | None) -> bool:
         await attempt.decide_form()
@@ -410,7 +410,7 @@ class RequestRelay:
         """The record has what the chunk brought."""
         if self._failed and (chunk.token_ids or self.record.done):
             self._count_failovers()
-        if self._move is not None and self._move.target is self._slot and (chunk.token_ids or chunk.finish_reason):
+        if self._move is not None and self._move.target is self._backend and (chunk.token_ids or chunk.finish_reason):
             self._arrived()
         if self.record.streaming:
             self._grown(self.record)
@@ -421,24 +421,24 @@ class RequestRelay:
         for engine, computed in failed:
             self._fleet.failovers.count(engine, self._sent_tokens if computed else None, self._now_s())
 
-    def _settle(self, slot: EngineBackend, task: "asyncio.Task[bool]", attempt: EngineAttempt) -> None:
+    def _settle(self, backend: EngineBackend, task: "asyncio.Task[bool]", attempt: EngineAttempt) -> None:
         """Decide how an attempt that did not finish goes on."""
         restarting, self._restarting = self._restarting, False
         stalled, self._stalled = self._stalled, False
         error = None if task.cancelled() else task.exception()
         if isinstance(error, RequestRefused):
-            self._after_refusal(slot, error)
+            self._after_refusal(backend, error)
         elif isinstance(error, NoConnection):
             self._after_shortage(error)
         elif isinstance(error, OrchestrRLError):
-            self._after_failure(slot, error)
+            self._after_failure(backend, error)
         elif error is not None:
             raise error
         elif stalled:
-            self._back_off(slot, f"it made no token for {self._limits.stall_s:g} s", 0.0)
+            self._back_off(backend, f"it made no token for {self._limits.stall_s:g} s", 0.0)
         elif not task.cancelled() and attempt.joinable:  # else it begins anew, and the engine is not to blame
             # Stopped on the engine by somebody else, whose business it may have been; but not our client's.
-            self._back_off(slot, "it gave the request up", 0.0)
+            self._back_off(backend, "it gave the request up", 0.0)
         if self.record.done:
             return
         if restarting and not self.record.delivered:  # its client may have had some of it since
@@ -446,24 +446,24 @@ class RequestRelay:
         elif (self.record.generated_ids or self.record.relayed) and self.record.immovable_because:
             self._start_over()
 
-    def _after_refusal(self, slot: EngineBackend, refusal: RequestRefused) -> None:
+    def _after_refusal(self, backend: EngineBackend, refusal: RequestRefused) -> None:
         """The engine says that the request is wrong: the client's fault, unless it runs elsewhere, or was to run there
         before it was moved."""
-        self._refused_by.add(slot.id)
+        self._refused_by.add(backend.id)
         others = any(other.routed and other.id not in self._refused_by for other in self._fleet)
-        if self._move is not None and self._move.target is slot:
+        if self._move is not None and self._move.target is backend:
             self._back_to = self._move.source
-            self._answer_move(False, f"refused by {slot.id}: {refusal}")
+            self._answer_move(False, f"refused by {backend.id}: {refusal}")
         elif not (others and (self.record.generated_ids or self.record.moves)):
             self.record.fail(RequestFailure(refusal.status, refusal.body), self._now_s())
 
-    def _after_failure(self, slot: EngineBackend, error: OrchestrRLError) -> None:
+    def _after_failure(self, backend: EngineBackend, error: OrchestrRLError) -> None:
         """The engine could not be reached, or broke off."""
-        self._fleet.suspect(slot, str(error))
-        if self._move is not None and self._move.target is slot:
+        self._fleet.suspect(backend, str(error))
+        if self._move is not None and self._move.target is backend:
             self._back_to = self._move.source
-            self._answer_move(False, f"{slot.id} failed: {error}")
-        self._back_off(slot, str(error), error.after_s if isinstance(error, Retryable) else 0.0)
+            self._answer_move(False, f"{backend.id} failed: {error}")
+        self._back_off(backend, str(error), error.after_s if isinstance(error, Retryable) else 0.0)
 
     def _after_shortage(self, shortage: NoConnection) -> None:
         """The engine is not to blame, and the request waits: connections come back as others end."""
@@ -472,13 +472,13 @@ class RequestRelay:
             self._answer_move(False, str(shortage))
         self._delay_s = shortage.after_s
 
-    def _back_off(self, slot: EngineBackend, because: str, asked_s: float) -> None:
+    def _back_off(self, backend: EngineBackend, because: str, asked_s: float) -> None:
         """Count an attempt that failed. The first in a row costs no time: there are other engines."""
         self._failures += 1
         shown = self.record.relayed_tokens or not self.record.relayed  # a whole answer runs from the start
-        self._failed.append((slot.id, bool(shown) and self.record.state is RequestState.RUNNING))
+        self._failed.append((backend.id, bool(shown) and self.record.state is RequestState.RUNNING))
         if self._failures > self._limits.failures:
-            self._fail(503, f"{self._failures} attempts in a row failed, the last on {slot.id}: {because}")
+            self._fail(503, f"{self._failures} attempts in a row failed, the last on {backend.id}: {because}")
         elif self._failures > 1:
             doubled_s = self._limits.retry_first_s * 2.0 ** (self._failures - 2)
             self._delay_s = min(self._limits.retry_cap_s, max(doubled_s, asked_s))
@@ -520,41 +520,41 @@ class RequestRelay:
     def stalled(self, now_s: float) -> bool:
         """No token for too long, although the engine makes some for others where that could explain it: a waiting
         request waits for its turn, one that cannot be continued is better left alone."""
-        slot, record = self._slot, self.record
-        if slot is None or self._pump_task is None or self._pump_task.done() or self._move is not None:
+        backend, record = self._backend, self.record
+        if backend is None or self._pump_task is None or self._pump_task.done() or self._move is not None:
             return False
         if not self._fleet.barrier_open:
             return False
         last_s = record.progressed_s
         if record.state is RequestState.WAITING or record.immovable_because:
-            last_s = max(last_s, slot.progressed_s)
+            last_s = max(last_s, backend.progressed_s)
         return now_s - last_s > self._limits.stall_s
 
     async def leave_stalled(self) -> None:
         """Give the engine up for this request, unless it is paused, or computes an answer that comes as a whole."""
-        slot, task = self._slot, self._pump_task
-        if slot is None or task is None:
+        backend, task = self._backend, self._pump_task
+        if backend is None or task is None:
             return
         excused = False
         try:
-            excused = (self.record.relayed and await self._computes(slot)) or await slot.engine.is_paused()
+            excused = (self.record.relayed and await self._computes(backend)) or await backend.engine.is_paused()
         except Permanent as error:
-            logger.debug("%s does not say whether it is paused: %s", slot.id, error)
+            logger.debug("%s does not say whether it is paused: %s", backend.id, error)
         except (Retryable, OutcomeUnknown) as error:
-            self._fleet.suspect(slot, str(error))
+            self._fleet.suspect(backend, str(error))
         if self._pump_task is not task or task.done() or self._move is not None:
             return
         if excused:
             self.record.progressed_s = self._now_s()
             return
-        logger.warning("request %s: %s made no token for %g s", self.record.id, slot.id, self._limits.stall_s)
-        self._hung_on.add(slot.id)
+        logger.warning("request %s: %s made no token for %g s", self.record.id, backend.id, self._limits.stall_s)
+        self._hung_on.add(backend.id)
         self._stalled = True
         task.cancel()
 
-    async def _computes(self, slot: EngineBackend) -> bool:
+    async def _computes(self, backend: EngineBackend) -> bool:
         """Return whether the engine has computed tokens since the last call: a whole answer shows none before."""
-        metrics = await slot.engine.metrics()
+        metrics = await backend.engine.metrics()
         before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
         self._computed_before = computed
         return before != computed

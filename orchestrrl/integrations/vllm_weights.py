@@ -144,7 +144,7 @@ class _Barrier:
         await self._post("resume", asked)
 
     async def _post(self, name: str, asked: Mapping[str, Any]) -> None:
-        await _post(self.http, f"{await self._operator_url()}/orchestrrl/barrier/{name}", asked)
+        await _post(self.http, f"{await self._operator_url()}/orchestrrl/{name}", asked)
 
     async def _operator_url(self) -> str:
         told = await _call(self.http, "GET", f"{self._url}/version")

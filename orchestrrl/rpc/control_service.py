@@ -138,7 +138,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def AddEngine(self, request: control_pb2.AddEngineRequest, context: Context) -> control_pb2.Worker:
         new = NewEngine(request.engine_id, request.url, request.configuration, tuple(request.gpus), request.pool)
         async with refusing(context):
-            self._plane.enrolment.add(new, request.reason)
+            self._plane.membership_changes.add(new, request.reason)
         self._plane.barrier.forget([EngineId(request.engine_id)], "was added")
         return control_codec.worker_to_pb(self._plane, EngineId(request.engine_id))
 
@@ -148,9 +148,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if request.undo and request.move_requests:
                 raise ProblemFaults(["move_requests: cannot go with undo, got both"])
             if request.undo:
-                self._plane.enrolment.undrain(engine, request.reason)
+                self._plane.membership_changes.undrain(engine, request.reason)
             else:
-                self._plane.enrolment.drain(engine, request.move_requests, request.reason)
+                self._plane.membership_changes.drain(engine, request.move_requests, request.reason)
         return control_codec.worker_to_pb(self._plane, engine)
 
     async def RemoveEngine(
@@ -158,7 +158,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.RemoveEngineResponse:
         engine = self._engine(request.engine_id)
         async with refusing(context):
-            removal = await self._plane.enrolment.remove(engine, request.force, request.reason)
+            removal = await self._plane.membership_changes.remove(engine, request.force, request.reason)
         self._plane.barrier.forget([engine], "was removed")
         return control_pb2.RemoveEngineResponse(
             engine_id=request.engine_id,
@@ -167,7 +167,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         )
 
     async def SetPause(self, request: control_pb2.SetPauseRequest, context: Context) -> control_pb2.SetPauseResponse:
-        holds = self._plane.holds
+        pause_registry = self._plane.pause_registry
         async with refusing(context):
             faults = lifetime_faults(request.ttl_s, until="resumed") if request.paused else []
             if request.part not in list(PauseScope):
@@ -176,10 +176,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 raise ProblemFaults(faults)
             changed = True
             if request.paused:
-                holds.pause(PauseScope(request.part), request.reason, request.ttl_s)
+                pause_registry.pause(PauseScope(request.part), request.reason, request.ttl_s)
             else:
-                changed = holds.resume(PauseScope(request.part), request.reason)
-        return control_pb2.SetPauseResponse(pauses=control_codec.pauses_to_pb(holds.pauses), changed=changed)
+                changed = pause_registry.resume(PauseScope(request.part), request.reason)
+        return control_pb2.SetPauseResponse(pauses=control_codec.pauses_to_pb(pause_registry.pauses), changed=changed)
 
     async def Redeploy(
         self, request: control_pb2.RedeployRequest, context: Context

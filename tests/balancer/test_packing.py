@@ -24,7 +24,7 @@ CONFIGURATION = Configuration(
 TOLERANCE = 0.05
 
 
-def outlook(
+def packing_request(
     name: str, remaining: float, context: int = 500, *, movable: bool = True, waits: bool = False
 ) -> PackingRequest:
     state = RequestState.WAITING if waits else RequestState.RUNNING
@@ -44,7 +44,7 @@ def engine(
 
 
 def alike(name: str, count: int, remaining: float, context: int = 500) -> PackingEngine:
-    return engine(name, *(outlook(f"{name}-r{i:02d}", remaining, context) for i in range(count)))
+    return engine(name, *(packing_request(f"{name}-r{i:02d}", remaining, context) for i in range(count)))
 
 
 def packing(*engines: PackingEngine, max_moves: int = 1000, tolerance: float = TOLERANCE) -> Packing:
@@ -70,7 +70,7 @@ def fleets(draw: st.DrawFn) -> list[PackingEngine]:
     fleet = []
     for index in range(draw(st.integers(1, 5))):
         held = [
-            outlook(f"e{index}-r{i}", remaining, context, movable=movable, waits=waits)
+            packing_request(f"e{index}-r{i}", remaining, context, movable=movable, waits=waits)
             for i, (remaining, context, movable, waits) in enumerate(draw(st.lists(outlooks, max_size=8)))
         ]
         configuration = replace(
@@ -87,7 +87,7 @@ def fleets(draw: st.DrawFn) -> list[PackingEngine]:
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 3000)), max_size=12), st.sampled_from([1.0, 2.5]))
 def test_an_engine_with_room_ends_when_its_iterations_do(held: list[tuple[int, int]], slowdown: float) -> None:
-    requests = [outlook(f"r{i}", remaining, context) for i, (remaining, context) in enumerate(held)]
+    requests = [packing_request(f"r{i}", remaining, context) for i, (remaining, context) in enumerate(held)]
     alone = engine("e0", *requests, slowdown=slowdown)
     # The closed form counts r * r / 2 of a request's own growth; iterations hold r * (r - 1) / 2.
     growth_s = sum(request.remaining_tokens for request in requests) / 2 * CONFIGURATION.gamma_s * slowdown
@@ -171,7 +171,7 @@ def carried_out(fleet: list[PackingEngine], result: Packing) -> list[PackingEngi
 
 
 def test_the_last_request_of_an_engine_stays_on_equal_engines() -> None:
-    assert packing(engine("e0", outlook("r0", 9000)), engine("e1")).moves == ()
+    assert packing(engine("e0", packing_request("r0", 9000)), engine("e1")).moves == ()
 
 
 def test_equals_are_spread_evenly() -> None:
@@ -200,8 +200,8 @@ def test_each_move_is_from_who_ends_last_by_then_to_who_ends_first() -> None:
 
 def test_the_longest_ends_up_with_little_beside_it() -> None:
     """On its own engine, that sheds the others, or on one that has little to do: whichever is the shorter way."""
-    long = outlook("long", 12_000, 6_000)
-    crowd = [outlook(f"r{i:02d}", 2_500, 2_000) for i in range(30)]
+    long = packing_request("long", 12_000, 6_000)
+    crowd = [packing_request(f"r{i:02d}", 2_500, 2_000) for i in range(30)]
     result = packing(engine("e0", long, *crowd), *(alike(f"e{k}", 20, 1_500) for k in (1, 2, 3)))
     alone_s = packing(engine("e0", long)).makespan_before_s
     assert result.makespan_before_s > 1.04 * alone_s
@@ -209,8 +209,8 @@ def test_the_longest_ends_up_with_little_beside_it() -> None:
 
 
 def test_who_waits_leaves_for_where_there_is_room() -> None:
-    waiting = [outlook(f"w{i}", 3_000, waits=True) for i in range(4)]
-    full = engine("e0", *(outlook(f"r{i}", 3_000, 5_000) for i in range(4)), *waiting, free=0)
+    waiting = [packing_request(f"w{i}", 3_000, waits=True) for i in range(4)]
+    full = engine("e0", *(packing_request(f"r{i}", 3_000, 5_000) for i in range(4)), *waiting, free=0)
     small = replace(full, configuration=replace(CONFIGURATION, kv_capacity_tokens=20_000))
     result = packing(small, alike("e1", 1, 3_000))
     assert any(move.state is RequestState.WAITING for move in result.moves)
@@ -220,7 +220,7 @@ def test_who_waits_leaves_for_where_there_is_room() -> None:
 @pytest.mark.parametrize(("stuck", "moves"), [(SOURCES - 1, True), (SOURCES, False)])
 def test_so_many_engines_are_looked_at_in_vain(stuck: int, moves: bool) -> None:
     """The later ones hold what cannot be moved."""
-    held = [engine(f"s{i:02d}", outlook(f"s{i:02d}", 20_000, movable=False)) for i in range(stuck)]
+    held = [engine(f"s{i:02d}", packing_request(f"s{i:02d}", 20_000, movable=False)) for i in range(stuck)]
     assert bool(packing(*held, alike("e0", 12, 4_000), engine("e1")).moves) == moves
 
 
@@ -242,7 +242,7 @@ def test_a_prefill_that_costs_more_than_it_gains_is_not_done() -> None:
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
 def test_what_makes_no_sense_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="remaining_tokens must be > 0"):
-        outlook("r0", bad)
+        packing_request("r0", bad)
     with pytest.raises(ValueError, match="slowdown must be > 0"):
         engine("e0", slowdown=bad)
 
@@ -252,9 +252,9 @@ def test_no_engine_ends_at_once() -> None:
 
 
 def test_negative_tokens_are_refused() -> None:
-    assert outlook("r0", 5.0, 0).context_tokens == 0
+    assert packing_request("r0", 5.0, 0).context_tokens == 0
     with pytest.raises(ValueError, match="context_tokens must be >= 0, got -1"):
-        outlook("r0", 5.0, -1)
+        packing_request("r0", 5.0, -1)
     with pytest.raises(ValueError, match="kv_free_tokens must be >= 0, got -1"):
         engine("e0", free=-1)
 
@@ -264,7 +264,7 @@ class TestGroups:
 
     @staticmethod
     def member(name: str, group: str) -> PackingRequest:
-        return replace(outlook(name, 4_000), group=group, prompt_tokens=400)
+        return replace(packing_request(name, 4_000), group=group, prompt_tokens=400)
 
     def fleet(self) -> list[PackingEngine]:
         crowd = [self.member(f"e0-{i:02d}", "a" if i == 7 else f"e0-{i}") for i in range(12)]
@@ -321,7 +321,7 @@ def test_a_running_request_moves_only_where_that_is_worth_what_it_stands_still_f
     fixed_s: float, moves: bool, waits: bool
 ) -> None:
     """Four long requests beside an empty engine: with one fewer they end 10 s sooner, and one alone 30 s sooner."""
-    held = [outlook(f"r{i}", 5000 - i, waits=waits and i == 3) for i in range(4)]
+    held = [packing_request(f"r{i}", 5000 - i, waits=waits and i == 3) for i in range(4)]
     slow = replace(CONFIGURATION, beta_s=0.002)
     fleet = [engine("e0", *held, configuration=slow), engine("e1", configuration=slow)]
     chosen = pack(fleet, max_moves=1, tolerance=TOLERANCE, move_fixed_s=fixed_s)

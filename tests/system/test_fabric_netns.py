@@ -108,8 +108,8 @@ class Plant:
         ]
         ocs = [{"id": switch["id"], "driver": "virtual"} for switch in cast(Any, SITE["switches"])]
         # Every far end answers here, on a busy machine late.
-        steering = {"link_up_s": 60.0, "neighbour_s": 60.0}
-        return {"mode": "act", "ocs": ocs, "fabric": {"site": "site.yaml", "routers": routers, "steering": steering}}
+        rerouting = {"link_up_s": 60.0, "neighbour_s": 60.0}
+        return {"mode": "act", "ocs": ocs, "fabric": {"site": "site.yaml", "routers": routers, "rerouting": rerouting}}
 
     def _packet_network(self) -> None:
         eps = self.lab.add("eps")
@@ -138,7 +138,7 @@ class Plant:
             fabric = fabric_of(self.config, self.switches, executor, hub, plane, self.clock, routing)
             assert fabric is not None
             self.routing, self.coordinator = routing, fabric
-            tasks = [asyncio.create_task(each) for each in (executor.run(), fabric.run(), routing.tend())]
+            tasks = [asyncio.create_task(each) for each in (executor.run(), fabric.run(), routing.maintain())]
             try:
                 yield
             finally:

@@ -1,4 +1,4 @@
-"""A daemon process with routers: it steers, `fabric status` says how packets go, and all of it ends in order."""
+"""A daemon process with routers: it reroutes, `fabric status` says how packets go, and all of it ends in order."""
 
 import json
 import signal
@@ -42,7 +42,7 @@ def document(folder: Path) -> dict[str, Any]:
             {"id": switch.id, "driver": "virtual", "options": {"connectivity": "any_to_any"}}
             for switch in site.switches
         ],
-        "fabric": {"site": str(SITE), "routers": routers, "steering": {"link_up_s": 0.05}},
+        "fabric": {"site": str(SITE), "routers": routers, "rerouting": {"link_up_s": 0.05}},
     }
 
 

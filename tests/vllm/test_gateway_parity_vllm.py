@@ -186,7 +186,7 @@ async def test_a_truncated_prompt_stays_so_when_its_request_moves(house: House) 
     body = {**GREEDY, "prompt": list(range(40, 60)), "truncate_prompt_tokens": 3, "max_tokens": 60, "ignore_eos": True}
     body["return_token_ids"] = True
     undisturbed = await house.ask(house.engines[0].url, COMPLETIONS, body, stream=False)
-    house.holds.append(20)
+    house.pause_registry.append(20)
     asking = asyncio.create_task(house.ask(house.url, COMPLETIONS, body, "r", stream=False))
     result = await house.move("r", 20)
     assert result.done, result.detail

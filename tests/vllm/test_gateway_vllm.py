@@ -48,9 +48,9 @@ class House:
     def __init__(self, engines: tuple[LocalEngine, ...], http: aiohttp.ClientSession, kv_version: str = "") -> None:
         self.engines = engines
         self.http = http
-        self.holds: deque[int] = deque()
+        self.pause_registry: deque[int] = deque()
         self.released = asyncio.Event()
-        self.fleet = EngineBackends(lambda url: HeldEngine(url, self.holds, self.released), clock=WallClock())
+        self.fleet = EngineBackends(lambda url: HeldEngine(url, self.pause_registry, self.released), clock=WallClock())
         limits = RelayLimits(coalesce_tokens=4, move_answer_s=DEADLINE_S)
         self.gateway = Gateway(NodeId("gateway"), self.fleet, limits=limits, clock=WallClock())
         self.gateway.set_routes(
@@ -122,8 +122,8 @@ async def test_a_moved_answer_is_the_undisturbed_one(house: House, ask: tuple[st
     assert len(undisturbed.token_ids) == TOKENS
     totals = (20, 90, 211)
     for attempt in range(TRIES):
-        house.holds.clear()
-        house.holds.extend((20, 70, 121))
+        house.pause_registry.clear()
+        house.pause_registry.extend((20, 70, 121))
         asking = asyncio.create_task(house.ask(house.url, path, body, f"r{attempt}", stream=stream))
         results = await moved_at(house, f"r{attempt}", asking, *totals)
         answer = await asking
@@ -152,7 +152,7 @@ async def test_the_text_is_right_wherever_the_cut_falls(house: House) -> None:
     body = {**body, "max_tokens": 60, "logprobs": None}
     undisturbed = await house.ask(house.engines[0].url, path, body, stream=True)
     for tokens in range(1, 40, 3):
-        house.holds.append(tokens)
+        house.pause_registry.append(tokens)
         asking = asyncio.create_task(house.ask(house.url, path, body, f"cut-{tokens}", stream=True))
         result = await house.move(f"cut-{tokens}", tokens)
         answer = await asking
@@ -170,7 +170,7 @@ async def test_the_text_is_right_where_no_server_decodes_tokens(house: House, mo
     body = {**body, "max_tokens": 60, "logprobs": None}
     undisturbed = await house.ask(house.engines[0].url, path, body, stream=True)
     for tokens in range(3, 40, 5):
-        house.holds.append(tokens)
+        house.pause_registry.append(tokens)
         asking = asyncio.create_task(house.ask(house.url, path, body, f"undecoded-{tokens}", stream=True))
         result = await house.move(f"undecoded-{tokens}", tokens)
         answer = await asking
@@ -184,7 +184,7 @@ async def test_a_waiting_request_moves_to_a_free_seat(house: House) -> None:
     house.gateway.set_routes([EngineRoute(EngineId("e0"), house.engines[0].url)])
     path, body = COMPLETION
     long_body = {**body, "max_tokens": 10 * INTERRUPTED_TOKENS, "logprobs": None}
-    house.holds.extend([5] * 4)
+    house.pause_registry.extend([5] * 4)
     long_ones = [asyncio.create_task(house.ask(house.url, path, long_body, f"l{i}", stream=False)) for i in range(4)]
     await asyncio.gather(*(house.until(f"l{i}", 5) for i in range(4)))
     late = asyncio.create_task(house.ask(house.url, path, {**body, "max_tokens": 10}, "late", stream=False))
@@ -207,7 +207,7 @@ async def test_a_waiting_request_moves_to_a_free_seat(house: House) -> None:
 async def test_a_paused_server_freezes_its_requests_and_loses_none(house: House) -> None:
     path, body = COMPLETION
     undisturbed = await house.ask(house.engines[0].url, path, body, stream=False)
-    house.holds.append(30)
+    house.pause_registry.append(30)
     asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=False))
     source = await house.until("r", 30)
     slot = house.fleet.get(source)
@@ -238,7 +238,7 @@ async def test_a_server_killed_in_the_middle_of_a_step_loses_no_request(
         expected = await asyncio.gather(
             *(house.ask(house.engines[0].url, path, body, stream=stream) for path, body, stream in asks)
         )
-        house.holds.extend([4] * 8)
+        house.pause_registry.extend([4] * 8)
         asking = [
             asyncio.create_task(house.ask(house.url, path, body, f"q{index}", stream=stream))
             for index, (path, body, stream) in enumerate(asks)
@@ -290,7 +290,7 @@ async def test_a_server_killed_while_it_is_moved_to_sends_the_request_back(
         house.url = await house.server.start("127.0.0.1", 0)
         path, body = COMPLETION
         undisturbed = await house.ask(house.engines[0].url, path, body, stream=False)
-        house.holds.append(20)
+        house.pause_registry.append(20)
         asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=True))
         assert await house.until("r", 20) == "e0"
         os.killpg(doomed.pid, signal.SIGSTOP)

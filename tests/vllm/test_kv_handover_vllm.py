@@ -210,7 +210,7 @@ async def test_the_gateway_moves_both_ways_by_both_methods(
     house.url = await house.server.start("127.0.0.1", 0)
     undisturbed = await house.ask(pair.urls[0], path, body, stream=stream)
     prompt_tokens = len(undisturbed.prompt_token_ids)
-    house.holds.extend((100, 100, 100, 100))
+    house.pause_registry.extend((100, 100, 100, 100))
     asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=stream))
     moved = []
     for turn, method in enumerate((MoveMethod.TRANSFER,) * 2 + (MoveMethod.RECOMPUTE,) * 2):

@@ -148,9 +148,9 @@ def route_lines(routes: dict[str, Any] | None) -> list[str]:
     """How packets follow circuits, and all that is amiss."""
     if routes is None:
         return ["packets: routers follow links by themselves"]
-    if not routes["steered_unix_s"]:
-        return ["packets: not steered yet, not all is known of what is up"]
-    told = [f"packets: over {routes['links']} links since {time_of_day(routes['steered_unix_s'])}"]
+    if not routes["rerouted_unix_s"]:
+        return ["packets: not rerouted yet, not all is known of what is up"]
+    told = [f"packets: over {routes['links']} links since {time_of_day(routes['rerouted_unix_s'])}"]
     for what, field in (("without a way", "unreachable"), ("over the packet side", "on_packet_side")):
         pairs, count = routes[field], routes[f"{field}_pairs"]
         if count:

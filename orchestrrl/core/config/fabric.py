@@ -57,7 +57,7 @@ class FabricSettings(Section):
     # here), and else before it was measured.
     route_s: NonNegativeFloat = 0.0
     routers: tuple[RouterSettings, ...] = Field(default=(), strict=False)
-    steering: ReroutingSettings = ReroutingSettings()
+    rerouting: ReroutingSettings = ReroutingSettings()
     # Where this names a model (see planner/cost/models.py), circuits of Gen follow the deployment at its switches.
     model: Name | None = None
     first_fleet_gpu: NonNegativeInt = 0  # the site's number of the fleet's GPU 0

@@ -133,7 +133,7 @@ _RECOVERED_FROM_LATEST = (
     EntryKind.ENGINES,
     EntryKind.BARRIER,
     EntryKind.FABRIC_CONTROL,
-    EntryKind.STEERED,
+    EntryKind.REROUTED,
     EntryKind.HOLDS,
     EntryKind.WEIGHTS,
     EntryKind.JOURNAL_DAMAGED,

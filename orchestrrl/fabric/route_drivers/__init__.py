@@ -1,1 +1,2 @@
-"""Routers, as the control plane steers packets on them: the contract, one module per product, the conformance suite."""
+"""Routers, as the control plane reroutes packets on them: the contract, one module per product, the conformance
+suite."""

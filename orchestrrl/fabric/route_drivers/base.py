@@ -1,4 +1,4 @@
-"""The driver contract: what the control plane asks of any router whose packets it steers.
+"""The driver contract: what the control plane asks of any router whose packets it reroutes.
 
 A plug point: one module per product, registered in the entry-point group `orchestrrl.route_drivers`, looked up
 by `registry.py`. Every driver passes `conformance.py`. A product need not implement all of `RouteDriver`: it writes a
@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from planner.fabric.steering import NextHop, RouteChange, RouteTable
+from planner.fabric.rerouting import NextHop, RouteChange, RouteTable
 
 
 @dataclass(frozen=True, slots=True)

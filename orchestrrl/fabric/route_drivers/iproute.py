@@ -2,7 +2,8 @@
 
 Ours are the routes of one table that bear our protocol number and our metric. Another's route to the same prefix has
 another metric and stays beside ours, and the smaller metric wins; where it has the very same, ours is refused. No
-daemon and no library is needed on the router, so a prefix (`ssh tor3`) is all it takes to steer one that is elsewhere.
+daemon and no library is needed on the router, so a prefix (`ssh tor3`) is all it takes to reroute one that is
+elsewhere.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReadin
 from orchestrrl.fabric.route_drivers.command import RouterShell, prefix_of
 from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterTimeouts
 from orchestrrl.fabric.route_drivers.linux import LinuxHost
-from planner.fabric.steering import NextHop, PacketRoute, RouteChange, RouteTable
+from planner.fabric.rerouting import NextHop, PacketRoute, RouteChange, RouteTable
 
 MAIN_TABLE = 254
 # No daemon's: 1-4 are the kernel's and the boot's, 8-18 and 186-192 are taken by routing daemons in rt_protos.

@@ -96,7 +96,7 @@ class RedeploymentBook:
                 took_s = run.took_s(engine)
                 if done and took_s is not None and engine in specs and usual(run, engine):
                     spec = specs[engine]
-                    known = run.hands.configurations.get(spec.configuration)
+                    known = run.acts.configurations.get(spec.configuration)
                     expected_s = took_s if known is None else known.switch_s
                     body |= {"configuration": spec.configuration, "gpus": list(spec.gpus)}
                     body |= {"took_s": took_s, "expected_s": expected_s}
@@ -116,7 +116,7 @@ class RedeploymentBook:
 
 def starts_of(run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId], bool]) -> tuple[EngineStart, ...]:
     """What configurations take to come up, for who estimates it."""
-    known = run.hands.configurations  # those of the daemon that began it: the next may have others
+    known = run.acts.configurations  # those of the daemon that began it: the next may have others
     return tuple(
         EngineStart(spec.configuration, took_s, known[spec.configuration].switch_s)
         for spec in run.redeployment.coming

@@ -125,9 +125,9 @@ class RedeploymentController:
             return
         logger.warning("redeployment %s was cut short by the end of its daemon", opened.redeployment.id)
         self._adopt()
-        hands = self._hands(opened.redeployment)
+        acts = self._acts(opened.redeployment)
         self._run = run = RedeploymentRun(
-            opened.redeployment, hands, self._plane.journal, self._plane.clock, self._changed
+            opened.redeployment, acts, self._plane.journal, self._plane.clock, self._changed
         )
         self._task = asyncio.create_task(self._carry(run, self._resume(run, opened)))
 
@@ -137,7 +137,7 @@ class RedeploymentController:
             await self._plane.clock.sleep(POLL_S)
         await run.resume(opened.steps)
 
-    async def tend(self) -> None:
+    async def maintain(self) -> None:
         """Notice engines that end by themselves; until cancelled."""
         while True:
             await self._plane.clock.sleep(TEND_S)
@@ -205,10 +205,10 @@ class RedeploymentController:
 
     def _adopt(self) -> None:
         """Requests may go to what runs, as its last word was."""
-        hands = self._hands(None)
+        acts = self._acts(None)
         for deployed in self._running.values():
             if deployed.life is EngineLife.ALIVE and deployed.url and not deployed.lent:
-                self._plane.state.add_engine(hands.facts(deployed))
+                self._plane.state.add_engine(acts.facts(deployed))
                 if deployed.configuration not in self.configurations:
                     logger.error(
                         "engine %s runs as %s, which is not configured", deployed.engine, deployed.configuration
@@ -337,7 +337,7 @@ class RedeploymentController:
 
     def _offers(self, engine: EngineId) -> EngineCapabilities | None:
         """As it was last reported; right after a redeployment, as it told then."""
-        verified = None if self._run is None else self._run.hands.offers.get(engine)
+        verified = None if self._run is None else self._run.acts.offers.get(engine)
         return self._plane.state.capabilities(engine) or verified
 
     def _elastic(self) -> frozenset[EngineId]:
@@ -402,12 +402,12 @@ class RedeploymentController:
     def _begin(self, redeployment: Redeployment, *, tell: bool = True) -> None:
         """`tell` the control plane how it ends, where the caller does not."""
         self._run = run = RedeploymentRun(
-            redeployment, self._hands(redeployment), self._plane.journal, self._plane.clock, self._changed
+            redeployment, self._acts(redeployment), self._plane.journal, self._plane.clock, self._changed
         )
         self._task = asyncio.create_task(self._carry(run, run.run(), tell=tell))
         self._task.add_done_callback(_log_defect)
 
-    def _hands(self, redeployment: Redeployment | None) -> RedeployActions:
+    def _acts(self, redeployment: Redeployment | None) -> RedeployActions:
         blank = Redeployment(RedeploymentId(""), PlanId(""), "", 0.0, (), ())
         return RedeployActions(
             self._plane,
@@ -423,7 +423,7 @@ class RedeploymentController:
         try:
             await work
         except Exception:  # a defect of ours: nobody is to wait for a redeployment that goes on no further
-            run.hands.let_be()
+            run.acts.let_be()
             raise
         try:
             await self._look()

@@ -69,13 +69,13 @@ class RedeploymentRun:
     def __init__(
         self,
         redeployment: Redeployment,
-        hands: RedeployActions,
+        acts: RedeployActions,
         journal: Journal,
         clock: Clock,
         changed: Callable[[], None],
     ) -> None:
         self.redeployment = redeployment
-        self.hands = hands
+        self.acts = acts
         self._journal = journal
         self._clock = clock
         self._changed = changed
@@ -109,14 +109,12 @@ class RedeploymentRun:
             state=self._state,
             old=self.redeployment.old,
             new=self.redeployment.new,
-            engines=tuple(
-                sorted(e for e, d in self.hands.running.items() if d.life is EngineLife.ALIVE and not d.lent)
-            ),
+            engines=tuple(sorted(e for e, d in self.acts.running.items() if d.life is EngineLife.ALIVE and not d.lent)),
             steps=tuple(self._steps.values()),
             detail=self._detail,
             ended_s=self._ended_s,
-            requests_moved=len(self.hands.tally.moved - self.hands.tally.parked),
-            requests_parked=len(self.hands.tally.parked),
+            requests_moved=len(self.acts.tally.moved - self.acts.tally.parked),
+            requests_parked=len(self.acts.tally.parked),
             closed_s=self._closed_s,
         )
 
@@ -141,9 +139,7 @@ class RedeploymentRun:
         """Go back. Raises Permanent where that is no longer possible."""
         going = self._going  # None: it is yet to begin
         over = (
-            self.hands.going_back
-            or self._state is not RedeploymentState.RUNNING
-            or (going is not None and going.done())
+            self.acts.going_back or self._state is not RedeploymentState.RUNNING or (going is not None and going.done())
         )
         if over or self._point_of_no_return:
             raise Permanent(f"redeployment {self.redeployment.id} can no longer be called off")
@@ -159,11 +155,11 @@ class RedeploymentRun:
         early = next(steps_in(self._stages[StepDirection.FORWARD])).kind in _TAKES_GPUS
         limit_s = self.redeployment.limits.check_s if early else REFERENCE_WITHIN_S
         try:
-            reference = await within(self._clock, limit_s, self.hands.reference(patient=early))
+            reference = await within(self._clock, limit_s, self.acts.reference(patient=early))
         except OrchestrRLError as error:
             logger.warning("redeployment %s: nobody was there to compare answers with: %s", self.redeployment.id, error)
             reference = None
-        self.redeployment = self.hands.redeployment = replace(self.redeployment, reference=reference)
+        self.redeployment = self.acts.redeployment = replace(self.redeployment, reference=reference)
         body = {"redeployment": REDEPLOYMENT.dump_python(self.redeployment, mode="json")}
         try:
             self._journal.append(self._clock.now_s(), EntryKind.REDEPLOYMENT_BEGAN, self.redeployment.id, body)
@@ -177,7 +173,7 @@ class RedeploymentRun:
     async def resume(self, steps: Sequence[JournalEntry]) -> None:
         """Take up what a daemon before left open; `steps` are its entries of this redeployment, in order."""
         done = self._recall(steps)
-        alive = {engine for engine, deployed in self.hands.running.items() if deployed.life is EngineLife.ALIVE}
+        alive = {engine for engine, deployed in self.acts.running.items() if deployed.life is EngineLife.ALIVE}
         if not goes_on(self.redeployment, done, alive):
             return await self._end(RedeployFailure(None, "the daemon ended in the middle of it"))
         logger.warning("redeployment %s is finished: all that is new had been verified", self.redeployment.id)
@@ -189,7 +185,7 @@ class RedeploymentRun:
 
     async def _forward(self, done: set[tuple[StepKind, EngineId | None]] | None = None) -> RedeployFailure | None:
         skip = done or set()
-        self.hands.expect(spec.engine for spec in self.redeployment.preparing)
+        self.acts.expect(spec.engine for spec in self.redeployment.preparing)
         self._going = asyncio.ensure_future(self._run_stages(skip))
         try:
             await self._going
@@ -226,13 +222,13 @@ class RedeploymentRun:
         for key, told in list(self._steps.items()):
             if told.state is RedeployStepState.PENDING:
                 self._steps[key] = replace(told, state=RedeployStepState.SKIPPED)
-        self.hands.going_back = True
+        self.acts.going_back = True
         present = await self._look()
-        asleep = {engine for engine in present if self.hands.running[engine].lent}
+        asleep = {engine for engine in present if self.acts.running[engine].lent}
         old = {spec.engine for spec in self.redeployment.leaving}
         asleep |= present & self._dozing & old
         there = present - (self._unready & old)  # starting one again is harmless, and brings it up
-        ended = {engine for engine in present if self.hands.running[engine].life is EngineLife.ENDED}
+        ended = {engine for engine in present if self.acts.running[engine].life is EngineLife.ENDED}
         scaled = {
             told.step.engine
             for told in self._steps.values()
@@ -241,7 +237,7 @@ class RedeploymentRun:
         self._stages[StepDirection.BACK] = stages_back(self.redeployment, there, asleep, scaled, self._stopping | ended)
         self._list_steps(StepDirection.BACK)
         brought_up = {step.engine for step in steps_in(self._stages[StepDirection.BACK]) if step.kind is StepKind.READY}
-        self.hands.expect(engine for engine in brought_up if engine is not None)
+        self.acts.expect(engine for engine in brought_up if engine is not None)
         self._told()
         amiss: list[str] = []
         for stage in self._stages[StepDirection.BACK]:
@@ -253,7 +249,7 @@ class RedeploymentRun:
         """What is there. Without that nothing can be undone, so a deployer that does not answer is asked again."""
         while True:
             try:
-                return await self.hands.look()
+                return await self.acts.look()
             except OrchestrRLError as error:
                 logger.error(
                     "redeployment %s cannot go back: the deployer does not say what there is: %s",
@@ -264,7 +260,7 @@ class RedeploymentRun:
 
     async def _as_before(self) -> bool:
         await self._look()
-        serving = {engine for engine, up in self.hands.running.items() if up.life is EngineLife.ALIVE and not up.lent}
+        serving = {engine for engine, up in self.acts.running.items() if up.life is EngineLife.ALIVE and not up.lent}
         return serving == {spec.engine for spec in self.redeployment.old}
 
     async def _chain_back(self, chain: Sequence[RedeployStep]) -> str:
@@ -273,7 +269,7 @@ class RedeploymentRun:
         for _ in range(BACK_ATTEMPTS):
             try:
                 for step in chain:
-                    await self._do(StepDirection.BACK, step, self.hands.back)
+                    await self._do(StepDirection.BACK, step, self.acts.back)
             except _ChainFailed as failed:
                 failure = failed.failure
                 logger.error("redeployment %s, on its way back: %s", self.redeployment.id, failure)
@@ -290,7 +286,7 @@ class RedeploymentRun:
         """What came up by half is not left on its GPUs."""
         assert step.engine is not None
         try:
-            await within(self._clock, self.redeployment.limits.stop_s, self.hands.discard(step.engine))
+            await within(self._clock, self.redeployment.limits.stop_s, self.acts.discard(step.engine))
         except OrchestrRLError as error:
             logger.error("%s: %s", step.engine, error)
 
@@ -314,7 +310,7 @@ class RedeploymentRun:
             if (step.kind, step.engine) in skip:
                 continue
             try:
-                await self._do(StepDirection.FORWARD, step, self.hands.forward)
+                await self._do(StepDirection.FORWARD, step, self.acts.forward)
             except _ChainFailed as failed:
                 if step.kind is not StepKind.RETIRE:
                     raise
@@ -331,11 +327,11 @@ class RedeploymentRun:
             self._fenced_s = began_s
         self._write(StepReport(step, direction, RedeployStepState.RUNNING, began_s=began_s))
         if step.engine is not None:
-            self.hands.waits_for.pop(step.engine, None)
+            self.acts.waits_for.pop(step.engine, None)
         try:
             detail = await within(self._clock, step.within_s, act(step))
         except OrchestrRLError as error:
-            waits = self.hands.waits_for.get(step.engine, "") if step.engine is not None else ""
+            waits = self.acts.waits_for.get(step.engine, "") if step.engine is not None else ""
             why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
             self._write(self._ended_step(direction, step, RedeployStepState.FAILED, why, began_s))
             raise _ChainFailed(RedeployFailure(step, why)) from error
@@ -378,9 +374,9 @@ class RedeploymentRun:
             "took_s": told.took_s,
             "valid_until_s": (told.began_s or 0.0) + step.within_s,
         }
-        if self.redeployment.reference is None and self.hands.redeployment.reference is not None:
-            self.redeployment = self.hands.redeployment
-            body["reference"] = EXCERPT.dump_python(self.hands.redeployment.reference, mode="json")
+        if self.redeployment.reference is None and self.acts.redeployment.reference is not None:
+            self.redeployment = self.acts.redeployment
+            body["reference"] = EXCERPT.dump_python(self.acts.redeployment.reference, mode="json")
         try:
             self._journal.append(self._clock.now_s(), EntryKind.REDEPLOYMENT_STEP, self.redeployment.id, body)
         except OrchestrRLError as error:
@@ -400,10 +396,10 @@ class RedeploymentRun:
         if kind in _TAKES_GPUS and state is RedeployStepState.RUNNING:
             self._unready.add(engine)
         if kind in (*_TAKES_GPUS, *_FREES_GPUS) and state is RedeployStepState.RUNNING:
-            self.hands.loaded.discard(engine)
+            self.acts.loaded.discard(engine)
         match kind, state:
             case (StepKind.LOAD, RedeployStepState.DONE):
-                self.hands.loaded.add(engine)
+                self.acts.loaded.add(engine)
             case (StepKind.VERIFY, RedeployStepState.DONE):
                 self._unready.discard(engine)
             case (StepKind.STOP, RedeployStepState.RUNNING):
@@ -424,7 +420,7 @@ class RedeploymentRun:
             self._note(StepKind(body["kind"]), body["engine"], RedeployStepState(body["state"]))
             if "reference" in body:
                 reference = EXCERPT.validate_python(body["reference"])
-                self.redeployment = self.hands.redeployment = replace(self.redeployment, reference=reference)
+                self.redeployment = self.acts.redeployment = replace(self.redeployment, reference=reference)
             step = forward.get(body["number"])
             if body["direction"] != StepDirection.FORWARD or step is None:
                 continue

@@ -129,7 +129,7 @@ class HttpConnection(asyncio.Protocol):
     """One connection. What answers a request is given the door to write to, and is cancelled when the client leaves."""
 
     def __init__(self, house: "HttpServer") -> None:
-        self._house = house
+        self._server = house
         self._transport: asyncio.Transport | None = None
         self._data = b""
         self._head: RequestHead | None = None  # of a request that is not all there
@@ -211,7 +211,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are asyncio's by their methods only. Both set TCP_NODELAY.
         self._transport = cast(asyncio.Transport, transport)
-        self._house.doors.add(self)
+        self._server.doors.add(self)
         peer: socket.socket | None = transport.get_extra_info("socket")
         if peer is not None:  # a client that is gone without a word is found out
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -219,7 +219,7 @@ class HttpConnection(asyncio.Protocol):
                 peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._house.forget(self)
+        self._server.forget(self)
         self._data = b""  # requests that nobody waits for
         if self._task is not None:
             self._cut(self._task)
@@ -257,7 +257,7 @@ class HttpConnection(asyncio.Protocol):
             if not may_be_a_head(data):
                 self._hand_over()
             else:
-                self._house.expect(self)
+                self._server.expect(self)
             return
         head = read_head(data[:head_stop])
         if head is None:
@@ -273,17 +273,17 @@ class HttpConnection(asyncio.Protocol):
         missing_bytes = head.body_bytes - len(self._body)
         if len(data) < missing_bytes:
             self._body += data
-            self._house.expect(self)
+            self._server.expect(self)
             return
         self._data = data[missing_bytes:]
         body = data[:missing_bytes]
         if self._body:
             body = bytes(self._body) + body
             self._body = bytearray()
-        self._house.unfinished.pop(self, None)
+        self._server.unfinished.pop(self, None)
         self._head = None
         self.answered = False
-        self._task = asyncio.get_running_loop().create_task(self._house.answer(head, body, self))
+        self._task = asyncio.get_running_loop().create_task(self._server.answer(head, body, self))
         self._task.add_done_callback(self._over)
 
     def _over(self, task: "asyncio.Task[None]") -> None:
@@ -312,8 +312,8 @@ class HttpConnection(asyncio.Protocol):
     def _hand_over(self) -> None:
         """The connection is aiohttp's from here on."""
         assert self._transport is not None
-        self._house.forget(self)
-        protocol = self._house.general()
+        self._server.forget(self)
+        protocol = self._server.general()
         data, self._data = self._data, b""
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
@@ -336,37 +336,37 @@ class HttpServer:
         ] = {}  # by when the rest of its request must have come; the first is first
         self._timer: asyncio.TimerHandle | None = None
 
-    def door(self) -> HttpConnection:
+    def connection(self) -> HttpConnection:
         return HttpConnection(self)
 
     @property
     def busy(self) -> bool:
-        return any(door.busy for door in self.doors)
+        return any(connection.busy for connection in self.doors)
 
-    def expect(self, door: HttpConnection) -> None:
+    def expect(self, connection: HttpConnection) -> None:
         """A part of a request has come."""
-        if door not in self.unfinished:
+        if connection not in self.unfinished:
             loop = asyncio.get_running_loop()
-            self.unfinished[door] = until_s = loop.time() + REQUEST_WITHIN_S
+            self.unfinished[connection] = until_s = loop.time() + REQUEST_WITHIN_S
             if self._timer is None:
                 self._timer = loop.call_at(until_s, self._refuse_slow)
 
-    def forget(self, door: HttpConnection) -> None:
-        self.doors.discard(door)
-        self.unfinished.pop(door, None)
+    def forget(self, connection: HttpConnection) -> None:
+        self.doors.discard(connection)
+        self.unfinished.pop(connection, None)
 
     async def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        await asyncio.gather(*(door.close() for door in self.doors))
+        await asyncio.gather(*(connection.close() for connection in self.doors))
 
     def _refuse_slow(self) -> None:
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        for door, until_s in list(self.unfinished.items()):
+        for connection, until_s in list(self.unfinished.items()):
             if until_s > now_s:
                 break
-            del self.unfinished[door]
-            door.refuse_slow()
+            del self.unfinished[connection]
+            connection.refuse_slow()
         following_s = next(iter(self.unfinished.values()), None)
         self._timer = None if following_s is None else loop.call_at(following_s, self._refuse_slow)

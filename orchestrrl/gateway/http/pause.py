@@ -147,8 +147,8 @@ class PauseEndpoints:
     def _with_urls(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
         """Where each engine is: whoever brings weights wants to know. A daemon leaves that to gateways."""
         for engine in answer.get("engines", ()):
-            slot = self._gateway.fleet.get(EngineId(engine["engine_id"]))
-            engine["url"] = "" if slot is None else slot.engine.url
+            backend = self._gateway.fleet.get(EngineId(engine["engine_id"]))
+            engine["url"] = "" if backend is None else backend.engine.url
         return answer
 
     # --- a gateway that is alone -------------------------------------------------------------------------------------
@@ -208,14 +208,14 @@ class PauseEndpoints:
             "requests": {"running": report.running, "frozen": report.frozen, "held": report.held},
             "engines": [
                 {
-                    "engine_id": slot.id,
-                    "done": slot.id not in told or told[slot.id].done,
-                    "detail": told[slot.id].detail if slot.id in told else "",
-                    "policy_version": slot.policy_version,
-                    "url": slot.engine.url,
-                    "paused": slot.paused,
+                    "engine_id": backend.id,
+                    "done": backend.id not in told or told[backend.id].done,
+                    "detail": told[backend.id].detail if backend.id in told else "",
+                    "policy_version": backend.policy_version,
+                    "url": backend.engine.url,
+                    "paused": backend.paused,
                 }
-                for slot in self._gateway.fleet
+                for backend in self._gateway.fleet
             ],
             "detail": barrier.opened_because if closed is None else "",
         }

@@ -71,9 +71,9 @@ def our_error(message: str, status: int, param: str | None = None) -> web.Respon
     return error_response(failure_of(message, status, param))
 
 
-def _refuse(door: HttpConnection, failure: RequestFailure) -> None:
-    _log_fault("a request", door.peer, failure)
-    door.whole(failure.status, json.dumps(failure.error).encode())
+def _refuse(connection: HttpConnection, failure: RequestFailure) -> None:
+    _log_fault("a request", connection.peer, failure)
+    connection.whole(failure.status, json.dumps(failure.error).encode())
 
 
 def _log_fault(asked: str, peer: object, failure: RequestFailure) -> None:
@@ -128,7 +128,7 @@ class GatewayServer:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(GatewayCollector(gateway))
         self._runner: web.AppRunner | None = None
-        self._house: HttpServer | None = None
+        self._server: HttpServer | None = None
         self._servers: list[asyncio.Server] = []
         self._operator_runner: web.AppRunner | None = None
         self._operator_at: tuple[str, int] | None = None  # host and port; None: the operator API is not served
@@ -168,7 +168,7 @@ class GatewayServer:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        self._house = HttpServer(self._usual, partial(_connection, self._runner))
+        self._server = HttpServer(self._usual, partial(_connection, self._runner))
         bound_port = await self.listen(host, port)
         return url_of(host, bound_port)
 
@@ -183,8 +183,10 @@ class GatewayServer:
 
     async def listen(self, host: str, port: int, *, shared: bool = False) -> int:
         """Listen on one more port. `shared`: other processes may listen on it, too."""
-        assert self._house is not None
-        return await self._serve(self._house.general if self._plain else self._house.door, host, port, shared=shared)
+        assert self._server is not None
+        return await self._serve(
+            self._server.general if self._plain else self._server.connection, host, port, shared=shared
+        )
 
     async def _serve(
         self, connected: Callable[[], asyncio.BaseProtocol], host: str, port: int, *, shared: bool = False
@@ -205,13 +207,13 @@ class GatewayServer:
 
     def _busy(self) -> bool:
         """A request runs, or its answer is still being written."""
-        return len(self._gateway.ledger) > 0 or (self._house is not None and self._house.busy)
+        return len(self._gateway.ledger) > 0 or (self._server is not None and self._server.busy)
 
     async def close(self) -> None:
         for server in self._servers:
             server.close()
-        if self._house is not None:
-            await self._house.close()
+        if self._server is not None:
+            await self._server.close()
         for runner in (self._runner, self._operator_runner):
             if runner is not None:
                 await runner.cleanup()
@@ -224,24 +226,24 @@ class GatewayServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, CompletionEndpoint.CHAT)
 
-    async def _usual(self, head: RequestHead, body: bytes, door: HttpConnection) -> None:
+    async def _usual(self, head: RequestHead, body: bytes, connection: HttpConnection) -> None:
         """A usual request, answered at its door."""
         job = self._job(head.endpoint, body, head.request_id, head.group, head.tag, head.headers)
         if isinstance(job, RequestFailure):
-            _refuse(door, job)
+            _refuse(connection, job)
             return
         try:
             if job.ask.streaming:
-                await _stream_at(door, job)
+                await _stream_at(connection, job)
                 return
             await job.run()
         except DuplicateRequest as fault:
-            _refuse(door, failure_of(str(fault), 409))
+            _refuse(connection, failure_of(str(fault), 409))
             return
         if job.failure is not None:
-            _refuse(door, job.failure)
+            _refuse(connection, job.failure)
         else:
-            door.whole(200, json.dumps(_whole(job)).encode())
+            connection.whole(200, json.dumps(_whole(job)).encode())
 
     async def _answer(self, request: web.Request, endpoint: CompletionEndpoint) -> web.StreamResponse:
         """A request that is unusual for its HTTP."""
@@ -459,7 +461,7 @@ def _whole(job: RequestGroup) -> dict[str, Any]:
     return response(job.ask.form, job.records, job.ask.answers_per_prompt)
 
 
-async def _stream_at(door: HttpConnection, job: RequestGroup) -> None:
+async def _stream_at(connection: HttpConnection, job: RequestGroup) -> None:
     """Server-sent events, written as the tokens come. What a slow client has not read waits in the records."""
     indices = {record.id: index for index, record in enumerate(job.records)}
     writers: dict[RequestId, ChunkWriter] = {}  # made once the answer's time is known
@@ -467,7 +469,7 @@ async def _stream_at(door: HttpConnection, job: RequestGroup) -> None:
 
     def write(record: RequestRecord) -> None:
         # Nothing is written before the first token, so that an engine's refusal keeps its status.
-        if not door.writable or record.id in ended or record.failure is not None:
+        if not connection.writable or record.id in ended or record.failure is not None:
             return
         if record.id not in writers:
             writers[record.id] = ChunkWriter(job.ask.form, indices[record.id], record)
@@ -475,22 +477,22 @@ async def _stream_at(door: HttpConnection, job: RequestGroup) -> None:
         if record.finish_reason is not None:
             ended.add(record.id)
         if data:
-            door.piece(data)
+            connection.piece(data)
 
     def write_all() -> None:
         for record in job.records:
             write(record)
 
-    door.on_writable = write_all
+    connection.on_writable = write_all
     await job.run(write)
-    if job.failure is not None and not door.answered:
-        _refuse(door, job.failure)
+    if job.failure is not None and not connection.answered:
+        _refuse(connection, job.failure)
         return
     for record in job.records:
-        while not door.writable:
-            await door.drain()
+        while not connection.writable:
+            await connection.drain()
         write(record)
-    door.last_piece(_closing(job))
+    connection.last_piece(_closing(job))
 
 
 def _news(record: RequestRecord, writer: ChunkWriter) -> bytes:

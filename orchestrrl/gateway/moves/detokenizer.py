@@ -25,66 +25,68 @@ MOST_ASKED = 3  # engines for one text
 class Detokenizer:
     """Decodes tokens on the engine of an attempt, or on another engine of its model where that one fails."""
 
-    def __init__(self, slot: EngineBackend, fleet: EngineBackends) -> None:
-        self._slot = slot
+    def __init__(self, backend: EngineBackend, fleet: EngineBackends) -> None:
+        self._backend = backend
         self._fleet = fleet
         self.failed = False  # no engine has answered
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Raises Permanent when no engine has answered."""
         faults = []
-        for slot in self._candidates():
+        for backend in self._candidates():
             try:
                 async with asyncio.timeout(ANSWER_WITHIN_S):
-                    text = await self._fleet.detokenize(slot, token_ids)
+                    text = await self._fleet.detokenize(backend, token_ids)
             except (OrchestrRLError, TimeoutError) as error:
-                slot.detokenize_failed_s = self._fleet.now_s()
-                faults.append(str(error) or f"{slot.id} did not detokenize within {ANSWER_WITHIN_S:g} s")
+                backend.detokenize_failed_s = self._fleet.now_s()
+                faults.append(str(error) or f"{backend.id} did not detokenize within {ANSWER_WITHIN_S:g} s")
                 continue
-            slot.detokenize_failed_s = None
+            backend.detokenize_failed_s = None
             return text
         self.failed = True
         raise Permanent("; ".join(faults))
 
     def _candidates(self) -> Iterator[EngineBackend]:
         """The attempt's engine, then those behind it in the routes; last those that failed lately."""
-        slots = [slot for slot in self._fleet if slot is self._slot or self._may_stand_in(slot)]
-        at = next((index for index, slot in enumerate(slots) if slot is self._slot), None)
-        ordered = [self._slot, *slots] if at is None else slots[at:] + slots[:at]
+        slots = [backend for backend in self._fleet if backend is self._backend or self._may_stand_in(backend)]
+        at = next((index for index, backend in enumerate(slots) if backend is self._backend), None)
+        ordered = [self._backend, *slots] if at is None else slots[at:] + slots[:at]
         before_s = self._fleet.now_s() - AVOID_FOR_S
-        ordered.sort(key=lambda slot: slot.detokenize_failed_s is not None and slot.detokenize_failed_s > before_s)
+        ordered.sort(
+            key=lambda backend: backend.detokenize_failed_s is not None and backend.detokenize_failed_s > before_s
+        )
         yield from ordered[:MOST_ASKED]
 
-    def _may_stand_in(self, slot: EngineBackend) -> bool:
+    def _may_stand_in(self, backend: EngineBackend) -> bool:
         """Whether the engine is alive and, as far as is known, has the same model."""
-        if not slot.usable:
+        if not backend.usable:
             return False
-        if slot.capabilities is None or self._slot.capabilities is None:
+        if backend.capabilities is None or self._backend.capabilities is None:
             return True
-        return not set(slot.capabilities.models).isdisjoint(self._slot.capabilities.models)
+        return not set(backend.capabilities.models).isdisjoint(self._backend.capabilities.models)
 
 
 class TextAfterCut:
     """Text of the tokens after a cut: the seam's while an engine decodes it, else the engine's own less what was sent.
     `open` until the text is that of the engine's chunks."""
 
-    def __init__(self, record: RequestRecord, seam: DetokenizerSplice | None) -> None:
+    def __init__(self, record: RequestRecord, splice: DetokenizerSplice | None) -> None:
         self._record = record
-        self._seam = seam
+        self._splice = splice
         self._undecoded_open = True
 
     @property
     def open(self) -> bool:
-        return self._undecoded_open if self._seam is None else self._seam.open
+        return self._undecoded_open if self._splice is None else self._splice.open
 
     async def text(self, chunk: Chunk) -> str:
         """What the chunk adds to the text."""
-        if self._seam is not None:
+        if self._splice is not None:
             try:
-                return await self._seam.text(chunk)
+                return await self._splice.text(chunk)
             except Permanent as error:
                 logger.warning("request %s: text after a cut is not decoded: %s", self._record.id, error)
-                self._seam = None
+                self._splice = None
         if not self._undecoded_open or not chunk.text:
             return chunk.text
         self._undecoded_open = False

@@ -28,9 +28,9 @@ class LeftKv:
     entry: str
 
 
-def left_by(record: RequestRecord, slot: EngineBackend, fleet: EngineBackends) -> LeftKv | None:
+def left_by(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> LeftKv | None:
     """What the record's present attempt will leave on this engine; None where nobody could use it."""
-    version = slot.kv_version
+    version = backend.kv_version
     if not version or record.immovable_because or fleet.kv_versions[version] < 2:
         return None
     return LeftKv(version, entry_id(fleet.incarnation, record.id, record.attempt))
@@ -54,37 +54,37 @@ class KvLoadCount:
     others that load in the same while. Where some of these fail, or other gateways have requests load there, one may be
     taken for the other."""
 
-    def __init__(self, slot: EngineBackend) -> None:
-        self._slot = slot
-        if slot.loads_open == 0 or slot.loads_before is None:
-            slot.loads_before, slot.loads_found_tokens = asyncio.create_task(_loaded_total(slot)), 0
-        self._before = slot.loads_before
-        slot.loads_open += 1
+    def __init__(self, backend: EngineBackend) -> None:
+        self._backend = backend
+        if backend.loads_open == 0 or backend.loads_before is None:
+            backend.loads_before, backend.loads_found_tokens = asyncio.create_task(_loaded_total(backend)), 0
+        self._before = backend.loads_before
+        backend.loads_open += 1
 
     async def tokens(self, most: int) -> int | None:
         """To be asked once, when the request goes on. None: the engine does not say."""
-        slot = self._slot
+        backend = self._backend
         try:
             async with asyncio.timeout(COUNTED_WITHIN_S):
                 before = await asyncio.shield(self._before)
-                after = await _loaded_total(slot)
+                after = await _loaded_total(backend)
             if before is None or after is None:
                 return None
-            found = min(most, max(0, after - before - slot.loads_found_tokens))
-            slot.loads_found_tokens += found
+            found = min(most, max(0, after - before - backend.loads_found_tokens))
+            backend.loads_found_tokens += found
             return found
         except TimeoutError:
             return None
         finally:
-            slot.loads_open -= 1
+            backend.loads_open -= 1
 
     def forget(self) -> None:
         """Instead: nobody wants to know any longer."""
-        self._slot.loads_open -= 1
+        self._backend.loads_open -= 1
 
 
-async def _loaded_total(slot: EngineBackend) -> int | None:
+async def _loaded_total(backend: EngineBackend) -> int | None:
     try:
-        return (await slot.engine.metrics()).loaded_tokens_total
+        return (await backend.engine.metrics()).loaded_tokens_total
     except OrchestrRLError:
         return None  # it answers requests, or the move will fail by that

@@ -66,7 +66,7 @@ class EngineBackends:
         self._giving_up = False  # those who are alone too long are looked for
         self._usable_slots: list[EngineBackend] | None = None  # None: to be looked up again
         self._last: EngineId | None = None  # chosen
-        self._slots: dict[EngineId, EngineBackend] = {}
+        self._backends: dict[EngineId, EngineBackend] = {}
         self.own: dict[EngineId, str] = {}  # engines that the gateway was started with, with their URLs
         self.known_as: dict[EngineId, EngineId] = {}  # ids of these that have given way to the daemon's
         self.servers: dict[EngineId, str] = {}  # identities of the servers of these, as last read
@@ -81,20 +81,20 @@ class EngineBackends:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[EngineBackend]:
-        return iter(self._slots.values())
+        return iter(self._backends.values())
 
     def with_retired(self) -> list[EngineBackend]:
         """Those in the table, and those whose id names another by now."""
-        return [*self._slots.values(), *self._retired]
+        return [*self._backends.values(), *self._retired]
 
-    def knows(self, slot: EngineBackend) -> bool:
+    def knows(self, backend: EngineBackend) -> bool:
         """It is one of these."""
-        return self._slots.get(slot.id) is slot or any(other is slot for other in self._retired)
+        return self._backends.get(backend.id) is backend or any(other is backend for other in self._retired)
 
     def get(self, engine: EngineId | None) -> EngineBackend | None:
         if engine is None:
             return None
-        return self._slots.get(engine) or self._slots.get(self.id_of(engine))
+        return self._backends.get(engine) or self._backends.get(self.id_of(engine))
 
     def id_of(self, engine: EngineId) -> EngineId:
         """The daemon's id of an engine, where the gateway was started with another one."""
@@ -109,7 +109,7 @@ class EngineBackends:
         expected = self._expected.at(self._clock.now_s())
         if not expected:  # the usual case
             return expected
-        return expected.difference(slot.id for slot in self if slot.usable)
+        return expected.difference(backend.id for backend in self if backend.usable)
 
     def set_routes(self, routes: Iterable[EngineRoute], expected: ExpectedEngines | None = None) -> list[str]:
         """Replace the routing table. Returns what was wrong with it, entry by entry; the rest is taken."""
@@ -119,30 +119,30 @@ class EngineBackends:
         routes = tuple(routes)
         self._rename(routes)
         for route in routes:
-            slot = self._slots.get(route.engine)
-            if slot is not None and route.url and not _leads_to(route.url, slot):
-                self._retire(slot)
-                slot = None
-            if slot is None:
+            backend = self._backends.get(route.engine)
+            if backend is not None and route.url and not _leads_to(route.url, backend):
+                self._retire(backend)
+                backend = None
+            if backend is None:
                 if not route.url:
                     faults.append(f"{route.engine}: no URL is known")
                     continue
-                slot = EngineBackend(route.engine, self._connect(route.url), EngineRoute(route.engine, route.url))
-                slot.own_pool = self._pools.get(route.engine, "")
-                self._slots[route.engine] = slot
-            slot.follow(route)
+                backend = EngineBackend(route.engine, self._connect(route.url), EngineRoute(route.engine, route.url))
+                backend.own_pool = self._pools.get(route.engine, "")
+                self._backends[route.engine] = backend
+            backend.follow(route)
             named.add(route.engine)
-            if slot.id in came and route.health is not EngineHealth.GONE:
+            if backend.id in came and route.health is not EngineHealth.GONE:
                 # Whatever it was before, the daemon has seen it start.
-                slot.suspect_because = ""
-                slot.forget_offers()
-                self.in_background(self.learn(slot))
-            if slot.suspect_because:
-                self._recheck(slot)
-        for slot in list(self._slots.values()):
-            if slot.id not in named:
-                slot.routed = False
-                self.forget_if_empty(slot)
+                backend.suspect_because = ""
+                backend.forget_offers()
+                self.in_background(self.learn(backend))
+            if backend.suspect_because:
+                self._recheck(backend)
+        for backend in list(self._backends.values()):
+            if backend.id not in named:
+                backend.routed = False
+                self.forget_if_empty(backend)
         self.announce()
         return faults
 
@@ -154,25 +154,25 @@ class EngineBackends:
         for own in self.known_as.keys() & urls.keys():
             del self.known_as[own]  # the daemon uses it itself
         strays = {
-            server_address(slot.engine.url): slot
-            for slot in self._slots.values()
-            if slot.id not in urls and slot.routed and slot.id in ours
+            server_address(backend.engine.url): backend
+            for backend in self._backends.values()
+            if backend.id not in urls and backend.routed and backend.id in ours
         }
         for engine, url in urls.items() if strays else ():
-            slot = strays.get(server_address(url)) if url and engine not in self._slots else None
-            if slot is None:
+            backend = strays.get(server_address(url)) if url and engine not in self._backends else None
+            if backend is None:
                 continue
-            logger.info("engine %s is %s to the daemon", slot.id, engine)
-            self.use_id(slot.id, engine)
-            self._slots[engine] = self._slots.pop(slot.id)
-            for record in slot.records.values():
-                if record.engine == slot.id:
+            logger.info("engine %s is %s to the daemon", backend.id, engine)
+            self.use_id(backend.id, engine)
+            self._backends[engine] = self._backends.pop(backend.id)
+            for record in backend.records.values():
+                if record.engine == backend.id:
                     record.engine = engine
-            slot.id = engine
+            backend.id = engine
             del strays[server_address(url)]
         for engine, url in self.own.items() if strays else ():
             same = next(
-                (id for id in urls if id in self._slots and same_address(self._slots[id].engine.url, url)), None
+                (id for id in urls if id in self._backends and same_address(self._backends[id].engine.url, url)), None
             )
             if engine not in urls and same is not None:
                 self.use_id(engine, same)
@@ -200,7 +200,7 @@ class EngineBackends:
         """Their time is over, and nobody came to say how it ended."""
         while (left_s := expected.until_s - self._clock.now_s()) > 0:
             await self._clock.sleep(left_s)
-        late = sorted(expected.engines.difference(slot.id for slot in self if slot.usable))
+        late = sorted(expected.engines.difference(backend.id for backend in self if backend.usable))
         if late:
             logger.warning("nobody waits any longer for %s, to be started by now", ", ".join(late))
         self.announce()
@@ -208,7 +208,7 @@ class EngineBackends:
     def announce(self) -> None:
         """An engine may have become usable. Everybody who waits now wakes; whoever comes later waits for the next
         change."""
-        self.kv_versions = Counter(slot.kv_version for slot in self._slots.values() if slot.routed)
+        self.kv_versions = Counter(backend.kv_version for backend in self._backends.values() if backend.routed)
         self._note_contexts()
         self._changed.set()
         self._changed = asyncio.Event()
@@ -249,16 +249,16 @@ class EngineBackends:
                 found.reserve(record)
                 self.waits.add(0.0)
                 return found
-        slot: asyncio.Future[EngineBackend] = asyncio.get_running_loop().create_future()
+        backend: asyncio.Future[EngineBackend] = asyncio.get_running_loop().create_future()
 
         def placed(outcome: EngineBackend | NoBackend) -> None:
-            if slot.done():  # cancelled, and not awake yet to leave the queue
+            if backend.done():  # cancelled, and not awake yet to leave the queue
                 if not isinstance(outcome, NoBackend):
                     self.give_back(outcome, record)
             elif isinstance(outcome, NoBackend):
-                slot.set_exception(outcome)
+                backend.set_exception(outcome)
             else:
-                slot.set_result(outcome)
+                backend.set_result(outcome)
 
         waiter = self.enqueue(
             record,
@@ -269,12 +269,12 @@ class EngineBackends:
             patience_s=patience_s,
         )
         try:
-            if not slot.done():
+            if not backend.done():
                 record.hold()
-            return await slot
+            return await backend
         except asyncio.CancelledError:
-            if slot.done() and not slot.cancelled() and slot.exception() is None:
-                self.give_back(slot.result(), record)
+            if backend.done() and not backend.cancelled() and backend.exception() is None:
+                self.give_back(backend.result(), record)
             raise
         finally:
             self.leave_queue(waiter)
@@ -307,24 +307,24 @@ class EngineBackends:
         if self._placed.pop(waiter, None) is not None:
             self.queue.leave(waiter)
 
-    def give_back(self, slot: EngineBackend, record: RequestRecord) -> None:
+    def give_back(self, backend: EngineBackend, record: RequestRecord) -> None:
         """A place that was reserved is not needed. Harmless where none is."""
-        if slot.unreserve(record):
-            self.forget_if_empty(slot)
+        if backend.unreserve(record):
+            self.forget_if_empty(backend)
             self.dispatch()
 
     def dispatch(self) -> None:
         """Give places to those who wait, as far as there is room. Whoever is told of his place may call this again."""
         while self._barrier_open and self._placed and (found := self.queue.next(self._place_for)) is not None:
-            waiter, slot = found
-            slot.reserve(waiter.record)
+            waiter, backend = found
+            backend.reserve(waiter.record)
             self.waits.add(self._clock.now_s() - waiter.since_s)
-            self._placed.pop(waiter)(slot)
+            self._placed.pop(waiter)(backend)
 
     def _place_for(self, waiter: QueuedRequest) -> EngineBackend | None:
         if waiter.avoiding:
             shunned = waiter.without | waiter.avoiding
-            if any(slot.id not in shunned for slot in self._usable()):
+            if any(backend.id not in shunned for backend in self._usable()):
                 # Better to wait for a good one than to go to one that hung.
                 return self.choose(waiter.newcomer, shunned)
         return self.choose(waiter.newcomer, waiter.without)
@@ -337,21 +337,21 @@ class EngineBackends:
         """The engine that a request should go to, None where none may take it now."""
         able = self._usable()
         if self.queue_depth:
-            able = [slot for slot in able if slot.has_room(self.queue_depth, newcomer.context_tokens)]
+            able = [backend for backend in able if backend.has_room(self.queue_depth, newcomer.context_tokens)]
         if without:
-            able = [slot for slot in able if slot.id not in without]
-        slot = self.routing.choose(able, newcomer, self._last)
-        if slot is None:
+            able = [backend for backend in able if backend.id not in without]
+        backend = self.routing.choose(able, newcomer, self._last)
+        if backend is None:
             return None
-        if not slot.usable:  # since the last announcement
+        if not backend.usable:  # since the last announcement
             self._usable_slots = None
             return self.choose(newcomer, without)
-        self._last = slot.id
-        return slot
+        self._last = backend.id
+        return backend
 
     def _usable(self) -> list[EngineBackend]:
         if self._usable_slots is None:
-            self._usable_slots = [slot for slot in self._slots.values() if slot.usable]
+            self._usable_slots = [backend for backend in self._backends.values() if backend.usable]
         return self._usable_slots
 
     # --- patience ----------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class EngineBackends:
             self._note_if_alone(waiter, now_s, expected)
 
     def _note_if_alone(self, waiter: QueuedRequest, now_s: float, expected: frozenset[EngineId]) -> None:
-        there = any(slot.id not in waiter.without for slot in self._usable())
+        there = any(backend.id not in waiter.without for backend in self._usable())
         if there or not self._barrier_open or not expected <= waiter.without:
             waiter.alone_since_s = None
         elif waiter.alone_since_s is None:
@@ -393,28 +393,28 @@ class EngineBackends:
 
     # --- health ------------------------------------------------------------------------------------------------------
 
-    def suspect(self, slot: EngineBackend, because: str) -> None:
+    def suspect(self, backend: EngineBackend, because: str) -> None:
         """Believe an engine dead until it says otherwise."""
-        slot.failures_total += 1
-        if not slot.suspect_because:
-            logger.warning("engine %s is suspect: %s", slot.id, because)
-            slot.suspect_because = because
+        backend.failures_total += 1
+        if not backend.suspect_because:
+            logger.warning("engine %s is suspect: %s", backend.id, because)
+            backend.suspect_because = because
             self._usability_changed()
-            self._recheck(slot)
+            self._recheck(backend)
 
-    def trust(self, slot: EngineBackend) -> None:
+    def trust(self, backend: EngineBackend) -> None:
         """The engine has shown that it lives."""
-        if slot.suspect_because:
-            logger.info("engine %s is back", slot.id)
-            slot.suspect_because = ""
+        if backend.suspect_because:
+            logger.info("engine %s is back", backend.id)
+            backend.suspect_because = ""
             self.announce()
         elif self._placed:
             self.dispatch()
 
-    def release(self, slot: EngineBackend, record: RequestRecord) -> None:
+    def release(self, backend: EngineBackend, record: RequestRecord) -> None:
         """The request is no longer on this engine."""
-        slot.leave(record)
-        self.forget_if_empty(slot)
+        backend.leave(record)
+        self.forget_if_empty(backend)
         if self._placed:
             self.dispatch()
 
@@ -422,32 +422,32 @@ class EngineBackends:
         """Ends when an engine may have become usable since this was called."""
         return self._changed.wait()
 
-    async def capabilities(self, slot: EngineBackend) -> EngineCapabilities:
+    async def capabilities(self, backend: EngineBackend) -> EngineCapabilities:
         """What the engine offers, asked once; raises what the engine raises."""
-        if slot.capabilities is None:
-            slot.capabilities = await slot.engine.capabilities()
+        if backend.capabilities is None:
+            backend.capabilities = await backend.engine.capabilities()
             self._note_contexts()
-        return slot.capabilities
+        return backend.capabilities
 
-    async def learn(self, slot: EngineBackend) -> None:
+    async def learn(self, backend: EngineBackend) -> None:
         """Return once it is known what the engine offers, or cannot be known soon."""
-        if slot.capabilities is not None or slot.unlearnable:
+        if backend.capabilities is not None or backend.unlearnable:
             return
-        if slot.learning is None or slot.learning.done():
-            slot.learning = self.in_background(self._learn(slot))
-        await asyncio.wait({slot.learning}, timeout=LEARN_S)
+        if backend.learning is None or backend.learning.done():
+            backend.learning = self.in_background(self._learn(backend))
+        await asyncio.wait({backend.learning}, timeout=LEARN_S)
 
-    async def _learn(self, slot: EngineBackend) -> None:
+    async def _learn(self, backend: EngineBackend) -> None:
         try:
-            await self.capabilities(slot)
+            await self.capabilities(backend)
         except OrchestrRLError as error:
-            logger.debug("capabilities of %s: %s", slot.id, error)
-            slot.unlearnable = isinstance(error, Permanent)
+            logger.debug("capabilities of %s: %s", backend.id, error)
+            backend.unlearnable = isinstance(error, Permanent)
         finally:
-            await self._close_if_gone(slot)
+            await self._close_if_gone(backend)
 
     def _note_contexts(self) -> None:
-        self._contexts = {slot.context_limit_tokens for slot in self._slots.values() if slot.routed}
+        self._contexts = {backend.context_limit_tokens for backend in self._backends.values() if backend.routed}
 
     def too_short_for(self, tokens: int) -> frozenset[EngineId]:
         """Engines whose context is known to hold fewer, where another's holds more: an answer would end early there, as
@@ -455,7 +455,7 @@ class EngineBackends:
         if len(self._contexts) < 2:
             return frozenset()
         wanted = min(tokens, max(self._contexts))
-        return frozenset(slot.id for slot in self if slot.context_limit_tokens < wanted)
+        return frozenset(backend.id for backend in self if backend.context_limit_tokens < wanted)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that nobody waits for; it is cancelled by `close`."""
@@ -464,79 +464,79 @@ class EngineBackends:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def abort(self, slot: EngineBackend, attempt_id: str) -> None:
+    async def abort(self, backend: EngineBackend, attempt_id: str) -> None:
         """Stop an attempt, best effort: its connection is closed already, which stops it too."""
         try:
-            await slot.engine.abort([attempt_id])
+            await backend.engine.abort([attempt_id])
         except OrchestrRLError as error:
-            logger.debug("abort of %s on %s: %s", attempt_id, slot.id, error)
+            logger.debug("abort of %s on %s: %s", attempt_id, backend.id, error)
         finally:
-            await self._close_if_gone(slot)
+            await self._close_if_gone(backend)
 
-    async def detokenize(self, slot: EngineBackend, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, backend: EngineBackend, token_ids: Sequence[int]) -> str:
         """Raises what the engine raises."""
         try:
-            return await slot.engine.detokenize(token_ids)
+            return await backend.engine.detokenize(token_ids)
         finally:
-            await self._close_if_gone(slot)
+            await self._close_if_gone(backend)
 
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for slot in self.with_retired():
-            await slot.engine.close()
-        self._slots.clear()
+        for backend in self.with_retired():
+            await backend.engine.close()
+        self._backends.clear()
         self._retired.clear()
 
-    def _recheck(self, slot: EngineBackend) -> None:
-        if not slot.rechecking:
-            slot.rechecking = True
-            self.in_background(self._recheck_until_alive(slot))
+    def _recheck(self, backend: EngineBackend) -> None:
+        if not backend.rechecking:
+            backend.rechecking = True
+            self.in_background(self._recheck_until_alive(backend))
 
-    async def _recheck_until_alive(self, slot: EngineBackend) -> None:
+    async def _recheck_until_alive(self, backend: EngineBackend) -> None:
         delay_s = RECHECK_FIRST_S
         try:
-            while slot.suspect_because and self._slots.get(slot.id) is slot:
+            while backend.suspect_because and self._backends.get(backend.id) is backend:
                 await self._clock.sleep(delay_s)
                 delay_s = min(RECHECK_CAP_S, delay_s * 2)
-                if await slot.engine.healthy():
-                    slot.forget_offers()  # it may have been started again, with other options
-                    await self.learn(slot)
-                    self.trust(slot)
+                if await backend.engine.healthy():
+                    backend.forget_offers()  # it may have been started again, with other options
+                    await self.learn(backend)
+                    self.trust(backend)
         finally:
-            slot.rechecking = False
-            await self._close_if_gone(slot)
+            backend.rechecking = False
+            await self._close_if_gone(backend)
 
-    def forget_if_empty(self, slot: EngineBackend) -> None:
+    def forget_if_empty(self, backend: EngineBackend) -> None:
         """An engine that left the routes goes once it has nothing of ours, and does not stand still for us."""
-        if not slot.routed and not slot.in_use and self._slots.get(slot.id) is slot:
-            del self._slots[slot.id]
+        if not backend.routed and not backend.in_use and self._backends.get(backend.id) is backend:
+            del self._backends[backend.id]
             self._usable_slots = None
-            self.in_background(slot.engine.close())
+            self.in_background(backend.engine.close())
 
-    async def _close_if_gone(self, slot: EngineBackend) -> None:
+    async def _close_if_gone(self, backend: EngineBackend) -> None:
         """Who asks an engine that has been forgotten meanwhile has opened a connection anew."""
-        if not self.knows(slot):
-            await slot.engine.close()
+        if not self.knows(backend):
+            await backend.engine.close()
 
-    def _retire(self, slot: EngineBackend) -> None:
+    def _retire(self, backend: EngineBackend) -> None:
         """The id now names an engine elsewhere. What runs on the old one stays there until it is over."""
-        del self._slots[slot.id]
+        del self._backends[backend.id]
         self._usable_slots = None
-        slot.routed = False
-        self._retired.append(slot)
-        self.in_background(self._close_when_empty(slot))
+        backend.routed = False
+        self._retired.append(backend)
+        self.in_background(self._close_when_empty(backend))
 
-    async def _close_when_empty(self, slot: EngineBackend) -> None:
-        while slot.in_use:
+    async def _close_when_empty(self, backend: EngineBackend) -> None:
+        while backend.in_use:
             await self._clock.sleep(1.0)
-        self._retired = [other for other in self._retired if other is not slot]
-        await slot.engine.close()
+        self._retired = [other for other in self._retired if other is not backend]
+        await backend.engine.close()
 
 
-def _leads_to(url: str, slot: EngineBackend) -> bool:
+def _leads_to(url: str, backend: EngineBackend) -> bool:
     """Whether the URL is the engine's, if perhaps in other words: then those that have worked are kept."""
-    if url.rstrip("/") == slot.engine.url.rstrip("/"):
+    if url.rstrip("/") == backend.engine.url.rstrip("/"):
         return True
-    return same_address(url, slot.engine.url) and not slot.suspect_because
+    return same_address(url, backend.engine.url) and not backend.suspect_because

@@ -81,7 +81,7 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
         store = KvEntryStore(Path(shared), ranks=parallel.world_size)
         if role == KVConnectorRole.SCHEDULER:
             self._keeper = KvEvictor(store, max_age_s, max_bytes)
-            self._desk = KvTransferScheduler(
+            self._scheduler = KvTransferScheduler(
                 store,
                 self._keeper,
                 block_tokens=groups[0].kv_cache_spec.block_size,
@@ -90,7 +90,7 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
             )
             self._keeper.start()
         else:
-            self._porter = KvWorker(store, parallel.rank, kv_cache_config.num_blocks)
+            self._worker = KvWorker(store, parallel.rank, kv_cache_config.num_blocks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -99,20 +99,20 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
     # The scheduler's half.
 
     def on_new_request(self, request: Any) -> None:
-        self._desk.arrived(request.request_id, request.kv_transfer_params)
+        self._scheduler.arrived(request.request_id, request.kv_transfer_params)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self._desk.loadable_tokens(request.request_id, request.all_token_ids, num_computed_tokens)
+        tokens = self._scheduler.loadable_tokens(request.request_id, request.all_token_ids, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._desk.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._desk.loaded(tuple(connector_output.finished_recving or ()))
+        self._scheduler.loaded(tuple(connector_output.finished_recving or ()))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        keep = self._desk.finished(
+        keep = self._scheduler.finished(
             request.request_id,
             request.all_token_ids,
             request.num_computed_tokens,
@@ -125,29 +125,29 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KvJobs:
         # vLLM turns round and round while a request waits and nothing runs, and takes the processor from an engine
         # beside it, which may be the one that is saving.
-        if self._desk.waiting and not scheduler_output.total_num_scheduled_tokens:
+        if self._scheduler.waiting and not scheduler_output.total_num_scheduled_tokens:
             time.sleep(LOOK_PERIOD_S)
-        return KvJobs(*self._desk.jobs())
+        return KvJobs(*self._scheduler.jobs())
 
     def reset_cache(self) -> bool:
-        self._desk.caches_cleared()
+        self._scheduler.caches_cleared()
         return True
 
     # The workers' half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._porter.register(kv_caches)
+        self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for job in self._get_connector_metadata().loads:
-            self._porter.load(job)
+            self._worker.load(job)
 
     def wait_for_save(self) -> None:
         for job in self._get_connector_metadata().saves:
-            self._porter.save(job)
+            self._worker.save(job)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        saved, loaded, failed = self._porter.ended()
+        saved, loaded, failed = self._worker.ended()
         return KVConnectorTransferResults(finished_sending=saved, finished_recving=loaded, failed_recving=failed)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -160,7 +160,7 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
         if self.role == KVConnectorRole.SCHEDULER:
             self._keeper.stop()
         else:
-            self._porter.stop()
+            self._worker.stop()
 
 
 class KvWorker:

@@ -129,11 +129,11 @@ def _arms(setting: Setting, requests: Sequence[StepRequest]) -> dict[str, float]
 
 def forecast_from(setting: Setting) -> Expect:
     """As the daemon expects it in its first step."""
-    outlook = RemainingTokensEstimator()
+    remaining = RemainingTokensEstimator()
 
     def expect(state: IntervalState, snapshot: Snapshot) -> _Expected:
-        remaining_tokens = outlook.remaining_tokens(snapshot, BIN_TOKENS, setting.max_tokens)
-        return remaining_tokens, outlook.futures
+        remaining_tokens = remaining.remaining_tokens(snapshot, BIN_TOKENS, setting.max_tokens)
+        return remaining_tokens, remaining.distributions
 
     return expect
 
@@ -156,12 +156,12 @@ def decided_by(settings: FastSettings, setting: Setting, expect: Expect) -> Poli
 
     def policy(state: IntervalState) -> list[StepMove]:
         snapshot = _snapshot(state, setting, moved)
-        remaining_tokens, futures = expect(state, snapshot)
+        remaining_tokens, distributions = expect(state, snapshot)
         situation = BalanceSituation(
             Mode.ACT,
             configurations=(setting.configuration,),
             remaining_tokens=remaining_tokens,
-            futures=futures,
+            distributions=distributions,
         )
         moves = []
         for move in decide_balance(snapshot, settings, situation).moves:

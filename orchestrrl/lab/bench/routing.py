@@ -127,10 +127,10 @@ class _Step:
         self.records[record.id] = record
         fleet.enqueue(record, partial(self._placed, record))
 
-    def _placed(self, record: CountedRecord, slot: EngineBackend | NoBackend) -> None:
-        assert isinstance(slot, EngineBackend)
-        slot.enter(record, record.arrived_s)
-        scheduler = self.engines[slot.id]
+    def _placed(self, record: CountedRecord, backend: EngineBackend | NoBackend) -> None:
+        assert isinstance(backend, EngineBackend)
+        backend.enter(record, record.arrived_s)
+        scheduler = self.engines[backend.id]
         scheduler.submit(scheduler.now_s, record.id, record.context_tokens, record.left_tokens)
 
     def _advance(
@@ -141,16 +141,16 @@ class _Step:
         now_s: float,
         finished_s: dict[RequestId, float],
     ) -> None:
-        slot = fleet.get(engine)
-        assert slot is not None
+        backend = fleet.get(engine)
+        assert backend is not None
         for progress in scheduler.advance(now_s):
             record = self.records[progress.id]
             before, was = record.context_tokens, record.state
             record.grow(progress.tokens, now_s)
-            slot.advance(record, before, was, now_s)
+            backend.advance(record, before, was, now_s)
             if progress.finished_s is not None:
                 finished_s[record.id] = progress.finished_s
-                fleet.release(slot, record)
+                fleet.release(backend, record)
         fleet.dispatch()
 
 
@@ -202,7 +202,7 @@ def choice() -> list[Figure]:
 
         def fewest(slots: list[EngineBackend] = slots) -> None:
             for _ in range(CHOICES):
-                min(slots, key=lambda slot: slot.running + slot.waiting)
+                min(slots, key=lambda backend: backend.running + backend.waiting)
 
         measured_s, baseline_s = side_by_side(choose, fewest, 9)
         figures.append(
@@ -234,7 +234,7 @@ def _busy_fleet(policy: str) -> EngineBackends:
         )
         for index in range(CHOICE_ENGINES)
     )
-    for index, slot in enumerate(fleet):
-        slot.running, slot.waiting, slot.running_tokens = 10 + index % 3, 2, 10_000 + index
-        slot.seconds_per_token = 0.01
+    for index, backend in enumerate(fleet):
+        backend.running, backend.waiting, backend.running_tokens = 10 + index % 3, 2, 10_000 + index
+        backend.seconds_per_token = 0.01
     return fleet

@@ -62,11 +62,13 @@ def fast_tick() -> list[Figure]:
         repetitions=9,
     )
     note = f"{WORKERS:,} engines, {REQUESTS:,} requests, at most {most} moves: snapshot to verdict"
-    outlook = RemainingTokensEstimator()
+    remaining = RemainingTokensEstimator()
 
     def packing() -> None:
-        remaining_tokens = outlook.remaining_tokens(ended, lines.bin_tokens, lines.max_output_tokens)
-        decide_balance(ended, SETTINGS, replace(packs, remaining_tokens=remaining_tokens, futures=outlook.futures))
+        remaining_tokens = remaining.remaining_tokens(ended, lines.bin_tokens, lines.max_output_tokens)
+        decide_balance(
+            ended, SETTINGS, replace(packs, remaining_tokens=remaining_tokens, distributions=remaining.distributions)
+        )
 
     lines = deployments(WORKERS)
     ended = replace(snapshot, finished=tuple(map(FinishedLength, snapshot.finished_output_tokens)))

@@ -137,7 +137,7 @@ class Testbed:
     async def until_routed(self) -> None:
         """Packets follow circuits. Raises Permanent where that takes too long."""
         until_s = time.monotonic() + TOOK_WITHIN_S
-        while not (await self.fabric()).routes.steered_unix_s:
+        while not (await self.fabric()).routes.rerouted_unix_s:
             if time.monotonic() > until_s:
                 raise Permanent(f"no routes after {TOOK_WITHIN_S:g} s: see {self.folder / 'daemon.log'}")
             await asyncio.sleep(0.05)
@@ -173,7 +173,7 @@ class Testbed:
             "fabric": {
                 "site": SITE_FILE,
                 "routers": routers,
-                "steering": {"settle_s": SETTLE_S, "look_again_s": LOOK_AGAIN_S},
+                "rerouting": {"settle_s": SETTLE_S, "look_again_s": LOOK_AGAIN_S},
                 **fabric,
             },
             "ocs": [

@@ -139,7 +139,7 @@ class VirtualGateway:
         """New requests: dealt as given, or routed one by one."""
         now_s = self.clock.now_s()
         quick = to is None and self.fleet.routing == RoutingPolicy() and not self.fleet.queue_depth
-        many = ManyChoices([slot for slot in self.fleet if slot.usable]) if quick else None
+        many = ManyChoices([backend for backend in self.fleet if backend.usable]) if quick else None
         for index, request in enumerate(requests):
             record = record_of(request, now_s)
             self.ledger.add(record)
@@ -153,29 +153,29 @@ class VirtualGateway:
         """Tokens that an engine has made."""
         if not made:
             return
-        slot = self.fleet.get(engine.id)
+        backend = self.fleet.get(engine.id)
         for progress in made:
             record = self.records[progress.id]
             before, was = record.context_tokens, record.state
             record.grow(progress.tokens, now_s)
-            if slot is not None:
-                slot.advance(record, before, was, now_s)
+            if backend is not None:
+                backend.advance(record, before, was, now_s)
                 if was is not record.state:
                     self.fleet.dispatch()
             if progress.finished_s is not None:
-                self._close(record, slot, progress.finished_s)
+                self._close(record, backend, progress.finished_s)
 
     def engine_died(self, engine: VirtualEngine) -> None:
         """What ran there goes on elsewhere, from its tokens."""
-        slot = self.fleet.get(engine.id)
-        if slot is None:
+        backend = self.fleet.get(engine.id)
+        if backend is None:
             return
-        orphans = [cast(CountedRecord, record) for record in slot.records.values()]
-        if not orphans and (slot.route.draining or not slot.routed):
+        orphans = [cast(CountedRecord, record) for record in backend.records.values()]
+        if not orphans and (backend.route.draining or not backend.routed):
             return  # it was emptied first: a stop, not a crash
-        self.fleet.suspect(slot, "connection refused")
+        self.fleet.suspect(backend, "connection refused")
         for record in orphans:
-            self.fleet.release(slot, record)
+            self.fleet.release(backend, record)
             self._send(record, None, None)
 
     def perform(self, operation: Operation) -> OperationResult:
@@ -205,23 +205,23 @@ class VirtualGateway:
 
     # --- inside
 
-    def _send(self, record: CountedRecord, slot: EngineBackend | None, source: VirtualEngine | None) -> None:
-        def placed(slot: EngineBackend | NoBackend) -> None:
-            assert isinstance(slot, EngineBackend)  # its patience has no end
-            slot.enter(record, self.clock.now_s())
-            self._arrive(record, self._engine_at(slot.engine.url), source)
+    def _send(self, record: CountedRecord, backend: EngineBackend | None, source: VirtualEngine | None) -> None:
+        def placed(backend: EngineBackend | NoBackend) -> None:
+            assert isinstance(backend, EngineBackend)  # its patience has no end
+            backend.enter(record, self.clock.now_s())
+            self._arrive(record, self._engine_at(backend.engine.url), source)
 
-        if slot is not None:
-            placed(slot)
+        if backend is not None:
+            placed(backend)
             return
         record.hold()
         self.fleet.enqueue(record, placed, again=record.attempt > 0)
 
-    def _close(self, record: CountedRecord, slot: EngineBackend | None, finished_s: float) -> None:
+    def _close(self, record: CountedRecord, backend: EngineBackend | None, finished_s: float) -> None:
         capped = record.max_tokens is not None and record.generated >= record.max_tokens
         record.finish("length" if capped else "stop", None, finished_s)
-        if slot is not None:
-            self.fleet.release(slot, record)
+        if backend is not None:
+            self.fleet.release(backend, record)
         del self.records[record.id]
         self.ledger.close(record)
         self._finished(record)
@@ -258,7 +258,7 @@ class VirtualGateway:
 
     def _place_held(self, now_s: float) -> None:
         for request, (engine, until_s) in list(self._held.items()):
-            slot = self.fleet.get(engine)
-            if (slot is not None and slot.usable) or now_s >= until_s:
+            backend = self.fleet.get(engine)
+            if (backend is not None and backend.usable) or now_s >= until_s:
                 del self._held[request]
-                self._send(self.records[request], slot if slot is not None and slot.usable else None, None)
+                self._send(self.records[request], backend if backend is not None and backend.usable else None, None)

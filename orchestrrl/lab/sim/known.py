@@ -43,7 +43,7 @@ def best_prompts_known(
 ) -> tuple[EngineKind, StaticStep]:
     """The step with the placement that does best in the mean over `redrawn_tokens` ([time, request], lengths that the
     same prompts might have had). Placements rest on quantiles of each prompt's lengths."""
-    futures = [_with_lengths(requests, tokens) for tokens in redrawn_tokens]
+    distributions = [_with_lengths(requests, tokens) for tokens in redrawn_tokens]
     of_prompt = redrawn_tokens.reshape(len(redrawn_tokens), -1, scenario.workload.samples)
     tried = []
     for kind in kinds:
@@ -54,7 +54,7 @@ def best_prompts_known(
             guess = np.quantile(of_prompt, quantile, axis=(0, 2)).astype(np.int64).repeat(scenario.workload.samples)
             placements += [place(configuration, engines, _with_lengths(requests, guess)) for place in (spread, packed)]
         for placement in placements:
-            ends_s = [run_static(kind, _placed_like(placement, future)).makespan_s for future in futures]
+            ends_s = [run_static(kind, _placed_like(placement, future)).makespan_s for future in distributions]
             tried.append((float(np.mean(ends_s)), kind, placement))
     _, kind, placement = min(tried, key=lambda found: found[0])
     return kind, run_static(kind, _placed_like(placement, requests))

@@ -69,7 +69,7 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         plan_calibration=_calibration_to_pb(plane.plans.calibration),
         barrier=barrier_to_pb(plane.barrier),
         redeployment=notable_to_pb(next(iter(plane.redeployer.history(1)), None)) if plane.redeployer else None,
-        pauses=pauses_to_pb(plane.holds.pauses),
+        pauses=pauses_to_pb(plane.pause_registry.pauses),
         fabric_control=control_of_fabric_to_pb(plane.fabric.word.control) if plane.fabric else None,
         fabric_period=period_to_pb(next(iter(plane.fabric.reports(1)), None)) if plane.fabric else None,
         remarks=plane.node_remarks(),
@@ -123,7 +123,7 @@ def worker_to_pb(plane: ControlPlane, engine: EngineId) -> pb.Worker:
     """The one engine; little more than its name where it was drained and is not seen any more."""
     snapshot = plane.state.snapshot(plane.clock.now_s())
     found = next((worker for worker in workers_to_pb(plane, snapshot) if worker.engine_id == engine), None)
-    return found or pb.Worker(engine_id=engine, draining=engine in plane.enrolment.roster.draining)
+    return found or pb.Worker(engine_id=engine, draining=engine in plane.membership_changes.membership.draining)
 
 
 def _worker_to_pb(engine: EngineView, requests: int, step_times: StepTimeEstimates, plane: ControlPlane) -> pb.Worker:

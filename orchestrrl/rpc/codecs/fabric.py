@@ -125,7 +125,7 @@ def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouti
             pb.PeriodCount(state=state, code=code, count=count)
             for (state, code), count in sorted(fabric.counts.items())
         ],
-        masked=[*fabric.word.masked, *_broken(fabric.glance)],
+        masked=[*fabric.word.masked, *_broken(fabric.site_reading)],
         circuits=[
             pb.CircuitCount(pod=pod, a=a, b=b, count=count)
             for (pod, (a, b)), count in sorted(_circuits_of(fabric).items())
@@ -136,7 +136,7 @@ def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouti
         ],
         routes=routes_to_pb(routing),
     )
-    for pair in sorted(fabric.glance.cross_connects):
+    for pair in sorted(fabric.site_reading.cross_connects):
         ends = fabric.ends(pair)
         a, b = ends if ends is not None else ("", "")
         message.cross_connects.append(
@@ -150,18 +150,21 @@ def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouti
 def _circuits_of(fabric: "CircuitCoordinator") -> Mapping[tuple[str, Pair], int]:
     """How many circuits join two endpoints, by PoD; the core's have none."""
     found: Counter[tuple[str, Pair]] = Counter()
-    for pair in fabric.glance.cross_connects:
+    for pair in fabric.site_reading.cross_connects:
         ends = fabric.ends(pair)
         if ends is not None:
             found[fabric.site.switch[pair.switch].pod or "", ends] += 1
     return found
 
 
-def _broken(glance: SiteReading) -> list[str]:
+def _broken(site_reading: SiteReading) -> list[str]:
     """What switches report of themselves."""
-    ports = sorted(glance.failures.ports)
+    ports = sorted(site_reading.failures.ports)
     told = [f"port {switch}:{port} (by the switch)" for switch, port in ports]
-    return [*told, *(f"switch {switch} (does not answer: {why})" for switch, why in sorted(glance.unread.items()))]
+    return [
+        *told,
+        *(f"switch {switch} (does not answer: {why})" for switch, why in sorted(site_reading.unread.items())),
+    ]
 
 
 def routes_to_pb(routing: "FabricRouting | None") -> pb.RoutesStatus | None:
@@ -171,7 +174,7 @@ def routes_to_pb(routing: "FabricRouting | None") -> pb.RoutesStatus | None:
     if routed is None:
         return pb.RoutesStatus()
     return pb.RoutesStatus(
-        steered_unix_s=routed.at_s,
+        rerouted_unix_s=routed.at_s,
         links=len(routed.links),
         left_out=[pb.RoutesAmiss(what=str(link), why=why) for link, why in sorted(routed.left_out.items())],
         failed=[pb.RoutesAmiss(what=router, why=why) for router, why in sorted(routed.failed.items())],

@@ -655,7 +655,7 @@ class RoutesStatus(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    STEERED_UNIX_S_FIELD_NUMBER: _builtins.int
+    REROUTED_UNIX_S_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
@@ -663,7 +663,7 @@ class RoutesStatus(_message.Message):
     ON_PACKET_SIDE_FIELD_NUMBER: _builtins.int
     UNREACHABLE_PAIRS_FIELD_NUMBER: _builtins.int
     ON_PACKET_SIDE_PAIRS_FIELD_NUMBER: _builtins.int
-    steered_unix_s: _builtins.float
+    rerouted_unix_s: _builtins.float
     """Since when; 0: it is not known yet which circuits there are."""
     links: _builtins.int
     """Links between two ToRs that packets take."""
@@ -686,7 +686,7 @@ class RoutesStatus(_message.Message):
     def __init__(
         self,
         *,
-        steered_unix_s: _builtins.float = ...,
+        rerouted_unix_s: _builtins.float = ...,
         links: _builtins.int = ...,
         left_out: _abc.Iterable[Global___RoutesAmiss] | None = ...,
         failed: _abc.Iterable[Global___RoutesAmiss] | None = ...,
@@ -697,7 +697,7 @@ class RoutesStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "left_out", b"left_out", "links", b"links", "on_packet_side", b"on_packet_side", "on_packet_side_pairs", b"on_packet_side_pairs", "steered_unix_s", b"steered_unix_s", "unreachable", b"unreachable", "unreachable_pairs", b"unreachable_pairs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "left_out", b"left_out", "links", b"links", "on_packet_side", b"on_packet_side", "on_packet_side_pairs", b"on_packet_side_pairs", "rerouted_unix_s", b"rerouted_unix_s", "unreachable", b"unreachable", "unreachable_pairs", b"unreachable_pairs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

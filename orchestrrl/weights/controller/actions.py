@@ -39,11 +39,11 @@ NO_PEER = "no peer that installs into it is attached"
 class SyncActions:
     """What versions are brought to engines with."""
 
-    seams: CarrierContext
+    context: CarrierContext
     fence: FleetFence
     circuits: SyncCircuits
     book: WeightBook
-    holds: PauseRegistry
+    pause_registry: PauseRegistry
     engines: Callable[[], Mapping[EngineId, EngineNow]]
     wanted: Callable[[], Collection[int]] = tuple  # versions that are on their way, which peers have to keep
     rested: set[EngineId] = field(default_factory=set)  # that peers have brought to rest
@@ -51,19 +51,19 @@ class SyncActions:
     settled: Callable[[], bool] = lambda: True  # peers that are told which engines to serve have them
     why_not_served: Callable[[EngineId], str] = lambda _: NO_PEER
     seen: set[EngineId] = field(default_factory=set)  # every engine that this daemon has known
-    doubts: StaleVersions = field(default_factory=StaleVersions)
+    stale: StaleVersions = field(default_factory=StaleVersions)
 
     @property
     def hub(self) -> PeerHub:
-        return self.seams.hub
+        return self.context.hub
 
     @property
     def clock(self) -> Clock:
-        return self.seams.clock
+        return self.context.clock
 
     @property
     def settings(self) -> WeightSettings:
-        return self.seams.settings
+        return self.context.settings
 
     # --- who is there
 
@@ -121,9 +121,9 @@ class SyncActions:
     def installed(self, engine: EngineId) -> int | None:
         """As its attached peer says, unless it was restarted since that asked it: nobody knows then. Whoever has told
         the pause barrier its version since then knows."""
-        if engine in self.doubts and engine in self.fence.state.versions:
-            self.doubts.dispel(engine, self.doubts.of(engine))
-        if engine in self.doubts:
+        if engine in self.stale and engine in self.fence.state.versions:
+            self.stale.dispel(engine, self.stale.of(engine))
+        if engine in self.stale:
             return None
         peer = self.peer_of(engine)
         return next((each.installed for each in peer.engines if each.engine == engine), None) if peer else None
@@ -134,7 +134,7 @@ class SyncActions:
         return [
             engine
             for engine in engines
-            if self.installed(engine) != version and (self.peer_of(engine) is not None or engine in self.doubts)
+            if self.installed(engine) != version and (self.peer_of(engine) is not None or engine in self.stale)
         ]
 
     def gone(self, engine: EngineId) -> bool:
@@ -166,9 +166,9 @@ class SyncActions:
         within_s = self.settings.install_within_s
         now_s = self.clock.now_s()
         valid_until_s = min(now_s + within_s, until_s if until_s is not None else now_s + within_s)
-        order, doubt = InstallVersion(version, engine, valid_until_s, anew), self.doubts.of(engine)
+        order, doubt = InstallVersion(version, engine, valid_until_s, anew), self.stale.of(engine)
         result = await self.ask(engine, order, max(0.0, valid_until_s - now_s) + ANSWER_S, "install_failed")
-        self.doubts.dispel(engine, doubt)
+        self.stale.dispel(engine, doubt)
         return result
 
     async def look(self, engines: Iterable[EngineId]) -> None:
@@ -176,7 +176,7 @@ class SyncActions:
         does not answer nobody knows; where its peer does not, its last word is taken to hold."""
 
         async def one(engine: EngineId) -> None:
-            peer, doubt = self.peer_of(engine), self.doubts.of(engine)
+            peer, doubt = self.peer_of(engine), self.stale.of(engine)
             if peer is None:
                 return
             try:
@@ -185,9 +185,9 @@ class SyncActions:
                 logger.warning("%s: what it has is not known anew: %s", engine, error)
                 return
             if result.outcome is OrderOutcome.DONE:
-                self.doubts.dispel(engine, doubt)
+                self.stale.dispel(engine, doubt)
             else:
-                self.doubts.restarted(engine)
+                self.stale.restarted(engine)
                 self.fence.forget([engine], f"does not say what it has: {result.detail}")
 
         await each_done(one(engine) for engine in sorted(engines))
@@ -196,7 +196,7 @@ class SyncActions:
         """Of those that were restarted: peers ask them, and bring them the fleet's version where they have lost it."""
         committed = self.book.fleet.committed
         if committed is not None and committed.is_kept:
-            doubted = [engine for engine in engines if engine in self.doubts and engine in self.engines()]
+            doubted = [engine for engine in engines if engine in self.stale and engine in self.engines()]
             failed = await self.try_each(doubted, lambda engine: self.install(engine, committed.version))
             for engine, why in failed.items():
                 logger.warning("%s was restarted, and: %s", engine, why)

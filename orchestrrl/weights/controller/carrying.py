@@ -112,16 +112,16 @@ async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def sums(seams: CarrierContext, planned: PlannedSync) -> VersionMap:
+async def sums(context: CarrierContext, planned: PlannedSync) -> VersionMap:
     """The version's map with the sums of all shards, by those who hold them. Raises Failed."""
     by_peer: dict[PeerId, list[str]] = {}
     for shard, peer in sorted(planned.summed_by.items()):
         by_peer.setdefault(peer, []).append(shard)
 
     async def of(peer: PeerId, shards: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-        await seams.done(peer, planned.opens[peer], SUMS_WITHIN_S, "trainer_lost")
+        await context.done(peer, planned.opens[peer], SUMS_WITHIN_S, "trainer_lost")
         order = SumShards(planned.version, tuple(shards))
-        return (await seams.done(peer, order, SUMS_WITHIN_S, "trainer_lost")).sums
+        return (await context.done(peer, order, SUMS_WITHIN_S, "trainer_lost")).sums
 
     found: dict[str, tuple[str, ...]] = {}
     for told in await each_done(of(peer, shards) for peer, shards in by_peer.items()):
@@ -140,7 +140,7 @@ class Carrying:
 
     def __init__(
         self,
-        seams: CarrierContext,
+        context: CarrierContext,
         record: SyncRecord,
         planned: PlannedSync,
         map: VersionMap,
@@ -150,21 +150,21 @@ class Carrying:
         """`holders` have had it before, and are not told to open it."""
         self.progress = SyncProgress(planned, holders)
         self._holders = holders
-        self._seams = seams
+        self._context = context
         self._record = record
         self._planned = planned
         self._map = map
         self._network = network
         sums_of = {shard.id: shard.sums for shard in map.shards}
         self._opens = {peer: replace(opened, map=summed(opened.map, sums_of)) for peer, opened in planned.opens.items()}
-        self._poked = asyncio.Event()
+        self._woken = asyncio.Event()
         self._orders: set[asyncio.Task[None]] = set()
         self._failure: SyncFailed | None = None
         self._mends = 0
         self._stuck = ""
         self._arrived: dict[PeerId, int] = {}
         self._arrived_bytes = 0
-        self._moved_s = seams.clock.now_s()  # when something has arrived last
+        self._moved_s = context.clock.now_s()  # when something has arrived last
 
     def hear(self, peer: PeerId, news: Heard) -> None:
         """From the hub."""
@@ -174,14 +174,14 @@ class Carrying:
             case ArrivedBytes() if news.version == self._planned.version:
                 more = news.received_bytes - self._arrived.get(peer, 0)
                 if more > 0:
-                    self._moved_s = self._seams.clock.now_s()
+                    self._moved_s = self._context.clock.now_s()
                 self._arrived[peer] = news.received_bytes
                 self._arrived_bytes += more
                 self._record.put(arrived_bytes=self._arrived_bytes)
                 return
             case Peer() if peer in self._opens:
                 self._back(peer, next((each for each in news.held if each.version == self._planned.version), None))
-        self._poked.set()
+        self._woken.set()
 
     async def run(self) -> None:
         """Raises Failed."""
@@ -200,16 +200,16 @@ class Carrying:
                 task.cancel()
             for phase in (SyncPhase.PHASE_A, SyncPhase.PHASE_B):
                 record.ends(phase)
-            slowest = self.progress.slowest(self._seams.settings.slowest_edges)
+            slowest = self.progress.slowest(self._context.settings.slowest_edges)
             record.put(slowest=slowest, carried_bytes=self.progress.carried_bytes, mended_edges=self.progress.mended)
 
     async def _open(self, peer: PeerId) -> None:
         code = "trainer_lost" if self._opens[peer].parts else "peer_lost"
-        await self._seams.done(peer, self._opens[peer], SUMS_WITHIN_S, code)
+        await self._context.done(peer, self._opens[peer], SUMS_WITHIN_S, code)
 
     async def _until_all_is_there(self) -> None:
         while True:
-            self._poked.clear()
+            self._woken.clear()
             if self._failure is not None:
                 raise self._failure
             lacking = sorted(self.progress.lacking_peers)
@@ -224,7 +224,7 @@ class Carrying:
             await self._turn()
 
     async def _turn(self) -> None:
-        work = [asyncio.ensure_future(self._poked.wait()), asyncio.ensure_future(self._seams.clock.sleep(TURN_S))]
+        work = [asyncio.ensure_future(self._woken.wait()), asyncio.ensure_future(self._context.clock.sleep(TURN_S))]
         try:
             await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -236,7 +236,7 @@ class Carrying:
         with self._record.phase(SyncPhase.CHECK):
 
             async def of(peer: PeerId) -> PeerResult:
-                return await self._seams.done(peer, CheckVersion(self._planned.version), SUMS_WITHIN_S, "corrupt")
+                return await self._context.done(peer, CheckVersion(self._planned.version), SUMS_WITHIN_S, "corrupt")
 
             receivers = self.progress.receivers
             results = await each_done(of(peer) for peer in receivers)
@@ -247,13 +247,13 @@ class Carrying:
         return not any(result.missing for result in results)
 
     def _check_patience(self, lacking: Sequence[PeerId]) -> None:
-        seams = self._seams
-        now_s, patience_s = seams.clock.now_s(), seams.settings.patience_s
+        context = self._context
+        now_s, patience_s = context.clock.now_s(), context.settings.patience_s
         gone = [peer for peer in lacking if self._gone_s(peer) >= patience_s]
         if gone:
             words = f"{few(gone, between=', ')} did not come back within {patience_s:g} s"
-            raise SyncFailed("peer_lost", words, engines_of(seams.hub, gone))
-        if now_s - self._moved_s < patience_s + seams.settings.stall_s:
+            raise SyncFailed("peer_lost", words, engines_of(context.hub, gone))
+        if now_s - self._moved_s < patience_s + context.settings.stall_s:
             return
         away = sorted(peer for peer in self._opens if not self._is_attached(peer))
         trainers = [peer for peer in away if self._opens[peer].parts]
@@ -264,9 +264,9 @@ class Carrying:
 
     async def _mend(self) -> None:
         """Other edges for what nobody is bringing."""
-        progress, seams = self.progress, self._seams
+        progress, context = self.progress, self._context
         known = {*self._opens, *self._holders}
-        peers = {id: state.peer for id, state in seams.hub.peers.items() if state.attached and id in known}
+        peers = {id: state.peer for id, state in context.hub.peers.items() if state.attached and id in known}
         feeds = [
             RepairFeed(edge.id, edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, edge.wave)
             for edge in progress.not_done
@@ -277,7 +277,7 @@ class Carrying:
         self._mends += 1
         name = f"{self._record.id}.{self._record.report.attempt}.m{self._mends}."
         weight = partial(self._weight, peers)
-        mended: RepairedEdges = await seams.offload(partial(mend, feeds, broken, missing, name=name, weight=weight))
+        mended: RepairedEdges = await context.offload(partial(mend, feeds, broken, missing, name=name, weight=weight))
         words = f"nobody can bring {few(sorted(mended.lost), between=', ')} what they lack"
         if mended.lost and words != self._stuck:
             self._stuck = words
@@ -299,7 +299,7 @@ class Carrying:
         return weight * (1.0 if self._pod(one) == self._pod(other) else 4.0)
 
     def _way(self, one: Peer, other: Peer) -> str | None:
-        names = self._seams.settings.transports
+        names = self._context.settings.transports
         return next((name for name in names if name in one.transports and name in other.transports), None)
 
     def _pod(self, peer: PeerId) -> str:
@@ -332,10 +332,10 @@ class Carrying:
         task.add_done_callback(self._orders.discard)
 
     async def _carry(self, peer: PeerId, edges: tuple[CarryEdge, ...]) -> None:
-        settings = self._seams.settings
+        settings = self._context.settings
         order = CarryEdges(self._planned.version, edges, settings.chunk_bytes, settings.stall_s)
         try:
-            result = await self._seams.hub.ask(peer, order, ANSWER_S + settings.patience_s, settings.patience_s)
+            result = await self._context.hub.ask(peer, order, ANSWER_S + settings.patience_s, settings.patience_s)
         except OrchestrRLError as error:
             logger.warning("weight sync %s: %s", self._record.id, error)  # if it comes back it is told again
             return
@@ -343,7 +343,7 @@ class Carrying:
             self._record.note(f"peer {peer} does not carry: {result.detail}")
             for edge in edges:
                 self._broken(edge.id, 0)
-            self._poked.set()
+            self._woken.set()
 
     def _edge(self, event: EdgeEvent) -> None:
         match event.state:
@@ -356,7 +356,7 @@ class Carrying:
             case _:
                 return
         if event.is_receiver and event.state is not EdgeState.BROKEN:
-            self._moved_s = self._seams.clock.now_s()
+            self._moved_s = self._context.clock.now_s()
 
     def _broken(self, edge_id: str, arrived_bytes: int) -> None:
         edge = self.progress.broken(edge_id, arrived_bytes)
@@ -369,7 +369,7 @@ class Carrying:
     def _let_go(self, peer: PeerId, edge_id: str) -> None:
         async def tell() -> None:
             try:
-                await self._seams.hub.ask(peer, EndEdges(self._planned.version, (edge_id,)), ANSWER_S, 0.0)
+                await self._context.hub.ask(peer, EndEdges(self._planned.version, (edge_id,)), ANSWER_S, 0.0)
             except OrchestrRLError as error:
                 logger.warning("weight sync %s: %s", self._record.id, error)
 
@@ -380,7 +380,7 @@ class Carrying:
     def _back(self, peer: PeerId, held: HeldVersion | None) -> None:
         """It has come back, or says something new of itself: what lasts it is told again, which is harmless."""
         self.progress.told(peer, held)
-        self._moved_s = self._seams.clock.now_s()
+        self._moved_s = self._context.clock.now_s()
         edges = self.progress.live_of(peer)
 
         async def again() -> None:
@@ -403,9 +403,9 @@ class Carrying:
             self._record.begins(SyncPhase.PHASE_B)
 
     def _is_attached(self, peer: PeerId) -> bool:
-        state = self._seams.hub.peers.get(peer)
+        state = self._context.hub.peers.get(peer)
         return state is not None and state.attached
 
     def _gone_s(self, peer: PeerId) -> float:
-        state = self._seams.hub.peers[peer]
-        return 0.0 if state.attached else self._seams.clock.now_s() - state.heard_s
+        state = self._context.hub.peers[peer]
+        return 0.0 if state.attached else self._context.clock.now_s() - state.heard_s

@@ -73,7 +73,7 @@ class WeightSync:
         fence: FleetFence,
         circuits: SyncCircuits,
         journal: Journal,
-        holds: PauseRegistry,
+        pause_registry: PauseRegistry,
         clock: Clock,
         settings: WeightSettings,
         *,
@@ -91,12 +91,12 @@ class WeightSync:
             return now
 
         self._serving = PeerAssignments(hub, clock, settings.patience_s, there)
-        self._hands = SyncActions(
+        self._acts = SyncActions(
             CarrierContext(hub, clock, settings, offload),
             fence,
             circuits,
             self.book,
-            holds,
+            pause_registry,
             there,
             self._wanted,
             deploying=deploying,
@@ -107,17 +107,17 @@ class WeightSync:
         self._hub = hub
         self._clock = clock
         self._settings = settings
-        self._desk = PublicationCollector(self.book, hub, clock, settings, self._complete)
+        self._collector = PublicationCollector(self.book, hub, clock, settings, self._complete)
         self._next: SyncRun | None = None
         self._running: SyncRun | None = None
-        self._repairs = EngineRepairs(self._hands)
+        self._repairs = EngineRepairs(self._acts)
         self._backends = WeightBackends()
         self._left: list[OpenSync] = []
         self._why_left = RESTARTED
         self.defects = 0  # faults of ours that were met while running
         self._news = asyncio.Event()
         hub.listen(self._hear)
-        fence.tell_restarts(self._hands.doubts.restarted)
+        fence.tell_restarts(self._acts.stale.restarted)
 
     # --- told by trainers
 
@@ -136,7 +136,7 @@ class WeightSync:
             if is_of(publication, committed.fingerprint):
                 return committed.sync
             raise Permanent(f"version {version} is the fleet's, with other content: publish under another number")
-        return self._desk.take(publication, backend)
+        return self._collector.take(publication, backend)
 
     def _backend(self, word: Publication) -> DirectBackend | None:
         """None: the tree, or one that nobody knows, which is told with what else is wrong. Raises ProblemFaults."""
@@ -154,7 +154,7 @@ class WeightSync:
         if slowest.began_s:
             took_s = slowest.offload_s + slowest.gather_s
             # Its host's clock is known about: all was there when it said so.
-            began_s = min(self._hands.hub.ours_s(slowest.peer, slowest.began_s), self._clock.now_s() - took_s)
+            began_s = min(self._acts.hub.ours_s(slowest.peer, slowest.began_s), self._clock.now_s() - took_s)
             before = (
                 PhaseTime(SyncPhase.OFFLOAD, began_s, began_s + slowest.offload_s),
                 PhaseTime(SyncPhase.GATHER, began_s + slowest.offload_s, began_s + took_s),
@@ -164,9 +164,9 @@ class WeightSync:
             words = tuple(replace(word, install=self._settings.install.value) for word in words)
         why = f"version {collection.version} was published"
         if self._next is not None:
-            self._desk.drop(self._next.record, SyncState.SUPERSEDED, "superseded", why)
+            self._collector.drop(self._next.record, SyncState.SUPERSEDED, "superseded", why)
         named = fingerprint(collection.publications)
-        self._next = SyncRun(self._hands, record, words, named, self._backend(words[0]))
+        self._next = SyncRun(self._acts, record, words, named, self._backend(words[0]))
         record.state(SyncState.PLANNING)
         if self._running is not None and self._running.record.report.state in MAY_BE_REPLACED:
             self._running.call_off(SyncState.SUPERSEDED, "superseded", why)
@@ -186,15 +186,15 @@ class WeightSync:
 
     def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
         """Neither: the one under way, else the last. Raises Permanent where there is none."""
-        return self._desk.report(sync_id, version)
+        return self._collector.report(sync_id, version)
 
     def history(self, limit: int) -> list[SyncReport]:
         """Newest first; 0: all that are remembered."""
-        return self._desk.history(limit)
+        return self._collector.history(limit)
 
     def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
         """Raises Permanent."""
-        return self._desk.follow(sync_id)
+        return self._collector.follow(sync_id)
 
     def status(self) -> WeightsStatus:
         fleet = self.book.fleet
@@ -211,16 +211,16 @@ class WeightSync:
         committed."""
         report = self.report(sync_id)
         why = reason or "an operator has called it off"
-        record = self._desk.records.get(report.id)
+        record = self._collector.records.get(report.id)
         if report.over or record is None:
             raise Permanent(f"weight sync {report.id} is over: {report.state}")
         if self._running is not None and self._running.record is record:
             self._running.call_off(SyncState.ABORTED, "operator", why)
         elif self._next is not None and self._next.record is record:
             self._next = None
-            self._desk.drop(record, SyncState.ABORTED, "operator", why)
-        elif self._desk.collecting is record:
-            self._desk.abort(why)
+            self._collector.drop(record, SyncState.ABORTED, "operator", why)
+        elif self._collector.collecting is record:
+            self._collector.abort(why)
         else:
             raise Permanent(f"weight sync {report.id} was left open by the daemon before, which is being seen to")
         return record.report
@@ -240,7 +240,7 @@ class WeightSync:
         """Somebody else's closed barrier is to be opened: what with, and without whom. What waits for that is installed
         first, as far as it can be by `until_s`. `told`: the version that they say engines have. Where it is one of ours
         it is so only where we brought it: raises Permanent where it could not be, Retryable where it is on its way."""
-        fence, run = self._hands.fence, self._running
+        fence, run = self._acts.fence, self._running
         lease = fence.state.lease
         if lease is None or lease.holder.startswith(HOLDER):
             return told, ()
@@ -253,33 +253,33 @@ class WeightSync:
                     " version, and all goes on as before"
                 )
             return version, without
-        notice_others(self._hands)
+        notice_others(self._acts)
         committed = self.book.fleet.committed
         if told is not None:
             if committed is not None and committed.version == told:
-                await self._hands.look(committed.has)
+                await self._acts.look(committed.has)
                 return told, self._without(committed)
             self._not_on_its_way(told)
             return told, ()
         if committed is None or fence.state.newest == committed.version:
             return None, ()
-        record = self._desk.records.get(committed.sync)
+        record = self._collector.records.get(committed.sync)
         # Where it was told of before, somebody has told another version since.
         if fence.state.newest is None or (record is not None and not record.report.over):
-            await self._hands.look(committed.has)
+            await self._acts.look(committed.has)
             return committed.version, self._without(committed)
         return None, ()
 
     def restarted(self) -> list[EngineId]:
         """Engines of which nobody knows what they have, since they were started anew."""
-        return [engine for engine in sorted(self._hands.engines()) if engine in self._hands.doubts]
+        return [engine for engine in sorted(self._acts.engines()) if engine in self._acts.stale]
 
     def _without(self, committed: CommittedVersion) -> tuple[EngineId, ...]:
-        has = set(committed.has).difference(self._hands.lacking(committed.version, committed.has))
-        return tuple(sorted(engine for engine in self._hands.engines() if engine not in has))
+        has = set(committed.has).difference(self._acts.lacking(committed.version, committed.has))
+        return tuple(sorted(engine for engine in self._acts.engines() if engine not in has))
 
     def _not_on_its_way(self, version: int) -> None:
-        for record in self._desk.records.values():
+        for record in self._collector.records.values():
             if record.report.version == version and not record.report.over:
                 raise Retryable(
                     f"version {version} is on its way to engines, as {record.id} ({record.report.state}): they have not"
@@ -302,12 +302,12 @@ class WeightSync:
         """Take up what the daemon before has left."""
         self._left = self.book.recover()
         for left in self._left:
-            self._desk.records[left.report.id] = SyncRecord(left.report, self._clock)
-        committed, state = self.book.fleet.committed, self._hands.fence.state
+            self._collector.records[left.report.id] = SyncRecord(left.report, self._clock)
+        committed, state = self.book.fleet.committed, self._acts.fence.state
         if committed is not None and state.newest is not None:
             for engine in committed.has:
                 if engine not in state.versions:  # the daemon before may have seen that it was restarted
-                    self._hands.doubts.restarted(engine)
+                    self._acts.stale.restarted(engine)
 
     async def run(self) -> None:
         """Until cancelled. What a defect leaves is seen to as what a daemon before has left."""
@@ -340,8 +340,8 @@ class WeightSync:
     def _half_done(self) -> list[OpenSync]:
         """Nobody carries it out any more, and it is not over."""
         waiting = [self._next.record] if self._next is not None else []
-        waiting += [self._desk.collecting] if self._desk.collecting is not None else []
-        ids = {record.id for record in self._desk.records.values() if not record.report.over}
+        waiting += [self._collector.collecting] if self._collector.collecting is not None else []
+        ids = {record.id for record in self._collector.records.values() if not record.report.over}
         ids -= {record.id for record in waiting}
         try:
             return [left for left in self.book.left_open() if left.report.id in ids]
@@ -355,17 +355,17 @@ class WeightSync:
             del self._left[0]
         while True:
             self._news.clear()
-            self._desk.give_up_on_ranks()
+            self._collector.give_up_on_ranks()
             if self._next is not None:
                 self._running, self._next = self._next, None
-                self._desk.running = self._running.record
+                self._collector.running = self._running.record
                 try:
                     await self._running.run()
                 except Exception:
                     self._running.let_go()
                     raise
                 finally:
-                    self._running = self._desk.running = None
+                    self._running = self._collector.running = None
             elif not await self._repair():
                 await self._turn()
 
@@ -377,25 +377,25 @@ class WeightSync:
 
     async def _settle(self, left: OpenSync) -> None:
         """Committed: finished. Not: undone, whatever it takes."""
-        record = self._desk.records[left.report.id]
+        record = self._collector.records[left.report.id]
         committed = self.book.fleet.committed
         is_committed = committed is not None and committed.sync == record.id
         code, why = self._why_left
         record.note("the daemon was restarted" if code == "restarted" else "a defect of ours ended it")
         engines = committed.has if is_committed and committed is not None else left.changed
-        if own_lease(self._hands, record.id) or left.changed:
-            await attached_again(self._hands, engines)
+        if own_lease(self._acts, record.id) or left.changed:
+            await attached_again(self._acts, engines)
         while True:
             try:
                 if is_committed:
-                    await self._hands.ask_anew(engines)
-                    await resume_new(self._hands, record)
-                    await self._hands.keep()
+                    await self._acts.ask_anew(engines)
+                    await resume_new(self._acts, record)
+                    await self._acts.keep()
                 elif self._is_over(left):
                     record.note("its end had not been written down")
                 else:
-                    await go_back(self._hands, record, left.changed)
-                record.note(*await self._hands.circuits.tear_down(record.id))
+                    await go_back(self._acts, record, left.changed)
+                record.note(*await self._acts.circuits.tear_down(record.id))
                 break
             except (OrchestrRLError, SyncFailed) as error:
                 logger.error("weight sync %s, left half done: %s", record.id, error)
@@ -406,24 +406,24 @@ class WeightSync:
             record.over(SyncState.DONE, code, told_of_each(quarantined))
         else:
             record.over(SyncState.ABORTED, code, why)
-        self._desk.write_end(record)
+        self._collector.write_end(record)
 
     def _is_over(self, left: OpenSync) -> bool:
         """Whether it had ended, which could not be written down: a version was committed since, or engines that it had
         changed are as they were before, and the pause barrier was told so. One that changed no engine was cut off."""
-        committed, state = self.book.fleet.committed, self._hands.fence.state
-        if committed is None or own_lease(self._hands, left.report.id):
+        committed, state = self.book.fleet.committed, self._acts.fence.state
+        if committed is None or own_lease(self._acts, left.report.id):
             return False
         if committed.at_s > left.report.began_s:
             return True
-        has = set(committed.has).difference(self._hands.lacking(committed.version, committed.has))
+        has = set(committed.has).difference(self._acts.lacking(committed.version, committed.has))
         if not left.changed:
             return False
         return all(engine in has and state.versions.get(engine) == committed.version for engine in left.changed)
 
     async def _repair(self) -> bool:
         """Whether there was something to do."""
-        if self._hands.holds.hold(PauseScope.SYNC) is not None:
+        if self._acts.pause_registry.hold(PauseScope.SYNC) is not None:
             return False
         try:
             due = self._repairs.look()
@@ -472,7 +472,7 @@ class WeightSync:
 
     def _wanted(self) -> list[int]:
         runs = [run.record.report.version for run in (self._running, self._next) if run is not None]
-        return runs + ([] if self._desk.collecting is None else [self._desk.collecting.report.version])
+        return runs + ([] if self._collector.collecting is None else [self._collector.collecting.report.version])
 
 
 def _stands(state: PeerState) -> PeerStatus:

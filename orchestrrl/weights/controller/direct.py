@@ -44,12 +44,12 @@ class DirectTransfer:
     """Of one sync. It is the backend's DirectSync."""
 
     def __init__(
-        self, hands: SyncActions, record: SyncRecord, publications: Sequence[Publication], backend: DirectBackend
+        self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], backend: DirectBackend
     ) -> None:
         self.version = record.report.version
         self.publications = publications
         self.engines: tuple[EngineId, ...] = ()
-        self._hands = hands
+        self._acts = acts
         self._record = record
         self._backend = backend
         self._numbers = itertools.count(1)
@@ -63,7 +63,7 @@ class DirectTransfer:
         record, self.engines = self._record, tuple(sorted(engines))
         tensors: dict[str, TensorMeta] = {each.name: each for word in self.publications for each in word.tensors}
         map = VersionMap(
-            self.version, tuple(tensors[name] for name in sorted(tensors)), (), self._hands.settings.chunk_bytes
+            self.version, tuple(tensors[name] for name in sorted(tensors)), (), self._acts.settings.chunk_bytes
         )
         record.put(bytes=sum(_bytes(each) for each in map.tensors))
         record.state(SyncState.PLANNING)
@@ -87,7 +87,7 @@ class DirectTransfer:
         failed: dict[EngineId, OrchestrRLError] = {}
         for engine in self.engines:
             error = became.get(engine, OutcomeUnknown("the backend says nothing of it"))
-            if error is None and self._hands.installed(engine) != self.version:
+            if error is None and self._acts.installed(engine) != self.version:
                 error = OutcomeUnknown(f"it has been sent version {self.version}, and does not say that it has it")
             if error is None:
                 results[engine] = PeerResult("", OrderOutcome.DONE)
@@ -117,15 +117,15 @@ class DirectTransfer:
     # --- as backends see it
 
     async def at(self, engine: EngineId, act: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        hands, changes = self._hands, self._changes
-        peer = hands.peer_of(engine)
+        acts, changes = self._acts, self._changes
+        peer = acts.peer_of(engine)
         if peer is None:
             raise Permanent(f"no peer of {engine} is attached")
-        within_s = max(0.0, self._until_s - hands.clock.now_s())
+        within_s = max(0.0, self._until_s - acts.clock.now_s())
         backend = self._record.report.backend
         order = BackendAct(backend, engine, act, self.version, json.dumps(dict(body)), changes, self._until_s)
         try:
-            result = await hands.hub.ask(peer.id, order, within_s + ANSWER_S, hands.settings.patience_s)
+            result = await acts.hub.ask(peer.id, order, within_s + ANSWER_S, acts.settings.patience_s)
         except OrchestrRLError as error:
             raise OutcomeUnknown(str(error)) from error
         if result.outcome is OrderOutcome.DONE:
@@ -138,8 +138,8 @@ class DirectTransfer:
         self._asked = TrainerStep(next(self._numbers), step, body)
         ended = self._ended = asyncio.get_running_loop().create_future()
         self._record.put(asked_json=asked_text(self._asked))
-        within_s = max(0.0, self._until_s - self._hands.clock.now_s())
-        late = asyncio.ensure_future(self._hands.clock.sleep(within_s))
+        within_s = max(0.0, self._until_s - self._acts.clock.now_s())
+        late = asyncio.ensure_future(self._acts.clock.sleep(within_s))
         try:
             await asyncio.wait([ended, late], return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
@@ -153,7 +153,7 @@ class DirectTransfer:
 
     def _begin(self, *, changes: bool, until_s: float | None = None) -> None:
         self._changes = changes
-        by_s = self._hands.clock.now_s() + self._hands.settings.install_within_s
+        by_s = self._acts.clock.now_s() + self._acts.settings.install_within_s
         self._until_s = by_s if until_s is None else min(by_s, until_s)
 
     def _stop_asking(self) -> None:

@@ -31,9 +31,9 @@ class Installing:
     """Of one publication. `direct`: the trainer sends by itself."""
 
     def __init__(
-        self, hands: SyncActions, record: SyncRecord, publications: Sequence[Publication], direct: DirectTransfer | None
+        self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], direct: DirectTransfer | None
     ) -> None:
-        self._hands = hands
+        self._acts = acts
         self._record = record
         self._publications = publications
         self._direct = direct
@@ -42,7 +42,7 @@ class Installing:
     @property
     def prompt(self) -> tuple[tuple[int, ...], int]:
         """What engines are asked, and for how many tokens; nothing: they are not."""
-        told, probe = self._publications[0], self._hands.settings.probe
+        told, probe = self._publications[0], self._acts.settings.probe
         if told.probe:
             return told.probe, len(told.expected) or (probe.max_tokens if probe is not None else 8)
         return (probe.prompt_ids, probe.max_tokens) if probe is not None else ((), 0)
@@ -51,17 +51,17 @@ class Installing:
         self, attempt: SyncAttempt, targets: Mapping[EngineId, PeerId], lease: str, borrowed: BorrowedPause | None
     ) -> tuple[list[EngineId], tuple[int, ...], dict[str, tuple[int, ...]]]:
         """Who has it, verified; the prompt, and what it was answered with, by configuration."""
-        record, hands = self._record, self._hands
+        record, acts = self._record, self._acts
         record.state(SyncState.INSTALLING)
         engines = sorted(targets)
-        hands.book.step(record.id, "install", engines)  # from here on they may have it
+        acts.book.step(record.id, "install", engines)  # from here on they may have it
         attempt.changed.update(engines)
         if not lease:  # if it is opened before we are done, nothing goes there
-            attempt.told = {e: v for e, v in hands.fence.state.versions.items() if e in targets}
-            hands.fence.forget(engines, "are being given other weights")
+            attempt.told = {e: v for e, v in acts.fence.state.versions.items() if e in targets}
+            acts.fence.forget(engines, "are being given other weights")
         with record.phase(SyncPhase.INSTALL):
             if not lease and borrowed is None:
-                await each_done(hands.rest(engine, True) for engine in engines)
+                await each_done(acts.rest(engine, True) for engine in engines)
             if self._direct is not None:
                 results = await self._sent(self._direct, attempt, borrowed)
             else:
@@ -75,7 +75,7 @@ class Installing:
 
     def _of_the_fleet(self, failed: Mapping[EngineId, str]) -> dict[EngineId, str]:
         """Without engines that have left it by order."""
-        gone = [engine for engine in failed if self._hands.gone(engine)]
+        gone = [engine for engine in failed if self._acts.gone(engine)]
         self._record.without_engines(gone)
         return {engine: why for engine, why in failed.items() if engine not in gone}
 
@@ -93,7 +93,7 @@ class Installing:
                     attempt.untouched.add(engine)
                 raise
 
-        failed = await self._hands.try_each(engines, one)
+        failed = await self._acts.try_each(engines, one)
         if failed := self._of_the_fleet(failed):
             raise SyncFailed("install_failed", told_of_each(failed), failed)
         return results
@@ -102,10 +102,10 @@ class Installing:
         self, direct: DirectTransfer, attempt: SyncAttempt, borrowed: BorrowedPause | None
     ) -> dict[EngineId, PeerResult]:
         """By the trainer. Where it fails for all, nobody is left out next time: it may be the trainer's fault."""
-        record, began_s = self._record, self._hands.clock.now_s()
+        record, began_s = self._record, self._acts.clock.now_s()
         results, failed = await direct.install(borrowed.until_s if borrowed is not None else None)
         for engine in results:
-            record.engine(engine, EngineSync.INSTALLED, install_s=self._hands.clock.now_s() - began_s)
+            record.engine(engine, EngineSync.INSTALLED, install_s=self._acts.clock.now_s() - began_s)
         if failed:
             why = {engine: str(error) for engine, error in failed.items()}
             for engine, words in why.items():
@@ -117,25 +117,25 @@ class Installing:
         return results
 
     async def _one(self, engine: EngineId, borrowed: BorrowedPause | None) -> PeerResult:
-        record, began_s = self._record, self._hands.clock.now_s()
+        record, began_s = self._record, self._acts.clock.now_s()
         until_s = borrowed.until_s if borrowed is not None else None
         # Where no version is the fleet's nobody knows what engines were given by another way since they were named.
-        anew = self._hands.book.fleet.committed is None and engine not in self._given
+        anew = self._acts.book.fleet.committed is None and engine not in self._given
         try:
-            result = await self._hands.install(engine, record.report.version, until_s, anew=anew)
+            result = await self._acts.install(engine, record.report.version, until_s, anew=anew)
         except SyncFailed as failure:
             record.engine(engine, EngineSync.WAITING, failure.detail)
             raise
         self._given.add(engine)
-        record.engine(engine, EngineSync.INSTALLED, install_s=self._hands.clock.now_s() - began_s)
+        record.engine(engine, EngineSync.INSTALLED, install_s=self._acts.clock.now_s() - began_s)
         return result
 
     async def _verified(
         self, results: Mapping[EngineId, PeerResult], borrowed: BorrowedPause | None
     ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
-        configuration = {engine: now.configuration for engine, now in self._hands.engines().items()}
+        configuration = {engine: now.configuration for engine, now in self._acts.engines().items()}
         sums = {engine: result.loaded_sum for engine, result in results.items() if result.loaded_sum}
-        peers = {engine: self._hands.peer_of(engine) for engine in results}
+        peers = {engine: self._acts.peer_of(engine) for engine in results}
         # Ranks of one layout on several hosts are given a part each.
         share = {engine: None if peer is None else peer.share for engine, peer in peers.items()}
         odd = odd_ones(sums, lambda e: (configuration.get(e), share[e], results[e].is_read_back))
@@ -147,9 +147,9 @@ class Installing:
         if prompt and may_probe:
 
             async def ask(engine: EngineId) -> None:
-                answers[engine] = await self._hands.probe(engine, prompt, max_tokens)
+                answers[engine] = await self._acts.probe(engine, prompt, max_tokens)
 
-            if failed := self._of_the_fleet(await self._hands.try_each(results, ask)):
+            if failed := self._of_the_fleet(await self._acts.try_each(results, ask)):
                 raise SyncFailed("verify_failed", told_of_each(failed), failed)
             expected = self._publications[0].expected
             if expected:

@@ -10,18 +10,18 @@ from orchestrrl.weights.controller.state import FleetWeights
 logger = logging.getLogger(__name__)
 
 
-def notice_others(hands: SyncActions) -> bool:
+def notice_others(acts: SyncActions) -> bool:
     """Whether somebody has told the pause barrier another version than the committed one, since that was told. It is
     the fleet's no longer then, which is written down. Where the pause barrier knows none, or has not heard of ours yet,
     nobody has."""
-    committed, newest = hands.book.fleet.committed, hands.fence.state.newest
+    committed, newest = acts.book.fleet.committed, acts.fence.state.newest
     if committed is None or newest is None:
         return False
     if newest == committed.version:
-        hands.book.was_told = True
+        acts.book.was_told = True
         return False
-    if not hands.book.was_told and newest == committed.before:
+    if not acts.book.was_told and newest == committed.before:
         return False
     logger.warning("the fleet has version %d by another way: version %d is no longer its", newest, committed.version)
-    hands.book.stands(FleetWeights())
+    acts.book.stands(FleetWeights())
     return True

@@ -30,35 +30,35 @@ class SyncAttempt:
 class SyncParticipants:
     """Of one publication. `is_direct`: the trainer sends by itself, and hosts' peers carry nothing."""
 
-    def __init__(self, hands: SyncActions, record: SyncRecord, *, is_direct: bool) -> None:
-        self._hands = hands
+    def __init__(self, acts: SyncActions, record: SyncRecord, *, is_direct: bool) -> None:
+        self._acts = acts
         self._record = record
         self._is_direct = is_direct
 
     async def engines_there(self, attempt: SyncAttempt) -> None:
         """Nobody is left out for being away for a moment."""
         told: list[EngineId] = []
-        while away := [engine for engine in self._hands.awaited() if engine not in attempt.without]:
+        while away := [engine for engine in self._acts.awaited() if engine not in attempt.without]:
             if away != told:
                 told = away
                 self._record.put(detail=f"waits: {', '.join(away)} may come back")
-            await self._hands.clock.sleep(LOOK_S)
+            await self._acts.clock.sleep(LOOK_S)
         if told:
             self._record.put(detail="")
 
     async def served(self) -> None:
         """Peers are told of engines that have just come; that takes a moment."""
-        until_s = self._hands.clock.now_s() + SETTLED_WITHIN_S
-        while not self._hands.settled() and self._hands.clock.now_s() < until_s:
-            await self._hands.clock.sleep(LOOK_S)
+        until_s = self._acts.clock.now_s() + SETTLED_WITHIN_S
+        while not self._acts.settled() and self._acts.clock.now_s() < until_s:
+            await self._acts.clock.sleep(LOOK_S)
 
     def receivers(self, targets: Mapping[EngineId, PeerId]) -> set[PeerId]:
         """Peers of engines, and those of hosts where engines may be started: they find the fleet's weights there. If
         one of these fails it is left out."""
         if self._is_direct:
             return set()
-        idle = [id for id, peer in self._hands.attached().items() if peer.serves and not peer.engines]
-        hosts = {id for engine in targets for id in self._hands.hosts_of(engine)}
+        idle = [id for id, peer in self._acts.attached().items() if peer.serves and not peer.engines]
+        hosts = {id for engine in targets for id in self._acts.hosts_of(engine)}
         return {*hosts, *(idle if self._record.report.attempt == 1 else [])}
 
     def still_there(
@@ -66,11 +66,11 @@ class SyncParticipants:
     ) -> dict[EngineId, PeerId]:
         """While it was on its way engines may have left, by order, and others come: those take it, too, whose peers
         have the bytes."""
-        hands = self._hands
+        acts = self._acts
         there: dict[EngineId, PeerId] = {}
         left_out = dict(attempt.without)
-        for engine, now in sorted(hands.engines().items()):
-            peer = hands.peer_of(engine)
+        for engine, now in sorted(acts.engines().items()):
+            peer = acts.peer_of(engine)
             if engine in targets:
                 there[engine] = targets[engine]
             elif (
@@ -89,21 +89,21 @@ class SyncParticipants:
         return there
 
     def _has_bytes(self, engine: EngineId, prepared: Collection[PeerId]) -> bool:
-        return not self._hands.why_not_whole(engine) and set(self._hands.hosts_of(engine)) <= set(prepared)
+        return not self._acts.why_not_whole(engine) and set(self._acts.hosts_of(engine)) <= set(prepared)
 
     def targets(self, attempt: SyncAttempt) -> dict[EngineId, PeerId]:
         """Engines that are to have it before it counts; the others are quarantined then."""
         targets: dict[EngineId, PeerId] = {}
         left: dict[EngineId, str] = dict(attempt.without)
-        for engine, now in sorted(self._hands.engines().items()):
-            peer = self._hands.peer_of(engine)
+        for engine, now in sorted(self._acts.engines().items()):
+            peer = self._acts.peer_of(engine)
             if engine in left:
                 continue
             if peer is None:
-                left[engine] = self._hands.why_not_served(engine)
+                left[engine] = self._acts.why_not_served(engine)
             elif not now.healthy:
                 left[engine] = "is not healthy"
-            elif why := "" if self._is_direct else self._hands.why_not_whole(engine):
+            elif why := "" if self._is_direct else self._acts.why_not_whole(engine):
                 left[engine] = why
             else:
                 targets[engine] = peer.id

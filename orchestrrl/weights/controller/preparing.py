@@ -27,9 +27,9 @@ def named(planned: PlannedSync, name: str) -> PlannedSync:
 class Preparation:
     """Of one sync, attempt by attempt."""
 
-    def __init__(self, hands: SyncActions, record: SyncRecord, publications: Sequence[Publication]) -> None:
+    def __init__(self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication]) -> None:
         self.network: SyncNetwork | None = None  # as it is since the last plan
-        self._hands = hands
+        self._acts = acts
         self._record = record
         self._publications = publications
         self._stands_still = publications[0].install == "at_once"  # the trainer
@@ -40,16 +40,16 @@ class Preparation:
 
     async def plan(self, receivers: Collection[PeerId]) -> tuple[PlannedSync, VersionMap]:
         """The plan over the circuits that are there, and the map with all sums."""
-        record, hands = self._record, self._hands
+        record, acts = self._record, self._acts
         record.state(SyncState.PLANNING)
         await self._trainers_there()
         have = await self._have(receivers)
         with record.phase(SyncPhase.PLAN):
-            planned = await self._planned(receivers, hands.circuits.network(), have)
+            planned = await self._planned(receivers, acts.circuits.network(), have)
 
         async def all_sums() -> VersionMap:
             with record.phase(SyncPhase.SUMS):
-                return await sums(hands.seams, planned)
+                return await sums(acts.context, planned)
 
         self._is_up = True
         brought, map = await each_done([self._bring_up(planned), all_sums()])
@@ -81,7 +81,7 @@ class Preparation:
             record.begins(phase)
 
         try:
-            brought = await self._hands.circuits.bring_up(record.id, planned, on_phase, still=self._stands_still)
+            brought = await self._acts.circuits.bring_up(record.id, planned, on_phase, still=self._stands_still)
         finally:
             for each in lasting:
                 record.ends(each)
@@ -90,12 +90,12 @@ class Preparation:
 
     async def _trainers_there(self) -> None:
         """What ranks have staged is at their peers."""
-        hands = self._hands
-        until_s = hands.clock.now_s() + hands.settings.patience_s
-        while away := sorted({each.peer for each in self._publications} - set(hands.attached())):
-            if hands.clock.now_s() >= until_s:
+        acts = self._acts
+        until_s = acts.clock.now_s() + acts.settings.patience_s
+        while away := sorted({each.peer for each in self._publications} - set(acts.attached())):
+            if acts.clock.now_s() >= until_s:
                 raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
-            await hands.clock.sleep(LOOK_S)
+            await acts.clock.sleep(LOOK_S)
 
     async def _have(self, receivers: Collection[PeerId]) -> dict[PeerId, PeerHolding]:
         """Bytes that came in an earlier attempt."""
@@ -103,13 +103,15 @@ class Preparation:
 
         async def of(peer: PeerId) -> None:
             try:
-                result = await self._hands.seams.done(peer, CheckVersion(self._record.report.version), 600.0, "corrupt")
+                result = await self._acts.context.done(
+                    peer, CheckVersion(self._record.report.version), 600.0, "corrupt"
+                )
             except SyncFailed as failure:
                 self._record.note(f"what {peer} has from before is not counted on: {failure.detail}")
             else:
                 found[peer] = PeerHolding(self._opened[peer], result.missing)
 
-        there = self._hands.attached()
+        there = self._acts.attached()
         await each_done(of(peer) for peer in sorted(self._opened) if peer in there and peer in receivers)
         return found
 
@@ -117,12 +119,12 @@ class Preparation:
         self, receivers: Collection[PeerId], network: SyncNetwork, have: Mapping[PeerId, PeerHolding]
     ) -> PlannedSync:
         wanted = {*receivers, *(each.peer for each in self._publications)}
-        peers: list[Peer] = [peer for id, peer in self._hands.attached().items() if id in wanted]
-        version, settings = self._record.report.version, self._hands.settings
+        peers: list[Peer] = [peer for id, peer in self._acts.attached().items() if id in wanted]
+        version, settings = self._record.report.version, self._acts.settings
         self._plans += 1
         number = self._plans
         try:
-            planned: PlannedSync = await self._hands.seams.offload(
+            planned: PlannedSync = await self._acts.context.offload(
                 lambda: plan_sync(version, self._publications, peers, network, settings, have=have, attempt=number)
             )
         except ValueError as error:
@@ -143,6 +145,6 @@ class Preparation:
     async def _tear_down(self) -> None:
         with self._record.phase(SyncPhase.TEAR_DOWN):
             try:
-                self._record.note(*await self._hands.circuits.tear_down(self._record.id))
+                self._record.note(*await self._acts.circuits.tear_down(self._record.id))
             except OrchestrRLError as error:
                 self._record.note(f"circuits stay as they are: {error}")

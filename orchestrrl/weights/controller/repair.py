@@ -42,25 +42,25 @@ class _Tried:
 class EngineRepairs:
     """`carrying` is the repair's that is under way: it has to hear what peers tell."""
 
-    def __init__(self, hands: SyncActions) -> None:
+    def __init__(self, acts: SyncActions) -> None:
         self.carrying: Carrying | None = None
-        self._hands = hands
+        self._acts = acts
         self._tried: dict[EngineId, _Tried] = {}
         self._numbers = itertools.count(1)
 
     def look(self) -> list[EngineId]:
         """Tell of engines what is known now, and which are to be repaired, by id. Nothing while the pause barrier is
         closed."""
-        hands = self._hands
+        acts = self._acts
         self._leave()
-        if is_closed(hands) or notice_others(hands) or hands.book.fleet.committed is None:
+        if is_closed(acts) or notice_others(acts) or acts.book.fleet.committed is None:
             return []
-        committed, told = hands.book.fleet.committed, hands.fence.state.versions
+        committed, told = acts.book.fleet.committed, acts.fence.state.versions
         wanting = []
-        for engine, now in sorted(hands.engines().items()):
-            peer = hands.peer_of(engine)
-            if peer is not None and hands.installed(engine) != committed.version:
-                self._lost(engine, f"has {_words(hands.installed(engine))}")
+        for engine, now in sorted(acts.engines().items()):
+            peer = acts.peer_of(engine)
+            if peer is not None and acts.installed(engine) != committed.version:
+                self._lost(engine, f"has {_words(acts.installed(engine))}")
                 if now.healthy and committed.is_kept:
                     wanting.append(engine)
             elif peer is not None and engine not in committed.has and now.healthy:
@@ -73,40 +73,40 @@ class EngineRepairs:
 
     def heard(self, peer: Peer) -> None:
         """No request goes to an engine that was restarted, from the moment that its peer says so."""
-        fence = self._hands.fence
-        if others_weights(self._hands):
+        fence = self._acts.fence
+        if others_weights(self._acts):
             return
         for each in peer.engines:
             told = fence.state.versions.get(each.engine)
-            if told is not None and told != each.installed and (each.installed is None or not is_closed(self._hands)):
+            if told is not None and told != each.installed and (each.installed is None or not is_closed(self._acts)):
                 fence.forget([each.engine], f"has {_words(each.installed)}")
 
     async def one(self, engine: EngineId) -> bool:
         """Whether it has the fleet's version now."""
-        hands, committed = self._hands, self._hands.book.fleet.committed
-        peer = hands.peer_of(engine)
+        acts, committed = self._acts, self._acts.book.fleet.committed
+        peer = acts.peer_of(engine)
         if committed is None or peer is None:
             return False
         try:
-            hands.book.step(committed.sync, "repair", [engine])
+            acts.book.step(committed.sync, "repair", [engine])
             tried = self._tried.get(engine)
-            await hands.rest(engine, True, DRAIN_S, ends=tried is not None and tried.times >= DRAINS)
-            if why := hands.why_not_whole(engine):
+            await acts.rest(engine, True, DRAIN_S, ends=tried is not None and tried.times >= DRAINS)
+            if why := acts.why_not_whole(engine):
                 raise SyncFailed("peer_lost", f"{engine}: {why}", [engine], unchanged=True)
-            for host in hands.hosts_of(engine):
-                await self._bytes(hands.attached()[host], committed)
-            if notice_others(hands):
-                await hands.rest(engine, False)
+            for host in acts.hosts_of(engine):
+                await self._bytes(acts.attached()[host], committed)
+            if notice_others(acts):
+                await acts.rest(engine, False)
                 return False
-            await hands.install(engine, committed.version)
-            if notice_others(hands):  # it may have taken ours last
-                hands.fence.forget([engine], "was given weights that are the fleet's no longer")
+            await acts.install(engine, committed.version)
+            if notice_others(acts):  # it may have taken ours last
+                acts.fence.forget([engine], "was given weights that are the fleet's no longer")
                 return False
             await self._same_answer(engine, committed)
             return await self._serves(engine, committed)
         except SyncFailed as failure:
             self._put_off(engine, failure.detail)
-            if failure.unchanged and failure.code != "not_quiet" and not is_closed(hands):
+            if failure.unchanged and failure.code != "not_quiet" and not is_closed(acts):
                 await self._let_run(engine)
         except (OrchestrRLError, ValueError) as error:
             self._put_off(engine, cut(str(error)))
@@ -116,139 +116,139 @@ class EngineRepairs:
 
     def _leave(self) -> None:
         """Who has left the fleet is nobody's concern."""
-        book = self._hands.book
+        book = self._acts.book
         told = {*book.fleet.quarantined, *(book.fleet.committed.has if book.fleet.committed is not None else ())}
-        if gone := [engine for engine in told if self._hands.gone(engine)]:
+        if gone := [engine for engine in told if self._acts.gone(engine)]:
             book.stands(book.fleet.left(gone))
             for engine in gone:
                 self._tried.pop(engine, None)
 
     def _has_it(self, engine: EngineId) -> None:
-        book = self._hands.book
+        book = self._acts.book
         assert book.fleet.committed is not None
         logger.info("%s was started with version %d", engine, book.fleet.committed.version)
         book.stands(replace(book.fleet, committed=book.fleet.committed.repaired(engine)))
 
     def _lost(self, engine: EngineId, why: str) -> None:
         """It was thought to have the version."""
-        hands, committed = self._hands, self._hands.book.fleet.committed
+        acts, committed = self._acts, self._acts.book.fleet.committed
         assert committed is not None
-        if engine in hands.fence.state.versions:
-            hands.fence.forget([engine], why)
+        if engine in acts.fence.state.versions:
+            acts.fence.forget([engine], why)
         if engine in committed.has or engine not in committed.quarantined:
-            hands.book.stands(replace(hands.book.fleet, committed=committed.lost(engine, why)))
+            acts.book.stands(replace(acts.book.fleet, committed=committed.lost(engine, why)))
 
     def _tell_again(self) -> None:
         """Engines that have the version, verified, and of which the pause barrier does not know it."""
-        hands, committed = self._hands, self._hands.book.fleet.committed
+        acts, committed = self._acts, self._acts.book.fleet.committed
         assert committed is not None
-        state, known = hands.fence.state, hands.engines()
+        state, known = acts.fence.state, acts.engines()
         untold = [
             engine
             for engine in committed.has
             if engine in known
-            and hands.installed(engine) == committed.version
+            and acts.installed(engine) == committed.version
             and (state.versions.get(engine) != committed.version or engine in state.left_out)
         ]
         if untold:
-            hands.fence.set_version(untold, committed.version, "have the fleet's weights")
+            acts.fence.set_version(untold, committed.version, "have the fleet's weights")
 
     async def _let_run(self, engine: EngineId) -> None:
         """It has weights that are whole, though it is not known which: what it was asked past the gateway goes on."""
         try:
-            await self._hands.rest(engine, False)
+            await self._acts.rest(engine, False)
         except SyncFailed as failure:
             logger.warning("%s was not told to run again: %s", engine, failure)
 
     def _is_due(self, engine: EngineId) -> bool:
         tried = self._tried.get(engine)
-        return tried is None or self._hands.clock.now_s() >= tried.after_s
+        return tried is None or self._acts.clock.now_s() >= tried.after_s
 
     def _put_off(self, engine: EngineId, why: str) -> None:
         before = self._tried.get(engine)
         again_s = min(LAST_AGAIN_S, before.again_s * 2 if before else FIRST_AGAIN_S)
         times = before.times + 1 if before else 1
-        self._tried[engine] = _Tried(times, self._hands.clock.now_s() + again_s, again_s)
+        self._tried[engine] = _Tried(times, self._acts.clock.now_s() + again_s, again_s)
         logger.warning("%s was not repaired, again in %.0f s: %s", engine, again_s, why)
-        hands, committed = self._hands, self._hands.book.fleet.committed
+        acts, committed = self._acts, self._acts.book.fleet.committed
         if committed is not None and committed.quarantined.get(engine) != why:
             try:
-                hands.book.stands(replace(hands.book.fleet, committed=committed.lost(engine, why)))
+                acts.book.stands(replace(acts.book.fleet, committed=committed.lost(engine, why)))
             except OrchestrRLError as error:
                 logger.error("%s", error)
 
     async def _bytes(self, peer: Peer, committed: CommittedVersion) -> None:
         """All that the peer needs of the version."""
-        hands = self._hands
+        acts = self._acts
         held = next((each for each in peer.held if each.version == committed.version), None)
         if held is not None and held.complete and held.shards:
-            checked = await hands.seams.done(peer.id, CheckVersion(committed.version), CHECK_WITHIN_S, "corrupt")
+            checked = await acts.context.done(peer.id, CheckVersion(committed.version), CHECK_WITHIN_S, "corrupt")
             if not checked.missing:
                 return
             held = replace(held, missing=checked.missing)
-        map = hands.book.map
+        map = acts.book.map
         if map is None or map.version != committed.version:
             raise SyncFailed(
                 "bytes_lost", "what the version is made of is not known any more: it waits for the next one"
             )
-        peers = list(hands.attached().values())
-        network = hands.circuits.network()
+        peers = list(acts.attached().values())
+        network = acts.circuits.network()
         who = {each.id: h for each in peers for h in each.held if h.version == committed.version}
         who[peer.id] = held or HeldVersion(committed.version, ())
         number = next(self._numbers)
 
         def plan() -> PlannedSync:
-            return plan_repair(map, [peer.id], peers, network, hands.settings, held=who, attempt=number)
+            return plan_repair(map, [peer.id], peers, network, acts.settings, held=who, attempt=number)
 
         try:
-            planned = await hands.seams.offload(plan)
+            planned = await acts.context.offload(plan)
         except ProblemFaults as error:
             raise SyncFailed("unreachable", few(error.faults)) from error
-        edges = tuple(replace(edge, id=f"r{hands.book.generation}.{number}.{edge.id}") for edge in planned.edges)
-        took_s = {f"r{hands.book.generation}.{number}.{id}": each for id, each in planned.planned_s.items()}
+        edges = tuple(replace(edge, id=f"r{acts.book.generation}.{number}.{edge.id}") for edge in planned.edges)
+        took_s = {f"r{acts.book.generation}.{number}.{id}": each for id, each in planned.planned_s.items()}
         planned = replace(planned, edges=edges, planned_s=took_s)
         report = SyncReport(
-            f"repair-{hands.book.generation}-{number}", committed.version, SyncState.CARRYING, hands.clock.now_s()
+            f"repair-{acts.book.generation}-{number}", committed.version, SyncState.CARRYING, acts.clock.now_s()
         )
-        self.carrying = Carrying(hands.seams, SyncRecord(report, hands.clock), planned, map, network, who)
+        self.carrying = Carrying(acts.context, SyncRecord(report, acts.clock), planned, map, network, who)
         try:
             await self.carrying.run()
         finally:
             self.carrying = None
 
     async def _same_answer(self, engine: EngineId, committed: CommittedVersion) -> None:
-        hands = self._hands
+        acts = self._acts
         answers: Mapping[str, tuple[int, ...]] = committed.answers
-        now = hands.engines().get(engine)
+        now = acts.engines().get(engine)
         expected = answers.get(now.configuration) if now is not None else None
         if not committed.prompt or expected is None:
             return
-        tokens = await hands.probe(engine, committed.prompt, len(expected) or 1)
+        tokens = await acts.probe(engine, committed.prompt, len(expected) or 1)
         if tokens != expected:
             raise SyncFailed("probe_differs", f"{engine} goes on with {tokens}, others of its kind with {expected}")
 
     async def _serves(self, engine: EngineId, committed: CommittedVersion) -> bool:
-        hands = self._hands
-        if is_closed(hands):
+        acts = self._acts
+        if is_closed(acts):
             raise SyncFailed("not_quiet", "the pause barrier was closed meanwhile")
         # It may have been restarted while it was looked at.
-        if hands.installed(engine) != committed.version:
-            raise SyncFailed("install_failed", f"{engine} has {_words(hands.installed(engine))} after all")
-        fleet = hands.book.fleet
+        if acts.installed(engine) != committed.version:
+            raise SyncFailed("install_failed", f"{engine} has {_words(acts.installed(engine))} after all")
+        fleet = acts.book.fleet
         if fleet.committed is None or fleet.committed.version != committed.version:
             return False
-        hands.book.stands(replace(fleet, committed=fleet.committed.repaired(engine)))
-        hands.fence.set_version([engine], committed.version, "repaired")
+        acts.book.stands(replace(fleet, committed=fleet.committed.repaired(engine)))
+        acts.fence.set_version([engine], committed.version, "repaired")
         self._tried.pop(engine, None)
-        await hands.rest(engine, False)
+        await acts.rest(engine, False)
         return True
 
 
-def others_weights(hands: SyncActions) -> bool:
+def others_weights(acts: SyncActions) -> bool:
     """Somebody has brought other weights since, and told their version: what peers know of engines holds no longer, and
     nothing is repaired until a version is published again."""
-    newest = hands.fence.state.newest
-    return newest not in (None, hands.book.fleet.version)
+    newest = acts.fence.state.newest
+    return newest not in (None, acts.book.fleet.version)
 
 
 def _words(version: int | None) -> str:

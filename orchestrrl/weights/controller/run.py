@@ -33,7 +33,7 @@ class SyncRun:
 
     def __init__(
         self,
-        hands: SyncActions,
+        acts: SyncActions,
         record: SyncRecord,
         publications: Sequence[Publication],
         fingerprint: str,
@@ -43,11 +43,9 @@ class SyncRun:
         self.publications = publications
         self.fingerprint = fingerprint
         self.carrying: Carrying | None = None
-        self.preparation = Preparation(hands, record, publications)
-        self.direct = (
-            None if backend is None else DirectTransfer(hands, record, publications, backend)
-        )  # None: the tree
-        self._hands = hands
+        self.preparation = Preparation(acts, record, publications)
+        self.direct = None if backend is None else DirectTransfer(acts, record, publications, backend)  # None: the tree
+        self._acts = acts
         self._going: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None  # the pause barrier's lease
         self._stop: tuple[SyncState, str, str] | None = None
@@ -56,8 +54,8 @@ class SyncRun:
         self._borrowed: BorrowedPause | None = None
         self._waits_for_barrier = False
         self._committed = False
-        self._lineup = SyncParticipants(hands, record, is_direct=backend is not None)
-        self._installing = Installing(hands, record, publications, self.direct)
+        self._participants = SyncParticipants(acts, record, is_direct=backend is not None)
+        self._installing = Installing(acts, record, publications, self.direct)
 
     # --- told from outside
 
@@ -103,7 +101,7 @@ class SyncRun:
     # --- run
 
     async def run(self) -> None:
-        hands, record = self._hands, self.record
+        acts, record = self._acts, self.record
         without: dict[EngineId, str] = {}
         while True:
             attempt = SyncAttempt(dict(without), frozenset(without))
@@ -116,13 +114,13 @@ class SyncRun:
             await self._back(attempt)
             self._give_back()
             await self.preparation.torn_down()
-            if not {*hands.engines()} <= {*without, *failure.without}:  # where none is left, all are tried again
+            if not {*acts.engines()} <= {*without, *failure.without}:  # where none is left, all are tried again
                 without |= failure.without
             if self._stop is not None:
                 await self._over(*self._stop)
                 return
-            by_order = hands.all_gone(failure.without)  # that engines leave the fleet is no failure of it
-            if not failure.again or (record.report.attempt >= hands.settings.attempts and not by_order):
+            by_order = acts.all_gone(failure.without)  # that engines leave the fleet is no failure of it
+            if not failure.again or (record.report.attempt >= acts.settings.attempts and not by_order):
                 await self._over(SyncState.ABORTED, failure.code, failure.detail)
                 return
             logger.warning("weight sync %s begins again: %s", record.id, failure)
@@ -136,7 +134,7 @@ class SyncRun:
         except (SyncFailed, OrchestrRLError) as error:  # it is the fleet's version all the same
             self.record.note(str(error))
             logger.error("weight sync %s: %s", self.record.id, error)
-        quarantined = self._hands.book.fleet.quarantined
+        quarantined = self._acts.book.fleet.quarantined
         code, detail = "done", ""
         if quarantined:
             code = "some_quarantined"
@@ -145,19 +143,19 @@ class SyncRun:
 
     async def _after_commit(self) -> None:
         if self._borrowed is not None:
-            await resume_new(self._hands, self.record)  # tells who has what; the pause barrier is opened by its holder
+            await resume_new(self._acts, self.record)  # tells who has what; the pause barrier is opened by its holder
             self._give_back()
-            await self._hands.keep()
+            await self._acts.keep()
             return
-        await each_done([self._hands.keep(), resume_new(self._hands, self.record)])
+        await each_done([self._acts.keep(), resume_new(self._acts, self.record)])
 
     async def _over(self, state: SyncState, code: str, detail: str) -> None:
         await self.preparation.torn_down()
         if state is not SyncState.DONE:  # before a trainer hears of it, and stages anew
-            await self._hands.discard(self.record.report.version)
+            await self._acts.discard(self.record.report.version)
         self.record.over(state, code, detail)
         try:
-            self._hands.book.ended(self.record.report)
+            self._acts.book.ended(self.record.report)
         except OrchestrRLError as error:
             logger.error("the end of weight sync %s cannot be written down: %s", self.record.id, error)
 
@@ -191,27 +189,27 @@ class SyncRun:
     async def _back(self, attempt: SyncAttempt) -> None:
         while True:
             try:
-                return await go_back(self._hands, self.record, attempt.changed, attempt.untouched, attempt.told)
+                return await go_back(self._acts, self.record, attempt.changed, attempt.untouched, attempt.told)
             except (OrchestrRLError, SyncFailed) as error:
                 # Nothing else may be done to engines before this is; the pause barrier's lease keeps requests from
                 # them.
                 logger.error("weight sync %s cannot be undone: %s", self.record.id, error)
-                await self._hands.clock.sleep(self._hands.settings.patience_s / 10)
+                await self._acts.clock.sleep(self._acts.settings.patience_s / 10)
 
     async def _to_commit(self, attempt: SyncAttempt) -> None:
-        record, hands = self.record, self._hands
+        record, acts = self.record, self._acts
         await self._not_held()
-        await self._lineup.engines_there(attempt)
-        await self._lineup.served()
-        targets = self._lineup.targets(attempt)
-        receivers = self._lineup.receivers(targets)
+        await self._participants.engines_there(attempt)
+        await self._participants.served()
+        targets = self._participants.targets(attempt)
+        receivers = self._participants.receivers(targets)
         map = await self._prepared(targets, receivers)
-        hands.book.step(record.id, "prepared")
+        acts.book.step(record.id, "prepared")
         for engine in targets:
             record.engine(engine, EngineSync.PREPARED)
         lease = await self._close_barrier()
-        notice_others(hands)
-        targets = self._lineup.still_there(attempt, targets, receivers)
+        notice_others(acts)
+        targets = self._participants.still_there(attempt, targets, receivers)
         has, prompt, answers = await self._installing.install(attempt, targets, lease, self._borrowed)
         self._commit(lease, has, map, prompt, answers)
 
@@ -219,13 +217,13 @@ class SyncRun:
 
     async def _prepared(self, targets: Mapping[EngineId, PeerId], receivers: Collection[PeerId]) -> VersionMap:
         """All that can be done before the fence."""
-        record, hands = self.record, self._hands
+        record, acts = self.record, self._acts
         if self.direct is not None:
             return await self.direct.prepare(list(targets))
         planned, map = await self.preparation.plan(receivers)
         record.state(SyncState.CARRYING)
         assert self.preparation.network is not None
-        self.carrying = Carrying(hands.seams, record, planned, map, self.preparation.network)
+        self.carrying = Carrying(acts.context, record, planned, map, self.preparation.network)
         try:
             await self.carrying.run()
         finally:
@@ -236,11 +234,11 @@ class SyncRun:
     async def _not_held(self) -> None:
         """An operator may have paused syncs."""
         told = ""
-        while (hold := self._hands.holds.hold(PauseScope.SYNC)) is not None:
+        while (hold := self._acts.pause_registry.hold(PauseScope.SYNC)) is not None:
             if hold.detail != told:
                 told = hold.detail
                 self.record.put(detail=f"waits: {told}")
-            await self._hands.clock.sleep(LOOK_S)
+            await self._acts.clock.sleep(LOOK_S)
         if told:
             self.record.put(detail="")
 
@@ -260,28 +258,28 @@ class SyncRun:
             record.ends(SyncPhase.FENCE)
 
     async def _fenced(self) -> str:
-        record, hands, settings = self.record, self._hands, self._hands.settings
-        until_s = hands.clock.now_s() + settings.fence_within_s
+        record, acts, settings = self.record, self._acts, self._acts.settings
+        until_s = acts.clock.now_s() + settings.fence_within_s
         while self._borrowed is None:
-            if is_closed(hands):  # before it opens we are asked
-                record.put(detail=f"waits: {hands.fence.state.lease} has the pause barrier closed")
-                if hands.clock.now_s() >= until_s:
-                    raise SyncFailed("not_quiet", f"the pause barrier is held by another: {hands.fence.state.lease}")
-            elif hands.deploying():  # which does not begin while the pause barrier is closed, and has limits of its own
+            if is_closed(acts):  # before it opens we are asked
+                record.put(detail=f"waits: {acts.fence.state.lease} has the pause barrier closed")
+                if acts.clock.now_s() >= until_s:
+                    raise SyncFailed("not_quiet", f"the pause barrier is held by another: {acts.fence.state.lease}")
+            elif acts.deploying():  # which does not begin while the pause barrier is closed, and has limits of its own
                 record.put(detail="waits: engines are being started or stopped")
-                until_s = hands.clock.now_s() + settings.fence_within_s
-            elif not hands.settled() and hands.clock.now_s() < until_s:
+                until_s = acts.clock.now_s() + settings.fence_within_s
+            elif not acts.settled() and acts.clock.now_s() < until_s:
                 record.put(detail="waits: peers are being told of engines that have come")
             else:
                 break
-            await hands.clock.sleep(LOOK_S)
+            await acts.clock.sleep(LOOK_S)
         self._waits_for_barrier = False
         record.state(SyncState.FENCING)
-        hands.book.step(record.id, "fence")
-        if self._borrowed is not None or not hands.fence.is_manned():
+        acts.book.step(record.id, "fence")
+        if self._borrowed is not None or not acts.fence.is_manned():
             return ""
         try:
-            lease = await hands.fence.pause(
+            lease = await acts.fence.pause(
                 HOLDER + record.id,
                 empty=bool(self._installing.prompt[0]),
                 lease_s=settings.lease_s,
@@ -293,11 +291,11 @@ class SyncRun:
         return lease
 
     async def _renew(self, lease: str) -> None:
-        lease_s = self._hands.settings.lease_s
+        lease_s = self._acts.settings.lease_s
         while True:
-            await self._hands.clock.sleep(lease_s / 3)
+            await self._acts.clock.sleep(lease_s / 3)
             try:
-                await self._hands.fence.renew(lease, lease_s)
+                await self._acts.fence.renew(lease, lease_s)
             except Permanent as error:
                 logger.error("weight sync %s: %s", self.record.id, error)
                 return  # it is seen before the commit
@@ -312,28 +310,28 @@ class SyncRun:
         prompt: tuple[int, ...],
         answers: Mapping[str, tuple[int, ...]],
     ) -> None:
-        record, hands = self.record, self._hands
-        if lease and own_lease(hands, record.id) != lease:
+        record, acts = self.record, self._acts
+        if lease and own_lease(acts, record.id) != lease:
             raise SyncFailed("not_quiet", "the pause barrier has opened by itself while engines were being changed")
-        if not lease and self._borrowed is not None and not is_closed(hands):
+        if not lease and self._borrowed is not None and not is_closed(acts):
             raise SyncFailed("not_quiet", "the pause barrier was opened while engines were being changed")
-        if not lease and self._borrowed is None and hands.fence.is_manned():
+        if not lease and self._borrowed is None and acts.fence.is_manned():
             raise SyncFailed("not_quiet", "a gateway has come while peers kept engines still")
-        has = [engine for engine in has if not hands.gone(engine)]
+        has = [engine for engine in has if not acts.gone(engine)]
         if not has:
             raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
-        if lost := hands.lacking(record.report.version, has):
+        if lost := acts.lacking(record.report.version, has):
             raise SyncFailed(
                 "verify_failed", f"{few(lost, between=', ')}: restarted since the version was installed", lost
             )
         stands = {each.engine: each for each in record.report.engines}
         quarantined = {
             engine: stands[engine].detail if engine in stands else "came while the version was on its way"
-            for engine in hands.engines()
+            for engine in acts.engines()
             if engine not in has
         }
         with record.phase(SyncPhase.COMMIT):
-            hands.book.commit(
+            acts.book.commit(
                 CommittedVersion(
                     record.report.version,
                     record.id,
@@ -342,9 +340,9 @@ class SyncRun:
                     prompt,
                     answers,
                     self.fingerprint,
-                    hands.clock.now_s(),
+                    acts.clock.now_s(),
                     record.report.backend,
-                    hands.fence.state.newest,
+                    acts.fence.state.newest,
                 ),
                 map,
             )
@@ -359,7 +357,7 @@ class SyncRun:
         self._go.clear()  # an operator's word stays
         if borrowed.outcome.done():
             return
-        fleet, known = self._hands.book.fleet, self._hands.engines()
+        fleet, known = self._acts.book.fleet, self._acts.engines()
         if self._committed and fleet.committed is not None:
             has = fleet.committed.has
             borrowed.outcome.set_result((fleet.version, tuple(sorted(e for e in known if e not in has))))

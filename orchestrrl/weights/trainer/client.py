@@ -364,10 +364,10 @@ class WeightsClient:
             options=own,
             run=f"{self._ranks.neighbours([]).run}-{self._times}",
         )
-        standing_by = TrainerCallbackLoop(sender, self._relay)
-        handle = self._tell(publication, standing_by.heard)
-        handle._future.add_done_callback(lambda _: standing_by.heard(None))
-        standing_by.run()
+        callback_loop = TrainerCallbackLoop(sender, self._relay)
+        handle = self._tell(publication, callback_loop.heard)
+        handle._future.add_done_callback(lambda _: callback_loop.heard(None))
+        callback_loop.run()
         return handle.result()
 
     def _relay(self, sync_id: str, number: int, call: str, body_json: str) -> str:

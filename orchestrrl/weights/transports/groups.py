@@ -38,7 +38,7 @@ class GroupTransport(ABC):
 
     def __init__(self, options: TransportOptions) -> None:
         self._host = options.host
-        self._door = LinkListener(options.host)
+        self._listener = LinkListener(options.host)
         self._store: Any = None
         # Of receivers, by address: torch's client may wait for a name server as it connects, so it connects once.
         self._found: dict[str, Any] = {}
@@ -49,7 +49,7 @@ class GroupTransport(ABC):
     def open(self) -> str:
         patience = timedelta(seconds=ANSWERED_WITHIN_S)
         self._store = dist.TCPStore(self._host, 0, None, True, patience, wait_for_workers=False)
-        return self._door.open()
+        return self._listener.open()
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:
         new = secrets.token_hex(NAME_BYTES // 2)
@@ -59,7 +59,7 @@ class GroupTransport(ABC):
                 names = stack.enter_context(self._idle_incoming.offered())
                 return " ".join([str(self._store.port), new, *names[:MOST_OFFERED]]).encode()
 
-            meeting = self._door.accept(key, timeout_s, answer)
+            meeting = self._listener.accept(key, timeout_s, answer)
             chosen = _chosen(meeting)
             # A sender is done with a group a moment before this end of it is.
             joined = None if chosen == new else self._idle_incoming.take(chosen, ANSWERED_WITHIN_S)
@@ -86,7 +86,7 @@ class GroupTransport(ABC):
         return GroupOutgoing(joined, meeting, lambda done: self._idle_outgoing.keep(chosen, address, done))
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
         self._idle_incoming.close()
         self._idle_outgoing.close()
         self._store = None

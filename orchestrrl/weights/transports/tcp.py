@@ -31,20 +31,20 @@ class TcpTransport:
         self._port = int(options.own.get("port", 0))
         self._buffer_bytes = int(options.own.get("buffer_bytes", BUFFER_BYTES))
         self._is_told = "buffer_bytes" in options.own
-        self._door = LinkListener(options.host, self._buffer_bytes)
+        self._listener = LinkListener(options.host, self._buffer_bytes)
 
     def open(self) -> str:
-        return self._door.open(self._port)
+        return self._listener.open(self._port)
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:
-        return TcpIncoming(self._fitted(self._door.accept(key, timeout_s)))
+        return TcpIncoming(self._fitted(self._listener.accept(key, timeout_s)))
 
     def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:
         sock, _ = knock(address, key, timeout_s, self._buffer_bytes)
         return TcpOutgoing(self._fitted(sock))
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
     def _fitted(self, sock: socket.socket) -> socket.socket:
         with contextlib.suppress(OSError):  # the other end has gone: who uses it next is told

@@ -222,7 +222,7 @@ def test_a_wait_ends_when_somebody_undoes_the_drain(daemon: Daemon, run: Run) ->
 
 def _undrain(daemon: Daemon) -> None:
     engine = next(view.id for view in daemon.plane.state.engines(daemon.plane.clock.now_s()) if view.id == "e0")
-    daemon.plane.enrolment.undrain(engine)
+    daemon.plane.membership_changes.undrain(engine)
 
 
 def test_removal_is_refused_while_requests_are_there_unless_forced(daemon: Daemon, run: Run) -> None:

@@ -226,7 +226,7 @@ async def test_the_deployment_is_looked_after_again_after_a_defect(house: House)
     switching = RedeploymentController(
         house.plane, deployer, lambda url: SimpleNamespace(), {}, lambda *_: None, gpus_count=0, per_node=1
     )  # type: ignore[arg-type, return-value]
-    task = asyncio.create_task(keep_running("deployment", switching.tend, house.plane.defects, house.clock))
+    task = asyncio.create_task(keep_running("deployment", switching.maintain, house.plane.defects, house.clock))
     await house.clock.advance(60.0)
     assert not task.done()
     assert deployer.asked > 2

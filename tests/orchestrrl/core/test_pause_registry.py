@@ -17,22 +17,22 @@ def clock() -> VirtualClock:
 
 async def test_until_taken_back_or_expired(tmp_path: Path, clock: VirtualClock) -> None:
     with Journal(tmp_path / "journal.sqlite", 1000.0) as journal:
-        holds = PauseRegistry(journal, clock)
-        assert holds.hold(PauseScope.FABRIC) is None
-        holds.pause(PauseScope.FABRIC, "cleaning", ttl_s=10.0)
-        holds.pause(PauseScope.BALANCER, "")
+        pause_registry = PauseRegistry(journal, clock)
+        assert pause_registry.hold(PauseScope.FABRIC) is None
+        pause_registry.pause(PauseScope.FABRIC, "cleaning", ttl_s=10.0)
+        pause_registry.pause(PauseScope.BALANCER, "")
         await clock.advance(4.0)
-        hold = holds.hold(PauseScope.FABRIC)
+        hold = pause_registry.hold(PauseScope.FABRIC)
         assert hold is not None
         assert (hold.code, hold.detail) == ("operator_paused", "an operator paused the fabric, for 6 s more: cleaning")
-        assert holds.hold(PauseScope.SYNC) is None
-        balancer = holds.hold(PauseScope.BALANCER)
+        assert pause_registry.hold(PauseScope.SYNC) is None
+        balancer = pause_registry.hold(PauseScope.BALANCER)
         assert balancer is not None
         assert balancer.detail == "an operator paused the balancer: no reason given"
         again = PauseRegistry(journal, clock)
-        assert again.pauses == holds.pauses
+        assert again.pauses == pause_registry.pauses
         await clock.advance(6.0)
-        assert holds.hold(PauseScope.FABRIC) is None
+        assert pause_registry.hold(PauseScope.FABRIC) is None
         assert set(again.pauses) == {PauseScope.BALANCER}
         assert not again.resume(PauseScope.FABRIC, "")
         assert again.resume(PauseScope.BALANCER, "over")
@@ -50,15 +50,15 @@ def test_what_cannot_be_written_down_is_not_so(
     tmp_path: Path, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Journal(tmp_path / "journal.sqlite", 1000.0) as journal:
-        holds = PauseRegistry(journal, clock)
-        holds.pause(PauseScope.SYNC, "bad weights")
+        pause_registry = PauseRegistry(journal, clock)
+        pause_registry.pause(PauseScope.SYNC, "bad weights")
 
         def full(*_: object) -> int:
             raise Permanent("disk full")
 
         monkeypatch.setattr(journal, "append", full)
         with pytest.raises(Permanent):
-            holds.pause(PauseScope.FABRIC, "")
+            pause_registry.pause(PauseScope.FABRIC, "")
         with pytest.raises(Permanent):
-            holds.resume(PauseScope.SYNC, "")
-        assert set(holds.pauses) == {PauseScope.SYNC}
+            pause_registry.resume(PauseScope.SYNC, "")
+        assert set(pause_registry.pauses) == {PauseScope.SYNC}

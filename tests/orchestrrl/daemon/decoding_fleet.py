@@ -160,5 +160,5 @@ class DecodingFleet:
             Mode.ACT,
             configurations=(self.configuration(),),
             remaining_tokens=left,
-            futures=KnownLengths(self.lengths),
+            distributions=KnownLengths(self.lengths),
         )

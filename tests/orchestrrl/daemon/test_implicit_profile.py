@@ -56,9 +56,9 @@ class Bench:
         report = engine_report("e0", self._sequence, reading, EngineHealth.OK)
         self.costs.observe(report, self.assumed.configuration)
 
-    def belief(self) -> ConfigurationEstimate | None:
+    def estimate(self) -> ConfigurationEstimate | None:
         self.costs.refit([E0])
-        return next(iter(self.costs.beliefs()), None)
+        return next(iter(self.costs.estimates()), None)
 
 
 def _fields(reading: EngineSample) -> dict[str, float]:
@@ -83,24 +83,24 @@ def is_step_time(profile: EngineProfile) -> bool:
 
 
 def test_a_prior_is_believed_at_once_and_says_what_it_is() -> None:
-    belief = Bench(ON_H200).belief()
-    assert belief is not None
-    assert (belief.source, belief.source_detail) == ("prior", "prior: qwen2.5-14b on H200, TP=1")
+    estimate = Bench(ON_H200).estimate()
+    assert estimate is not None
+    assert (estimate.source, estimate.source_detail) == ("prior", "prior: qwen2.5-14b on H200, TP=1")
 
 
 def test_without_a_prior_nothing_is_believed_until_enough_was_observed() -> None:
     bench = Bench(UNKNOWN)
-    assert bench.belief() is None
-    assert bench.costs.believed().profiles == ()
+    assert bench.estimate() is None
+    assert bench.costs.cost_estimates().profiles == ()
     while bench.costs.batches_taken(bench.assumed.configuration) < LEAST_SAMPLES - 1:
         bench.decode(8, 0.2, real(1.0, 8, 20_000), scrapes=1)
-    assert bench.belief() is None
+    assert bench.estimate() is None
     bench.decode(8, 0.2, real(1.0, 8, 20_000))
-    belief = bench.belief()
-    assert belief is not None
-    assert belief.source == "observed"
-    assert belief.source_detail == f"observed: {belief.taken} batches"
-    assert belief.profile.step.at(8, 20_000) == pytest.approx(real(1.0, 8, 20_000), rel=0.02)
+    estimate = bench.estimate()
+    assert estimate is not None
+    assert estimate.source == "observed"
+    assert estimate.source_detail == f"observed: {estimate.taken} batches"
+    assert estimate.profile.step.at(8, 20_000) == pytest.approx(real(1.0, 8, 20_000), rel=0.02)
 
 
 @pytest.mark.parametrize("facts", [ON_H200, ON_A100, UNKNOWN], ids=["h200", "a100", "unknown"])
@@ -110,13 +110,13 @@ def test_observed_batches_correct_a_prior_however_far_it_is_off(facts: ServingFa
     for turn in range(24):
         sequences, usage = 4 + 3 * (turn % 8), 0.1 + 0.1 * (turn % 5)
         bench.decode(sequences, usage, real(factor, sequences, usage * CAPACITY_TOKENS), scrapes=16)
-    belief = bench.belief()
-    assert belief is not None
+    estimate = bench.estimate()
+    assert estimate is not None
     for sequences, kv_tokens in ((4, 10_000), (16, 40_000)):
-        assert belief.profile.step.at(sequences, kv_tokens) == pytest.approx(
+        assert estimate.profile.step.at(sequences, kv_tokens) == pytest.approx(
             real(factor, sequences, kv_tokens), rel=0.05
         )
-    assert is_step_time(belief.profile)
+    assert is_step_time(estimate.profile)
 
 
 def test_a_batch_that_requests_come_to_and_leave_all_the_time_teaches_too() -> None:
@@ -124,10 +124,10 @@ def test_a_batch_that_requests_come_to_and_leave_all_the_time_teaches_too() -> N
     for turn in range(200):  # no two scrapes in a row have the same sequences, and none is without prompts
         sequences = 20 + turn % 3
         bench.decode(sequences, 0.3, real(1.0, sequences, 30_000), scrapes=1, prompts=5)
-    belief = bench.belief()
-    assert belief is not None
-    assert belief.refitted
-    assert belief.profile.step.at(21, 30_000) == pytest.approx(real(1.0, 21, 30_000), rel=0.15)
+    estimate = bench.estimate()
+    assert estimate is not None
+    assert estimate.refitted
+    assert estimate.profile.step.at(21, 30_000) == pytest.approx(real(1.0, 21, 30_000), rel=0.15)
 
 
 batches = st.lists(
@@ -142,29 +142,29 @@ def test_whatever_is_observed_the_mixture_is_a_step_time(
     bench = Bench(facts)
     for sequences, usage, step_s in observed:
         bench.decode(sequences, usage, step_s, scrapes=16)
-    belief = bench.belief()
-    assert belief is not None
-    assert belief.taken >= LEAST_SAMPLES
-    assert is_step_time(belief.profile)
-    assert belief.profile.prefill_tokens_per_s > 0
-    (line,) = (profile.configuration() for profile in bench.costs.believed().profiles)
+    estimate = bench.estimate()
+    assert estimate is not None
+    assert estimate.taken >= LEAST_SAMPLES
+    assert is_step_time(estimate.profile)
+    assert estimate.profile.prefill_tokens_per_s > 0
+    (line,) = (profile.configuration() for profile in bench.costs.cost_estimates().profiles)
     assert line.step_s(1, 0) >= 0
 
 
 @given(batches, st.floats(1.01, 3.0))
 def test_slower_batches_never_make_faster_step_times(observed: list[tuple[int, float, float]], factor: float) -> None:
     """The same batches, each slower by one factor, at the loads that were seen: nothing there gets faster."""
-    beliefs = []
+    estimates = []
     for times in (1.0, factor):
         bench = Bench(UNKNOWN)
         for sequences, usage, _ in observed:
             step_s = times * real(1.0, sequences, usage * CAPACITY_TOKENS)
             bench.decode(sequences, usage, step_s, scrapes=24)
-        belief = bench.belief()
-        assert belief is not None
-        beliefs.append(belief.profile.step)
+        estimate = bench.estimate()
+        assert estimate is not None
+        estimates.append(estimate.profile.step)
     for sequences, usage, _ in observed:
-        fast_s, slow_s = (step.at(sequences, usage * CAPACITY_TOKENS) for step in beliefs)
+        fast_s, slow_s = (step.at(sequences, usage * CAPACITY_TOKENS) for step in estimates)
         assert slow_s >= fast_s * (1 - 1e-6)
 
 
@@ -202,16 +202,16 @@ def test_a_steady_batch_is_one_by_its_definition(earlier: EngineSample, later: E
 def test_a_reloaded_configuration_leaves_what_engines_taught() -> None:
     bench = Bench(UNKNOWN)
     bench.decode(8, 0.2, 0.02, scrapes=80)
-    before = bench.belief()
+    before = bench.estimate()
     tp2 = "{id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000,"
     config = parse_config(
         f"fleet: {{configurations: [{tp2} max_sequences: 64, prefill_tokens_per_s: 9, switch_s: 1}}]}}"
     )
     bench.costs.configured(config.fleet)
-    assert before in bench.costs.beliefs()
-    assert [belief.source for belief in bench.costs.beliefs()] == ["configured", "observed"]
+    assert before in bench.costs.estimates()
+    assert [estimate.source for estimate in bench.costs.estimates()] == ["configured", "observed"]
     bench.costs.forget_implicit(())
-    assert [belief.source for belief in bench.costs.beliefs()] == ["configured"]
+    assert [estimate.source for estimate in bench.costs.estimates()] == ["configured"]
 
 
 @pytest.mark.parametrize("facts", [ON_H200, UNKNOWN], ids=["wrong GPU", "unknown GPU"])
@@ -224,14 +224,14 @@ async def test_balancing_with_a_wrong_prior_is_no_worse_than_by_the_load_index(
         for policy, taken_s in makespans_s.items():
             took_s, world = await step_of(tmp_path / f"{policy}-{seed}.sqlite", facts, policy, seed)
             taken_s.append(took_s)
-            (belief,) = world.plane.planning.costs.beliefs()
+            (estimate,) = world.plane.planning.costs.estimates()
             (kind,) = world.kinds.values()
             for sequences in (1, 8, 40):
-                assert belief.profile.step.at(sequences, 1000 * sequences) == pytest.approx(
+                assert estimate.profile.step.at(sequences, 1000 * sequences) == pytest.approx(
                     kind.profile.step.at(sequences, 1000 * sequences), rel=0.05
                 )
             assert world.plane.balance is not None
             assert world.plane.balance.policy.name == ("packing" if policy is FastPolicy.PACKING else "load_index")
             if facts is ON_H200:
-                assert belief.factor == pytest.approx(2.0, rel=0.05)
+                assert estimate.factor == pytest.approx(2.0, rel=0.05)
     assert sum(makespans_s[FastPolicy.PACKING]) <= sum(makespans_s[FastPolicy.PAPER])

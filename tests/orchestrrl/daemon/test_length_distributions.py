@@ -42,22 +42,22 @@ def test_over_the_futures_a_request_has_its_own_distribution() -> None:
 
 def test_the_same_request_has_the_same_futures_beside_others() -> None:
     one, other = view("r1", 100), view("r2", 700)
-    futures = ForecastLengths(LENGTHS)
-    assert futures.of([one]) + futures.of([other]) == futures.of([one, other])
-    assert futures.of([]) == []
+    distributions = ForecastLengths(LENGTHS)
+    assert distributions.of([one]) + distributions.of([other]) == distributions.of([one, other])
+    assert distributions.of([]) == []
 
 
 def test_known_lengths_are_one_future() -> None:
-    futures = KnownLengths({RequestId("r1"): 300, RequestId("r2"): 100})
-    assert futures.of([view("r1", 100), view("r2", 100)]) == [[200], [1]]
+    distributions = KnownLengths({RequestId("r1"): 300, RequestId("r2"): 100})
+    assert distributions.of([view("r1", 100), view("r2", 100)]) == [[200], [1]]
 
 
 def test_before_anything_has_ended_nothing_is_known() -> None:
-    outlook = RemainingTokensEstimator()
-    assert outlook.futures is None
+    remaining = RemainingTokensEstimator()
+    assert remaining.distributions is None
     held = (view("r1", 10),)
-    outlook.remaining_tokens(Snapshot(0.0, (), held), BIN_TOKENS, MOST_TOKENS)
-    assert outlook.futures is None
+    remaining.remaining_tokens(Snapshot(0.0, (), held), BIN_TOKENS, MOST_TOKENS)
+    assert remaining.distributions is None
     ended = tuple(FinishedLength(tokens) for tokens in range(100, 140))
-    outlook.remaining_tokens(Snapshot(0.0, (), held, finished=ended), BIN_TOKENS, MOST_TOKENS)
-    assert outlook.futures is not None
+    remaining.remaining_tokens(Snapshot(0.0, (), held, finished=ended), BIN_TOKENS, MOST_TOKENS)
+    assert remaining.distributions is not None

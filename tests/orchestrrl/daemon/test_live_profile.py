@@ -112,7 +112,7 @@ class Bench:
     @property
     def line(self) -> Configuration:
         self.costs.refit([EngineId("e0"), EngineId("e1")])
-        (line,) = self.costs.believed().lines(snapshot_of(CONFIG), 4)
+        (line,) = self.costs.cost_estimates().lines(snapshot_of(CONFIG), 4)
         return line
 
 
@@ -132,11 +132,11 @@ def test_engines_that_keep_other_time_are_learnt(factor: float) -> None:
     ((configuration, body),) = bench.notes
     assert configuration == ID
     assert body["step_time_factor"] == pytest.approx(factor, rel=0.05)
-    assert 60 < body["samples"] <= bench.costs.beliefs()[0].taken == 80  # of one load, the newest few count
+    assert 60 < body["samples"] <= bench.costs.estimates()[0].taken == 80  # of one load, the newest few count
     (note,) = bench.costs.notes()
     assert f"re-fitted to {body['samples']} batches" in note
-    (belief,) = bench.costs.beliefs()
-    assert (belief.refitted, belief.profile.provenance.source) == (True, ProfileSource.MEASURED)
+    (estimate,) = bench.costs.estimates()
+    assert (estimate.refitted, estimate.profile.provenance.source) == (True, ProfileSource.MEASURED)
 
 
 def test_what_keeps_its_time_stays_to_the_last_digit() -> None:
@@ -146,9 +146,9 @@ def test_what_keeps_its_time_stays_to_the_last_digit() -> None:
     assert bench.line == GIVEN
     assert bench.notes == []
     assert bench.costs.notes() == ()
-    (belief,) = bench.costs.beliefs()
-    assert belief.predicted_ratio == pytest.approx(1.0, abs=0.03)
-    assert belief.taken == 160
+    (estimate,) = bench.costs.estimates()
+    assert estimate.predicted_ratio == pytest.approx(1.0, abs=0.03)
+    assert estimate.taken == 160
 
 
 def test_a_few_batches_are_not_enough() -> None:
@@ -184,8 +184,8 @@ def test_the_impossible_is_not_believed_and_said_once(caplog: pytest.LogCaptureF
         bench.decode(0.02, 20)
     assert bench.line == GIVEN
     assert len(caplog.records) == 1
-    (belief,) = bench.costs.beliefs()
-    assert (belief.taken, belief.refused) == (0, 40)
+    (estimate,) = bench.costs.estimates()
+    assert (estimate.taken, estimate.refused) == (0, 40)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_engines_that_tell_nothing_teach_nothing(wrong: dict[str, Any]) -> None:
     bench = Bench()
     bench.decode(2.0, 30, **wrong)
     assert bench.line == GIVEN
-    assert bench.costs.beliefs()[0].taken == 0
+    assert bench.costs.estimates()[0].taken == 0
 
 
 def test_one_slow_engine_of_four_does_not_speak_for_all() -> None:
@@ -220,10 +220,10 @@ def test_whatever_engines_say_lines_stay_usable(told: list[tuple[float, int, int
         fields = {"kv_usage_fraction": usage, "kv_capacity_tokens": 100_000}
         bench.costs.observe(engine_report("e0", sequence, sample(at_s, running, 0, total, **fields)), ID)
     line = bench.line  # a Configuration checks itself
-    (belief,) = bench.costs.beliefs()
-    assert belief.refitted == bool(bench.notes)
-    assert line == GIVEN or belief.refitted
-    assert 1 / 20 <= belief.factor <= 20
+    (estimate,) = bench.costs.estimates()
+    assert estimate.refitted == bool(bench.notes)
+    assert line == GIVEN or estimate.refitted
+    assert 1 / 20 <= estimate.factor <= 20
 
 
 def test_scrapes_within_a_step_are_put_together() -> None:
@@ -235,8 +235,8 @@ def test_scrapes_within_a_step_are_put_together() -> None:
         reading = sample(at_s, 8, 0, 8 * int(at_s / step_s), **fields)
         bench.costs.observe(engine_report("e0", scrape + 1, reading), ID)
     assert bench.line.step_s(8, 20_000) == pytest.approx(2.0 * GIVEN.step_s(8, 20_000), rel=0.05)
-    (belief,) = bench.costs.beliefs()
-    assert belief.taken == pytest.approx(3000 / 10 * step_s / 0.5, rel=0.1)
+    (estimate,) = bench.costs.estimates()
+    assert estimate.taken == pytest.approx(3000 / 10 * step_s / 0.5, rel=0.1)
 
 
 def test_a_reload_forgets_only_what_rests_on_what_changed() -> None:
@@ -354,11 +354,11 @@ def test_kv_that_did_not_come_teaches_what_recomputing_takes(profiled: str) -> N
 
 def test_a_bent_curve_follows_the_step_into_its_tail(profiled: str) -> None:
     bench = Bench(profiled)
-    believed = bench.costs.believed()
-    assert not believed.straight
+    cost_estimates = bench.costs.cost_estimates()
+    assert not cost_estimates.straight
     for count in (64, 8, 2):
         snapshot = snapshot_of(profiled, *(request(f"r{i:03d}") for i in range(count)))
-        (line,) = believed.lines(snapshot, 4, [1000.0] * count)
+        (line,) = cost_estimates.lines(snapshot, 4, [1000.0] * count)
         assert line.step_s(count // 2, 0) == pytest.approx(bent().step.at(count // 2, 0), rel=0.05)
     (note,) = bench.costs.notes()
     assert note == "step times of bent2: imported, 2026-01-01, error 1.5%"
@@ -542,7 +542,7 @@ def test_steps_on_crowded_links_are_not_the_engines_own() -> None:
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
         reading = sample(float(sequence), 8, 0, 8 * 20 * sequence, **fields)
         bench.costs.observe(engine_report("e0", sequence, reading), ID, crowded_links=sequence % 10 != 0)
-    assert bench.costs.beliefs()[0].taken == 0
+    assert bench.costs.estimates()[0].taken == 0
 
 
 # --- in the daemon
@@ -617,8 +617,8 @@ def _registry(plane: ControlPlane) -> CollectorRegistry:
 
 async def test_plans_foresee_what_slower_engines_take(tmp_path: Path) -> None:
     world, outcomes = await one_step(parse_scenario(SCENARIO), 1.5, tmp_path / "journal.sqlite")
-    (belief,) = world.plane.planning.costs.beliefs()
-    assert belief.factor == pytest.approx(1.5, rel=0.05)
+    (estimate,) = world.plane.planning.costs.estimates()
+    assert estimate.factor == pytest.approx(1.5, rel=0.05)
     _, first_s, took_s = outcomes[0]
     assert took_s / first_s == pytest.approx(1.5, rel=0.1)  # as the profile has it
     later = [(predicted_s, actual_s) for at_s, predicted_s, actual_s in outcomes if at_s > 25 and actual_s > 10]
@@ -646,10 +646,10 @@ async def test_plans_foresee_what_engines_take_whose_step_times_bend(tmp_path: P
 
 async def test_engines_as_their_profile_says_are_left_as_they_are(tmp_path: Path) -> None:
     world, _ = await one_step(parse_scenario(SCENARIO), 1.0, tmp_path / "journal.sqlite")
-    (belief,) = world.plane.planning.costs.beliefs()
-    assert not belief.refitted
-    assert belief.predicted_ratio == pytest.approx(1.0, abs=0.03)
-    assert belief.taken > 20
+    (estimate,) = world.plane.planning.costs.estimates()
+    assert not estimate.refitted
+    assert estimate.predicted_ratio == pytest.approx(1.0, abs=0.03)
+    assert estimate.taken > 20
 
 
 @pytest.mark.parametrize(("crowded_below", "misled"), [(planning.NICS_CROWDED, False), (0.0, True)])
@@ -662,10 +662,10 @@ async def test_weights_that_pass_by_are_not_learnt_as_slower_engines(
     network = "network: {nic_gbps_per_node: 100, weight_gbytes: 60}\nengines:"
     told = SCENARIO.replace("engines:", network).replace("switch_s: 1.0}", "switch_s: 1.0, nic_gbps: 40}")
     world, _ = await one_step(parse_scenario(told), 1.0, tmp_path / "journal.sqlite")
-    (belief,) = world.plane.planning.costs.beliefs()
+    (estimate,) = world.plane.planning.costs.estimates()
     with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
         learnt = [entry.body["step_time_factor"] for entry in reader.since(0, (EntryKind.PROFILE_REFITTED,))]
-    assert belief.taken > 5
+    assert estimate.taken > 5
     assert bool(learnt) == misled, learnt
 
 
@@ -701,7 +701,7 @@ async def test_a_late_report_teaches_nothing(journal: Journal) -> None:
     for sequence, at_s, total in ((1, 0.0, 0), (3, 10.0, 4000), (2, 5.0, 3999), (4, 20.0, 8000)):
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
         plane.engine_reported(engine_report("e0", sequence, sample(at_s, 8, 0, total, **fields)), 1)
-    assert plane.planning.costs.beliefs()[0].taken == 2
+    assert plane.planning.costs.estimates()[0].taken == 2
 
 
 async def test_links_that_others_fill_teach_nothing_about_engines(journal: Journal) -> None:
@@ -710,7 +710,7 @@ async def test_links_that_others_fill_teach_nothing_about_engines(journal: Journ
         plane.planning.nic_share = 0.45 if sequence < 20 else 0.55  # more is wanted than there is; there is enough
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
         plane.engine_reported(engine_report("e0", sequence, sample(float(sequence), 8, 0, 160 * sequence, **fields)), 1)
-    assert plane.planning.costs.beliefs()[0].taken == 19
+    assert plane.planning.costs.estimates()[0].taken == 19
 
 
 async def test_what_starts_take_is_known_to_the_next_daemon(journal: Journal) -> None:
@@ -720,4 +720,4 @@ async def test_what_starts_take_is_known_to_the_next_daemon(journal: Journal) ->
     journal.append(0.0, EntryKind.ENGINE_STARTED, "e9", {"done": False, "detail": "no such image"})
     plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))
     plane.planning.costs.refit([])
-    assert [line.switch_s for line in plane.planning.costs.believed().as_written.values()] == [30.0]
+    assert [line.switch_s for line in plane.planning.costs.cost_estimates().as_written.values()] == [30.0]

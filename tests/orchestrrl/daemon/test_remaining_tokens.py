@@ -67,15 +67,15 @@ def test_at_the_ages_it_is_the_conditional_mean() -> None:
 
 
 def test_it_learns_when_enough_more_have_finished_and_when_a_step_begins() -> None:
-    outlook, one = RemainingTokensEstimator(), request("r0", 1000)
+    remaining, one = RemainingTokensEstimator(), request("r0", 1000)
     short = tuple(FinishedLength(1200) for _ in range(160))
-    before = outlook.remaining_tokens(snapshot(one, finished=short), BIN, LONGEST)
+    before = remaining.remaining_tokens(snapshot(one, finished=short), BIN, LONGEST)
     few = (*short, *(FinishedLength(6000) for _ in range(5)))
-    assert outlook.remaining_tokens(snapshot(one, finished=few), BIN, LONGEST) == before
+    assert remaining.remaining_tokens(snapshot(one, finished=few), BIN, LONGEST) == before
     more = (*short, *(FinishedLength(6000) for _ in range(50)))
-    assert outlook.remaining_tokens(snapshot(one, finished=more), BIN, LONGEST)[one.id] > before[one.id] * 1.5
+    assert remaining.remaining_tokens(snapshot(one, finished=more), BIN, LONGEST)[one.id] > before[one.id] * 1.5
     began = replace(snapshot(one, finished=short), step_started_s=5.0)
-    assert outlook.remaining_tokens(began, BIN, LONGEST) == before
+    assert remaining.remaining_tokens(began, BIN, LONGEST) == before
 
 
 def test_nothing_in_flight_expects_nothing() -> None:

@@ -179,7 +179,7 @@ async def test_where_nothing_may_change_the_sync_hears_what_there_is(tmp_path: P
         before = site.up()
         match why:
             case "operator_paused":
-                site.holds.pause(PauseScope.SYNC, "not today", 0.0)
+                site.pause_registry.pause(PauseScope.SYNC, "not today", 0.0)
             case "advise":
                 site.mode = Mode.ADVISE
             case _:

@@ -63,7 +63,7 @@ class FabricHouse:
                 CircuitExecutor({str(id): switch for id, switch in self.switches.items()}, plane.journal, self.clock),
                 TraceHub(self.clock),
                 OperatorOverrides(self.site, plane.journal, self.clock),
-                plane.holds,
+                plane.pause_registry,
                 plane.journal,
                 self.clock,
                 materialise=lambda intent, state: materialize(self.site, intent, state),

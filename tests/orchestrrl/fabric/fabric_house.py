@@ -222,7 +222,7 @@ class House:
         self.journal = MortalJournal(self._folder / "journal.sqlite", self.clock.now_s())
         self.journal.on_kill = self._die
         self.hub = TraceHub(self.clock)
-        self.holds = PauseRegistry(self.journal, self.clock)
+        self.pause_registry = PauseRegistry(self.journal, self.clock)
         self.circuits = CircuitExecutor(cast(Any, self.switches), self.journal, self.clock)
         self.circuits.recover()
         self.word = OperatorOverrides(self.site, self.journal, self.clock)
@@ -233,7 +233,7 @@ class House:
             self.circuits,
             self.hub,
             self.word,
-            self.holds,
+            self.pause_registry,
             self.journal,
             self.clock,
             materialise=self._materialise,

@@ -15,7 +15,7 @@ from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, fibres_of, interfaces_at, links_up
 from planner.fabric.masks import Port
 from planner.fabric.model import OcsId, PortPair
-from planner.fabric.steering import RoutedLink, RoutingDomain, TorRouter
+from planner.fabric.rerouting import RoutedLink, RoutingDomain, TorRouter
 
 STEP_S = 0.001
 LOOK_AGAIN_S = 1.0
@@ -115,21 +115,21 @@ class RoutedHouse(House):
         self.routes = Journal(self._folder / "routes.sqlite", self.clock.now_s())
         self.routing = self.follower = self.following()
         super().start()
-        self.tending = asyncio.create_task(self.follower.tend())
+        self.tending = asyncio.create_task(self.follower.maintain())
         self._tasks += [asyncio.create_task(self.light.run()), self.tending]
 
     def following(self, unread: frozenset[OcsId] = frozenset()) -> FabricRouting:
         async def look() -> SiteReading:
-            glance = await self.glass.look()
-            kept = frozenset(pair for pair in glance.cross_connects if pair.switch not in unread)
-            return replace(glance, cross_connects=kept, unread=dict.fromkeys(unread, "no route to host"))
+            site_reading = await self.glass.look()
+            kept = frozenset(pair for pair in site_reading.cross_connects if pair.switch not in unread)
+            return replace(site_reading, cross_connects=kept, unread=dict.fromkeys(unread, "no route to host"))
 
         limits = ReroutingTimeouts(link_up_s=0.2, neighbour_s=0.1)
-        steering = Rerouting(self.light.routers, self.light.domain, self.clock, limits)
+        rerouting = Rerouting(self.light.routers, self.light.domain, self.clock, limits)
         return FabricRouting(
             self.site,
             self.light.interfaces,
-            steering,
+            rerouting,
             look,
             self.routes,
             self.clock,

@@ -36,7 +36,7 @@ def sound(site: House) -> bool:
     """Nothing is open, and what is shown is what is."""
     assert site.circuits.open == ()
     assert site.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
-    assert site.coordinator.glance.cross_connects == site.up()
+    assert site.coordinator.site_reading.cross_connects == site.up()
     ports = [(each.switch, port) for each in site.up() for port in each.ports]
     assert len(ports) == len(set(ports))
     return True
@@ -135,7 +135,7 @@ async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: House) -> No
     await site.switches[CORE].close()
     report = await site.in_window(ACROSS_RAILS)
     assert report.state is PeriodState.COMMITTED
-    assert CORE in site.coordinator.glance.unread
+    assert CORE in site.coordinator.site_reading.unread
     assert {each for each in site.up() if each.switch == CORE} == before
     wire.open = really  # type: ignore[method-assign]
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
@@ -173,11 +173,11 @@ async def test_a_switch_that_hangs_holds_up_one_look_only(site: House) -> None:
     assert second.ended_s is not None
     assert first.ended_s - first.announced_s >= 5.0  # once
     assert second.ended_s - second.announced_s < 0.5
-    assert site.coordinator.glance.unread == {CORE: "has not answered within 5 s"}
+    assert site.coordinator.site_reading.unread == {CORE: "has not answered within 5 s"}
     hangs.set()
     await site.pass_time(0.01)
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
-    assert site.coordinator.glance.unread == {}
+    assert site.coordinator.site_reading.unread == {}
     assert sound(site)
 
 
@@ -234,9 +234,9 @@ class Router:
             self.refuses -= 1
             raise Retryable("not drained: tor1", 1.0)
 
-    async def steer(self, usable: Iterable[PortPair]) -> str:
+    async def reroute(self, usable: Iterable[PortPair]) -> str:
         await self.clock.sleep(0.002)
-        self.words.append("steer")
+        self.words.append("reroute")
         if self.breaks:
             self.breaks -= 1
             raise Permanent("no router answers")
@@ -261,9 +261,9 @@ def router(site: House) -> Router:
 
 async def test_packets_leave_before_circuits_go_and_come_when_they_are_up(routed: House) -> None:
     await routed.in_window(OVER_CORE)
-    assert router(routed).words == ["steer"]
+    assert router(routed).words == ["reroute"]
     report = await routed.in_window(ACROSS_RAILS)
-    assert router(routed).words == ["steer", "drain", "steer"]
+    assert router(routed).words == ["reroute", "drain", "reroute"]
     assert router(routed).on == routed.up()
     assert report.commits[0].took[0].route_s == pytest.approx(0.003)
     assert router(routed).prepared == 2
@@ -302,7 +302,7 @@ async def test_routers_that_fail_are_told_of(routed: House) -> None:
     router(routed).breaks = 1
     report = await routed.in_window(OVER_CORE)
     assert report.state is PeriodState.COMMITTED
-    assert "packets cannot be steered: no router answers" in report.detail
+    assert "packets cannot be rerouted: no router answers" in report.detail
 
 
 @pytest.mark.parametrize("entries", range(17))

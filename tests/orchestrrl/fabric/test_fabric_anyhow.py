@@ -120,9 +120,9 @@ class Life:
             case "release":
                 site.word.release("")
             case "pause":
-                site.holds.pause(PauseScope(str(one)), "")
+                site.pause_registry.pause(PauseScope(str(one)), "")
             case "resume":
-                site.holds.resume(PauseScope(str(one)), "")
+                site.pause_registry.resume(PauseScope(str(one)), "")
             case "mode":
                 site.mode = Mode(str(one))
             case "withdraw":
@@ -186,7 +186,7 @@ class Life:
             self.site.switches_glass(switch)._next_setter.clear()
         self.site.mode = Mode.ACT
         for part in PauseScope:
-            self.site.holds.resume(part, "")
+            self.site.pause_registry.resume(part, "")
         self.site.word.release("")
         self.site.word.mask([], "")
         for agent in self.site.agents:

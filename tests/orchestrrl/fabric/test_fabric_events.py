@@ -46,7 +46,7 @@ async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: Hous
     pair = one(site)
     site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, pair.port_a))
     await quiet(site, 3.0)
-    assert (OcsId("core0"), pair.port_a) in site.coordinator.glance.failures.ports
+    assert (OcsId("core0"), pair.port_a) in site.coordinator.site_reading.failures.ports
     assert pair not in site.up()
     listening.cancel()
 
@@ -85,7 +85,7 @@ async def test_a_port_that_failed_while_another_switch_was_silent_is_not_forgott
     silent.ports = no_answer  # type: ignore[method-assign]
     site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, pair.port_a))
     await quiet(site, 15.0)
-    assert silent.device in site.coordinator.glance.unread
+    assert silent.device in site.coordinator.site_reading.unread
     assert pair in site.up()
     silent.ports = ports  # type: ignore[method-assign]
     await quiet(site, 15.0)
@@ -110,8 +110,8 @@ async def test_a_circuit_that_has_failed_carries_nothing(tmp_path: Path, connect
             ]
 
         core.wire.read_circuits = shown  # type: ignore[method-assign]
-        glance = await site.coordinator.look()
-        assert {(OcsId("core0"), port) for port in pair.ports} <= glance.failures.ports
+        site_reading = await site.coordinator.look()
+        assert {(OcsId("core0"), port) for port in pair.ports} <= site_reading.failures.ports
 
 
 class Telling(VirtualSwitch):

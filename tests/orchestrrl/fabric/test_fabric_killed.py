@@ -19,7 +19,7 @@ STEPS = 26  # more entries than what follows writes
 
 async def lives(site: House) -> None:
     """A little of everything that is journalled; each part may be cut off."""
-    site.holds.pause(PauseScope.BALANCER, "stays")
+    site.pause_registry.pause(PauseScope.BALANCER, "stays")
     site.word.mask(["port core0:1"], "dirty")
     site.word.override("gradients", "as measured", 0.0)
     for intent in (OVER_CORE, ACROSS_RAILS, GEN, SYNC):
@@ -57,7 +57,7 @@ async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
         if site.word.control.state is OverrideState.OVERRIDDEN:
             assert site.word.masked == ("port core0:1",)
             site.word.release("go on")
-        assert set(site.holds.pauses) <= {PauseScope.BALANCER}
+        assert set(site.pause_registry.pauses) <= {PauseScope.BALANCER}
 
         report = await site.in_window(ACROSS_RAILS)
         assert report.state is PeriodState.COMMITTED, report

@@ -23,14 +23,14 @@ def samples(metrics: Any) -> dict[tuple[str, ...], float]:
 def test_what_is_up_and_what_became_of_periods() -> None:
     site = read_site(ROOT / "deploy" / "examples" / "site.yaml")
     core, away = OcsId("core0"), OcsId("gen1/agg0")
-    glance = SiteReading(
+    site_reading = SiteReading(
         frozenset({port_pair(core, 1, 5), port_pair(core, 500, 501)}),  # the second is between no fibres of the site
         FabricFailures(ports=frozenset({(core, 7)}), switches=frozenset({away})),
         unread={away: "no answer"},
     )
     fabric: Any = SimpleNamespace(
         site=site,
-        glance=glance,
+        site_reading=site_reading,
         counts=Counter({("committed", "committed"): 3, ("kept", "no_window"): 2}),
         ends=site.core_cabling.ends,
         times_of_switches=lambda: [(switch.id, 0.05, 3) for switch in site.switches],

@@ -64,7 +64,7 @@ async def test_a_period_is_prepared_ahead_and_committed_when_all_are_quiet(
     assert all(took.control_s < 0.1 for took in commit.took)
     assert all(isinstance(sent.window, Window) for sent in site.sent)
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
-    assert site.coordinator.glance.cross_connects == site.up()
+    assert site.coordinator.site_reading.cross_connects == site.up()
     assert site.coordinator.period == "gradients"
 
 
@@ -252,7 +252,7 @@ async def test_stages_that_are_left_when_the_caller_goes_on_stay_undone(tmp_path
         report = await site.over(period)
         assert (report.state, report.code, report.stages_done) == (PeriodState.KEPT, "withdrawn", 1)
         assert f"stages 2 to {report.stages} were left undone" in report.detail
-        assert site.coordinator.glance.cross_connects == site.up()
+        assert site.coordinator.site_reading.cross_connects == site.up()
         assert (await site.at_boundary(SYNC)).state is PeriodState.COMMITTED
 
 
@@ -308,16 +308,16 @@ async def test_advice_shows_the_plan_and_changes_nothing(site: House, agents: tu
 
 
 async def test_pauses_hold_the_fabric_or_syncs(site: House, agents: tuple[Agent, Agent]) -> None:
-    site.holds.pause(PauseScope.SYNC, "bad weights")
+    site.pause_registry.pause(PauseScope.SYNC, "bad weights")
     kept = await site.at_boundary(SYNC)
     assert (kept.state, kept.code) == (PeriodState.KEPT, "operator_paused")
     assert kept.detail == "an operator paused the sync: bad weights"
     assert (await site.at_boundary(GEN)).state is PeriodState.COMMITTED
-    site.holds.pause(PauseScope.FABRIC, "cleaning fibres", ttl_s=1.0)
+    site.pause_registry.pause(PauseScope.FABRIC, "cleaning fibres", ttl_s=1.0)
     assert (await site.in_window(OVER_CORE)).code == "operator_paused"
     await site.pass_time(1.0)
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
-    site.holds.resume(PauseScope.SYNC, "fixed")
+    site.pause_registry.resume(PauseScope.SYNC, "fixed")
     assert (await site.at_boundary(SYNC)).state is PeriodState.COMMITTED
 
 
@@ -325,7 +325,7 @@ async def test_a_pause_during_the_wait_is_seen_before_the_command(site: House, a
     agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
-    site.holds.pause(PauseScope.FABRIC, "now")
+    site.pause_registry.pause(PauseScope.FABRIC, "now")
     for agent in agents:
         agent.quiet(1.0)
     assert (await site.over(period)).code == "operator_paused"

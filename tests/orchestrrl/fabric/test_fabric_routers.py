@@ -16,7 +16,7 @@ from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.windows import TraceHub
 from orchestrrl.rpc.switches_service import drivers_of
 from planner.fabric.model import EndpointId, OcsId
-from planner.fabric.steering import PacketSide, TorRouter
+from planner.fabric.rerouting import PacketSide, TorRouter
 
 SITE = {
     "link_gbps": 100,
@@ -72,10 +72,10 @@ def faults_of(text: str, folder: Path) -> list[str]:
 
 def test_routers_become_a_domain(folder: Path) -> None:
     side = {"interface": "eth0", "address": "198.51.100.1"}
-    text = document(router(0, packet_side=side), router(1), steering={"packet_hops": 2, "link_up_s": 0.5})
+    text = document(router(0, packet_side=side), router(1), rerouting={"packet_hops": 2, "link_up_s": 0.5})
     config = parse_config(text, folder)
     assert config.fabric is not None
-    domain = domain_of(config.fabric.routers, config.fabric.steering.packet_hops)
+    domain = domain_of(config.fabric.routers, config.fabric.rerouting.packet_hops)
     assert domain.packet_hops == 2
     assert domain.routers == {
         EndpointId("r0"): TorRouter("192.0.2.0", ("10.0.0.0/24",), PacketSide("eth0", "198.51.100.1")),
@@ -110,9 +110,9 @@ def test_all_faults_at_once(folder: Path) -> None:
     )
     second = router(7, address="192.0.2.300", prefixes=["10.0.0.128/25", "10.9.9.1/24"])
     third = router(0, driver="router", address="192.0.2.7", prefixes=["10.7.0.0/16", "fe80::/64"])
-    found = faults_of(document(first, second, third, steering={"link_up_s": -1}), folder)
+    found = faults_of(document(first, second, third, rerouting={"link_up_s": -1}), folder)
     assert found == [
-        "fabric.steering.link_up_s: must be >= 0, got -1",
+        "fabric.rerouting.link_up_s: must be >= 0, got -1",
         "fabric.routers[1].tor: is none of the site's, got 'r7'",
         "fabric.routers[2].tor: is the ToR of fabric.routers[0] already, got 'r0'",
         "fabric.routers: must have every ToR of fabric.site, or none (missing: r1), got 2",

@@ -213,7 +213,7 @@ class Packets:
     async def drain(self, going: Iterable[PortPair]) -> None:
         self.on -= frozenset(going)
 
-    async def steer(self, usable: Iterable[PortPair]) -> str:
+    async def reroute(self, usable: Iterable[PortPair]) -> str:
         self.on = frozenset(usable)
         return ""
 
@@ -254,7 +254,7 @@ async def test_looking_after_routes_outlasts_a_fault(site: House) -> None:
         raise KeyError("no such port")
 
     routing = FabricRouting(site.site, {}, cast(Any, None), look, site.journal, site.clock, offload=inline)
-    tending = asyncio.ensure_future(routing.tend())
+    tending = asyncio.ensure_future(routing.maintain())
     await site.pass_time(21.0)
     assert asked == 5
     assert not tending.done()

@@ -38,11 +38,11 @@ class VerifiedHouse(RoutedHouse):
     """With the link `INSIDE` a PoD and one `OVER_CORE`."""
 
     async def begin(self) -> None:
-        steering = self.follower.steering
-        self.late_signals = steering.signals
-        steering.signals = self.signals  # type: ignore[method-assign]
+        rerouting = self.follower.rerouting
+        self.late_signals = rerouting.signals
+        rerouting.signals = self.signals  # type: ignore[method-assign]
         await self.connect(INSIDE, *OVER_CORE)
-        await self.during(self.follower.steer(self.light.up()))
+        await self.during(self.follower.reroute(self.light.up()))
 
     async def signals(self) -> Any:
         """By ToRs that notice at once when light comes or goes."""
@@ -56,7 +56,7 @@ class VerifiedHouse(RoutedHouse):
 
     async def verify(self, walk: bool = False) -> VerificationReport:
         if walk:
-            self.holds.pause(PauseScope.FABRIC, "fibres are looked at")
+            self.pause_registry.pause(PauseScope.FABRIC, "fibres are looked at")
         return await self.during(verifier(self, self.follower).verify(walk))
 
     def lit_on(self, switch: OcsId, since: int = len(OVER_CORE) + 1) -> list[PortPair]:
@@ -72,7 +72,7 @@ class VerifiedHouse(RoutedHouse):
 
 def verifier(house: House, routing: object) -> FabricVerifier:
     glass = SwitchReader(house.site, house.switches, house.clock)
-    return FabricVerifier(house.coordinator, routing, house.circuits, glass, house.holds, house.clock)  # type: ignore[arg-type]
+    return FabricVerifier(house.coordinator, routing, house.circuits, glass, house.pause_registry, house.clock)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ async def test_nothing_is_said_of_light_that_nobody_can_know_of(house: VerifiedH
 
 
 async def test_tors_that_notice_late_that_light_is_gone_do_not_confuse_a_walk(house: VerifiedHouse) -> None:
-    house.follower.steering.signals = house.late_signals  # type: ignore[method-assign]
+    house.follower.rerouting.signals = house.late_signals  # type: ignore[method-assign]
     house.word.mask(["switch gen0/agg0", "port train0/agg0:7", "port train0/agg0:8"], "not of interest")
     assert (await house.verify(walk=True)).faults == ()
 
@@ -261,7 +261,7 @@ async def test_what_may_not_be_walked_is_refused(house: VerifiedHouse) -> None:
     sent = len(house.sent)
     with pytest.raises(Permanent, match="first `orchestrrl fabric pause`"):
         await house.during(verifier(house, house.follower).verify(walk=True))
-    house.holds.pause(PauseScope.FABRIC, "fibres are looked at")
+    house.pause_registry.pause(PauseScope.FABRIC, "fibres are looked at")
     with pytest.raises(Permanent, match=r"name them in fabric\.routers"):
         await house.during(verifier(house, None).verify(walk=True))
     assert len(house.sent) == sent

@@ -81,7 +81,7 @@ async def test_on_the_way_back_the_engines_of_before_get_their_circuits(narrow: 
 
 
 def pause(house: FabricHouse) -> None:
-    house.house.plane.holds.pause(PauseScope.FABRIC, "measuring")
+    house.house.plane.pause_registry.pause(PauseScope.FABRIC, "measuring")
 
 
 def advise(house: FabricHouse) -> None:
@@ -131,7 +131,7 @@ async def test_circuits_that_an_operator_prefers_stay(narrow: House) -> None:
         redeployer.begin(TO_TP2)
         await narrow.until_ended()
         house.fabric.override(PERIOD, "as they are", 0.0)
-        pinned = [f"{each.switch}:{each.port_a}-{each.port_b}" for each in house.fabric.glance.cross_connects]
+        pinned = [f"{each.switch}:{each.port_a}-{each.port_b}" for each in house.fabric.site_reading.cross_connects]
         house.fabric.word.pin(pinned, "each of them", 0.0)
         redeployer.begin(TO_TP1)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
@@ -248,7 +248,7 @@ async def test_circuits_that_were_lost_among_requests_are_replaced_once_there_ar
     house = FabricHouse(narrow)
     async with house.daemon():
         found = Found(specs(narrow))
-        tending = asyncio.create_task(house.gen.tend(found))
+        tending = asyncio.create_task(house.gen.maintain(found))
         await house.clock.advance(10.0)
         assert house.circuits() == MESH
         assert len(house.fabric.reports(9)) == 1  # nothing more is asked for
@@ -288,7 +288,7 @@ async def test_a_fault_of_ours_is_counted_and_the_fleet_is_tended_on(narrow: Hou
                 return super().idle()
 
         found = Odd(specs(narrow))
-        tending = asyncio.create_task(house.gen.tend(found))
+        tending = asyncio.create_task(house.gen.maintain(found))
         await house.clock.advance(10.0)
         assert not tending.done()
         assert house.gen.defects == 1
@@ -322,7 +322,7 @@ async def test_after_a_weight_sync_engines_get_their_circuits_back(narrow: House
 async def test_a_sync_is_not_disturbed_by_engines_that_stand_still(narrow: House) -> None:
     house = FabricHouse(narrow)
     async with house.daemon():
-        tending = asyncio.create_task(house.gen.tend(Found(specs(narrow))))
+        tending = asyncio.create_task(house.gen.maintain(Found(specs(narrow))))
         await house.clock.advance(10.0)
         house.fabric.expect(SYNC, boundary=True)
         await house.clock.advance(60.0)

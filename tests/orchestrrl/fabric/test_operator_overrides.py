@@ -113,7 +113,7 @@ async def test_ports_that_fail_are_gone_around_in_the_next_window(site: House, a
     assert used not in site.up()
     (latest, *_) = site.coordinator.reports(1)
     assert (latest.period, latest.state) == ("gradients", PeriodState.COMMITTED)
-    assert (OcsId("train0/agg0"), used.port_a) in site.coordinator.glance.failures.ports
+    assert (OcsId("train0/agg0"), used.port_a) in site.coordinator.site_reading.failures.ports
 
 
 async def test_circuits_of_a_switch_that_restarted_dark_come_back(site: House, agent: Agent) -> None:

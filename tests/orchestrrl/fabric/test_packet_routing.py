@@ -37,7 +37,7 @@ async def test_packets_are_off_circuits_before_they_go_and_on_them_once_they_are
             assert house.follower.routed is not None
             assert house.follower.routed.amiss == ""
             lengths |= {len(lit.over) for lit in house.light.joined.values()}
-            # What steering takes is part of what a window has to cover.
+            # What rerouting takes is part of what a window has to cover.
             assert all(took.route_s > 0 for commit in report.commits for took in commit.took)
         assert lengths == {1, 3}
         assert house.light.dark == []
@@ -96,7 +96,7 @@ async def test_a_switch_that_does_not_answer_keeps_its_packets_over_a_restart(tm
         whole = house.routed
         await house.pass_time(2 * LOOK_AGAIN_S)  # it is written down
         again = house.following(unread=frozenset({OcsId("core0")}))
-        tending = asyncio.create_task(again.tend())
+        tending = asyncio.create_task(again.maintain())
         await house.pass_time(2 * LOOK_AGAIN_S)
         tending.cancel()
         assert again.routed is not None
@@ -118,13 +118,13 @@ async def test_a_daemon_that_died_at_any_point_of_a_change_leaves_no_packet_in_t
             lambda: house.follower.drain(going),
             lambda: inline(lambda: core.remove([CrossConnect(*pair.ports) for pair in going])),
             lambda: inline(lambda: core.add([CrossConnect(*pair.ports) for pair in coming])),
-            lambda: house.follower.steer((house.light.up() - set(going)) | set(coming)),
+            lambda: house.follower.reroute((house.light.up() - set(going)) | set(coming)),
         )
         house.tending.cancel()
         for step in change[:steps]:
             await house.during(step())
         again = house.following()
-        tending = asyncio.create_task(again.tend())
+        tending = asyncio.create_task(again.maintain())
         await house.pass_time(3 * LOOK_AGAIN_S)
         tending.cancel()
         assert again.routed is not None

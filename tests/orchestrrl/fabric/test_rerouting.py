@@ -1,4 +1,4 @@
-"""Steering on virtual routers: what fails is named, what depends on it waits, and packets are walked at each point."""
+"""Rerouting on virtual routers: what fails is named, what depends on it waits, and packets are walked at each point."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,7 +11,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingTimeouts
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind, VirtualRouter, VirtualRouterDriver
 from planner.fabric.model import EndpointId
-from planner.fabric.steering import RoutedLink, RoutingDomain, TorRouter
+from planner.fabric.rerouting import RoutedLink, RoutingDomain, TorRouter
 
 
 def tor(number: int) -> EndpointId:
@@ -47,7 +47,7 @@ class House:
         }
         routers = {tor(n): TorRouter(f"192.0.2.{n}", (f"10.0.{n}.0/24",)) for n in range(1, count + 1)}
         self.domain = RoutingDomain(routers)
-        self.steering = self.restarted()
+        self.rerouting = self.restarted()
 
     def restarted(self) -> Rerouting:
         return Rerouting(self.drivers, self.domain, self.clock, ReroutingTimeouts(link_up_s=0.1, neighbour_s=0.1))
@@ -84,40 +84,40 @@ RING = (link(1, 1, 2, 1), link(2, 2, 3, 1), link(3, 2, 1, 2))
 async def test_drain_switch_steer(clock: VirtualClock) -> None:
     house = House(clock, 3)
     house.connect(*RING)
-    assert (await house.steering.steer(RING)).done
+    assert (await house.rerouting.reroute(RING)).done
     pairs = [(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b]
-    drained = await house.steering.drain(RING[:1])
+    drained = await house.rerouting.drain(RING[:1])
     assert (drained.dark, drained.failed, drained.detail) == ((), {}, "")
-    assert house.steering.routed == tuple(sorted(RING[1:]))
+    assert house.rerouting.routed == tuple(sorted(RING[1:]))
     house.disconnect(RING[0])
     assert all(house.arrives(a, b) for a, b in pairs)
     again = link(1, 1, 3, 3)
     house.connect(again)
-    steered = await house.steering.steer([*RING[1:], again])
-    assert steered.done
+    rerouted = await house.rerouting.reroute([*RING[1:], again])
+    assert rerouted.done
     assert [hop.interface for hop in house.device(1).ways("10.0.3.1")] == ["swp1", "swp2"]
     assert all(house.arrives(a, b) for a, b in pairs)
     sends = [driver.wire.sends for driver in house.drivers.values()]
-    assert (await house.steering.steer([*RING[1:], again])).stages == 0
+    assert (await house.rerouting.reroute([*RING[1:], again])).stages == 0
     assert [driver.wire.sends for driver in house.drivers.values()] == sends
 
 
 async def test_a_pair_that_loses_its_last_way_is_told(clock: VirtualClock) -> None:
     house = House(clock, 2)
     house.connect(RING[0])
-    await house.steering.steer(RING[:1])
-    assert (await house.steering.drain(RING[:1])).dark == ((tor(1), tor(2)), (tor(2), tor(1)))
+    await house.rerouting.reroute(RING[:1])
+    assert (await house.rerouting.drain(RING[:1])).dark == ((tor(1), tor(2)), (tor(2), tor(1)))
     assert house.device(1).routes == {}
 
 
 async def test_nothing_is_drained_before_it_is_known_what_there_is(clock: VirtualClock) -> None:
     house = House(clock, 3)
     house.connect(*RING)
-    with pytest.raises(Permanent, match="steer first"):
-        await house.steering.drain(RING[:1])
-    await house.steering.steer(RING)
+    with pytest.raises(Permanent, match="reroute first"):
+        await house.rerouting.drain(RING[:1])
+    await house.rerouting.reroute(RING)
     restarted = house.restarted()
-    assert (await restarted.steer(RING)).stages == 0  # found as it was left
+    assert (await restarted.reroute(RING)).stages == 0  # found as it was left
     await restarted.drain(RING[:1])
     assert house.device(1).ways("10.0.2.1")[0].interface == "swp2"
 
@@ -126,34 +126,34 @@ async def test_nothing_is_drained_before_it_is_known_what_there_is(clock: Virtua
 async def test_a_router_that_cannot_be_drained_stops_the_commit(clock: VirtualClock, fault: RouterFaultKind) -> None:
     house = House(clock, 3)
     house.connect(*RING)
-    await house.steering.steer(RING)
+    await house.rerouting.reroute(RING)
     house.device(2).inject(RouterFault(fault))
     with pytest.raises(NotDrained, match="tor2") as refusal:
-        await house.steering.drain(RING[:1])
+        await house.rerouting.drain(RING[:1])
     # Without tor2's word nobody may count on it; tor1 would send to it what it sends back.
     assert tor(2) in refusal.value.routers
-    assert house.steering.routed == tuple(sorted(RING))
+    assert house.rerouting.routed == tuple(sorted(RING))
     assert all(house.arrives(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b)
     house.device(2).inject(RouterFault(RouterFaultKind.REACHABLE))
-    assert (await house.steering.steer(RING)).done
-    await house.steering.drain(RING[:1])
+    assert (await house.rerouting.reroute(RING)).done
+    await house.rerouting.drain(RING[:1])
 
 
 async def test_a_router_whose_answer_got_lost_counts_by_what_it_shows(clock: VirtualClock) -> None:
     house = House(clock, 3)
     house.connect(*RING)
-    await house.steering.steer(RING)
+    await house.rerouting.reroute(RING)
     house.device(2).inject(RouterFault(RouterFaultKind.DROP_CONNECTION))
-    assert (await house.steering.drain(RING[:1])).failed == {}
+    assert (await house.rerouting.drain(RING[:1])).failed == {}
 
 
 async def test_a_router_that_does_not_matter_does_not_stop_a_drain(clock: VirtualClock) -> None:
     house = House(clock, 4)
     links = (*RING, link(3, 3, 4, 1))
     house.connect(*links)
-    await house.steering.steer(links)
+    await house.rerouting.reroute(links)
     house.device(4).inject(RouterFault(RouterFaultKind.UNREACHABLE))
-    drained = await house.steering.drain(RING[:1])
+    drained = await house.rerouting.drain(RING[:1])
     assert set(drained.failed) == {tor(4)}
 
 
@@ -163,22 +163,22 @@ async def test_routers_behind_one_that_failed_keep_their_routes(clock: VirtualCl
     chain = (link(1, 1, 2, 1), link(2, 2, 3, 1), link(3, 2, 4, 1))
     house.connect(*chain)
     house.device(2).inject(RouterFault(RouterFaultKind.DROP_COMMAND))
-    steered = await house.steering.steer(chain)
-    assert not steered.done
-    assert set(steered.failed) == {tor(2)}
-    assert "tor1 to 10.0.3.0/24" in steered.detail
+    rerouted = await house.rerouting.reroute(chain)
+    assert not rerouted.done
+    assert set(rerouted.failed) == {tor(2)}
+    assert "tor1 to 10.0.3.0/24" in rerouted.detail
     assert house.device(1).ways("10.0.3.1") == ()
     assert house.arrives(3, 4)
-    assert (await house.steering.steer(chain)).done
+    assert (await house.rerouting.reroute(chain)).done
     assert all(house.arrives(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b)
 
 
 async def test_circuits_without_light_or_with_a_stranger_are_left_out(clock: VirtualClock) -> None:
     house = House(clock, 3)
     house.connect(RING[1], link(3, 2, 2, 3))  # the second is not what is believed: 3-1
-    steered = await house.steering.steer(RING)
-    assert {out.link for out in steered.left_out} == {RING[0], RING[2]}
-    assert steered.routed == (RING[1],)
+    rerouted = await house.rerouting.reroute(RING)
+    assert {out.link for out in rerouted.left_out} == {RING[0], RING[2]}
+    assert rerouted.routed == (RING[1],)
     assert house.arrives(2, 3)
 
 
@@ -187,14 +187,14 @@ async def test_weights_are_what_each_router_can_hold(clock: VirtualClock) -> Non
     links = (link(1, 1, 2, 1), link(1, 2, 2, 2), link(1, 3, 3, 1), link(1, 4, 3, 2), link(2, 3, 4, 1), link(3, 3, 4, 2))
     more = (*links, link(3, 4, 4, 3))
     house.connect(*more)
-    assert (await house.steering.steer(more)).done
+    assert (await house.rerouting.reroute(more)).done
     assert [hop.interface for hop in house.device(1).ways("10.0.4.1")] == ["swp1", "swp3", "swp4"]
 
 
 async def test_impossible_links_are_refused_before_anything_is_asked(clock: VirtualClock) -> None:
     house = House(clock, 2)
-    with pytest.raises(ValueError, match="not a router that is steered"):
-        await house.steering.steer([link(1, 1, 9, 1)])
+    with pytest.raises(ValueError, match="not a router that is rerouted"):
+        await house.rerouting.reroute([link(1, 1, 9, 1)])
     with pytest.raises(ValueError, match="routers must be those of the domain"):
         Rerouting({}, house.domain, clock)
     with pytest.raises(ValueError, match="settle_s must be >= 0"):

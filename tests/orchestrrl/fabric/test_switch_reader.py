@@ -56,10 +56,10 @@ async def test_what_is_up_one_way_only_holds_its_ports(tmp_path: Path) -> None:
     async with house(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
         core = OcsId("core0")
         site.switches[core].glass.add([CrossConnect(1, 37)])  # from the site's port 1 to its port 5
-        glance = await _looked(site)
-        assert glance.odd == {core: {CrossConnect(1, 37)}}
-        assert {(core, 1), (core, 5)} <= glance.failures.ports
-        assert glance.cross_connects == frozenset()
+        site_reading = await _looked(site)
+        assert site_reading.odd == {core: {CrossConnect(1, 37)}}
+        assert {(core, 1), (core, 5)} <= site_reading.failures.ports
+        assert site_reading.cross_connects == frozenset()
         site.agent("n0", range(16))
         await site.pass_time(0.1)
         assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED

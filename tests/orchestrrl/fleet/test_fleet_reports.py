@@ -382,8 +382,8 @@ async def test_an_engine_is_not_added_by_another_name(bare: House, url: str, id:
     bare.report("e0", url=URL, server="s1")
     bare.report("e0", url=URL, server="s1")
     with pytest.raises(ProblemFaults, match=r"url: is that of (e0|a) already, got"):
-        bare.plane.enrolment.add(NewEngine("e7", url))
-    bare.plane.enrolment.add(NewEngine("e7", "http://localhost:8002"))
+        bare.plane.membership_changes.add(NewEngine("e7", url))
+    bare.plane.membership_changes.add(NewEngine("e7", "http://localhost:8002"))
 
 
 async def test_what_a_gateway_calls_by_the_daemons_id_by_now_is_no_engine_of_its_own(bare: House) -> None:
@@ -413,9 +413,9 @@ async def test_what_an_operator_says_of_an_engine_holds_for_its_other_names(hous
     await reports(2)
     assert house.ids() == ["e0", "e1"]
     if operation == "remove":
-        await house.plane.enrolment.remove(E0)
+        await house.plane.membership_changes.remove(E0)
     else:
-        house.plane.enrolment.drain(E0)
+        house.plane.membership_changes.drain(E0)
         house.plane.state.set_facts(())  # nothing but the agent names it any more
     await reports(int(3 * NAMES_LAST_S / EVERY_S))
     assert house.ids() == (["e1"] if operation == "remove" else ["x"])
@@ -491,17 +491,17 @@ def test_names_of_a_late_report_do_not_replace_newer_ones() -> None:
 async def test_the_address_of_a_removed_engine_is_free(house: House) -> None:
     house.report("x", url="http://e0")
     house.plane.fast_tick()
-    await house.plane.enrolment.remove(E0)
-    house.plane.enrolment.add(NewEngine("again", "http://e0"))
+    await house.plane.membership_changes.remove(E0)
+    house.plane.membership_changes.add(NewEngine("again", "http://e0"))
     assert "again" in house.ids()
 
 
 async def test_an_engine_whose_other_name_was_removed_can_be_drained(house: House) -> None:
-    house.plane.enrolment.add(NewEngine("x", "http://x"))
-    await house.plane.enrolment.remove(EngineId("x"))
+    house.plane.membership_changes.add(NewEngine("x", "http://x"))
+    await house.plane.membership_changes.remove(EngineId("x"))
     for _ in range(2):
         house.report("x", url="http://e0")
         await house.clock.advance(EVERY_S)
         house.plane.fast_tick()
-    house.plane.enrolment.drain(E0)
+    house.plane.membership_changes.drain(E0)
     assert house.engine("e0").draining

@@ -71,18 +71,18 @@ class Oracle:
 
 
 async def say(plane: ControlPlane, word: str, name: str) -> None:
-    engine, enrolment = EngineId(name), plane.enrolment
+    engine, membership_changes = EngineId(name), plane.membership_changes
     match word:
         case "add":
-            enrolment.add(NewEngine(name, f"http://{name}", gpus=(NAMES.index(name),), pool="added"))
+            membership_changes.add(NewEngine(name, f"http://{name}", gpus=(NAMES.index(name),), pool="added"))
         case "readmit":
-            enrolment.add(NewEngine(name))
+            membership_changes.add(NewEngine(name))
         case "drain" | "move":
-            enrolment.drain(engine, word == "move")
+            membership_changes.drain(engine, word == "move")
         case "undrain":
-            enrolment.undrain(engine)
+            membership_changes.undrain(engine)
         case "remove":
-            await enrolment.remove(engine)
+            await membership_changes.remove(engine)
         case "reload":
             plane.reconfigure(parse_config(CONFIG))
 
@@ -97,22 +97,22 @@ async def test_whatever_is_said_a_restarted_daemon_knows_it(said: Sequence[Word]
         journal = Journal(path, clock.now_s())
         plane = ControlPlane(parse_config(CONFIG), journal, clock)
         for word, name in (*said, ("restart", "")):
-            before = plane.enrolment.roster
+            before = plane.membership_changes.membership
             if oracle.hear(word, name):
                 await say(plane, word, name)
             else:
                 with pytest.raises(ProblemFaults, match=r"engine_id|url"):
                     await say(plane, word, name)
-                assert plane.enrolment.roster == before
+                assert plane.membership_changes.membership == before
             if word == "restart":
                 journal.close()
                 journal = Journal(path, clock.now_s())
                 plane = ControlPlane(parse_config(CONFIG), journal, clock)
-                assert plane.enrolment.roster == before
+                assert plane.membership_changes.membership == before
             views = {view.id: view for view in plane.state.engines(clock.now_s())}
             assert set(views) == oracle.there
             assert {id for id, view in views.items() if view.draining} == oracle.drained
-            assert plane.enrolment.roster.leaving == oracle.leaving
+            assert plane.membership_changes.membership.leaving == oracle.leaving
             assert {view.pool for view in views.values() if view.url not in ("http://e0", "http://e1")} <= {"added"}
         journal.close()
 
@@ -121,11 +121,11 @@ def test_each_transition_done_twice_is_done_once() -> None:
     e2 = EngineFacts(EngineId("e2"), "http://e2")
     full = Membership().with_added(e2).with_drained(e2.id, move=True)
     for step in (
-        lambda roster: roster.with_added(e2),
-        lambda roster: roster.with_drained(e2.id),
-        lambda roster: roster.with_drained(e2.id, move=True),
-        lambda roster: roster.with_undrained(e2.id),
-        lambda roster: roster.with_removed(e2.id),
+        lambda membership: membership.with_added(e2),
+        lambda membership: membership.with_drained(e2.id),
+        lambda membership: membership.with_drained(e2.id, move=True),
+        lambda membership: membership.with_undrained(e2.id),
+        lambda membership: membership.with_removed(e2.id),
     ):
         once = step(full)
         assert step(once) == once
@@ -134,8 +134,8 @@ def test_each_transition_done_twice_is_done_once() -> None:
 
 
 def test_names_of_removed_engines_are_not_kept_for_ever() -> None:
-    roster = Membership(removed=tuple(EngineId(f"pod-{n}") for n in range(REMOVED_REMEMBERED)))
-    after = roster.with_removed(EngineId("newest"))
+    membership = Membership(removed=tuple(EngineId(f"pod-{n}") for n in range(REMOVED_REMEMBERED)))
+    after = membership.with_removed(EngineId("newest"))
     assert len(after.removed) == REMOVED_REMEMBERED
     assert (after.removed[0], after.removed[-1]) == ("pod-1", "newest")
 

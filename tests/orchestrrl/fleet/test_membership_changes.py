@@ -177,7 +177,7 @@ async def settle() -> None:
 async def test_an_added_engine_is_routed_to_at_once(house: House) -> None:
     plane = house.start()
     async with house.running() as nodes:
-        plane.enrolment.add(NewEngine("e2", "http://e2", "tp2", (4, 5), "wide"), "more load")
+        plane.membership_changes.add(NewEngine("e2", "http://e2", "tp2", (4, 5), "wide"), "more load")
         await settle()
         route = nodes.routes["e2"]
         assert (route.url, route.health, route.pool, route.max_sequences) == ("http://e2", None, "wide", 16)
@@ -195,7 +195,7 @@ async def test_an_added_engine_is_routed_to_at_once(house: House) -> None:
 async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(house: House) -> None:
     plane = house.start()
     with pytest.raises(ProblemFaults) as caught:
-        plane.enrolment.add(NewEngine("e0", "e7:80", "tp4", (2, 6, 6)))
+        plane.membership_changes.add(NewEngine("e0", "e7:80", "tp4", (2, 6, 6)))
     assert caught.value.faults == [
         "engine_id: is the id of an engine already, at http://e0; remove that one first, got 'e0'",
         "url: must be an http:// or https:// URL, got 'e7:80'",
@@ -206,7 +206,7 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(house: House)
         "gpus[2]: is named twice, got 6",
     ]
     with pytest.raises(ProblemFaults) as caught:
-        plane.enrolment.add(NewEngine(" ", "http://e1/", "tp2", (4,)))
+        plane.membership_changes.add(NewEngine(" ", "http://e1/", "tp2", (4,)))
     assert caught.value.faults == [
         "engine_id: must not be empty, got ' '",
         "url: is that of e1 already, got 'http://e1/'",
@@ -215,7 +215,7 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(house: House)
     assert house.said() == []
     for url in ("http://[::1", "http://e7:port", "ftp://e7", "http://"):
         with pytest.raises(ProblemFaults, match="url: must be"):
-            plane.enrolment.add(NewEngine("e7", url))
+            plane.membership_changes.add(NewEngine("e7", url))
 
 
 # --- drain
@@ -224,14 +224,14 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(house: House)
 async def test_a_drained_engine_gets_nothing_new_and_keeps_what_it_has(house: House) -> None:
     plane = house.start("act")
     async with house.running(a="e0", b="e0", c="e1") as nodes:
-        plane.enrolment.drain(E0)
+        plane.membership_changes.drain(E0)
         await settle()
         assert {id: route.draining for id, route in nodes.routes.items()} == {"e0": True, "e1": False}
         await house.clock.advance(10.0)
         assert (nodes.orders, nodes.where["a"]) == ([], "e0")
         with pytest.raises(Permanent, match="e0 is draining"):
             await plane.move(RequestId("c"), E0)
-        plane.enrolment.undrain(E0)
+        plane.membership_changes.undrain(E0)
         await settle()
         assert not nodes.routes["e0"].draining
     assert house.said() == [("drain", "e0"), ("undrain", "e0")]
@@ -244,7 +244,7 @@ async def test_what_is_there_moves_whatever_the_mode(house: House, mode: str) ->
         nodes.immovable = {"r0"}
         nodes.reported.append("e2")
         await house.clock.advance(1.0)
-        plane.enrolment.drain(E0, move=True)
+        plane.membership_changes.drain(E0, move=True)
         await house.clock.advance(3.0)
         assert Counter(nodes.where.values()) == {"e0": 1, "e1": 3, "e2": 3}
         assert len(nodes.orders) == 5, "each once"
@@ -267,7 +267,7 @@ async def test_nobody_is_ordered_twice_before_news_come(
     async with house.running(**{f"r{n}": "e0" for n in range(4)}) as nodes:
         nodes.moves_take_s, nodes.report_interval_s = moves_take_s, report_interval_s
         await house.clock.advance(0.5)
-        plane.enrolment.drain(E0, move=True)
+        plane.membership_changes.drain(E0, move=True)
         await house.clock.advance(10.0)
         assert len(nodes.orders) == 4
 
@@ -276,7 +276,7 @@ async def test_who_is_refused_tries_another_engine_and_again_later(house: House)
     plane = house.start()
     async with house.running(a="e0") as nodes:
         nodes.refusing = {"e1"}
-        plane.enrolment.drain(E0, move=True)
+        plane.membership_changes.drain(E0, move=True)
         await house.clock.advance(100.0)
         assert {move.to_engine for move in nodes.orders} == {"e1"}
         assert 5 <= len(nodes.orders) <= 10, "less and less often"
@@ -288,11 +288,11 @@ async def test_who_is_refused_tries_another_engine_and_again_later(house: House)
 async def test_the_next_daemon_goes_on_with_it(house: House) -> None:
     plane = house.start()
     async with house.running(a="e0") as nodes:
-        plane.enrolment.add(NewEngine("e2", "http://e2"))
-        await plane.enrolment.remove(E2)
-        plane.enrolment.add(NewEngine("e3", "http://e3", pool="p"))
+        plane.membership_changes.add(NewEngine("e2", "http://e2"))
+        await plane.membership_changes.remove(E2)
+        plane.membership_changes.add(NewEngine("e3", "http://e3", pool="p"))
         nodes.refusing = {"e1", "e3"}
-        plane.enrolment.drain(E0, move=True)
+        plane.membership_changes.drain(E0, move=True)
         await house.clock.advance(3.0)
         assert nodes.where["a"] == "e0"
     plane = house.start()
@@ -317,8 +317,8 @@ async def test_an_engine_with_requests_is_removed_only_by_force(house: House) ->
         nodes.immovable = {"b"}
         await house.clock.advance(1.0)
         with pytest.raises(Permanent, match=r"3 requests are on e0: .*drain e0 --move --wait.*--force"):
-            await plane.enrolment.remove(E0)
-        removing = asyncio.create_task(plane.enrolment.remove(E0, force=True))
+            await plane.membership_changes.remove(E0)
+        removing = asyncio.create_task(plane.membership_changes.remove(E0, force=True))
         await house.clock.advance(1.0)
         assert await removing == EngineRemoval(requests_moved=2, requests_left=1)
         assert (sorted(nodes.routes), nodes.where) == (["e1"], {"a": "e1", "b": "e0", "c": "e1", "d": "e1"})
@@ -330,7 +330,7 @@ async def test_an_engine_with_requests_is_removed_only_by_force(house: House) ->
 async def test_a_removed_engine_stays_away_until_it_is_added_again(house: House) -> None:
     house.start()
     async with house.running() as nodes:
-        await house.plane.enrolment.remove(E1)
+        await house.plane.membership_changes.remove(E1)
         await house.clock.advance(5.0)  # its agent finds it well all the time
         assert sorted(nodes.routes) == ["e0"]
         house.plane.reconfigure(parse_config(CONFIG.format(mode="act")))
@@ -340,21 +340,21 @@ async def test_a_removed_engine_stays_away_until_it_is_added_again(house: House)
     async with house.running() as nodes:
         await house.clock.advance(5.0)
         assert sorted(nodes.routes) == ["e0"]
-        for word in (plane.enrolment.drain, plane.enrolment.undrain):
+        for word in (plane.membership_changes.drain, plane.membership_changes.undrain):
             with pytest.raises(ProblemFaults, match=r"engine_id: is not a known engine \(known: e0\), got 'e1'"):
                 word(E1)
         with pytest.raises(ProblemFaults, match="not a known engine"):
-            await plane.enrolment.remove(E1)
-        plane.enrolment.add(NewEngine("e1"))
+            await plane.membership_changes.remove(E1)
+        plane.membership_changes.add(NewEngine("e1"))
         await house.clock.advance(1.0)
         assert nodes.routes["e1"].health is EngineHealth.OK
         assert (nodes.routes["e1"].url, plane.state.configuration_of(E1)) == ("http://e1", "tp2"), "as configured"
-        await plane.enrolment.remove(E1)
-        plane.enrolment.add(NewEngine("e1", "http://elsewhere"))
+        await plane.membership_changes.remove(E1)
+        plane.membership_changes.add(NewEngine("e1", "http://elsewhere"))
         await house.clock.advance(1.0)
         assert plane.state.configuration_of(E1) is None, "as said now"
         with pytest.raises(ProblemFaults, match="url: must be"):
-            plane.enrolment.add(NewEngine("e9"))
+            plane.membership_changes.add(NewEngine("e9"))
 
 
 async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(house: House) -> None:
@@ -371,14 +371,14 @@ async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(house: H
         return offers.version if offers else None
 
     told(1, "1")
-    await plane.enrolment.remove(E1)
+    await plane.membership_changes.remove(E1)
     noted = len(house.journal.since(0, (EntryKind.ENGINE_HEALTH,))) if house.journal else 0
     told(2)
-    plane.enrolment.add(NewEngine("e1"))
+    plane.membership_changes.add(NewEngine("e1"))
     assert (version(), plane.state.reported(E1)) == ("1", False), "what came meanwhile is no news of it"
-    await plane.enrolment.remove(E1)
+    await plane.membership_changes.remove(E1)
     told(3, "2")
-    plane.enrolment.add(NewEngine("e1"))
+    plane.membership_changes.add(NewEngine("e1"))
     told(4)
     assert (version(), plane.state.reported(E1)) == ("2", True)
     assert house.journal is not None
@@ -390,7 +390,7 @@ async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(house: House
     async with house.running() as nodes:
         nodes.reported.append("e2")
         await house.clock.advance(1.0)
-        plane.enrolment.drain(E2)
+        plane.membership_changes.drain(E2)
         nodes.reported.remove("e2")
         await house.clock.advance(120.0)
         assert "e2" not in nodes.routes
@@ -399,7 +399,7 @@ async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(house: House
         assert nodes.routes["e2"].draining, "it is drained when it comes back"
         nodes.reported.remove("e2")
         await house.clock.advance(120.0)
-        assert await plane.enrolment.remove(E2) == EngineRemoval(0, 0)
+        assert await plane.membership_changes.remove(E2) == EngineRemoval(0, 0)
 
 
 # --- what others make of it
@@ -412,7 +412,7 @@ async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(house: Ho
         nodes.refusing = {"e1"}
         nodes.immovable = {"r0"}
         await house.clock.advance(1.0)
-        removing = asyncio.create_task(house.plane.enrolment.remove(E0, force=True))
+        removing = asyncio.create_task(house.plane.membership_changes.remove(E0, force=True))
         await house.clock.advance(1.0)
         assert await removing == EngineRemoval(0, 6)
         nodes.orders.clear()
@@ -427,7 +427,7 @@ async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(house: Ho
 async def test_news_of_a_drained_engine_are_waited_for_by_nobody(house: House) -> None:
     plane = house.start()
     async with house.running(a="e0") as nodes:
-        plane.enrolment.drain(E1)
+        plane.membership_changes.drain(E1)
         nodes.reported.remove("e1")  # its machine is redeployed off
         await house.clock.advance(20.0)
         age_s = plane.state.snapshot(house.clock.now_s()).inputs_age_s
@@ -442,11 +442,11 @@ async def test_nothing_moves_while_weights_change(house: House) -> None:
         await house.clock.advance(1.0)
         lease = (await pausing).lease
         assert lease is not None
-        plane.enrolment.drain(E0, move=True)
+        plane.membership_changes.drain(E0, move=True)
         await house.clock.advance(5.0)
         assert nodes.where["a"] == "e0"
         with pytest.raises(Permanent, match="requests stand still"):
-            await plane.enrolment.remove(E0, force=True)
+            await plane.membership_changes.remove(E0, force=True)
         assert house.said() == [("drain", "e0")]
         opening = asyncio.create_task(plane.barrier.resume(lease.id, None, ()))
         await house.clock.advance(15.0)
@@ -463,7 +463,7 @@ async def test_neither_loop_counts_on_a_drained_engine(house: House) -> None:
         balance = house.plane.balance
         assert balance is not None
         assert {move.to_engine for move in balance.moves} == {"e1"}
-        house.plane.enrolment.drain(E1)
+        house.plane.membership_changes.drain(E1)
         await house.clock.advance(2.0)
         assert house.plane.balance is not None
         assert not house.plane.balance.moves

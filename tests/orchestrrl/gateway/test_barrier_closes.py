@@ -86,9 +86,9 @@ async def test_a_lease_that_ends_while_weights_change_leaves_nobody_with_a_versi
         await finish(w, job)
         versions = [span.version for span in job.records[0].versions.spans(20)]
         assert versions == ([1, None] if weights_change else [1])
-        assert [slot.mixed for slot in w.gateway.fleet] == [weights_change] * 2
+        assert [backend.mixed for backend in w.gateway.fleet] == [weights_change] * 2
         await w.gateway.barrier.set_version(tuple(map(EngineId, w.engines)), 1)
-        assert not any(slot.mixed for slot in w.gateway.fleet)
+        assert not any(backend.mixed for backend in w.gateway.fleet)
 
 
 async def test_what_comes_while_it_is_closed_waits_here_and_longer_than_for_engines() -> None:
@@ -349,10 +349,10 @@ async def test_routes_tell_versions_and_wake_engines() -> None:
     w.gateway.set_routes(routes)
     await w.clock.advance(1.0)
     assert not w.engines["e0"].paused
-    assert [slot.usable for slot in w.fleet] == [True, True]
+    assert [backend.usable for backend in w.fleet] == [True, True]
     # A newcomer that nobody has given the weights.
     w.gateway.set_routes([*routes[:1], EngineRoute(EngineId("e1"), w.engines["e1"].url, None, newest_policy_version=4)])
-    assert [slot.usable for slot in w.fleet] == [True, False]
+    assert [backend.usable for backend in w.fleet] == [True, False]
 
 
 async def test_an_engine_that_does_not_resume_is_asked_again() -> None:

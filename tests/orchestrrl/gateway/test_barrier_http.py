@@ -39,7 +39,7 @@ async def test_weights_change_between_the_tokens_of_an_answer(house: House) -> N
     _, first = await house.post("/orchestrrl/pause", {"holder": "trainer"})
     status, barrier = await house.post("/orchestrrl/resume", {"lease_id": first["lease_id"], "policy_version": 7})
     assert (status, barrier["phase"], barrier["policy_version"]) == (200, "open", 7)
-    house.holds.append(9)
+    house.pause_registry.append(9)
     asking = asyncio.create_task(
         house.post("/v1/completions", {**BODY, "return_policy_versions": True}, **{"X-Request-Id": "r"})
     )
@@ -90,7 +90,7 @@ async def test_a_barrier_says_no_in_words(house: House) -> None:
     assert status == 409
     assert "closed by one for" in told["error"]["message"]
     for path in ("renew", "resume"):
-        status, told = await house.post(f"/orchestrrl/barrier/{path}", {"lease_id": "another"})
+        status, told = await house.post(f"/orchestrrl/{path}", {"lease_id": "another"})
         assert status == 409, path
         assert "not closed under this lease" in told["error"]["message"]
     status, told = await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "without_engines": ["e9"]})
@@ -105,12 +105,12 @@ async def test_a_barrier_says_no_in_words(house: House) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("barrier/pause", {"mode": "stop", "lease_s": -1, "x": 1}, ("mode: ", "lease_s: ", "x: ")),
-        ("barrier/pause", {"lease_s": 1e9, "deadline_s": 0}, ("lease_s: ", "deadline_s: ")),
-        ("barrier/renew", {}, ("lease_id: is missing",)),
-        ("barrier/resume", {"policy_version": -1}, ("policy_version: ",)),
-        ("barrier/resume", {"policy_version": 1.5}, ("policy_version: ",)),
-        ("barrier/set-version", {"engines": []}, ("engines: ", "policy_version: is missing")),
+        ("pause", {"mode": "stop", "lease_s": -1, "x": 1}, ("mode: ", "lease_s: ", "x: ")),
+        ("pause", {"lease_s": 1e9, "deadline_s": 0}, ("lease_s: ", "deadline_s: ")),
+        ("renew", {}, ("lease_id: is missing",)),
+        ("resume", {"policy_version": -1}, ("policy_version: ",)),
+        ("resume", {"policy_version": 1.5}, ("policy_version: ",)),
+        ("set-version", {"engines": []}, ("engines: ", "policy_version: is missing")),
         ("cancel", {"groups": "g"}, ("groups: ",)),
         ("cancel", [], ("(document): ",)),
     ],
@@ -126,7 +126,7 @@ async def test_every_fault_at_once(house: House, path: str, body: Any, words: tu
 async def test_a_request_says_how_old_it_may_become(house: House) -> None:
     _, barrier = await house.post("/orchestrrl/pause", {})
     await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 1})
-    house.holds.append(9)
+    house.pause_registry.append(9)
     body = {**BODY, "max_version_lag": 0}
     asking = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "r"}))
     await house.until_running("r")
@@ -150,7 +150,7 @@ async def test_bad_fields_are_named(house: House, field: str, value: Any) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_are_ended_by_group(house: House, stream: bool) -> None:
-    house.holds.extend([9, 9])
+    house.pause_registry.extend([9, 9])
     asking = [
         asyncio.create_task(
             house.stream("/v1/completions", BODY, **{"X-Request-Id": f"r{k}", "X-Group-Id": "g"})

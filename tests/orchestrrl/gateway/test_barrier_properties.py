@@ -103,7 +103,7 @@ class Story:
         # Engines that missed new weights wait to be told theirs.
         newest = w.fleet.policy_version
         if newest is not None:
-            await w.gateway.barrier.set_version(tuple(slot.id for slot in w.fleet), newest)
+            await w.gateway.barrier.set_version(tuple(backend.id for backend in w.fleet), newest)
         for _ in range(200):
             await self._step()
             await w.clock.advance(0.5)

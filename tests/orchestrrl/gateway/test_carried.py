@@ -251,7 +251,7 @@ async def test_data_of_the_last_part_alone_is_never_given_as_that_of_all(house: 
     for engine in house.engines:
         engine.released.clear()
     hold(house, 1)
-    house.gateway.set_routes([slot.route for slot in house.gateway.fleet if slot.tying_field])
+    house.gateway.set_routes([backend.route for backend in house.gateway.fleet if backend.tying_field])
     asking = asyncio.create_task(house.post(SANE, PATH, NAMED))
     await until_tokens(house, 1)
     (view,) = house.gateway.report().in_flight
@@ -264,9 +264,9 @@ async def test_a_field_that_one_client_asked_for_ties_no_other_request(house: Ht
     for engine in house.engines:
         engine.choice_fields = {"odd": 1}
     assert (await house.post({**SANE, "not_known": 1}))[0] == 200
-    assert not any(slot.tying_field for slot in house.gateway.fleet)
+    assert not any(backend.tying_field for backend in house.gateway.fleet)
     assert (await house.post(SANE))[0] == 200
-    assert [slot.tying_field for slot in house.gateway.fleet].count("odd") == 1
+    assert [backend.tying_field for backend in house.gateway.fleet].count("odd") == 1
 
 
 @pytest.mark.parametrize("known", ["capabilities", "asked for"])
@@ -276,8 +276,8 @@ async def test_data_of_whole_answers_alone_comes_with_a_whole_answer(house: Http
         engine.choice_fields, engine.placed = EXPERTS, "whole"
     body = dict(SANE)
     if known == "capabilities":
-        for slot in house.gateway.fleet:
-            slot.capabilities = EngineCapabilities("vllm", "1", ("m",), routed_experts=True)
+        for backend in house.gateway.fleet:
+            backend.capabilities = EngineCapabilities("vllm", "1", ("m",), routed_experts=True)
     else:
         body["routed_experts_prompt_start"] = 0
     _, whole = await house.post(body)

@@ -179,7 +179,7 @@ async def test_an_engine_of_another_model_decodes_nothing() -> None:
     w = world(engines=3)
     strangers = decode_by(w.engines["e1"], nonsense)
     decode_by(w.engines["e0"], dropped)
-    slots = {slot.id: slot for slot in w.fleet}
+    slots = {backend.id: backend for backend in w.fleet}
     for name, model in (("e0", "model"), ("e1", "other"), ("e2", "model")):
         slots[EngineId(name)].capabilities = EngineCapabilities("fake", "0", (model,), token_ids=True)
     detokenizer = Detokenizer(slots[EngineId("e0")], w.fleet)
@@ -191,17 +191,17 @@ async def test_an_engine_of_another_model_decodes_nothing() -> None:
 async def test_an_engine_that_failed_to_decode_is_asked_first_again_after_a_while() -> None:
     w = world()
     first, second = (decode_by(w.engines[name], dropped) for name in ("e0", "e1"))
-    slot = next(iter(w.fleet))
+    backend = next(iter(w.fleet))
     for _ in range(4):
         with pytest.raises(Permanent, match="Server disconnected"):
-            await Detokenizer(slot, w.fleet).detokenize([65])
+            await Detokenizer(backend, w.fleet).detokenize([65])
     assert (len(first), len(second)) == (4, 4)
     second_decodes = decode_by(w.engines["e1"], FakeEngine().detokenize)
-    assert await Detokenizer(slot, w.fleet).detokenize([65]) == "A"
-    assert await Detokenizer(slot, w.fleet).detokenize([65]) == "A"
+    assert await Detokenizer(backend, w.fleet).detokenize([65]) == "A"
+    assert await Detokenizer(backend, w.fleet).detokenize([65]) == "A"
     assert len(first) == 5  # once more before the other answered, then not
     await w.clock.advance(decoding.AVOID_FOR_S + 1.0)
-    assert await Detokenizer(slot, w.fleet).detokenize([65]) == "A"
+    assert await Detokenizer(backend, w.fleet).detokenize([65]) == "A"
     assert (len(first), len(second_decodes)) == (6, 3)
 
 

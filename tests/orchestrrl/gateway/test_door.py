@@ -90,27 +90,27 @@ class Fixture:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Fixture]:
-    async def answer(head: RequestHead, body: bytes, door: HttpConnection) -> None:
+    async def answer(head: RequestHead, body: bytes, connection: HttpConnection) -> None:
         fixture.seen.append((head, body))
         if body == b"boom":
             raise RuntimeError("a defect")
         if body == b"wait":
             await asyncio.Event().wait()
         if body == b"flow":
-            await flow(door)
+            await flow(connection)
             return
         await asyncio.sleep(0)
-        door.whole(200, b"<" + body + b">")
+        connection.whole(200, b"<" + body + b">")
 
-    async def flow(door: HttpConnection) -> None:
+    async def flow(connection: HttpConnection) -> None:
         """More than sockets hold, written as its reader allows."""
         written = 0
         while written < 200:
-            while not door.writable:
-                await door.drain()
-            door.piece(b"~" * 100_000)
+            while not connection.writable:
+                await connection.drain()
+            connection.piece(b"~" * 100_000)
             written += 1
-        door.last_piece(b"end")
+        connection.last_piece(b"end")
 
     async def general(request: web.Request) -> web.Response:
         fixture.general.append(await request.read())
@@ -122,7 +122,7 @@ async def served() -> AsyncIterator[Fixture]:
     await runner.setup()
     assert runner.server is not None
     house = HttpServer(answer, runner.server)
-    server = await asyncio.get_running_loop().create_server(house.door, "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(house.connection, "127.0.0.1", 0)
     fixture = Fixture(*server.sockets[0].getsockname(), house)
     yield fixture
     server.close()
@@ -184,7 +184,7 @@ async def test_a_slow_client_holds_the_writer_back_and_gets_all(served: Fixture)
     reader, writer = await asyncio.open_connection(served.host, served.port)
     writer.write(usual(b"flow"))
     async with asyncio.timeout(DEADLINE_S):
-        while all(door.writable for door in served.house.doors):
+        while all(connection.writable for connection in served.house.doors):
             await asyncio.sleep(0.01)
         answer = await _all(reader)
     writer.close()

@@ -29,14 +29,18 @@ class Served:
     tidied: int = 0
 
     @property
-    def door(self) -> HttpConnection:
-        (door,) = self.house.doors
-        return door
+    def connection(self) -> HttpConnection:
+        (connection,) = self.house.doors
+        return connection
 
     @property
     def unread_bytes(self) -> int:
         """Written for all clients, and still in this process."""
-        return sum(door._transport.get_write_buffer_size() for door in self.house.doors if door._transport is not None)
+        return sum(
+            connection._transport.get_write_buffer_size()
+            for connection in self.house.doors
+            if connection._transport is not None
+        )
 
     async def connect(self, *, receive_bytes: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         client = socket.socket()
@@ -56,7 +60,7 @@ class Served:
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    async def answer(head: RequestHead, body: bytes, door: HttpConnection) -> None:
+    async def answer(head: RequestHead, body: bytes, connection: HttpConnection) -> None:
         fixture.seen.append(body)
         if body in (b"wait", b"tidy"):
             try:
@@ -64,7 +68,7 @@ async def served() -> AsyncIterator[Served]:
             finally:
                 await asyncio.sleep(0.02)
                 fixture.tidied += 1
-        door.whole(200, b"~" * 1_000_000 if body == b"large" else b"<" + body + b">")
+        connection.whole(200, b"~" * 1_000_000 if body == b"large" else b"<" + body + b">")
 
     async def general(request: web.Request) -> web.Response:
         await request.read()
@@ -76,7 +80,7 @@ async def served() -> AsyncIterator[Served]:
     await runner.setup()
     assert runner.server is not None
     house = HttpServer(answer, runner.server)
-    server = await asyncio.get_running_loop().create_server(house.door, "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(house.connection, "127.0.0.1", 0)
     fixture = Served(house, server.sockets[0].getsockname()[1])
     yield fixture
     server.close()
@@ -111,7 +115,7 @@ async def test_requests_sent_ahead_are_not_piled_up(served: Served) -> None:
         while not served.seen:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        assert len(served.door._data) <= MOST_AHEAD_BYTES + (1 << 18)  # asyncio reads so much at once
+        assert len(served.connection._data) <= MOST_AHEAD_BYTES + (1 << 18)  # asyncio reads so much at once
         writer.transport.abort()
 
 

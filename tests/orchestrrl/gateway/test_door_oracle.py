@@ -45,9 +45,9 @@ def told(path: str, labels: list[str], body: bytes) -> bytes:
 
 
 async def both() -> Both:
-    async def usual(head: RequestHead, body: bytes, door: HttpConnection) -> None:
+    async def usual(head: RequestHead, body: bytes, connection: HttpConnection) -> None:
         await asyncio.sleep(0)
-        door.whole(200, told(PATHS[head.endpoint], [head.request_id, head.group, head.tag], body))
+        connection.whole(200, told(PATHS[head.endpoint], [head.request_id, head.group, head.tag], body))
 
     async def general(request: web.Request) -> web.Response:
         labels = [request.headers.get(name, "") for name in LABELS]
@@ -61,7 +61,7 @@ async def both() -> Both:
     assert runner.server is not None
     house = HttpServer(usual, runner.server)
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(factory, "127.0.0.1", 0) for factory in (house.door, runner.server)]
+    servers = [await loop.create_server(factory, "127.0.0.1", 0) for factory in (house.connection, runner.server)]
     ports = [server.sockets[0].getsockname()[1] for server in servers]
     return Both(ports[0], ports[1], house, runner, tuple(servers))
 

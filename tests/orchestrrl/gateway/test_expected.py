@@ -92,7 +92,7 @@ async def test_an_engine_that_was_suspect_is_believed_once_it_has_been_started_a
         source = record.engine or ""
         other = {"e0": "e1", "e1": "e0"}[source]
         w.engines[other].die()
-        w.fleet.suspect(w.fleet._slots[EngineId(other)], "connection reset")
+        w.fleet.suspect(w.fleet._backends[EngineId(other)], "connection reset")
         tell(w, source, draining=source, expected=other, for_s=60.0)
         assert (await move(w, source, other)).done
         await w.clock.advance(20.0)

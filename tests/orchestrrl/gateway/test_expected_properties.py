@@ -94,8 +94,8 @@ class Story:
     # --- what is so, as the test has it ---
 
     def usable(self, name: str) -> bool:
-        slot = self.w.fleet.get(EngineId(name))
-        return slot is not None and slot.usable
+        backend = self.w.fleet.get(EngineId(name))
+        return backend is not None and backend.usable
 
     def is_expected(self, name: str) -> bool:
         return name in self.expected and self.now_s < self.expected_until_s and not self.usable(name)
@@ -211,7 +211,7 @@ class Story:
 
     def check_wait(self, client: Client) -> None:
         relay = self.w.gateway.relays.get(client.record.id)
-        if not client.there or relay is None or relay.record.done or relay.slot is not None:
+        if not client.there or relay is None or relay.record.done or relay.backend is not None:
             return
         assert relay.record.engine is None
         name = relay.kept_for

@@ -41,23 +41,23 @@ def house() -> tuple[VirtualClock, EngineBackends, EngineBackend, Line]:
     engine: Any = line  # what else an engine can do is not asked here
     fleet = EngineBackends(lambda url: engine, clock=clock)
     fleet.set_routes([EngineRoute(ENGINE, URL)])
-    slot = fleet.get(ENGINE)
-    assert slot is not None
-    return clock, fleet, slot, line
+    backend = fleet.get(ENGINE)
+    assert backend is not None
+    return clock, fleet, backend, line
 
 
 async def test_a_request_that_is_ended_there_afterwards() -> None:
     """A moved request's old engine is told so when its last one has left, and it with it."""
-    clock, fleet, slot, line = house()
+    clock, fleet, backend, line = house()
     fleet.set_routes([])
-    fleet.in_background(fleet.abort(slot, "r"))
+    fleet.in_background(fleet.abort(backend, "r"))
     await clock.advance(1.0)
     assert (line.opened, line.is_open) == (1, False)
 
 
 async def test_one_that_was_believed_dead() -> None:
-    clock, fleet, slot, line = house()
-    fleet.suspect(slot, "it does not answer")
+    clock, fleet, backend, line = house()
+    fleet.suspect(backend, "it does not answer")
     await clock.advance(0.1)
     fleet.set_routes([])
     await clock.advance(10.0)
@@ -65,8 +65,8 @@ async def test_one_that_was_believed_dead() -> None:
 
 
 async def test_one_that_stays_keeps_its_connection() -> None:
-    _, fleet, slot, line = house()
-    await fleet.abort(slot, "r")
+    _, fleet, backend, line = house()
+    await fleet.abort(backend, "r")
     assert line.is_open
     await fleet.close()
     assert not line.is_open

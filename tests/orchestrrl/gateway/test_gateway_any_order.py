@@ -285,17 +285,17 @@ class Story:
         """A token each, under the version that the gateway takes the engine to have."""
         before = {name: len(attempt.context) for name, attempt in house.attempts.items()}
         on = {
-            record.attempt_id: (record, relay.slot)
+            record.attempt_id: (record, relay.backend)
             for record in self.gateway.ledger
-            if (relay := self.gateway.relays.get(record.id)) is not None and relay.slot is not None
+            if (relay := self.gateway.relays.get(record.id)) is not None and relay.backend is not None
         }
         attempts = dict(house.attempts)
         house.step()
         for name, attempt in attempts.items():
             if name in on and len(attempt.context) > before[name]:
-                record, slot = on[name]
+                record, backend = on[name]
                 prompt = len(bytes(f"prompt {self.number_of(record)}é".encode()))
-                self.versions[record.id, before[name] - prompt] = slot.policy_version
+                self.versions[record.id, before[name] - prompt] = backend.policy_version
 
     def number_of(self, record: RequestRecord) -> int:
         return int(record.id.removeprefix("c").partition("-")[0])
@@ -364,7 +364,7 @@ class Story:
         """Engines that missed new weights have them by now."""
         newest = self.fleet.policy_version
         if newest is not None:
-            await self.gateway.barrier.set_version(tuple(slot.id for slot in self.fleet), newest)
+            await self.gateway.barrier.set_version(tuple(backend.id for backend in self.fleet), newest)
 
     async def act_cancel(self, number: int) -> None:
         there = list(self.gateway.ledger)
@@ -384,8 +384,8 @@ class Story:
 
     async def act_restart(self) -> None:
         newest = self.fleet.policy_version
-        known = {slot.id: slot.policy_version for slot in self.fleet}
-        outdated = {slot.id for slot in self.fleet if slot.outdated}
+        known = {backend.id: backend.policy_version for backend in self.fleet}
+        outdated = {backend.id for backend in self.fleet if backend.outdated}
         await self.finish()
         for house in self.houses.values():  # and what the engines had paused for it, its successor finds
             house.attempts.clear()
@@ -417,8 +417,8 @@ class Story:
     def check(self) -> None:
         generate_latest(self.registry)
         self.gateway.report()
-        for slot in self.fleet:
-            assert_counts(slot)
+        for backend in self.fleet:
+            assert_counts(backend)
         for relay in self.gateway.relays.values():
             record = relay.record
             if record.done:
@@ -426,7 +426,7 @@ class Story:
             spans = record.versions.spans(len(record.generated_ids))
             told = {at: span.version for span in spans for at in range(span.start, span.end)}
             assert told == {at: self.versions[record.id, at] for at in range(len(record.generated_ids))}
-            if record.max_version_lag is not None and relay.slot is not None and not relay.slot.paused:
+            if record.max_version_lag is not None and relay.backend is not None and not relay.backend.paused:
                 assert lag(record.versions.oldest, self.fleet.policy_version) <= record.max_version_lag, record
         for client in self.clients:
             if client.task is not None and client.task.done() and not client.task.cancelled():
@@ -472,10 +472,10 @@ class Story:
         assert not self.gateway.groups._groups
         assert len(self.fleet.queue) == 0
         assert not self.fleet._placed
-        for slot in self.fleet:
-            assert not slot.records
-            assert not slot.reserved
-            assert_counts(slot)
+        for backend in self.fleet:
+            assert not backend.records
+            assert not backend.reserved
+            assert_counts(backend)
 
     async def end(self) -> None:
         """Nobody does anything any more: all goes on by itself."""
@@ -504,14 +504,14 @@ class Story:
         await self.finish()
 
 
-def assert_counts(slot: EngineBackend) -> None:
+def assert_counts(backend: EngineBackend) -> None:
     """The running totals are what counting says."""
-    running = [record for record in slot.records.values() if record.state is RequestState.RUNNING]
-    waiting = [record for record in slot.records.values() if record.state is RequestState.WAITING]
-    assert slot.running == len(running)
-    assert slot.waiting == len(waiting) + len(slot.reserved)
-    assert slot.running_tokens == sum(record.context_tokens for record in running)
-    assert slot.waiting_tokens == sum(record.context_tokens for record in waiting) + sum(slot.reserved.values())
+    running = [record for record in backend.records.values() if record.state is RequestState.RUNNING]
+    waiting = [record for record in backend.records.values() if record.state is RequestState.WAITING]
+    assert backend.running == len(running)
+    assert backend.waiting == len(waiting) + len(backend.reserved)
+    assert backend.running_tokens == sum(record.context_tokens for record in running)
+    assert backend.waiting_tokens == sum(record.context_tokens for record in waiting) + sum(backend.reserved.values())
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def handing_world(**versions: str) -> tuple[World, Loading]:
 
 def set_versions(w: World, **versions: str) -> None:
     w.gateway.set_routes(
-        [replace(slot.route, kv_version=versions.get(slot.id, slot.route.kv_version)) for slot in w.fleet]
+        [replace(backend.route, kv_version=versions.get(backend.id, backend.route.kv_version)) for backend in w.fleet]
     )
 
 
@@ -242,10 +242,10 @@ async def test_several_that_load_at_once_are_told_apart() -> None:
     w, loading = handing_world()
     set_versions(w)
     asks = [w.ask(request_id=f"q{index}", prompt=PROMPT[index:], max_tokens=MAX_TOKENS) for index in range(3)]
-    w.gateway.set_routes([replace(slot.route, draining=slot.id == "e1") for slot in w.fleet])
+    w.gateway.set_routes([replace(backend.route, draining=backend.id == "e1") for backend in w.fleet])
     async with w.gateway.job(asks[0]) as a, w.gateway.job(asks[1]) as b, w.gateway.job(asks[2]) as c:
         await begun(w, a)
-        w.gateway.set_routes([replace(slot.route, draining=False) for slot in w.fleet])
+        w.gateway.set_routes([replace(backend.route, draining=False) for backend in w.fleet])
         contexts = [job.records[0].context_tokens for job in (a, b, c)]
         orders = [
             RequestMove(RequestId(f"q{index}"), EngineId("e0"), EngineId("e1"), method=MoveMethod.TRANSFER)
@@ -262,19 +262,19 @@ async def test_several_that_load_at_once_are_told_apart() -> None:
 async def test_a_load_that_is_counted_late_is_not_taken_from_the_next() -> None:
     """The second request's count begins when the first one's KV has come, and nobody has said so yet."""
     w, loading = handing_world()
-    slot = w.fleet.get(EngineId("e1"))
-    assert slot is not None
-    first = KvLoadCount(slot)
+    backend = w.fleet.get(EngineId("e1"))
+    assert backend is not None
+    first = KvLoadCount(backend)
     await w.settle()
     loading.tokens["e1"] = 100
-    second = KvLoadCount(slot)
+    second = KvLoadCount(backend)
     await w.settle()
     assert await first.tokens(1000) == 100
     loading.tokens["e1"] = 130
     assert await second.tokens(1000) == 30
-    assert slot.loads_open == 0
+    assert backend.loads_open == 0
     loading.tokens["e1"] = 500  # by another gateway's
-    third = KvLoadCount(slot)
+    third = KvLoadCount(backend)
     await w.settle()
     assert await third.tokens(1000) == 0
 

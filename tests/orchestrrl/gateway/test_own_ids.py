@@ -57,9 +57,9 @@ class House:
 
     def put(self, name: str, engine: EngineId) -> RequestRecord:
         record = RequestRecord(RequestId(name), CompletionEndpoint.COMPLETIONS, {}, False, 1000.0, 64)
-        slot = self.fleet.get(engine)
-        assert slot is not None
-        slot.enter(record, 1000.0)
+        backend = self.fleet.get(engine)
+        assert backend is not None
+        backend.enter(record, 1000.0)
         self.gateway.ledger.add(record)
         return record
 
@@ -68,12 +68,12 @@ async def test_the_daemons_id_replaces_the_own_one_and_all_that_is_there_stays()
     house = House(a="http://localhost:8001", b="http://localhost:8002")
     record = house.put("r", A)
     assert house.route(e0=LOCAL, b="") == []
-    assert sorted(slot.id for slot in house.fleet) == ["b", "e0"]
+    assert sorted(backend.id for backend in house.fleet) == ["b", "e0"]
     assert record.engine == "e0"
     assert house.fleet.get(A) is house.fleet.get(E0)
-    slot = house.fleet.get(A)
-    assert slot is not None
-    assert (slot.waiting, list(slot.records)) == (1, ["r"])
+    backend = house.fleet.get(A)
+    assert backend is not None
+    assert (backend.waiting, list(backend.records)) == (1, ["r"])
     assert [view.engine for view in house.gateway.report().in_flight] == ["e0"]
     assert house.gateway.own_engines() == (
         GatewayEngine(A, "http://localhost:8001", "", E0),
@@ -82,7 +82,7 @@ async def test_the_daemons_id_replaces_the_own_one_and_all_that_is_there_stays()
     assert not any(line.closed for line in house.lines[:2])
     # Again, and from then on, it is the same.
     house.route(e0=LOCAL, b="")
-    assert sorted(slot.id for slot in house.fleet) == ["b", "e0"]
+    assert sorted(backend.id for backend in house.fleet) == ["b", "e0"]
     await house.fleet.close()
 
 
@@ -90,7 +90,7 @@ async def test_a_route_to_another_server_leaves_the_own_engine_to_its_requests()
     house = House(a="http://localhost:8001")
     record = house.put("r", A)
     house.route(e0="http://127.0.0.1:8002")
-    assert sorted(slot.id for slot in house.fleet) == ["a", "e0"]
+    assert sorted(backend.id for backend in house.fleet) == ["a", "e0"]
     assert record.engine == "a"
     assert house.fleet.known_as == {}
     await house.fleet.close()
@@ -100,7 +100,7 @@ async def test_two_routes_to_one_server_are_not_made_one() -> None:
     """The daemon's word on what is one engine goes before the gateway's."""
     house = House(a="http://localhost:8001")
     house.route(a="", e0=LOCAL)
-    assert sorted(slot.id for slot in house.fleet) == ["a", "e0"]
+    assert sorted(backend.id for backend in house.fleet) == ["a", "e0"]
     assert house.fleet.known_as == {}
     await house.fleet.close()
 
@@ -128,14 +128,14 @@ async def test_moves_work_by_both_ids() -> None:
 
 async def test_what_a_server_says_of_itself_finds_the_daemons_id_by_another_address() -> None:
     house = House(a="http://gpu7:8001", b="http://gpu7:8002")
-    for slot, server in zip(house.fleet, ("s1", "s2"), strict=True):
-        slot.engine.server = server  # type: ignore[attr-defined]
+    for backend, server in zip(house.fleet, ("s1", "s2"), strict=True):
+        backend.engine.server = server  # type: ignore[attr-defined]
     await house.gateway.identify_engines()
     assert [engine.server for engine in house.gateway.own_engines()] == ["s1", "s2"]
     house.put("r", A)
     house.servers[LOCAL] = "s1"
     house.route(e0=LOCAL, b="")
-    assert sorted(slot.id for slot in house.fleet) == ["a", "b", "e0"]
+    assert sorted(backend.id for backend in house.fleet) == ["a", "b", "e0"]
     await house.gateway.identify_engines()
     assert house.fleet.known_as == {A: E0}
     assert house.gateway.own_engines()[0].known_as == "e0"
@@ -144,11 +144,11 @@ async def test_what_a_server_says_of_itself_finds_the_daemons_id_by_another_addr
 
 async def test_an_engine_that_cannot_be_read_is_asked_again() -> None:
     house = House(a="http://gpu7:8001")
-    (slot,) = house.fleet
-    slot.engine.server = ""  # type: ignore[attr-defined]
+    (backend,) = house.fleet
+    backend.engine.server = ""  # type: ignore[attr-defined]
     await house.gateway.identify_engines()
     assert house.gateway.own_engines()[0].server == ""
-    slot.engine.server = "s1"  # type: ignore[attr-defined]
+    backend.engine.server = "s1"  # type: ignore[attr-defined]
     await asyncio.gather(house.gateway.identify_engines())
     assert house.gateway.own_engines()[0].server == "s1"
     await house.fleet.close()
@@ -161,10 +161,10 @@ async def test_a_new_engine_at_an_old_address_is_not_taken_for_the_one_before() 
     (before,) = house.fleet
     before.suspect_because, before.tying_field = "it died", "odd"
     house.route(e1=LOCAL)
-    slot = house.fleet.get(E1)
-    assert slot is not None
-    assert slot is not before
-    assert (slot.usable, slot.tying_field, slot.records) == (True, "", {})
+    backend = house.fleet.get(E1)
+    assert backend is not None
+    assert backend is not before
+    assert (backend.usable, backend.tying_field, backend.records) == (True, "", {})
     assert record.engine == "e0"
     assert before.suspect_because
     await house.fleet.close()
@@ -172,16 +172,16 @@ async def test_a_new_engine_at_an_old_address_is_not_taken_for_the_one_before() 
 
 async def test_the_daemons_id_may_change_again() -> None:
     house = House(a="http://localhost:8001")
-    (slot,) = house.fleet
+    (backend,) = house.fleet
     house.put("r", A)
     house.route(e0=LOCAL)
     assert house.fleet.known_as == {A: E0}
     house.route(e1=LOCAL)
-    assert (house.fleet.known_as, house.fleet.get(A), house.fleet.get(E1)) == ({A: E1}, slot, slot)
+    assert (house.fleet.known_as, house.fleet.get(A), house.fleet.get(E1)) == ({A: E1}, backend, backend)
     house.route(a=LOCAL)
-    assert (house.fleet.known_as, house.fleet.get(A)) == ({}, slot)
+    assert (house.fleet.known_as, house.fleet.get(A)) == ({}, backend)
     assert house.gateway.own_engines()[0].known_as is None
-    assert list(slot.records) == ["r"]
+    assert list(backend.records) == ["r"]
     await house.fleet.close()
 
 

@@ -52,9 +52,9 @@ def record(name: str, *, again: bool = False) -> RequestRecord:
 
 
 def slot_of(fleet: EngineBackends, name: str) -> EngineBackend:
-    slot = fleet.get(EngineId(name))
-    assert slot is not None
-    return slot
+    backend = fleet.get(EngineId(name))
+    assert backend is not None
+    return backend
 
 
 class World:
@@ -82,27 +82,27 @@ class World:
 
     async def _run(self, name: str, again: bool) -> None:
         without = [EngineId(engine) for engine in self.without[name]]
-        slot = await self.fleet.place(self.records[name], without=without, again=again)
-        assert slot.usable
+        backend = await self.fleet.place(self.records[name], without=without, again=again)
+        assert backend.usable
         assert self.fleet.barrier_open
-        assert slot.id not in without
+        assert backend.id not in without
         line = self.lines[not again]
         for earlier in (*(self.lines[0] if not again else ()), *line[: line.index(name)]):
-            assert slot.id in self.without[earlier], f"{name} overtook {earlier}"
+            assert backend.id in self.without[earlier], f"{name} overtook {earlier}"
         line.remove(name)
-        slot.enter(self.records[name], self.clock.now_s())
-        self.on[name] = slot
+        backend.enter(self.records[name], self.clock.now_s())
+        self.on[name] = backend
         self.placed_in_all += 1
 
     async def first_token(self, number: int) -> None:
         waiting = [name for name in self.on if not self.records[name].generated_ids]
         if waiting:
             name = waiting[number % len(waiting)]
-            one, slot = self.records[name], self.on[name]
+            one, backend = self.records[name], self.on[name]
             before, was = one.context_tokens, one.state
             one.append(Chunk(token_ids=(7,)), "", None, self.clock.now_s())
-            slot.advance(one, before, was, self.clock.now_s())
-            self.fleet.trust(slot)
+            backend.advance(one, before, was, self.clock.now_s())
+            self.fleet.trust(backend)
         await self.settle()
 
     async def finish(self, number: int) -> None:
@@ -120,7 +120,7 @@ class World:
         if at_once and self.on:
             leaving = next(iter(self.on))
             self.fleet.release(self.on.pop(leaving), self.records[leaving])
-        if any(name in slot.reserved for slot in self.fleet):
+        if any(name in backend.reserved for backend in self.fleet):
             self.placed_in_all += 1  # its wait was over, and counted, before it left
         self.tasks[name].cancel()
         for line in self.lines:
@@ -148,14 +148,14 @@ class World:
 
     def check(self) -> None:
         assert [waiter.record.id for waiter in self.fleet.queue] == [*self.lines[0], *self.lines[1]]
-        for slot in self.fleet:
-            mine = [self.records[name] for name, where in self.on.items() if where is slot]
-            assert not slot.reserved
-            assert slot.waiting == sum(not one.generated_ids for one in mine) <= self.depth
-            assert slot.running == len(mine) - slot.waiting
-            assert slot.waiting_tokens == sum(one.context_tokens for one in mine if not one.generated_ids)
-            assert slot.running_tokens == sum(one.context_tokens for one in mine if one.generated_ids)
-        room = {slot.id for slot in self.fleet if slot.usable and slot.waiting < self.depth}
+        for backend in self.fleet:
+            mine = [self.records[name] for name, where in self.on.items() if where is backend]
+            assert not backend.reserved
+            assert backend.waiting == sum(not one.generated_ids for one in mine) <= self.depth
+            assert backend.running == len(mine) - backend.waiting
+            assert backend.waiting_tokens == sum(one.context_tokens for one in mine if not one.generated_ids)
+            assert backend.running_tokens == sum(one.context_tokens for one in mine if one.generated_ids)
+        room = {backend.id for backend in self.fleet if backend.usable and backend.waiting < self.depth}
         if self.fleet.barrier_open:
             for name in (*self.lines[0], *self.lines[1]):
                 assert room <= self.without[name], f"{name} waits although there is room on {sorted(room)}"
@@ -228,10 +228,10 @@ def test_on_a_virtual_clock_no_engine_idles_while_somebody_waits(seats: int, dep
 
         async def client(number: int, length: int) -> None:
             one = record(f"r{number}")
-            slot = await fleet.place(one)
+            backend = await fleet.place(one)
             begun.append(number)
-            slot.enter(one, clock.now_s())
-            queues[slot.id].append((one, length))
+            backend.enter(one, clock.now_s())
+            queues[backend.id].append((one, length))
 
         tasks = [asyncio.create_task(client(number, length)) for number, length in enumerate(lengths)]
         finished = 0
@@ -240,23 +240,23 @@ def test_on_a_virtual_clock_no_engine_idles_while_somebody_waits(seats: int, dep
             if finished == len(lengths):
                 break
             for name in ENGINES:
-                slot = slot_of(fleet, name)
-                assert slot.waiting <= depth
+                backend = slot_of(fleet, name)
+                assert backend.waiting <= depth
                 if len(fleet.queue):
-                    assert slot.waiting == depth
+                    assert backend.waiting == depth
                 for seat in list(seated[name]):
                     seat[1] -= 1
                     if seat[1] == 0:
                         seated[name].remove(seat)
-                        fleet.release(slot, seat[0])
+                        fleet.release(backend, seat[0])
                         finished += 1
                 while queues[name] and len(seated[name]) < seats:
                     one, length = queues[name].popleft()
                     seated[name].append([one, length])
                     before, was = one.context_tokens, one.state
                     one.append(Chunk(token_ids=(7,)), "", None, clock.now_s())
-                    slot.advance(one, before, was, clock.now_s())
-                    fleet.trust(slot)
+                    backend.advance(one, before, was, clock.now_s())
+                    fleet.trust(backend)
         assert finished == len(lengths)
         assert begun == sorted(begun)
         await asyncio.gather(*tasks)
@@ -270,18 +270,18 @@ async def test_without_a_depth_nobody_waits_here() -> None:
     for number in range(100):
         one = record(f"r{number}")
         (await fleet.place(one)).enter(one, 0.0)
-    assert [slot.waiting for slot in fleet] == [34, 33, 33]
+    assert [backend.waiting for backend in fleet] == [34, 33, 33]
     assert fleet.waits.counts == [100] + [0] * len(WAIT_BOUNDS_S)
 
 
 async def test_what_others_have_waiting_counts_but_one_place_is_ours() -> None:
     fleet = fleet_of(VirtualClock(), depth=4, engines=("e0",))
-    slot = slot_of(fleet, "e0")
+    backend = slot_of(fleet, "e0")
 
     async def fill() -> int:
         placed = 0
-        while slot.has_room(4, 5):
-            one = record(f"r{placed}-{slot.waiting_of_others}")
+        while backend.has_room(4, 5):
+            one = record(f"r{placed}-{backend.waiting_of_others}")
             (await fleet.place(one)).enter(one, 0.0)
             placed += 1
         return placed
@@ -289,14 +289,14 @@ async def test_what_others_have_waiting_counts_but_one_place_is_ours() -> None:
     fleet.set_routes(routes(("e0",), waiting=3))
     assert await fill() == 1
     fleet.set_routes(routes(("e0",), waiting=4))  # ours among them
-    assert slot.waiting_of_others == 3
+    assert backend.waiting_of_others == 3
     assert await fill() == 0
     # Ours runs by now, but had not yet when the daemon's word was sampled.
-    one = next(iter(slot.records.values()))
+    one = next(iter(backend.records.values()))
     one.append(Chunk(token_ids=(7,)), "", None, 0.0)
-    slot.advance(one, 5, type(one.state).WAITING, 0.0)
+    backend.advance(one, 5, type(one.state).WAITING, 0.0)
     fleet.set_routes(routes(("e0",), waiting=1))
-    assert slot.waiting_of_others == 0
+    assert backend.waiting_of_others == 0
     fleet.set_routes(routes(("e0",), waiting=100))
     assert await fill() == 1
     await fleet.close()
@@ -330,16 +330,16 @@ async def test_patience_counts_only_while_no_engine_is_there() -> None:
 
 async def test_who_leaves_in_the_moment_its_place_comes_free_gives_it_to_the_next() -> None:
     fleet = fleet_of(VirtualClock(), depth=1, engines=("e0",))
-    slot, first = slot_of(fleet, "e0"), record("r0")
+    backend, first = slot_of(fleet, "e0"), record("r0")
     (await fleet.place(first)).enter(first, 0.0)
     leaving, staying = (asyncio.create_task(fleet.place(record(name))) for name in ("r1", "r2"))
     await asyncio.sleep(0)
-    fleet.release(slot, first)
-    assert list(slot.reserved) == ["r1"]
+    fleet.release(backend, first)
+    assert list(backend.reserved) == ["r1"]
     leaving.cancel()
-    assert await staying is slot
-    assert list(slot.reserved) == ["r2"]
-    assert (slot.waiting, slot.waiting_tokens, len(fleet.queue)) == (1, 5, 0)
+    assert await staying is backend
+    assert list(backend.reserved) == ["r2"]
+    assert (backend.waiting, backend.waiting_tokens, len(fleet.queue)) == (1, 5, 0)
     await fleet.close()
 
 
@@ -412,15 +412,15 @@ def test_a_queue_of_thousands_is_looked_through_no_further_than_needed() -> None
 async def test_whoever_is_placed_may_make_room_at_once() -> None:
     """As a simulated engine does, which is brought up to date when a request comes."""
     fleet = fleet_of(VirtualClock(), depth=1, engines=("e0",))
-    slot, placed = slot_of(fleet, "e0"), []
+    backend, placed = slot_of(fleet, "e0"), []
 
     def ends_at_once(name: str) -> Callable[[EngineBackend | NoBackend], None]:
         def told(outcome: EngineBackend | NoBackend) -> None:
-            assert outcome is slot
+            assert outcome is backend
             one = records[name]
-            slot.enter(one, 0.0)
+            backend.enter(one, 0.0)
             placed.append(name)
-            fleet.release(slot, one)
+            fleet.release(backend, one)
 
         return told
 
@@ -430,7 +430,7 @@ async def test_whoever_is_placed_may_make_room_at_once() -> None:
         fleet.enqueue(one, ends_at_once(name))
     fleet.barrier_open = True
     assert placed == list(records)
-    assert (len(fleet.queue), slot.waiting) == (0, 0)
+    assert (len(fleet.queue), backend.waiting) == (0, 0)
     await fleet.close()
 
 

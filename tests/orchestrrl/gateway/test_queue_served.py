@@ -49,14 +49,14 @@ async def test_many_requests_through_few_places_and_an_engine_that_dies_meanwhil
             if step == 15:
                 w.engines["e1"].die()
             await w.step()
-            assert all(slot.waiting <= 1 for slot in w.fleet)
+            assert all(backend.waiting <= 1 for backend in w.fleet)
             began += [r.id for r in w.gateway.ledger if r.generated_ids and r.id not in began]
             if all(job.done for job in jobs):
                 break
         for job in jobs:
             assert list(job.records[0].generated_ids) == expected
         assert began == sorted(began)
-    assert all(not slot.records and not slot.reserved for slot in w.fleet)
+    assert all(not backend.records and not backend.reserved for backend in w.fleet)
 
 
 async def test_who_was_cut_goes_before_who_is_new() -> None:
@@ -109,12 +109,15 @@ async def test_where_seats_and_kv_are_known_the_depth_is_of_those_without() -> N
             ask = w.ask(request_id=f"r{number}", prompt=PROMPT, max_tokens=50, min_tokens=50)
             await stack.enter_async_context(w.gateway.job(ask))
         await w.settle()
-        assert [slot.waiting for slot in w.fleet] == [2, 2]  # they have seats: nobody waits for longer than prefill
+        assert [backend.waiting for backend in w.fleet] == [
+            2,
+            2,
+        ]  # they have seats: nobody waits for longer than prefill
         await w.step()
-        assert [(slot.running, slot.waiting) for slot in w.fleet] == [(2, 1), (2, 1)]
+        assert [(backend.running, backend.waiting) for backend in w.fleet] == [(2, 1), (2, 1)]
         for _ in range(3):
             await w.step()
-        assert [(slot.running, slot.waiting) for slot in w.fleet] == [(2, 1), (2, 1)]
+        assert [(backend.running, backend.waiting) for backend in w.fleet] == [(2, 1), (2, 1)]
         assert len(w.fleet.queue) == 3
 
 
@@ -129,7 +132,7 @@ async def test_a_burst_that_leaves_again_leaves_nothing() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     await w.settle()
     assert len(w.fleet.queue) == len(w.gateway.ledger) == 0
-    assert all(not slot.records and not slot.reserved and not slot.waiting for slot in w.fleet)
+    assert all(not backend.records and not backend.reserved and not backend.waiting for backend in w.fleet)
 
 
 FLAGS = {
@@ -184,5 +187,5 @@ async def test_an_engines_own_pool_holds_where_the_daemon_names_none() -> None:
     pools = []
     for pool in ("", "h800", ""):
         fleet.set_routes([EngineRoute(EngineId("e0"), engine.url, pool=pool)])
-        pools += [slot.pool for slot in fleet]
+        pools += [backend.pool for backend in fleet]
     assert pools == ["h20", "h800", "h20"]

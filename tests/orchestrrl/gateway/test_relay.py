@@ -319,12 +319,12 @@ async def test_an_engine_that_dies_has_its_requests_continued() -> None:
         w.engines["e0"].die()
         await w.settle()
         assert job.records[0].engine == "e1"
-        assert [slot.id for slot in w.fleet if slot.usable] == ["e1"]
+        assert [backend.id for backend in w.fleet if backend.usable] == ["e1"]
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 40)
         w.engines["e0"].revive()
         await w.clock.advance(6.0)
-        assert [slot.id for slot in w.fleet if slot.usable] == ["e0", "e1"]
+        assert [backend.id for backend in w.fleet if backend.usable] == ["e0", "e1"]
 
 
 async def test_without_any_engine_the_gateway_holds_the_request_for_a_while() -> None:
@@ -504,7 +504,7 @@ async def test_a_client_that_leaves_frees_the_engine() -> None:
     assert w.engines["e0"].aborted == ["r~1"]
     assert len(w.gateway.ledger) == 0
     assert job.records[0].finish_reason == "abort"
-    assert all(slot.running == 0 and slot.waiting == 0 and slot.running_tokens == 0 for slot in w.fleet)
+    assert all(backend.running == 0 and backend.waiting == 0 and backend.running_tokens == 0 for backend in w.fleet)
 
 
 async def test_n_answers_have_their_own_seeds_and_ids() -> None:
@@ -534,7 +534,7 @@ async def test_who_is_cancelled_twice_leaves_nothing_behind() -> None:
         await asking
     await w.settle()
     assert len(w.gateway.ledger) == 0
-    assert all(not slot.records for slot in w.gateway.fleet)
+    assert all(not backend.records for backend in w.gateway.fleet)
     assert "r~1" in w.engines["e0"].aborted
 
 

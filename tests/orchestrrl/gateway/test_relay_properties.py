@@ -162,17 +162,17 @@ class Schedule:
 
     def check_counts(self) -> None:
         """The fleet's running totals are what counting says."""
-        for slot in self.w.fleet:
-            assert_counts(slot)
+        for backend in self.w.fleet:
+            assert_counts(backend)
 
 
-def assert_counts(slot: EngineBackend) -> None:
-    running = [record for record in slot.records.values() if record.state is RequestState.RUNNING]
-    waiting = [record for record in slot.records.values() if record.state is RequestState.WAITING]
-    assert slot.running == len(running)
-    assert slot.waiting == len(waiting)
-    assert slot.running_tokens == sum(record.context_tokens for record in running)
-    assert slot.waiting_tokens == sum(record.context_tokens for record in waiting)
+def assert_counts(backend: EngineBackend) -> None:
+    running = [record for record in backend.records.values() if record.state is RequestState.RUNNING]
+    waiting = [record for record in backend.records.values() if record.state is RequestState.WAITING]
+    assert backend.running == len(running)
+    assert backend.waiting == len(waiting)
+    assert backend.running_tokens == sum(record.context_tokens for record in running)
+    assert backend.waiting_tokens == sum(record.context_tokens for record in waiting)
 
 
 @given(schedule=st.lists(events, max_size=60), tokens_per_step=st.integers(1, 4), max_tokens=st.integers(1, 40))

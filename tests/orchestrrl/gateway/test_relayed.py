@@ -153,9 +153,9 @@ async def test_a_stream_that_has_begun_and_breaks_off_ends_with_an_error_and_the
         while record is None or not record.delivered:
             record = house.gateway.ledger.get(RequestId("r"))
             await asyncio.sleep(0.002)
-    slot = house.gateway.fleet.get(record.engine)
-    assert slot is not None
-    await slot.engine.close()  # its connections break
+    backend = house.gateway.fleet.get(record.engine)
+    assert backend is not None
+    await backend.engine.close()  # its connections break
     _, answer = await asking
     error = json.loads(answer.split(b"\n\n")[-3][len(b"data: ") :])["error"]
     assert error["code"] == 502
@@ -179,8 +179,8 @@ async def test_one_that_is_cancelled_ends_as_any_other(house: HttpHouse, stream:
 
 
 async def test_the_versions_of_its_tokens_are_told(house: HttpHouse) -> None:
-    for slot in house.gateway.fleet:
-        slot.policy_version = 7
+    for backend in house.gateway.fleet:
+        backend.policy_version = 7
     _, answer = await house.post({**ECHO, "return_policy_versions": True})
     assert answer["choices"][0]["policy_versions"] == [{"version": 7, "start": 0, "end": 3}]
     events = await house.stream({**ECHO, "return_policy_versions": True})
@@ -191,14 +191,14 @@ async def test_the_versions_of_its_tokens_are_told(house: HttpHouse) -> None:
 async def test_a_stream_tells_the_version_of_each_event(house: HttpHouse) -> None:
     for engine in house.engines:
         engine.hold_after = 1
-    for slot in house.gateway.fleet:
-        slot.policy_version = 7
+    for backend in house.gateway.fleet:
+        backend.policy_version = 7
     asking = asyncio.create_task(house.stream({**ECHO, "return_policy_versions": True}, headers=NAMED))
     async with asyncio.timeout(60):
         while (record := house.gateway.ledger.get(RequestId("r"))) is None or not record.relayed_tokens:
             await asyncio.sleep(0.002)
-    for slot in house.gateway.fleet:
-        slot.policy_version = 8
+    for backend in house.gateway.fleet:
+        backend.policy_version = 8
     for engine in house.engines:
         engine.released.set()
     assert [event["choices"][0]["policy_version"] for event in await asking] == [7, 8, 8]
@@ -296,19 +296,19 @@ async def test_what_an_engine_offers_is_known_before_it_is_asked_for_a_whole_ans
 async def test_an_engine_that_was_started_again_may_offer_something_else() -> None:
     there = world(1)
     engine = there.engines["e0"]
-    (slot,) = there.fleet
-    await there.fleet.capabilities(slot)
-    slot.tying_field = "of the server before"
+    (backend,) = there.fleet
+    await there.fleet.capabilities(backend)
+    backend.tying_field = "of the server before"
     engine.die()
-    there.fleet.suspect(slot, "it died")
+    there.fleet.suspect(backend, "it died")
     engine.routed_experts = True
     engine.revive()
     await there.clock.advance(10.0)
     await there.settle()
-    assert slot.usable
-    assert slot.capabilities is not None
-    assert slot.capabilities.routed_experts
-    assert not slot.tying_field
+    assert backend.usable
+    assert backend.capabilities is not None
+    assert backend.capabilities.routed_experts
+    assert not backend.tying_field
     await there.fleet.close()
 
 
@@ -334,37 +334,37 @@ async def test_an_answer_that_goes_on_where_whole_ones_have_more_begins_anew() -
         assert not record.generated_ids
         assert other.running_tokens + other.waiting_tokens == len(PROMPT)
     await there.settle()
-    assert [(slot.running_tokens, slot.waiting_tokens) for slot in there.fleet] == [(0, 0), (0, 0)]
+    assert [(backend.running_tokens, backend.waiting_tokens) for backend in there.fleet] == [(0, 0), (0, 0)]
     await there.fleet.close()
 
 
 async def test_a_whole_answer_has_its_version_from_the_start_and_counts_as_running() -> None:
     """The engine shows nothing of it before its end."""
     there = world(1)
-    (slot,) = there.fleet
-    slot.policy_version = 7
-    await there.fleet.capabilities(slot)
+    (backend,) = there.fleet
+    backend.policy_version = 7
+    await there.fleet.capabilities(backend)
     async with there.gateway.job(there.ask(**ECHO)) as job:
         await there.settle()
         (record,) = job.records
         assert record.versions.oldest == 7
-        assert (record.state, slot.running, slot.waiting) == (RequestState.RUNNING, 1, 0)
+        assert (record.state, backend.running, backend.waiting) == (RequestState.RUNNING, 1, 0)
     await there.settle()
-    assert (slot.running, slot.waiting, slot.running_tokens, slot.waiting_tokens) == (0, 0, 0, 0)
+    assert (backend.running, backend.waiting, backend.running_tokens, backend.waiting_tokens) == (0, 0, 0, 0)
     await there.fleet.close()
 
 
 async def test_whole_answers_beyond_an_engines_seats_wait_there() -> None:
     there = world(1)
     there.engines["e0"].max_sequences = 2
-    (slot,) = there.fleet
-    await there.fleet.capabilities(slot)
+    (backend,) = there.fleet
+    await there.fleet.capabilities(backend)
     jobs = [there.gateway.job(there.ask(request_id=name, **ECHO)) for name in "abc"]
     running = [asyncio.create_task(job.run()) for job in jobs]
     await there.settle()
-    assert (slot.running, slot.waiting) == (2, 1)
+    assert (backend.running, backend.waiting) == (2, 1)
     for _ in range(9):
         await there.step()
     await asyncio.gather(*running)
-    assert (slot.running, slot.waiting, slot.running_tokens, slot.waiting_tokens) == (0, 0, 0, 0)
+    assert (backend.running, backend.waiting, backend.running_tokens, backend.waiting_tokens) == (0, 0, 0, 0)
     await there.fleet.close()

@@ -146,7 +146,7 @@ async def test_one_sample_that_is_refused_is_the_answer_of_all_and_the_others_ar
             while any(engine.attempts for engine in w.engines.values()):
                 await asyncio.sleep(0.001)
         assert len(w.gateway.ledger) == 0
-        assert all(not slot.records and not slot.waiting for slot in w.fleet)
+        assert all(not backend.records and not backend.waiting for backend in w.fleet)
 
 
 async def test_a_sample_lost_after_its_client_had_some_of_it_ends_the_stream_with_an_error() -> None:

@@ -209,7 +209,7 @@ async def test_an_engine_that_leaves_the_routes_while_it_is_paused_is_resumed() 
     assert w.engines["e1"].paused
     await open_barrier(w)
     assert not w.engines["e1"].paused
-    assert [slot.id for slot in w.fleet] == ["e0"]
+    assert [backend.id for backend in w.fleet] == ["e0"]
 
 
 async def test_an_engine_that_was_left_out_and_leaves_the_routes_is_resumed() -> None:
@@ -220,7 +220,7 @@ async def test_an_engine_that_was_left_out_and_leaves_the_routes_is_resumed() ->
     w.gateway.set_routes(routes(w, "e0"))
     await w.clock.advance(1.0)
     assert not w.engines["e1"].paused
-    assert [slot.id for slot in w.fleet] == ["e0"]
+    assert [backend.id for backend in w.fleet] == ["e0"]
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -271,13 +271,13 @@ async def test_who_is_given_a_place_as_the_barrier_closes_is_taken_back() -> Non
         async with w.gateway.job(w.ask(request_id="b", prompt=PROMPT, max_tokens=20, presence_penalty=1.0)) as behind:
             await w.settle()
             assert behind.records[0].engine is None
-            slot = w.fleet.get(EngineId("e0"))
-            assert slot is not None
-            w.fleet.release(slot, ahead.records[0])  # its place is given on, and who waited for it is not awake yet
+            backend = w.fleet.get(EngineId("e0"))
+            assert backend is not None
+            w.fleet.release(backend, ahead.records[0])  # its place is given on, and who waited for it is not awake yet
             closing = asyncio.create_task(w.gateway.barrier.close(order(w, PauseMode.ABORT)))
             await w.settle()
             assert behind.records[0].engine is None
-            assert not slot.reserved
+            assert not backend.reserved
             closing.cancel()
             w.gateway.cancel([RequestId("a"), RequestId("b")], (), "")
             await w.settle()
@@ -292,7 +292,10 @@ async def test_a_version_that_is_told_while_the_barrier_is_open_holds_for_all_en
     await w.gateway.barrier.set_version((EngineId("e1"),), 1)
     await w.clock.advance(10.0)
     await w.gateway.barrier.open(OpenBarrier("", 2))
-    assert {slot.id: (slot.policy_version, slot.outdated) for slot in w.fleet} == {"e0": (2, False), "e1": (2, False)}
+    assert {backend.id: (backend.policy_version, backend.outdated) for backend in w.fleet} == {
+        "e0": (2, False),
+        "e1": (2, False),
+    }
 
 
 # --- contexts that are too short --------------------------------------------------------------------------------------
@@ -375,18 +378,18 @@ async def test_a_place_that_comes_free_as_its_waiter_leaves_goes_to_the_next() -
         job = w.gateway.job(w.ask(request_id=name, prompt=PROMPT, max_tokens=1))
         running[name] = asyncio.create_task(job.run())
         await w.settle()
-    slot = w.fleet.get(EngineId("e0"))
-    assert slot is not None
+    backend = w.fleet.get(EngineId("e0"))
+    assert backend is not None
     assert [waiter.record.id for waiter in w.fleet.queue] == ["leaves", "next"]
     running["leaves"].cancel()
     w.gateway.cancel([RequestId("ahead")], (), "")
-    w.fleet.release(slot, w.gateway.relays[RequestId("ahead")].record)
+    w.fleet.release(backend, w.gateway.relays[RequestId("ahead")].record)
     await w.settle()
-    assert set(slot.records) == {"next"}
+    assert set(backend.records) == {"next"}
     await w.step()
     await running["next"]
-    assert not slot.reserved
-    assert slot.waiting == 0
+    assert not backend.reserved
+    assert backend.waiting == 0
 
 
 async def test_an_engine_that_goes_before_it_could_be_paused_is_not_paused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,5 +409,5 @@ async def test_an_engine_that_goes_before_it_could_be_paused_is_not_paused(monke
     await w.clock.advance(3.0)
     await closing
     await open_barrier(w)
-    assert [slot.id for slot in w.fleet] == ["e0"]
+    assert [backend.id for backend in w.fleet] == ["e0"]
     assert not any(engine.paused for engine in w.engines.values())

@@ -32,7 +32,7 @@ class House:
     engine_urls: list[str]
     gateway: Gateway
     http: aiohttp.ClientSession
-    holds: deque[int]
+    pause_registry: deque[int]
     released: asyncio.Event
     operator_url: str
 
@@ -85,15 +85,15 @@ async def house() -> AsyncIterator[House]:
         SimulatedServer(options) as second,
         aiohttp.ClientSession() as http,
     ):
-        holds: deque[int] = deque()
+        pause_registry: deque[int] = deque()
         released = asyncio.Event()
-        fleet = EngineBackends(lambda url: HeldEngine(url, holds, released), clock=clock)
+        fleet = EngineBackends(lambda url: HeldEngine(url, pause_registry, released), clock=clock)
         gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
         gateway.set_routes([EngineRoute(EngineId("e0"), first.url), EngineRoute(EngineId("e1"), second.url)])
         server = GatewayServer(gateway)
         url = await server.start("127.0.0.1", 0)
         operator_url = await server.start_operator("127.0.0.1", 0)
-        yield House(url, [first.url, second.url], gateway, http, holds, released, operator_url)
+        yield House(url, [first.url, second.url], gateway, http, pause_registry, released, operator_url)
         await server.close()
         await fleet.close()
 
@@ -143,7 +143,7 @@ async def test_a_stream_is_the_engines_own_however_often_it_is_moved(
 ) -> None:
     body = {"model": "simulated", "temperature": 0, "max_tokens": 300, "ignore_eos": True, **body}
     body["stream_options"] = {"include_usage": True}
-    house.holds.extend([11] * moves)
+    house.pause_registry.extend([11] * moves)
     reading = asyncio.create_task(house.stream(path, body, **{"X-Request-Id": "r"}))
     for _ in range(moves):
         result = await house.move("r")
@@ -178,7 +178,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
 async def test_a_moved_answer_as_a_whole(house: House) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "temperature": 0, "max_tokens": 300, "ignore_eos": True}
     body |= {"return_token_ids": True, "logprobs": 1}
-    house.holds.append(7)
+    house.pause_registry.append(7)
     asking = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "r"}))
     result = await house.move("r")
     assert result["done"], result
@@ -278,7 +278,7 @@ async def test_what_is_not_json_not_there_or_too_large(house: House) -> None:
 
 async def test_an_id_in_flight_is_not_taken_twice(house: House) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
-    house.holds.append(7)
+    house.pause_registry.append(7)
     first = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "same"}))
     await house.until_running("same")
     status, answer = await house.post("/v1/completions", body, **{"X-Request-Id": "same"})
@@ -293,7 +293,7 @@ async def test_an_id_in_flight_is_not_taken_twice(house: House) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_the_engine(house: House, stream: bool) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": stream}
-    house.holds.append(7)
+    house.pause_registry.append(7)
     asking = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "r"}))
     await house.until_running("r")
     asking.cancel()
@@ -315,7 +315,7 @@ async def engine_load(house: House) -> int:
 async def test_the_pages_for_operators(house: House) -> None:
     headers = {"X-Request-Id": "r", "X-Group-Id": "g", "X-Tag": "step7"}
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "presence_penalty": 1.0}
-    house.holds.append(7)
+    house.pause_registry.append(7)
     asking = asyncio.create_task(house.post("/v1/completions", body, **headers))
     await house.until_running("r")
     _, ledger = await house.get("/orchestrrl/requests")

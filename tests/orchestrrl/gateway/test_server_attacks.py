@@ -407,18 +407,18 @@ async def test_a_slow_reader_gets_every_answer_whole(answers: int) -> None:
         "return_token_ids": True,
     }
     job = server._job(CompletionEndpoint.COMPLETIONS, json.dumps(body).encode(), "r", "", "")
-    door = OnePieceDoor()
-    streaming = asyncio.create_task(_stream_at(door, job))  # type: ignore[arg-type]
+    connection = OnePieceDoor()
+    streaming = asyncio.create_task(_stream_at(connection, job))  # type: ignore[arg-type]
     async with asyncio.timeout(DEADLINE_S):
         while not streaming.done():
             engine.step()
             await asyncio.sleep(0.001)
     await streaming
     found: dict[int, list[int]] = {}
-    for line in b"".join(door.pieces).split(b"\n\n"):
+    for line in b"".join(connection.pieces).split(b"\n\n"):
         if line.startswith(b"data: {"):
             for choice in json.loads(line[6:])["choices"]:
                 found.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
     assert {index: len(ids) for index, ids in found.items()} == dict.fromkeys(range(answers), 20)
-    assert door.pieces[-1].endswith(b"data: [DONE]\n\n")
+    assert connection.pieces[-1].endswith(b"data: [DONE]\n\n")
     await fleet.close()

@@ -144,10 +144,10 @@ def test_one_load_scales_everything_alike(factor: float, batch: int) -> None:
 
 
 def test_a_curve_of_one_knot_gets_a_slope() -> None:
-    belief = StepTimePrior(StepTime(Curve((0,), (0.02,)), 0.0), 64, 10_000)
+    estimate = StepTimePrior(StepTime(Curve((0,), (0.02,)), 0.0), 64, 10_000)
     truth = StepTime(Curve.line(0.01, 1e-3), 0.0)
     samples = [StepSample(b, 10 * b, truth.at(b, 0)) for b in (1, 8, 32, 64)] * 20
-    fit = refit_step(belief, samples, np.ones(80), trust=0.01)
+    fit = refit_step(estimate, samples, np.ones(80), trust=0.01)
     assert fit.step.at(48, 480) == pytest.approx(truth.at(48, 0), rel=0.05)
 
 

@@ -292,9 +292,9 @@ def test_a_step_that_contradicts_its_forecast_is_believed() -> None:
     told = before([60.0, 30.0, 10.0] + [1e-3] * 97, 5_000.0)
     long = [FinishedLength(int(tokens)) for tokens in rng.integers(400, 1000, 300)]
     as_told = [FinishedLength(int(tokens)) for tokens in rng.choice([5, 15, 25], 300, p=[0.6, 0.3, 0.1])]
-    believed = conditional_lengths(long, [], (), BIN, 1000, told)
+    cost_estimates = conditional_lengths(long, [], (), BIN, 1000, told)
     confirmed = conditional_lengths(as_told, [], (), BIN, 1000, told)
-    assert float(believed.mean(0)) == pytest.approx(705, abs=60)
+    assert float(cost_estimates.mean(0)) == pytest.approx(705, abs=60)
     assert float(confirmed.mean(0)) == pytest.approx(15, abs=2)
 
 

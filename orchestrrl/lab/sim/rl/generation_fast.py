@@ -204,7 +204,7 @@ class _FastFleet:
             Mode.ACT,
             configurations=self._planning.lines,
             remaining_tokens=self._planning.remaining_tokens(snapshot),
-            futures=self._planning.futures(snapshot),
+            distributions=self._planning.distributions(snapshot),
             moved_s=rested,
             settling=self._settling,
         )

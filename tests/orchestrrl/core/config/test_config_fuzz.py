@@ -56,7 +56,7 @@ def whole_document() -> Any:
         "model": "qwen2.5-14b",
         "first_fleet_gpu": 0,
         "routers": routers,
-        "steering": {"link_up_s": 2.0, "packet_hops": None},
+        "rerouting": {"link_up_s": 2.0, "packet_hops": None},
     }
     network = document["weights"]["network"]
     network["pods"] = [{"id": "train0", "boundary_circuits": 4}]

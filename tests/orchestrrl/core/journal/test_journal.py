@@ -111,7 +111,7 @@ def test_old_entries_go_and_what_recovery_needs_stays(path: Path, monkeypatch: p
         journal.append(0.0, EntryKind.OPERATION_INTENT, "open", {})
         journal.append(0.0, EntryKind.OPERATION_INTENT, "closed", {})
         journal.append(0.0, EntryKind.OPERATION_RESULT, "closed", {})
-        journal.append(0.0, EntryKind.STEERED, "routes", {})  # not written again while it holds
+        journal.append(0.0, EntryKind.REROUTED, "routes", {})  # not written again while it holds
         fill(journal, 94)
         entries = journal.since(0)
         assert [entry.subject for entry in entries[:3]] == ["pinned", "open", "routes"]

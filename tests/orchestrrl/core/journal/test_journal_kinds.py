@@ -204,12 +204,12 @@ def _stopped(plane: ControlPlane, draw: Drawn) -> None:
 
 def _engines(shelf: Shelf, draw: Drawn) -> None:
     facts = draw(values(EngineFacts))
-    roster = (
+    membership = (
         Membership().with_added(facts).with_drained(draw(TEXTS), move=draw(st.booleans())).with_removed(draw(TEXTS))
     )
-    enrolment = shelf.plane().enrolment
-    enrolment._change("added", facts.id, roster, draw(TEXTS))
-    assert recovered_roster(shelf.again()) == roster
+    membership_changes = shelf.plane().membership_changes
+    membership_changes._change("added", facts.id, membership, draw(TEXTS))
+    assert recovered_roster(shelf.again()) == membership
 
 
 def _step_ended(shelf: Shelf, draw: Drawn) -> None:
@@ -254,11 +254,11 @@ def _plan_control(shelf: Shelf, draw: Drawn) -> None:
 
 def _redeployments(shelf: Shelf, draw: Drawn) -> None:
     redeployment, report = draw(values(Redeployment)), draw(values(RedeploymentReport))
-    hands: Any = types.SimpleNamespace(
+    acts: Any = types.SimpleNamespace(
         redeployment=redeployment, running={}, loaded=set(), waits_for={}, configurations={}, going_back=False
     )
     run: Any = object.__new__(RedeploymentRun)
-    run.redeployment, run.hands, run._journal, run._clock = redeployment, hands, shelf.journal, shelf.clock
+    run.redeployment, run.acts, run._journal, run._clock = redeployment, acts, shelf.journal, shelf.clock
     run._steps, run._told = {}, lambda: None
     run._unready, run._stopping, run._dozing = set(), set(), set()
     step = dataclasses.replace(draw(values(StepReport)), direction=StepDirection.BACK)
@@ -389,14 +389,14 @@ def _fabric_control(shelf: Shelf, draw: Drawn) -> None:
     control_of_fabric_to_pb(control).SerializeToString()
 
 
-def _steered(shelf: Shelf, draw: Drawn) -> None:
+def _rerouted(shelf: Shelf, draw: Drawn) -> None:
     routing: Any = object.__new__(FabricRouting)
     pairs = frozenset(draw(st.lists(st.builds(PortPair, TEXTS.map(OcsId), st.integers(1, 9), st.integers(10, 99)))))
     over: Any = types.SimpleNamespace(over=pairs)
     routing._lit, routing._is_changing, routing._recorded = (over,), False, None
     routing._journal, routing._clock = shelf.journal, shelf.clock
     routing._write_down()
-    assert shelf.again().newest(EntryKind.STEERED, _recorded_in) == pairs
+    assert shelf.again().newest(EntryKind.REROUTED, _recorded_in) == pairs
 
 
 def _holds(shelf: Shelf, draw: Drawn) -> None:
@@ -452,7 +452,7 @@ WRITERS: dict[tuple[EntryKind, ...], Callable[[Shelf, Drawn], None]] = {
     (EntryKind.CIRCUITS_INTENT, EntryKind.CIRCUITS_RESULT, EntryKind.CIRCUITS_OWNED): _circuits,
     (EntryKind.PERIOD_INTENT, EntryKind.PERIOD): _periods,
     (EntryKind.FABRIC_CONTROL,): _fabric_control,
-    (EntryKind.STEERED,): _steered,
+    (EntryKind.REROUTED,): _rerouted,
     (EntryKind.HOLDS,): _holds,
     (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.SYNC_ENDED, EntryKind.WEIGHTS): _syncs,
 }
@@ -624,7 +624,7 @@ SET_ASIDE = {
         EntryKind.PERIOD_INTENT,
         EntryKind.PERIOD,
         EntryKind.FABRIC_CONTROL,
-        EntryKind.STEERED,
+        EntryKind.REROUTED,
         EntryKind.HOLDS,
     ),
     *(EntryKind.SYNC_BEGAN, EntryKind.SYNC_ENDED, EntryKind.WEIGHTS),
@@ -655,7 +655,7 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKi
             assert message is not None
             message.SerializeToString()
         journal.newest(EntryKind.FABRIC_CONTROL, _said_in)
-        journal.newest(EntryKind.STEERED, _recorded_in)
+        journal.newest(EntryKind.REROUTED, _recorded_in)
         seen = plain(status_to_pb(plane, "test"))
         assert all("journal is left out" in line for line in summary(seen) if "of the journal" in line)
         assert bool(seen["journal_set_aside"]) is (kind in SET_ASIDE)

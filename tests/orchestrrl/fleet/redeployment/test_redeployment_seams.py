@@ -52,7 +52,7 @@ def check_whole(house: House, *engines: str) -> None:
 
 async def test_engines_that_end_by_themselves_do_not_end_the_watch_over_them(house: House) -> None:
     async with house.daemon() as redeployer:
-        tending = asyncio.create_task(redeployer.tend())
+        tending = asyncio.create_task(redeployer.maintain())
         for engine in (A, B):
             house.machines.engines[engine].life = EngineLife.ENDED
             await house.clock.advance(5.0)
@@ -88,7 +88,7 @@ async def test_engines_that_ended_while_the_daemon_was_away_are_cleared(house: H
 async def test_an_engine_of_which_nothing_is_left_keeps_no_gpus(house: House) -> None:
     """Somebody has deleted it where it ran: the deployer does not even list it."""
     async with house.daemon() as redeployer:
-        tending = asyncio.create_task(redeployer.tend())
+        tending = asyncio.create_task(redeployer.maintain())
         del house.machines.engines[A]
         await house.clock.advance(5.0)
         check_whole(house, "b", "w")
@@ -110,7 +110,7 @@ async def test_a_look_that_a_redeployment_has_overtaken_is_not_taken_for_the_tru
             return answer
 
         redeployer._deployer.list_engines = slowly
-        tending = asyncio.create_task(redeployer.tend())
+        tending = asyncio.create_task(redeployer.maintain())
         await house.clock.advance(2.0)
         redeployer._deployer.list_engines = listed
         redeployer.begin(TO_TP2)
@@ -273,7 +273,9 @@ async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_red
         await house.clock.advance(0.5)
         house.gateway.held.clear()
         house.gateway.requests.clear()
-        house.plane.enrolment._change("remove", A, house.plane.enrolment.roster.with_removed(A), "")
+        house.plane.membership_changes._change(
+            "remove", A, house.plane.membership_changes.membership.with_removed(A), ""
+        )
         report = await house.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK, report.detail
         check_whole_but(house, "a")
@@ -287,7 +289,7 @@ def check_whole_but(house: House, removed: str) -> None:
 
 async def test_a_drained_engine_gets_none_of_the_requests_of_those_that_leave(house: House) -> None:
     async with house.daemon() as redeployer:
-        house.plane.enrolment.drain(W)
+        house.plane.membership_changes.drain(W)
         redeployer.begin(RedeployRequest((("tp2", 1),)))
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
@@ -355,7 +357,7 @@ async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(hou
 async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that_is_wanted(house: House) -> None:
     house.gateway.requests.clear()
     async with house.daemon() as redeployer:
-        await house.plane.enrolment.remove(B)
+        await house.plane.membership_changes.remove(B)
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         report = await house.until_ended()
         assert report.state is RedeploymentState.DONE
@@ -369,7 +371,7 @@ async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a
         await house.clock.advance(4.0)
         tell_tokens(house, "s1.0", 1)  # its watch finds it well
         tell_tokens(house, "w", 1)
-        house.plane.enrolment.drain(W, move=True)
+        house.plane.membership_changes.drain(W, move=True)
         await house.clock.advance(3.0)
         ordered = [entry.body["operation"]["action"]["moves"] for entry in house.entries(EntryKind.OPERATION_INTENT)]
         assert "w" not in {move["from_engine"] for moves in ordered for move in moves}
@@ -616,7 +618,7 @@ async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(hous
 
 async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(house: House) -> None:
     async with house.daemon() as redeployer:
-        house.plane.enrolment.drain(W)
+        house.plane.membership_changes.drain(W)
         with pytest.raises(ProblemFaults, match=r"the 2 GPUs .*; the other GPUs have w \(drained by an operator"):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
         house.machines.engines[A].life = EngineLife.UNKNOWN
@@ -627,11 +629,11 @@ async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(house: House
             redeployer.begin(RedeployRequest((("tp2", 2),)))
         house.machines.engines[A].life = EngineLife.ALIVE
         await redeployer._look()
-        house.plane.enrolment.drain(W)
+        house.plane.membership_changes.drain(W)
         added = NewEngine("elsewhere", "http://elsewhere:8000", "tp1", (3,))
         house.machines.engines[W].life = EngineLife.ENDED
         await redeployer._bury((await redeployer._deployer.list_engines())[2])
-        house.plane.enrolment.add(added)
+        house.plane.membership_changes.add(added)
         with pytest.raises(ProblemFaults, match=r"the other GPUs have elsewhere \(not started by this deployer"):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
 

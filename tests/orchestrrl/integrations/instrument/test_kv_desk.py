@@ -35,9 +35,9 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.store = KvEntryStore(self.shared, ranks=1)
-        self.source, self.target = self.desk(), self.desk()
+        self.source, self.target = self.scheduler(), self.scheduler()
 
-    def desk(self) -> KvTransferScheduler:
+    def scheduler(self) -> KvTransferScheduler:
         keeper = Keeper(self.store, 60.0, self.max_bytes)
         return KvTransferScheduler(
             self.store, keeper, block_tokens=BLOCK_TOKENS, bytes_per_block=3, clock=lambda: self.now_s
@@ -49,8 +49,8 @@ class Bench:
         flags = {"aborted": True, "portable": True} | kwargs
         return self.source.finished("r", token_ids, computed, block_ids(computed), **flags)
 
-    def work(self, desk: KvTransferScheduler) -> list[LoadJob]:
-        saves, loads = desk.jobs()
+    def work(self, scheduler: KvTransferScheduler) -> list[LoadJob]:
+        saves, loads = scheduler.jobs()
         for job in saves:
             assert len(job.block_ids) == job.contents.blocks
             self.store.write(job.entry, 0, job.contents, LAYOUT, [[memoryview(b"abc")] * len(job.block_ids)])

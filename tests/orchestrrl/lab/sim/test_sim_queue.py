@@ -51,7 +51,7 @@ async def test_every_request_ends_and_no_engine_has_more_waiting_than_it_may(pol
             (lost,) = [engine for engine in engines.values() if engine.id == "e1"]
             lost.stopped_s = clock.now_s()
             gateway.engine_died(lost)
-        assert all(slot.waiting <= 1 for slot in gateway.fleet)
+        assert all(backend.waiting <= 1 for backend in gateway.fleet)
     assert ended == LENGTHS
     await gateway.fleet.close()
 

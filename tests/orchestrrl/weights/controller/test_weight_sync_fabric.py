@@ -42,7 +42,7 @@ async def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: bool)
 
             fake.peer = introduced  # type: ignore[method-assign]
         if paused:
-            fabric.holds.pause(PauseScope.FABRIC, "not today", 0.0)
+            fabric.pause_registry.pause(PauseScope.FABRIC, "not today", 0.0)
         weights.start()
         try:
             await weights.pass_time(0.5)

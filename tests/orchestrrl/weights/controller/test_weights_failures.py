@@ -549,24 +549,24 @@ def test_an_operators_pause_holds_a_sync_which_says_so(tmp_path: Path) -> None:
     async def scene(house: House) -> None:
         await first(house)
         assert house.daemon is not None
-        holds: PauseRegistry = house.holds
-        holds.pause(PauseScope.SYNC, "look first")
+        pause_registry: PauseRegistry = house.pause_registry
+        pause_registry.pause(PauseScope.SYNC, "look first")
         sync_id = house.publish(2)
         await house.pass_time(30.0)
         report = house.sync.report(sync_id)
         assert report.state is SyncState.PLANNING
         assert "look first" in report.detail
-        holds.resume(PauseScope.SYNC, "")
+        pause_registry.resume(PauseScope.SYNC, "")
         assert (await house.report(sync_id)).state is SyncState.DONE
         sync_id = house.publish(3, install="next_pause")
         await house.pass_time(10.0)
-        holds.pause(PauseScope.SYNC, "not now")
+        pause_registry.pause(PauseScope.SYNC, "not now")
         house.sync.install_now(sync_id, "")
         await house.pass_time(5.0)
         report = house.sync.report(sync_id)
         assert report.state is SyncState.PREPARED, "nor are engines brought to rest for it"
         assert "not now" in report.detail
-        holds.resume(PauseScope.SYNC, "")
+        pause_registry.resume(PauseScope.SYNC, "")
         assert (await house.report(sync_id)).state is SyncState.DONE
 
     played(tmp_path, scene)

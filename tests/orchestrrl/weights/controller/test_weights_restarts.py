@@ -202,12 +202,12 @@ def test_engines_restart_at_any_point_of_a_sync(
 
 
 def test_an_answer_dispels_no_later_doubt() -> None:
-    doubts = StaleVersions()
-    assert doubts.of(E1) is None
-    doubts.restarted(E1)
-    asked = doubts.of(E1)
-    doubts.restarted(E1)
-    doubts.dispel(E1, asked)
-    assert E1 in doubts
-    doubts.dispel(E1, doubts.of(E1))
-    assert E1 not in doubts
+    stale = StaleVersions()
+    assert stale.of(E1) is None
+    stale.restarted(E1)
+    asked = stale.of(E1)
+    stale.restarted(E1)
+    stale.dispel(E1, asked)
+    assert E1 in stale
+    stale.dispel(E1, stale.of(E1))
+    assert E1 not in stale

@@ -588,13 +588,13 @@ class House:
         hub = PeerHub(self.clock, journal.generation, self.settings.patience_s)
         circuits = PacketNetwork(self.settings.network, lambda: {id: s.peer for id, s in hub.peers.items()})
         self.fence.recover()
-        self.holds = PauseRegistry(journal, self.clock)
+        self.pause_registry = PauseRegistry(journal, self.clock)
         sync = WeightSync(
             hub,
             self.fence,
             circuits,
             journal,
-            self.holds,
+            self.pause_registry,
             self.clock,
             self.settings,
             engines=self.now,

@@ -14,7 +14,7 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingTimeouts
 from orchestrrl.fabric.route_drivers.registry import make_driver
 from planner.fabric.model import EndpointId, OcsId, port_pair
-from planner.fabric.steering import PacketSide, RoutedLink, RoutingDomain, TorRouter, links_of
+from planner.fabric.rerouting import PacketSide, RoutedLink, RoutingDomain, TorRouter, links_of
 
 OCS = OcsId("ocs")
 PORTS = 3  # of each ToR
@@ -54,7 +54,7 @@ class Site:
             )
             for name, namespace in self.namespace.items()
         }
-        self.steering = Rerouting(drivers, RoutingDomain(routers), WallClock(), ReroutingTimeouts(waits_s, waits_s))
+        self.rerouting = Rerouting(drivers, RoutingDomain(routers), WallClock(), ReroutingTimeouts(waits_s, waits_s))
 
     def connect(self, *circuits: tuple[int, int]) -> None:
         for a, b in circuits:
@@ -97,26 +97,26 @@ async def test_nothing_is_lost_when_routes_are_drained_before_the_switch(lab: La
     site = Site(lab, 3)
     before = (*TWICE_1_2, ONCE_2_3)
     site.connect(*before)
-    steered = await site.steering.steer(site.links(*before))
-    assert steered.done, steered.detail
+    rerouted = await site.rerouting.reroute(site.links(*before))
+    assert rerouted.done, rerouted.detail
     async with stream(site, 1, 2) as near, stream(site, 1, 3) as far, stream(site, 3, 1) as back:
         await near.more(50)
         for _ in range(2):  # there and back, several times: neighbours learnt before are wrong after
-            drained = await site.steering.drain(site.links(TWICE_1_2[1]))
+            drained = await site.rerouting.drain(site.links(TWICE_1_2[1]))
             assert drained.dark == ()
             idle = sent_packets(site.namespace[tor(1)])["swp2"]
             await near.more(50)
             assert sent_packets(site.namespace[tor(1)])["swp2"] < idle + 5  # the kernel's own, as of neighbours
             site.disconnect(TWICE_1_2[1])
             site.connect(THEN_1_3)
-            steered = await site.steering.steer(site.links(TWICE_1_2[0], ONCE_2_3, THEN_1_3))
-            assert steered.done, steered.detail
+            rerouted = await site.rerouting.reroute(site.links(TWICE_1_2[0], ONCE_2_3, THEN_1_3))
+            assert rerouted.done, rerouted.detail
             await near.more(50)
             assert sent_packets(site.namespace[tor(1)])["swp2"] >= idle + 50  # the way to 3 is direct now
-            await site.steering.drain(site.links(THEN_1_3))
+            await site.rerouting.drain(site.links(THEN_1_3))
             site.disconnect(THEN_1_3)
             site.connect(TWICE_1_2[1])
-            assert (await site.steering.steer(site.links(*before))).done
+            assert (await site.rerouting.reroute(site.links(*before))).done
             await near.more(50)
     for each in (near, far, back):
         assert each.sent > 400
@@ -128,7 +128,7 @@ async def test_without_draining_packets_are_lost(lab: Lab) -> None:
     site = Site(lab, 3)
     before = (*TWICE_1_2, ONCE_2_3)
     site.connect(*before)
-    await site.steering.steer(site.links(*before))
+    await site.rerouting.reroute(site.links(*before))
     async with stream(site, 1, 2) as near, stream(site, 2, 1) as back:
         await near.more(50)
         site.disconnect(*TWICE_1_2)
@@ -148,7 +148,7 @@ async def test_flows_are_spread_by_the_number_of_circuits(lab: Lab) -> None:
         (port(4, 3), port(3, 2)),
     )
     site.connect(*circuits)
-    assert (await site.steering.steer(site.links(*circuits))).done
+    assert (await site.rerouting.reroute(site.links(*circuits))).done
     # To 4 there are two circuits; over 2 goes nothing. To 3, both ways have one circuit in the end: half and half.
     for sink, expected in (
         (4, {"swp1": 0.0, "swp2": 0.5, "swp3": 0.5}),
@@ -172,19 +172,19 @@ async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: L
     site = Site(lab, 2, packet_side=True)
     circuit = (port(1, 1), port(2, 1))
     site.connect(circuit)
-    steered = await site.steering.steer(site.links(circuit))
-    assert steered.done, steered.detail
-    assert steered.on_packet_side == ()
+    rerouted = await site.rerouting.reroute(site.links(circuit))
+    assert rerouted.done, rerouted.detail
+    assert rerouted.on_packet_side == ()
     async with stream(site, 1, 2) as near:
         await near.more(50)
         on_packet_side = sent_packets(site.namespace[tor(1)])["eps"]
         site.disconnect(circuit)
-        site.steering._limits = ReroutingTimeouts(1.0, 1.0)  # there is nothing to wait for
-        steered = await site.steering.steer(site.links(circuit))  # somebody believes that it is up
-        assert not steered.done
-        assert tuple(out.link for out in steered.left_out) == site.links(circuit)
-        assert "is down" in steered.detail
-        assert steered.on_packet_side == ((tor(2), tor(1)), (tor(1), tor(2)))
+        site.rerouting._limits = ReroutingTimeouts(1.0, 1.0)  # there is nothing to wait for
+        rerouted = await site.rerouting.reroute(site.links(circuit))  # somebody believes that it is up
+        assert not rerouted.done
+        assert tuple(out.link for out in rerouted.left_out) == site.links(circuit)
+        assert "is down" in rerouted.detail
+        assert rerouted.on_packet_side == ((tor(2), tor(1)), (tor(1), tor(2)))
         sent = near.sent
         await near.more(100)
         assert sent_packets(site.namespace[tor(1)])["eps"] >= on_packet_side + 100
@@ -196,22 +196,22 @@ async def test_light_from_somebody_else_is_not_routed_to(lab: Lab) -> None:
     """The switch joined other ports than it was thought to: the link is up, and the wrong router is there."""
     site = Site(lab, 3, waits_s=2.0)  # who is not there is not to be waited for
     site.connect((port(1, 1), port(3, 1)))
-    steered = await site.steering.steer(site.links((port(1, 1), port(2, 1))))
-    assert not steered.done
+    rerouted = await site.rerouting.reroute(site.links((port(1, 1), port(2, 1))))
+    assert not rerouted.done
     site.connect((port(2, 1), port(3, 2)))
-    steered = await site.steering.steer(site.links((port(1, 1), port(2, 1))))
-    assert "gets no answer" in steered.detail
-    assert steered.unreachable == tuple((a, b) for b, a in itertools.permutations(site.namespace, 2))
+    rerouted = await site.rerouting.reroute(site.links((port(1, 1), port(2, 1))))
+    assert "gets no answer" in rerouted.detail
+    assert rerouted.unreachable == tuple((a, b) for b, a in itertools.permutations(site.namespace, 2))
 
 
 async def test_a_router_that_cannot_be_reached_keeps_its_circuits(lab: Lab) -> None:
     site = Site(lab, 3)
     circuits = (*TWICE_1_2, ONCE_2_3)
     site.connect(*circuits)
-    await site.steering.steer(site.links(*circuits))
-    drivers = dict(site.steering._routers)
+    await site.rerouting.reroute(site.links(*circuits))
+    drivers = dict(site.rerouting._routers)
     drivers[tor(2)] = make_driver("iproute", tor(2), {"prefix": ["sh", "-c", "exit 255", "x"]})
-    site.steering._routers = drivers
+    site.rerouting._routers = drivers
     with pytest.raises(NotDrained) as refusal:
-        await site.steering.drain(site.links(TWICE_1_2[1]))
+        await site.rerouting.drain(site.links(TWICE_1_2[1]))
     assert set(refusal.value.routers) == {tor(2)}

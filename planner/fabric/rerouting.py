@@ -143,7 +143,7 @@ class TorRouter:
 
 @dataclass(frozen=True, slots=True)
 class RoutingDomain:
-    """All routers that are steered. `packet_hops`: as how many circuits in a row the packet side counts; None: as more
+    """All routers that are rerouted. `packet_hops`: as how many circuits in a row the packet side counts; None: as more
     than there can be, so that it is taken only where no circuits lead."""
 
     routers: Mapping[EndpointId, TorRouter]
@@ -232,7 +232,7 @@ class ReroutingPlan:
     on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to) whose first hop is the packet side
 
 
-def steer(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPlan:
+def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPlan:
     """Routes over these links. A router with several nearest neighbours shares its packets out by how many circuits
     lead on over each: no more than the fewest on the way, as wide as that way is for this router alone."""
     _check_links(domain, links)
@@ -259,7 +259,7 @@ def steer(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPlan
 
 def drain(domain: RoutingDomain, links: Collection[RoutedLink], going: Collection[RoutedLink]) -> ReroutingPlan:
     """Routes without the circuits that are about to go, to be in place before they do."""
-    return steer(domain, [link for link in links if link not in set(going)])
+    return reroute(domain, [link for link in links if link not in set(going)])
 
 
 def fit(table: RouteTable, max_next_hops: int, max_weight: int) -> RouteTable:
@@ -464,7 +464,7 @@ def _check_links(domain: RoutingDomain, links: Iterable[RoutedLink]) -> None:
         for end in link.ends:
             name, interface = end
             if name not in domain.routers:
-                raise ValueError(f"{link}: {name} is not a router that is steered")
+                raise ValueError(f"{link}: {name} is not a router that is rerouted")
             side = domain.routers[name].packet_side
             if side and side.interface == interface:
                 raise ValueError(f"{link}: {interface} is the packet side of {name}")

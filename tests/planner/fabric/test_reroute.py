@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.fabric.model import EndpointId, OcsId, PortPair
-from planner.fabric.steering import (
+from planner.fabric.rerouting import (
     NextHop,
     PacketRoute,
     PacketSide,
@@ -24,7 +24,7 @@ from planner.fabric.steering import (
     drain,
     fit,
     links_of,
-    steer,
+    reroute,
     update,
 )
 
@@ -127,7 +127,7 @@ def hops_to(where: RoutingDomain, links: Collection[RoutedLink], to: EndpointId)
 def test_packets_arrive_wherever_there_is_a_way_and_by_a_shortest_one(data: st.DataObject) -> None:
     where = data.draw(domains())
     links = data.draw(wired(where))
-    found = steer(where, links)
+    found = reroute(where, links)
     for to in where.routers:
         cost = hops_to(where, links, to)
         for start in where.routers:
@@ -145,20 +145,20 @@ def test_weights_follow_the_number_of_circuits() -> None:
     # From 1 to 4: over 2, which has one circuit onwards, and over 3, which has three; two circuits lead to each.
     where = domain(4)
     links = wire({(1, 2): 2, (1, 3): 2, (2, 4): 1, (3, 4): 3})
-    route = steer(where, links).tables[tor(1)].routes["10.0.4.0/24"]
+    route = reroute(where, links).tables[tor(1)].routes["10.0.4.0/24"]
     assert route.next_hops == (
         NextHop("192.0.2.2", "swp1", 1),
         NextHop("192.0.2.2", "swp2", 1),
         NextHop("192.0.2.3", "swp3", 2),
         NextHop("192.0.2.3", "swp4", 2),
     )
-    direct = steer(where, links).tables[tor(4)].routes["10.0.3.0/24"]
+    direct = reroute(where, links).tables[tor(4)].routes["10.0.3.0/24"]
     assert [(hop.interface, hop.weight) for hop in direct.next_hops] == [("swp2", 1), ("swp3", 1), ("swp4", 1)]
 
 
 def test_the_packet_side_serves_who_has_no_circuit() -> None:
     where = domain(3, {1, 2, 3})
-    found = steer(where, wire({(1, 2): 1}))
+    found = reroute(where, wire({(1, 2): 1}))
     assert found.tables[tor(1)].routes["10.0.2.0/24"].next_hops == (NextHop("192.0.2.2", "swp1"),)
     assert found.tables[tor(1)].routes["10.0.3.0/24"].next_hops == (NextHop("198.51.100.3", "eth0"),)
     assert found.on_packet_side == tuple((tor(a), tor(b)) for a, b in ((3, 1), (3, 2), (1, 3), (2, 3)))
@@ -168,7 +168,7 @@ def test_the_packet_side_serves_who_has_no_circuit() -> None:
 def test_circuits_beyond_the_limit_of_hops_give_way_to_the_packet_side() -> None:
     chain = wire({(1, 2): 1, (2, 3): 1, (3, 4): 1})
     for packet_hops, interface in ((None, "swp1"), (2, "eth0")):
-        route = steer(domain(4, {1, 4}, packet_hops), chain).tables[tor(1)].routes["10.0.4.0/24"]
+        route = reroute(domain(4, {1, 4}, packet_hops), chain).tables[tor(1)].routes["10.0.4.0/24"]
         assert route.interfaces == {interface}
 
 
@@ -177,9 +177,9 @@ def test_no_point_of_an_update_loops_or_loses_packets(data: st.DataObject) -> No
     where = data.draw(domains())
     old, new = data.draw(wired(where)), data.draw(wired(where))
     shared = [link for link in old if link in new]
-    # As `drain` and `steer` are used: circuits go after the routes have left them, and come before they are routed.
+    # As `drain` and `reroute` are used: circuits go after the routes have left them, and come before they are routed.
     for before_links, after_links, live in ((old, shared, old), (shared, new, new)):
-        before, after = steer(where, before_links), steer(where, after_links)
+        before, after = reroute(where, before_links), reroute(where, after_links)
         plan = update(where, before.tables, after.tables)
         both = {
             (a, b)
@@ -198,7 +198,7 @@ def test_routers_that_fail_never_make_packets_loop(data: st.DataObject) -> None:
     where = data.draw(domains())
     links = data.draw(wired(where))
     going = [link for link in links if data.draw(st.booleans())]
-    before, after = steer(where, links), drain(where, links, going)
+    before, after = reroute(where, links), drain(where, links, going)
     stuck = {
         (name, prefix)
         for name in data.draw(st.sets(st.sampled_from(sorted(where.routers))))
@@ -243,11 +243,11 @@ def changed_by(table: RouteTable, change: RouteChange) -> RouteTable:
 
 def test_an_update_changes_the_router_next_to_the_destination_first() -> None:
     where = domain(3)
-    before = steer(where, wire({(1, 3): 1}))
-    after = steer(where, wire({(1, 3): 1, (2, 3): 1, (1, 2): 1}))
+    before = reroute(where, wire({(1, 3): 1}))
+    after = reroute(where, wire({(1, 3): 1, (2, 3): 1, (1, 2): 1}))
     plan = update(where, before.tables, after.tables)
     assert [sorted(stage.changes) for stage in plan.stages] == [[tor(1), tor(2), tor(3)]]
-    far = steer(where, wire({(1, 2): 1, (2, 3): 1}))
+    far = reroute(where, wire({(1, 2): 1, (2, 3): 1}))
     plan = update(where, dict.fromkeys(where.routers, RouteTable()), far.tables)
     to_3 = [
         [name for name, some in stage.changes.items() if any(c.prefix == "10.0.3.0/24" for c in some)]
@@ -261,7 +261,7 @@ def test_draining_the_last_circuit_of_a_pair_says_who_has_no_way() -> None:
     assert drain(where, links, links[:1]).unreachable == ()
     gone = drain(where, links, links)
     assert gone.unreachable == ((tor(2), tor(1)), (tor(1), tor(2)))
-    plan = update(where, steer(where, links).tables, gone.tables)
+    plan = update(where, reroute(where, links).tables, gone.tables)
     assert plan.lost == ((tor(1), "10.0.2.0/24"), (tor(2), "10.0.1.0/24"))
 
 
@@ -285,7 +285,7 @@ def test_what_a_router_can_hold_is_near_to_what_is_wanted(
 
 def test_without_weights_a_neighbour_of_half_the_width_keeps_half_its_interfaces() -> None:
     where = domain(4)
-    table = steer(where, wire({(1, 2): 2, (1, 3): 2, (2, 4): 1, (3, 4): 2})).tables[tor(1)]
+    table = reroute(where, wire({(1, 2): 2, (1, 3): 2, (2, 4): 1, (3, 4): 2})).tables[tor(1)]
     (route,) = (fit(table, 64, 1).routes["10.0.4.0/24"],)
     assert [hop.gateway for hop in route.next_hops] == ["192.0.2.2", "192.0.2.3", "192.0.2.3"]
 
@@ -313,6 +313,8 @@ def test_values_check_themselves() -> None:
             {tor(1): TorRouter("192.0.2.1", ("10.0.0.0/16",)), tor(2): TorRouter("192.0.2.2", ("10.0.1.0/24",))}
         )
     with pytest.raises(ValueError, match="in two circuits"):
-        steer(domain(3), [RoutedLink.of(tor(1), "swp1", tor(2), "swp1"), RoutedLink.of(tor(1), "swp1", tor(3), "swp1")])
+        reroute(
+            domain(3), [RoutedLink.of(tor(1), "swp1", tor(2), "swp1"), RoutedLink.of(tor(1), "swp1", tor(3), "swp1")]
+        )
     with pytest.raises(ValueError, match="packet side"):
-        steer(domain(2, {1}), [RoutedLink.of(tor(1), "eth0", tor(2), "swp1")])
+        reroute(domain(2, {1}), [RoutedLink.of(tor(1), "eth0", tor(2), "swp1")])

@@ -86,7 +86,7 @@ def test_help_and_completion_import_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["status"], ["top", "--once"], ["engines", "list"], ["mode"], ["switch"], ["sync", "status"], ["journal"]],
+    [["status"], ["top", "--once"], ["engines", "list"], ["mode"], ["redeploy"], ["sync", "status"], ["journal"]],
     ids=" ".join,
 )
 def test_a_client_imports_what_talks_and_prints(command: list[str], tmp_path: Path) -> None:

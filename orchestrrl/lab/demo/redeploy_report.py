@@ -102,7 +102,7 @@ def _followed_json(followed: Followed) -> dict[str, Any]:
         "moves": followed.moves,
         "stages": followed.period["stages"],
         "wall_s": followed.took_s,
-        "redeployments_wall_s": followed.dark_s,
+        "switches_wall_s": followed.dark_s,
         "said": followed.said,
     }
 

@@ -111,7 +111,7 @@ class Command:
         self.process.send_signal(signal.SIGCONT)
 
 
-class House:
+class Harness:
     """`folder` is its own, and empty. Of the engines it knows what it finds."""
 
     def __init__(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from front import until
-from redeploying_fleet import WIDE, House
+from redeploying_fleet import WIDE, Harness
 
 from orchestrrl.fabric.site import site_text
 from orchestrrl.rpc.control_client import ControlClient
@@ -33,7 +33,7 @@ PAIRS = {TORS[:2]: 3, TORS[2:]: 3}  # engines of two GPUs
 LONG = 12_000  # tokens: beyond any start of a daemon
 
 
-class LitHouse(House):
+class LitHarness(Harness):
     """Its engines are under an optical fabric."""
 
     def __init__(self, folder: Path) -> None:
@@ -69,50 +69,50 @@ class LitHouse(House):
 
 
 @pytest.fixture(scope="module")
-def whole_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LitHouse]:
-    house = LitHouse(tmp_path_factory.mktemp("lit"))
+def whole_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LitHarness]:
+    harness = LitHarness(tmp_path_factory.mktemp("lit"))
     try:
-        asyncio.run(house.open())
-        yield house
+        asyncio.run(harness.open())
+        yield harness
     finally:
-        asyncio.run(house.close())
+        asyncio.run(harness.close())
 
 
 @pytest.fixture
-async def house(whole_house: LitHouse) -> LitHouse:
-    whole_house.unmark()
-    await whole_house.become(FOUR)
-    return whole_house
+async def harness(whole_harness: LitHarness) -> LitHarness:
+    whole_harness.unmark()
+    await whole_harness.become(FOUR)
+    return whole_harness
 
 
-async def test_a_redeployment_under_load_changes_circuits(house: LitHouse) -> None:
-    assert await house.circuits() == MESH
-    async with house.step():
-        report = await house.until_over(await house.begin(WIDE))
+async def test_a_redeployment_under_load_changes_circuits(harness: LitHarness) -> None:
+    assert await harness.circuits() == MESH
+    async with harness.step():
+        report = await harness.until_over(await harness.begin(WIDE))
     assert report.state == "done", report.detail
     (said,) = (step.detail for step in report.steps if step.kind == "admit")
     assert "circuits committed" in said
-    assert await house.circuits() == PAIRS
+    assert await harness.circuits() == PAIRS
 
 
-async def test_a_redeployment_that_fails_leaves_the_circuits_of_before(house: LitHouse) -> None:
-    async with house.step():
-        report = await house.until_over(await house.begin((("fails", 2),)))
+async def test_a_redeployment_that_fails_leaves_the_circuits_of_before(harness: LitHarness) -> None:
+    async with harness.step():
+        report = await harness.until_over(await harness.begin((("fails", 2),)))
     assert report.state == "rolled_back", report.detail
-    assert await house.circuits() == MESH
+    assert await harness.circuits() == MESH
 
 
-async def test_a_daemon_that_starts_under_load_waits_until_nobody_has_a_request(house: LitHouse) -> None:
-    before = len(await house.periods())
+async def test_a_daemon_that_starts_under_load_waits_until_nobody_has_a_request(harness: LitHarness) -> None:
+    before = len(await harness.periods())
 
     async def told() -> list[str]:
-        return (await house.periods())[before:]
+        return (await harness.periods())[before:]
 
-    async with house.step(tokens=LONG) as step:
-        house.daemon.kill()
-        await house.daemon.start()
+    async with harness.step(tokens=LONG) as step:
+        harness.daemon.kill()
+        await harness.daemon.start()
         assert await until(told, 0.1) == ["generation kept no_boundary"]
-        assert await house.circuits() == {}
+        assert await harness.circuits() == {}
         await step.leave(*(question.id for question in step.questions))
 
         async def left() -> bool:
@@ -124,4 +124,4 @@ async def test_a_daemon_that_starts_under_load_waits_until_nobody_has_a_request(
         return (await told())[1:]
 
     assert await until(again, 0.1) == ["generation committed committed"]
-    assert await house.circuits() == MESH
+    assert await harness.circuits() == MESH

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from front import until
 from redeploying_fleet import NARROW, WIDE
-from redeploying_fleet import House as Redeploying
-from syncing_house import Marked, Trainer
+from redeploying_fleet import Harness as Redeploying
+from syncing_fleet import Marked, Trainer
 from versioned_requests import Clients
 
 from orchestrrl.rpc.codecs.weights import status_from_pb
@@ -22,7 +22,7 @@ from orchestrrl.weights.controller.reports import WeightsStatus
 DONE = ("done", "done", "")
 
 
-class House(Redeploying):
+class Harness(Redeploying):
     """With a trainer, its host's peer, and one peer for all engines that the daemon starts."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,42 +76,42 @@ class House(Redeploying):
 
 
 @pytest.fixture(scope="module")
-def whole_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    house = House(tmp_path_factory.mktemp("redeploying"))
+def whole_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    harness = Harness(tmp_path_factory.mktemp("redeploying"))
     try:
-        asyncio.run(house.open())
-        yield house
+        asyncio.run(harness.open())
+        yield harness
     finally:
-        asyncio.run(house.close())
+        asyncio.run(harness.close())
 
 
 @pytest.fixture
-async def house(whole_house: House) -> House:
+async def harness(whole_harness: Harness) -> Harness:
     """Narrow, with a version."""
-    whole_house.unmark()
-    await whole_house.become(NARROW)
-    await whole_house.publish()
-    return whole_house
+    whole_harness.unmark()
+    await whole_harness.become(NARROW)
+    await whole_harness.publish()
+    return whole_harness
 
 
-async def test_new_engines_begin_with_the_fleets_version(house: House) -> None:
-    async with house.clients.requests():
-        report = await house.until_over(await house.begin(WIDE))
+async def test_new_engines_begin_with_the_fleets_version(harness: Harness) -> None:
+    async with harness.clients.requests():
+        report = await harness.until_over(await harness.begin(WIDE))
         assert report.state == "done", report.detail
-        await house.routed(house.gateway)
-        await house.all_have_it()
-        await house.publish()
+        await harness.routed(harness.gateway)
+        await harness.all_have_it()
+        await harness.publish()
 
 
 @pytest.mark.slow
-async def test_the_daemon_is_killed_in_the_redeployment(house: House) -> None:
-    async with house.clients.requests():
-        house.mark(kind="start", state="done")
-        redeployment = await house.begin_and_die(WIDE)
-        assert house.daemon.process.returncode == -signal.SIGKILL
-        await house.daemon.start()
-        report = await house.until_over(redeployment)
+async def test_the_daemon_is_killed_in_the_redeployment(harness: Harness) -> None:
+    async with harness.clients.requests():
+        harness.mark(kind="start", state="done")
+        redeployment = await harness.begin_and_die(WIDE)
+        assert harness.daemon.process.returncode == -signal.SIGKILL
+        await harness.daemon.start()
+        report = await harness.until_over(redeployment)
         assert report.state in ("done", "rolled_back"), report.detail
-        await house.routed(house.gateway)
-        await house.all_have_it()
-        await house.publish()
+        await harness.routed(harness.gateway)
+        await harness.all_have_it()
+        await harness.publish()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from orchestrrl.weights.model import MODEL_FILE, Peer
 from orchestrrl.weights.orders import ArrivedBytes, CheckVersion, EdgeState, EndEdges, OpenVersion, OrderOutcome
-from tests.orchestrrl.weights.peer_house import FakeDaemon, Heard, PeerProcess, carry, daemon_at, edge, peers
+from tests.orchestrrl.weights.peer_harness import FakeDaemon, Heard, PeerProcess, carry, daemon_at, edge, peers
 from tests.orchestrrl.weights.weight_versions import HALVES, Contents
 
 SLOW_GBPS = 2e-5  # a few kilobytes a second: there is a middle to be killed in

@@ -9,26 +9,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from syncing_house import House, Marked
+from syncing_fleet import Harness, Marked
 
 DONE = ("done", "done", "")
 
 
 @pytest.fixture(scope="module")
-def whole_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    house = House(tmp_path_factory.mktemp("syncing"))
+def whole_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    harness = Harness(tmp_path_factory.mktemp("syncing"))
     try:
-        asyncio.run(house.open())
-        yield house
+        asyncio.run(harness.open())
+        yield harness
     finally:
-        house.close()
+        harness.close()
 
 
 @pytest.fixture
-async def house(whole_house: House) -> House:
+async def harness(whole_harness: Harness) -> Harness:
     """All of it runs, has one version, and is at rest."""
-    await whole_house.at_rest()
-    return whole_house
+    await whole_harness.at_rest()
+    return whole_harness
 
 
 async def again(process: Marked) -> None:
@@ -38,11 +38,11 @@ async def again(process: Marked) -> None:
 
 
 @pytest.mark.smoke
-async def test_nothing_goes_wrong(house: House) -> None:
-    async with house.requests():
-        version = house.publish()
-        assert await house.trainer.over(version) == DONE
-        await house.brought(version)
+async def test_nothing_goes_wrong(harness: Harness) -> None:
+    async with harness.requests():
+        version = harness.publish()
+        assert await harness.trainer.over(version) == DONE
+        await harness.brought(version)
 
 
 # began, prepared, fence, the pause barrier is told to close, it is quiet, install, weights (the commit), the pause
@@ -61,43 +61,43 @@ TELLING = {("entry-after", 6), ("entry-after", 7)}
         for point in ("entry", "entry-after")
     ],
 )
-async def test_the_daemon_is_killed(house: House, point: str, number: int) -> None:
+async def test_the_daemon_is_killed(harness: Harness, point: str, number: int) -> None:
     """The trainer waits, and publishes again what was not committed."""
-    house.daemon.mark(point, number=number)
-    async with house.requests():
-        version = house.publish()
-        await again(house.daemon)
-        assert await house.trainer.over(version) == DONE
-        await house.brought(version)
+    harness.daemon.mark(point, number=number)
+    async with harness.requests():
+        version = harness.publish()
+        await again(harness.daemon)
+        assert await harness.trainer.over(version) == DONE
+        await harness.brought(version)
 
 
 @pytest.mark.parametrize("step", ["install", pytest.param("prepared", marks=pytest.mark.slow)])
-async def test_daemon_and_trainer_are_killed_at_once(house: House, step: str) -> None:
+async def test_daemon_and_trainer_are_killed_at_once(harness: Harness, step: str) -> None:
     """Nobody publishes it again: all have the version from before. Then somebody does."""
-    before = house.version
-    house.daemon.mark("entry-after", step=step)
-    async with house.requests():
-        version = house.publish()
-        await house.daemon.until_killed()
-        house.trainer.kill()
-        await asyncio.gather(house.daemon.start(), house.trainer.start())
-        await house.brought(before)
-        assert house.publish(version) == version
-        assert await house.trainer.over(version) == DONE
-        await house.brought(version)
+    before = harness.version
+    harness.daemon.mark("entry-after", step=step)
+    async with harness.requests():
+        version = harness.publish()
+        await harness.daemon.until_killed()
+        harness.trainer.kill()
+        await asyncio.gather(harness.daemon.start(), harness.trainer.start())
+        await harness.brought(before)
+        assert harness.publish(version) == version
+        assert await harness.trainer.over(version) == DONE
+        await harness.brought(version)
 
 
 @pytest.mark.parametrize("kind", ["sync.began", pytest.param("weights", marks=pytest.mark.slow)])
-async def test_the_trainer_is_killed(house: House, kind: str) -> None:
+async def test_the_trainer_is_killed(harness: Harness, kind: str) -> None:
     """Its peer has the bytes."""
-    house.daemon.mark("entry-after", kind=kind, stop=True)
-    async with house.requests():
-        version = house.publish()
-        await house.daemon.until_still()
-        house.trainer.kill()
-        house.daemon.go_on()
-        await house.brought(version)
-    await house.trainer.start()
+    harness.daemon.mark("entry-after", kind=kind, stop=True)
+    async with harness.requests():
+        version = harness.publish()
+        await harness.daemon.until_still()
+        harness.trainer.kill()
+        harness.daemon.go_on()
+        await harness.brought(version)
+    await harness.trainer.start()
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ async def test_the_trainer_is_killed(house: House, kind: str) -> None:
         pytest.param("order", {"kind": "carry"}, marks=pytest.mark.slow),
     ],
 )
-async def test_the_trainers_peer_is_killed(house: House, point: str, where: dict[str, Any]) -> None:
-    await check_killed(house, house.peers["train0"], point, **where)
+async def test_the_trainers_peer_is_killed(harness: Harness, point: str, where: dict[str, Any]) -> None:
+    await check_killed(harness, harness.peers["train0"], point, **where)
 
 
 @pytest.mark.parametrize(
@@ -125,74 +125,74 @@ async def test_the_trainers_peer_is_killed(house: House, point: str, where: dict
         pytest.param("order", {"kind": "keep"}, marks=pytest.mark.slow),
     ],
 )
-async def test_an_engines_peer_is_killed(house: House, point: str, where: dict[str, Any]) -> None:
-    await check_killed(house, house.peers["gen0"], point, **where)
+async def test_an_engines_peer_is_killed(harness: Harness, point: str, where: dict[str, Any]) -> None:
+    await check_killed(harness, harness.peers["gen0"], point, **where)
 
 
-async def check_killed(house: House, process: Marked, point: str, **where: Any) -> None:
+async def check_killed(harness: Harness, process: Marked, point: str, **where: Any) -> None:
     """It comes back, and the version is brought all the same."""
     process.mark(point, **where)
-    async with house.requests():
-        version = house.publish()
+    async with harness.requests():
+        version = harness.publish()
         await again(process)
-        assert await house.trainer.over(version) == DONE
-        await house.brought(version)
+        assert await harness.trainer.over(version) == DONE
+        await harness.brought(version)
 
 
-async def test_an_engine_is_killed_while_it_loads(house: House) -> None:
-    engine = house.engines["e1"]
+async def test_an_engine_is_killed_while_it_loads(harness: Harness) -> None:
+    engine = harness.engines["e1"]
     engine.mark("load")
-    async with house.requests():
-        version = house.publish()
+    async with harness.requests():
+        version = harness.publish()
         await again(engine)
-        assert (await house.trainer.over(version))[0] == "done"  # it may be repaired later
-        await house.brought(version)
+        assert (await harness.trainer.over(version))[0] == "done"  # it may be repaired later
+        await harness.brought(version)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["order-after", "order"])
-async def test_an_engine_is_killed_around_its_load(house: House, point: str) -> None:
+async def test_an_engine_is_killed_around_its_load(harness: Harness, point: str) -> None:
     """Before its peer tells it to load the version, and when it has."""
-    peer, engine = house.peers["gen1"], house.engines["e2"]
+    peer, engine = harness.peers["gen1"], harness.engines["e2"]
     peer.mark(point, kind="install", stop=True)
-    async with house.requests():
-        version = house.publish()
+    async with harness.requests():
+        version = harness.publish()
         await peer.until_still()
         engine.kill()
         await engine.start()
         peer.go_on()
-        assert (await house.trainer.over(version))[0] == "done"  # it may be repaired later
-        await house.brought(version)
+        assert (await harness.trainer.over(version))[0] == "done"  # it may be repaired later
+        await harness.brought(version)
 
 
 @pytest.mark.parametrize("kind", ["weights", pytest.param("sync.ended", marks=pytest.mark.slow)])
-async def test_an_engine_is_killed_after_the_commit(house: House, kind: str) -> None:
-    engine = house.engines["e0"]
-    house.daemon.mark("entry-after", kind=kind, stop=True)
-    async with house.requests():
-        version = house.publish()
-        await house.daemon.until_still()
+async def test_an_engine_is_killed_after_the_commit(harness: Harness, kind: str) -> None:
+    engine = harness.engines["e0"]
+    harness.daemon.mark("entry-after", kind=kind, stop=True)
+    async with harness.requests():
+        version = harness.publish()
+        await harness.daemon.until_still()
         engine.kill()
         await engine.start()
-        house.daemon.go_on()
-        assert (await house.trainer.over(version))[0] == "done"  # it may be repaired later
-        await house.brought(version)
+        harness.daemon.go_on()
+        assert (await harness.trainer.over(version))[0] == "done"  # it may be repaired later
+        await harness.brought(version)
 
 
 @pytest.mark.parametrize(
     "kind",
     ["sync.step", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sync.began", "barrier", "weights"))],
 )
-async def test_the_gateway_is_killed(house: House, kind: str) -> None:
+async def test_the_gateway_is_killed(harness: Harness, kind: str) -> None:
     """Before the pause barrier closes, while it does, when it is closed, and before it opens. Nobody tells the next one
     which version engines have, until the daemon goes on: it is the one from before."""
     where: dict[str, Any] = {"step": "install"} if kind == "sync.step" else {"kind": kind}
-    house.daemon.mark("entry-after", stop=True, **where)
-    async with house.requests(unknown=house.version):
-        version = house.publish()
-        await house.daemon.until_still()
-        house.gateway.kill()
-        await house.gateway.start()
-        house.daemon.go_on()
-        assert await house.trainer.over(version) == DONE
-        await house.brought(version)
+    harness.daemon.mark("entry-after", stop=True, **where)
+    async with harness.requests(unknown=harness.version):
+        version = harness.publish()
+        await harness.daemon.until_still()
+        harness.gateway.kill()
+        await harness.gateway.start()
+        harness.daemon.go_on()
+        assert await harness.trainer.over(version) == DONE
+        await harness.brought(version)

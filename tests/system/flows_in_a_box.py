@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.lab.box.enter import end_with_input
-from orchestrrl.lab.box.rooms import Script
+from orchestrrl.lab.box.namespaces import Script
 from orchestrrl.lab.box.traffic import Flow, running
 
 HOST_INDEX, TRUNK_INDEX = 20_000, 30_000

@@ -67,7 +67,7 @@ class HttpStep:
 
 
 @dataclass(slots=True)
-class House:
+class Harness:
     """What runs, and its clock. `fresh_s`: how old the daemon's view may be."""
 
     clock: VirtualClock
@@ -131,23 +131,23 @@ class House:
 
 
 @asynccontextmanager
-async def engines(options: SimulatedOptions, count: int) -> AsyncIterator[House]:
+async def engines(options: SimulatedOptions, count: int) -> AsyncIterator[Harness]:
     """Engines alone."""
     clock = VirtualClock()
     async with AsyncExitStack() as stack:
         started = [await stack.enter_async_context(SimulatedServer(options, clock=clock)) for _ in range(count)]
-        yield House(clock, started)
+        yield Harness(clock, started)
 
 
 @asynccontextmanager
 async def controlled(
     options: SimulatedOptions, count: int, config: Config, control: GenerationControlSection, folder: Path
-) -> AsyncIterator[House]:
+) -> AsyncIterator[Harness]:
     """Engines with an agent, a gateway and a daemon, as `orchestrrl daemon`, `agent` and `gateway` wire them."""
-    async with engines(options, count) as house, AsyncExitStack() as stack:
-        clock, ids = house.clock, [EngineId(f"e{index}") for index in range(count)]
+    async with engines(options, count) as harness, AsyncExitStack() as stack:
+        clock, ids = harness.clock, [EngineId(f"e{index}") for index in range(count)]
         journal = stack.enter_context(Journal(folder / "journal.sqlite", clock.now_s()))
-        plane = ControlPlane(_with_engines(config, house.engines), journal, clock)
+        plane = ControlPlane(_with_engines(config, harness.engines), journal, clock)
         plane.plans.pin("engines stay as they are", 0.0)
         server = await DaemonServer.start(
             plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
@@ -158,12 +158,12 @@ async def controlled(
         stack.push_async_callback(fleet.close)
         gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(stall_s=NO_END_S), clock=clock)
         door = GatewayServer(gateway)
-        house.gateway_url = gateway.url = await door.start("127.0.0.1", 0)
+        harness.gateway_url = gateway.url = await door.start("127.0.0.1", 0)
         stack.push_async_callback(door.close)
         gateway.set_routes(
-            tuple(EngineRoute(id, each.url, EngineHealth.OK) for id, each in zip(ids, house.engines, strict=True))
+            tuple(EngineRoute(id, each.url, EngineHealth.OK) for id, each in zip(ids, harness.engines, strict=True))
         )
-        clients = {id: connect("simulated", each.url) for id, each in zip(ids, house.engines, strict=True)}
+        clients = {id: connect("simulated", each.url) for id, each in zip(ids, harness.engines, strict=True)}
         for client in clients.values():
             stack.push_async_callback(client.close)
         agent = Agent(
@@ -177,11 +177,11 @@ async def controlled(
         )
         link = GatewayLink(gateway, server.address, report_interval_s=control.report_interval_s, clock=clock)
         works: list[Awaitable[Any]] = [agent.run(), link.run(), gateway.watch(), run_loops(plane, clock)]
-        house.tasks = [asyncio.ensure_future(work) for work in works]
-        stack.push_async_callback(_end, house.tasks)
-        house.plane, house.fresh_s = plane, max(control.scrape_interval_s, control.report_interval_s) + 2 * TICK_S
-        await house.pass_time(lambda: plane.state.snapshot(clock.now_s()).inputs_age_s is not None)
-        yield house
+        harness.tasks = [asyncio.ensure_future(work) for work in works]
+        stack.push_async_callback(_end, harness.tasks)
+        harness.plane, harness.fresh_s = plane, max(control.scrape_interval_s, control.report_interval_s) + 2 * TICK_S
+        await harness.pass_time(lambda: plane.state.snapshot(clock.now_s()).inputs_age_s is not None)
+        yield harness
 
 
 def _with_engines(config: Config, servers: Sequence[SimulatedServer]) -> Config:

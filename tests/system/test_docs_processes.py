@@ -32,7 +32,7 @@ def commands(page: Path) -> list[str]:
     return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
 
 
-class House:
+class Harness:
     """A folder and ports of its own, in which a page's commands run."""
 
     def __init__(self, folder: Path) -> None:
@@ -81,51 +81,51 @@ class House:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != FLEET_PAGE], ids=lambda page: page.name)
 def test_every_command_works(page: Path, tmp_path: Path) -> None:
-    house = House(tmp_path)
+    harness = Harness(tmp_path)
     try:
         for port in ("8001", "8002"):  # in the place of one's own vLLM servers
-            house.start(f"orchestrrl engine simulated --port {port}")
+            harness.start(f"orchestrrl engine simulated --port {port}")
         for command in commands(page):
             if command.startswith("make "):
                 # This is part of `make test`, and the demo has a test of its own: that the target is there is enough.
                 subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, check=True, capture_output=True)
-            elif shutil.which(command.split()[0], path=house.environment["PATH"]) is None:
+            elif shutil.which(command.split()[0], path=harness.environment["PATH"]) is None:
                 warnings.warn(f"not run, {command.split()[0]} is not installed: {command}", stacklevel=1)
             elif command.endswith("&"):
-                house.start(command.removesuffix("&"))
+                harness.start(command.removesuffix("&"))
                 if "daemon -c" in command:
-                    house.run("orchestrrl status")
+                    harness.run("orchestrrl status")
                 elif "sync peer" in command:  # what is typed next, a person types when it is attached
-                    house.run(f"orchestrrl sync status | grep -w {command.partition('--id ')[2].split()[0]}")
+                    harness.run(f"orchestrrl sync status | grep -w {command.partition('--id ')[2].split()[0]}")
             else:
-                house.run(command)
-        assert all(process.poll() is None for process in house.background)
+                harness.run(command)
+        assert all(process.poll() is None for process in harness.background)
     finally:
-        house.stop()
+        harness.stop()
 
 
 def test_five_commands_override_the_plan(tmp_path: Path) -> None:
     """The request's engines are replaced beneath it, and its answer is whole."""
     first, second, third, override, request, *rest = commands(FLEET_PAGE)
-    house = House(tmp_path)
+    harness = Harness(tmp_path)
     try:
-        house.start(first.removesuffix("&"))
-        house.run("orchestrrl status")
-        house.start(second.removesuffix("&"))
-        house.run(third)
-        before = json.loads(house.run("orchestrrl workers --json"))["workers"]
+        harness.start(first.removesuffix("&"))
+        harness.run("orchestrrl status")
+        harness.start(second.removesuffix("&"))
+        harness.run(third)
+        before = json.loads(harness.run("orchestrrl workers --json"))["workers"]
         assert [worker["configuration"] for worker in before] == ["tp1"] * 4
-        house.run(override)
-        answer = json.loads(house.run(request))
+        harness.run(override)
+        answer = json.loads(harness.run(request))
         assert answer["usage"]["completion_tokens"] == 1000
-        after = json.loads(house.run("orchestrrl workers --json"))["workers"]
+        after = json.loads(harness.run("orchestrrl workers --json"))["workers"]
         assert [worker["configuration"] for worker in after] == ["tp2"] * 2
-        status = json.loads(house.run("orchestrrl status --json"))
+        status = json.loads(harness.run("orchestrrl status --json"))
         assert (status["balance_policy"], status["plan_control"]["state"]) == ("packing", "overridden")
         for command in rest:
-            house.run(command)
+            harness.run(command)
     finally:
-        house.stop()
+        harness.stop()
 
 
 @pytest.mark.parametrize("unit", sorted((ROOT / "deploy" / "systemd").glob("*.service")), ids=lambda path: path.name)

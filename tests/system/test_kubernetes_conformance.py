@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from kubernetes_harness import House, house
+from kubernetes_harness import Harness, harness
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.launch import EngineDevice
@@ -28,14 +28,14 @@ STUB_MAP = "orchestrrl-conformance-stub"
 
 class TestKubernetes(DeployerConformance):
     @pytest.fixture(autouse=True)
-    async def in_house(self, tmp_path: Path) -> AsyncIterator[None]:
-        async with house(tmp_path) as self.house:
+    async def in_harness(self, tmp_path: Path) -> AsyncIterator[None]:
+        async with harness(tmp_path) as self.harness:
             yield
 
-    house: House
+    harness: Harness
 
     async def make_deployer(self, fleet: str) -> Deployer:
-        return self.house.deployer(fleet)
+        return self.harness.deployer(fleet)
 
 
 class RealKubernetes(DeployerConformance):

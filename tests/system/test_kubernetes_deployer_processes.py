@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from kubernetes_harness import House, empty, pods
+from kubernetes_harness import Harness, empty, pods
 from kubernetes_server import Trouble
 
 from orchestrrl.core.config.launch import EngineDevice, EngineProduct
@@ -47,7 +47,7 @@ async def nobody_at(url: str) -> bool:
             return True
 
 
-async def test_gpus_are_counted_by_kubernetes_and_lie_on_the_node_that_the_plan_names(place: House) -> None:
+async def test_gpus_are_counted_by_kubernetes_and_lie_on_the_node_that_the_plan_names(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=4)
     deployer = place.deployer(launch=launch, nodes=["node-c", "node-a", "node-b"])
     first = await deployer.start(spec(ONE, (0, 1, 2, 3)))
@@ -60,7 +60,7 @@ async def test_gpus_are_counted_by_kubernetes_and_lie_on_the_node_that_the_plan_
         assert "CUDA_VISIBLE_DEVICES" not in {each["name"] for each in container["env"]}
 
 
-async def test_an_engine_over_nodes_is_a_group_whose_leader_answers(place: House) -> None:
+async def test_an_engine_over_nodes_is_a_group_whose_leader_answers(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=2, nodes=("unused",) * 3)
     deployer = place.deployer(launch=launch, nodes=["node-a", "node-b", "node-c"])
     wanted = spec(ONE, (0, 1, 2, 3, 4, 5), Parallelism(tp=2, pp=3))
@@ -81,7 +81,7 @@ async def test_an_engine_over_nodes_is_a_group_whose_leader_answers(place: House
     assert empty(place)
 
 
-async def argv_of(place: House, pod: dict[str, Any]) -> list[str]:
+async def argv_of(place: Harness, pod: dict[str, Any]) -> list[str]:
     """As the machine has it, once the shell has become the engine."""
     status = pod["status"]["containerStatuses"][0]
     async with asyncio.timeout(60):
@@ -92,7 +92,7 @@ async def argv_of(place: House, pod: dict[str, Any]) -> list[str]:
             await asyncio.sleep(0.02)
 
 
-async def test_the_end_of_one_process_of_a_group_is_the_end_of_the_engine(place: House) -> None:
+async def test_the_end_of_one_process_of_a_group_is_the_end_of_the_engine(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=2, nodes=("unused",) * 2)
     deployer = place.deployer(launch=launch)
     started = await deployer.start(spec(ONE, (0, 1, 2, 3), Parallelism(tp=2, pp=2)))
@@ -106,12 +106,12 @@ async def test_the_end_of_one_process_of_a_group_is_the_end_of_the_engine(place:
     assert empty(place)
 
 
-async def argv_pid(place: House, pod: dict[str, Any]) -> int:
+async def argv_pid(place: Harness, pod: dict[str, Any]) -> int:
     await argv_of(place, pod)
     return int(place.cluster.log(pod, "engine", previous=False).split()[2])
 
 
-async def test_without_leader_worker_set_one_is_told_what_to_install(place: House) -> None:
+async def test_without_leader_worker_set_one_is_told_what_to_install(place: Harness) -> None:
     place.cluster.groups_installed = False
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=2, nodes=("unused",) * 2)
     deployer = place.deployer(launch=launch)
@@ -122,7 +122,7 @@ async def test_without_leader_worker_set_one_is_told_what_to_install(place: Hous
     assert [each.engine for each in await deployer.list_engines()] == [TWO]
 
 
-async def test_two_sides_of_an_afd_engine_are_containers_of_one_pod(place: House) -> None:
+async def test_two_sides_of_an_afd_engine_are_containers_of_one_pod(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=4)
     deployer = place.deployer(launch=launch)
     layout = Parallelism(tp=1, attention_gpus=2, ffn_gpus=2)
@@ -134,7 +134,7 @@ async def test_two_sides_of_an_afd_engine_are_containers_of_one_pod(place: House
     await deployer.stop(ONE)
 
 
-async def test_an_engine_in_a_pod_gives_tokens_and_tells_its_layout(place: House) -> None:
+async def test_an_engine_in_a_pod_gives_tokens_and_tells_its_layout(place: Harness) -> None:
     launch = EngineLaunch(python=sys.executable, engine=EngineProduct.SIMULATED, model="tiny", per_node=4)
     deployer = place.deployer(launch=launch)
     started = await deployer.start(replace(spec(), environment={}))
@@ -151,7 +151,7 @@ async def test_an_engine_in_a_pod_gives_tokens_and_tells_its_layout(place: House
     assert empty(place)
 
 
-async def test_who_looks_at_the_same_time_shares_what_is_seen(place: House) -> None:
+async def test_who_looks_at_the_same_time_shares_what_is_seen(place: Harness) -> None:
     deployer = place.deployer()
     await asyncio.gather(*(deployer.start(spec(EngineId(f"e{n}"), (n,))) for n in range(4)))
     begun = len(place.server.asked)
@@ -163,7 +163,7 @@ async def test_who_looks_at_the_same_time_shares_what_is_seen(place: House) -> N
     assert empty(place)
 
 
-async def test_a_killed_engine_does_not_come_back_by_itself(place: House) -> None:
+async def test_a_killed_engine_does_not_come_back_by_itself(place: Harness) -> None:
     deployer = place.deployer()
     started = await deployer.start(spec())
     os.kill(await pid_at(started.url), signal.SIGKILL)
@@ -183,7 +183,7 @@ async def test_a_killed_engine_does_not_come_back_by_itself(place: House) -> Non
     assert empty(place)
 
 
-async def test_the_pod_that_takes_the_place_of_an_evicted_one_never_runs(place: House) -> None:
+async def test_the_pod_that_takes_the_place_of_an_evicted_one_never_runs(place: Harness) -> None:
     deployer = place.deployer()
     started = await deployer.start(spec())
     await pid_at(started.url)
@@ -203,7 +203,7 @@ async def test_the_pod_that_takes_the_place_of_an_evicted_one_never_runs(place: 
     assert empty(place)
 
 
-async def test_a_lost_node_is_unknown_and_stopping_says_so_until_it_is_back(place: House) -> None:
+async def test_a_lost_node_is_unknown_and_stopping_says_so_until_it_is_back(place: Harness) -> None:
     deployer = place.deployer(launch=replace(place.launch, per_node=4), nodes=["node-b"])
     started = await deployer.start(spec())
     await pid_at(started.url)
@@ -223,13 +223,13 @@ async def test_a_lost_node_is_unknown_and_stopping_says_so_until_it_is_back(plac
     assert await nobody_at(started.url)
 
 
-async def test_a_program_that_is_not_there_is_an_end_with_the_shells_words(place: House) -> None:
+async def test_a_program_that_is_not_there_is_an_end_with_the_shells_words(place: Harness) -> None:
     deployer = place.deployer(launch=replace(place.launch, python="/no/such/python"))
     await deployer.start(spec())
     assert "/no/such/python" in (await until(deployer, ONE, EngineLife.ENDED)).detail
 
 
-async def test_a_quota_is_no_room(place: House) -> None:
+async def test_a_quota_is_no_room(place: Harness) -> None:
     place.cluster.pod_quota = 0
     deployer = place.deployer()
     with pytest.raises(Retryable, match="exceeded quota"):
@@ -239,7 +239,7 @@ async def test_a_quota_is_no_room(place: House) -> None:
     assert (await deployer.start(spec())).life is EngineLife.ALIVE
 
 
-async def test_two_daemons_that_want_one_gpu_never_both_have_it(place: House) -> None:
+async def test_two_daemons_that_want_one_gpu_never_both_have_it(place: Harness) -> None:
     """That two daemons have one fleet must not be; if it is all the same, no GPU serves two."""
     deployers = [place.deployer(), place.deployer()]
 
@@ -261,7 +261,7 @@ async def test_two_daemons_that_want_one_gpu_never_both_have_it(place: House) ->
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.STALLED, Trouble.BROKEN])
 async def test_after_a_write_without_an_answer_the_outcome_is_unknown_and_status_tells(
-    place: House, trouble: Trouble
+    place: Harness, trouble: Trouble
 ) -> None:
     deployer = place.deployer()
     place.server.trouble("POST", "deployments", trouble)
@@ -283,7 +283,7 @@ async def test_after_a_write_without_an_answer_the_outcome_is_unknown_and_status
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BROKEN, Trouble.BUSY])
 async def test_whichever_request_fails_a_start_can_be_repeated_and_undone(
-    place: House, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+    place: Harness, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes_api, "READ_AGAIN_S", (0.01, 0.01))
     begun = len(place.server.asked)
@@ -309,7 +309,7 @@ async def test_whichever_request_fails_a_start_can_be_repeated_and_undone(
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.BROKEN, Trouble.BUSY])
 async def test_whichever_request_fails_a_stop_can_be_repeated(
-    place: House, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+    place: Harness, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes_api, "READ_AGAIN_S", ())
     deployer = place.deployer()
@@ -326,7 +326,7 @@ async def test_whichever_request_fails_a_stop_can_be_repeated(
         await deployer.start(spec())
 
 
-async def test_a_start_cut_short_is_found_and_goes_on_or_goes(place: House) -> None:
+async def test_a_start_cut_short_is_found_and_goes_on_or_goes(place: Harness) -> None:
     for goes_on in (True, False):
         place.server.trouble("PATCH", "deployments", Trouble.BROKEN)
         with pytest.raises(OutcomeUnknown):
@@ -342,7 +342,7 @@ async def test_a_start_cut_short_is_found_and_goes_on_or_goes(place: House) -> N
         assert empty(place)
 
 
-async def test_pods_without_their_deployment_are_found_and_removed(place: House) -> None:
+async def test_pods_without_their_deployment_are_found_and_removed(place: Harness) -> None:
     deployer = place.deployer()
     await deployer.start(spec())
     (pod,) = pods(place)
@@ -370,7 +370,7 @@ async def life_of_an_engine(deployer: Deployer, wanted: EngineSpec) -> None:
 ONLY_IN_TROUBLE = (("deployments", "get"), ("leaderworkersets", "get"), ("pods", "delete"))
 
 
-async def test_every_right_of_the_manifest_is_needed_and_named_where_it_is_missing(place: House) -> None:
+async def test_every_right_of_the_manifest_is_needed_and_named_where_it_is_missing(place: Harness) -> None:
     launch = replace(place.launch, per_node=2, device=EngineDevice.CUDA, nodes=("unused",) * 2)
     lives = [
         spec(ONE, (0, 1), behaviour=EngineBehaviour.EXITS),
@@ -399,7 +399,7 @@ async def test_every_right_of_the_manifest_is_needed_and_named_where_it_is_missi
                 await deployer.stop(wanted.engine)
 
 
-async def test_without_the_right_to_logs_an_end_is_told_from_the_pods_status(place: House) -> None:
+async def test_without_the_right_to_logs_an_end_is_told_from_the_pods_status(place: Harness) -> None:
     for rule in place.server.rules:
         if rule["resources"] == ["pods/log"]:
             rule["verbs"] = []
@@ -410,7 +410,7 @@ async def test_without_the_right_to_logs_an_end_is_told_from_the_pods_status(pla
     assert "its log cannot be had" in ended.detail
 
 
-async def test_without_the_right_to_nodes_one_can_do_without(place: House) -> None:
+async def test_without_the_right_to_nodes_one_can_do_without(place: Harness) -> None:
     place.server.rules = [rule for rule in place.server.rules if rule["resources"] != ["nodes"]]
     await life_of_an_engine(place.deployer(read_nodes=False), spec())
     assert empty(place)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from kubernetes_harness import OPTIONS, House, empty, house, pods
+from kubernetes_harness import OPTIONS, Harness, empty, harness, pods
 
 from tests.orchestrrl.gateway.processes import free_port
 
@@ -43,7 +43,7 @@ async def run(*arguments: str) -> tuple[int, str]:
 
 
 @asynccontextmanager
-async def daemon(place: House, address: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def daemon(place: Harness, address: str) -> AsyncIterator[asyncio.subprocess.Process]:
     options = {**OPTIONS, "kubeconfig": place.server.kubeconfig(place.folder), "nodes": ["node-b"]}
     config = place.folder / "orchestrrl.yaml"
     given = {"address": address, "folder": place.folder, "python": sys.executable, "step": STEP}
@@ -63,7 +63,7 @@ async def daemon(place: House, address: str) -> AsyncIterator[asyncio.subprocess
         await process.wait()
 
 
-def layouts(place: House) -> list[tuple[str, str]]:
+def layouts(place: Harness) -> list[tuple[str, str]]:
     """Configuration and GPUs of each engine, as the cluster has them."""
     found: list[dict[str, Any]] = [each["metadata"]["annotations"] for each in place.cluster.store.all("deployments")]
     return sorted((each["orchestrrl/configuration"], each["orchestrrl/gpus"]) for each in found)
@@ -71,7 +71,7 @@ def layouts(place: House) -> list[tuple[str, str]]:
 
 async def test_a_fleet_of_pods_redeployments_goes_back_and_outlives_its_daemon(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    async with house(tmp_path) as place:
+    async with harness(tmp_path) as place:
         async with daemon(place, address) as process:
             status, words = await run("redeploy", "--to", "tp2=1", "--to", "tp1=1", "--daemon", address)
             assert status == 0, words

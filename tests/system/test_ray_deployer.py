@@ -69,7 +69,7 @@ class TestConformance(DeployerConformance):
         return make_deployer("ray", stub_launch(self.folder), identity, options, WallClock())
 
 
-class House:
+class Harness:
     """Deployers of one fleet, one after another."""
 
     def __init__(self, folder: Path) -> None:
@@ -94,10 +94,10 @@ class House:
 
 
 @pytest.fixture
-async def house(nodes: RayNodes, tmp_path: Path) -> AsyncIterator[House]:
-    house = House(tmp_path)
-    yield house
-    await house.clear()
+async def harness(nodes: RayNodes, tmp_path: Path) -> AsyncIterator[Harness]:
+    harness = Harness(tmp_path)
+    yield harness
+    await harness.clear()
 
 
 def left_in_ray() -> list[str]:
@@ -133,8 +133,8 @@ async def free_slots(wanted: float) -> bool:
 # What ends.
 
 
-async def test_a_killed_actor_takes_its_server_with_it(house: House) -> None:
-    deployer = house.deployer()
+async def test_a_killed_actor_takes_its_server_with_it(harness: Harness) -> None:
+    deployer = harness.deployer()
     _, pid = await running(deployer, STUB.spec(ONE))
     ray.kill(ray.get_actor(f"{ONE}#0.0", namespace=NAMESPACE))
     assert until_gone(pid)
@@ -145,8 +145,8 @@ async def test_a_killed_actor_takes_its_server_with_it(house: House) -> None:
     assert left_in_ray() == []
 
 
-async def test_a_killed_server_is_told_with_the_end_of_its_log(house: House) -> None:
-    deployer = house.deployer()
+async def test_a_killed_server_is_told_with_the_end_of_its_log(harness: Harness) -> None:
+    deployer = harness.deployer()
     _, pid = await running(deployer, STUB.spec(ONE))
     os.kill(pid, signal.SIGKILL)
     found = await until(deployer, ONE, EngineLife.ENDED)
@@ -155,8 +155,8 @@ async def test_a_killed_server_is_told_with_the_end_of_its_log(house: House) -> 
     assert f"the stub {pid} serves" in found.detail
 
 
-async def test_a_killed_supervisor_takes_the_server_with_it(house: House) -> None:
-    deployer = house.deployer()
+async def test_a_killed_supervisor_takes_the_server_with_it(harness: Harness) -> None:
+    deployer = harness.deployer()
     _, pid = await running(deployer, STUB.spec(ONE))
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent, signal.SIGKILL)
@@ -164,12 +164,12 @@ async def test_a_killed_supervisor_takes_the_server_with_it(house: House) -> Non
     assert "was killed" in (await until(deployer, ONE, EngineLife.ENDED)).detail
 
 
-async def test_what_a_server_started_goes_with_it(house: House) -> None:
+async def test_what_a_server_started_goes_with_it(harness: Harness) -> None:
     """Also what made a session of its own."""
-    program = house.folder / "parent"
+    program = harness.folder / "parent"
     program.write_text('#!/bin/sh\nsetsid sh -c "sleep 500; true" &\nexec "$(dirname "$0")/stub" "$@"\n')
     program.chmod(0o755)
-    deployer = house.deployer(replace(house.launch, python=str(program)))
+    deployer = harness.deployer(replace(harness.launch, python=str(program)))
     _, pid = await running(deployer, STUB.spec(ONE))
     (child,) = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     os.kill(pid, signal.SIGKILL)
@@ -198,16 +198,16 @@ asyncio.run(main())
 """
 
 
-async def test_engines_of_a_killed_daemon_are_adopted(house: House) -> None:
-    given = repr({**SLOTS, "log_folder": str(house.folder / "logs")})
+async def test_engines_of_a_killed_daemon_are_adopted(harness: Harness) -> None:
+    given = repr({**SLOTS, "log_folder": str(harness.folder / "logs")})
     daemon = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", DAEMON, str(house.folder), given, stdout=subprocess.PIPE
+        sys.executable, "-c", DAEMON, str(harness.folder), given, stdout=subprocess.PIPE
     )
     assert daemon.stdout is not None
     url = (await daemon.stdout.readline()).decode().strip()
     daemon.kill()
     await daemon.wait()
-    deployer = house.deployer()
+    deployer = harness.deployer()
     (found,) = await deployer.list_engines()
     assert (found.engine, found.url, found.life) == (ONE, url, EngineLife.ALIVE)
     spec = STUB.spec(ONE, (0, 1))
@@ -232,15 +232,15 @@ main()
 
 @pytest.mark.parametrize("before", ["own", "_seated", "launch"])  # the group, the actors, the process
 async def test_a_start_that_was_cut_short_is_found_and_stopped_or_begun_anew(
-    house: House, before: str, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = STUB.spec(ONE, (0, 1))
     for then in ("stop", "start"):
         with monkeypatch.context() as patch:
             patch.setattr(ray_client, "RUN", ray_client.RUN.replace("main()\n", DIES.format(before=before)))
             async with refusal(OutcomeUnknown, "status 9"):
-                await house.deployer().start(spec)
-        deployer = house.deployer()
+                await harness.deployer().start(spec)
+        deployer = harness.deployer()
         (found,) = await deployer.list_engines()
         assert (found.engine, found.gpus, found.life, found.spec) == (ONE, (0, 1), EngineLife.ENDED, spec)
         async with refusal(Permanent, ONE):
@@ -251,9 +251,9 @@ async def test_a_start_that_was_cut_short_is_found_and_stopped_or_begun_anew(
         assert left_in_ray() == []
 
 
-async def test_groups_and_actors_without_a_record_are_found_and_removed(house: House) -> None:
+async def test_groups_and_actors_without_a_record_are_found_and_removed(harness: Harness) -> None:
     placement_group([{"slot": 1}], name=f"{NAMESPACE}/stray", lifetime="detached")
-    deployer = house.deployer()
+    deployer = harness.deployer()
     (found,) = await deployer.list_engines()
     assert (found.engine, found.life, found.spec) == ("stray", EngineLife.ENDED, None)
     await deployer.stop(EngineId("stray"))
@@ -263,10 +263,10 @@ async def test_groups_and_actors_without_a_record_are_found_and_removed(house: H
 # Places.
 
 
-async def test_no_room_is_told_and_nothing_is_left_behind(house: House) -> None:
+async def test_no_room_is_told_and_nothing_is_left_behind(harness: Harness) -> None:
     taken = placement_group([{"slot": 3}])
     assert taken.wait(60)
-    deployer = house.deployer()
+    deployer = harness.deployer()
     async with refusal(Retryable, "1 of its 4 slot free, 2 needed"):
         await deployer.start(STUB.spec(ONE, (0, 1)))
     assert left_in_ray() == []
@@ -275,16 +275,16 @@ async def test_no_room_is_told_and_nothing_is_left_behind(house: House) -> None:
     await running(deployer, STUB.spec(ONE, (0, 1)))
 
 
-async def test_a_port_that_is_taken_is_left_to_who_has_it(house: House) -> None:
+async def test_a_port_that_is_taken_is_left_to_who_has_it(harness: Harness) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        found, _ = await running(house.deployer(), replace(STUB.spec(ONE), port=port))
+        found, _ = await running(harness.deployer(), replace(STUB.spec(ONE), port=port))
         assert not found.url.endswith(f":{port}")
     assert found.spec == replace(STUB.spec(ONE), port=port)
 
 
-async def test_ray_decides_which_gpus_of_the_node(house: House) -> None:
-    deployer = house.deployer(per_gpu={"GPU": 1.0})
+async def test_ray_decides_which_gpus_of_the_node(harness: Harness) -> None:
+    deployer = harness.deployer(per_gpu={"GPU": 1.0})
     holder = placement_group([{"GPU": 1}])
     assert holder.wait(60)
     _, pid = await running(deployer, STUB.spec(ONE, (7,)))
@@ -293,12 +293,12 @@ async def test_ray_decides_which_gpus_of_the_node(house: House) -> None:
     remove_placement_group(holder)
 
 
-async def test_inside_a_group_that_the_job_has_set_aside(house: House) -> None:
+async def test_inside_a_group_that_the_job_has_set_aside(harness: Harness) -> None:
     """Three of four slots in two bundles: no more is taken, and it goes with the group."""
     offer = placement_group([{"slot": 1}, {"slot": 2}], name="rollout_pool:0")
     assert offer.wait(60)
-    deployer = house.deployer(placement_groups=["rollout*"])
-    impatient = house.deployer(placement_groups=["rollout*"], start_within_s=2.0)
+    deployer = harness.deployer(placement_groups=["rollout*"])
+    impatient = harness.deployer(placement_groups=["rollout*"], start_within_s=2.0)
     _, narrow = await running(deployer, STUB.spec(ONE, (0,)))
     assert await free_slots(1)
     await deployer.start(STUB.spec(TWO, (1, 2)))
@@ -319,11 +319,11 @@ async def test_inside_a_group_that_the_job_has_set_aside(house: House) -> None:
     assert left_in_ray() == []
 
 
-async def test_an_offer_that_others_use_is_waited_for_and_given_up(house: House) -> None:
+async def test_an_offer_that_others_use_is_waited_for_and_given_up(harness: Harness) -> None:
     offer = placement_group([{"slot": 1}], name="rollout")
     sleeper = ray.remote(num_cpus=0, resources={"slot": 1})(lambda: time.sleep(60))
     call = sleeper.options(scheduling_strategy=PlacementGroupSchedulingStrategy(offer)).remote()
-    deployer = house.deployer(placement_groups=["rollout"], start_within_s=3.0)
+    deployer = harness.deployer(placement_groups=["rollout"], start_within_s=3.0)
     async with refusal(Retryable, "bundle 0"):
         await deployer.start(STUB.spec(ONE))
     assert left_in_ray() == []
@@ -341,10 +341,10 @@ def second(nodes: RayNodes) -> Iterator[int]:
         time.sleep(0.1)
 
 
-async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(house: House, nodes: RayNodes, second: int) -> None:
-    launch = replace(house.launch, nodes=(nodes.head_ip, "127.0.0.2"), per_node=2, host="0.0.0.0")
+async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(harness: Harness, nodes: RayNodes, second: int) -> None:
+    launch = replace(harness.launch, nodes=(nodes.head_ip, "127.0.0.2"), per_node=2, host="0.0.0.0")
     launch = replace(launch, device=EngineDevice.CUDA)
-    deployer = house.deployer(launch, answer_within_s=5.0)
+    deployer = harness.deployer(launch, answer_within_s=5.0)
     spec = EngineSpec(ONE, ConfigurationId("wide"), Parallelism(tp=2, pp=2), tuple(map(GpuId, range(4))))
     _, pid = await running(deployer, spec)
     assert environment_of(pid)["CUDA_VISIBLE_DEVICES"] == "0,1"  # no GPUs of Ray's: as the plan has it
@@ -376,8 +376,8 @@ async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(house: House, no
 # Ray itself.
 
 
-async def test_a_driver_that_hangs_is_replaced(house: House) -> None:
-    deployer = house.deployer(answer_within_s=1.0)
+async def test_a_driver_that_hangs_is_replaced(harness: Harness) -> None:
+    deployer = harness.deployer(answer_within_s=1.0)
     _, pid = await running(deployer, STUB.spec(ONE))
     process = deployer._driver._process
     assert process is not None
@@ -389,11 +389,11 @@ async def test_a_driver_that_hangs_is_replaced(house: House) -> None:
     assert await pid_at(found.url) == pid
 
 
-async def test_where_no_cluster_is_none_is_started(house: House) -> None:
+async def test_where_no_cluster_is_none_is_started(harness: Harness) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    deployer = house.deployer(address=address, connect_within_s=3.0)
+    deployer = harness.deployer(address=address, connect_within_s=3.0)
     began_s = time.monotonic()
     async with refusal(Retryable, "Ray"):
         await deployer.start(STUB.spec(ONE))
@@ -411,13 +411,13 @@ def test_all_faults_of_options_are_told_at_once(tmp_path: Path) -> None:
     ]
 
 
-async def test_a_node_without_an_address_is_refused_beforehand(house: House) -> None:
-    deployer = house.deployer(nodes=["10.0.0.1"])
+async def test_a_node_without_an_address_is_refused_beforehand(harness: Harness) -> None:
+    deployer = harness.deployer(nodes=["10.0.0.1"])
     deployer.check(STUB.spec(ONE, (7,)))
     async with refusal(Permanent, "node 1", "10.0.0.1"):
         deployer.check(STUB.spec(ONE, (8,)))
 
 
-async def test_a_python_that_is_not_there_is_named(house: House) -> None:
+async def test_a_python_that_is_not_there_is_named(harness: Harness) -> None:
     async with refusal(Permanent, "/nowhere/python"):
-        await house.deployer(python="/nowhere/python").start(STUB.spec(ONE))
+        await harness.deployer(python="/nowhere/python").start(STUB.spec(ONE))

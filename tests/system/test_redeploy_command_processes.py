@@ -16,7 +16,7 @@ from redeploying_daemon import RedeploymentDaemon
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.fleet.redeploy_follow import EXIT_LEFT
 from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployStepState
-from tests.orchestrrl.cli.test_redeploy_command import DEADLINE_S, ended, house, object_of, run, said
+from tests.orchestrrl.cli.test_redeploy_command import DEADLINE_S, ended, harness, object_of, run, said
 
 
 def test_it_is_followed_into_the_next_life_of_its_daemon(tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def read_until(terminal: int, words: str) -> str:
     return seen
 
 
-def on_terminal(house: RedeploymentDaemon, *arguments: str) -> tuple[subprocess.Popen[str], int]:
+def on_terminal(harness: RedeploymentDaemon, *arguments: str) -> tuple[subprocess.Popen[str], int]:
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "140", "LINES": "40", DAEMON_VARIABLE: house.address}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "140", "LINES": "40", DAEMON_VARIABLE: harness.address}
     process = subprocess.Popen(
         [sys.executable, "-m", "orchestrrl", *arguments],
         stdin=theirs,
@@ -75,19 +75,19 @@ def on_terminal(house: RedeploymentDaemon, *arguments: str) -> tuple[subprocess.
     return process, ours
 
 
-def test_interrupted_it_goes_on_and_the_terminal_says_how_to_come_back(house: RedeploymentDaemon) -> None:
-    house.do(house.redeployer.held.clear)
-    process, terminal = on_terminal(house, "redeploy", "--to", "tp8")
+def test_interrupted_it_goes_on_and_the_terminal_says_how_to_come_back(harness: RedeploymentDaemon) -> None:
+    harness.do(harness.redeployer.held.clear)
+    process, terminal = on_terminal(harness, "redeploy", "--to", "tp8")
     read_until(terminal, "0 of 29 steps done")
     process.send_signal(signal.SIGINT)
     status, errors = ended(process, terminal)
     assert status == EXIT_LEFT
     text = " ".join(errors.split())
     assert text.startswith("redeployment s1 goes on by itself; watch it with orchestrrl redeploy --watch --id s1")
-    assert object_of(run(house, "redeploy", "--json"))["state"] == "running"
-    process, terminal = on_terminal(house, "redeploy", "--watch")
+    assert object_of(run(harness, "redeploy", "--json"))["state"] == "running"
+    process, terminal = on_terminal(harness, "redeploy", "--watch")
     seen = read_until(terminal, "0 of 29 steps done")
-    house.do(house.redeployer.held.set)
+    harness.do(harness.redeployer.held.set)
     seen += read_until(terminal, "stood still")
     assert ended(process, terminal)[0] == 0
     assert "\x1b[?25l" in seen, "the table is renewed in place"

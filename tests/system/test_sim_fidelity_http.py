@@ -92,8 +92,8 @@ def check(over_http: HttpStep, simulated_s: float) -> None:
 
 async def test_a_static_fleet(kind: EngineKind) -> None:
     simulated = run_static(kind, dealt(same_requests(), ENGINES))
-    async with engines(OPTIONS, ENGINES) as house:
-        over_http = await house.run_step(prompts(pinned=True))
+    async with engines(OPTIONS, ENGINES) as harness:
+        over_http = await harness.run_step(prompts(pinned=True))
     check(over_http, simulated.makespan_s)
     # And each answer, by its place in the order of finishing.
     assert sorted(over_http.finish_s.values()) == pytest.approx(simulated.finish_s, rel=WITHIN, abs=1.0)
@@ -105,8 +105,8 @@ def test_requests_that_are_moved(scenario: GenerationScenario, kind: EngineKind,
     simulated = run.run(lambda *_: None)
 
     async def step() -> HttpStep:
-        async with controlled(OPTIONS, ENGINES, run.config(), scenario.control, tmp_path) as house:
-            return await house.run_step(prompts(pinned=False))
+        async with controlled(OPTIONS, ENGINES, run.config(), scenario.control, tmp_path) as harness:
+            return await harness.run_step(prompts(pinned=False))
 
     over_http = asyncio.run(step())
     assert simulated.moves > 0

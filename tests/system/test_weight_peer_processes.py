@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from peer_house import CHUNK, FakeDaemon, PeerProcess, carry, daemon_at, edge, peers
+from peer_harness import CHUNK, FakeDaemon, PeerProcess, carry, daemon_at, edge, peers
 from weight_versions import HALVES, SHARDS, Contents
 
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
@@ -36,7 +36,7 @@ ENGINE = EngineId("e0")
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[tuple[FakeDaemon, int]]:
+async def harness(tmp_path: Path) -> AsyncIterator[tuple[FakeDaemon, int]]:
     async with daemon_at() as (daemon, port):
         yield daemon, port
 
@@ -55,8 +55,8 @@ async def publish(daemon: FakeDaemon, folder: Path, contents: Contents, version:
 
 
 @pytest.mark.smoke
-async def test_a_version_goes_from_trainers_parts_to_an_engine(house: tuple[FakeDaemon, int], tmp_path: Path) -> None:
-    daemon, port = house
+async def test_a_version_goes_from_trainers_parts_to_an_engine(harness: tuple[FakeDaemon, int], tmp_path: Path) -> None:
+    daemon, port = harness
     async with SimulatedServer(SimulatedOptions()) as server:
         first = PeerProcess("train0", port, tmp_path / "train0", "--pod", "train", "--tor", "t0", "--nic-gbps", "100")
         second = PeerProcess(
@@ -120,9 +120,9 @@ async def test_a_version_goes_from_trainers_parts_to_an_engine(house: tuple[Fake
 
 
 async def test_a_receiver_killed_in_the_middle_finishes_with_what_it_has(
-    house: tuple[FakeDaemon, int], tmp_path: Path
+    harness: tuple[FakeDaemon, int], tmp_path: Path
 ) -> None:
-    daemon, port = house
+    daemon, port = harness
     first, second = PeerProcess("train0", port, tmp_path / "train0"), PeerProcess("gen0", port, tmp_path / "gen0")
     async with peers(first, second):
         await daemon.peer("train0")
@@ -163,9 +163,9 @@ async def test_a_receiver_killed_in_the_middle_finishes_with_what_it_has(
 
 
 async def test_a_trainers_peer_that_was_killed_still_has_the_parts(
-    house: tuple[FakeDaemon, int], tmp_path: Path
+    harness: tuple[FakeDaemon, int], tmp_path: Path
 ) -> None:
-    daemon, port = house
+    daemon, port = harness
     first = PeerProcess("train0", port, tmp_path / "train0")
     async with peers(first):
         await daemon.peer("train0")
@@ -215,8 +215,8 @@ async def test_a_peer_outlives_its_daemon(tmp_path: Path) -> None:
             assert result.outcome is OrderOutcome.DONE
 
 
-async def test_what_makes_no_sense_is_refused_with_all_reasons(house: tuple[FakeDaemon, int], tmp_path: Path) -> None:
-    daemon, port = house
+async def test_what_makes_no_sense_is_refused_with_all_reasons(harness: tuple[FakeDaemon, int], tmp_path: Path) -> None:
+    daemon, port = harness
     peer = PeerProcess("gen0", port, tmp_path / "gen0")
     async with peers(peer):
         gen = await daemon.peer("gen0")
@@ -245,9 +245,9 @@ async def test_what_makes_no_sense_is_refused_with_all_reasons(house: tuple[Fake
 
 
 async def test_it_stops_on_sigterm_and_says_when_the_folder_is_taken(
-    house: tuple[FakeDaemon, int], tmp_path: Path
+    harness: tuple[FakeDaemon, int], tmp_path: Path
 ) -> None:
-    daemon, port = house
+    daemon, port = harness
     first = PeerProcess("gen0", port, tmp_path / "gen0")
     second: PeerProcess | None = None
     async with peers(first):

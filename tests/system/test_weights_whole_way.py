@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import numpy as np
-from peer_house import WITHIN_S, PeerProcess, peers
+from peer_harness import WITHIN_S, PeerProcess, peers
 from staged_parts import Array
 
 from orchestrrl.core.errors import Retryable

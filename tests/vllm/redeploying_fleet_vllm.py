@@ -50,7 +50,7 @@ def configuration(id: str, gpus: int = 1) -> dict[str, Any]:
 
 
 @dataclass
-class House:
+class Harness:
     """One daemon, one gateway, and the engines of their fleet. `own`: launch.configurations."""
 
     folder: Path

@@ -9,8 +9,8 @@ import pytest
 
 from orchestrrl.fabric.periods import OVER, PeriodState
 from orchestrrl.integrations.instrument.rings import RingEvent
-from orchestrrl.lab.demo.fabric_house import FabricDemoStack, PeriodOutcomes
 from orchestrrl.lab.demo.fabric_jobs import RANKS, JobSpec, Launcher
+from orchestrrl.lab.demo.fabric_stack import FabricDemoStack, PeriodOutcomes
 from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
 from tests.vllm.conftest import VLLM_PYTHON
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @dataclass(frozen=True)
 class Ran:
-    """A job that has run under a house, and what is known of it."""
+    """A job that has run under a harness, and what is known of it."""
 
     iterations_s: Sequence[float]
     statuses: Sequence[int | None]
@@ -35,14 +35,14 @@ class Ran:
 async def run(folder: Path, iterations: int, *, device_s: float, window_s: float, within_s: float) -> Ran:
     async with (
         Launcher(folder, VLLM_PYTHON) as launcher,
-        FabricDemoStack(folder, device_s=device_s, within_s=within_s) as house,
+        FabricDemoStack(folder, device_s=device_s, within_s=within_s) as harness,
     ):
-        await launcher.start(JobSpec("job", window_s, house.rings))
-        await house.reads("job")
+        await launcher.start(JobSpec("job", window_s, harness.rings))
+        await harness.reads("job")
         iterations_s = await launcher.turn("job", iterations)
-        outcome, traces = await house.outcome(), read_traces(house.rings)
+        outcome, traces = await harness.outcome(), read_traces(harness.rings)
         statuses = await launcher.stop("job")
-        return Ran(iterations_s, statuses, outcome, traces, house.running)
+        return Ran(iterations_s, statuses, outcome, traces, harness.running)
 
 
 def check_whole(ran: Ran, iterations: int, window_s: float) -> None:

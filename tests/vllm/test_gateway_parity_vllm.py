@@ -10,7 +10,7 @@ import pytest
 
 from orchestrrl.gateway.moves.movable import KNOWN_FIELDS
 from orchestrrl.lab.deployers.attended import LocalEngine
-from tests.vllm.test_gateway_vllm import House
+from tests.vllm.test_gateway_vllm import Harness
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
@@ -101,19 +101,19 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 @pytest.fixture
-async def house(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[House]:
+async def harness(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[Harness]:
     async with aiohttp.ClientSession() as http:
-        house = House(vllm_servers, http)
-        house.url = await house.server.start("127.0.0.1", 0)
-        yield house
-        await house.server.close()
-        await house.fleet.close()
+        harness = Harness(vllm_servers, http)
+        harness.url = await harness.server.start("127.0.0.1", 0)
+        yield harness
+        await harness.server.close()
+        await harness.fleet.close()
 
 
-async def answered(house: House, url: str, path: str, body: dict[str, Any], *, stream: bool) -> tuple[int, Any]:
+async def answered(harness: Harness, url: str, path: str, body: dict[str, Any], *, stream: bool) -> tuple[int, Any]:
     """Status and answer. A refusal that vLLM sends as an event of its stream has the status in that event."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}} if stream else body
-    async with house.http.post(url + path, json=asked) as response:
+    async with harness.http.post(url + path, json=asked) as response:
         text = await response.text()
         if not response.headers["Content-Type"].startswith("text/event-stream"):
             answer = json.loads(text)
@@ -162,47 +162,47 @@ def near(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_vllm_answers_through_the_gateway_as_by_itself(house: House, stream: bool) -> None:
+async def test_vllm_answers_through_the_gateway_as_by_itself(harness: Harness, stream: bool) -> None:
     asks = [(COMPLETIONS, {**GREEDY, "prompt": "Hello world", **fields}) for fields in COMPLETION_FIELDS]
     asks += [(CHAT, {**GREEDY, "messages": MESSAGES, **fields}) for fields in CHAT_FIELDS]
     differ = []
     for path, body in asks:
-        direct = await answered(house, house.engines[0].url, path, body, stream=stream)
-        through = await answered(house, house.url, path, body, stream=stream)
+        direct = await answered(harness, harness.engines[0].url, path, body, stream=stream)
+        through = await answered(harness, harness.url, path, body, stream=stream)
         if not near(direct[1], through[1]) or direct[0] != through[0]:
             differ.append((path, body, direct, through))
     assert not differ
 
 
 @pytest.mark.parametrize(("name", "path", "body"), REFUSED)
-async def test_what_is_refused_names_its_field(house: House, name: str, path: str, body: dict[str, Any]) -> None:
-    status, answer = await answered(house, house.url, path, {**GREEDY, **body}, stream=False)
+async def test_what_is_refused_names_its_field(harness: Harness, name: str, path: str, body: dict[str, Any]) -> None:
+    status, answer = await answered(harness, harness.url, path, {**GREEDY, **body}, stream=False)
     assert (status, answer["error"]["param"]) == (400, name)
-    direct, _ = await answered(house, house.engines[0].url, path, {**GREEDY, **body}, stream=False)
+    direct, _ = await answered(harness, harness.engines[0].url, path, {**GREEDY, **body}, stream=False)
     assert direct == (200 if "use_beam_search" in body else 400)
 
 
-async def test_a_truncated_prompt_stays_so_when_its_request_moves(house: House) -> None:
+async def test_a_truncated_prompt_stays_so_when_its_request_moves(harness: Harness) -> None:
     body = {**GREEDY, "prompt": list(range(40, 60)), "truncate_prompt_tokens": 3, "max_tokens": 60, "ignore_eos": True}
     body["return_token_ids"] = True
-    undisturbed = await house.ask(house.engines[0].url, COMPLETIONS, body, stream=False)
-    house.pause_registry.append(20)
-    asking = asyncio.create_task(house.ask(house.url, COMPLETIONS, body, "r", stream=False))
-    result = await house.move("r", 20)
+    undisturbed = await harness.ask(harness.engines[0].url, COMPLETIONS, body, stream=False)
+    harness.pause_registry.append(20)
+    asking = asyncio.create_task(harness.ask(harness.url, COMPLETIONS, body, "r", stream=False))
+    result = await harness.move("r", 20)
     assert result.done, result.detail
     answer = await asking
     assert answer.prompt_token_ids == undisturbed.prompt_token_ids == [57, 58, 59]
     assert answer.token_ids == undisturbed.token_ids
 
 
-async def test_every_field_that_vllm_reads_is_known(house: House) -> None:
+async def test_every_field_that_vllm_reads_is_known(harness: Harness) -> None:
     """One that is not known ties its request to the engine where it began."""
-    async with house.http.get(house.engines[0].url + "/openapi.json") as response:
+    async with harness.http.get(harness.engines[0].url + "/openapi.json") as response:
         schemas = (await response.json())["components"]["schemas"]
     for name in ("CompletionRequest", "ChatCompletionRequest"):
         assert set(schemas[name]["properties"]) <= KNOWN_FIELDS
 
 
-async def test_vllm_tells_whether_its_answers_have_routed_experts(house: House) -> None:
-    slot = next(iter(house.fleet))
-    assert not (await house.fleet.capabilities(slot)).routed_experts
+async def test_vllm_tells_whether_its_answers_have_routed_experts(harness: Harness) -> None:
+    slot = next(iter(harness.fleet))
+    assert not (await harness.fleet.capabilities(slot)).routed_experts

@@ -42,7 +42,7 @@ CHAT = (
 REPEATING = ("/v1/completions", {**GREEDY, "prompt": [50, 51], "repetition_penalty": 1.3})
 
 
-class House:
+class Harness:
     """A gateway in this process before vLLM servers e0, e1, ... `holds` are for the next attempts, in their order."""
 
     def __init__(self, engines: tuple[LocalEngine, ...], http: aiohttp.ClientSession, kv_version: str = "") -> None:
@@ -87,23 +87,23 @@ class House:
 
 
 @pytest.fixture
-async def house(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[House]:
+async def harness(vllm_servers: tuple[LocalEngine, ...]) -> AsyncIterator[Harness]:
     async with aiohttp.ClientSession() as http:
-        house = House(vllm_servers, http)
-        house.url = await house.server.start("127.0.0.1", 0)
-        yield house
-        await house.server.close()
-        await house.fleet.close()
+        harness = Harness(vllm_servers, http)
+        harness.url = await harness.server.start("127.0.0.1", 0)
+        yield harness
+        await harness.server.close()
+        await harness.fleet.close()
 
 
 async def moved_at(
-    house: House, request_id: str, asking: "asyncio.Task[Answer]", *totals: int
+    harness: Harness, request_id: str, asking: "asyncio.Task[Answer]", *totals: int
 ) -> list[OperationItemResult]:
     """Move the request at each total of tokens. Fewer results: vLLM merges outputs that its stream has not taken yet
     (`RequestOutputCollector`), so that after a pause the rest may come in one piece, and nothing is left to move."""
     results: list[OperationItemResult] = []
     for tokens in totals:
-        moving = asyncio.create_task(house.move(request_id, tokens))
+        moving = asyncio.create_task(harness.move(request_id, tokens))
         await asyncio.wait({moving, asking}, return_when=asyncio.FIRST_COMPLETED)
         if not moving.done():
             moving.cancel()
@@ -116,16 +116,16 @@ async def moved_at(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("ask", [COMPLETION, CHAT, REPEATING], ids=["completion", "chat", "repetition_penalty"])
-async def test_a_moved_answer_is_the_undisturbed_one(house: House, ask: tuple[str, Any], stream: bool) -> None:
+async def test_a_moved_answer_is_the_undisturbed_one(harness: Harness, ask: tuple[str, Any], stream: bool) -> None:
     path, body = ask
-    undisturbed = await house.ask(house.engines[0].url, path, body, stream=stream)
+    undisturbed = await harness.ask(harness.engines[0].url, path, body, stream=stream)
     assert len(undisturbed.token_ids) == TOKENS
     totals = (20, 90, 211)
     for attempt in range(TRIES):
-        house.pause_registry.clear()
-        house.pause_registry.extend((20, 70, 121))
-        asking = asyncio.create_task(house.ask(house.url, path, body, f"r{attempt}", stream=stream))
-        results = await moved_at(house, f"r{attempt}", asking, *totals)
+        harness.pause_registry.clear()
+        harness.pause_registry.extend((20, 70, 121))
+        asking = asyncio.create_task(harness.ask(harness.url, path, body, f"r{attempt}", stream=stream))
+        results = await moved_at(harness, f"r{attempt}", asking, *totals)
         answer = await asking
         if len(results) == len(totals):
             break
@@ -141,81 +141,85 @@ async def test_a_moved_answer_is_the_undisturbed_one(house: House, ask: tuple[st
     assert answer.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-3)
     # The client has its answer before the gateway has put the record away.
     async with asyncio.timeout(DEADLINE_S):
-        while not house.gateway.ledger.finished:
+        while not harness.gateway.ledger.finished:
             await asyncio.sleep(0.01)
-    assert house.gateway.ledger.finished[-1].moves == 3
+    assert harness.gateway.ledger.finished[-1].moves == 3
 
 
-async def test_the_text_is_right_wherever_the_cut_falls(house: House) -> None:
+async def test_the_text_is_right_wherever_the_cut_falls(harness: Harness) -> None:
     """Random weights make many incomplete characters: cut after every one of some tokens."""
     path, body = COMPLETION
     body = {**body, "max_tokens": 60, "logprobs": None}
-    undisturbed = await house.ask(house.engines[0].url, path, body, stream=True)
+    undisturbed = await harness.ask(harness.engines[0].url, path, body, stream=True)
     for tokens in range(1, 40, 3):
-        house.pause_registry.append(tokens)
-        asking = asyncio.create_task(house.ask(house.url, path, body, f"cut-{tokens}", stream=True))
-        result = await house.move(f"cut-{tokens}", tokens)
+        harness.pause_registry.append(tokens)
+        asking = asyncio.create_task(harness.ask(harness.url, path, body, f"cut-{tokens}", stream=True))
+        result = await harness.move(f"cut-{tokens}", tokens)
         answer = await asking
         assert answer.token_ids == undisturbed.token_ids
         assert answer.text == undisturbed.text, result
 
 
 @pytest.mark.slow
-async def test_the_text_is_right_where_no_server_decodes_tokens(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_text_is_right_where_no_server_decodes_tokens(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def dropped(_: HeldEngine, token_ids: Sequence[int]) -> str:
         raise OutcomeUnknown(f"/detokenize of {len(token_ids)} tokens: Server disconnected")
 
     monkeypatch.setattr(HeldEngine, "detokenize", dropped)
     path, body = COMPLETION
     body = {**body, "max_tokens": 60, "logprobs": None}
-    undisturbed = await house.ask(house.engines[0].url, path, body, stream=True)
+    undisturbed = await harness.ask(harness.engines[0].url, path, body, stream=True)
     for tokens in range(3, 40, 5):
-        house.pause_registry.append(tokens)
-        asking = asyncio.create_task(house.ask(house.url, path, body, f"undecoded-{tokens}", stream=True))
-        result = await house.move(f"undecoded-{tokens}", tokens)
+        harness.pause_registry.append(tokens)
+        asking = asyncio.create_task(harness.ask(harness.url, path, body, f"undecoded-{tokens}", stream=True))
+        result = await harness.move(f"undecoded-{tokens}", tokens)
         answer = await asking
         assert answer.token_ids == undisturbed.token_ids
         assert answer.text == undisturbed.text, result
 
 
 @pytest.mark.smoke
-async def test_a_waiting_request_moves_to_a_free_seat(house: House) -> None:
+async def test_a_waiting_request_moves_to_a_free_seat(harness: Harness) -> None:
     """e0 has four seats; the fifth request waits there until it is moved."""
-    house.gateway.set_routes([EngineRoute(EngineId("e0"), house.engines[0].url)])
+    harness.gateway.set_routes([EngineRoute(EngineId("e0"), harness.engines[0].url)])
     path, body = COMPLETION
     long_body = {**body, "max_tokens": 10 * INTERRUPTED_TOKENS, "logprobs": None}
-    house.pause_registry.extend([5] * 4)
-    long_ones = [asyncio.create_task(house.ask(house.url, path, long_body, f"l{i}", stream=False)) for i in range(4)]
-    await asyncio.gather(*(house.until(f"l{i}", 5) for i in range(4)))
-    late = asyncio.create_task(house.ask(house.url, path, {**body, "max_tokens": 10}, "late", stream=False))
-    await house.until("late", 0)
-    house.gateway.set_routes([EngineRoute(EngineId(f"e{i}"), engine.url) for i, engine in enumerate(house.engines)])
-    result = await house.move("late", 0)
+    harness.pause_registry.extend([5] * 4)
+    long_ones = [
+        asyncio.create_task(harness.ask(harness.url, path, long_body, f"l{i}", stream=False)) for i in range(4)
+    ]
+    await asyncio.gather(*(harness.until(f"l{i}", 5) for i in range(4)))
+    late = asyncio.create_task(harness.ask(harness.url, path, {**body, "max_tokens": 10}, "late", stream=False))
+    await harness.until("late", 0)
+    harness.gateway.set_routes([EngineRoute(EngineId(f"e{i}"), engine.url) for i, engine in enumerate(harness.engines)])
+    result = await harness.move("late", 0)
     assert result.done, result.detail
     assert result.recomputed_tokens == 0
     answer = await late
-    undisturbed = await house.ask(house.engines[1].url, path, {**body, "max_tokens": 10}, stream=False)
+    undisturbed = await harness.ask(harness.engines[1].url, path, {**body, "max_tokens": 10}, stream=False)
     assert answer.token_ids == undisturbed.token_ids
     for task in long_ones:
         task.cancel()
     await asyncio.gather(*long_ones, return_exceptions=True)
     async with asyncio.timeout(DEADLINE_S):
-        while (await house.fleet.get(EngineId("e0")).engine.metrics()).running:  # type: ignore[union-attr]
+        while (await harness.fleet.get(EngineId("e0")).engine.metrics()).running:  # type: ignore[union-attr]
             await asyncio.sleep(0.05)
 
 
-async def test_a_paused_server_freezes_its_requests_and_loses_none(house: House) -> None:
+async def test_a_paused_server_freezes_its_requests_and_loses_none(harness: Harness) -> None:
     path, body = COMPLETION
-    undisturbed = await house.ask(house.engines[0].url, path, body, stream=False)
-    house.pause_registry.append(30)
-    asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=False))
-    source = await house.until("r", 30)
-    slot = house.fleet.get(source)
+    undisturbed = await harness.ask(harness.engines[0].url, path, body, stream=False)
+    harness.pause_registry.append(30)
+    asking = asyncio.create_task(harness.ask(harness.url, path, body, "r", stream=False))
+    source = await harness.until("r", 30)
+    slot = harness.fleet.get(source)
     assert slot is not None
-    async with house.http.post(slot.engine.url + "/pause?mode=abort") as response:
+    async with harness.http.post(slot.engine.url + "/pause?mode=abort") as response:
         assert response.status == 200
     await slot.engine.resume()
-    house.released.set()
+    harness.released.set()
     answer = await asking
     assert answer.token_ids == undisturbed.token_ids
     assert answer.text == undisturbed.text
@@ -226,8 +230,8 @@ async def test_a_server_killed_in_the_middle_of_a_step_loses_no_request(
 ) -> None:
     doomed = await start_vllm_server("doomed", "1:0.5")  # two tokens a second: it is killed long before it ends any
     async with aiohttp.ClientSession() as http:
-        house = House((vllm_servers[0], doomed), http)
-        house.url = await house.server.start("127.0.0.1", 0)
+        harness = Harness((vllm_servers[0], doomed), http)
+        harness.url = await harness.server.start("127.0.0.1", 0)
         asks = []
         for index in range(8):
             path, body = (COMPLETION, CHAT)[index % 2]
@@ -236,48 +240,48 @@ async def test_a_server_killed_in_the_middle_of_a_step_loses_no_request(
                 body["prompt"] = [60 + index, 61, 62]
             asks.append((path, body, index % 4 < 2))
         expected = await asyncio.gather(
-            *(house.ask(house.engines[0].url, path, body, stream=stream) for path, body, stream in asks)
+            *(harness.ask(harness.engines[0].url, path, body, stream=stream) for path, body, stream in asks)
         )
-        house.pause_registry.extend([4] * 8)
+        harness.pause_registry.extend([4] * 8)
         asking = [
-            asyncio.create_task(house.ask(house.url, path, body, f"q{index}", stream=stream))
+            asyncio.create_task(harness.ask(harness.url, path, body, f"q{index}", stream=stream))
             for index, (path, body, stream) in enumerate(asks)
         ]
-        slot = house.fleet.get(EngineId("e1"))
+        slot = harness.fleet.get(EngineId("e1"))
         assert slot is not None
         async with asyncio.timeout(DEADLINE_S):
             while not any(len(record.generated_ids) > 3 for record in slot.records.values()):
                 await asyncio.sleep(0.002)
         doomed.kill()
-        house.released.set()
+        harness.released.set()
         answers = await asyncio.gather(*asking)
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
         assert [answer.text for answer in answers] == [answer.text for answer in expected]
-        assert sum(summary.engine == "e0" for summary in house.gateway.ledger.finished) == len(asks)
-        assert len(house.gateway.ledger) == 0
-        await house.server.close()
-        await house.fleet.close()
+        assert sum(summary.engine == "e0" for summary in harness.gateway.ledger.finished) == len(asks)
+        assert len(harness.gateway.ledger) == 0
+        await harness.server.close()
+        await harness.fleet.close()
 
 
-async def test_clients_that_leave_free_the_servers_kv(house: House) -> None:
+async def test_clients_that_leave_free_the_servers_kv(harness: Harness) -> None:
     path, body = COMPLETION
     long_body = {**body, "max_tokens": 10 * INTERRUPTED_TOKENS, "logprobs": None}
     asking = [
-        asyncio.create_task(house.ask(house.url, path, long_body, f"g{index}", stream=index % 2 == 0))
+        asyncio.create_task(harness.ask(harness.url, path, long_body, f"g{index}", stream=index % 2 == 0))
         for index in range(4)
     ]
-    await asyncio.gather(*(house.until(f"g{index}", 5) for index in range(4)))
-    metrics = [await slot.engine.metrics() for slot in house.fleet]
+    await asyncio.gather(*(harness.until(f"g{index}", 5) for index in range(4)))
+    metrics = [await slot.engine.metrics() for slot in harness.fleet]
     assert sum(each.running for each in metrics) == 4
     assert any(each.kv_usage_fraction > 0 for each in metrics)
     for task in asking:
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
     async with asyncio.timeout(DEADLINE_S):
-        for slot in house.fleet:
+        for slot in harness.fleet:
             while (now := await slot.engine.metrics()).running or now.waiting or now.kv_usage_fraction:
                 await asyncio.sleep(0.05)
-    assert house.gateway.ledger.finished_by_reason == {"abort": 4}
+    assert harness.gateway.ledger.finished_by_reason == {"abort": 4}
 
 
 async def test_a_server_killed_while_it_is_moved_to_sends_the_request_back(
@@ -286,27 +290,27 @@ async def test_a_server_killed_while_it_is_moved_to_sends_the_request_back(
     """It stands still (SIGSTOP) until the request is there, and never makes a token of it."""
     doomed = await start_vllm_server("doomed")
     async with aiohttp.ClientSession() as http:
-        house = House((vllm_servers[0], doomed), http)
-        house.url = await house.server.start("127.0.0.1", 0)
+        harness = Harness((vllm_servers[0], doomed), http)
+        harness.url = await harness.server.start("127.0.0.1", 0)
         path, body = COMPLETION
-        undisturbed = await house.ask(house.engines[0].url, path, body, stream=False)
-        house.pause_registry.append(20)
-        asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=True))
-        assert await house.until("r", 20) == "e0"
+        undisturbed = await harness.ask(harness.engines[0].url, path, body, stream=False)
+        harness.pause_registry.append(20)
+        asking = asyncio.create_task(harness.ask(harness.url, path, body, "r", stream=True))
+        assert await harness.until("r", 20) == "e0"
         os.killpg(doomed.pid, signal.SIGSTOP)
-        moving = asyncio.create_task(house.move("r", 20))
-        record = house.gateway.ledger.get(RequestId("r"))
+        moving = asyncio.create_task(harness.move("r", 20))
+        record = harness.gateway.ledger.get(RequestId("r"))
         assert record is not None
         async with asyncio.timeout(DEADLINE_S):
             while record.engine != "e1":
                 await asyncio.sleep(0.002)
         doomed.kill()
-        house.released.set()
+        harness.released.set()
         result = await moving
         assert not result.done
         assert "e1 failed" in result.detail
         answer = await asking
         assert answer.token_ids == undisturbed.token_ids
         assert answer.text == undisturbed.text
-        await house.server.close()
-        await house.fleet.close()
+        await harness.server.close()
+        await harness.fleet.close()

@@ -21,7 +21,7 @@ from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
 from planner.model import RequestId
 from tests.system.streams import Answer
 from tests.vllm.conftest import INTERRUPTED_TOKENS, MAX_NUM_SEQS, TINY_MODEL_SCRIPT, VLLM_PLUGIN, VLLM_PYTHON
-from tests.vllm.test_gateway_vllm import CHAT, COMPLETION, House
+from tests.vllm.test_gateway_vllm import CHAT, COMPLETION, Harness
 
 pytestmark = pytest.mark.slow
 
@@ -206,15 +206,15 @@ async def test_the_gateway_moves_both_ways_by_both_methods(
         body["prompt"] = next(prompts)
     else:
         body["messages"] = [{"role": "user", "content": f"Tell me {next(NAMES)}"}]
-    house = House(handover_servers[1], pair.http, kv_version="tp1/v1")
-    house.url = await house.server.start("127.0.0.1", 0)
-    undisturbed = await house.ask(pair.urls[0], path, body, stream=stream)
+    harness = Harness(handover_servers[1], pair.http, kv_version="tp1/v1")
+    harness.url = await harness.server.start("127.0.0.1", 0)
+    undisturbed = await harness.ask(pair.urls[0], path, body, stream=stream)
     prompt_tokens = len(undisturbed.prompt_token_ids)
-    house.pause_registry.extend((100, 100, 100, 100))
-    asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=stream))
+    harness.pause_registry.extend((100, 100, 100, 100))
+    asking = asyncio.create_task(harness.ask(harness.url, path, body, "r", stream=stream))
     moved = []
     for turn, method in enumerate((MoveMethod.TRANSFER,) * 2 + (MoveMethod.RECOMPUTE,) * 2):
-        moved.append(await house.move("r", 100 * (turn + 1), method, other_s=2 * WAIT_S))
+        moved.append(await harness.move("r", 100 * (turn + 1), method, other_s=2 * WAIT_S))
         assert moved[-1].done, moved[-1]
         assert moved[-1].method is method, moved[-1]
     answer = await asking
@@ -225,8 +225,8 @@ async def test_the_gateway_moves_both_ways_by_both_methods(
         assert item.recomputed_tokens == 1
         assert item.loaded_tokens >= prompt_tokens + 100 * (turn + 1) - 1 > prompt_tokens
     assert [item.loaded_tokens for item in moved[2:]] == [0, 0]
-    await house.server.close()
-    await house.fleet.close()
+    await harness.server.close()
+    await harness.fleet.close()
 
 
 async def test_it_moves_again_and_back(pair: Pair) -> None:
@@ -333,9 +333,9 @@ async def test_weights_change_under_a_running_request(
     of_earlier_tests = set(pair.store.root.rglob("*.kv"))
     path, body = COMPLETION
     body = {**body, "prompt": next(prompts), "max_tokens": INTERRUPTED_TOKENS + 310, "logprobs": None}
-    house = House(handover_servers[1], pair.http, kv_version="tp1/v1")
-    house.url = await house.server.start("127.0.0.1", 0)
-    operator = await house.server.start_operator("127.0.0.1", 0)
+    harness = Harness(handover_servers[1], pair.http, kv_version="tp1/v1")
+    harness.url = await harness.server.start("127.0.0.1", 0)
+    operator = await harness.server.start_operator("127.0.0.1", 0)
 
     async def barrier(path: str, asked: dict[str, Any]) -> dict[str, Any]:
         async with pair.http.post(f"{operator}/orchestrrl/barrier/{path}", json=asked) as response:
@@ -349,20 +349,20 @@ async def test_weights_change_under_a_running_request(
         await asyncio.gather(*(pair.reload_weights(server, model) for server in range(2)))
         await barrier("resume", {"lease_id": closed["lease_id"], "policy_version": version})
 
-    old = await house.ask(pair.urls[0], path, {**body, "max_tokens": 300}, stream=True)
+    old = await harness.ask(pair.urls[0], path, {**body, "max_tokens": 300}, stream=True)
     await update(tiny_model, 1)
-    asking = asyncio.create_task(house.ask(house.url, path, body, "r", stream=True))
+    asking = asyncio.create_task(harness.ask(harness.url, path, body, "r", stream=True))
     try:
-        await house.until("r", 100)
+        await harness.until("r", 100)
         await update(other_weights, 2)
-        record = house.gateway.ledger.get(RequestId("r"))
+        record = harness.gateway.ledger.get(RequestId("r"))
         assert record is not None
         loaded_before = [await pair.loaded_tokens(server) for server in range(2)]
         wish = {"method": MoveMethod.TRANSFER, "other_s": 2 * WAIT_S}
-        under_both = await house.move("r", len(record.generated_ids) + 50, **wish)
+        under_both = await harness.move("r", len(record.generated_ids) + 50, **wish)
         assert [await pair.loaded_tokens(server) for server in range(2)] == loaded_before
         assert (under_both.done, under_both.method) == (True, MoveMethod.RECOMPUTE)
-        under_new = await house.move("r", len(record.generated_ids) + 50, **wish)
+        under_new = await harness.move("r", len(record.generated_ids) + 50, **wish)
         assert (under_new.done, under_new.method) == (True, MoveMethod.TRANSFER)
         assert under_new.loaded_tokens > len(body["prompt"])
         spans = record.versions.spans(INTERRUPTED_TOKENS)
@@ -374,7 +374,7 @@ async def test_weights_change_under_a_running_request(
         change = next(at for at in range(told + 1) if at == told or answer.token_ids[at] != old.token_ids[at])
         assert told - MERGED_TOKENS <= change
         rest = {**body, "prompt": body["prompt"] + answer.token_ids[:change], "max_tokens": body["max_tokens"] - change}
-        new = await house.ask(pair.urls[0], path, rest, stream=True)
+        new = await harness.ask(pair.urls[0], path, rest, stream=True)
         assert answer.token_ids[change:] == new.token_ids
         assert answer.token_ids[change : change + 50] != old.token_ids[change : change + 50]
     finally:
@@ -383,8 +383,8 @@ async def test_weights_change_under_a_running_request(
     # What ran under both was left as an entry without KV, which nobody takes away before its time.
     left = {file: file.stat().st_size for file in pair.store.root.rglob("*.kv") if file not in of_earlier_tests}
     assert all(size < 4096 for size in left.values()), left
-    await house.server.close()
-    await house.fleet.close()
+    await harness.server.close()
+    await harness.fleet.close()
 
 
 def cut_short(file: Path) -> None:

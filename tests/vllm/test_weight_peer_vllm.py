@@ -5,7 +5,7 @@ from pathlib import Path
 
 from orchestrrl.weights.model import MODEL_FILE
 from orchestrrl.weights.orders import CheckVersion, OpenVersion
-from tests.orchestrrl.weights.peer_house import PeerProcess, carry, daemon_at, edge, peers
+from tests.orchestrrl.weights.peer_harness import PeerProcess, carry, daemon_at, edge, peers
 from tests.orchestrrl.weights.weight_versions import HALVES, Contents
 from tests.vllm.conftest import VLLM_PYTHON
 

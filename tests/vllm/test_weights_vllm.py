@@ -12,7 +12,7 @@ import pytest
 
 from orchestrrl.engines.vllm_weight_flags import MODULE_FOLDER
 from orchestrrl.engines.vllm_weight_flags import VLLM_ARGUMENTS as OUR_BACKEND
-from orchestrrl.lab.bench.weights_vllm import Flight, WeightsHouse, status_of, weights_house
+from orchestrrl.lab.bench.weights_vllm import Flight, WeightsStack, status_of, weights_stack
 from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
@@ -40,8 +40,8 @@ SAME_LOGIT = 1e-3
 class Traffic:
     """Long answers from the beginning to the end of a test, and short ones one after the other beside them."""
 
-    def __init__(self, house: WeightsHouse, http: aiohttp.ClientSession) -> None:
-        self._url = house.stack.gateway_url
+    def __init__(self, harness: WeightsStack, http: aiohttp.ClientSession) -> None:
+        self._url = harness.stack.gateway_url
         self._http = http
         self.long = [Flight([40 + index, 41, 42]) for index in range(FLIGHTS)]
         self.short: list[Flight] = []
@@ -82,13 +82,13 @@ class Traffic:
         )
 
 
-async def check(house: WeightsHouse, traffic: Traffic, seeds: dict[int | None, int]) -> None:
+async def check(harness: WeightsStack, traffic: Traffic, seeds: dict[int | None, int]) -> None:
     """Each token is the likeliest one after all before it, by the weights of its own version and no others."""
     for flight in traffic.long:
         assert list(dict.fromkeys(flight.versions)) == list(seeds)
     flights = [*traffic.long, *traffic.short]
     rows = [[*flight.prompt, *flight.tokens] for flight in flights]
-    gaps = {version: await house.trainer.ask({"gaps": rows, "seed": seed}) for version, seed in seeds.items()}
+    gaps = {version: await harness.trainer.ask({"gaps": rows, "seed": seed}) for version, seed in seeds.items()}
     mistaken: list[str] = []
     of_others: list[bool] = []  # whether another version would have said the same
     for index, flight in enumerate(flights):
@@ -125,16 +125,16 @@ async def test_three_versions_while_requests_run(
 ) -> None:
     async with (
         as_they_were(vllm_servers, tiny_model),
-        weights_house(vllm_servers, tiny_model, tmp_path) as house,
+        weights_stack(vllm_servers, tiny_model, tmp_path) as harness,
         aiohttp.ClientSession() as http,
     ):
-        async with Traffic(house, http) as traffic:
+        async with Traffic(harness, http) as traffic:
             await traffic.all_have(None)
             for version in (1, 2, 3):
-                report = await house.publish(version, seed=version)
+                report = await harness.publish(version, seed=version)
                 assert all_serve(report), report
                 await traffic.all_have(version)
-        await check(house, traffic, {None: OWN_SEED, 1: 1, 2: 2, 3: 3})
+        await check(harness, traffic, {None: OWN_SEED, 1: 1, 2: 2, 3: 3})
 
 
 @pytest.mark.slow
@@ -143,13 +143,13 @@ async def test_a_version_waits_for_the_barrier(
 ) -> None:
     async with (
         as_they_were(vllm_servers, tiny_model),
-        weights_house(vllm_servers, tiny_model, tmp_path) as house,
-        ControlClient(house.stack.daemon_address) as daemon,
-        aiohttp.ClientSession(house.stack.gateway_url) as http,
+        weights_stack(vllm_servers, tiny_model, tmp_path) as harness,
+        ControlClient(harness.stack.daemon_address) as daemon,
+        aiohttp.ClientSession(harness.stack.gateway_url) as http,
     ):
-        async with Traffic(house, http) as traffic:
+        async with Traffic(harness, http) as traffic:
             await traffic.all_have(None)
-            await house.trainer.ask({"publish": 1, "seed": 1, "install": "next_pause"})
+            await harness.trainer.ask({"publish": 1, "seed": 1, "install": "next_pause"})
             await until_prepared(daemon, 1)
             had = [len(flight.tokens) for flight in traffic.long]
             await traffic.until(
@@ -165,10 +165,10 @@ async def test_a_version_waits_for_the_barrier(
             async with http.post(f"{operator}/orchestrrl/resume", json={"lease_id": lease}) as response:
                 assert response.status == 200, await response.text()
             assert (await status_of(daemon)).committed == 1
-            report = SYNC.validate_python(await house.trainer.ask({"wait": 1}))
+            report = SYNC.validate_python(await harness.trainer.ask({"wait": 1}))
             assert all_serve(report), report
             await traffic.all_have(1)
-        await check(house, traffic, {None: OWN_SEED, 1: 1})
+        await check(harness, traffic, {None: OWN_SEED, 1: 1})
 
 
 @pytest.mark.slow
@@ -191,34 +191,34 @@ async def test_a_server_is_killed_as_it_takes_a_version(
     try:
         async with (
             as_they_were(vllm_servers[:1], tiny_model),
-            weights_house((vllm_servers[0], doomed), tiny_model, tmp_path, hosts=((0,), (1,))) as house,
-            ControlClient(house.stack.daemon_address) as daemon,
+            weights_stack((vllm_servers[0], doomed), tiny_model, tmp_path, hosts=((0,), (1,))) as harness,
+            ControlClient(harness.stack.daemon_address) as daemon,
             aiohttp.ClientSession() as http,
         ):
-            async with Traffic(house, http) as traffic:
+            async with Traffic(harness, http) as traffic:
                 await traffic.all_have(None)
-                report = await house.publish(1, seed=1)
+                report = await harness.publish(1, seed=1)
                 assert all_serve(report), report
                 await traffic.all_have(1)
                 async with asyncio.timeout(DEADLINE_S):  # short answers go to either
                     while not await cache_hits(http, doomed.url):
                         await asyncio.sleep(0.2)
 
-                await house.trainer.ask({"publish": 2, "seed": 2, "install": "next_pause"})
+                await harness.trainer.ask({"publish": 2, "seed": 2, "install": "next_pause"})
                 await until_prepared(daemon, 2)
-                house.peers["gen1"].signal(signal.SIGSTOP)  # it is ordered to install, and does not begin
+                harness.peers["gen1"].signal(signal.SIGSTOP)  # it is ordered to install, and does not begin
                 await daemon.ask(daemon.weights.InstallSync, weights_pb2.InstallSyncRequest())
                 await until_installed(daemon, "e0")
                 doomed.kill()
                 assert (await status_of(daemon)).committed == 1
-                house.peers["gen1"].signal(signal.SIGCONT)
+                harness.peers["gen1"].signal(signal.SIGCONT)
                 # e0 gets version 1 again, and then the new one without the other: the order to install it stands.
-                report = SYNC.validate_python(await house.trainer.ask({"wait": 2}))
+                report = SYNC.validate_python(await harness.trainer.ask({"wait": 2}))
                 assert (report.state, report.code, report.attempt) == (SyncState.DONE, "some_quarantined", 2), report
                 stands = {engine.engine: engine.state for engine in report.engines}
                 assert stands == {"e0": EngineSync.SERVES, "e1": EngineSync.QUARANTINED}
                 await traffic.all_have(2)
-            await check(house, traffic, {None: OWN_SEED, 1: 1, 2: 2})
+            await check(harness, traffic, {None: OWN_SEED, 1: 1, 2: 2})
     finally:
         await doomed.stop()
 

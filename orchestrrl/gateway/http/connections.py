@@ -5,7 +5,7 @@ A usual request is a POST to one of the two endpoints, in HTTP/1.1, whose body h
 first request of a connection that is anything else takes the whole connection, with what has been read, to aiohttp.
 
 It can be left out: with `orchestrrl gateway --plain-http` all requests are aiohttp's. What it must keep to is that
-both give the same answers (tests/orchestrrl/gateway/test_door_oracle.py sends the same bytes to both), so whatever is
+both give the same answers (tests/orchestrrl/gateway/test_http_connection_oracle.py sends the same bytes to both), so whatever is
 not plainly usual is handed over, and aiohttp judges it. As with aiohttp, a client that closes its side of the
 connection, or only half of it, has left.
 """
@@ -128,8 +128,8 @@ def may_be_a_head(data: bytes) -> bool:
 class HttpConnection(asyncio.Protocol):
     """One connection. What answers a request is given the door to write to, and is cancelled when the client leaves."""
 
-    def __init__(self, house: "HttpServer") -> None:
-        self._server = house
+    def __init__(self, server: "HttpServer") -> None:
+        self._server = server
         self._transport: asyncio.Transport | None = None
         self._data = b""
         self._head: RequestHead | None = None  # of a request that is not all there

@@ -1,6 +1,6 @@
 """Commits of circuits in the windows of a real job of torch.distributed: how many, how well aimed, how soon.
 
-Eight processes over gloo under a daemon, an agent and virtual switches (lab/demo/fabric_house.py) take turns with eight
+Eight processes over gloo under a daemon, an agent and virtual switches (lab/demo/fabric_stack.py) take turns with eight
 that are left alone. Afterwards the recorders of all ranks say whether any collective was in flight during a commit.
 In the same turns, a bare poller carries each pause from shared memory to a socket (echo.py).
 """
@@ -19,8 +19,8 @@ from statistics import fmean, median, stdev
 from tempfile import TemporaryDirectory
 
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.demo.fabric_house import CommitRecord, FabricDemoStack, PeriodOutcomes
 from orchestrrl.lab.demo.fabric_jobs import RANKS, JobSpec, Launcher
+from orchestrrl.lab.demo.fabric_stack import CommitRecord, FabricDemoStack, PeriodOutcomes
 from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
 
 REPOSITORY = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ ALLOWED_OUTSIDE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class WindowsRun:
-    """One recorded job under a house."""
+    """One recorded job under a running."""
 
     iterations: int
     outcome: PeriodOutcomes
@@ -102,13 +102,13 @@ async def _show(launcher: Launcher, folder: Path) -> Shown:
     made = folder / "shown"
     made.mkdir()
     stamps = made / "stamps"
-    async with FabricDemoStack(made, device_s=DEVICE_S) as house:
-        await launcher.start(JobSpec("watched", WINDOW_S, house.rings, stamps))
+    async with FabricDemoStack(made, device_s=DEVICE_S) as running:
+        await launcher.start(JobSpec("watched", WINDOW_S, running.rings, stamps))
         await launcher.start(JobSpec("alone", WINDOW_S, None, made / "stamps-alone"))
-        await house.reads("watched")
+        await running.reads("watched")
         async with _echo(stamps) as echo_s:
             pairs = [await _pair(launcher, turn) for turn in range(TURNS)]
-        run = await _seen(house, TURNS * ITERATIONS)
+        run = await _seen(running, TURNS * ITERATIONS)
         await launcher.stop("watched")
         await launcher.stop("alone")
     return Shown(run, pairs[1:], echo_s)
@@ -125,19 +125,19 @@ async def _refuse(launcher: Launcher, folder: Path) -> WindowsRun:
     """A device that is slower than any window is long."""
     made = folder / "slow"
     made.mkdir()
-    async with FabricDemoStack(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as house:
-        await launcher.start(JobSpec("slow", SHORT_WINDOW_S, house.rings))
-        await house.reads("slow")
+    async with FabricDemoStack(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as running:
+        await launcher.start(JobSpec("slow", SHORT_WINDOW_S, running.rings))
+        await running.reads("slow")
         await launcher.turn("slow", SLOW_ITERATIONS)
-        run = await _seen(house, SLOW_ITERATIONS)
+        run = await _seen(running, SLOW_ITERATIONS)
         await launcher.stop("slow")
     return run
 
 
-async def _seen(house: FabricDemoStack, iterations: int) -> WindowsRun:
+async def _seen(running: FabricDemoStack, iterations: int) -> WindowsRun:
     """While the job's processes still are there: rings of dead ones are removed."""
-    outcome = await house.outcome()
-    traces = read_traces(house.rings)
+    outcome = await running.outcome()
+    traces = read_traces(running.rings)
     if sorted(traces) != list(range(RANKS)):
         raise RuntimeError(f"the traces must be of ranks 0 to {RANKS - 1}, got {sorted(traces)}")
     return WindowsRun(iterations, outcome, RecordedTraffic.of(traces))

@@ -86,7 +86,7 @@ class Program:
 
 
 @dataclass(slots=True)
-class WeightsHouse:
+class WeightsStack:
     """OrchestrRL beside running engines, whose weights a trainer publishes."""
 
     stack: Stack
@@ -102,13 +102,13 @@ async def status_of(daemon: ControlClient) -> WeightsStatus:
 
 
 @contextlib.asynccontextmanager
-async def weights_house(
+async def weights_stack(
     engines: Sequence[LocalEngine],
     model: Path,
     folder: Path,
     hosts: Sequence[Sequence[int]] = ((0, 1),),
     memory: Path | None = None,
-) -> AsyncIterator[WeightsHouse]:
+) -> AsyncIterator[WeightsStack]:
     """Ready for a version of `model`'s form. Engines are e0, e1, ...; `hosts` as `peers_beside` has them. Peers hold
     versions in `memory`, or else in `folder`."""
     async with contextlib.AsyncExitStack() as undo:
@@ -116,7 +116,7 @@ async def weights_house(
         arguments = (str(model), stack.daemon_address, TRAINER, str(held(memory or folder, TRAINER)))
         trainer = await undo.enter_async_context(_running("trainer", PUBLISHER, arguments, folder))
         peers = await undo.enter_async_context(peers_beside(stack, engines, folder, hosts, memory))
-        yield WeightsHouse(stack, trainer, peers)
+        yield WeightsStack(stack, trainer, peers)
 
 
 @contextlib.asynccontextmanager
@@ -246,35 +246,35 @@ async def _measured(folder: Path) -> list[Figure]:
             engines = await asyncio.gather(*(_server(name, model, folder) for name in ("vllm-0", "vllm-1")))
             for engine in engines:
                 undo.push_async_callback(engine.stop)
-            house = await undo.enter_async_context(weights_house(engines, model, folder, memory=Path(memory)))
+            running = await undo.enter_async_context(weights_stack(engines, model, folder, memory=Path(memory)))
             http = await undo.enter_async_context(aiohttp.ClientSession())
             flights = [Flight([40 + index, 41, 42]) for index in range(FLIGHTS)]
             flying = [
-                asyncio.create_task(flight.stream(http, house.stack.gateway_url, MAX_TOKENS)) for flight in flights
+                asyncio.create_task(flight.stream(http, running.stack.gateway_url, MAX_TOKENS)) for flight in flights
             ]
             try:
-                return [await _version(house, engines, version, Path(memory)) for version in range(1, VERSIONS + 1)]
+                return [await _version(running, engines, version, Path(memory)) for version in range(1, VERSIONS + 1)]
             finally:
                 for task in flying:
                     task.cancel()
                 await asyncio.gather(*flying, return_exceptions=True)
 
 
-async def _version(house: WeightsHouse, engines: Sequence[LocalEngine], version: int, memory: Path) -> Figure:
+async def _version(running: WeightsStack, engines: Sequence[LocalEngine], version: int, memory: Path) -> Figure:
     """By the plain way first; of it the daemon knows the version's number alone."""
-    await house.trainer.ask({"gaps": [[1, 2]], "seed": version})  # it makes the model, which is no part of either way
+    await running.trainer.ask({"gaps": [[1, 2]], "seed": version})  # it makes the model, which is no part of either way
     saved = memory / f"saved-{version}"
     began_s = time.monotonic()
-    await house.trainer.ask({"save": str(saved), "seed": version})
+    await running.trainer.ask({"save": str(saved), "seed": version})
     await asyncio.to_thread(
         reload_weights,
         [engine.url for engine in engines],
         saved,
-        gateway_url=house.stack.gateway_url,
+        gateway_url=running.stack.gateway_url,
         policy_version=PLAIN + version,
     )
     plain_s = time.monotonic() - began_s
-    report = await house.publish(version, seed=version)
+    report = await running.publish(version, seed=version)
     shutil.rmtree(saved)
     if report.code != "done":
         raise Permanent(f"version {version} did not come to all engines: {report}")

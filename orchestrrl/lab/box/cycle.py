@@ -11,7 +11,7 @@ from typing import Any
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.lab.box import intents
-from orchestrrl.lab.box.house import Testbed
+from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from orchestrrl.lab.box.trainer import TestbedTrainer
 from orchestrrl.lab.demo.stack import Process

@@ -17,8 +17,8 @@ from orchestrrl.fabric.site import read_site
 from orchestrrl.lab.box import shows
 from orchestrrl.lab.box.cycle import cycle
 from orchestrrl.lab.box.enter import end_with_input
-from orchestrrl.lab.box.house import SITE_FILE, Testbed, standing
 from orchestrrl.lab.box.plan import Rates
+from orchestrrl.lab.box.testbed import SITE_FILE, Testbed, standing
 
 
 async def _circuits(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:

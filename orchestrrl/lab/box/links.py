@@ -8,7 +8,7 @@ import socket
 import struct
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.box.rooms import make_socket
+from orchestrrl.lab.box.namespaces import make_socket
 
 RTM_NEWLINK = 16
 NLM_F_REQUEST, NLM_F_ACK = 1, 4
@@ -31,7 +31,7 @@ class Links:
         self._sequence = 0
 
     def index(self, name: str) -> int:
-        from orchestrrl.lab.box.rooms import within
+        from orchestrrl.lab.box.namespaces import within
 
         return within(self._room, lambda: socket.if_nametoindex(name))
 

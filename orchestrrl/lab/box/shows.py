@@ -11,7 +11,7 @@ from ocs_drivers.faults import DeviceFaultKind
 from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.lab.box import intents
-from orchestrrl.lab.box.house import TOOK_WITHIN_S, Testbed
+from orchestrrl.lab.box.testbed import TOOK_WITHIN_S, Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from planner.fabric.light import interfaces_at, links_up
 from planner.fabric.model import EndpointId, PortPair, port_pair

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.box.rooms import make_socket
+from orchestrrl.lab.box.namespaces import make_socket
 
 CHUNK = bytes(1 << 16)
 CONNECT_WITHIN_S = 30.0

@@ -24,8 +24,8 @@ from orchestrrl.daemon.weight_circuits import intent_of, network_of, station_of
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.lab.box import intents
-from orchestrrl.lab.box.house import Testbed
 from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE
+from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from orchestrrl.lab.box.weights_carrier import CARRY, MAP
 from orchestrrl.lab.box.weights_memory import sha256_of

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrrl.lab.box.rooms import CLONE_NEWNET, FOLDER
+from orchestrrl.lab.box.namespaces import CLONE_NEWNET, FOLDER
 from orchestrrl.lab.box.weights_memory import TestbedMemory
 from orchestrrl.weights.model import PeerId, VersionMap
 from orchestrrl.weights.orders import NEWS, ArrivedBytes, CarryEdges, EdgeEvent

@@ -24,13 +24,13 @@ READY, BACK = (StepDirection.FORWARD, StepKind.READY), (StepDirection.BACK, Step
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[RedeploymentDaemon]:
+def harness(tmp_path: Path) -> Iterator[RedeploymentDaemon]:
     with RedeploymentDaemon(tmp_path) as served:
         yield served
 
 
-def run(house: RedeploymentDaemon, *arguments: str) -> Result:
-    return CliRunner().invoke(application(), [*arguments], env={DAEMON_VARIABLE: house.address})
+def run(harness: RedeploymentDaemon, *arguments: str) -> Result:
+    return CliRunner().invoke(application(), [*arguments], env={DAEMON_VARIABLE: harness.address})
 
 
 def said(result: Result) -> str:
@@ -43,8 +43,8 @@ def object_of(result: Result) -> dict[str, Any]:
     return found
 
 
-def test_a_dry_run_prints_who_leaves_and_comes_and_the_steps_by_stage(house: RedeploymentDaemon) -> None:
-    text = said(run(house, "redeploy", "--to", "tp8=1", "--to", "tp2", "--dry-run"))
+def test_a_dry_run_prints_who_leaves_and_comes_and_the_steps_by_stage(harness: RedeploymentDaemon) -> None:
+    text = said(run(harness, "redeploy", "--to", "tp8=1", "--to", "tp2", "--dry-run"))
     assert text.startswith("dry run, nothing is done: 8 x tp2 -> 1 x tp8, 4 x tp2")
     assert "e0 leaves tp2 0-1" in text
     assert "e4 stays tp2 8-9" in text
@@ -54,15 +54,17 @@ def test_a_dry_run_prints_who_leaves_and_comes_and_the_steps_by_stage(house: Red
     assert "4 start tp8-0.0 1 60 s ready tp8-0.0 1 10 min 00 s load weights" in text
     assert "6 commit the fleet" in text
     assert "e0-7" not in text, "who stays is not touched"
-    draft = object_of(run(house, "redeploy", "--to", "tp8", "--dry-run", "--json"))
+    draft = object_of(run(harness, "redeploy", "--to", "tp8", "--dry-run", "--json"))
     assert (draft["state"], draft["redeployment_id"], len(draft["new_engines"])) == ("planned", "", 2)
     assert {step["began_unix_s"] for step in draft["steps"]} == {None}
-    assert "there is nothing to do" in said(run(house, "redeploy", "--to", "tp2", "--dry-run"))
-    assert run(house, "redeploy").exit_code == 1, "nothing was done"
+    assert "there is nothing to do" in said(run(harness, "redeploy", "--to", "tp2", "--dry-run"))
+    assert run(harness, "redeploy").exit_code == 1, "nothing was done"
 
 
-def test_a_redeployment_is_followed_line_by_line_in_a_pipe_and_ends_with_its_seconds(house: RedeploymentDaemon) -> None:
-    result = run(house, "redeploy", "--to", "tp8", "--reason", "the tail is long")
+def test_a_redeployment_is_followed_line_by_line_in_a_pipe_and_ends_with_its_seconds(
+    harness: RedeploymentDaemon,
+) -> None:
+    result = run(harness, "redeploy", "--to", "tp8", "--reason", "the tail is long")
     text = said(result)
     assert text.startswith("redeployment s1: 8 x tp2 -> 2 x tp8 (the tail is long)")
     lines = [line.partition(" ")[2] for line in result.stdout.splitlines()]
@@ -72,21 +74,21 @@ def test_a_redeployment_is_followed_line_by_line_in_a_pipe_and_ends_with_its_sec
     assert "4 start tp8-0.0, tp8-0.1 done" in text
     assert "8 moved, 24 kept by their gateway meanwhile" in text
     assert "requests of engines that left stood still for at most" in text
-    assert house.redeployer.wishes[-1].reason == "the tail is long"
-    assert house.redeployer.wishes[-1].targets == (("tp8", 0),)
+    assert harness.redeployer.wishes[-1].reason == "the tail is long"
+    assert harness.redeployer.wishes[-1].targets == (("tp8", 0),)
 
 
-def test_as_json_it_is_one_object_at_the_end_and_progress_goes_beside(house: RedeploymentDaemon) -> None:
-    result = run(house, "redeploy", "--plan", "p1", "--json")
+def test_as_json_it_is_one_object_at_the_end_and_progress_goes_beside(harness: RedeploymentDaemon) -> None:
+    result = run(harness, "redeploy", "--plan", "p1", "--json")
     report = object_of(result)
     assert (result.exit_code, report["state"], report["plan_id"]) == (0, "done", "p1")
     assert {step["state"] for step in report["steps"]} == {"done"}
     assert "evacuate" in result.stderr
 
 
-def test_what_goes_back_or_misses_engines_is_status_1_with_the_reason(house: RedeploymentDaemon) -> None:
-    house.redeployer.failing[READY] = "exited with 1: [out of memory]"
-    back = run(house, "redeploy", "--to", "tp8")
+def test_what_goes_back_or_misses_engines_is_status_1_with_the_reason(harness: RedeploymentDaemon) -> None:
+    harness.redeployer.failing[READY] = "exited with 1: [out of memory]"
+    back = run(harness, "redeploy", "--to", "tp8")
     assert back.exit_code == 1
     assert back.stderr == "redeployment s1 is rolled back: ready of tp8-0.0: exited with 1: [out of memory]\n"
     text = " ".join(back.stdout.split())
@@ -96,47 +98,47 @@ def test_what_goes_back_or_misses_engines_is_status_1_with_the_reason(house: Red
     assert "tp8-0.0: exited with 1: [out of memory]" in text
     assert "rolled back in" in text
     assert " 5 admit" not in text, "what was not begun is left out"
-    house.redeployer.failing[BACK] = "no such GPU"
-    degraded = run(house, "redeploy", "--to", "tp8", "--json")
+    harness.redeployer.failing[BACK] = "no such GPU"
+    degraded = run(harness, "redeploy", "--to", "tp8", "--json")
     assert degraded.exit_code == 1
     assert object_of(degraded)["state"] == "degraded"
     assert "no such GPU" in degraded.stderr
-    assert "serving: e1-7" in said(run(house, "redeploy"))
-    assert "redeployment s2: degraded in" in said(run(house, "status"))
+    assert "serving: e1-7" in said(run(harness, "redeploy"))
+    assert "redeployment s2: degraded in" in said(run(harness, "status"))
 
 
-def test_what_is_to_be_said_of_one_that_is_done_is_said(house: RedeploymentDaemon) -> None:
-    house.redeployer.remark = "retire of e0: took longer than 60 s"
-    assert "done in" in (text := said(run(house, "redeploy", "--to", "tp8")))
+def test_what_is_to_be_said_of_one_that_is_done_is_said(harness: RedeploymentDaemon) -> None:
+    harness.redeployer.remark = "retire of e0: took longer than 60 s"
+    assert "done in" in (text := said(run(harness, "redeploy", "--to", "tp8")))
     assert "s: retire of e0: took longer than 60 s" in text
 
 
-def test_left_to_itself_looked_at_called_off_and_followed(house: RedeploymentDaemon) -> None:
-    house.do(house.redeployer.held.clear)
-    text = said(run(house, "redeploy", "--to", "tp8", "--no-wait"))
+def test_left_to_itself_looked_at_called_off_and_followed(harness: RedeploymentDaemon) -> None:
+    harness.do(harness.redeployer.held.clear)
+    text = said(run(harness, "redeploy", "--to", "tp8", "--no-wait"))
     assert "it runs by itself; watch it with orchestrrl redeploy --watch --id s1" in text
     assert "take it back with orchestrrl redeploy --cancel --id s1" in text
     for command in (["redeploy"], ["redeploy", "--status"], ["redeploy", "--status", "--id", "s1"]):
-        text = said(run(house, *command))
+        text = said(run(harness, *command))
         assert "redeployment s1: 8 x tp2 -> 2 x tp8, running" in text
-    summary = said(run(house, "status"))
+    summary = said(run(harness, "status"))
     assert "redeployment s1: 8 x tp2 -> 2 x tp8, running (0 of 29 steps done, since" in summary
-    assert "redeployment s1: 8 x tp2" in said(run(house, "top", "--once"))
-    busy = run(house, "redeploy", "--to", "tp4")
+    assert "redeployment s1: 8 x tp2" in said(run(harness, "top", "--once"))
+    busy = run(harness, "redeploy", "--to", "tp4")
     assert (busy.exit_code, "s1 is under way" in busy.stderr) == (1, True)
-    text = said(run(house, "redeploy", "--cancel", "--reason", "wrong one"))
+    text = said(run(harness, "redeploy", "--cancel", "--reason", "wrong one"))
     assert text == "redeployment s1 goes back to 8 x tp2; watch it with orchestrrl redeploy --watch --id s1"
-    ended = run(house, "redeploy", "--watch")
+    ended = run(harness, "redeploy", "--watch")
     assert ended.exit_code == 1
     assert "redeployment s1 is rolled back: called off: wrong one" in ended.stderr
-    late = run(house, "redeploy", "--cancel")
+    late = run(harness, "redeploy", "--cancel")
     assert (late.exit_code, late.stderr) == (1, "no redeployment is under way\n")
-    assert "redeployment" not in said(run(house, "status"))
+    assert "redeployment" not in said(run(harness, "status"))
 
 
-def test_every_fault_of_the_command_line_is_told_at_once(house: RedeploymentDaemon) -> None:
+def test_every_fault_of_the_command_line_is_told_at_once(harness: RedeploymentDaemon) -> None:
     wrong = ["--to", "tp2", "--to", "tp2=1", "--to", "tp4=0", "--to", "=3", "--plan", "p1", "--cancel", "--watch"]
-    result = run(house, "redeploy", *wrong, "--id", "s1", "--dry-run", "--no-wait")
+    result = run(harness, "redeploy", *wrong, "--id", "s1", "--dry-run", "--no-wait")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
         "--plan: cannot go with --to, got 'p1'",
@@ -149,19 +151,19 @@ def test_every_fault_of_the_command_line_is_told_at_once(house: RedeploymentDaem
         "--to: must be CONFIGURATION or CONFIGURATION=N with N of at least 1, got 'tp4=0'",
         "--to: must be CONFIGURATION or CONFIGURATION=N with N of at least 1, got '=3'",
     ]
-    aimless = run(house, "redeploy", "--dry-run", "--reason", "why")
+    aimless = run(harness, "redeploy", "--dry-run", "--reason", "why")
     assert aimless.stderr.splitlines() == [
         "--dry-run: needs --to or --plan",
         "--reason: needs --to, --plan or --cancel, got 'why'",
     ]
     for count in ("٣", "-1", "1.5", "9999999999"):
-        assert run(house, "redeploy", "--to", f"tp2={count}").exit_code == 2
-    assert house.redeployer.wishes == []
+        assert run(harness, "redeploy", "--to", f"tp2={count}").exit_code == 2
+    assert harness.redeployer.wishes == []
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], ["--no-wait"], []], ids=str)
-def test_every_fault_of_the_wish_comes_from_the_daemon(house: RedeploymentDaemon, flags: list[str]) -> None:
-    result = run(house, "redeploy", "--to", "tp3", "--to", "tp8=9", *flags)
+def test_every_fault_of_the_wish_comes_from_the_daemon(harness: RedeploymentDaemon, flags: list[str]) -> None:
+    result = run(harness, "redeploy", "--to", "tp3", "--to", "tp8=9", *flags)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
         "targets[0].configuration: must be one of tp1, tp2, tp4, tp8, got 'tp3'",
@@ -169,38 +171,38 @@ def test_every_fault_of_the_wish_comes_from_the_daemon(house: RedeploymentDaemon
     ]
 
 
-def test_history_has_every_redeployment_and_one_in_full_over_time(house: RedeploymentDaemon) -> None:
-    assert said(run(house, "plan", "history")) == "no redeployment has been made yet"
-    run(house, "redeploy", "--to", "tp8", "--reason", "the [tail]")
-    house.redeployer.failing[READY] = "hung"
-    run(house, "redeploy", "--plan", "p1")
-    run(house, "redeploy", "--to", "tp2")
-    text = said(run(house, "plan", "history"))
+def test_history_has_every_redeployment_and_one_in_full_over_time(harness: RedeploymentDaemon) -> None:
+    assert said(run(harness, "plan", "history")) == "no redeployment has been made yet"
+    run(harness, "redeploy", "--to", "tp8", "--reason", "the [tail]")
+    harness.redeployer.failing[READY] = "hung"
+    run(harness, "redeploy", "--plan", "p1")
+    run(harness, "redeploy", "--to", "tp2")
+    text = said(run(harness, "plan", "history"))
     assert "the [tail] 8 x tp2 -> 2 x tp8 done" in text
     assert "2 x tp8 -> 8 x tp2 rolled back" in text
     assert text.index("s2 20") < text.index("s1 20")
-    only = said(run(house, "plan", "history", "--limit", "1"))
+    only = said(run(harness, "plan", "history", "--limit", "1"))
     assert "s1 20" not in only
     assert [
-        report["redeployment_id"] for report in object_of(run(house, "plan", "history", "--json"))["redeployments"]
+        report["redeployment_id"] for report in object_of(run(harness, "plan", "history", "--json"))["redeployments"]
     ][-1] == "s1"
-    full = said(run(house, "plan", "history", "--id", "s1"))
+    full = said(run(harness, "plan", "history", "--id", "s1"))
     assert full.startswith("redeployment s1: 8 x tp2 -> 2 x tp8 (the [tail]) began 20")
     assert "tp8-0.1 comes tp8 8-15" in full
     line = full.partition("Time line")[2]
     assert "4 start tp8-0.0" in line
     assert "requests stand still" in line
-    assert object_of(run(house, "plan", "history", "--id", "s1", "--json"))["redeployment_id"] == "s1"
-    missing = run(house, "plan", "history", "--id", "s9")
+    assert object_of(run(harness, "plan", "history", "--id", "s1", "--json"))["redeployment_id"] == "s1"
+    missing = run(harness, "plan", "history", "--id", "s9")
     assert (missing.exit_code, missing.stderr) == (1, "no redeployment 's9'\n")
 
 
-def test_without_a_deployer_it_says_what_to_configure(house: RedeploymentDaemon) -> None:
-    house.plane.redeployer = None
-    refused = run(house, "redeploy", "--to", "tp2")
+def test_without_a_deployer_it_says_what_to_configure(harness: RedeploymentDaemon) -> None:
+    harness.plane.redeployer = None
+    refused = run(harness, "redeploy", "--to", "tp2")
     assert refused.exit_code == 1
     assert "fleet.deployer" in refused.stderr
-    assert said(run(house, "plan", "history")) == "no redeployment has been made yet"
+    assert said(run(harness, "plan", "history")) == "no redeployment has been made yet"
 
 
 # --- a terminal

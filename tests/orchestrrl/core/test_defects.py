@@ -30,7 +30,7 @@ from planner.model import Act, Mode, PlanId, Snapshot
 CONFIG = "mode: act\nfast: {interval_s: 1}\nslow: {interval_s: 1}\n"
 
 
-class House:
+class Harness:
     """A control plane whose ticks can be made to fail."""
 
     def __init__(self, path: Path) -> None:
@@ -56,8 +56,8 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path / "journal.sqlite")
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = Harness(tmp_path / "journal.sqlite")
     yield made
     made.journal.close()
 
@@ -76,121 +76,121 @@ def failing(*errors: BaseException | None) -> Callable[[], None]:
 
 @pytest.mark.parametrize(("loop", "part"), [("fast_tick", "fast_loop"), ("slow_tick", "slow_loop")])
 async def test_a_defect_of_one_tick_is_set_aside_and_shown(
-    house: House, loop: str, part: str, caplog: pytest.LogCaptureFixture
+    harness: Harness, loop: str, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    setattr(house.plane, loop, failing(None, KeyError("e0"), KeyError("e1"), None))
-    await house.run(2.5)
-    (defect,) = house.status()["defects"]
+    setattr(harness.plane, loop, failing(None, KeyError("e0"), KeyError("e1"), None))
+    await harness.run(2.5)
+    (defect,) = harness.status()["defects"]
     assert (defect["part"], defect["type"], defect["message"], defect["running"]) == (part, "KeyError", "'e1'", 2)
     assert defect["place"].startswith("core/test_defects.py:")
-    assert any("2 turns running ended by KeyError" in line for line in summary(house.status()))
-    assert house.metric("orchestrrl_defects_total", part) == 2
+    assert any("2 turns running ended by KeyError" in line for line in summary(harness.status()))
+    assert harness.metric("orchestrrl_defects_total", part) == 2
     told = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(told) == 1  # when it changes, not each tick
     assert told[0].exc_info
-    await house.run(2.5)
-    (defect,) = house.status()["defects"]
+    await harness.run(2.5)
+    (defect,) = harness.status()["defects"]
     assert (defect["running"], defect["total"]) == (0, 2)
-    assert house.plane.mode is Mode.ACT
+    assert harness.plane.mode is Mode.ACT
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("x"), Permanent("the disk is full"), asyncio.CancelledError()])
 @pytest.mark.parametrize(("loop", "part"), [("fast_tick", "fast_loop"), ("slow_tick", "slow_loop")])
 async def test_the_same_exception_ten_ticks_running_ends_acting(
-    house: House, loop: str, part: str, error: BaseException
+    harness: Harness, loop: str, part: str, error: BaseException
 ) -> None:
-    setattr(house.plane, loop, failing(error))
-    await house.run(REPEATED - 1.5)
-    assert house.plane.mode is Mode.ACT
-    await house.run(1.5)
-    assert house.plane.mode is Mode.ADVISE
-    assert f"{part} ended 10 times running by {type(error).__name__}" in house.status()["mode_reason"]
-    (entry,) = house.journal.since(0, (EntryKind.MODE,))
+    setattr(harness.plane, loop, failing(error))
+    await harness.run(REPEATED - 1.5)
+    assert harness.plane.mode is Mode.ACT
+    await harness.run(1.5)
+    assert harness.plane.mode is Mode.ADVISE
+    assert f"{part} ended 10 times running by {type(error).__name__}" in harness.status()["mode_reason"]
+    (entry,) = harness.journal.since(0, (EntryKind.MODE,))
     assert entry.body["mode"] == "advise"
-    assert entry.body["reason"] == house.plane.mode_reason
-    house.plane.set_mode(Mode.ACT, "tried again")  # the count starts anew
-    await house.run(REPEATED - 1.5)
-    assert house.plane.mode is Mode.ACT
-    await house.run(1.5)
-    assert house.plane.mode is Mode.ADVISE
+    assert entry.body["reason"] == harness.plane.mode_reason
+    harness.plane.set_mode(Mode.ACT, "tried again")  # the count starts anew
+    await harness.run(REPEATED - 1.5)
+    assert harness.plane.mode is Mode.ACT
+    await harness.run(1.5)
+    assert harness.plane.mode is Mode.ADVISE
 
 
-async def test_other_exceptions_and_ticks_that_go_well_begin_the_count_anew(house: House) -> None:
+async def test_other_exceptions_and_ticks_that_go_well_begin_the_count_anew(harness: Harness) -> None:
     nine: list[BaseException | None] = [KeyError("x")] * (REPEATED - 1)
-    house.plane.fast_tick = failing(*nine, None, *nine, ValueError("y"), *nine, None)
-    await house.run(60.0)
-    assert house.plane.mode is Mode.ACT
-    assert house.metric("orchestrrl_defects_total", "fast_loop") == 3 * (REPEATED - 1) + 1
+    harness.plane.fast_tick = failing(*nine, None, *nine, ValueError("y"), *nine, None)
+    await harness.run(60.0)
+    assert harness.plane.mode is Mode.ACT
+    assert harness.metric("orchestrrl_defects_total", "fast_loop") == 3 * (REPEATED - 1) + 1
 
 
-async def test_acting_ends_where_the_journal_itself_fails(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_acting_ends_where_the_journal_itself_fails(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise Permanent("the disk is full")
 
-    monkeypatch.setattr(house.journal, "append", full)
-    house.plane.fast_tick = lambda: house.journal.append(0.0, EntryKind.BALANCE, "", {})
-    await house.run(REPEATED + 1.0)
-    assert house.plane.mode is Mode.ADVISE
-    assert "the disk is full" in house.status()["mode_reason"]
-    assert "not written down" in house.status()["mode_reason"]
+    monkeypatch.setattr(harness.journal, "append", full)
+    harness.plane.fast_tick = lambda: harness.journal.append(0.0, EntryKind.BALANCE, "", {})
+    await harness.run(REPEATED + 1.0)
+    assert harness.plane.mode is Mode.ADVISE
+    assert "the disk is full" in harness.status()["mode_reason"]
+    assert "not written down" in harness.status()["mode_reason"]
 
 
-async def test_the_mode_and_its_reason_outlast_a_restart(house: House) -> None:
-    house.plane.fast_tick = failing(KeyError("e0"))
-    await house.run(REPEATED + 1.0)
-    reason = house.plane.mode_reason
-    house.journal.close()
-    again = House(house.path)
+async def test_the_mode_and_its_reason_outlast_a_restart(harness: Harness) -> None:
+    harness.plane.fast_tick = failing(KeyError("e0"))
+    await harness.run(REPEATED + 1.0)
+    reason = harness.plane.mode_reason
+    harness.journal.close()
+    again = Harness(harness.path)
     assert (again.plane.mode, again.plane.mode_reason) == (Mode.ADVISE, reason)
-    house.journal = again.journal
+    harness.journal = again.journal
 
 
-async def test_a_simulation_meets_the_defect_itself(house: House) -> None:
-    house.plane.fast_tick = failing(KeyError("e0"))
+async def test_a_simulation_meets_the_defect_itself(harness: Harness) -> None:
+    harness.plane.fast_tick = failing(KeyError("e0"))
     with pytest.raises(ExceptionGroup) as raised:
-        await run_loops(house.plane, house.clock)
+        await run_loops(harness.plane, harness.clock)
     assert raised.group_contains(KeyError)
 
 
 async def test_a_defect_in_moves_and_plans_is_counted_and_ends_acting(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def moves(*_: object) -> None:
         raise KeyError("r1")
 
     monkeypatch.setattr(control_plane_module, "run_moves", moves)
-    snapshot: Any = house.plane.state.snapshot(house.clock.now_s())
+    snapshot: Any = harness.plane.state.snapshot(harness.clock.now_s())
     plan: Any = SimpleNamespace(id=PlanId("p1"), decision="rebalance", moves=(), verdict=Act("gain", ""))
 
     async def slow_plan() -> tuple[Any, Snapshot]:
         return plan, snapshot
 
-    house.plane._start_moves((), snapshot)
-    monkeypatch.setattr(house.plane, "_plan", slow_plan)
-    await house.plane.slow_tick()
+    harness.plane._start_moves((), snapshot)
+    monkeypatch.setattr(harness.plane, "_plan", slow_plan)
+    await harness.plane.slow_tick()
     await asyncio.sleep(0.01)
-    assert house.metric("orchestrrl_defects_total", "moves") == 1
-    assert house.metric("orchestrrl_defects_total", "plans") == 1
+    assert harness.metric("orchestrrl_defects_total", "moves") == 1
+    assert harness.metric("orchestrrl_defects_total", "plans") == 1
     for _ in range(REPEATED - 1):
-        assert house.plane.mode is Mode.ACT
-        house.plane._start_moves((), snapshot)
+        assert harness.plane.mode is Mode.ACT
+        harness.plane._start_moves((), snapshot)
         await asyncio.sleep(0.01)
-    assert house.plane.mode is Mode.ADVISE
+    assert harness.plane.mode is Mode.ADVISE
 
 
-async def test_a_task_that_ends_by_a_defect_is_started_again(house: House) -> None:
+async def test_a_task_that_ends_by_a_defect_is_started_again(harness: Harness) -> None:
     began = []
 
     async def work() -> None:
-        began.append(house.clock.now_s())
+        began.append(harness.clock.now_s())
         raise KeyError("x")
 
-    task = asyncio.create_task(keep_running("deployment", work, house.plane.defects, house.clock))
-    await house.clock.advance(10.0)
+    task = asyncio.create_task(keep_running("deployment", work, harness.plane.defects, harness.clock))
+    await harness.clock.advance(10.0)
     assert not task.done()
     assert [at_s - 1000.0 for at_s in began] == [0.0, 1.0, 3.0, 7.0]  # longer pauses each time
-    assert house.metric("orchestrrl_defects_total", "deployment") == 4
-    assert house.plane.mode is Mode.ACT  # it is none that acts by itself
+    assert harness.metric("orchestrrl_defects_total", "deployment") == 4
+    assert harness.plane.mode is Mode.ACT  # it is none that acts by itself
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -214,7 +214,7 @@ async def test_the_fabric_goes_on_after_a_look_that_failed(error: Exception) -> 
     task.cancel()
 
 
-async def test_the_deployment_is_looked_after_again_after_a_defect(house: House) -> None:
+async def test_the_deployment_is_looked_after_again_after_a_defect(harness: Harness) -> None:
     class Deployer:
         asked = 0
 
@@ -224,10 +224,10 @@ async def test_the_deployment_is_looked_after_again_after_a_defect(house: House)
 
     deployer: Any = Deployer()
     switching = RedeploymentController(
-        house.plane, deployer, lambda url: SimpleNamespace(), {}, lambda *_: None, gpus_count=0, per_node=1
+        harness.plane, deployer, lambda url: SimpleNamespace(), {}, lambda *_: None, gpus_count=0, per_node=1
     )  # type: ignore[arg-type, return-value]
-    task = asyncio.create_task(keep_running("deployment", switching.maintain, house.plane.defects, house.clock))
-    await house.clock.advance(60.0)
+    task = asyncio.create_task(keep_running("deployment", switching.maintain, harness.plane.defects, harness.clock))
+    await harness.clock.advance(60.0)
     assert not task.done()
     assert deployer.asked > 2
     task.cancel()

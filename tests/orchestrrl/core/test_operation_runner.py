@@ -88,7 +88,7 @@ class FakeGateway:
         state.fold_gateway(gateway_report(*held, sequence=self._sequence), self.clock.now_s())
 
 
-class House:
+class Harness:
     """One daemon life after the other over the same journal file and the same gateway."""
 
     def __init__(self, path: Path) -> None:
@@ -119,96 +119,96 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path / "journal.sqlite")
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = Harness(tmp_path / "journal.sqlite")
     yield made
     assert made.journal is not None
     made.journal.close()
 
 
-async def begin(house: House, action: MoveRequests | ProbeEngine = MOVE) -> asyncio.Task[OperationResult]:
-    task = asyncio.create_task(house.runner.run(GATEWAY, action, VALID_S))
+async def begin(harness: Harness, action: MoveRequests | ProbeEngine = MOVE) -> asyncio.Task[OperationResult]:
+    task = asyncio.create_task(harness.runner.run(GATEWAY, action, VALID_S))
     await asyncio.sleep(0)
     return task
 
 
-async def test_intent_then_sent_then_result(house: House) -> None:
-    task = await begin(house)
-    (operation,) = house.gateway.delivered
-    house.runner.receive(house.gateway.perform(operation))
+async def test_intent_then_sent_then_result(harness: Harness) -> None:
+    task = await begin(harness)
+    (operation,) = harness.gateway.delivered
+    harness.runner.receive(harness.gateway.perform(operation))
     assert (await task).status is OperationStatus.DONE
-    assert house.journal is not None
-    assert operation.id == f"{house.journal.generation}-1"
-    entries = [(e.kind, e.subject) for e in house.journal.since(0)]
+    assert harness.journal is not None
+    assert operation.id == f"{harness.journal.generation}-1"
+    entries = [(e.kind, e.subject) for e in harness.journal.since(0)]
     assert entries == [
         (EntryKind.OPERATION_INTENT, operation.id),
         (EntryKind.OPERATION_SENT, operation.id),
         (EntryKind.OPERATION_RESULT, operation.id),
     ]
-    assert house.runner.open == ()
+    assert harness.runner.open == ()
 
 
-async def test_a_result_delivered_twice_counts_once(house: House) -> None:
-    task = await begin(house)
-    result = house.gateway.perform(house.gateway.delivered[0])
+async def test_a_result_delivered_twice_counts_once(harness: Harness) -> None:
+    task = await begin(harness)
+    result = harness.gateway.perform(harness.gateway.delivered[0])
     for _ in range(3):
-        house.runner.receive(result)
+        harness.runner.receive(result)
     await task
-    assert len(house.closed) == len(house.results()) == 1
+    assert len(harness.closed) == len(harness.results()) == 1
 
 
-async def test_another_nodes_word_does_not_close_an_operation(house: House) -> None:
-    task = await begin(house)
-    operation = house.gateway.delivered[0].id
-    house.runner.receive(OperationResult(operation, NodeId("stranger"), OperationStatus.DONE))
-    assert len(house.runner.open) == 1
+async def test_another_nodes_word_does_not_close_an_operation(harness: Harness) -> None:
+    task = await begin(harness)
+    operation = harness.gateway.delivered[0].id
+    harness.runner.receive(OperationResult(operation, NodeId("stranger"), OperationStatus.DONE))
+    assert len(harness.runner.open) == 1
     task.cancel()
 
 
-async def test_an_operation_delivered_twice_is_carried_out_once(house: House) -> None:
-    task = await begin(house)
-    house.runner.attached(GATEWAY)
-    first, second = house.gateway.delivered
+async def test_an_operation_delivered_twice_is_carried_out_once(harness: Harness) -> None:
+    task = await begin(harness)
+    harness.runner.attached(GATEWAY)
+    first, second = harness.gateway.delivered
     assert first == second
     for delivered in (first, second):
-        house.runner.receive(house.gateway.perform(delivered))
-    assert house.gateway.carried_out == [first.id]
+        harness.runner.receive(harness.gateway.perform(delivered))
+    assert harness.gateway.carried_out == [first.id]
     assert (await task).status is OperationStatus.DONE
-    assert len(house.results()) == 1
+    assert len(harness.results()) == 1
 
 
-async def test_nothing_is_sent_to_a_node_that_is_away(house: House) -> None:
-    house.gateway.attached = False
-    result = await house.runner.run(GATEWAY, MOVE, VALID_S)
+async def test_nothing_is_sent_to_a_node_that_is_away(harness: Harness) -> None:
+    harness.gateway.attached = False
+    result = await harness.runner.run(GATEWAY, MOVE, VALID_S)
     assert result.status is OperationStatus.FAILED
     assert result.detail == "nothing was sent: node gw is not attached"
-    assert house.runner.open == ()
+    assert harness.runner.open == ()
 
 
-async def test_a_refusal_of_the_only_delivery_is_the_outcome(house: House) -> None:
-    task = await begin(house)
-    await house.clock.advance(VALID_S + 1)
-    house.runner.receive(house.gateway.perform(house.gateway.delivered[0]))
+async def test_a_refusal_of_the_only_delivery_is_the_outcome(harness: Harness) -> None:
+    task = await begin(harness)
+    await harness.clock.advance(VALID_S + 1)
+    harness.runner.receive(harness.gateway.perform(harness.gateway.delivered[0]))
     assert (await task).status is OperationStatus.REFUSED
-    assert house.gateway.where["a"] == "e0"
+    assert harness.gateway.where["a"] == "e0"
 
 
 @pytest.mark.parametrize("happened", [True, False])
-async def test_a_result_that_never_comes_is_seen_in_telemetry(house: House, happened: bool) -> None:
-    task = await begin(house)
+async def test_a_result_that_never_comes_is_seen_in_telemetry(harness: Harness, happened: bool) -> None:
+    task = await begin(harness)
     if happened:
-        house.gateway.perform(house.gateway.delivered[0])
+        harness.gateway.perform(harness.gateway.delivered[0])
     for later_s in (0.0, VALID_S):
-        await house.clock.advance(later_s)
-        house.gateway.report(house.state)
-        house.settle()
-        assert house.runner.open  # the result may still come
-    await house.clock.advance(1.0)
-    house.settle()
+        await harness.clock.advance(later_s)
+        harness.gateway.report(harness.state)
+        harness.settle()
+        assert harness.runner.open  # the result may still come
+    await harness.clock.advance(1.0)
+    harness.settle()
     # A report from before the expiry does not show that nothing happened.
-    assert bool(house.runner.open) is not happened
-    house.gateway.report(house.state)
-    house.settle()
+    assert bool(harness.runner.open) is not happened
+    harness.gateway.report(harness.state)
+    harness.settle()
     result = await asyncio.wait_for(task, 60)
     assert result.status is (OperationStatus.DONE if happened else OperationStatus.FAILED)
     assert [item.done for item in result.items] == [happened, happened]
@@ -218,34 +218,34 @@ async def test_a_result_that_never_comes_is_seen_in_telemetry(house: House, happ
     ("other", "seen"),
     [({"b": "e0"}, "is on e0"), ({"b": None}, "is held by its gateway"), ({}, "no longer in flight")],
 )
-async def test_what_a_node_cannot_tell_is_observed(house: House, other: dict[str, str | None], seen: str) -> None:
-    task = await begin(house)
-    operation = house.gateway.delivered[0]
-    house.gateway.where = {"a": "e1", **other}
-    house.runner.receive(OperationResult(operation.id, GATEWAY, OperationStatus.UNKNOWN, "the connection broke"))
-    await house.clock.advance(0.1)
-    house.gateway.report(house.state)
-    house.settle()
+async def test_what_a_node_cannot_tell_is_observed(harness: Harness, other: dict[str, str | None], seen: str) -> None:
+    task = await begin(harness)
+    operation = harness.gateway.delivered[0]
+    harness.gateway.where = {"a": "e1", **other}
+    harness.runner.receive(OperationResult(operation.id, GATEWAY, OperationStatus.UNKNOWN, "the connection broke"))
+    await harness.clock.advance(0.1)
+    harness.gateway.report(harness.state)
+    harness.settle()
     result = await asyncio.wait_for(task, 60)
     assert result.status is OperationStatus.PARTIAL
     assert [(item.id, item.done, item.detail) for item in result.items] == [("a", True, ""), ("b", False, seen)]
 
 
-async def test_a_node_that_never_returns_leaves_an_unknown_outcome(house: House) -> None:
-    task = await begin(house)
-    await house.clock.advance(VALID_S + GIVE_UP_AFTER_S)
-    house.settle()
-    assert house.runner.open
-    await house.clock.advance(1.0)
-    house.settle()
+async def test_a_node_that_never_returns_leaves_an_unknown_outcome(harness: Harness) -> None:
+    task = await begin(harness)
+    await harness.clock.advance(VALID_S + GIVE_UP_AFTER_S)
+    harness.settle()
+    assert harness.runner.open
+    await harness.clock.advance(1.0)
+    harness.settle()
     assert (await asyncio.wait_for(task, 60)).status is OperationStatus.UNKNOWN
 
 
-async def test_what_telemetry_cannot_show_is_unknown_and_said_so(house: House) -> None:
-    task = await begin(house, ProbeEngine(E0))
-    await house.clock.advance(VALID_S + 1)
-    house.state.fold_engine(engine_report("e0", 1, sample(), agent=GATEWAY), house.clock.now_s())
-    house.settle()
+async def test_what_telemetry_cannot_show_is_unknown_and_said_so(harness: Harness) -> None:
+    task = await begin(harness, ProbeEngine(E0))
+    await harness.clock.advance(VALID_S + 1)
+    harness.state.fold_engine(engine_report("e0", 1, sample(), agent=GATEWAY), harness.clock.now_s())
+    harness.settle()
     result = await asyncio.wait_for(task, 60)
     assert (result.status, result.detail) == (
         OperationStatus.UNKNOWN,
@@ -253,43 +253,43 @@ async def test_what_telemetry_cannot_show_is_unknown_and_said_so(house: House) -
     )
 
 
-async def test_what_is_withdrawn_is_not_sent_again_and_its_result_changes_nothing(house: House) -> None:
-    task = await begin(house)
-    (operation,) = house.gateway.delivered
-    house.runner.withdraw(operation.id, "its lease is over")
+async def test_what_is_withdrawn_is_not_sent_again_and_its_result_changes_nothing(harness: Harness) -> None:
+    task = await begin(harness)
+    (operation,) = harness.gateway.delivered
+    harness.runner.withdraw(operation.id, "its lease is over")
     result = await asyncio.wait_for(task, 60)
     assert (result.status, result.detail) == (OperationStatus.UNKNOWN, "withdrawn: its lease is over")
-    house.runner.attached(GATEWAY)
-    house.runner.receive(house.gateway.perform(operation))
-    house.runner.withdraw(operation.id, "once more")
-    assert house.gateway.delivered == [operation]
-    assert house.closed == [result]
-    assert house.runner.open == ()
+    harness.runner.attached(GATEWAY)
+    harness.runner.receive(harness.gateway.perform(operation))
+    harness.runner.withdraw(operation.id, "once more")
+    assert harness.gateway.delivered == [operation]
+    assert harness.closed == [result]
+    assert harness.runner.open == ()
 
 
-async def test_results_on_their_way_are_waited_for_before_the_daemon_ends(house: House) -> None:
-    assert await house.runner.drain(60.0) == 0
-    await begin(house)
-    assert await house.runner.drain(0.0) == 1
-    draining = asyncio.create_task(house.runner.drain(60.0))
+async def test_results_on_their_way_are_waited_for_before_the_daemon_ends(harness: Harness) -> None:
+    assert await harness.runner.drain(60.0) == 0
+    await begin(harness)
+    assert await harness.runner.drain(0.0) == 1
+    draining = asyncio.create_task(harness.runner.drain(60.0))
     await asyncio.sleep(0)
-    house.runner.receive(house.gateway.perform(house.gateway.delivered[0]))
+    harness.runner.receive(harness.gateway.perform(harness.gateway.delivered[0]))
     assert await asyncio.wait_for(draining, 60) == 0
-    await begin(house)
-    house.start()
-    assert await house.runner.drain(60.0) == 1  # nobody here waits for it: it is for the settling
+    await begin(harness)
+    harness.start()
+    assert await harness.runner.drain(60.0) == 1  # nobody here waits for it: it is for the settling
 
 
-async def test_who_does_not_answer_in_time_is_told_and_the_order_stands(house: House) -> None:
-    orders = {GATEWAY: await begin(house), NodeId("gw2"): await begin(house)}
+async def test_who_does_not_answer_in_time_is_told_and_the_order_stands(harness: Harness) -> None:
+    orders = {GATEWAY: await begin(harness), NodeId("gw2"): await begin(harness)}
     before = asyncio.all_tasks()
     for asked in (orders, {GATEWAY: orders[GATEWAY]}):
-        asking = asyncio.create_task(answers(asked, house.clock, 5.0))
-        await house.clock.advance(4.9)
-        house.runner.receive(house.gateway.perform(house.gateway.delivered[0]))
+        asking = asyncio.create_task(answers(asked, harness.clock, 5.0))
+        await harness.clock.advance(4.9)
+        harness.runner.receive(harness.gateway.perform(harness.gateway.delivered[0]))
         await asyncio.sleep(0.01)
         assert asking.done() is (len(asked) == 1)
-        await house.clock.advance(0.0 if asking.done() else 0.2)
+        await harness.clock.advance(0.0 if asking.done() else 0.2)
         assert await asking == dict.fromkeys(asked) | {GATEWAY: orders[GATEWAY].result()}
     assert not orders[NodeId("gw2")].done()
     assert asyncio.all_tasks() <= before  # no timer is left
@@ -303,49 +303,49 @@ STEPS = ("intent journalled", "sent and journalled", "carried out by the node", 
 @pytest.mark.parametrize("node_remembers", [True, False])
 @pytest.mark.parametrize("node_answers", [True, False])
 async def test_killed_after_any_step_the_next_daemon_finds_out_what_happened(
-    house: House, reached: int, node_remembers: bool, node_answers: bool
+    harness: Harness, reached: int, node_remembers: bool, node_answers: bool
 ) -> None:
     if reached == 1:
-        house.gateway.send = _killed  # type: ignore[method-assign]
+        harness.gateway.send = _killed  # type: ignore[method-assign]
         with pytest.raises(_KilledError):
-            await house.runner.run(GATEWAY, MOVE, VALID_S)
-        del house.gateway.send  # type: ignore[method-assign]
+            await harness.runner.run(GATEWAY, MOVE, VALID_S)
+        del harness.gateway.send  # type: ignore[method-assign]
     else:
-        task = await begin(house)
-        operation = house.gateway.delivered[0]
+        task = await begin(harness)
+        operation = harness.gateway.delivered[0]
         if reached >= 3:
-            result = house.gateway.perform(operation)
+            result = harness.gateway.perform(operation)
         if reached >= 4:
-            house.runner.receive(result)
+            harness.runner.receive(result)
         task.cancel()
     truth = reached >= 3
     if not node_remembers:
-        house.gateway.forget()
+        harness.gateway.forget()
 
-    await house.clock.advance(1.0)
-    house.start()
-    assert house.journal is not None
-    assert len(house.runner.open) == (0 if reached >= 4 else 1)
-    house.gateway.delivered.clear()
-    house.gateway.hear(house.journal.generation)  # routes come first on a new stream
-    house.runner.attached(GATEWAY)
-    sends = [entry.body["sends"] for entry in house.journal.since(0, (EntryKind.OPERATION_SENT,))]
+    await harness.clock.advance(1.0)
+    harness.start()
+    assert harness.journal is not None
+    assert len(harness.runner.open) == (0 if reached >= 4 else 1)
+    harness.gateway.delivered.clear()
+    harness.gateway.hear(harness.journal.generation)  # routes come first on a new stream
+    harness.runner.attached(GATEWAY)
+    sends = [entry.body["sends"] for entry in harness.journal.since(0, (EntryKind.OPERATION_SENT,))]
     assert sends == {1: [2], 4: [1]}.get(reached, [1, 2])  # what may have been sent counts as sent
-    for delivered in house.gateway.delivered:
-        answer = house.gateway.perform(delivered)
+    for delivered in harness.gateway.delivered:
+        answer = harness.gateway.perform(delivered)
         if node_answers:
-            house.runner.receive(answer)
+            harness.runner.receive(answer)
     for _ in range(3):
-        await house.clock.advance(VALID_S)
-        house.gateway.report(house.state)
-        house.settle()
+        await harness.clock.advance(VALID_S)
+        harness.gateway.report(harness.state)
+        harness.settle()
 
-    assert house.runner.open == ()
-    assert house.journal.open_operations() == []
-    (written,) = house.results()
+    assert harness.runner.open == ()
+    assert harness.journal.open_operations() == []
+    (written,) = harness.results()
     assert written["status"] == ("done" if truth else "failed")
-    assert len(house.gateway.carried_out) == (1 if truth else 0)  # never by the daemon that came later
-    assert house.gateway.where == dict.fromkeys("ab", "e1" if truth else "e0")
+    assert len(harness.gateway.carried_out) == (1 if truth else 0)  # never by the daemon that came later
+    assert harness.gateway.where == dict.fromkeys("ab", "e1" if truth else "e0")
 
 
 class _KilledError(Exception):
@@ -357,20 +357,20 @@ def _killed(node: NodeId, operation: Operation) -> None:
 
 
 class TestMoves:
-    async def test_each_gateway_moves_its_own(self, house: House) -> None:
+    async def test_each_gateway_moves_its_own(self, harness: Harness) -> None:
         other = NodeId("gw2")
         sent: list[tuple[NodeId, Operation]] = []
-        house.gateway.send = lambda node, operation: sent.append((node, operation))  # type: ignore[method-assign]
+        harness.gateway.send = lambda node, operation: sent.append((node, operation))  # type: ignore[method-assign]
         holders = {"a": GATEWAY, "b": other, "c": GATEWAY}
         task = asyncio.create_task(
-            run_moves(house.runner, [move("a"), move("b"), move("c"), move("x")], lambda id: holders.get(id), VALID_S)
+            run_moves(harness.runner, [move("a"), move("b"), move("c"), move("x")], lambda id: holders.get(id), VALID_S)
         )
         await asyncio.sleep(0.01)
         assert [node for node, _ in sent] == [GATEWAY, other]
         for node, operation in sent:
             assert isinstance(operation.action, MoveRequests)
             items = tuple(OperationItemResult(m.request, m.request != "c", "finished") for m in operation.action.moves)
-            house.runner.receive(OperationResult(operation.id, node, status_of(items), items=items))
+            harness.runner.receive(OperationResult(operation.id, node, status_of(items), items=items))
         outcome = await task
         assert [(item.id, item.done) for item in outcome.items] == [
             ("a", True), ("b", True), ("c", False), ("x", False),
@@ -378,9 +378,9 @@ class TestMoves:
         assert outcome.items[3].detail == "no gateway has it in flight"
         assert [result.node for result in outcome.operations] == [GATEWAY, other]
 
-    async def test_an_operation_without_items_fails_each_of_its_moves(self, house: House) -> None:
-        house.gateway.attached = False
-        outcome = await run_moves(house.runner, [move("a")], lambda _: GATEWAY, VALID_S)
+    async def test_an_operation_without_items_fails_each_of_its_moves(self, harness: Harness) -> None:
+        harness.gateway.attached = False
+        outcome = await run_moves(harness.runner, [move("a")], lambda _: GATEWAY, VALID_S)
         assert outcome.items == (
             OperationItemResult(RequestId("a"), False, "nothing was sent: node gw is not attached"),
         )

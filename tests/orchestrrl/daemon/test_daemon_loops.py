@@ -116,7 +116,7 @@ class Fleet:
         return OperationItemResult(id, True, recomputed_tokens=100 + self.generated[id])
 
 
-class House:
+class Harness:
     """Daemons, one after the other, over one journal."""
 
     def __init__(self, path: Path) -> None:
@@ -158,8 +158,8 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path / "journal.sqlite")
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = Harness(tmp_path / "journal.sqlite")
     yield made
     made.stop()
 
@@ -167,84 +167,84 @@ def house(tmp_path: Path) -> Iterator[House]:
 # --- the fast loop
 
 
-async def test_the_stragglers_requests_move_and_the_step_ends(house: House) -> None:
-    plane = house.start(CONFIG.replace("epsilon_s: 1", "epsilon_s: 1000"))  # no plan gains so much
-    house.fleet.submit("e0", *[400] * 10)
-    async with house.running() as fleet:
-        await house.clock.advance(6.0)
+async def test_the_stragglers_requests_move_and_the_step_ends(harness: Harness) -> None:
+    plane = harness.start(CONFIG.replace("epsilon_s: 1", "epsilon_s: 1000"))  # no plan gains so much
+    harness.fleet.submit("e0", *[400] * 10)
+    async with harness.running() as fleet:
+        await harness.clock.advance(6.0)
         assert len(fleet.moves_seen) >= 4
         assert {fleet.where[id] for id in fleet.remaining} == {"e0", "e1"}
-        await house.clock.advance(30.0)
+        await harness.clock.advance(30.0)
         assert not fleet.remaining
     totals = plane.state.totals
     assert (totals.finished, totals.moves_failed) == (10, 0)
     assert totals.moves_done == len(fleet.moves_seen)
-    assert len(house.entries(EntryKind.OPERATION_INTENT)) == len(house.entries(EntryKind.OPERATION_RESULT)) > 0
-    assert house.entries(EntryKind.STEP_ENDED)
+    assert len(harness.entries(EntryKind.OPERATION_INTENT)) == len(harness.entries(EntryKind.OPERATION_RESULT)) > 0
+    assert harness.entries(EntryKind.STEP_ENDED)
     assert len(set(fleet.moves_seen)) == len(fleet.moves_seen)  # nobody was moved back and forth
 
 
-async def test_advice_changes_nothing(house: House) -> None:
-    plane = house.start(CONFIG.replace("mode: act", "mode: advise"))
-    house.fleet.submit("e0", *[4000] * 10)
-    async with house.running() as fleet:
-        await house.clock.advance(10.0)
+async def test_advice_changes_nothing(harness: Harness) -> None:
+    plane = harness.start(CONFIG.replace("mode: act", "mode: advise"))
+    harness.fleet.submit("e0", *[4000] * 10)
+    async with harness.running() as fleet:
+        await harness.clock.advance(10.0)
         assert plane.balance is not None
         assert plane.balance.verdict.code == "advise_only"
         assert plane.balance.moves
         assert fleet.moves_seen == []
         plane.set_mode(Mode.ACT, "seen enough")
-        await house.clock.advance(3.0)
+        await harness.clock.advance(3.0)
         assert fleet.moves_seen
-    assert house.entries(EntryKind.OPERATION_INTENT)[0].sequence > house.entries(EntryKind.MODE)[0].sequence
+    assert harness.entries(EntryKind.OPERATION_INTENT)[0].sequence > harness.entries(EntryKind.MODE)[0].sequence
 
 
-async def test_a_balance_decision_is_written_when_it_changes_or_acts(house: House) -> None:
-    house.start()
-    async with house.running() as fleet:
-        await house.clock.advance(20.0)
-        assert [entry.subject for entry in house.entries(EntryKind.BALANCE)] == ["nothing_to_do"]
+async def test_a_balance_decision_is_written_when_it_changes_or_acts(harness: Harness) -> None:
+    harness.start()
+    async with harness.running() as fleet:
+        await harness.clock.advance(20.0)
+        assert [entry.subject for entry in harness.entries(EntryKind.BALANCE)] == ["nothing_to_do"]
         fleet.submit("e0", *[4000] * 10)
-        await house.clock.advance(20.0)
-    written = [entry.subject for entry in house.entries(EntryKind.BALANCE)]
+        await harness.clock.advance(20.0)
+    written = [entry.subject for entry in harness.entries(EntryKind.BALANCE)]
     assert all(now != then or now == "spread" for then, now in pairwise(written))
-    acted = next(entry for entry in house.entries(EntryKind.BALANCE) if entry.body["acts"])
+    acted = next(entry for entry in harness.entries(EntryKind.BALANCE) if entry.body["acts"])
     assert acted.body["moves"]
     assert acted.body["inputs_digest"]
 
 
-async def test_it_holds_while_moves_are_open_and_observes_what_became_of_them(house: House) -> None:
-    plane = house.start()
-    house.fleet.mute = True
-    house.fleet.submit("e0", *[4000] * 10)
-    async with house.running() as fleet:
-        await house.clock.advance(5.0)
+async def test_it_holds_while_moves_are_open_and_observes_what_became_of_them(harness: Harness) -> None:
+    plane = harness.start()
+    harness.fleet.mute = True
+    harness.fleet.submit("e0", *[4000] * 10)
+    async with harness.running() as fleet:
+        await harness.clock.advance(5.0)
         moved = list(fleet.moves_seen)
         assert moved
         assert plane.balance is not None
         assert plane.balance.verdict.code == "moves_open"
-        await house.clock.advance(10.0)
-        (result,) = house.entries(EntryKind.OPERATION_RESULT)[:1]
+        await harness.clock.advance(10.0)
+        (result,) = harness.entries(EntryKind.OPERATION_RESULT)[:1]
         assert (result.body["status"], result.body["detail"]) == ("done", "seen in telemetry")
         assert [item["id"] for item in result.body["items"]] == moved
         assert plane.state.totals.moves_done == len(moved)
 
 
-async def test_stale_telemetry_holds(house: House) -> None:
-    plane = house.start()
-    house.fleet.submit("e0", *[4000] * 10)
-    house.fleet.report()
-    loops = asyncio.create_task(run_loops(plane, house.clock))
-    await house.clock.advance(6.0)
+async def test_stale_telemetry_holds(harness: Harness) -> None:
+    plane = harness.start()
+    harness.fleet.submit("e0", *[4000] * 10)
+    harness.fleet.report()
+    loops = asyncio.create_task(run_loops(plane, harness.clock))
+    await harness.clock.advance(6.0)
     assert plane.balance is not None
     assert plane.balance.verdict.code == "stale_telemetry"
     loops.cancel()
 
 
-async def test_an_engine_that_is_gone_leaves_the_routes_at_once(house: House) -> None:
-    plane = house.start()
-    async with house.running() as fleet:
-        await house.clock.advance(1.0)
+async def test_an_engine_that_is_gone_leaves_the_routes_at_once(harness: Harness) -> None:
+    plane = harness.start()
+    async with harness.running() as fleet:
+        await harness.clock.advance(1.0)
         assert [(r.engine, r.health) for r in fleet.routes[-1].routes] == [("e0", "ok"), ("e1", "ok")]
         told = len(fleet.routes)
         plane.engine_reported(engine_report("e1", 10**6, None, EngineHealth.GONE), 9)
@@ -252,15 +252,15 @@ async def test_an_engine_that_is_gone_leaves_the_routes_at_once(house: House) ->
         await asyncio.sleep(0)
         assert len(fleet.routes) == told + 1
         assert [(r.engine, r.health) for r in fleet.routes[-1].routes] == [("e0", "ok"), ("e1", "gone")]
-    healths = [(entry.subject, entry.body["health"]) for entry in house.entries(EntryKind.ENGINE_HEALTH)]
+    healths = [(entry.subject, entry.body["health"]) for entry in harness.entries(EntryKind.ENGINE_HEALTH)]
     assert healths[:3] == [("e0", "ok"), ("e1", "ok"), ("e1", "gone")]
 
 
-async def test_a_gateway_that_attaches_first_keeps_its_engines(house: House) -> None:
-    plane = house.start("mode: act")
+async def test_a_gateway_that_attaches_first_keeps_its_engines(harness: Harness) -> None:
+    plane = harness.start("mode: act")
     plane.engine_reported(engine_report("from-agent", 1, sample()), 1)
     plane.attach(gateway_hello("e0"))
-    plane = house.start("mode: act")
+    plane = harness.start("mode: act")
     orders = plane.attach(gateway_hello("e0")).orders()
     first = (await anext(orders)).action
     assert isinstance(first, SetRoutes)
@@ -270,15 +270,15 @@ async def test_a_gateway_that_attaches_first_keeps_its_engines(house: House) -> 
     ]
 
 
-async def test_an_operators_move_goes_the_same_way(house: House) -> None:
-    plane = house.start(CONFIG.replace("mode: act", "mode: advise"))
-    house.fleet.submit("e0", 4000)
-    async with house.running() as fleet:
-        await house.clock.advance(1.0)
+async def test_an_operators_move_goes_the_same_way(harness: Harness) -> None:
+    plane = harness.start(CONFIG.replace("mode: act", "mode: advise"))
+    harness.fleet.submit("e0", 4000)
+    async with harness.running() as fleet:
+        await harness.clock.advance(1.0)
         outcome = await plane.move(RequestId("r00"), EngineId("e1"))
         assert outcome.items[0].done
         assert fleet.where["r00"] == "e1"
-        assert len(house.entries(EntryKind.OPERATION_RESULT)) == 1
+        assert len(harness.entries(EntryKind.OPERATION_RESULT)) == 1
         fleet.report()
         with pytest.raises(Permanent, match="request r00 is on e1 already"):
             await plane.move(RequestId("r00"), EngineId("e1"))
@@ -290,19 +290,19 @@ async def test_an_operators_move_goes_the_same_way(house: House) -> None:
         ]
 
 
-async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(house: House) -> None:
+async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(harness: Harness) -> None:
     """KV comes at once, prefill takes 400 tokens a second; until the weights have another name."""
     links = "connector: kv_handover, weights: v1, inter_node_gbps_per_gpu: 8.0, latency_s: 0.01"
     config = CONFIG.replace("mode: act", "mode: advise").replace("tokens_per_s: 9000", "tokens_per_s: 400")
     config = config.replace("fleet:", f"fleet:\n  kv_transfer: {{{links}, kv_bytes_per_token: 1000.0}}")
-    plane = house.start(config)
-    house.fleet.submit("e0", 4000)
-    async with house.running() as fleet:
-        await house.clock.advance(1.0)
+    plane = harness.start(config)
+    harness.fleet.submit("e0", 4000)
+    async with harness.running() as fleet:
+        await harness.clock.advance(1.0)
         assert [route.kv_version for route in fleet.routes[-1].routes] == ["tp2/v1"] * 2
         context = 100 + fleet.generated["r00"]
         assert (await plane.move(RequestId("r00"), EngineId("e1"))).items[0].done
-        ordered = house.entries(EntryKind.OPERATION_INTENT)[0].body["operation"]["action"]["moves"][0]
+        ordered = harness.entries(EntryKind.OPERATION_INTENT)[0].body["operation"]["action"]["moves"][0]
         assert ordered["method"] == "transfer"
         assert ordered["fixed_s"] == pytest.approx(0.01 + FIXED_PRIOR_S)
         assert ordered["predicted_s"] == pytest.approx(0.01 + FIXED_PRIOR_S + context * 1000 / 2e9)  # both GPUs send
@@ -310,18 +310,18 @@ async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(house: House
         (moved,) = plane.latest_moves
         assert (moved.move.request, moved.item.done) == ("r00", True)
         plane.reconfigure(parse_config(config.replace("v1", "v2")))
-        await house.clock.advance(0.1)
+        await harness.clock.advance(0.1)
         assert [route.kv_version for route in fleet.routes[-1].routes] == ["tp2/v2"] * 2
         plane.reconfigure(parse_config(config.replace("connector: kv_handover, ", "")))
-        await house.clock.advance(0.5)
+        await harness.clock.advance(0.5)
         assert [route.kv_version for route in fleet.routes[-1].routes] == [""] * 2
         assert (await plane.move(RequestId("r00"), EngineId("e0"))).items[0].done
-        ordered = house.entries(EntryKind.OPERATION_INTENT)[1].body["operation"]["action"]["moves"][0]
+        ordered = harness.entries(EntryKind.OPERATION_INTENT)[1].body["operation"]["action"]["moves"][0]
         assert (ordered["method"], ordered["other_s"]) == ("recompute", 0.0)
 
 
-async def test_a_node_that_attaches_again_replaces_its_old_stream(house: House) -> None:
-    plane = house.start()
+async def test_a_node_that_attaches_again_replaces_its_old_stream(harness: Harness) -> None:
+    plane = harness.start()
     old = plane.attach(gateway_hello("e0"))
     new = plane.attach(gateway_hello("e0"))
     assert [operation async for operation in old.orders()] == []
@@ -334,51 +334,51 @@ async def test_a_node_that_attaches_again_replaces_its_old_stream(house: House) 
 # --- the slow loop
 
 
-async def test_plans_are_made_and_told_what_really_happened(house: House) -> None:
-    plane = house.start()
-    house.fleet.submit("e0", *[200] * 8)
+async def test_plans_are_made_and_told_what_really_happened(harness: Harness) -> None:
+    plane = harness.start()
+    harness.fleet.submit("e0", *[200] * 8)
     watching = plane.plans.watch()
-    async with house.running():
-        await house.clock.advance(15.0)
+    async with harness.running():
+        await harness.clock.advance(15.0)
         first = await anext(watching)
         assert first.plan is not None
-        await house.clock.advance(15.0)
-    ended = house.entries(EntryKind.STEP_ENDED)[0].body["ended_s"]
+        await harness.clock.advance(15.0)
+    ended = harness.entries(EntryKind.STEP_ENDED)[0].body["ended_s"]
     plans = [plan for plan in plane.plans.newest(0) if plan.requests_running]
     assert plans
     for plan in plans:
         assert plan.actual_makespan_s == pytest.approx(ended - plan.created_s)
-    actual = house.entries(EntryKind.PLAN_ACTUAL)
+    actual = harness.entries(EntryKind.PLAN_ACTUAL)
     assert {entry.subject for entry in actual} >= {plan.id for plan in plans}
     assert actual[0].body["predicted_makespan_s"] is not None
 
 
-async def test_plans_and_the_operators_word_survive_a_restart_until_they_expire(house: House) -> None:
-    plane = house.start()
-    house.fleet.submit("e0", 400)
-    house.fleet.report()
+async def test_plans_and_the_operators_word_survive_a_restart_until_they_expire(harness: Harness) -> None:
+    plane = harness.start()
+    harness.fleet.submit("e0", 400)
+    harness.fleet.report()
     made = await plane.slow_tick()
     plane.plans.override(ConfigurationId("tp2"), [ConfigurationId("tp2")], "capacity test", 60.0)
 
-    plane = house.start()
+    plane = harness.start()
     assert plane.plans.latest == made
     control = plane.plans.control
     assert (control.state, control.configuration, control.reason) == (ControlState.OVERRIDDEN, "tp2", "capacity test")
-    await house.clock.advance(61.0)
+    await harness.clock.advance(61.0)
     assert plane.plans.control.state is ControlState.FREE
-    assert house.start().plans.control.state is ControlState.FREE
+    assert harness.start().plans.control.state is ControlState.FREE
 
 
-async def test_pin_and_release(house: House) -> None:
-    plane = house.start()
+async def test_pin_and_release(harness: Harness) -> None:
+    plane = harness.start()
     assert plane.plans.pin("maintenance", 0.0).expires_s is None
-    assert house.start().plans.control.state is ControlState.PINNED
-    house.plane.plans.release("done")
-    assert house.start().plans.control.state is ControlState.FREE
+    assert harness.start().plans.control.state is ControlState.PINNED
+    harness.plane.plans.release("done")
+    assert harness.start().plans.control.state is ControlState.FREE
 
 
-async def test_an_unknown_configuration_names_the_known_ones(house: House) -> None:
-    plane = house.start()
+async def test_an_unknown_configuration_names_the_known_ones(harness: Harness) -> None:
+    plane = harness.start()
     with pytest.raises(ProblemFaults) as caught:
         plane.plans.override(ConfigurationId("tp9"), [ConfigurationId("tp2")], "", -1.0)
     assert caught.value.faults == [
@@ -388,30 +388,30 @@ async def test_an_unknown_configuration_names_the_known_ones(house: House) -> No
     assert plane.plans.control.state is ControlState.FREE
 
 
-async def test_a_plan_that_moves_requests_is_carried_out_and_says_what_became_of_it(house: House) -> None:
+async def test_a_plan_that_moves_requests_is_carried_out_and_says_what_became_of_it(harness: Harness) -> None:
     """The fast loop is kept still: whatever moves, the slow one moved."""
-    plane = house.start(CONFIG.replace("fast: {", "fast: {policy: none, "))
-    house.fleet.submit("e0", *[4000] * 12)
-    async with house.running() as fleet:
-        await house.clock.advance(15.0)
+    plane = harness.start(CONFIG.replace("fast: {", "fast: {policy: none, "))
+    harness.fleet.submit("e0", *[4000] * 12)
+    async with harness.running() as fleet:
+        await harness.clock.advance(15.0)
         assert fleet.moves_seen
         assert {fleet.where[id] for id in fleet.remaining} == {"e0", "e1"}
     acted = next(plan for plan in plane.plans.newest(0) if plan.acted)
     assert acted.decision == "rebalance"
     assert {move.request for move in acted.moves} <= set(fleet.moves_seen)
     assert acted.acted_detail == f"{acted.moves_count} of {acted.moves_count} requests moved"
-    entry = house.entries(EntryKind.PLAN_ACTED)[0]
+    entry = harness.entries(EntryKind.PLAN_ACTED)[0]
     assert (entry.subject, entry.body["done"]) == (acted.id, True)
 
 
-async def test_a_plan_in_advice_moves_nothing(house: House) -> None:
-    plane = house.start(CONFIG.replace("mode: act", "mode: advise").replace("fast: {", "fast: {policy: none, "))
-    house.fleet.submit("e0", *[4000] * 12)
-    async with house.running() as fleet:
-        await house.clock.advance(15.0)
+async def test_a_plan_in_advice_moves_nothing(harness: Harness) -> None:
+    plane = harness.start(CONFIG.replace("mode: act", "mode: advise").replace("fast: {", "fast: {policy: none, "))
+    harness.fleet.submit("e0", *[4000] * 12)
+    async with harness.running() as fleet:
+        await harness.clock.advance(15.0)
         assert fleet.moves_seen == []
     assert next(plan.verdict.code for plan in plane.plans.newest(0) if plan.requests_running) == "advise_only"
-    assert house.entries(EntryKind.PLAN_ACTED) == []
+    assert harness.entries(EntryKind.PLAN_ACTED) == []
 
 
 WIDE = "{id: tp4, gpus: 4, alpha_s: 0.002, beta_s: 1e-5, gamma_s: 4e-9, kv_capacity_tokens: 200000, max_sequences: 64, \
@@ -439,31 +439,31 @@ class Deployed:
 
 @pytest.mark.parametrize("error", [None, Permanent("no image for this engine")])
 async def test_engines_are_changed_once_and_the_cooldown_begins_with_the_end(
-    house: House, error: Permanent | None
+    harness: Harness, error: Permanent | None
 ) -> None:
-    plane = house.start(CONFIG.replace(f"[{TP2}]", f"[{TP2}, {WIDE}]").replace("fast: {", "fast: {policy: none, "))
-    deployment = Deployed(house.clock, error)
+    plane = harness.start(CONFIG.replace(f"[{TP2}]", f"[{TP2}, {WIDE}]").replace("fast: {", "fast: {policy: none, "))
+    deployment = Deployed(harness.clock, error)
     plane.deployment = deployment
-    house.fleet.submit("e0", *[4000] * 12)
-    async with house.running():
-        await house.clock.advance(25.0)
+    harness.fleet.submit("e0", *[4000] * 12)
+    async with harness.running():
+        await harness.clock.advance(25.0)
     assert len(deployment.plans) == 1
     plan = deployment.plans[0]
     assert (plan.decision, [instance.configuration for instance in plan.instances]) == ("reconfigure", ["tp4"])
-    ended = house.entries(EntryKind.DEPLOYMENT_ENDED)[0].body
+    ended = harness.entries(EntryKind.DEPLOYMENT_ENDED)[0].body
     assert (ended["done"], plane.plans.get(plan.id).acted) == (error is None, error is None)
     assert plane.plans.last_switch_s == ended["ended_s"]
     later = [p for p in plane.plans.newest(0) if p.created_s > ended["ended_s"]]
     assert all("cooldown" in (p.verdict.code, p.forgone.code if p.forgone else "") for p in later)
     assert later
-    assert house.start().plans.last_switch_s == ended["ended_s"]
+    assert harness.start().plans.last_switch_s == ended["ended_s"]
 
 
-async def test_without_a_deployment_the_wish_for_other_engines_is_told(house: House) -> None:
-    plane = house.start(CONFIG.replace(f"[{TP2}]", f"[{TP2}, {WIDE}]").replace("fast: {", "fast: {policy: none, "))
-    house.fleet.submit("e0", *[4000] * 2)
-    house.fleet.submit("e1", *[4000] * 2)
-    house.fleet.report()
+async def test_without_a_deployment_the_wish_for_other_engines_is_told(harness: Harness) -> None:
+    plane = harness.start(CONFIG.replace(f"[{TP2}]", f"[{TP2}, {WIDE}]").replace("fast: {", "fast: {policy: none, "))
+    harness.fleet.submit("e0", *[4000] * 2)
+    harness.fleet.submit("e1", *[4000] * 2)
+    harness.fleet.report()
     plan = await plane.slow_tick()
     assert (plan.decision, plan.verdict.code) == ("reconfigure", "no_deployer")
 
@@ -471,40 +471,42 @@ async def test_without_a_deployment_the_wish_for_other_engines_is_told(house: Ho
 # --- across restarts
 
 
-async def test_a_restarted_daemon_learns_everything_again_and_settles_what_was_open(house: House) -> None:
-    house.start()
-    house.fleet.mute = True
-    house.fleet.submit("e0", *[4000] * 10)
-    async with house.running() as before:
-        await house.clock.advance(3.0)
-        assert house.plane.runner.open
-    plane = house.start()
+async def test_a_restarted_daemon_learns_everything_again_and_settles_what_was_open(harness: Harness) -> None:
+    harness.start()
+    harness.fleet.mute = True
+    harness.fleet.submit("e0", *[4000] * 10)
+    async with harness.running() as before:
+        await harness.clock.advance(3.0)
+        assert harness.plane.runner.open
+    plane = harness.start()
     assert len(plane.runner.open) == 1
-    fleet = house.fleet
+    fleet = harness.fleet
     fleet.remaining, fleet.where, fleet.generated = before.remaining, before.where, before.generated
-    async with house.running():
-        await house.clock.advance(1.5)
+    async with harness.running():
+        await harness.clock.advance(1.5)
         assert plane.runner.open == ()
-        result = house.entries(EntryKind.OPERATION_RESULT)[-1]
+        result = harness.entries(EntryKind.OPERATION_RESULT)[-1]
         assert result.body["status"] == "done"
-        snapshot = plane.state.snapshot(house.clock.now_s())
+        snapshot = plane.state.snapshot(harness.clock.now_s())
         assert len(snapshot.requests) == 10
         assert [view.health for view in snapshot.engines] == [EngineHealth.OK, EngineHealth.OK]
-    started = house.entries(EntryKind.DAEMON_STARTED)
+    started = harness.entries(EntryKind.DAEMON_STARTED)
     assert [entry.body["open_operations"] for entry in started] == [0, 1]
     assert started[0].generation < started[1].generation
 
 
 @pytest.mark.parametrize(("configured", "expected"), [("mode: act", Mode.ADVISE), ("mode: advise", Mode.ADVISE)])
 async def test_an_operators_mode_outlives_the_daemon_while_the_configured_one_stays(
-    house: House, configured: str, expected: Mode
+    harness: Harness, configured: str, expected: Mode
 ) -> None:
-    house.start("mode: act").set_mode(Mode.ADVISE, "something is wrong")
-    assert house.start(configured).mode is expected
+    harness.start("mode: act").set_mode(Mode.ADVISE, "something is wrong")
+    assert harness.start(configured).mode is expected
 
 
-async def test_a_mode_that_cannot_be_written_down_is_not_taken(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    plane = house.start("mode: advise")
+async def test_a_mode_that_cannot_be_written_down_is_not_taken(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = harness.start("mode: advise")
 
     def refuse(*_: object) -> int:
         raise Permanent("the disk is full")
@@ -515,30 +517,30 @@ async def test_a_mode_that_cannot_be_written_down_is_not_taken(house: House, mon
     assert plane.mode is Mode.ADVISE
 
 
-async def test_a_new_configured_mode_wins_over_an_older_word(house: House) -> None:
-    house.start("mode: advise").set_mode(Mode.ACT, "trying")
-    assert house.start("mode: advise").mode is Mode.ACT
-    house.start("mode: act").set_mode(Mode.ADVISE, "enough")
-    assert house.start("mode: advise").mode is Mode.ADVISE
+async def test_a_new_configured_mode_wins_over_an_older_word(harness: Harness) -> None:
+    harness.start("mode: advise").set_mode(Mode.ACT, "trying")
+    assert harness.start("mode: advise").mode is Mode.ACT
+    harness.start("mode: act").set_mode(Mode.ADVISE, "enough")
+    assert harness.start("mode: advise").mode is Mode.ADVISE
 
 
-async def test_a_reloaded_configuration_is_in_force_at_the_next_tick(house: House) -> None:
-    plane = house.start()
+async def test_a_reloaded_configuration_is_in_force_at_the_next_tick(harness: Harness) -> None:
+    plane = harness.start()
     plane.reconfigure(parse_config(CONFIG.replace("mode: act", "mode: advise").replace("theta: 0.0001", "theta: 0.5")))
     assert plane.mode is Mode.ADVISE
     assert plane.fast_tick().theta == 0.5
-    assert [entry.kind for entry in house.entries(EntryKind.CONFIG_RELOADED, EntryKind.MODE)] == [
+    assert [entry.kind for entry in harness.entries(EntryKind.CONFIG_RELOADED, EntryKind.MODE)] == [
         EntryKind.CONFIG_RELOADED,
         EntryKind.MODE,
     ]
 
 
-async def test_a_stop_lets_results_come_in_and_leaves_the_rest_open(house: House) -> None:
-    plane = house.start()
-    house.fleet.mute = True
-    house.fleet.submit("e0", *[4000] * 10)
-    async with house.running():
-        await house.clock.advance(3.0)
+async def test_a_stop_lets_results_come_in_and_leaves_the_rest_open(harness: Harness) -> None:
+    plane = harness.start()
+    harness.fleet.mute = True
+    harness.fleet.submit("e0", *[4000] * 10)
+    async with harness.running():
+        await harness.clock.advance(3.0)
         await plane.close(drain_s=0.01)
-    assert house.entries(EntryKind.DAEMON_STOPPED)[0].body == {"open_operations": 1}
-    assert len(house.start().runner.open) == 1
+    assert harness.entries(EntryKind.DAEMON_STOPPED)[0].body == {"open_operations": 1}
+    assert len(harness.start().runner.open) == 1

@@ -43,7 +43,7 @@ fleet:
 
 
 @dataclass
-class House:
+class Harness:
     plane: ControlPlane
     server: DaemonServer
     channel: grpc.aio.Channel
@@ -61,7 +61,7 @@ class House:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     clock = WallClock()
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
         plane = ControlPlane(parse_config(CONFIG), journal, clock)
@@ -69,7 +69,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
         switches = SwitchesService({}, journal, clock)
         server = await DaemonServer.start(plane, ListenSettings(address="127.0.0.1:0", socket=str(socket)), switches)
         async with grpc.aio.insecure_channel(server.address) as channel:
-            yield House(plane, server, channel, socket)
+            yield Harness(plane, server, channel, socket)
         await server.stop(0.1)
 
 
@@ -123,107 +123,107 @@ class Stranger:
         return call(ask(**fields))
 
 
-async def test_reflection_lists_the_services_and_a_stranger_watches_plans(house: House) -> None:
-    stranger = Stranger(house.channel)
+async def test_reflection_lists_the_services_and_a_stranger_watches_plans(harness: Harness) -> None:
+    stranger = Stranger(harness.channel)
     services = await stranger.services()
     assert {f"orchestrrl.v1.{name}" for name in ("Control", "Telemetry", "Node", "Switches")} <= services
     assert {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= services
     await stranger.learn("orchestrrl.v1.Control")
-    house.load()
-    await house.plane.slow_tick()
+    harness.load()
+    await harness.plane.slow_tick()
     events = stranger.stream("orchestrrl.v1.Control", "WatchPlans")
     async with asyncio.timeout(DEADLINE_S):
         first = await events.read()
         assert first.plan.reason_code
         assert (first.plan.requests_running, first.plan.requests_waiting) == (1, 2)
         assert first.control.state == "free"
-        house.plane.plans.pin("hands off", 0.0)
+        harness.plane.plans.pin("hands off", 0.0)
         assert (await events.read()).control.state == "pinned"
         await asyncio.sleep(0.002)  # plan ids have a millisecond in them
-        await house.plane.slow_tick()
+        await harness.plane.slow_tick()
         second = await events.read()
         assert second.plan.plan_id != first.plan.plan_id
         assert (second.plan.reason_code, second.control.reason) == ("pinned", "hands off")
 
 
-async def test_health_says_serving_for_each_service(house: House) -> None:
-    stub = health_pb2_grpc.HealthStub(house.channel)
+async def test_health_says_serving_for_each_service(harness: Harness) -> None:
+    stub = health_pb2_grpc.HealthStub(harness.channel)
     for service in ("", "orchestrrl.v1.Control", "orchestrrl.v1.Node"):
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_the_unix_socket_serves_its_owner(house: House) -> None:
-    async with grpc.aio.insecure_channel(f"unix:{house.socket}") as channel:
+async def test_the_unix_socket_serves_its_owner(harness: Harness) -> None:
+    async with grpc.aio.insecure_channel(f"unix:{harness.socket}") as channel:
         status = await control_pb2_grpc.ControlStub(channel).GetStatus(control_pb2.GetStatusRequest())
-    assert status.generation == house.plane.journal.generation
-    assert house.socket.stat().st_mode & 0o777 == 0o600
+    assert status.generation == harness.plane.journal.generation
+    assert harness.socket.stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_port_in_use_is_said_plainly(house: House) -> None:
-    with pytest.raises(Permanent, match=f"cannot listen on {house.server.address}: it is in use"):
+async def test_a_port_in_use_is_said_plainly(harness: Harness) -> None:
+    with pytest.raises(Permanent, match=f"cannot listen on {harness.server.address}: it is in use"):
         await DaemonServer.start(
-            house.plane,
-            ListenSettings(address=house.server.address),
-            SwitchesService({}, house.plane.journal, house.plane.clock),
+            harness.plane,
+            ListenSettings(address=harness.server.address),
+            SwitchesService({}, harness.plane.journal, harness.plane.clock),
         )
 
 
 # --- Control
 
 
-async def test_status_workers_and_requests(house: House) -> None:
-    house.load()
-    house.plane.attach(gateway_hello("e0"))
-    house.plane.fast_tick()
-    status = await house.control.GetStatus(control_pb2.GetStatusRequest())
+async def test_status_workers_and_requests(harness: Harness) -> None:
+    harness.load()
+    harness.plane.attach(gateway_hello("e0"))
+    harness.plane.fast_tick()
+    status = await harness.control.GetStatus(control_pb2.GetStatusRequest())
     assert (status.requests_running, status.requests_waiting, status.mode) == (1, 2, control_pb2.MODE_ACT)
     assert [(node.node_id, node.kind, node.attached) for node in status.nodes] == [("gw", "gateway", True)]
     assert status.balance_reason.startswith("within_theta: ")
     (worker,) = status.workers
     assert (worker.engine_id, worker.kv_free_tokens, worker.decode_tokens_per_s) == ("e0", 7500, 100.0)
     assert worker.HasField("load_index")
-    listed = await house.control.ListWorkers(control_pb2.ListWorkersRequest())
+    listed = await harness.control.ListWorkers(control_pb2.ListWorkersRequest())
     assert [worker.engine_id for worker in listed.workers] == ["e0"]
-    some = await house.control.ListRequests(control_pb2.ListRequestsRequest(engine_id="e0", limit=1))
+    some = await harness.control.ListRequests(control_pb2.ListRequestsRequest(engine_id="e0", limit=1))
     assert ([r.request_id for r in some.requests], some.total) == (["a"], 2)
-    assert (await house.control.ListRequests(control_pb2.ListRequestsRequest())).total == 3
+    assert (await harness.control.ListRequests(control_pb2.ListRequestsRequest())).total == 3
 
 
-async def test_balance_is_there_after_the_first_tick(house: House) -> None:
+async def test_balance_is_there_after_the_first_tick(harness: Harness) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await house.control.GetBalance(control_pb2.GetBalanceRequest())
+        await harness.control.GetBalance(control_pb2.GetBalanceRequest())
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    house.load()
-    house.plane.fast_tick()
-    balance = await house.control.GetBalance(control_pb2.GetBalanceRequest())
+    harness.load()
+    harness.plane.fast_tick()
+    balance = await harness.control.GetBalance(control_pb2.GetBalanceRequest())
     assert [load.engine_id for load in balance.load_index] == ["e0"]
     assert balance.barrier_reason.startswith("within_theta: ")
 
 
-async def test_plans_are_found_by_id(house: House) -> None:
-    house.load()
-    plan = await house.plane.slow_tick()
-    assert (await house.control.GetPlan(control_pb2.GetPlanRequest())).plan_id == plan.id
-    assert (await house.control.GetPlan(control_pb2.GetPlanRequest(plan_id=plan.id))).plan_id == plan.id
-    assert [p.plan_id for p in (await house.control.ListPlans(control_pb2.ListPlansRequest(limit=5))).plans] == [
+async def test_plans_are_found_by_id(harness: Harness) -> None:
+    harness.load()
+    plan = await harness.plane.slow_tick()
+    assert (await harness.control.GetPlan(control_pb2.GetPlanRequest())).plan_id == plan.id
+    assert (await harness.control.GetPlan(control_pb2.GetPlanRequest(plan_id=plan.id))).plan_id == plan.id
+    assert [p.plan_id for p in (await harness.control.ListPlans(control_pb2.ListPlansRequest(limit=5))).plans] == [
         plan.id
     ]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await house.control.GetPlan(control_pb2.GetPlanRequest(plan_id="p9"))
+        await harness.control.GetPlan(control_pb2.GetPlanRequest(plan_id="p9"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_overrides_pins_and_releases(house: House) -> None:
-    control = await house.control.OverridePlan(
+async def test_overrides_pins_and_releases(harness: Harness) -> None:
+    control = await harness.control.OverridePlan(
         control_pb2.OverridePlanRequest(configuration="tp2", reason="why", ttl_s=60)
     )
     assert (control.state, control.configuration, control.reason) == ("overridden", "tp2", "why")
     assert control.expires_unix_s > WallClock().now_s()
-    assert (await house.control.PinPlan(control_pb2.PinPlanRequest())).state == "pinned"
-    assert (await house.control.ReleasePlan(control_pb2.ReleasePlanRequest())).state == "free"
+    assert (await harness.control.PinPlan(control_pb2.PinPlanRequest())).state == "pinned"
+    assert (await harness.control.ReleasePlan(control_pb2.ReleasePlanRequest())).state == "free"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await house.control.OverridePlan(control_pb2.OverridePlanRequest(configuration="tp9", ttl_s=-1))
+        await harness.control.OverridePlan(control_pb2.OverridePlanRequest(configuration="tp9", ttl_s=-1))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (caught.value.details() or "").splitlines() == [
         "ttl_s: must be >= 0 (0: until released), got -1",
@@ -231,23 +231,23 @@ async def test_overrides_pins_and_releases(house: House) -> None:
     ]
 
 
-async def test_the_mode_is_set_and_told(house: House) -> None:
-    answer = await house.control.SetMode(control_pb2.SetModeRequest(mode=control_pb2.MODE_ADVISE, reason="careful"))
+async def test_the_mode_is_set_and_told(harness: Harness) -> None:
+    answer = await harness.control.SetMode(control_pb2.SetModeRequest(mode=control_pb2.MODE_ADVISE, reason="careful"))
     assert (answer.mode, answer.previous) == (control_pb2.MODE_ADVISE, control_pb2.MODE_ACT)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await house.control.SetMode(control_pb2.SetModeRequest())
+        await harness.control.SetMode(control_pb2.SetModeRequest())
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_the_journal_is_tailed_and_followed(house: House) -> None:
-    house.plane.set_mode(house.plane.mode, "one")
-    tail = [e async for e in house.control.WatchJournal(control_pb2.WatchJournalRequest(tail=1))]
+async def test_the_journal_is_tailed_and_followed(harness: Harness) -> None:
+    harness.plane.set_mode(harness.plane.mode, "one")
+    tail = [e async for e in harness.control.WatchJournal(control_pb2.WatchJournalRequest(tail=1))]
     assert [(entry.kind, json.loads(entry.body_json)["reason"]) for entry in tail] == [("mode", "one")]
-    call = house.control.WatchJournal(control_pb2.WatchJournalRequest(tail=5, follow=True, kinds=["mode"]))
+    call = harness.control.WatchJournal(control_pb2.WatchJournalRequest(tail=5, follow=True, kinds=["mode"]))
     async with asyncio.timeout(DEADLINE_S):
         first = await call.read()
-        house.plane.plans.pin("not asked for", 0.0)
-        house.plane.set_mode(house.plane.mode, "two")
+        harness.plane.plans.pin("not asked for", 0.0)
+        harness.plane.set_mode(harness.plane.mode, "two")
         second = await call.read()
     assert [json.loads(e.body_json)["reason"] for e in (first, second)] == ["one", "two"]  # type: ignore[union-attr]
     call.cancel()
@@ -256,17 +256,17 @@ async def test_the_journal_is_tailed_and_followed(house: House) -> None:
 # --- nodes
 
 
-async def test_a_move_goes_to_the_gateway_and_its_outcome_comes_back(house: House) -> None:
-    house.load()
-    house.plane.engine_reported(engine_report("e1", 1, sample()), 0)
-    call = agent_pb2_grpc.NodeStub(house.channel).Attach()
+async def test_a_move_goes_to_the_gateway_and_its_outcome_comes_back(harness: Harness) -> None:
+    harness.load()
+    harness.plane.engine_reported(engine_report("e1", 1, sample()), 0)
+    call = agent_pb2_grpc.NodeStub(harness.channel).Attach()
     await call.write(agent_pb2.NodeMessage(hello=node_codec.hello_to_pb(gateway_hello("e0", "e1"))))
     async with asyncio.timeout(DEADLINE_S):
         routes = await call.read()
         assert [route.engine_id for route in routes.set_routes.routes] == ["e0", "e1"]
-        asked = house.control.MoveRequest(control_pb2.MoveRequestRequest(request_id="a", to_engine_id="e1"))
+        asked = harness.control.MoveRequest(control_pb2.MoveRequestRequest(request_id="a", to_engine_id="e1"))
         order = await call.read()
-        assert order.generation == house.plane.journal.generation
+        assert order.generation == harness.plane.journal.generation
         item = agent_pb2.ItemResult(id="a", done=True, recomputed_tokens=110)
         result = agent_pb2.OperationResult(
             operation_id=order.operation_id, node_id=GATEWAY, status=agent_pb2.OPERATION_STATUS_DONE, items=[item]
@@ -274,33 +274,33 @@ async def test_a_move_goes_to_the_gateway_and_its_outcome_comes_back(house: Hous
         await call.write(agent_pb2.NodeMessage(result=result))
         answer = await asked
     assert (answer.done, answer.operation_id) == (True, order.operation_id)
-    assert house.plane.state.totals.tokens_recomputed == 110
+    assert harness.plane.state.totals.tokens_recomputed == 110
     call.cancel()
-    await soon(lambda: not house.plane.nodes.gateways())
+    await soon(lambda: not harness.plane.nodes.gateways())
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await house.control.MoveRequest(control_pb2.MoveRequestRequest(request_id="a", to_engine_id="e9"))
+        await harness.control.MoveRequest(control_pb2.MoveRequestRequest(request_id="a", to_engine_id="e9"))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_reports_are_folded_and_acknowledged(house: House) -> None:
-    telemetry = telemetry_pb2_grpc.TelemetryStub(house.channel)
+async def test_reports_are_folded_and_acknowledged(harness: Harness) -> None:
+    telemetry = telemetry_pb2_grpc.TelemetryStub(harness.channel)
     engines, gateways = telemetry.ReportEngines(), telemetry.ReportRequests()
     async with asyncio.timeout(DEADLINE_S):
         await engines.write(telemetry_codec.engine_report_to_pb(engine_report("e0", 7, sample(running=3))))
         await gateways.write(telemetry_codec.gateway_report_to_pb(gateway_report(request("a"), sequence=9)))
         acks = [await engines.read(), await gateways.read()]
     assert [ack.sequence for ack in acks] == [7, 9]
-    assert {ack.generation for ack in acks} == {house.plane.journal.generation}
-    snapshot = house.plane.state.snapshot(house.plane.clock.now_s())
+    assert {ack.generation for ack in acks} == {harness.plane.journal.generation}
+    snapshot = harness.plane.state.snapshot(harness.plane.clock.now_s())
     assert [view.running for view in snapshot.engines] == [3]
     assert [view.id for view in snapshot.requests] == ["a"]
     engines.cancel()
     gateways.cancel()
 
 
-async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_has_ended(house: House) -> None:
+async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_has_ended(harness: Harness) -> None:
     """Whoever has the .proto alone sends no incarnation: two streams of one id may be one agent that came back."""
-    telemetry = telemetry_pb2_grpc.TelemetryStub(house.channel)
+    telemetry = telemetry_pb2_grpc.TelemetryStub(harness.channel)
     first = telemetry.ReportEngines()
 
     async def say(call: Any, sequence: int, running: int) -> None:
@@ -309,7 +309,9 @@ async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_ha
         assert (ack.sequence, ack.sent_unix_s > 0) == (sequence, True)
 
     def running() -> int:
-        return next(view.running for view in house.plane.state.engines(house.plane.clock.now_s()) if view.id == "e0")
+        return next(
+            view.running for view in harness.plane.state.engines(harness.plane.clock.now_s()) if view.id == "e0"
+        )
 
     await say(first, 1, 1)
     second = telemetry.ReportEngines()  # the newer one also as the daemon counts streams
@@ -340,9 +342,9 @@ async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_ha
     ],
 )
 async def test_a_node_that_does_not_say_who_it_is_is_refused(
-    house: House, message: agent_pb2.NodeMessage, complaint: str
+    harness: Harness, message: agent_pb2.NodeMessage, complaint: str
 ) -> None:
-    call = agent_pb2_grpc.NodeStub(house.channel).Attach()
+    call = agent_pb2_grpc.NodeStub(harness.channel).Attach()
     await call.write(message)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
@@ -352,22 +354,22 @@ async def test_a_node_that_does_not_say_who_it_is_is_refused(
 # --- failovers
 
 
-async def test_failovers_are_counted_once_and_shown_and_journalled(house: House) -> None:
-    house.load()
+async def test_failovers_are_counted_once_and_shown_and_journalled(harness: Harness) -> None:
+    harness.load()
     first = EngineFailovers(EngineId("e0"), 2, 10.0, FailoverCounts(3, 2, 500))
     second = EngineFailovers(EngineId("e1"), 3, 11.0, FailoverCounts(1, 0, 0))
     for sequence, failovers in ((2, (first,)), (3, (first, second)), (2, (first,)), (4, ())):
-        house.plane.gateway_reported(gateway_report(sequence=sequence, failovers=failovers), 0)
-    status = await house.control.GetStatus(control_pb2.GetStatusRequest())
+        harness.plane.gateway_reported(gateway_report(sequence=sequence, failovers=failovers), 0)
+    status = await harness.control.GetStatus(control_pb2.GetStatusRequest())
     assert (status.failovers, status.failover_requests_recomputed, status.failover_tokens_recomputed) == (4, 2, 500)
     assert (status.moves_done, status.tokens_recomputed) == (0, 0)
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(house.plane))
+    registry.register(DaemonCollector(harness.plane))
     assert registry.get_sample_value("orchestrrl_failovers_total", {"engine": "e0"}) == 3
     assert registry.get_sample_value("orchestrrl_failover_requests_recomputed_total", {"engine": "e0"}) == 2
     assert registry.get_sample_value("orchestrrl_failover_recomputed_tokens_total", {"engine": "e0"}) == 500
     assert registry.get_sample_value("orchestrrl_failovers_total", {"engine": "e1"}) == 1
-    noted = house.plane.journal.tail(9, (EntryKind.ENGINE_FAILOVERS,))
+    noted = harness.plane.journal.tail(9, (EntryKind.ENGINE_FAILOVERS,))
     assert [(entry.subject, entry.body) for entry in noted] == [
         ("e0", {"gateway": "gw", "failovers": 3, "requests_recomputed": 2, "tokens_recomputed": 500}),
         ("e1", {"gateway": "gw", "failovers": 1, "requests_recomputed": 0, "tokens_recomputed": 0}),
@@ -377,13 +379,13 @@ async def test_failovers_are_counted_once_and_shown_and_journalled(house: House)
 # --- metrics
 
 
-async def test_every_metric_has_a_help_text_and_no_name_occurs_twice(house: House) -> None:
-    house.load()
-    house.plane.fast_tick()
-    await house.plane.slow_tick()
-    house.plane.gateway_reported(gateway_report(sequence=2), 0)
+async def test_every_metric_has_a_help_text_and_no_name_occurs_twice(harness: Harness) -> None:
+    harness.load()
+    harness.plane.fast_tick()
+    await harness.plane.slow_tick()
+    harness.plane.gateway_reported(gateway_report(sequence=2), 0)
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(house.plane))
+    registry.register(DaemonCollector(harness.plane))
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     assert all(family.documentation for family in families)
     names = [family.name for family in families]

@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import barrier_house
+import barrier_harness
 import pytest
-from barrier_house import E0, E1, Gateway
+from barrier_harness import E0, E1, Gateway
 from builders import sample
-from fabric_house import Killed, RestingClock
-from weights_house import TENSORS, Engine, FakePeer
+from fabric_harness import Killed, RestingClock
+from weights_harness import TENSORS, Engine, FakePeer
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.core.journal.store import EntryKind, Journal
@@ -35,7 +35,7 @@ from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
 CONFIG = (
-    barrier_house.CONFIG
+    barrier_harness.CONFIG
     + """
 weights: {transports: [tcp], chunk_bytes: 64, stall_s: 2, patience_s: 5, attempts: 2, fence_within_s: 10, lease_s: 30}
 """
@@ -57,19 +57,19 @@ WAY = frozenset(
 class MortalJournal(Journal):
     """After its daemon's death nothing is written any more, and whoever tries to is dead."""
 
-    house: "House"
+    harness: "Harness"
     dead = False
 
     def append(self, at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
         if kind in WAY:
-            self.house.point(f"before {kind} {body.get('step', body.get('event', ''))}")
+            self.harness.point(f"before {kind} {body.get('step', body.get('event', ''))}")
         if self.dead:
             raise Killed
-        if self.house.full:
+        if self.harness.full:
             raise Permanent("database or disk is full")
         sequence = super().append(at_s, kind, subject, body)
         if kind in WAY:
-            self.house.point(f"after {kind} {body.get('step', body.get('event', ''))}")
+            self.harness.point(f"after {kind} {body.get('step', body.get('event', ''))}")
         if self.dead:
             raise Killed
         return sequence
@@ -115,7 +115,7 @@ class _Daemon:
         self.hub, self.sync, self.task = weights.hub, weights.syncs, task
 
 
-class House(barrier_house.House):
+class Harness(barrier_harness.Harness):
     """Two engines with a peer each, a trainer's peer, and daemons one after the other."""
 
     journal: MortalJournal | None
@@ -150,7 +150,7 @@ class House(barrier_house.House):
     def start(self, config: str = "") -> ControlPlane:
         assert self.daemon is None
         journal = self.journal = MortalJournal.__new__(MortalJournal)
-        journal.house = self
+        journal.harness = self
         journal.__init__(self.path, self.clock.now_s())  # type: ignore[misc]
         parsed = parse_config(config or self.config)
         self.plane = ControlPlane(parsed, journal, self.clock)
@@ -194,7 +194,7 @@ class House(barrier_house.House):
             new.routes, new.generated = old.routes, old.generated
             new.weights_change = old.weights_change  # type: ignore[attr-defined]
             new.start()
-        self._loops = asyncio.create_task(barrier_house.run_loops(self.plane, self.clock))
+        self._loops = asyncio.create_task(barrier_harness.run_loops(self.plane, self.clock))
         await self.pass_time(0.5)
 
     async def stopped(self, gateway: Gateway) -> None:
@@ -322,38 +322,38 @@ class Refusing:
 
 
 def played(
-    folder: Path, scene: Callable[[House], Coroutine[Any, Any, None]], *gateways: str, config: str = CONFIG
+    folder: Path, scene: Callable[[Harness], Coroutine[Any, Any, None]], *gateways: str, config: str = CONFIG
 ) -> None:
     async def play() -> None:
-        house = House(folder, config)
-        house.start()
+        harness = Harness(folder, config)
+        harness.start()
         try:
             for name in gateways or ("gw0",):
-                house.gateways[name] = KeepingGateway(house.plane, house.clock, name)
-                house.gateways[name].start()
-            house._loops = asyncio.create_task(barrier_house.run_loops(house.plane, house.clock))
-            await house.pass_time(1.0)
-            await scene(house)
+                harness.gateways[name] = KeepingGateway(harness.plane, harness.clock, name)
+                harness.gateways[name].start()
+            harness._loops = asyncio.create_task(barrier_harness.run_loops(harness.plane, harness.clock))
+            await harness.pass_time(1.0)
+            await scene(harness)
         finally:
-            house.kill()
-            for gateway in house.gateways.values():
-                await house.stopped(gateway)
-            for peer in house.peers.values():
+            harness.kill()
+            for gateway in harness.gateways.values():
+                await harness.stopped(gateway)
+            for peer in harness.peers.values():
                 peer.die()
-            if house.journal is not None:
-                house.journal.close()
+            if harness.journal is not None:
+                harness.journal.close()
 
     asyncio.run(play())
 
 
 def test_versions_go_through_the_barrier_to_every_gateway(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
+    async def scene(harness: Harness) -> None:
         for version in (1, 2, 3):
-            report = await house.over(house.publish(version))
+            report = await harness.over(harness.publish(version))
             assert (report.state, report.code, report.attempt) == (SyncState.DONE, "done", 1), report
-            await house.pass_time(0.5)
-            house.check_one_version(version)
-        for gateway in house.gateways.values():
+            await harness.pass_time(0.5)
+            harness.check_one_version(version)
+        for gateway in harness.gateways.values():
             closes = [order.action for order in gateway.of(CloseBarrier)]
             assert all(isinstance(c, CloseBarrier) and c.frozen is FrozenRequests.TAKEN_BACK for c in closes)
             assert all(isinstance(c, CloseBarrier) and c.weights_change for c in closes)
@@ -364,62 +364,62 @@ def test_versions_go_through_the_barrier_to_every_gateway(tmp_path: Path) -> Non
 
 
 def test_a_gateway_that_dies_while_the_fleet_comes_to_rest_costs_an_attempt(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        gateway = house.gateways["gw1"]
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        gateway = harness.gateways["gw1"]
         gateway.drains_s = 3.0
-        house.publish(2)
-        await house.until(SyncState.FENCING)
-        await house.pass_time(0.5)
+        harness.publish(2)
+        await harness.until(SyncState.FENCING)
+        await harness.pass_time(0.5)
         gateway.leave()
-        await house.stopped(gateway)
-        del house.gateways["gw1"]
-        report = await house.over(house.sync.report().id)
+        await harness.stopped(gateway)
+        del harness.gateways["gw1"]
+        report = await harness.over(harness.sync.report().id)
         assert (report.state, report.attempt) == (SyncState.DONE, 2), report
         assert any("gateway gw1 has gone away" in note for note in report.notes)
-        await house.ends_in_one_version()
-        house.check_one_version(2)
+        await harness.ends_in_one_version()
+        harness.check_one_version(2)
 
     played(tmp_path, scene, "gw0", "gw1")
 
 
 def test_a_lease_that_ends_behind_a_dead_daemon_leaves_no_version(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        house.publish(2)
-        await house.until(SyncState.INSTALLING)
-        await house.pass_time(0.05)
-        house.kill()
-        await house.pass_time(40.0)
-        for gateway in house.gateways.values():
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        harness.publish(2)
+        await harness.until(SyncState.INSTALLING)
+        await harness.pass_time(0.05)
+        harness.kill()
+        await harness.pass_time(40.0)
+        for gateway in harness.gateways.values():
             assert gateway.phase is BarrierPhase.OPEN
             assert isinstance(gateway, KeepingGateway)
             assert gateway.serves() == {}
-        await house.back()
-        assert house.plane.barrier.state.opened is not None
-        await house.ends_in_one_version()
-        house.check_one_version(1)
-        assert house.sync.report(version=2).code == "restarted"
-        assert (await house.over(house.publish(3))).state is SyncState.DONE
-        await house.pass_time(0.5)
-        house.check_one_version(3)
+        await harness.back()
+        assert harness.plane.barrier.state.opened is not None
+        await harness.ends_in_one_version()
+        harness.check_one_version(1)
+        assert harness.sync.report(version=2).code == "restarted"
+        assert (await harness.over(harness.publish(3))).state is SyncState.DONE
+        await harness.pass_time(0.5)
+        harness.check_one_version(3)
 
     played(tmp_path, scene, "gw0", "gw1")
 
 
 def test_what_waits_for_a_closed_barrier_is_installed_before_the_trainer_opens_it(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        sync_id = house.publish(2, install="next_pause")
-        await house.until(SyncState.PREPARED)
-        await house.pass_time(20.0)
-        assert house.sync.report(sync_id).state is SyncState.PREPARED
-        lease = await house.paused_by("trainer", lease_s=60.0)
-        await house.resumed(lease)
-        report = await house.over(sync_id)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        sync_id = harness.publish(2, install="next_pause")
+        await harness.until(SyncState.PREPARED)
+        await harness.pass_time(20.0)
+        assert harness.sync.report(sync_id).state is SyncState.PREPARED
+        lease = await harness.paused_by("trainer", lease_s=60.0)
+        await harness.resumed(lease)
+        report = await harness.over(sync_id)
         assert (report.state, report.code) == (SyncState.DONE, "done")
-        await house.pass_time(1.0)
-        house.check_one_version(2)
+        await harness.pass_time(1.0)
+        harness.check_one_version(2)
 
     played(tmp_path, scene, "gw0", "gw1")
 
@@ -429,69 +429,69 @@ def test_what_waits_for_a_closed_barrier_is_installed_before_the_trainer_opens_i
 def test_a_trainer_that_names_what_waits_or_no_lease_has_it_installed(
     tmp_path: Path, told: int | None, with_lease: bool
 ) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        sync_id = house.publish(2, install="next_pause")
-        await house.until(SyncState.PREPARED)
-        lease = await house.paused_by("trainer", lease_s=60.0)
-        await house.resumed(lease if with_lease else "", told)
-        report = await house.over(sync_id)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        sync_id = harness.publish(2, install="next_pause")
+        await harness.until(SyncState.PREPARED)
+        lease = await harness.paused_by("trainer", lease_s=60.0)
+        await harness.resumed(lease if with_lease else "", told)
+        report = await harness.over(sync_id)
         assert (report.state, report.code) == (SyncState.DONE, "done")
-        await house.pass_time(1.0)
-        house.check_one_version(2)
+        await harness.pass_time(1.0)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_a_version_that_was_not_brought_is_not_told_of_engines(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        sync_id = house.publish(2, install="next_pause")
-        await house.until(SyncState.PREPARED)
-        house.engine("e0").fails = house.engine("e1").fails = 1
-        lease = await house.paused_by("trainer", lease_s=60.0)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        sync_id = harness.publish(2, install="next_pause")
+        await harness.until(SyncState.PREPARED)
+        harness.engine("e0").fails = harness.engine("e1").fails = 1
+        lease = await harness.paused_by("trainer", lease_s=60.0)
         with pytest.raises(Permanent, match=r"version 2 could not be installed.*out of memory"):
-            await house.resumed(lease, 2)
-        assert house.plane.barrier.state.phase is BarrierPhase.QUIET
-        await house.until(SyncState.PREPARED)
-        await house.resumed(lease, 2)  # its second attempt
-        assert (await house.over(sync_id)).state is SyncState.DONE
-        await house.pass_time(1.0)
-        house.check_one_version(2)
+            await harness.resumed(lease, 2)
+        assert harness.plane.barrier.state.phase is BarrierPhase.QUIET
+        await harness.until(SyncState.PREPARED)
+        await harness.resumed(lease, 2)  # its second attempt
+        assert (await harness.over(sync_id)).state is SyncState.DONE
+        await harness.pass_time(1.0)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_a_version_that_is_on_its_way_is_not_told_of_engines_either(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        lease = await house.paused_by("trainer", lease_s=60.0)
-        house.peer("p0").stalls = True
-        house.publish(2, install="next_pause")
-        await house.until(SyncState.CARRYING)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        lease = await harness.paused_by("trainer", lease_s=60.0)
+        harness.peer("p0").stalls = True
+        harness.publish(2, install="next_pause")
+        await harness.until(SyncState.CARRYING)
         with pytest.raises(Permanent, match=r"ABORTED: version 2 is on its way to engines.*carrying"):
-            await house.resumed(lease, 2)
-        house.peer("p0").stalls = False
-        await house.until(SyncState.PREPARED)
-        await house.resumed(lease, 2)
-        await house.pass_time(5.0)
-        house.check_one_version(2)
+            await harness.resumed(lease, 2)
+        harness.peer("p0").stalls = False
+        await harness.until(SyncState.PREPARED)
+        await harness.resumed(lease, 2)
+        await harness.pass_time(5.0)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_a_trainer_that_names_the_fleets_version_does_not_speak_for_engines_that_lack_it(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        house.engine("e1").fails = 50
-        assert (await house.over(house.publish(2))).code == "some_quarantined"
-        lease = await house.paused_by("trainer", lease_s=60.0)
-        await house.resumed(lease, 2)
-        await house.pass_time(1.0)
-        assert (house.plane.barrier.state.serves(E0), house.plane.barrier.state.serves(E1)) == (True, False)
-        house.engine("e1").fails = 0
-        await house.ends_in_one_version()
-        house.check_one_version(2)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        harness.engine("e1").fails = 50
+        assert (await harness.over(harness.publish(2))).code == "some_quarantined"
+        lease = await harness.paused_by("trainer", lease_s=60.0)
+        await harness.resumed(lease, 2)
+        await harness.pass_time(1.0)
+        assert (harness.plane.barrier.state.serves(E0), harness.plane.barrier.state.serves(E1)) == (True, False)
+        harness.engine("e1").fails = 0
+        await harness.ends_in_one_version()
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
@@ -499,24 +499,24 @@ def test_a_trainer_that_names_the_fleets_version_does_not_speak_for_engines_that
 def test_an_engine_that_restarts_while_the_barrier_is_opened_is_left_out(tmp_path: Path) -> None:
     """Behind its peer's back, after what waited was installed."""
 
-    async def scene(house: House) -> None:
-        await house.first()
-        house.publish(2, install="next_pause")
-        await house.until(SyncState.PREPARED)
-        lease = await house.paused_by("trainer", lease_s=60.0)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        harness.publish(2, install="next_pause")
+        await harness.until(SyncState.PREPARED)
+        lease = await harness.paused_by("trainer", lease_s=60.0)
 
         async def prepare(until_s: float) -> str:
-            house.engine("e1").restart()
-            house.plane.barrier.sampled(E1, sample(total=5))
-            house.plane.barrier.sampled(E1, sample(total=0))
+            harness.engine("e1").restart()
+            harness.plane.barrier.sampled(E1, sample(total=5))
+            harness.plane.barrier.sampled(E1, sample(total=0))
             return "prepared"
 
-        house.plane.before_resume = prepare
-        await house.resumed(lease)
-        house.check()
-        house.plane.before_resume = None
-        await house.ends_in_one_version()
-        house.check_one_version(2)
+        harness.plane.before_resume = prepare
+        await harness.resumed(lease)
+        harness.check()
+        harness.plane.before_resume = None
+        await harness.ends_in_one_version()
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
@@ -524,72 +524,72 @@ def test_an_engine_that_restarts_while_the_barrier_is_opened_is_left_out(tmp_pat
 def test_a_trainer_that_tells_its_own_version_has_its_way(tmp_path: Path) -> None:
     """It has brought other weights by itself: what peers know of engines holds no longer, until it publishes again."""
 
-    async def scene(house: House) -> None:
-        await house.first()
-        sync_id = house.publish(2, install="next_pause")
-        await house.until(SyncState.PREPARED)
-        lease = await house.paused_by("trainer", lease_s=60.0)
-        for engine in house.engines.values():
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        sync_id = harness.publish(2, install="next_pause")
+        await harness.until(SyncState.PREPARED)
+        lease = await harness.paused_by("trainer", lease_s=60.0)
+        for engine in harness.engines.values():
             engine.weights = 7
-        await house.resumed(lease, 7)
-        await house.pass_time(5.0)
-        state = house.plane.barrier.state
+        await harness.resumed(lease, 7)
+        await harness.pass_time(5.0)
+        state = harness.plane.barrier.state
         assert (state.newest, dict(state.versions)) == (7, {E0: 7, E1: 7})
-        assert house.sync.report(sync_id).state is SyncState.PREPARED
-        house.sync.abort(sync_id, "")
-        for peer in house.peers.values():  # what it says of its engines is what it knows
+        assert harness.sync.report(sync_id).state is SyncState.PREPARED
+        harness.sync.abort(sync_id, "")
+        for peer in harness.peers.values():  # what it says of its engines is what it knows
             peer.introduce()
-        await house.pass_time(5.0)
-        assert all(house.plane.barrier.state.serves(engine) for engine in house.engines)
-        lease = await house.paused_by("trainer", lease_s=60.0)
-        await house.resumed(lease)  # nothing has changed
-        await house.pass_time(5.0)
-        state = house.plane.barrier.state
+        await harness.pass_time(5.0)
+        assert all(harness.plane.barrier.state.serves(engine) for engine in harness.engines)
+        lease = await harness.paused_by("trainer", lease_s=60.0)
+        await harness.resumed(lease)  # nothing has changed
+        await harness.pass_time(5.0)
+        state = harness.plane.barrier.state
         assert (state.newest, dict(state.versions)) == (7, {E0: 7, E1: 7})
-        assert all(state.serves(engine) for engine in house.engines)
-        for engine in house.engines.values():  # and its next version is published again
+        assert all(state.serves(engine) for engine in harness.engines)
+        for engine in harness.engines.values():  # and its next version is published again
             assert engine.weights == 7
-        assert (await house.over(house.publish(8))).state is SyncState.DONE
-        await house.pass_time(1.0)
-        house.check_one_version(8)
+        assert (await harness.over(harness.publish(8))).state is SyncState.DONE
+        await harness.pass_time(1.0)
+        harness.check_one_version(8)
 
     played(tmp_path, scene)
 
 
 def test_a_barrier_that_another_holds_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        lease = await house.paused_by("trainer", lease_s=300.0)
-        house.publish(2)
-        await house.until(SyncState.PREPARED)
-        await house.pass_time(3.0)
-        assert "trainer" in house.sync.report().detail
-        report = await house.over(house.sync.report().id)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        lease = await harness.paused_by("trainer", lease_s=300.0)
+        harness.publish(2)
+        await harness.until(SyncState.PREPARED)
+        await harness.pass_time(3.0)
+        assert "trainer" in harness.sync.report().detail
+        report = await harness.over(harness.sync.report().id)
         assert (report.state, report.code) == (SyncState.ABORTED, "not_quiet")
         assert "trainer" in report.detail
-        assert house.plane.barrier.state.lease is not None  # it is the trainer's all the same
-        await house.resumed(lease)
-        await house.pass_time(0.5)
-        house.check_one_version(1)
-        assert (await house.over(house.publish(2))).state is SyncState.DONE
+        assert harness.plane.barrier.state.lease is not None  # it is the trainer's all the same
+        await harness.resumed(lease)
+        await harness.pass_time(0.5)
+        harness.check_one_version(1)
+        assert (await harness.over(harness.publish(2))).state is SyncState.DONE
 
     played(tmp_path, scene)
 
 
 def test_the_trainers_lease_is_left_alone_and_a_sync_goes_on_after_it(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        lease = await house.paused_by("trainer", lease_s=300.0)
-        sync_id = house.publish(2)
-        await house.until(SyncState.PREPARED)
-        await house.pass_time(3.0)
-        assert house.plane.barrier.state.lease is not None
-        assert house.plane.barrier.state.lease.id == lease
-        await house.resumed(lease)
-        report = await house.over(sync_id)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        lease = await harness.paused_by("trainer", lease_s=300.0)
+        sync_id = harness.publish(2)
+        await harness.until(SyncState.PREPARED)
+        await harness.pass_time(3.0)
+        assert harness.plane.barrier.state.lease is not None
+        assert harness.plane.barrier.state.lease.id == lease
+        await harness.resumed(lease)
+        report = await harness.over(sync_id)
         assert (report.state, report.code) == (SyncState.DONE, "done")
-        await house.pass_time(1.0)
-        house.check_one_version(2)
+        await harness.pass_time(1.0)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
@@ -597,44 +597,44 @@ def test_the_trainers_lease_is_left_alone_and_a_sync_goes_on_after_it(tmp_path: 
 def test_a_trainer_that_asks_again_to_open_waits_for_the_same(tmp_path: Path) -> None:
     """Its first call was cut off while engines were being changed."""
 
-    async def scene(house: House) -> None:
-        await house.first()
-        sync_id = house.publish(2, install="next_pause")
-        await house.until(SyncState.PREPARED)
-        lease = await house.paused_by("trainer", lease_s=60.0)
-        first = asyncio.ensure_future(house.resuming(lease))
-        await house.until(SyncState.INSTALLING)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        sync_id = harness.publish(2, install="next_pause")
+        await harness.until(SyncState.PREPARED)
+        lease = await harness.paused_by("trainer", lease_s=60.0)
+        first = asyncio.ensure_future(harness.resuming(lease))
+        await harness.until(SyncState.INSTALLING)
         first.cancel()
-        await house.resumed(lease)
-        report = await house.over(sync_id)
+        await harness.resumed(lease)
+        report = await harness.over(sync_id)
         assert (report.state, report.attempt) == (SyncState.DONE, 1), report
-        await house.pass_time(1.0)
-        house.check_one_version(2)
+        await harness.pass_time(1.0)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_as_is_configured_where_the_trainer_does_not_say(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        sync_id = house.publish(1)
-        await house.until(SyncState.PREPARED)
-        assert house.publish(1) == sync_id  # its answer was lost
-        await house.pass_time(20.0)
-        assert house.sync.report(sync_id).state is SyncState.PREPARED
-        assert (await house.over(house.publish(2, install="at_once"))).state is SyncState.DONE
+    async def scene(harness: Harness) -> None:
+        sync_id = harness.publish(1)
+        await harness.until(SyncState.PREPARED)
+        assert harness.publish(1) == sync_id  # its answer was lost
+        await harness.pass_time(20.0)
+        assert harness.sync.report(sync_id).state is SyncState.PREPARED
+        assert (await harness.over(harness.publish(2, install="at_once"))).state is SyncState.DONE
 
     played(tmp_path, scene, config=CONFIG.replace("weights: {", "weights: {install: next_pause, "))
 
 
 def test_a_trainers_peer_that_is_away_is_no_fault_of_the_publication(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        house.kill()
-        await house.back()
-        house.daemon.hub._known.pop(PeerId("t"))  # type: ignore[union-attr]
+    async def scene(harness: Harness) -> None:
+        harness.kill()
+        await harness.back()
+        harness.daemon.hub._known.pop(PeerId("t"))  # type: ignore[union-attr]
         with pytest.raises(Retryable, match="peer: is not attached"):
-            house.publish(1)
-        house.peer("t").attach()
-        assert (await house.over(house.publish(1))).state is SyncState.DONE
+            harness.publish(1)
+        harness.peer("t").attach()
+        assert (await harness.over(harness.publish(1))).state is SyncState.DONE
 
     played(tmp_path, scene)
 
@@ -646,20 +646,20 @@ def test_a_defect_ends_a_sync_and_not_the_daemon(tmp_path: Path, where: str, mon
     async def wrong(*_: object) -> None:
         raise KeyError("a defect")
 
-    async def scene(house: House) -> None:
-        await house.first()
+    async def scene(harness: Harness) -> None:
+        await harness.first()
         if "go_back" in where:
-            for engine in house.engines.values():
+            for engine in harness.engines.values():
                 engine.fails = 1
         with monkeypatch.context() as patched:
             patched.setattr(where, wrong)
-            report = await house.over(house.publish(2))
-        assert house.sync.defects == 1
+            report = await harness.over(harness.publish(2))
+        assert harness.sync.defects == 1
         assert (report.state, report.code) in ((SyncState.DONE, "done"), (SyncState.ABORTED, "internal"))
-        await house.ends_in_one_version()
-        assert (await house.over(house.publish(3))).state is SyncState.DONE
-        await house.pass_time(1.0)
-        house.check_one_version(3)
+        await harness.ends_in_one_version()
+        assert (await harness.over(harness.publish(3))).state is SyncState.DONE
+        await harness.pass_time(1.0)
+        harness.check_one_version(3)
 
     played(tmp_path, scene)
 
@@ -669,19 +669,19 @@ class Busy:
 
 
 def test_a_switch_under_way_is_waited_for_and_then_told(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        house.plane.deployment = Busy()  # type: ignore[assignment]
-        sync = house.publish(2)
-        await house.until(SyncState.PREPARED)
-        await house.pass_time(30.0)  # longer than the fence may take
-        report = house.sync.report(sync)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        harness.plane.deployment = Busy()  # type: ignore[assignment]
+        sync = harness.publish(2)
+        await harness.until(SyncState.PREPARED)
+        await harness.pass_time(30.0)  # longer than the fence may take
+        report = harness.sync.report(sync)
         assert (report.state, report.detail) == (SyncState.PREPARED, "waits: engines are being started or stopped")
-        house.check_one_version(1)
-        house.plane.deployment = None
-        assert (await house.over(sync)).state is SyncState.DONE
-        await house.pass_time(1.0)
-        house.check_one_version(2)
+        harness.check_one_version(1)
+        harness.plane.deployment = None
+        assert (await harness.over(sync)).state is SyncState.DONE
+        await harness.pass_time(1.0)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
@@ -692,58 +692,58 @@ def test_an_engine_that_only_its_agent_saw_restart_does_not_serve_by_a_version(
 ) -> None:
     """Its counter goes back. Its peer finds out a moment later."""
 
-    async def scene(house: House) -> None:
-        await house.first()
-        house.publish(2)
-        await house.until(state)
-        house.blind.add(E1)
-        house.engine("e1").restart()
-        house.gateways["gw0"].generated["e1"] = 0
-        await house.pass_time(0.5)
-        house.peer("p1").engine_restarted(house.engine("e1"))
-        house.blind.clear()
-        house.gateways["gw0"].generated.clear()
-        await house.ends_in_one_version()
-        house.check_one_version(2)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        harness.publish(2)
+        await harness.until(state)
+        harness.blind.add(E1)
+        harness.engine("e1").restart()
+        harness.gateways["gw0"].generated["e1"] = 0
+        await harness.pass_time(0.5)
+        harness.peer("p1").engine_restarted(harness.engine("e1"))
+        harness.blind.clear()
+        harness.gateways["gw0"].generated.clear()
+        await harness.ends_in_one_version()
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_an_engine_that_was_restarted_gets_its_version_again(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.first()
-        house.blind.add(E1)
-        house.peer("p1").engine_restarted(house.engine("e1"))
-        await house.clock.advance(0.0)  # gateways hear of it
-        house.blind.clear()
-        house.check()
-        assert not house.plane.barrier.state.serves(E1)
-        await house.ends_in_one_version(30.0)
-        house.check_one_version(1)
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        harness.blind.add(E1)
+        harness.peer("p1").engine_restarted(harness.engine("e1"))
+        await harness.clock.advance(0.0)  # gateways hear of it
+        harness.blind.clear()
+        harness.check()
+        assert not harness.plane.barrier.state.serves(E1)
+        await harness.ends_in_one_version(30.0)
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
 
-async def _second(house: House) -> None:
-    await house.first()
-    house.counting = True
+async def _second(harness: Harness) -> None:
+    await harness.first()
+    harness.counting = True
     with suppress(Killed, OrchestrRLError):
-        house.publish(2)
+        harness.publish(2)
     for _ in range(60):
-        await house.pass_time(0.25)
-        if house.daemon is None or house.sync.history(1)[0].over:
+        await harness.pass_time(0.25)
+        if harness.daemon is None or harness.sync.history(1)[0].over:
             break
-    await house.pass_time(1.0)
+    await harness.pass_time(1.0)
 
 
 def test_the_daemon_dies_at_every_entry_of_its_journal(tmp_path: Path) -> None:
     """What a gateway does meanwhile, and what the next daemon makes of its barrier, ends in one version."""
     points: list[str] = []
 
-    async def whole(house: House) -> None:
-        await _second(house)
-        house.check_one_version(2)
-        points.extend(house.points)
+    async def whole(harness: Harness) -> None:
+        await _second(harness)
+        harness.check_one_version(2)
+        points.extend(harness.points)
 
     (tmp_path / "whole").mkdir()
     played(tmp_path / "whole", whole, "gw0", "gw1")
@@ -754,18 +754,18 @@ def test_the_daemon_dies_at_every_entry_of_its_journal(tmp_path: Path) -> None:
         folder = tmp_path / str(at)
         folder.mkdir()
 
-        async def scene(house: House, at: int = at, away_s: float = away_s) -> None:
-            house.kill_at = at
-            await _second(house)
-            house.counting = False
-            assert house.daemon is None, "it was not killed"
-            await house.pass_time(away_s)
-            await house.back()
-            await house.ends_in_one_version()
-            ends.add(house.sync.report().state)
-            assert (await house.over(house.publish(3))).state is SyncState.DONE
-            await house.pass_time(0.5)
-            house.check_one_version(3)
+        async def scene(harness: Harness, at: int = at, away_s: float = away_s) -> None:
+            harness.kill_at = at
+            await _second(harness)
+            harness.counting = False
+            assert harness.daemon is None, "it was not killed"
+            await harness.pass_time(away_s)
+            await harness.back()
+            await harness.ends_in_one_version()
+            ends.add(harness.sync.report().state)
+            assert (await harness.over(harness.publish(3))).state is SyncState.DONE
+            await harness.pass_time(0.5)
+            harness.check_one_version(3)
 
         try:
             played(folder, scene, "gw0", "gw1")
@@ -781,37 +781,37 @@ def test_an_end_that_could_not_be_written_down_costs_nothing_later(
 ) -> None:
     """The disk was full for a moment: the next daemon finds it open. No engine rests for that."""
 
-    async def scene(house: House) -> None:
-        await house.first()
-        assert house.journal is not None
+    async def scene(harness: Harness) -> None:
+        await harness.first()
+        assert harness.journal is not None
         with monkeypatch.context() as patch:
-            append = house.journal.append
+            append = harness.journal.append
 
             def full(at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
                 if kind is EntryKind.SYNC_ENDED:
                     raise Permanent("database or disk is full")
                 return append(at_s, kind, subject, body)
 
-            patch.setattr(house.journal, "append", full)
-            for engine in house.engines.values():
+            patch.setattr(harness.journal, "append", full)
+            for engine in harness.engines.values():
                 engine.fails = fails
-            assert (await house.over(house.publish(2))).state is (SyncState.ABORTED if fails else SyncState.DONE)
-        for engine in house.engines.values():
+            assert (await harness.over(harness.publish(2))).state is (SyncState.ABORTED if fails else SyncState.DONE)
+        for engine in harness.engines.values():
             engine.fails = 0
         if not fails:
-            assert (await house.over(house.publish(3))).state is SyncState.DONE
-        await house.pass_time(2.0)
-        house.kill()
-        told = [len(peer.orders) for peer in house.peers.values()]
-        await house.back()
+            assert (await harness.over(harness.publish(3))).state is SyncState.DONE
+        await harness.pass_time(2.0)
+        harness.kill()
+        told = [len(peer.orders) for peer in harness.peers.values()]
+        await harness.back()
         for _ in range(80):
-            await house.pass_time(0.25)
-            assert house.plane.barrier.state.lease is None
-            assert all(house.plane.barrier.state.serves(engine) for engine in house.engines)
-        orders = [order for peer, n in zip(house.peers.values(), told, strict=True) for order in peer.orders[n:]]
+            await harness.pass_time(0.25)
+            assert harness.plane.barrier.state.lease is None
+            assert all(harness.plane.barrier.state.serves(engine) for engine in harness.engines)
+        orders = [order for peer, n in zip(harness.peers.values(), told, strict=True) for order in peer.orders[n:]]
         assert not [order for order in orders if isinstance(order, InstallVersion | RestEngine)]
-        assert all(report.over for report in house.sync.history(0))
-        house.check_one_version(1 if fails else 3)
+        assert all(report.over for report in harness.sync.history(0))
+        harness.check_one_version(1 if fails else 3)
 
     played(tmp_path, scene)
 
@@ -822,13 +822,13 @@ def test_a_full_disk_at_any_moment_leaves_no_engine_with_a_false_version(tmp_pat
         folder = tmp_path / state
         folder.mkdir()
 
-        async def scene(house: House, state: SyncState = state) -> None:
-            await house.first()
-            house.publish(2)
-            await house.until(state)
-            house.full = True
-            await house.pass_time(8.0)
-            house.full = False
-            await house.ends_in_one_version()
+        async def scene(harness: Harness, state: SyncState = state) -> None:
+            await harness.first()
+            harness.publish(2)
+            await harness.until(state)
+            harness.full = True
+            await harness.pass_time(8.0)
+            harness.full = False
+            await harness.ends_in_one_version()
 
         played(folder, scene)

@@ -44,7 +44,7 @@ class Plane(ControlPlane):
         return super().engine_reported(report, stream)
 
 
-class House:
+class Harness:
     def __init__(self, folder: Path) -> None:
         self.clock = VirtualClock(1000.0)
         self.plane = Plane(folder, self.clock)
@@ -83,8 +83,8 @@ class House:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    made = House(tmp_path)
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    made = Harness(tmp_path)
     yield made
     await made.watch.close()
     assert all(engine.closed for engine in made.engines)
@@ -92,94 +92,94 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     made.plane.journal.close()
 
 
-async def test_what_an_agent_would_say_is_said(house: House) -> None:
-    house.watch.follow(PLACES)
-    await house.pass_time(3.0, tokens_per_s=400)
+async def test_what_an_agent_would_say_is_said(harness: Harness) -> None:
+    harness.watch.follow(PLACES)
+    await harness.pass_time(3.0, tokens_per_s=400)
     for name in (E0, E1):
-        view = house.view(name)
+        view = harness.view(name)
         assert (view.url, view.health, view.running) == (f"http://{name}", EngineHealth.OK, 2)
         assert view.decode_tokens_per_s == pytest.approx(400.0)
         assert view.max_sequences == 7
         assert view.age_s is not None
         assert view.age_s <= 0.25
-    assert set(house.reporters(E0)) == {WATCHER}
+    assert set(harness.reporters(E0)) == {WATCHER}
     # Gateways may route to it.
-    assert house.plane.state.reported(E0)
-    house.plane.attach(gateway_hello())
+    assert harness.plane.state.reported(E0)
+    harness.plane.attach(gateway_hello())
 
 
-async def test_the_same_again_changes_nothing_and_others_are_left(house: House) -> None:
-    house.watch.follow(PLACES)
-    await house.pass_time(1.0)
-    house.watch.follow(dict(PLACES))
-    assert len(house.engines) == 2
-    house.watch.follow({E0: PLACES[E0]})
-    await house.pass_time(0.25)
-    assert [engine.closed for engine in house.engines] == [False, True]
-    seen = len(house.reporters(E1))
-    await house.pass_time(2.0)
-    assert len(house.reporters(E1)) == seen
-    # Another house of the same name.
-    house.watch.follow({E0: ("http://e0b", "fake")})
-    await house.pass_time(1.0)
-    assert house.view(E0).url == "http://e0b"
-    assert house.engines[0].closed
+async def test_the_same_again_changes_nothing_and_others_are_left(harness: Harness) -> None:
+    harness.watch.follow(PLACES)
+    await harness.pass_time(1.0)
+    harness.watch.follow(dict(PLACES))
+    assert len(harness.engines) == 2
+    harness.watch.follow({E0: PLACES[E0]})
+    await harness.pass_time(0.25)
+    assert [engine.closed for engine in harness.engines] == [False, True]
+    seen = len(harness.reporters(E1))
+    await harness.pass_time(2.0)
+    assert len(harness.reporters(E1)) == seen
+    # Another harness of the same name.
+    harness.watch.follow({E0: ("http://e0b", "fake")})
+    await harness.pass_time(1.0)
+    assert harness.view(E0).url == "http://e0b"
+    assert harness.engines[0].closed
     # One that nobody can connect to: all stays as it was.
     with pytest.raises(Permanent, match="unknown engine"):
-        house.watch.follow({E1: ("http://e1", "other")})
-    await house.pass_time(1.0)
-    assert house.view(E0).age_s == pytest.approx(0.25, abs=0.25)
+        harness.watch.follow({E1: ("http://e1", "other")})
+    await harness.pass_time(1.0)
+    assert harness.view(E0).age_s == pytest.approx(0.25, abs=0.25)
 
 
-async def test_engines_that_die_and_come_back_are_watched_on(house: House) -> None:
-    house.watch.follow({E0: PLACES[E0]})
-    await house.pass_time(1.0)
-    house.engine("e0").error = Retryable("connection refused", 1.0)
-    await house.pass_time(1.0)
-    assert house.view(E0).health is EngineHealth.GONE
-    house.engine("e0").error = RuntimeError("a defect of the client")
-    await house.pass_time(1.0)
-    assert house.view(E0).health is EngineHealth.NONSENSE
-    house.engine("e0").error = None
-    await house.pass_time(1.0)
-    assert house.view(E0).health is EngineHealth.OK
+async def test_engines_that_die_and_come_back_are_watched_on(harness: Harness) -> None:
+    harness.watch.follow({E0: PLACES[E0]})
+    await harness.pass_time(1.0)
+    harness.engine("e0").error = Retryable("connection refused", 1.0)
+    await harness.pass_time(1.0)
+    assert harness.view(E0).health is EngineHealth.GONE
+    harness.engine("e0").error = RuntimeError("a defect of the client")
+    await harness.pass_time(1.0)
+    assert harness.view(E0).health is EngineHealth.NONSENSE
+    harness.engine("e0").error = None
+    await harness.pass_time(1.0)
+    assert harness.view(E0).health is EngineHealth.OK
 
 
 async def test_a_report_that_cannot_be_taken_does_not_end_the_watch(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(report: EngineReport, stream: int) -> ReportAck:
         raise KeyError("a defect")
 
     with monkeypatch.context() as patched:
-        patched.setattr(house.plane, "engine_reported", broken)
-        house.watch.follow({E0: PLACES[E0]})
-        await house.pass_time(2.0)
-    await house.pass_time(LOOK_S + 0.5)
-    assert house.view(E0).health is EngineHealth.OK
+        patched.setattr(harness.plane, "engine_reported", broken)
+        harness.watch.follow({E0: PLACES[E0]})
+        await harness.pass_time(2.0)
+    await harness.pass_time(LOOK_S + 0.5)
+    assert harness.view(E0).health is EngineHealth.OK
 
 
-async def test_an_agent_has_the_word_and_is_stood_in_for_while_it_is_silent(house: House) -> None:
-    house.watch.follow(PLACES)
-    await house.pass_time(2.0)
-    assert house.view(E0).running == 2
-    house.plane.attach(AGENT)
-    house.plane.reports.clear()
-    await house.agent_reports(5.0, running=3)
-    assert house.view(E0).running == 3
-    assert set(house.reporters(E0)) == {"a"}
-    assert set(house.reporters(E1)) == {WATCHER}  # of which the agent says nothing
+async def test_an_agent_has_the_word_and_is_stood_in_for_while_it_is_silent(harness: Harness) -> None:
+    harness.watch.follow(PLACES)
+    await harness.pass_time(2.0)
+    assert harness.view(E0).running == 2
+    harness.plane.attach(AGENT)
+    harness.plane.reports.clear()
+    await harness.agent_reports(5.0, running=3)
+    assert harness.view(E0).running == 3
+    assert set(harness.reporters(E0)) == {"a"}
+    assert set(harness.reporters(E1)) == {WATCHER}  # of which the agent says nothing
     # Silence.
-    await house.pass_time(SILENT_AFTER_S + LOOK_S + 0.5)
-    assert house.view(E0).running == 2
-    age_s = house.view(E0).age_s
+    await harness.pass_time(SILENT_AFTER_S + LOOK_S + 0.5)
+    assert harness.view(E0).running == 2
+    age_s = harness.view(E0).age_s
     assert age_s is not None
     assert age_s <= 0.25
     # It goes on with the stream that it had.
-    house.plane.reports.clear()
-    await house.agent_reports(2.0, running=4)
-    assert house.view(E0).running == 4
-    assert set(house.reporters(E0)) == {"a"}
+    harness.plane.reports.clear()
+    await harness.agent_reports(2.0, running=4)
+    assert harness.view(E0).running == 4
+    assert set(harness.reporters(E0)) == {"a"}
     # A late one of its own changes nothing.
-    house.plane.engine_reported(engine_report("e0", 1, sample(0.0, 9), agent="a"), 5)
-    assert house.view(E0).running == 4
+    harness.plane.engine_reported(engine_report("e0", 1, sample(0.0, 9), agent="a"), 5)
+    assert harness.view(E0).running == 4

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
-from fabric_house import ACROSS_RAILS, GEN, House, house
+from fabric_harness import ACROSS_RAILS, GEN, Harness, harness
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.config.weights import NetworkSettings
@@ -60,7 +60,7 @@ def planned(*edges: tuple[str, str], size: int = 4096 * MIB) -> PlannedSync:
 TREE = planned(("t0", "g0"), ("g0", "g1"), ("t1", "h0"), ("h0", "h1"))
 
 
-async def within(site: House, work: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
+async def within(site: Harness, work: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
     """Virtual time goes on until it is done."""
     task = asyncio.ensure_future(work)
     until_s = site.clock.now_s() + limit_s
@@ -71,18 +71,18 @@ async def within(site: House, work: Coroutine[Any, Any, T], limit_s: float = 60.
 
 
 async def brought(
-    site: House, circuits: CircuitsForSyncs, sync: PlannedSync = TREE
+    site: Harness, circuits: CircuitsForSyncs, sync: PlannedSync = TREE
 ) -> tuple[BroughtUp, list[SyncPhase]]:
     phases: list[SyncPhase] = []
     return await within(site, circuits.bring_up("s1", sync, phases.append)), phases
 
 
-def of(site: House, **more: Any) -> CircuitsForSyncs:
+def of(site: Harness, **more: Any) -> CircuitsForSyncs:
     return CircuitsForSyncs(site.coordinator, lambda: PEERS, **more)
 
 
 async def test_what_a_sync_could_have_is_what_is_sound_and_free(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         await site.pass_time(0.1)
         network = of(site).network()
         assert network.stations[PeerId("g1")].pod == "gen0"
@@ -102,7 +102,7 @@ async def test_what_a_sync_could_have_is_what_is_sound_and_free(tmp_path: Path) 
 
 
 async def test_circuits_of_the_plan_come_up_and_those_from_before_again(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         await site.at_boundary(GEN)
         before = site.up()
         circuits = of(site)
@@ -125,7 +125,7 @@ async def test_circuits_of_the_plan_come_up_and_those_from_before_again(tmp_path
 
 
 async def test_training_has_its_circuits_again_in_a_pause(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         agent = site.agent("n0", range(16))
         assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
         before = site.up()
@@ -158,7 +158,7 @@ async def test_training_has_its_circuits_again_in_a_pause(tmp_path: Path) -> Non
 
 
 async def test_a_trainer_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         agent = site.agent("t0", range(16), "rl")
         site.coordinator.announce(
             "experts", '{"stage": "train", "job": "rl", "traffic": [{"operation": "EP", "primitive": "all_to_all", '
@@ -174,7 +174,7 @@ async def test_a_trainer_that_stands_still_is_not_waited_for(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("why", ["operator_paused", "advise", "pinned"])
 async def test_where_nothing_may_change_the_sync_hears_what_there_is(tmp_path: Path, why: str) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         await site.at_boundary(GEN)
         before = site.up()
         match why:
@@ -197,7 +197,7 @@ async def test_where_nothing_may_change_the_sync_hears_what_there_is(tmp_path: P
 
 
 async def test_pins_and_masks_are_planned_around(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         await site.pass_time(0.1)
         site.word.pin(["core0:1-13"], "kept", 0.0)  # train0 to gen1
         site.word.mask(["port core0:9", "port core0:10", "port core0:11"], "dirty")  # all of gen0's that are free
@@ -210,7 +210,7 @@ async def test_pins_and_masks_are_planned_around(tmp_path: Path) -> None:
 
 
 async def test_the_packet_side_joins_pods_that_no_circuit_joins(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         site.mode = Mode.ADVISE
         tors = [tor.id for tor in site.site.tors if tor.pod != "gen1"]
         circuits = of(site, packet_tors=tors, packet_gbps=10.0)
@@ -225,7 +225,7 @@ async def test_the_packet_side_joins_pods_that_no_circuit_joins(tmp_path: Path) 
 
 
 async def test_a_pod_whose_fibres_failed_is_told_of_and_others_get_circuits(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         await site.at_boundary(GEN)
         # All fibres of gen0's uplink have failed, and nobody knows it yet.
         for port in (9, 10, 11, 12):
@@ -241,7 +241,7 @@ async def test_a_pod_whose_fibres_failed_is_told_of_and_others_get_circuits(tmp_
 
 
 async def test_a_sync_that_is_given_up_changes_nothing_more(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         agent = site.agent("n0", range(16))
         await site.in_window(ACROSS_RAILS)
         agent.busy()
@@ -256,7 +256,7 @@ async def test_a_sync_that_is_given_up_changes_nothing_more(tmp_path: Path) -> N
 
 
 async def test_a_daemon_that_was_killed_gives_circuits_back_after_its_restart(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         await site.at_boundary(GEN)
         before = site.up()
         await brought(site, of(site))
@@ -274,7 +274,7 @@ async def test_a_daemon_that_was_killed_gives_circuits_back_after_its_restart(tm
 
 
 async def test_too_few_circuits_for_a_wave_are_told_of(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         await site.pass_time(0.1)
         site.word.mask(["port core0:10", "port core0:11"], "dirty")  # one lane is left to gen0
         two = planned(("t0", "g0"), ("t1", "g1"))
@@ -287,7 +287,7 @@ async def test_too_few_circuits_for_a_wave_are_told_of(tmp_path: Path) -> None:
 
 
 def test_an_intent_is_what_edges_send_between_gpus() -> None:
-    from fabric_house import SITE
+    from fabric_harness import SITE
 
     from orchestrrl.fabric.site import read_site
 

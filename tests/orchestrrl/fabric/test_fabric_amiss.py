@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, House, house
+from fabric_harness import ACROSS_RAILS, GEN, OVER_CORE, SYNC, Harness, harness
 
 from ocs_drivers.errors import CircuitConflict
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
@@ -25,14 +25,14 @@ CORE = OcsId("core0")
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[House]:
-    async with house(tmp_path) as made:
+async def site(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness(tmp_path) as made:
         made.agent("n0", range(16))
         await made.pass_time(0.1)
         yield made
 
 
-def sound(site: House) -> bool:
+def sound(site: Harness) -> bool:
     """Nothing is open, and what is shown is what is."""
     assert site.circuits.open == ()
     assert site.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
@@ -59,7 +59,7 @@ def sound(site: House) -> bool:
 async def test_a_passing_fault_does_not_keep_a_period_from_its_circuits(
     tmp_path: Path, fault: DeviceFault, connectivity: Connectivity
 ) -> None:
-    async with house(tmp_path, connectivity=connectivity) as site:
+    async with harness(tmp_path, connectivity=connectivity) as site:
         site.agent("n0", range(16))
         await site.in_window(OVER_CORE)
         site.fail("core0", fault)
@@ -69,7 +69,7 @@ async def test_a_passing_fault_does_not_keep_a_period_from_its_circuits(
         assert site.plans[-1][1].cross_connects == site.up()
 
 
-async def test_what_has_come_to_nothing_is_not_repeated_outside_a_window(site: House) -> None:
+async def test_what_has_come_to_nothing_is_not_repeated_outside_a_window(site: Harness) -> None:
     """The switch says yes and does nothing, which takes a while to be seen."""
     await site.in_window(OVER_CORE)
     before, so_far = site.up(), len(site.sent)
@@ -89,7 +89,7 @@ async def test_what_has_come_to_nothing_is_not_repeated_outside_a_window(site: H
     assert sound(site)
 
 
-async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: House) -> None:
+async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: Harness) -> None:
     site.fail("core0", DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))
     report = await site.in_window(OVER_CORE)
     assert (report.state, report.code) == (PeriodState.COMMITTED, "committed")
@@ -107,7 +107,7 @@ async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: Ho
     assert any(1 in each.ports for each in site.up() if each.switch == CORE)
 
 
-async def test_a_switch_that_never_does_as_told_fails_the_period_and_what_was_up_is_up(site: House) -> None:
+async def test_a_switch_that_never_does_as_told_fails_the_period_and_what_was_up_is_up(site: Harness) -> None:
     await site.in_window(OVER_CORE)
     glass = site.switches[CORE].glass
     for port in range(1, 33):
@@ -120,7 +120,7 @@ async def test_a_switch_that_never_does_as_told_fails_the_period_and_what_was_up
     assert site.coordinator.period == ""  # neither the one nor the other
 
 
-async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: House) -> None:
+async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: Harness) -> None:
     await site.in_window(OVER_CORE)
     before = {each for each in site.up() if each.switch == CORE}
     wire = site.switches[CORE]._wire
@@ -142,7 +142,7 @@ async def test_a_switch_that_is_out_of_reach_is_left_as_it_is(site: House) -> No
     assert sound(site)
 
 
-async def test_where_one_switch_refuses_nothing_is_begun_on_the_others(site: House) -> None:
+async def test_where_one_switch_refuses_nothing_is_begun_on_the_others(site: Harness) -> None:
     async def plan(*_: object) -> CircuitDiff:
         raise CircuitConflict(["somebody has locked it"], device=CORE)
 
@@ -157,7 +157,7 @@ async def test_where_one_switch_refuses_nothing_is_begun_on_the_others(site: Hou
     assert sound(site)
 
 
-async def test_a_switch_that_hangs_holds_up_one_look_only(site: House) -> None:
+async def test_a_switch_that_hangs_holds_up_one_look_only(site: Harness) -> None:
     hangs = asyncio.Event()
     switch = site.switches[CORE]
     really = switch.cross_connects
@@ -181,7 +181,7 @@ async def test_a_switch_that_hangs_holds_up_one_look_only(site: House) -> None:
     assert sound(site)
 
 
-async def test_a_switch_that_goes_away_while_a_period_waits_is_planned_around(site: House) -> None:
+async def test_a_switch_that_goes_away_while_a_period_waits_is_planned_around(site: Harness) -> None:
     site.agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
@@ -193,7 +193,7 @@ async def test_a_switch_that_goes_away_while_a_period_waits_is_planned_around(si
     assert not any(1 in each.ports for each in site.up() if each.switch == CORE)
 
 
-async def test_pairs_that_a_failure_leaves_dark_are_told(site: House) -> None:
+async def test_pairs_that_a_failure_leaves_dark_are_told(site: Harness) -> None:
     """The switch cannot be brought back either: the port fails while the change waits for a mirror."""
     await site.at_boundary(GEN)
     glass = site.switches[OcsId("gen0/agg0")].glass
@@ -207,7 +207,7 @@ async def test_pairs_that_a_failure_leaves_dark_are_told(site: House) -> None:
     assert report.state in (PeriodState.FAILED, PeriodState.COMMITTED)
 
 
-def _wanted(site: House) -> set[object]:
+def _wanted(site: Harness) -> set[object]:
     return {site.coordinator.ends(each) for each in site.plans[-1][1].cross_connects}
 
 
@@ -245,8 +245,8 @@ class Router:
 
 
 @pytest.fixture
-async def routed(tmp_path: Path) -> AsyncIterator[House]:
-    async with house(tmp_path) as made:
+async def routed(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness(tmp_path) as made:
         made.routing = Router(made.clock)
         await made.stop()
         made.start()
@@ -254,12 +254,12 @@ async def routed(tmp_path: Path) -> AsyncIterator[House]:
         yield made
 
 
-def router(site: House) -> Router:
+def router(site: Harness) -> Router:
     assert isinstance(site.routing, Router)
     return site.routing
 
 
-async def test_packets_leave_before_circuits_go_and_come_when_they_are_up(routed: House) -> None:
+async def test_packets_leave_before_circuits_go_and_come_when_they_are_up(routed: Harness) -> None:
     await routed.in_window(OVER_CORE)
     assert router(routed).words == ["reroute"]
     report = await routed.in_window(ACROSS_RAILS)
@@ -269,7 +269,7 @@ async def test_packets_leave_before_circuits_go_and_come_when_they_are_up(routed
     assert router(routed).prepared == 2
 
 
-async def test_circuits_that_packets_stay_on_are_not_touched(routed: House) -> None:
+async def test_circuits_that_packets_stay_on_are_not_touched(routed: Harness) -> None:
     await routed.in_window(OVER_CORE)
     before, so_far = routed.up(), len(routed.sent)
     router(routed).refuses = 9
@@ -283,7 +283,7 @@ async def test_circuits_that_packets_stay_on_are_not_touched(routed: House) -> N
     assert (await routed.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
 
 
-async def test_a_window_that_ends_while_packets_leave_is_not_used(routed: House) -> None:
+async def test_a_window_that_ends_while_packets_leave_is_not_used(routed: Harness) -> None:
     await routed.in_window(OVER_CORE)
     before = routed.up()
     router(routed).drain_s = 0.3
@@ -298,7 +298,7 @@ async def test_a_window_that_ends_while_packets_leave_is_not_used(routed: House)
     assert routed.up() == before == router(routed).on
 
 
-async def test_routers_that_fail_are_told_of(routed: House) -> None:
+async def test_routers_that_fail_are_told_of(routed: Harness) -> None:
     router(routed).breaks = 1
     report = await routed.in_window(OVER_CORE)
     assert report.state is PeriodState.COMMITTED
@@ -306,7 +306,7 @@ async def test_routers_that_fail_are_told_of(routed: House) -> None:
 
 
 @pytest.mark.parametrize("entries", range(17))
-async def test_a_full_journal_stops_what_is_not_begun(site: House, entries: int) -> None:
+async def test_a_full_journal_stops_what_is_not_begun(site: Harness, entries: int) -> None:
     """Entries of a period: its intent, five changes, whose circuits are and the result of each, and how it ended."""
     site.journal.full_in = entries
     try:
@@ -328,7 +328,7 @@ async def test_a_full_journal_stops_what_is_not_begun(site: House, entries: int)
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
 
 
-async def test_nothing_is_written_between_a_window_and_its_command(site: House) -> None:
+async def test_nothing_is_written_between_a_window_and_its_command(site: Harness) -> None:
     site.agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
@@ -340,7 +340,7 @@ async def test_nothing_is_written_between_a_window_and_its_command(site: House) 
     assert (report.state, report.code) == (PeriodState.FAILED, "not_recorded")
 
 
-async def test_a_prepared_change_is_committed_once(site: House) -> None:
+async def test_a_prepared_change_is_committed_once(site: Harness) -> None:
     executor: CircuitExecutor = site.circuits
     change = await site.glass.change_of(CORE, (), [PortPair(CORE, 1, 5)])
     operation = await executor.prepare(CORE, change, 60.0)
@@ -365,7 +365,7 @@ async def test_a_prepared_change_is_committed_once(site: House) -> None:
     assert site.up() == set()
 
 
-async def _run(site: House, work):  # type: ignore[no-untyped-def]
+async def _run(site: Harness, work):  # type: ignore[no-untyped-def]
     task = asyncio.ensure_future(work)
     while not task.done():
         await site.pass_time(0.005)

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, House, house, train
+from fabric_harness import ACROSS_RAILS, GEN, OVER_CORE, SYNC, Harness, harness, train
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -80,7 +80,7 @@ Act = tuple[str, object, object]
 class Life:
     """Does what is drawn, and looks all the time."""
 
-    site: House
+    site: Harness
     announced: list[AnnouncedPeriod] = field(default_factory=list)
     broken: bool = False  # light went by a fault, of which the coordinator is not the cause
 
@@ -197,7 +197,7 @@ class Life:
 async def lived(acts: list[Act], moves: int, connectivity: Connectivity) -> None:
     rules = CommitRules(max_moves_per_stage=moves, within_s=1.0, boundary_within_s=3.0)
     with tempfile.TemporaryDirectory() as folder:
-        async with house(Path(folder), rules=rules, connectivity=connectivity) as site:
+        async with harness(Path(folder), rules=rules, connectivity=connectivity) as site:
             site.agent("n0", range(8), ahead_s=3.0, way_s=0.0005)
             site.agent("n1", range(8, 16))
             for agent in site.agents:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from fabric_house import ACROSS_RAILS, OVER_CORE, House, house
+from fabric_harness import ACROSS_RAILS, OVER_CORE, Harness, harness
 
 from ocs_drivers.errors import DriverRetryable
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
@@ -19,19 +19,19 @@ from planner.fabric.model import OcsId, PortPair
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[House]:
-    async with house(tmp_path) as site:
+async def site(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness(tmp_path) as site:
         site.agent("n0", range(16))
         await site.pass_time(0.1)
         await site.in_window(OVER_CORE)
         yield site
 
 
-def one(site: House, switch: str = "core0") -> PortPair:
+def one(site: Harness, switch: str = "core0") -> PortPair:
     return min(pair for pair in site.up() if pair.switch == switch)
 
 
-async def quiet(site: House, duration_s: float) -> None:
+async def quiet(site: Harness, duration_s: float) -> None:
     """Windows are open meanwhile."""
     for _ in range(round(duration_s / 0.5)):
         for agent in site.agents:
@@ -39,7 +39,7 @@ async def quiet(site: House, duration_s: float) -> None:
         await site.pass_time(0.5)
 
 
-async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: House) -> None:
+async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: Harness) -> None:
     events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.look_soon())
     listening = asyncio.create_task(events.run())
     await quiet(site, 1.0)
@@ -51,7 +51,7 @@ async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: Hous
     listening.cancel()
 
 
-async def test_a_port_that_fails_while_a_period_waits_is_not_tried_in_its_window(site: House) -> None:
+async def test_a_port_that_fails_while_a_period_waits_is_not_tried_in_its_window(site: Harness) -> None:
     """It is planned again, and the window is not spent on finding out."""
     events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.look_soon())
     listening = asyncio.create_task(events.run())
@@ -74,7 +74,7 @@ async def test_a_port_that_fails_while_a_period_waits_is_not_tried_in_its_window
     listening.cancel()
 
 
-async def test_a_port_that_failed_while_another_switch_was_silent_is_not_forgotten(site: House) -> None:
+async def test_a_port_that_failed_while_another_switch_was_silent_is_not_forgotten(site: Harness) -> None:
     pair = one(site)
     silent = site.switches[next(id for id in site.switches if id != "core0")]
     ports = silent.ports
@@ -95,7 +95,7 @@ async def test_a_port_that_failed_while_another_switch_was_silent_is_not_forgott
 @pytest.mark.parametrize("connectivity", list(Connectivity))
 async def test_a_circuit_that_has_failed_carries_nothing(tmp_path: Path, connectivity: Connectivity) -> None:
     """Its ports are well, by the switch's word."""
-    async with house(tmp_path, connectivity=connectivity) as site:
+    async with harness(tmp_path, connectivity=connectivity) as site:
         site.agent("n0", range(16))
         await site.pass_time(0.1)
         await site.in_window(OVER_CORE)

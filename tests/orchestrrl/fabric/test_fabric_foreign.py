@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fabric_house import ACROSS_RAILS, OVER_CORE, House, house
+from fabric_harness import ACROSS_RAILS, OVER_CORE, Harness, harness
 
 from ocs_drivers.model import CrossConnect
 from orchestrrl.fabric.periods import PeriodState
@@ -12,9 +12,9 @@ from planner.fabric.model import PortPair
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[House]:
+async def site(tmp_path: Path) -> AsyncIterator[Harness]:
     (tmp_path / "site").mkdir()
-    async with house(tmp_path / "site") as site:
+    async with harness(tmp_path / "site") as site:
         site.agent("n0", range(16))
         yield site
 
@@ -23,7 +23,7 @@ async def site(tmp_path: Path) -> AsyncIterator[House]:
 async def replaced(tmp_path: Path) -> PortPair:
     """A circuit of one period that the next would take down."""
     (tmp_path / "other").mkdir()
-    async with house(tmp_path / "other") as other:
+    async with harness(tmp_path / "other") as other:
         other.agent("n0", range(16))
         await other.pass_time(0.1)
         await other.in_window(OVER_CORE)
@@ -32,13 +32,15 @@ async def replaced(tmp_path: Path) -> PortPair:
         return min(before - other.up())
 
 
-def patch(site: House, pair: PortPair) -> CrossConnect:
+def patch(site: Harness, pair: PortPair) -> CrossConnect:
     device = CrossConnect(pair.port_a, pair.port_b)
     site.switches[pair.switch].glass.add([device])
     return device
 
 
-async def test_the_plan_goes_around_what_is_not_ours_and_says_how_it_would_be(site: House, replaced: PortPair) -> None:
+async def test_the_plan_goes_around_what_is_not_ours_and_says_how_it_would_be(
+    site: Harness, replaced: PortPair
+) -> None:
     device = patch(site, replaced)
     await site.pass_time(0.1)
     report = await site.in_window(ACROSS_RAILS)
@@ -53,7 +55,7 @@ async def test_the_plan_goes_around_what_is_not_ours_and_says_how_it_would_be(si
     assert replaced not in site.up()
 
 
-async def test_what_the_fabric_made_is_ours_when_the_driver_has_forgotten_it(site: House) -> None:
+async def test_what_the_fabric_made_is_ours_when_the_driver_has_forgotten_it(site: Harness) -> None:
     await site.pass_time(0.1)
     await site.in_window(OVER_CORE)
     for switch in site.switches.values():

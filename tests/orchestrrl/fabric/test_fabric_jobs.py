@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fabric_house import GEN, Agent, House, house, train
+from fabric_harness import GEN, Agent, Harness, harness, train
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,22 +24,22 @@ SECOND_NEXT = train("next", (8, 10), (12, 14), job="other")
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[House]:
-    async with house(tmp_path, rules=CommitRules(within_s=10.0, boundary_within_s=5.0)) as made:
+async def site(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness(tmp_path, rules=CommitRules(within_s=10.0, boundary_within_s=5.0)) as made:
         yield made
 
 
 @pytest.fixture
-async def one(site: House) -> Agent:
+async def one(site: Harness) -> Agent:
     return site.agent("a", range(8), "one")
 
 
 @pytest.fixture
-async def other(site: House) -> Agent:
+async def other(site: Harness) -> Agent:
     return site.agent("b", range(8, 16), "other")
 
 
-async def test_a_job_that_never_pauses_holds_up_no_other(site: House, one: Agent, other: Agent) -> None:
+async def test_a_job_that_never_pauses_holds_up_no_other(site: Harness, one: Agent, other: Agent) -> None:
     await site.pass_time(0.5)
     one.busy("one")
     waits = site.coordinator.expect(FIRST)
@@ -59,7 +59,9 @@ async def test_a_job_that_never_pauses_holds_up_no_other(site: House, one: Agent
     assert site.coordinator.active == ()
 
 
-async def test_windows_at_the_same_instant_are_taken_one_after_the_other(site: House, one: Agent, other: Agent) -> None:
+async def test_windows_at_the_same_instant_are_taken_one_after_the_other(
+    site: Harness, one: Agent, other: Agent
+) -> None:
     await site.pass_time(0.5)
     one.busy("one")
     other.busy("other")
@@ -73,7 +75,7 @@ async def test_windows_at_the_same_instant_are_taken_one_after_the_other(site: H
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
-async def test_who_stands_still_goes_first_and_alone(site: House, one: Agent, other: Agent) -> None:
+async def test_who_stands_still_goes_first_and_alone(site: Harness, one: Agent, other: Agent) -> None:
     await site.pass_time(0.5)
     one.busy("one")
     other.busy("other")
@@ -88,7 +90,9 @@ async def test_who_stands_still_goes_first_and_alone(site: House, one: Agent, ot
         assert (await site.over(each, 1.0)).state is PeriodState.COMMITTED
 
 
-async def test_one_that_is_superseded_ends_and_the_newer_takes_its_place(site: House, one: Agent, other: Agent) -> None:
+async def test_one_that_is_superseded_ends_and_the_newer_takes_its_place(
+    site: Harness, one: Agent, other: Agent
+) -> None:
     await site.pass_time(0.5)
     one.busy("one")
     other.busy("other")
@@ -100,7 +104,7 @@ async def test_one_that_is_superseded_ends_and_the_newer_takes_its_place(site: H
     assert set(site.coordinator.active) == {second, newer}
 
 
-async def test_when_the_daemon_stops_each_of_them_ends_once(site: House, one: Agent, other: Agent) -> None:
+async def test_when_the_daemon_stops_each_of_them_ends_once(site: Harness, one: Agent, other: Agent) -> None:
     await site.pass_time(0.5)
     one.busy("one")
     other.busy("other")
@@ -126,7 +130,7 @@ async def test_when_the_daemon_stops_each_of_them_ends_once(site: House, one: Ag
 async def test_whatever_two_jobs_do_one_changes_at_a_time_and_in_its_own_windows(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, bool, float]]
 ) -> None:
-    async with house(tmp_path_factory.mktemp("site"), rules=CommitRules(within_s=1.0, boundary_within_s=2.0)) as site:
+    async with harness(tmp_path_factory.mktemp("site"), rules=CommitRules(within_s=1.0, boundary_within_s=2.0)) as site:
         agents = {"one": site.agent("a", range(8), "one"), "other": site.agent("b", range(8, 16), "other")}
         turns = {"one": [FIRST, FIRST_NEXT], "other": [SECOND, SECOND_NEXT]}
         periods: list[AnnouncedPeriod] = []
@@ -154,7 +158,7 @@ async def test_whatever_two_jobs_do_one_changes_at_a_time_and_in_its_own_windows
         assert len(ids) == len(set(ids))
 
 
-async def test_two_jobs_use_the_same_name_each_for_its_own(site: House, one: Agent, other: Agent) -> None:
+async def test_two_jobs_use_the_same_name_each_for_its_own(site: Harness, one: Agent, other: Agent) -> None:
     fabric = site.coordinator
     await site.pass_time(0.5)
     for intent in (FIRST_NEXT, SECOND_NEXT):
@@ -179,7 +183,7 @@ async def test_two_jobs_use_the_same_name_each_for_its_own(site: House, one: Age
     assert fabric._bound(FIRST) == FIRST
 
 
-async def test_what_two_jobs_call_by_one_name_outlasts_the_daemon(site: House, one: Agent, other: Agent) -> None:
+async def test_what_two_jobs_call_by_one_name_outlasts_the_daemon(site: Harness, one: Agent, other: Agent) -> None:
     for intent in (FIRST_NEXT, SECOND_NEXT):
         site.coordinator.expect(intent)
     await site.pass_time(0.1)
@@ -190,7 +194,7 @@ async def test_what_two_jobs_call_by_one_name_outlasts_the_daemon(site: House, o
     assert site.coordinator._bound(FIRST) == FIRST_NEXT
 
 
-async def test_a_name_that_one_job_has_announced_needs_no_job(site: House, one: Agent) -> None:
+async def test_a_name_that_one_job_has_announced_needs_no_job(site: Harness, one: Agent) -> None:
     site.coordinator.expect(FIRST)
     assert site.coordinator.announce("first").intent == FIRST
     nobodys = train("second", (8, 11), (12, 15))
@@ -199,7 +203,7 @@ async def test_a_name_that_one_job_has_announced_needs_no_job(site: House, one: 
 
 
 async def test_a_job_that_never_announced_is_waited_for_where_its_servers_say_where_it_sends(
-    site: House, one: Agent
+    site: Harness, one: Agent
 ) -> None:
     silent = site.agent("train0/s3", range(2), "silent")  # a server of the PoD
     site.agent("away", range(2), "elsewhere")
@@ -221,7 +225,7 @@ async def test_a_window_that_is_riskier_than_allowed_is_not_taken(tmp_path: Path
     for most_risk, code in ((0.005, "no_window"), (0.01, "committed")):
         folder = tmp_path / code
         folder.mkdir()
-        async with house(folder, rules=CommitRules(within_s=1.0, most_risk=most_risk)) as site:
+        async with harness(folder, rules=CommitRules(within_s=1.0, most_risk=most_risk)) as site:
             agent = site.agent("a", range(8), "one")
             await site.pass_time(0.5)
             agent.quiet(5.0, "one")  # at a risk of 1 %

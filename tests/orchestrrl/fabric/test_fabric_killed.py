@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, House, house
+from fabric_harness import ACROSS_RAILS, GEN, OVER_CORE, SYNC, Harness, harness
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.journal.store import EntryKind
@@ -17,7 +17,7 @@ from planner.fabric.plan import FabricState
 STEPS = 26  # more entries than what follows writes
 
 
-async def lives(site: House) -> None:
+async def lives(site: Harness) -> None:
     """A little of everything that is journalled; each part may be cut off."""
     site.pause_registry.pause(PauseScope.BALANCER, "stays")
     site.word.mask(["port core0:1"], "dirty")
@@ -37,7 +37,7 @@ async def lives(site: House) -> None:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("entry", range(0, STEPS, 1))
 async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
-    async with house(tmp_path, rules=CommitRules(max_moves_per_stage=8, within_s=2.0, boundary_within_s=5.0)) as site:
+    async with harness(tmp_path, rules=CommitRules(max_moves_per_stage=8, within_s=2.0, boundary_within_s=5.0)) as site:
         site.agent("n0", range(16))
         await site.pass_time(0.1)
         site.journal.kill_after = after
@@ -67,7 +67,7 @@ async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
 
 
 async def test_what_was_only_prepared_is_closed_as_not_begun(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         site.agent("n0", range(16)).busy()
         await site.pass_time(0.1)
         period = site.coordinator.expect(OVER_CORE)
@@ -87,7 +87,7 @@ async def test_what_was_only_prepared_is_closed_as_not_begun(tmp_path: Path) -> 
 
 async def test_a_change_that_a_switch_took_in_part_is_ended(tmp_path: Path) -> None:
     """Killed while the mirrors move: half of the circuits had gone, half had come."""
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         site.agent("n0", range(16))
         await site.in_window(OVER_CORE)
         site.fail("core0", DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
@@ -109,7 +109,7 @@ async def test_a_change_that_a_switch_took_in_part_is_ended(tmp_path: Path) -> N
 
 async def test_a_change_that_is_not_wanted_any_more_is_not_taken_up(tmp_path: Path) -> None:
     """The journal was full when it was called off; once it is not, that is made good before anything can go wrong."""
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         core = OcsId("core0")
         change = await site.glass.change_of(core, (), [PortPair(core, 1, 5)])
         operation = await site.circuits.prepare(core, change, 600.0)

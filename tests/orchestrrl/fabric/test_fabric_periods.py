@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from fabric_house import ACROSS_RAILS, GEN, OVER_CORE, SYNC, Agent, House, house, train
+from fabric_harness import ACROSS_RAILS, GEN, OVER_CORE, SYNC, Agent, Harness, harness, train
 
 from ocs_drivers.model import ChangeMode, CircuitChange, CrossConnect
 from orchestrrl.core.errors import Permanent, ProblemFaults
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[House]:
-    async with house(tmp_path) as made:
+async def site(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness(tmp_path) as made:
         yield made
 
 
 @pytest.fixture
-async def agents(site: House) -> tuple[Agent, Agent]:
+async def agents(site: Harness) -> tuple[Agent, Agent]:
     """Of the two PoDs that train; the second host's clock is 7 s ahead."""
     both = site.agent("n0", range(8)), site.agent("n1", range(8, 16), ahead_s=7.0, way_s=0.0002)
     await site.pass_time(0.2)
@@ -40,7 +40,7 @@ async def agents(site: House) -> tuple[Agent, Agent]:
 
 
 async def test_a_period_is_prepared_ahead_and_committed_when_all_are_quiet(
-    site: House, agents: tuple[Agent, Agent]
+    site: Harness, agents: tuple[Agent, Agent]
 ) -> None:
     for agent in agents:
         agent.busy()
@@ -68,7 +68,7 @@ async def test_a_period_is_prepared_ahead_and_committed_when_all_are_quiet(
     assert site.coordinator.period == "gradients"
 
 
-async def test_the_bound_of_clocks_is_taken_off_a_window(site: House) -> None:
+async def test_the_bound_of_clocks_is_taken_off_a_window(site: Harness) -> None:
     """What a commit needs is 52.5 ms; the host may be 3 ms early or late."""
     agent = site.agent("n0", range(16), ahead_s=-100.0, way_s=0.003)
     await site.pass_time(0.5)
@@ -91,7 +91,7 @@ async def test_the_bound_of_clocks_is_taken_off_a_window(site: House) -> None:
 
 async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None:
     """A device of 100 ms and windows of 50 ms."""
-    async with house(tmp_path, reconfiguration_s=0.1, rules=CommitRules(within_s=0.5, boundary_within_s=5.0)) as site:
+    async with harness(tmp_path, reconfiguration_s=0.1, rules=CommitRules(within_s=0.5, boundary_within_s=5.0)) as site:
         for id in site.switches:
             site.coordinator.times.measured(id, control_s=0.001, device_s=0.1, route_s=0.0)
         agent = site.agent("n0", range(16))
@@ -113,7 +113,7 @@ async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None
         assert site.coordinator.counts["kept", "no_window"] == 1
 
 
-async def test_one_slow_commit_does_not_end_all_others(site: House, agents: tuple[Agent, Agent]) -> None:
+async def test_one_slow_commit_does_not_end_all_others(site: Harness, agents: tuple[Agent, Agent]) -> None:
     """Windows of 90 ms would cover 52.5 ms, but the only commit there was took 100."""
     for id in site.switches:
         site.coordinator.times.measured(id, control_s=0.001, device_s=0.1, route_s=0.0)
@@ -139,7 +139,7 @@ async def test_one_slow_commit_does_not_end_all_others(site: House, agents: tupl
     ("situation", "code"),
     [("nobody", "untraced"), ("one host only", "untraced"), ("gone", "host_gone"), ("silent", "host_silent")],
 )
-async def test_the_reason_names_who_is_missing(site: House, situation: str, code: str) -> None:
+async def test_the_reason_names_who_is_missing(site: Harness, situation: str, code: str) -> None:
     if situation != "nobody":
         agent = site.agent("n0", range(8))
         agent.quiet(100.0)
@@ -156,7 +156,7 @@ async def test_the_reason_names_who_is_missing(site: House, situation: str, code
     assert site.up() == frozenset()
 
 
-async def test_ranks_of_another_job_do_not_count(site: House) -> None:
+async def test_ranks_of_another_job_do_not_count(site: Harness) -> None:
     site.agent("n0", range(16), job="other").quiet(100.0, "other")
     await site.pass_time(0.1)
     report = await site.over(site.coordinator.expect(OVER_CORE))
@@ -165,7 +165,7 @@ async def test_ranks_of_another_job_do_not_count(site: House) -> None:
     assert (await site.in_window(mine)).state is PeriodState.COMMITTED
 
 
-async def test_what_is_up_already_needs_no_window(site: House, agents: tuple[Agent, Agent]) -> None:
+async def test_what_is_up_already_needs_no_window(site: Harness, agents: tuple[Agent, Agent]) -> None:
     await site.in_window(OVER_CORE)
     for agent in agents:
         agent.busy()
@@ -174,7 +174,7 @@ async def test_what_is_up_already_needs_no_window(site: House, agents: tuple[Age
 
 
 async def test_a_newer_announcement_supersedes_with_the_reason_why_it_waited(
-    site: House, agents: tuple[Agent, Agent]
+    site: Harness, agents: tuple[Agent, Agent]
 ) -> None:
     agents[0].busy()
     first = site.coordinator.expect(OVER_CORE)
@@ -189,7 +189,7 @@ async def test_a_newer_announcement_supersedes_with_the_reason_why_it_waited(
 
 
 async def test_generation_goes_first_and_a_period_that_waits_goes_on_after_it(
-    site: House, agents: tuple[Agent, Agent]
+    site: Harness, agents: tuple[Agent, Agent]
 ) -> None:
     agents[0].busy()
     gradients = site.coordinator.expect(OVER_CORE)
@@ -203,7 +203,9 @@ async def test_generation_goes_first_and_a_period_that_waits_goes_on_after_it(
     assert (await site.over(gradients)).state is PeriodState.COMMITTED
 
 
-async def test_announcements_of_training_do_not_supersede_generation(site: House, agents: tuple[Agent, Agent]) -> None:
+async def test_announcements_of_training_do_not_supersede_generation(
+    site: Harness, agents: tuple[Agent, Agent]
+) -> None:
     generation = site.coordinator.expect(GEN, boundary=True)
     for _ in range(3):
         site.coordinator.expect(OVER_CORE)
@@ -212,7 +214,7 @@ async def test_announcements_of_training_do_not_supersede_generation(site: House
 
 
 @pytest.mark.parametrize("chosen", [GEN, SYNC], ids=["generation", "sync"])
-async def test_generation_and_syncs_are_changed_at_boundaries_only(site: House, chosen: Intent) -> None:
+async def test_generation_and_syncs_are_changed_at_boundaries_only(site: Harness, chosen: Intent) -> None:
     kept = await site.over(site.coordinator.expect(chosen))
     assert (kept.state, kept.code) == (PeriodState.KEPT, "no_boundary")
     assert site.sent == []
@@ -222,7 +224,7 @@ async def test_generation_and_syncs_are_changed_at_boundaries_only(site: House, 
 
 
 async def test_training_is_changed_in_windows_even_where_the_caller_stands_still(
-    site: House, agents: tuple[Agent, Agent]
+    site: Harness, agents: tuple[Agent, Agent]
 ) -> None:
     agents[0].busy()
     period = site.coordinator.expect(OVER_CORE, boundary=True)
@@ -233,7 +235,7 @@ async def test_training_is_changed_in_windows_even_where_the_caller_stands_still
     assert (await site.over(period)).commits[0].window_opened_s is not None
 
 
-async def test_a_boundary_that_is_over_changes_nothing(site: House) -> None:
+async def test_a_boundary_that_is_over_changes_nothing(site: Harness) -> None:
     period = site.coordinator.announce("sync", intent_to_json(SYNC), within_s=0.001, boundary=True)
     site.coordinator.withdraw(period, "the broadcast began")
     assert (period.report.state, period.report.code) == (PeriodState.KEPT, "withdrawn")
@@ -244,7 +246,7 @@ async def test_a_boundary_that_is_over_changes_nothing(site: House) -> None:
 
 
 async def test_stages_that_are_left_when_the_caller_goes_on_stay_undone(tmp_path: Path) -> None:
-    async with house(tmp_path, rules=CommitRules(max_moves_per_stage=2, boundary_within_s=5.0)) as site:
+    async with harness(tmp_path, rules=CommitRules(max_moves_per_stage=2, boundary_within_s=5.0)) as site:
         period = site.coordinator.expect(SYNC, boundary=True)
         while not site.sent:
             await site.pass_time(0.001)
@@ -257,7 +259,7 @@ async def test_stages_that_are_left_when_the_caller_goes_on_stay_undone(tmp_path
 
 
 async def test_stages_are_left_undone_for_a_newer_period_and_it_starts_from_there(tmp_path: Path) -> None:
-    async with house(tmp_path, rules=CommitRules(max_moves_per_stage=4, within_s=5.0)) as site:
+    async with harness(tmp_path, rules=CommitRules(max_moves_per_stage=4, within_s=5.0)) as site:
         agent = site.agent("n0", range(16))
         await site.pass_time(0.1)
         agent.quiet(60.0)
@@ -276,7 +278,7 @@ async def test_stages_are_left_undone_for_a_newer_period_and_it_starts_from_ther
 
 async def test_a_pair_that_goes_dark_is_told_of_before(tmp_path: Path) -> None:
     """One ToR has one port left, and its circuit is to end at another port of its neighbour."""
-    async with house(tmp_path, rules=CommitRules(max_moves_per_stage=1, boundary_within_s=60.0)) as site:
+    async with harness(tmp_path, rules=CommitRules(max_moves_per_stage=1, boundary_within_s=60.0)) as site:
         spent = [f"port gen0/agg0:{port}" for port in (1, 2, 5, 6, 7, 9, 10, 11, 12)]
         site.coordinator.mask([*spent, "port gen0/agg0:3"], "")
         assert (await site.at_boundary(GEN)).state is PeriodState.COMMITTED
@@ -295,7 +297,7 @@ async def test_a_pair_that_goes_dark_is_told_of_before(tmp_path: Path) -> None:
         assert dark == joined <= site.pairs()
 
 
-async def test_advice_shows_the_plan_and_changes_nothing(site: House, agents: tuple[Agent, Agent]) -> None:
+async def test_advice_shows_the_plan_and_changes_nothing(site: Harness, agents: tuple[Agent, Agent]) -> None:
     site.mode = Mode.ADVISE
     report = await site.in_window(OVER_CORE)
     assert (report.state, report.code) == (PeriodState.KEPT, "advise")
@@ -307,7 +309,7 @@ async def test_advice_shows_the_plan_and_changes_nothing(site: House, agents: tu
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
 
 
-async def test_pauses_hold_the_fabric_or_syncs(site: House, agents: tuple[Agent, Agent]) -> None:
+async def test_pauses_hold_the_fabric_or_syncs(site: Harness, agents: tuple[Agent, Agent]) -> None:
     site.pause_registry.pause(PauseScope.SYNC, "bad weights")
     kept = await site.at_boundary(SYNC)
     assert (kept.state, kept.code) == (PeriodState.KEPT, "operator_paused")
@@ -321,7 +323,7 @@ async def test_pauses_hold_the_fabric_or_syncs(site: House, agents: tuple[Agent,
     assert (await site.at_boundary(SYNC)).state is PeriodState.COMMITTED
 
 
-async def test_a_pause_during_the_wait_is_seen_before_the_command(site: House, agents: tuple[Agent, Agent]) -> None:
+async def test_a_pause_during_the_wait_is_seen_before_the_command(site: Harness, agents: tuple[Agent, Agent]) -> None:
     agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
@@ -332,7 +334,9 @@ async def test_a_pause_during_the_wait_is_seen_before_the_command(site: House, a
     assert site.sent == []
 
 
-async def test_a_switch_that_somebody_else_changed_is_looked_at_again(site: House, agents: tuple[Agent, Agent]) -> None:
+async def test_a_switch_that_somebody_else_changed_is_looked_at_again(
+    site: Harness, agents: tuple[Agent, Agent]
+) -> None:
     agents[0].busy()
     period = site.coordinator.expect(OVER_CORE)
     await site.pass_time(0.1)
@@ -345,7 +349,7 @@ async def test_a_switch_that_somebody_else_changed_is_looked_at_again(site: Hous
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
 
 
-async def test_who_changes_switches_all_the_time_is_given_way_to(site: House, agents: tuple[Agent, Agent]) -> None:
+async def test_who_changes_switches_all_the_time_is_given_way_to(site: Harness, agents: tuple[Agent, Agent]) -> None:
     """Before each commit, core0 gets or loses a cross-connect that is none of the site's."""
     foreign, glass = CrossConnect(20, 21), site.switches[OcsId("core0")].glass
     really = site.switches[OcsId("core0")].commit
@@ -360,14 +364,14 @@ async def test_who_changes_switches_all_the_time_is_given_way_to(site: House, ag
     assert len([sent for sent in site.sent if sent.switch == "core0"]) == 3
 
 
-async def _done(site: House, work: Coroutine[Any, Any, T]) -> T:
+async def _done(site: Harness, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     while not task.done():
         await site.pass_time(0.005)
     return task.result()
 
 
-async def test_announcements_that_make_no_sense(site: House) -> None:
+async def test_announcements_that_make_no_sense(site: Harness) -> None:
     with pytest.raises(Permanent, match="never announced"):
         site.coordinator.announce("gradients")
     for within_s in (-1.0, float("inf"), float("nan")):
@@ -378,7 +382,7 @@ async def test_announcements_that_make_no_sense(site: House) -> None:
 
 
 async def test_a_fault_of_a_planner_ends_one_period_only(
-    site: House, agents: tuple[Agent, Agent], caplog: pytest.LogCaptureFixture
+    site: Harness, agents: tuple[Agent, Agent], caplog: pytest.LogCaptureFixture
 ) -> None:
     really = site.coordinator._materialise
     site.coordinator._materialise = lambda intent, state: 1 / 0  # type: ignore[assignment, return-value]
@@ -389,7 +393,7 @@ async def test_a_fault_of_a_planner_ends_one_period_only(
 
 
 async def test_a_daemon_that_stops_ends_its_periods(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         site.agent("n0", range(16)).busy()
         waiting = site.coordinator.expect(OVER_CORE)
         await site.pass_time(0.1)
@@ -397,7 +401,7 @@ async def test_a_daemon_that_stops_ends_its_periods(tmp_path: Path) -> None:
     assert [each.report.code for each in (waiting, queued)] == ["stopped", "stopped"]
 
 
-async def test_endings_alike_are_counted_and_not_all_written(site: House) -> None:
+async def test_endings_alike_are_counted_and_not_all_written(site: Harness) -> None:
     """A trainer announces three times a second, and nobody is traced."""
     for _ in range(60):
         period = site.coordinator.announce("gradients", intent_to_json(OVER_CORE), within_s=0.3)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fabric_house import ACROSS_RAILS, OVER_CORE, SYNC, House, house, train
+from fabric_harness import ACROSS_RAILS, OVER_CORE, SYNC, Harness, harness, train
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import EntryKind
@@ -33,21 +33,21 @@ class Called:
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[House]:
-    async with house(tmp_path, rules=CommitRules(within_s=2.0, boundary_within_s=5.0, max_moves_per_stage=2)) as made:
+async def site(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness(tmp_path, rules=CommitRules(within_s=2.0, boundary_within_s=5.0, max_moves_per_stage=2)) as made:
         yield made
 
 
-def service(site: House) -> FabricService:
+def service(site: Harness) -> FabricService:
     return FabricService(site.coordinator, site.hub, site.clock)
 
 
-def announced(site: House, *, boundary: bool) -> AsyncIterator[pb.PeriodReport]:
+def announced(site: Harness, *, boundary: bool) -> AsyncIterator[pb.PeriodReport]:
     request = pb.AnnouncePeriodRequest(period="sync", intent_json=intent_to_json(SYNC), boundary=boundary)
     return service(site).AnnouncePeriod(request, cast(Any, Called()))
 
 
-async def test_a_boundary_ends_with_its_caller(site: House) -> None:
+async def test_a_boundary_ends_with_its_caller(site: Harness) -> None:
     """Who has gone may send again: nothing more is begun."""
     async with aclosing(cast(Any, announced(site, boundary=True))) as reports:
         assert (await anext(reports)).state == PeriodState.ANNOUNCED
@@ -60,7 +60,7 @@ async def test_a_boundary_ends_with_its_caller(site: House) -> None:
     assert len({sent.at_s for sent in site.sent}) == 1
 
 
-async def test_who_listens_to_the_end_has_all_of_it(site: House) -> None:
+async def test_who_listens_to_the_end_has_all_of_it(site: Harness) -> None:
     states = []
 
     async def listen() -> None:
@@ -73,7 +73,7 @@ async def test_who_listens_to_the_end_has_all_of_it(site: House) -> None:
     assert states[-1] == PeriodState.COMMITTED
 
 
-async def test_a_window_is_of_the_ranks_that_are_traced_now(site: House) -> None:
+async def test_a_window_is_of_the_ranks_that_are_traced_now(site: Harness) -> None:
     """What was said before a rank came, was said without it."""
     agent = site.agent("n0", range(16))
     await site.pass_time(0.2)
@@ -92,7 +92,7 @@ async def test_a_window_is_of_the_ranks_that_are_traced_now(site: House) -> None
 
 
 async def test_a_switch_that_others_keep_busy_is_not_changed_after_the_window(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         agent = site.agent("n0", range(16))
         await site.pass_time(0.2)
         agent.busy()
@@ -118,7 +118,7 @@ async def test_a_switch_that_others_keep_busy_is_not_changed_after_the_window(tm
         assert core in {sent.switch for sent in site.sent}
 
 
-async def test_what_a_recorder_announces_is_of_its_job(site: House) -> None:
+async def test_what_a_recorder_announces_is_of_its_job(site: Harness) -> None:
     message = pb.Announcement(rank=0, job="small", period="gradients", intent_json=intent_to_json(OVER_CORE))
     service(site)._announced(message)
     await site.pass_time(0.1)
@@ -128,7 +128,7 @@ async def test_what_a_recorder_announces_is_of_its_job(site: House) -> None:
 
 
 @pytest.mark.parametrize("volume", ["NaN", "Infinity", "1e999", "-1"])
-async def test_a_volume_that_is_none_is_refused(site: House, volume: str) -> None:
+async def test_a_volume_that_is_none_is_refused(site: Harness, volume: str) -> None:
     text = intent_to_json(OVER_CORE).replace("4000000000.0", volume)
     assert volume in text
     with pytest.raises(ProblemFaults, match="bytes_per_rank"):
@@ -136,7 +136,7 @@ async def test_a_volume_that_is_none_is_refused(site: House, volume: str) -> Non
     assert site.coordinator.reports(8) == []
 
 
-async def test_who_shares_a_pod_pauses_too(site: House) -> None:
+async def test_who_shares_a_pod_pauses_too(site: Harness) -> None:
     """Circuits of one job's training carry another's, where both have ranks in a PoD."""
     mine, other = site.agent("n0", range(16)), site.agent("n1", range(4), job="other")
     await site.pass_time(0.2)
@@ -168,7 +168,7 @@ async def test_who_shares_a_pod_pauses_too(site: House) -> None:
 @pytest.mark.parametrize("job", ["", "other"])
 async def test_a_sync_waits_for_others_that_train_there(tmp_path: Path, job: str) -> None:
     """The caller stands still, and they do not; its own ranks need no window."""
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         agent = site.agent("n0", range(8), job=job)
         await site.pass_time(0.2)
         agent.busy(job)
@@ -183,7 +183,7 @@ async def test_a_sync_waits_for_others_that_train_there(tmp_path: Path, job: str
 
 
 async def test_a_job_that_has_ended_keeps_nobody_waiting(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         other = site.agent("n1", range(4), job="other")
         await site.pass_time(0.1)
         waits = site.coordinator.expect(train("theirs", (0, 8), (1, 9), job="other"))
@@ -194,7 +194,7 @@ async def test_a_job_that_has_ended_keeps_nobody_waiting(tmp_path: Path) -> None
         assert (await site.at_boundary(SYNC)).state is PeriodState.COMMITTED
 
 
-async def test_other_pods_do_not_count(site: House) -> None:
+async def test_other_pods_do_not_count(site: Harness) -> None:
     elsewhere = train("theirs", (16, 18), job="other")
     assert neighbours(site.site, OVER_CORE, [elsewhere, OVER_CORE]) == frozenset()
     assert neighbours(site.site, SYNC, [elsewhere]) == {"other"}
@@ -219,7 +219,7 @@ class Packets:
 
 
 async def test_a_fault_that_nobody_foresaw_leaves_packets_on_what_is_up(tmp_path: Path) -> None:
-    async with house(tmp_path) as site:
+    async with harness(tmp_path) as site:
         site.agent("n0", range(16))
         await site.pass_time(0.2)
         await site.stop()
@@ -245,7 +245,7 @@ async def test_a_fault_that_nobody_foresaw_leaves_packets_on_what_is_up(tmp_path
         assert packets.on == site.up()
 
 
-async def test_looking_after_routes_outlasts_a_fault(site: House) -> None:
+async def test_looking_after_routes_outlasts_a_fault(site: Harness) -> None:
     asked = 0
 
     async def look() -> Any:
@@ -261,7 +261,7 @@ async def test_looking_after_routes_outlasts_a_fault(site: House) -> None:
     tending.cancel()
 
 
-async def test_nobody_is_woken_for_a_clock_that_is_known(site: House) -> None:
+async def test_nobody_is_woken_for_a_clock_that_is_known(site: Harness) -> None:
     agent = site.agent("n0", range(16))
     watch = site.hub.watch("", frozenset(range(16)), 0.01)
     await site.pass_time(0.2)

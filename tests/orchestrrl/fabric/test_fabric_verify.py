@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fabric_house import House
-from routed_house import RoutedHouse
+from fabric_harness import Harness
+from routed_harness import RoutedHarness
 
 from ocs_drivers.errors import DriverRetryable
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
@@ -34,7 +34,7 @@ FIBRES = 32
 IN_USE = 8  # by those
 
 
-class VerifiedHouse(RoutedHouse):
+class VerifiedHarness(RoutedHarness):
     """With the link `INSIDE` a PoD and one `OVER_CORE`."""
 
     async def begin(self) -> None:
@@ -70,74 +70,76 @@ class VerifiedHouse(RoutedHouse):
         ]
 
 
-def verifier(house: House, routing: object) -> FabricVerifier:
-    glass = SwitchReader(house.site, house.switches, house.clock)
-    return FabricVerifier(house.coordinator, routing, house.circuits, glass, house.pause_registry, house.clock)  # type: ignore[arg-type]
+def verifier(harness: Harness, routing: object) -> FabricVerifier:
+    glass = SwitchReader(harness.site, harness.switches, harness.clock)
+    return FabricVerifier(harness.coordinator, routing, harness.circuits, glass, harness.pause_registry, harness.clock)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[VerifiedHouse]:
-    made = VerifiedHouse(tmp_path, parse_site(SITE))
+async def harness(tmp_path: Path) -> AsyncIterator[VerifiedHarness]:
+    made = VerifiedHarness(tmp_path, parse_site(SITE))
     made.start()
     await made.begin()
     yield made
     await made.stop()
 
 
-async def cut_off(house: House, switch: OcsId) -> None:
+async def cut_off(harness: Harness, switch: OcsId) -> None:
     """Nobody gets through to it any more."""
 
     async def open() -> None:
         raise DriverRetryable("no route to host")
 
-    house.switches[switch]._wire.open = open  # type: ignore[method-assign]
-    await house.switches[switch].close()
+    harness.switches[switch]._wire.open = open  # type: ignore[method-assign]
+    await harness.switches[switch].close()
 
 
 def faults(found: VerificationReport) -> list[tuple[str, str]]:
     return [(fault.kind, fault.where) for fault in found.faults]
 
 
-async def test_a_look_at_a_sound_site_changes_nothing(house: VerifiedHouse) -> None:
-    sent = len(house.sent)
-    found = await house.verify()
+async def test_a_look_at_a_sound_site_changes_nothing(harness: VerifiedHarness) -> None:
+    sent = len(harness.sent)
+    found = await harness.verify()
     others = "core0:2, core0:3, core0:4, core0:6, core0:7, core0:8 and 18 more"
     why = f"no light shows where they end; --walk lights those that are free: {others}"
     assert found == VerificationReport((), 4, 2, IN_USE, FIBRES, (why,))
-    assert len(house.sent) == sent
+    assert len(harness.sent) == sent
 
 
-async def test_a_walk_lights_every_free_fibre_and_leaves_all_as_it_was(house: VerifiedHouse) -> None:
-    up, owned, began_s = house.up(), house.circuits.owners.owned(TRAIN), house.clock.now_s()
-    routed, sends = house.routed, [router.wire.sends for router in house.light.routers.values()]
-    assert await house.verify(walk=True) == VerificationReport((), 4, 2, FIBRES, FIBRES)
-    lit = {switch: house.lit_on(switch) for switch in house.switches}
+async def test_a_walk_lights_every_free_fibre_and_leaves_all_as_it_was(harness: VerifiedHarness) -> None:
+    up, owned, began_s = harness.up(), harness.circuits.owners.owned(TRAIN), harness.clock.now_s()
+    routed, sends = harness.routed, [router.wire.sends for router in harness.light.routers.values()]
+    assert await harness.verify(walk=True) == VerificationReport((), 4, 2, FIBRES, FIBRES)
+    lit = {switch: harness.lit_on(switch) for switch in harness.switches}
     assert {port for pair in lit[TRAIN] for port in pair.ports} == {*range(1, 13)} - {1, 2, 5, 9}
     assert {port for pair in lit[CORE] for port in pair.ports} == {*range(1, 9)} - {1, 5}
-    assert house.clock.now_s() - began_s < LIGHT_WITHIN_S * sum(map(len, lit.values())) / 4  # none longer than it takes
-    assert (house.up(), house.circuits.owners.owned(TRAIN)) == (up, owned)
+    assert (
+        harness.clock.now_s() - began_s < LIGHT_WITHIN_S * sum(map(len, lit.values())) / 4
+    )  # none longer than it takes
+    assert (harness.up(), harness.circuits.owners.owned(TRAIN)) == (up, owned)
     # Packets stayed where they are, and are seen to again from then on.
-    assert (house.routed, house.light.dark) == (routed, [])
-    assert [router.wire.sends for router in house.light.routers.values()] == sends
-    house.light.cut.add(min(routed))
-    await house.pass_time(3.0)
-    assert house.routed == routed - {min(routed)}
+    assert (harness.routed, harness.light.dark) == (routed, [])
+    assert [router.wire.sends for router in harness.light.routers.values()] == sends
+    harness.light.cut.add(min(routed))
+    await harness.pass_time(3.0)
+    assert harness.routed == routed - {min(routed)}
 
 
-async def test_a_cable_in_use_that_is_mixed_up_with_a_free_one_is_found(house: VerifiedHouse) -> None:
-    house.light.swap((TRAIN, 1), (TRAIN, 4))
-    looked = await house.verify()
+async def test_a_cable_in_use_that_is_mixed_up_with_a_free_one_is_found(harness: VerifiedHarness) -> None:
+    harness.light.swap((TRAIN, 1), (TRAIN, 4))
+    looked = await harness.verify()
     assert faults(looked) == [(WRONG_CABLE, "train0/agg0:1")]
     assert looked.fibres == IN_USE - len(INSIDE.ports)
-    walked = await house.verify(walk=True)
+    walked = await harness.verify(walk=True)
     assert faults(walked) == [(WRONG_CABLE, "train0/agg0:1"), (WRONG_CABLE, "train0/agg0:4")]
     assert (walked.fibres, walked.not_seen) == (FIBRES - 3, ("in use or broken: train0/agg0:5",))
 
 
-async def test_who_answers_in_place_of_another_is_named(house: VerifiedHouse) -> None:
-    await house.connect(PortPair(GEN, 2, 5))
-    house.light.swap((TRAIN, 5), (GEN, 5))
-    found = await house.verify()
+async def test_who_answers_in_place_of_another_is_named(harness: VerifiedHarness) -> None:
+    await harness.connect(PortPair(GEN, 2, 5))
+    harness.light.swap((TRAIN, 5), (GEN, 5))
+    found = await harness.verify()
     assert {fault.where: fault.what for fault in found.faults if fault.kind == STRANGER} == {
         "train0/agg0:1": "train0/r1 should be seen at train0/r0/swp1: gen0/r1 answers there",
         "train0/agg0:5": "train0/r0 should be seen at train0/r1/swp1: gen0/r0 answers there",
@@ -146,10 +148,10 @@ async def test_who_answers_in_place_of_another_is_named(house: VerifiedHouse) ->
     }
 
 
-async def test_light_that_does_not_come_is_waited_for_and_told(house: VerifiedHouse) -> None:
-    house.light.broken = {(TRAIN, 3), (CORE, 2)}
-    began_s = house.clock.now_s()
-    found = await house.verify(walk=True)
+async def test_light_that_does_not_come_is_waited_for_and_told(harness: VerifiedHarness) -> None:
+    harness.light.broken = {(TRAIN, 3), (CORE, 2)}
+    began_s = harness.clock.now_s()
+    found = await harness.verify(walk=True)
     fibre, lane = found.faults
     assert (fibre.kind, fibre.where) == (DARK, "train0/agg0:3")
     assert fibre.what.endswith("does not get to train0/r0/swp3: it comes out nowhere")
@@ -157,51 +159,51 @@ async def test_light_that_does_not_come_is_waited_for_and_told(house: VerifiedHo
     assert lane.what.startswith("no light gets from it over core0:6 and core0:2 to train0/agg0:10: ")
     assert found.not_seen == ("in use or broken: core0:2, core0:6, train0/agg0:10",)
     assert found.fibres == FIBRES - 5
-    took_s = house.clock.now_s() - began_s
+    took_s = harness.clock.now_s() - began_s
     assert 3 * LIGHT_WITHIN_S <= took_s < 3 * LIGHT_WITHIN_S + 4.0  # the fibre is lit with two others
-    assert house.up() == {INSIDE, *OVER_CORE}
+    assert harness.up() == {INSIDE, *OVER_CORE}
 
 
-async def test_a_walk_leaves_alone_what_has_failed_or_is_masked(house: VerifiedHouse) -> None:
+async def test_a_walk_leaves_alone_what_has_failed_or_is_masked(harness: VerifiedHarness) -> None:
     masked = ["core0:2", "gen0/agg0:3", "gen0/agg0:4", "gen0/agg0:7", "train0/agg0:3"]
-    house.word.mask([f"port {port}" for port in masked], "suspects")
-    house.fail(GEN, DeviceFault(DeviceFaultKind.FAIL_PORT, 6))
-    found = await house.verify(walk=True)
+    harness.word.mask([f"port {port}" for port in masked], "suspects")
+    harness.fail(GEN, DeviceFault(DeviceFaultKind.FAIL_PORT, 6))
+    found = await harness.verify(walk=True)
     assert faults(found) == [("failed_port", "gen0/agg0:6")]
     # The lane behind port 2 is not lit; the one of the other PoD that is left over shares one that is lit already.
     assert found.not_seen == (f"in use or broken: {', '.join(masked)}, train0/agg0:10",)
     assert found.fibres == FIBRES - 7
-    assert house.lit_on(CORE) == [PortPair(CORE, 3, 6), PortPair(CORE, 4, 7), PortPair(CORE, 3, 8)]
-    assert not {3, 10} & {port for pair in house.lit_on(TRAIN) for port in pair.ports}
-    assert not {3, 4, 6, 7} & {port for pair in house.lit_on(GEN) for port in pair.ports}
+    assert harness.lit_on(CORE) == [PortPair(CORE, 3, 6), PortPair(CORE, 4, 7), PortPair(CORE, 3, 8)]
+    assert not {3, 10} & {port for pair in harness.lit_on(TRAIN) for port in pair.ports}
+    assert not {3, 4, 6, 7} & {port for pair in harness.lit_on(GEN) for port in pair.ports}
 
 
 @pytest.mark.parametrize("masked", [True, False])
-async def test_a_walk_leaves_alone_a_switch_that_is_masked_or_silent(house: VerifiedHouse, masked: bool) -> None:
+async def test_a_walk_leaves_alone_a_switch_that_is_masked_or_silent(harness: VerifiedHarness, masked: bool) -> None:
     if masked:
-        house.word.mask(["switch gen0/agg0"], "suspect")
+        harness.word.mask(["switch gen0/agg0"], "suspect")
     else:
-        await cut_off(house, GEN)
-    found = await house.verify(walk=True)
+        await cut_off(harness, GEN)
+    found = await harness.verify(walk=True)
     assert ("silent_switch" in {fault.kind for fault in found.faults}) is not masked
     # All ToRs' fibres of `train0`, whose lanes have nobody to be lit with; of what is in use, what is known to be up.
-    assert house.lit_on(GEN) == house.lit_on(CORE) == []
+    assert harness.lit_on(GEN) == harness.lit_on(CORE) == []
     assert found.fibres == (8 + 5 if masked else 7)
 
 
-async def test_a_lane_without_a_good_fibre_beside_it_is_not_known(house: VerifiedHouse) -> None:
-    house.word.mask([f"port gen0/agg0:{port}" for port in range(2, 9)], "no transceivers there")
-    found = await house.verify(walk=True)
+async def test_a_lane_without_a_good_fibre_beside_it_is_not_known(harness: VerifiedHarness) -> None:
+    harness.word.mask([f"port gen0/agg0:{port}" for port in range(2, 9)], "no transceivers there")
+    found = await harness.verify(walk=True)
     whys = [f"gen0/agg0:{port}: no good fibre of a ToR is free beside it" for port in (10, 11, 12)]
     assert list(found.not_seen[:-1]) == whys
-    assert house.lit_on(CORE) == []
+    assert harness.lit_on(CORE) == []
 
 
-async def test_light_that_nobody_sends_is_told_with_who_answers(house: VerifiedHouse) -> None:
-    one, other = house.light.routers[R0].device, house.light.routers[R1].device
+async def test_light_that_nobody_sends_is_told_with_who_answers(harness: VerifiedHarness) -> None:
+    one, other = harness.light.routers[R0].device, harness.light.routers[R1].device
     one.join("swp3", other, "swp4")
-    house.light.routers[EndpointId("gen0/r0")].device.set_signal("swp2", True)
-    found = await house.verify()
+    harness.light.routers[EndpointId("gen0/r0")].device.set_signal("swp2", True)
+    found = await harness.verify()
     said = "has a signal that no cross-connect of the switches sends it"
     assert [(fault.kind, fault.where, fault.what) for fault in found.faults] == [
         (STRAY, "gen0/r0/swp2", said),
@@ -210,27 +212,27 @@ async def test_light_that_nobody_sends_is_told_with_who_answers(house: VerifiedH
     ]
 
 
-async def test_a_router_that_does_not_answer_is_told(house: VerifiedHouse) -> None:
-    house.light.routers[R1].device.inject(virtual.RouterFault(virtual.RouterFaultKind.UNREACHABLE))
-    found = await house.verify()
+async def test_a_router_that_does_not_answer_is_told(harness: VerifiedHarness) -> None:
+    harness.light.routers[R1].device.inject(virtual.RouterFault(virtual.RouterFaultKind.UNREACHABLE))
+    found = await harness.verify()
     assert found.not_seen[0].startswith("train0/r1 does not answer: ")
     assert found.fibres == IN_USE - len(INSIDE.ports)
 
 
 @pytest.mark.parametrize("silent", [R1, GEN])
-async def test_nothing_is_said_of_light_that_nobody_can_know_of(house: VerifiedHouse, silent: str) -> None:
+async def test_nothing_is_said_of_light_that_nobody_can_know_of(harness: VerifiedHarness, silent: str) -> None:
     """A router that does not answer is not dark; what a switch that does not answer has up may send light anywhere."""
     if silent == GEN:
-        await cut_off(house, GEN)
+        await cut_off(harness, GEN)
     else:
-        house.light.routers[R1].device.inject(virtual.RouterFault(virtual.RouterFaultKind.UNREACHABLE))
-    assert faults(await house.verify()) == ([("silent_switch", GEN)] if silent == GEN else [])
+        harness.light.routers[R1].device.inject(virtual.RouterFault(virtual.RouterFaultKind.UNREACHABLE))
+    assert faults(await harness.verify()) == ([("silent_switch", GEN)] if silent == GEN else [])
 
 
-async def test_tors_that_notice_late_that_light_is_gone_do_not_confuse_a_walk(house: VerifiedHouse) -> None:
-    house.follower.rerouting.signals = house.late_signals  # type: ignore[method-assign]
-    house.word.mask(["switch gen0/agg0", "port train0/agg0:7", "port train0/agg0:8"], "not of interest")
-    assert (await house.verify(walk=True)).faults == ()
+async def test_tors_that_notice_late_that_light_is_gone_do_not_confuse_a_walk(harness: VerifiedHarness) -> None:
+    harness.follower.rerouting.signals = harness.late_signals  # type: ignore[method-assign]
+    harness.word.mask(["switch gen0/agg0", "port train0/agg0:7", "port train0/agg0:8"], "not of interest")
+    assert (await harness.verify(walk=True)).faults == ()
 
 
 @pytest.mark.parametrize(
@@ -240,36 +242,36 @@ async def test_tors_that_notice_late_that_light_is_gone_do_not_confuse_a_walk(ho
         pytest.param(DeviceFault(DeviceFaultKind.DROP_CONNECTION), id="out of reach"),
     ],
 )
-async def test_a_walk_that_fails_darkens_what_it_lit(house: VerifiedHouse, fault: DeviceFault) -> None:
+async def test_a_walk_that_fails_darkens_what_it_lit(harness: VerifiedHarness, fault: DeviceFault) -> None:
     """At the switch at the end of a lane's way, when the other two have been lit."""
-    really = house.circuits.change
+    really = harness.circuits.change
 
     async def change(switch: str, change: CircuitChange, mode: ChangeMode) -> CircuitOutcome:
         if change.connect == (CrossConnect(3, 10),) and switch == TRAIN:
-            house.fail(TRAIN, fault)
+            harness.fail(TRAIN, fault)
             if fault.kind is DeviceFaultKind.DROP_CONNECTION:
-                await cut_off(house, TRAIN)
+                await cut_off(harness, TRAIN)
         return await really(switch, change, mode)
 
-    house.circuits.change = change  # type: ignore[assignment, method-assign]
+    harness.circuits.change = change  # type: ignore[assignment, method-assign]
     with pytest.raises(Permanent, match=r"^train0/agg0:3-10 could not be "):
-        await house.verify(walk=True)
-    assert {pair for pair in house.up() if pair.switch != TRAIN} == set(OVER_CORE[1:])
+        await harness.verify(walk=True)
+    assert {pair for pair in harness.up() if pair.switch != TRAIN} == set(OVER_CORE[1:])
 
 
-async def test_what_may_not_be_walked_is_refused(house: VerifiedHouse) -> None:
-    sent = len(house.sent)
+async def test_what_may_not_be_walked_is_refused(harness: VerifiedHarness) -> None:
+    sent = len(harness.sent)
     with pytest.raises(Permanent, match="first `orchestrrl fabric pause`"):
-        await house.during(verifier(house, house.follower).verify(walk=True))
-    house.pause_registry.pause(PauseScope.FABRIC, "fibres are looked at")
+        await harness.during(verifier(harness, harness.follower).verify(walk=True))
+    harness.pause_registry.pause(PauseScope.FABRIC, "fibres are looked at")
     with pytest.raises(Permanent, match=r"name them in fabric\.routers"):
-        await house.during(verifier(house, None).verify(walk=True))
-    assert len(house.sent) == sent
-    assert (await house.during(verifier(house, None).verify(walk=False))).faults == ()
+        await harness.during(verifier(harness, None).verify(walk=True))
+    assert len(harness.sent) == sent
+    assert (await harness.during(verifier(harness, None).verify(walk=False))).faults == ()
 
 
 async def test_what_switches_show_is_held_against_what_is_ours(tmp_path: Path) -> None:
-    site = House(tmp_path, parse_site(SITE), connectivity=Connectivity.INGRESS_EGRESS)
+    site = Harness(tmp_path, parse_site(SITE), connectivity=Connectivity.INGRESS_EGRESS)
     site.start()
     for pair in (INSIDE, *OVER_CORE):
         change = await site.glass.change_of(pair.switch, [], [pair])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 from builders import engine_report, sample
-from fabric_gen_house import FIRST_GPU, MESH, PAIRS, FabricHouse
-from redeployment_house import CONFIG, House
+from generation_harness import FIRST_GPU, MESH, PAIRS, FabricHarness
+from redeployment_harness import CONFIG, Harness
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.errors import Permanent, ProblemFaults
@@ -30,75 +30,75 @@ TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
 
 
 @pytest.fixture
-def narrow(tmp_path: Path) -> House:
+def narrow(tmp_path: Path) -> Harness:
     """Four engines of one GPU, with requests."""
-    house = House(tmp_path)
+    harness = Harness(tmp_path)
     for gpu, name in enumerate("abcd"):
-        house.place(name, "tp1", gpu)
-        house.gateway.put(f"r{gpu}", name)
-    return house
+        harness.place(name, "tp1", gpu)
+        harness.gateway.put(f"r{gpu}", name)
+    return harness
 
 
-async def during(house: FabricHouse, work: Awaitable[str], most_s: float = 10.0) -> str:
+async def during(harness: FabricHarness, work: Awaitable[str], most_s: float = 10.0) -> str:
     """Its outcome, while time goes on."""
     task = asyncio.ensure_future(work)
-    await house.clock.advance(most_s)
+    await harness.clock.advance(most_s)
     assert task.done()
     return await task
 
 
-async def test_a_redeployment_changes_demand_and_circuits_before_requests_are_let_in(narrow: House) -> None:
-    house = FabricHouse(narrow)
-    async with house.daemon() as redeployer:
+async def test_a_redeployment_changes_demand_and_circuits_before_requests_are_let_in(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
-        assert house.circuits() == PAIRS
-        assert house.let_in_under == [PAIRS, PAIRS]
-        assert "circuits committed" in house.admitted()
+        assert harness.circuits() == PAIRS
+        assert harness.let_in_under == [PAIRS, PAIRS]
+        assert "circuits committed" in harness.admitted()
         redeployer.begin(TO_TP1)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
-        assert house.circuits() == MESH
-        assert house.let_in_under[2:] == [MESH] * 4
+        assert harness.circuits() == MESH
+        assert harness.let_in_under[2:] == [MESH] * 4
         assert not narrow.gateway.cut
         assert {str(view.engine)[:2] for view in narrow.gateway.requests.values()} == {"s2"}
 
 
-async def test_on_the_way_back_the_engines_of_before_get_their_circuits(narrow: House) -> None:
-    house = FabricHouse(narrow)
+async def test_on_the_way_back_the_engines_of_before_get_their_circuits(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
     narrow.machines.faults["probe", "tp2"] = Permanent("is broken")
-    async with house.daemon() as redeployer:
-        assert house.circuits() == {}
+    async with harness.daemon() as redeployer:
+        assert harness.circuits() == {}
         redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.ROLLED_BACK
-        assert house.circuits() == MESH
-        assert house.let_in_under == [MESH] * 4
-        assert "circuits committed" in house.admitted()
+        assert harness.circuits() == MESH
+        assert harness.let_in_under == [MESH] * 4
+        assert "circuits committed" in harness.admitted()
         # Another one that fails finds them up.
         redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.ROLLED_BACK
-        assert "circuits committed: 0 cross-connects changed (was_so" in house.admitted()
-        assert house.circuits() == MESH
+        assert "circuits committed: 0 cross-connects changed (was_so" in harness.admitted()
+        assert harness.circuits() == MESH
 
 
-def pause(house: FabricHouse) -> None:
-    house.house.plane.pause_registry.pause(PauseScope.FABRIC, "measuring")
+def pause(harness: FabricHarness) -> None:
+    harness.harness.plane.pause_registry.pause(PauseScope.FABRIC, "measuring")
 
 
-def advise(house: FabricHouse) -> None:
-    house.house.plane.set_mode(Mode.ADVISE, "looking first")
+def advise(harness: FabricHarness) -> None:
+    harness.harness.plane.set_mode(Mode.ADVISE, "looking first")
 
 
-def pin_all(house: FabricHouse) -> None:
-    house.fabric.word.pin([], "measuring", 0.0)
+def pin_all(harness: FabricHarness) -> None:
+    harness.fabric.word.pin([], "measuring", 0.0)
 
 
-def mask_all(house: FabricHouse) -> None:
-    house.fabric.word.mask([f"server {server.id}" for server in house.site.servers], "power is off")
+def mask_all(harness: FabricHarness) -> None:
+    harness.fabric.word.mask([f"server {server.id}" for server in harness.site.servers], "power is off")
 
 
-def break_all(house: FabricHouse) -> None:
+def break_all(harness: FabricHarness) -> None:
     """The connection goes with each command, as often as it is tried."""
-    for switch in house.switches.values():
+    for switch in harness.switches.values():
         for _ in range(50):
             switch.glass.inject(DeviceFault(DeviceFaultKind.DROP_COMMAND))
 
@@ -112,64 +112,64 @@ HELD = {
 
 
 @pytest.mark.parametrize("case", sorted(HELD))
-async def test_a_fabric_that_holds_holds_nobody_else(narrow: House, case: str) -> None:
+async def test_a_fabric_that_holds_holds_nobody_else(narrow: Harness, case: str) -> None:
     hold, words = HELD[case]
-    house = FabricHouse(narrow)
-    async with house.daemon() as redeployer:
-        hold(house)
+    harness = FabricHarness(narrow)
+    async with harness.daemon() as redeployer:
+        hold(harness)
         redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
-        assert words in house.admitted()
-        assert house.circuits() == {}
+        assert words in harness.admitted()
+        assert harness.circuits() == {}
         assert not narrow.gateway.cut
 
 
-async def test_circuits_that_an_operator_prefers_stay(narrow: House) -> None:
+async def test_circuits_that_an_operator_prefers_stay(narrow: Harness) -> None:
     """The deployment's are not forgotten: they come when he lets go."""
-    house = FabricHouse(narrow)
-    async with house.daemon() as redeployer:
+    harness = FabricHarness(narrow)
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         await narrow.until_ended()
-        house.fabric.override(PERIOD, "as they are", 0.0)
-        pinned = [f"{each.switch}:{each.port_a}-{each.port_b}" for each in house.fabric.site_reading.cross_connects]
-        house.fabric.word.pin(pinned, "each of them", 0.0)
+        harness.fabric.override(PERIOD, "as they are", 0.0)
+        pinned = [f"{each.switch}:{each.port_a}-{each.port_b}" for each in harness.fabric.site_reading.cross_connects]
+        harness.fabric.word.pin(pinned, "each of them", 0.0)
         redeployer.begin(TO_TP1)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
-        assert house.circuits() == PAIRS
-        house.fabric.word.release("done")
-        house.fabric.announce(PERIOD, boundary=True)
-        await house.clock.advance(5.0)
-        assert house.circuits() == MESH
+        assert harness.circuits() == PAIRS
+        harness.fabric.word.release("done")
+        harness.fabric.announce(PERIOD, boundary=True)
+        await harness.clock.advance(5.0)
+        assert harness.circuits() == MESH
 
 
-async def test_a_redeployment_that_takes_too_long_keeps_nobody_waiting(narrow: House) -> None:
-    house = FabricHouse(narrow, device_s=100.0, within_s=2.0)
-    async with house.daemon() as redeployer:
+async def test_a_redeployment_that_takes_too_long_keeps_nobody_waiting(narrow: Harness) -> None:
+    harness = FabricHarness(narrow, device_s=100.0, within_s=2.0)
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await narrow.until_ended()
         assert report.state is RedeploymentState.DONE
-        assert "circuits are still being changed after 2 s" in house.admitted()
+        assert "circuits are still being changed after 2 s" in harness.admitted()
         (took_s,) = (each.took_s for each in report.steps if each.step.kind == "admit")
         assert took_s == pytest.approx(2.0)
 
 
-async def test_a_redeployment_that_breaks_keeps_nobody_waiting(narrow: House) -> None:
-    house = FabricHouse(narrow)
-    async with house.daemon() as redeployer:
-        break_all(house)
+async def test_a_redeployment_that_breaks_keeps_nobody_waiting(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
+    async with harness.daemon() as redeployer:
+        break_all(harness)
         redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
-        assert "; circuits failed: 0 cross-connects changed (switch_failed: " in house.admitted()
-        assert len(house.admitted()) < 300  # the period's report has all of it
-        assert house.circuits() == {}
+        assert "; circuits failed: 0 cross-connects changed (switch_failed: " in harness.admitted()
+        assert len(harness.admitted()) < 300  # the period's report has all of it
+        assert harness.circuits() == {}
 
 
-async def test_gpus_that_the_site_does_not_know_have_no_circuits(narrow: House) -> None:
-    house = FabricHouse(narrow, first_gpu=1000)
-    async with house.daemon() as redeployer:
+async def test_gpus_that_the_site_does_not_know_have_no_circuits(narrow: Harness) -> None:
+    harness = FabricHarness(narrow, first_gpu=1000)
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
-        assert "circuits kept: 0 cross-connects changed (nobody_placed: " in house.admitted()
+        assert "circuits kept: 0 cross-connects changed (nobody_placed: " in harness.admitted()
 
 
 # --- a daemon that finds engines running
@@ -195,76 +195,76 @@ class Found:
         return self.idle_after[min(self.looks, len(self.idle_after)) - 1]
 
 
-def specs(house: House) -> list[EngineSpec]:
-    return [engine.spec for engine in house.machines.engines.values()]
+def specs(harness: Harness) -> list[EngineSpec]:
+    return [engine.spec for engine in harness.machines.engines.values()]
 
 
-async def test_engines_that_stand_still_get_their_circuits_when_the_daemon_starts(narrow: House) -> None:
-    house = FabricHouse(narrow)
-    async with house.daemon():
+async def test_engines_that_stand_still_get_their_circuits_when_the_daemon_starts(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
+    async with harness.daemon():
         found = Found(specs(narrow), (None, None, True))
-        begun = await during(house, house.gen.begin(found))
+        begun = await during(harness, harness.gen.begin(found))
         assert begun.startswith("circuits committed")
-        assert house.circuits() == MESH
-        assert house.fabric.period == PERIOD
+        assert harness.circuits() == MESH
+        assert harness.fabric.period == PERIOD
         # The next daemon finds them.
-        assert "was_so" in await during(house, house.gen.begin(found))
+        assert "was_so" in await during(harness, harness.gen.begin(found))
 
 
-async def test_engines_at_work_keep_what_is_up_until_they_stand_still(narrow: House) -> None:
-    house = FabricHouse(narrow)
-    async with house.daemon():
+async def test_engines_at_work_keep_what_is_up_until_they_stand_still(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
+    async with harness.daemon():
         found = Found(specs(narrow), (False,))
-        begun = asyncio.create_task(house.gen.begin(found))
-        await house.clock.advance(30.0)
+        begun = asyncio.create_task(harness.gen.begin(found))
+        await harness.clock.advance(30.0)
         assert not begun.done()
-        (kept,) = house.fabric.reports(5)
+        (kept,) = harness.fabric.reports(5)
         assert (kept.period, kept.state, kept.code) == (PERIOD, PeriodState.KEPT, "no_boundary")
-        assert house.circuits() == {}
+        assert harness.circuits() == {}
         found.idle_after = [False, True] * 20 + [True] * 20  # between requests, then between steps
         found.looks = 0
-        await house.clock.advance(0.5 * 20)
-        assert house.circuits() == {}
-        assert (await during(house, begun)).startswith("circuits committed")
-        assert house.circuits() == MESH
+        await harness.clock.advance(0.5 * 20)
+        assert harness.circuits() == {}
+        assert (await during(harness, begun)).startswith("circuits committed")
+        assert harness.circuits() == MESH
 
 
-async def test_engines_of_which_nobody_hears_are_not_taken_to_stand_still(narrow: House) -> None:
-    house = FabricHouse(narrow)
-    async with house.daemon():
-        begun = asyncio.create_task(house.gen.begin(Found(specs(narrow), (None,))))
-        await house.clock.advance(HEARD_WITHIN_S - 5)
-        assert house.fabric.reports(5) == []
-        await house.clock.advance(100.0)
-        assert [report.code for report in house.fabric.reports(5)] == ["no_boundary"]
+async def test_engines_of_which_nobody_hears_are_not_taken_to_stand_still(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
+    async with harness.daemon():
+        begun = asyncio.create_task(harness.gen.begin(Found(specs(narrow), (None,))))
+        await harness.clock.advance(HEARD_WITHIN_S - 5)
+        assert harness.fabric.reports(5) == []
+        await harness.clock.advance(100.0)
+        assert [report.code for report in harness.fabric.reports(5)] == ["no_boundary"]
         # Whoever knows that nobody sends may have them by name.
-        house.fabric.announce(PERIOD, boundary=True)
-        await house.clock.advance(5.0)
-        assert house.circuits() == MESH
+        harness.fabric.announce(PERIOD, boundary=True)
+        await harness.clock.advance(5.0)
+        assert harness.circuits() == MESH
         begun.cancel()
 
 
-async def test_circuits_that_were_lost_among_requests_are_replaced_once_there_are_none(narrow: House) -> None:
-    house = FabricHouse(narrow)
-    async with house.daemon():
+async def test_circuits_that_were_lost_among_requests_are_replaced_once_there_are_none(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
+    async with harness.daemon():
         found = Found(specs(narrow))
-        tending = asyncio.create_task(house.gen.maintain(found))
-        await house.clock.advance(10.0)
-        assert house.circuits() == MESH
-        assert len(house.fabric.reports(9)) == 1  # nothing more is asked for
+        tending = asyncio.create_task(harness.gen.maintain(found))
+        await harness.clock.advance(10.0)
+        assert harness.circuits() == MESH
+        assert len(harness.fabric.reports(9)) == 1  # nothing more is asked for
         found.idle_after = (False,)
-        lost = next(each.cross_connect for each in house.agg.glass.circuits())
-        house.agg.glass.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, lost.ingress_port))
-        await house.clock.advance(30.0)
-        assert house.fabric.reports(1)[0].code == "no_boundary"
-        assert lost in {each.cross_connect for each in house.agg.glass.circuits()}
+        lost = next(each.cross_connect for each in harness.agg.glass.circuits())
+        harness.agg.glass.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, lost.ingress_port))
+        await harness.clock.advance(30.0)
+        assert harness.fabric.reports(1)[0].code == "no_boundary"
+        assert lost in {each.cross_connect for each in harness.agg.glass.circuits()}
         found.idle_after = (True,)
-        await house.clock.advance(10.0)
-        assert house.fabric.reports(1)[0].state is PeriodState.COMMITTED
-        assert lost not in {each.cross_connect for each in house.agg.glass.circuits()}
-        before = len(house.fabric.reports(99))
-        await house.clock.advance(60.0)
-        assert len(house.fabric.reports(99)) == before
+        await harness.clock.advance(10.0)
+        assert harness.fabric.reports(1)[0].state is PeriodState.COMMITTED
+        assert lost not in {each.cross_connect for each in harness.agg.glass.circuits()}
+        before = len(harness.fabric.reports(99))
+        await harness.clock.advance(60.0)
+        assert len(harness.fabric.reports(99)) == before
         tending.cancel()
 
 
@@ -275,9 +275,9 @@ SYNC = Intent(
 )
 
 
-async def test_a_fault_of_ours_is_counted_and_the_fleet_is_tended_on(narrow: House) -> None:
-    house = FabricHouse(narrow)
-    async with house.daemon():
+async def test_a_fault_of_ours_is_counted_and_the_fleet_is_tended_on(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
+    async with harness.daemon():
 
         class Odd(Found):
             odd = True
@@ -288,65 +288,65 @@ async def test_a_fault_of_ours_is_counted_and_the_fleet_is_tended_on(narrow: Hou
                 return super().idle()
 
         found = Odd(specs(narrow))
-        tending = asyncio.create_task(house.gen.maintain(found))
-        await house.clock.advance(10.0)
+        tending = asyncio.create_task(harness.gen.maintain(found))
+        await harness.clock.advance(10.0)
         assert not tending.done()
-        assert house.gen.defects == 1
+        assert harness.gen.defects == 1
         found.odd = False
-        house.fabric.expect(house.gen.intent(found.serving()))  # of which nobody has said that all stand still
-        await house.clock.advance(10.0)
-        assert house.circuits() == MESH
+        harness.fabric.expect(harness.gen.intent(found.serving()))  # of which nobody has said that all stand still
+        await harness.clock.advance(10.0)
+        assert harness.circuits() == MESH
         tending.cancel()
 
 
-async def test_after_a_weight_sync_engines_get_their_circuits_back(narrow: House) -> None:
-    house = FabricHouse(narrow)
-    async with house.daemon():
+async def test_after_a_weight_sync_engines_get_their_circuits_back(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
+    async with harness.daemon():
         found = Found(specs(narrow))
-        assert await during(house, house.gen.after_sync(found)) == ""  # there was none
-        await during(house, house.gen.begin(found))
-        assert house.circuits() == MESH
-        assert await during(house, house.gen.after_sync(found)) == ""
-        house.fabric.expect(SYNC, boundary=True)
-        await house.clock.advance(5.0)
-        assert house.fabric.period == "sync"
-        assert house.circuits() != MESH
-        assert await during(house, house.gen.after_sync(Found(specs(narrow), busy=True))) == ""
-        assert "no time is left" in await during(house, house.gen.after_sync(found, house.clock.now_s()))
-        assert house.circuits() != MESH
-        assert (await during(house, house.gen.after_sync(found))).startswith("circuits committed")
-        assert house.circuits() == MESH
-        assert await during(house, house.gen.after_sync(found)) == ""
+        assert await during(harness, harness.gen.after_sync(found)) == ""  # there was none
+        await during(harness, harness.gen.begin(found))
+        assert harness.circuits() == MESH
+        assert await during(harness, harness.gen.after_sync(found)) == ""
+        harness.fabric.expect(SYNC, boundary=True)
+        await harness.clock.advance(5.0)
+        assert harness.fabric.period == "sync"
+        assert harness.circuits() != MESH
+        assert await during(harness, harness.gen.after_sync(Found(specs(narrow), busy=True))) == ""
+        assert "no time is left" in await during(harness, harness.gen.after_sync(found, harness.clock.now_s()))
+        assert harness.circuits() != MESH
+        assert (await during(harness, harness.gen.after_sync(found))).startswith("circuits committed")
+        assert harness.circuits() == MESH
+        assert await during(harness, harness.gen.after_sync(found)) == ""
 
 
-async def test_a_sync_is_not_disturbed_by_engines_that_stand_still(narrow: House) -> None:
-    house = FabricHouse(narrow)
-    async with house.daemon():
-        tending = asyncio.create_task(house.gen.maintain(Found(specs(narrow))))
-        await house.clock.advance(10.0)
-        house.fabric.expect(SYNC, boundary=True)
-        await house.clock.advance(60.0)
-        assert house.fabric.period == "sync"
+async def test_a_sync_is_not_disturbed_by_engines_that_stand_still(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
+    async with harness.daemon():
+        tending = asyncio.create_task(harness.gen.maintain(Found(specs(narrow))))
+        await harness.clock.advance(10.0)
+        harness.fabric.expect(SYNC, boundary=True)
+        await harness.clock.advance(60.0)
+        assert harness.fabric.period == "sync"
         tending.cancel()
 
 
-async def test_a_redeployment_goes_before_what_was_found(narrow: House) -> None:
-    house = FabricHouse(narrow)
-    async with house.daemon() as redeployer:
-        assert await during(house, house.gen.begin(Found(specs(narrow), busy=True))) == ""
-        assert await during(house, house.gen.begin(Found([]))) == ""
+async def test_a_redeployment_goes_before_what_was_found(narrow: Harness) -> None:
+    harness = FabricHarness(narrow)
+    async with harness.daemon() as redeployer:
+        assert await during(harness, harness.gen.begin(Found(specs(narrow), busy=True))) == ""
+        assert await during(harness, harness.gen.begin(Found([]))) == ""
         old = Found(specs(narrow), (False,))
-        waiting = asyncio.create_task(house.gen.begin(old))
-        await house.clock.advance(1.0)
+        waiting = asyncio.create_task(harness.gen.begin(old))
+        await harness.clock.advance(1.0)
         redeployer.begin(TO_TP2)
         await narrow.until_ended()
         old.idle_after = (True,)
-        assert "no_boundary" in await during(house, waiting)
-        assert await during(house, house.gen.begin(old)) == ""
-        assert house.circuits() == PAIRS
+        assert "no_boundary" in await during(harness, waiting)
+        assert await during(harness, harness.gen.begin(old)) == ""
+        assert harness.circuits() == PAIRS
 
 
-async def test_a_fleet_is_idle_when_engines_and_gateways_say_so(narrow: House) -> None:
+async def test_a_fleet_is_idle_when_engines_and_gateways_say_so(narrow: Harness) -> None:
     async with narrow.daemon() as redeployer:
         found = FoundFleet(narrow.plane, redeployer)
         assert [spec.engine for spec in found.serving()] == ["a", "b", "c", "d"]
@@ -368,7 +368,7 @@ async def test_a_fleet_is_idle_when_engines_and_gateways_say_so(narrow: House) -
 
 def faults(folder: Path, **fabric: object) -> list[str]:
     document = yaml.safe_load(CONFIG)
-    site = FabricHouse(House(folder)).site
+    site = FabricHarness(Harness(folder)).site
     (folder / "site.yaml").write_text(site_text(site))
     document["fabric"] = {"site": "site.yaml", "model": "qwen2.5-14b", "first_fleet_gpu": FIRST_GPU, **fabric}
     document["ocs"] = [{"id": str(switch.id), "driver": "virtual"} for switch in site.switches]

@@ -36,7 +36,7 @@ async def clock() -> AsyncIterator[VirtualClock]:
     running.cancel()
 
 
-class House:
+class Harness:
     """Virtual ToRs, and the circuits between them."""
 
     def __init__(self, clock: VirtualClock, count: int, **options: Any) -> None:
@@ -82,120 +82,120 @@ RING = (link(1, 1, 2, 1), link(2, 2, 3, 1), link(3, 2, 1, 2))
 
 
 async def test_drain_switch_steer(clock: VirtualClock) -> None:
-    house = House(clock, 3)
-    house.connect(*RING)
-    assert (await house.rerouting.reroute(RING)).done
+    harness = Harness(clock, 3)
+    harness.connect(*RING)
+    assert (await harness.rerouting.reroute(RING)).done
     pairs = [(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b]
-    drained = await house.rerouting.drain(RING[:1])
+    drained = await harness.rerouting.drain(RING[:1])
     assert (drained.dark, drained.failed, drained.detail) == ((), {}, "")
-    assert house.rerouting.routed == tuple(sorted(RING[1:]))
-    house.disconnect(RING[0])
-    assert all(house.arrives(a, b) for a, b in pairs)
+    assert harness.rerouting.routed == tuple(sorted(RING[1:]))
+    harness.disconnect(RING[0])
+    assert all(harness.arrives(a, b) for a, b in pairs)
     again = link(1, 1, 3, 3)
-    house.connect(again)
-    rerouted = await house.rerouting.reroute([*RING[1:], again])
+    harness.connect(again)
+    rerouted = await harness.rerouting.reroute([*RING[1:], again])
     assert rerouted.done
-    assert [hop.interface for hop in house.device(1).ways("10.0.3.1")] == ["swp1", "swp2"]
-    assert all(house.arrives(a, b) for a, b in pairs)
-    sends = [driver.wire.sends for driver in house.drivers.values()]
-    assert (await house.rerouting.reroute([*RING[1:], again])).stages == 0
-    assert [driver.wire.sends for driver in house.drivers.values()] == sends
+    assert [hop.interface for hop in harness.device(1).ways("10.0.3.1")] == ["swp1", "swp2"]
+    assert all(harness.arrives(a, b) for a, b in pairs)
+    sends = [driver.wire.sends for driver in harness.drivers.values()]
+    assert (await harness.rerouting.reroute([*RING[1:], again])).stages == 0
+    assert [driver.wire.sends for driver in harness.drivers.values()] == sends
 
 
 async def test_a_pair_that_loses_its_last_way_is_told(clock: VirtualClock) -> None:
-    house = House(clock, 2)
-    house.connect(RING[0])
-    await house.rerouting.reroute(RING[:1])
-    assert (await house.rerouting.drain(RING[:1])).dark == ((tor(1), tor(2)), (tor(2), tor(1)))
-    assert house.device(1).routes == {}
+    harness = Harness(clock, 2)
+    harness.connect(RING[0])
+    await harness.rerouting.reroute(RING[:1])
+    assert (await harness.rerouting.drain(RING[:1])).dark == ((tor(1), tor(2)), (tor(2), tor(1)))
+    assert harness.device(1).routes == {}
 
 
 async def test_nothing_is_drained_before_it_is_known_what_there_is(clock: VirtualClock) -> None:
-    house = House(clock, 3)
-    house.connect(*RING)
+    harness = Harness(clock, 3)
+    harness.connect(*RING)
     with pytest.raises(Permanent, match="reroute first"):
-        await house.rerouting.drain(RING[:1])
-    await house.rerouting.reroute(RING)
-    restarted = house.restarted()
+        await harness.rerouting.drain(RING[:1])
+    await harness.rerouting.reroute(RING)
+    restarted = harness.restarted()
     assert (await restarted.reroute(RING)).stages == 0  # found as it was left
     await restarted.drain(RING[:1])
-    assert house.device(1).ways("10.0.2.1")[0].interface == "swp2"
+    assert harness.device(1).ways("10.0.2.1")[0].interface == "swp2"
 
 
 @pytest.mark.parametrize("fault", [RouterFaultKind.UNREACHABLE, RouterFaultKind.DROP_COMMAND])
 async def test_a_router_that_cannot_be_drained_stops_the_commit(clock: VirtualClock, fault: RouterFaultKind) -> None:
-    house = House(clock, 3)
-    house.connect(*RING)
-    await house.rerouting.reroute(RING)
-    house.device(2).inject(RouterFault(fault))
+    harness = Harness(clock, 3)
+    harness.connect(*RING)
+    await harness.rerouting.reroute(RING)
+    harness.device(2).inject(RouterFault(fault))
     with pytest.raises(NotDrained, match="tor2") as refusal:
-        await house.rerouting.drain(RING[:1])
+        await harness.rerouting.drain(RING[:1])
     # Without tor2's word nobody may count on it; tor1 would send to it what it sends back.
     assert tor(2) in refusal.value.routers
-    assert house.rerouting.routed == tuple(sorted(RING))
-    assert all(house.arrives(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b)
-    house.device(2).inject(RouterFault(RouterFaultKind.REACHABLE))
-    assert (await house.rerouting.reroute(RING)).done
-    await house.rerouting.drain(RING[:1])
+    assert harness.rerouting.routed == tuple(sorted(RING))
+    assert all(harness.arrives(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b)
+    harness.device(2).inject(RouterFault(RouterFaultKind.REACHABLE))
+    assert (await harness.rerouting.reroute(RING)).done
+    await harness.rerouting.drain(RING[:1])
 
 
 async def test_a_router_whose_answer_got_lost_counts_by_what_it_shows(clock: VirtualClock) -> None:
-    house = House(clock, 3)
-    house.connect(*RING)
-    await house.rerouting.reroute(RING)
-    house.device(2).inject(RouterFault(RouterFaultKind.DROP_CONNECTION))
-    assert (await house.rerouting.drain(RING[:1])).failed == {}
+    harness = Harness(clock, 3)
+    harness.connect(*RING)
+    await harness.rerouting.reroute(RING)
+    harness.device(2).inject(RouterFault(RouterFaultKind.DROP_CONNECTION))
+    assert (await harness.rerouting.drain(RING[:1])).failed == {}
 
 
 async def test_a_router_that_does_not_matter_does_not_stop_a_drain(clock: VirtualClock) -> None:
-    house = House(clock, 4)
+    harness = Harness(clock, 4)
     links = (*RING, link(3, 3, 4, 1))
-    house.connect(*links)
-    await house.rerouting.reroute(links)
-    house.device(4).inject(RouterFault(RouterFaultKind.UNREACHABLE))
-    drained = await house.rerouting.drain(RING[:1])
+    harness.connect(*links)
+    await harness.rerouting.reroute(links)
+    harness.device(4).inject(RouterFault(RouterFaultKind.UNREACHABLE))
+    drained = await harness.rerouting.drain(RING[:1])
     assert set(drained.failed) == {tor(4)}
 
 
 async def test_routers_behind_one_that_failed_keep_their_routes(clock: VirtualClock) -> None:
     # A chain is to become: 1-2-3-4. Without a route of 2, 1 must not send it what is for 3.
-    house = House(clock, 4)
+    harness = Harness(clock, 4)
     chain = (link(1, 1, 2, 1), link(2, 2, 3, 1), link(3, 2, 4, 1))
-    house.connect(*chain)
-    house.device(2).inject(RouterFault(RouterFaultKind.DROP_COMMAND))
-    rerouted = await house.rerouting.reroute(chain)
+    harness.connect(*chain)
+    harness.device(2).inject(RouterFault(RouterFaultKind.DROP_COMMAND))
+    rerouted = await harness.rerouting.reroute(chain)
     assert not rerouted.done
     assert set(rerouted.failed) == {tor(2)}
     assert "tor1 to 10.0.3.0/24" in rerouted.detail
-    assert house.device(1).ways("10.0.3.1") == ()
-    assert house.arrives(3, 4)
-    assert (await house.rerouting.reroute(chain)).done
-    assert all(house.arrives(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b)
+    assert harness.device(1).ways("10.0.3.1") == ()
+    assert harness.arrives(3, 4)
+    assert (await harness.rerouting.reroute(chain)).done
+    assert all(harness.arrives(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b)
 
 
 async def test_circuits_without_light_or_with_a_stranger_are_left_out(clock: VirtualClock) -> None:
-    house = House(clock, 3)
-    house.connect(RING[1], link(3, 2, 2, 3))  # the second is not what is believed: 3-1
-    rerouted = await house.rerouting.reroute(RING)
+    harness = Harness(clock, 3)
+    harness.connect(RING[1], link(3, 2, 2, 3))  # the second is not what is believed: 3-1
+    rerouted = await harness.rerouting.reroute(RING)
     assert {out.link for out in rerouted.left_out} == {RING[0], RING[2]}
     assert rerouted.routed == (RING[1],)
-    assert house.arrives(2, 3)
+    assert harness.arrives(2, 3)
 
 
 async def test_weights_are_what_each_router_can_hold(clock: VirtualClock) -> None:
-    house = House(clock, 4, max_weight=1)
+    harness = Harness(clock, 4, max_weight=1)
     links = (link(1, 1, 2, 1), link(1, 2, 2, 2), link(1, 3, 3, 1), link(1, 4, 3, 2), link(2, 3, 4, 1), link(3, 3, 4, 2))
     more = (*links, link(3, 4, 4, 3))
-    house.connect(*more)
-    assert (await house.rerouting.reroute(more)).done
-    assert [hop.interface for hop in house.device(1).ways("10.0.4.1")] == ["swp1", "swp3", "swp4"]
+    harness.connect(*more)
+    assert (await harness.rerouting.reroute(more)).done
+    assert [hop.interface for hop in harness.device(1).ways("10.0.4.1")] == ["swp1", "swp3", "swp4"]
 
 
 async def test_impossible_links_are_refused_before_anything_is_asked(clock: VirtualClock) -> None:
-    house = House(clock, 2)
+    harness = Harness(clock, 2)
     with pytest.raises(ValueError, match="not a router that is rerouted"):
-        await house.rerouting.reroute([link(1, 1, 9, 1)])
+        await harness.rerouting.reroute([link(1, 1, 9, 1)])
     with pytest.raises(ValueError, match="routers must be those of the domain"):
-        Rerouting({}, house.domain, clock)
+        Rerouting({}, harness.domain, clock)
     with pytest.raises(ValueError, match="settle_s must be >= 0"):
         ReroutingTimeouts(settle_s=-1)

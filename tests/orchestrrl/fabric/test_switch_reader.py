@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fabric_house import OVER_CORE, House, house
+from fabric_harness import OVER_CORE, Harness, harness
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,7 +53,7 @@ def test_there_and_back(device: SwitchFacts, wanted: frozenset[PortPair], data: 
 
 
 async def test_what_is_up_one_way_only_holds_its_ports(tmp_path: Path) -> None:
-    async with house(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
+    async with harness(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
         core = OcsId("core0")
         site.switches[core].glass.add([CrossConnect(1, 37)])  # from the site's port 1 to its port 5
         site_reading = await _looked(site)
@@ -68,12 +68,12 @@ async def test_what_is_up_one_way_only_holds_its_ports(tmp_path: Path) -> None:
 
 
 async def test_ports_of_either_side_fail_for_both_ways(tmp_path: Path) -> None:
-    async with house(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
+    async with harness(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
         site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, 32 + 3))
         site.fail("core0", DeviceFault(DeviceFaultKind.DISABLE_PORT, 7))
         assert (await _looked(site)).failures.ports == {("core0", 3), ("core0", 7)}
 
 
-async def _looked(site: House) -> SiteReading:
+async def _looked(site: Harness) -> SiteReading:
     await site.pass_time(0.01)
     return await site.coordinator.look()

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fabric_house import Agent, RestingClock
+from fabric_harness import Agent, RestingClock
 from hypothesis import given
 from hypothesis import strategies as st
 

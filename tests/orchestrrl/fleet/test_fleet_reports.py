@@ -40,7 +40,7 @@ E0, E1 = EngineId("e0"), EngineId("e1")
 EVERY_S = 0.25
 
 
-class House:
+class Harness:
     def __init__(self, folder: Path, config: str = CONFIG) -> None:
         self.clock = VirtualClock(1000.0)
         self.journal = Journal(folder / "journal.sqlite", self.clock.now_s())
@@ -63,8 +63,8 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path)
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = Harness(tmp_path)
     yield made
     made.journal.close()
 
@@ -76,7 +76,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 @pytest.mark.parametrize("agents", [("agent", "agent"), ("agent", "other")])
 @pytest.mark.parametrize(("first_s", "second_s"), [((0, 90), (10, 30)), ((0, 30), (10, 90)), ((0, 90), (10, 90))])
 async def test_telemetry_lives_whoever_comes_and_goes(
-    house: House,
+    harness: Harness,
     incarnations: tuple[str, str],
     agents: tuple[str, str],
     first_s: tuple[float, float],
@@ -88,44 +88,44 @@ async def test_telemetry_lives_whoever_comes_and_goes(
         for index, (from_s, to_s) in enumerate((first_s, second_s)):
             if from_s <= at_s < to_s:
                 names = {"agent": NodeId(agents[index]), "incarnation": incarnations[index]}
-                house.report(stream=index + 1, **names)
+                harness.report(stream=index + 1, **names)
         if turn % 4 == 0:
-            house.plane.fast_tick()
-        view = house.engine("e0")
+            harness.plane.fast_tick()
+        view = harness.engine("e0")
         assert (view.health, view.age_s is not None and view.age_s <= 5.0) == ("ok", True)
-        remarks = worker_to_pb(house.plane, E0).remarks
+        remarks = worker_to_pb(harness.plane, E0).remarks
         if first_s[0] + 12 <= at_s < min(first_s[1], second_s[1]) and second_s[0] + 2 <= at_s:
             assert any("2 agents report e0: agent" in remark for remark in remarks)
             said.update(remarks)
-        await house.clock.advance(EVERY_S)
+        await harness.clock.advance(EVERY_S)
     assert said
-    noted = [body["remarks"] for subject, body in house.noted(EntryKind.ENGINE_REMARKS) if subject == "e0"]
+    noted = [body["remarks"] for subject, body in harness.noted(EntryKind.ENGINE_REMARKS) if subject == "e0"]
     assert noted[0] in [[remark] for remark in said]
     if first_s[1] != second_s[1]:
         assert noted[-1] == []
 
 
-async def test_an_agent_that_attaches_again_is_one_and_its_late_reports_change_nothing(house: House) -> None:
+async def test_an_agent_that_attaches_again_is_one_and_its_late_reports_change_nothing(harness: Harness) -> None:
     for turn in range(200):
-        house.report(stream=1 + turn // 40, incarnation="p")
+        harness.report(stream=1 + turn // 40, incarnation="p")
         if turn % 40 == 2 and turn > 40:
-            house.plane.engine_reported(
+            harness.plane.engine_reported(
                 replace(engine_report("e0", turn, sample(500.0, running=77)), incarnation="p"), turn // 40
             )
-        assert house.engine("e0").running == 1
-        house.plane.fast_tick()
-        await house.clock.advance(EVERY_S)
-    assert house.noted(EntryKind.ENGINE_REMARKS) == house.noted(EntryKind.NODE_DOUBLE) == []
+        assert harness.engine("e0").running == 1
+        harness.plane.fast_tick()
+        await harness.clock.advance(EVERY_S)
+    assert harness.noted(EntryKind.ENGINE_REMARKS) == harness.noted(EntryKind.NODE_DOUBLE) == []
 
 
-async def test_a_second_agent_that_cannot_reach_the_engine_takes_nothing_away(house: House) -> None:
+async def test_a_second_agent_that_cannot_reach_the_engine_takes_nothing_away(harness: Harness) -> None:
     for turn in range(100):
-        house.report(agent=NodeId("near"), incarnation="p")
+        harness.report(agent=NodeId("near"), incarnation="p")
         if turn > 10:
             gone = replace(engine_report("e0", turn), agent=NodeId("far"), incarnation="q", health="gone")
-            house.plane.engine_reported(gone, 2)
-        assert house.engine("e0").health == "ok"
-        await house.clock.advance(EVERY_S)
+            harness.plane.engine_reported(gone, 2)
+        assert harness.engine("e0").health == "ok"
+        await harness.clock.advance(EVERY_S)
 
 
 # --- nodes with one id
@@ -144,17 +144,17 @@ def hello(incarnation: str, node: str = "gw", **more: object) -> NodeHello:
     return replace(gateway_hello("e0", gateway=NodeId(node)), incarnation=incarnation, **more)  # type: ignore[arg-type]
 
 
-async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(house: House) -> None:
-    plane = house.plane
+async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(harness: Harness) -> None:
+    plane = harness.plane
     first, second = plane.attach(hello("aaaa")), plane.attach(hello("bbbbbbbbbbbb"))
     assert [state.hello.node for state in plane.nodes.states()] == ["gw", "gw~312a5e8c"]
     plane.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="aaaa"), 1)
     plane.gateway_reported(replace(gateway_report(request("b"), sequence=1), incarnation="bbbbbbbbbbbb"), 2)
     assert [view.id for view in plane.state.snapshot(1000.0).requests] == ["a", "b"]
-    house.report("e0")
-    house.report("e1")
+    harness.report("e0")
+    harness.report("e1")
     plane.fast_tick()
-    assert house.noted(EntryKind.NODE_DOUBLE) == [("gw", {"listed": "gw~312a5e8c"})]
+    assert harness.noted(EntryKind.NODE_DOUBLE) == [("gw", {"listed": "gw~312a5e8c"})]
     assert list(status_to_pb(plane, "").remarks) == ["two nodes have the id gw: the second is listed as gw~312a5e8c"]
     seen: dict[str, list[object]] = {"aaaa": [], "bbbb": []}
     tasks = [
@@ -162,7 +162,7 @@ async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(hou
         for name, attachment in (("aaaa", first), ("bbbb", second))
     ]
     move = asyncio.create_task(plane.move(RequestId("b"), E1))
-    await house.clock.advance(0.1)
+    await harness.clock.advance(0.1)
     assert "b" not in moved(seen["aaaa"])
     assert moved(seen["bbbb"]) == ["b"]
     (opened,) = [each for each in plane.runner.open if each.node == "gw~312a5e8c"]
@@ -182,8 +182,8 @@ async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(hou
         task.cancel()
 
 
-async def test_a_gateway_that_is_started_anew_has_its_id(house: House) -> None:
-    plane = house.plane
+async def test_a_gateway_that_is_started_anew_has_its_id(harness: Harness) -> None:
+    plane = harness.plane
     first = plane.attach(hello("aaaa"))
     plane.gateway_reported(replace(gateway_report(sequence=9), incarnation="aaaa"), 1)
     plane.stream_ended(1)
@@ -191,21 +191,21 @@ async def test_a_gateway_that_is_started_anew_has_its_id(house: House) -> None:
     assert plane.attach(hello("bbbb")).hello.node == "gw"
     plane.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="bbbb"), 2)
     assert [view.id for view in plane.state.snapshot(1000.0).requests] == ["a"]
-    assert house.noted(EntryKind.NODE_DOUBLE) == []
+    assert harness.noted(EntryKind.NODE_DOUBLE) == []
 
 
-async def test_an_idle_stream_ends_with_its_attachment(house: House) -> None:
-    nodes, streams = house.plane.nodes, []
+async def test_an_idle_stream_ends_with_its_attachment(harness: Harness) -> None:
+    nodes, streams = harness.plane.nodes, []
     for node in ("gw", "gw", "other"):  # the second replaces the first
-        attachment = house.plane.attach(hello("aaaa", node))
+        attachment = harness.plane.attach(hello("aaaa", node))
         streams.append(asyncio.create_task(orders_of(attachment, [])))
-        await house.clock.advance(0.1)
+        await harness.clock.advance(0.1)
     assert [stream.done() for stream in streams] == [True, False, False]
-    assert nodes.detach(attachment, house.clock.now_s())
-    await house.clock.advance(0.1)
+    assert nodes.detach(attachment, harness.clock.now_s())
+    await harness.clock.advance(0.1)
     assert [stream.done() for stream in streams] == [True, False, True]
     nodes.end_all()  # as the daemon ends
-    await house.clock.advance(0.1)
+    await harness.clock.advance(0.1)
     assert streams[1].done()
 
 
@@ -223,13 +223,13 @@ def test_who_is_refused_a_place_or_replaced_leaves_nothing() -> None:
     assert [(state.hello.node, state.attached) for state in nodes.states()] == [("n2", True), ("n3", True)]
 
 
-async def test_a_gateway_without_an_incarnation_counts_again_when_another_of_its_id_has_ended(house: House) -> None:
+async def test_a_gateway_without_an_incarnation_counts_again_when_another_of_its_id_has_ended(harness: Harness) -> None:
     for turn in range(120):
-        house.plane.gateway_reported(gateway_report(request("a"), sequence=turn + 1), 1)
+        harness.plane.gateway_reported(gateway_report(request("a"), sequence=turn + 1), 1)
         if 20 <= turn < 40:
-            house.plane.gateway_reported(gateway_report(request("b"), sequence=turn + 1), 2)
-        await house.clock.advance(EVERY_S)
-    snapshot = house.plane.state.snapshot(house.clock.now_s())
+            harness.plane.gateway_reported(gateway_report(request("b"), sequence=turn + 1), 2)
+        await harness.clock.advance(EVERY_S)
+    snapshot = harness.plane.state.snapshot(harness.clock.now_s())
     assert [view.id for view in snapshot.requests] == ["a"]
     assert snapshot.requests_age_s == EVERY_S
 
@@ -243,22 +243,22 @@ def queued(report: EngineReport | GatewayReport, sent_s: float) -> SendTimes:
 
 
 @pytest.mark.parametrize("late", ["engine", "gateway"])
-async def test_no_loop_acts_on_a_report_that_was_queued(house: House, late: str) -> None:
+async def test_no_loop_acts_on_a_report_that_was_queued(harness: Harness, late: str) -> None:
     """Fresh receipts, old contents: an engine with four times the other's requests, as of 20 s ago."""
-    plane = house.plane
+    plane = harness.plane
     plane.attach(gateway_hello("e0", "e1"))
     held = [request(f"r{n}", "e0") for n in range(8)]
 
     def tell(engine_s: float, gateway_s: float) -> None:
-        house.sequence += 1
+        harness.sequence += 1
         for name, running in (("e0", 4), ("e1", 0)):
             busy = sample(engine_s + 86400.0, running, 4 if running else 0, decode_tokens_per_s=40.0 * (running or 1))
-            report = engine_report(name, house.sequence, busy)
+            report = engine_report(name, harness.sequence, busy)
             plane.engine_reported(replace(report, times=queued(report, engine_s), incarnation="p"), 1)
-        seen = gateway_report(*held, sequence=house.sequence, at_s=gateway_s + 86400.0)
+        seen = gateway_report(*held, sequence=harness.sequence, at_s=gateway_s + 86400.0)
         plane.gateway_reported(replace(seen, times=queued(seen, gateway_s), incarnation="g"), 2)
 
-    now_s = house.clock.now_s()
+    now_s = harness.clock.now_s()
     old_s = now_s - 20.0
     tell(*((old_s, now_s - 0.1) if late == "engine" else (now_s - 0.1, old_s)))
     decision = plane.fast_tick()
@@ -287,24 +287,24 @@ URL = "http://127.0.0.1:8001"
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path, BARE)
+def bare(tmp_path: Path) -> Iterator[Harness]:
+    made = Harness(tmp_path, BARE)
     yield made
     made.journal.close()
 
 
 def named(
-    house: House, own: str = "a", url: str = "http://localhost:8001/", server: str = "", host: str = "H"
+    harness: Harness, own: str = "a", url: str = "http://localhost:8001/", server: str = "", host: str = "H"
 ) -> Attachment:
     """A gateway attaches that was started with an engine under its own id."""
     addresses = (GatewayEngine(EngineId(own), url, server),)
-    return house.plane.attach(
+    return harness.plane.attach(
         NodeHello(NodeId("gw"), NodeKind.GATEWAY, (EngineId(own),), "test", "", "g", addresses, host)
     )
 
 
-def agent(house: House, host: str = "H", node: str = "agent") -> None:
-    house.plane.attach(NodeHello(NodeId(node), NodeKind.AGENT, (E0,), "test", "", node, (), host))
+def agent(harness: Harness, host: str = "H", node: str = "agent") -> None:
+    harness.plane.attach(NodeHello(NodeId(node), NodeKind.AGENT, (E0,), "test", "", node, (), host))
 
 
 @pytest.mark.parametrize(
@@ -313,25 +313,25 @@ def agent(house: House, host: str = "H", node: str = "agent") -> None:
 )
 @pytest.mark.parametrize("first", ["gateway", "agent"])
 async def test_an_engine_with_two_names_is_counted_once(
-    bare: House, url: str, server: str, host: str, first: str
+    bare: Harness, url: str, server: str, host: str, first: str
 ) -> None:
-    house, plane = bare, bare.plane
+    harness, plane = bare, bare.plane
     if first == "gateway":
-        orders = named(house, "a", url, server, host)
-    agent(house)
+        orders = named(harness, "a", url, server, host)
+    agent(harness)
     for _ in range(2):
-        house.report("e0", url=URL, server="s1", incarnation="agent", agent=NodeId("agent"))
+        harness.report("e0", url=URL, server="s1", incarnation="agent", agent=NodeId("agent"))
     if first == "agent":
-        orders = named(house, "a", url, server, host)
+        orders = named(harness, "a", url, server, host)
     plane.gateway_reported(replace(gateway_report(request("r", "a")), incarnation="g"), 2)
-    assert house.ids() == ["e0"]
+    assert harness.ids() == ["e0"]
     plane.fast_tick()
-    snapshot = plane.state.snapshot(house.clock.now_s())
+    snapshot = plane.state.snapshot(harness.clock.now_s())
     assert [(view.id, view.engine) for view in snapshot.requests] == [("r", "e0")]
     worker = worker_to_pb(plane, E0)
     assert (list(worker.other_names), list(worker.remarks)) == (["a"], ["a of gw is the same server as e0"])
     assert worker.requests == 1
-    assert house.noted(EntryKind.ENGINE_REMARKS) == [("e0", {"remarks": ["a of gw is the same server as e0"]})]
+    assert harness.noted(EntryKind.ENGINE_REMARKS) == [("e0", {"remarks": ["a of gw is the same server as e0"]})]
     seen: list[object] = []
     with suppress(TimeoutError):
         await asyncio.wait_for(orders_of(orders, seen), 0.1)
@@ -340,7 +340,7 @@ async def test_an_engine_with_two_names_is_counted_once(
     assert [(route.engine, route.url) for route in routes.routes] == [("e0", url if host == "other" else URL)]
 
 
-async def test_two_hosts_loopbacks_are_two_engines(bare: House) -> None:
+async def test_two_hosts_loopbacks_are_two_engines(bare: Harness) -> None:
     for index in range(2):
         agent(bare, f"H{index}", f"agent{index}")
         for _ in range(2):
@@ -351,13 +351,13 @@ async def test_two_hosts_loopbacks_are_two_engines(bare: House) -> None:
     assert bare.plane.state.engine_called(EngineId("b"), bare.clock.now_s()) == "e1"
 
 
-async def test_moves_and_orders_of_an_operator_work_by_both_names(bare: House) -> None:
-    house, plane = bare, bare.plane
-    orders = named(house)
-    agent(house)
+async def test_moves_and_orders_of_an_operator_work_by_both_names(bare: Harness) -> None:
+    harness, plane = bare, bare.plane
+    orders = named(harness)
+    agent(harness)
     for _ in range(2):
-        house.report("e0", url=URL, incarnation="agent", agent=NodeId("agent"))
-        house.report("e9", url="http://e9:1", incarnation="agent", agent=NodeId("agent"))
+        harness.report("e0", url=URL, incarnation="agent", agent=NodeId("agent"))
+        harness.report("e9", url="http://e9:1", incarnation="agent", agent=NodeId("agent"))
     live = [request("r", "a"), request("s", "e9")]
     plane.gateway_reported(replace(gateway_report(*live), incarnation="g"), 2)
     seen: list[object] = []
@@ -366,7 +366,7 @@ async def test_moves_and_orders_of_an_operator_work_by_both_names(bare: House) -
         asyncio.create_task(plane.move(RequestId("s"), EngineId("a"))),
         asyncio.create_task(plane.move(RequestId("r"), EngineId("e9"))),
     ]
-    await house.clock.advance(0.1)
+    await harness.clock.advance(0.1)
     ordered = [m for action in seen if isinstance(action, MoveRequests) for m in action.moves]
     # To the engine by its id, from it as the gateway calls it.
     assert [(m.request, m.from_engine, m.to_engine) for m in ordered] == [("s", "e9", "e0"), ("r", "a", "e9")]
@@ -376,7 +376,7 @@ async def test_moves_and_orders_of_an_operator_work_by_both_names(bare: House) -
 
 @pytest.mark.parametrize("url", ["http://localhost:8001", "http://127.0.0.1:8001/", "http://[::1]:8001"])
 @pytest.mark.parametrize("id", ["e7", "a"])
-async def test_an_engine_is_not_added_by_another_name(bare: House, url: str, id: str) -> None:
+async def test_an_engine_is_not_added_by_another_name(bare: Harness, url: str, id: str) -> None:
     named(bare, host="")
     agent(bare, "")
     bare.report("e0", url=URL, server="s1")
@@ -386,7 +386,7 @@ async def test_an_engine_is_not_added_by_another_name(bare: House, url: str, id:
     bare.plane.membership_changes.add(NewEngine("e7", "http://localhost:8002"))
 
 
-async def test_what_a_gateway_calls_by_the_daemons_id_by_now_is_no_engine_of_its_own(bare: House) -> None:
+async def test_what_a_gateway_calls_by_the_daemons_id_by_now_is_no_engine_of_its_own(bare: Harness) -> None:
     named(bare, "a", "http://far:1")
     assert bare.ids() == ["a"]
     bare.report("e0", url=URL)
@@ -403,35 +403,35 @@ async def test_what_a_gateway_calls_by_the_daemons_id_by_now_is_no_engine_of_its
 
 
 @pytest.mark.parametrize("operation", ["remove", "drain"])
-async def test_what_an_operator_says_of_an_engine_holds_for_its_other_names(house: House, operation: str) -> None:
+async def test_what_an_operator_says_of_an_engine_holds_for_its_other_names(harness: Harness, operation: str) -> None:
     async def reports(count: int) -> None:
         for _ in range(count):
-            house.report("x", url="http://e0")
-            await house.clock.advance(EVERY_S)
-            house.plane.state.names(house.clock.now_s())
+            harness.report("x", url="http://e0")
+            await harness.clock.advance(EVERY_S)
+            harness.plane.state.names(harness.clock.now_s())
 
     await reports(2)
-    assert house.ids() == ["e0", "e1"]
+    assert harness.ids() == ["e0", "e1"]
     if operation == "remove":
-        await house.plane.membership_changes.remove(E0)
+        await harness.plane.membership_changes.remove(E0)
     else:
-        house.plane.membership_changes.drain(E0)
-        house.plane.state.set_facts(())  # nothing but the agent names it any more
+        harness.plane.membership_changes.drain(E0)
+        harness.plane.state.set_facts(())  # nothing but the agent names it any more
     await reports(int(3 * NAMES_LAST_S / EVERY_S))
-    assert house.ids() == (["e1"] if operation == "remove" else ["x"])
+    assert harness.ids() == (["e1"] if operation == "remove" else ["x"])
     if operation == "drain":
-        assert house.engine("x").draining
+        assert harness.engine("x").draining
 
 
-async def test_an_engine_keeps_what_it_offers_when_its_other_name_is_known(house: House) -> None:
-    house.report("x", url="http://e0", capabilities=EngineCapabilities("vllm", "0", ("m",), max_sequences=7))
+async def test_an_engine_keeps_what_it_offers_when_its_other_name_is_known(harness: Harness) -> None:
+    harness.report("x", url="http://e0", capabilities=EngineCapabilities("vllm", "0", ("m",), max_sequences=7))
     for _ in range(2):
-        await house.clock.advance(EVERY_S)
-        house.plane.fast_tick()
-        house.report("x", url="http://e0")
-    capabilities = house.plane.state.capabilities(E0)
+        await harness.clock.advance(EVERY_S)
+        harness.plane.fast_tick()
+        harness.report("x", url="http://e0")
+    capabilities = harness.plane.state.capabilities(E0)
     assert capabilities is not None
-    assert capabilities.max_sequences == house.engine("e0").max_sequences == 7
+    assert capabilities.max_sequences == harness.engine("e0").max_sequences == 7
 
 
 def test_engines_that_gateways_only_name_count_to_the_limit() -> None:
@@ -458,26 +458,26 @@ def test_names_that_gateways_use_leave_room_for_agents() -> None:
     state.check_engine_report(engine_report("e3"), 1.0)
 
 
-async def test_a_stream_is_of_one_process_at_a_time(house: House) -> None:
+async def test_a_stream_is_of_one_process_at_a_time(harness: Harness) -> None:
     for number in range(50):
-        report = replace(gateway_report(sequence=number + 1, at_s=house.clock.now_s()), incarnation=f"p{number}")
-        house.plane.gateway_reported(report, 1)
-    assert house.plane.nodes.doubles() == {}
-    assert len(house.plane.state.barriers) == 1
+        report = replace(gateway_report(sequence=number + 1, at_s=harness.clock.now_s()), incarnation=f"p{number}")
+        harness.plane.gateway_reported(report, 1)
+    assert harness.plane.nodes.doubles() == {}
+    assert len(harness.plane.state.barriers) == 1
 
 
 async def test_a_node_that_cannot_be_written_down_is_not_attached(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise Permanent("disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(house.journal, "append", full)
+        patch.setattr(harness.journal, "append", full)
         with pytest.raises(Permanent):
-            house.plane.attach(replace(gateway_hello(), incarnation="one"))
-    assert house.plane.nodes.gateways() == ()
-    assert house.plane.attach(replace(gateway_hello(), incarnation="two")).hello.node == gateway_hello().node
+            harness.plane.attach(replace(gateway_hello(), incarnation="one"))
+    assert harness.plane.nodes.gateways() == ()
+    assert harness.plane.attach(replace(gateway_hello(), incarnation="two")).hello.node == gateway_hello().node
 
 
 def test_names_of_a_late_report_do_not_replace_newer_ones() -> None:
@@ -488,20 +488,20 @@ def test_names_of_a_late_report_do_not_replace_newer_ones() -> None:
     assert [view.id for view in state.engines(2.0)] == ["new"]
 
 
-async def test_the_address_of_a_removed_engine_is_free(house: House) -> None:
-    house.report("x", url="http://e0")
-    house.plane.fast_tick()
-    await house.plane.membership_changes.remove(E0)
-    house.plane.membership_changes.add(NewEngine("again", "http://e0"))
-    assert "again" in house.ids()
+async def test_the_address_of_a_removed_engine_is_free(harness: Harness) -> None:
+    harness.report("x", url="http://e0")
+    harness.plane.fast_tick()
+    await harness.plane.membership_changes.remove(E0)
+    harness.plane.membership_changes.add(NewEngine("again", "http://e0"))
+    assert "again" in harness.ids()
 
 
-async def test_an_engine_whose_other_name_was_removed_can_be_drained(house: House) -> None:
-    house.plane.membership_changes.add(NewEngine("x", "http://x"))
-    await house.plane.membership_changes.remove(EngineId("x"))
+async def test_an_engine_whose_other_name_was_removed_can_be_drained(harness: Harness) -> None:
+    harness.plane.membership_changes.add(NewEngine("x", "http://x"))
+    await harness.plane.membership_changes.remove(EngineId("x"))
     for _ in range(2):
-        house.report("x", url="http://e0")
-        await house.clock.advance(EVERY_S)
-        house.plane.fast_tick()
-    house.plane.membership_changes.drain(E0)
-    assert house.engine("e0").draining
+        harness.report("x", url="http://e0")
+        await harness.clock.advance(EVERY_S)
+        harness.plane.fast_tick()
+    harness.plane.membership_changes.drain(E0)
+    assert harness.engine("e0").draining

@@ -115,7 +115,7 @@ class Nodes:
         return OperationItemResult(move.request, True)
 
 
-class House:
+class Harness:
     """Daemons, one after the other, over one journal."""
 
     def __init__(self, folder: Path) -> None:
@@ -159,8 +159,8 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path)
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = Harness(tmp_path)
     yield made
     made.stop()
 
@@ -174,9 +174,9 @@ async def settle() -> None:
 # --- add
 
 
-async def test_an_added_engine_is_routed_to_at_once(house: House) -> None:
-    plane = house.start()
-    async with house.running() as nodes:
+async def test_an_added_engine_is_routed_to_at_once(harness: Harness) -> None:
+    plane = harness.start()
+    async with harness.running() as nodes:
         plane.membership_changes.add(NewEngine("e2", "http://e2", "tp2", (4, 5), "wide"), "more load")
         await settle()
         route = nodes.routes["e2"]
@@ -184,16 +184,16 @@ async def test_an_added_engine_is_routed_to_at_once(house: House) -> None:
         assert route.kv_capacity_tokens == 0, "not known, rather than full"
         assert not plane.state.reported(E2), "gateways alone judge it"
         nodes.reported.append("e2")
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
         assert (nodes.routes["e2"].health, nodes.routes["e2"].waiting) == (EngineHealth.OK, 0)
-        (view,) = (view for view in plane.state.engines(house.clock.now_s()) if view.id == E2)
+        (view,) = (view for view in plane.state.engines(harness.clock.now_s()) if view.id == E2)
         assert (view.configuration, view.gpus) == ("tp2", (4, 5))
         assert (nodes.routes["e0"].pool, nodes.routes["e1"].pool) == ("wide", "")
-    assert house.said() == [("add", "e2")]
+    assert harness.said() == [("add", "e2")]
 
 
-async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(house: House) -> None:
-    plane = house.start()
+async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(harness: Harness) -> None:
+    plane = harness.start()
     with pytest.raises(ProblemFaults) as caught:
         plane.membership_changes.add(NewEngine("e0", "e7:80", "tp4", (2, 6, 6)))
     assert caught.value.faults == [
@@ -212,7 +212,7 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(house: House)
         "url: is that of e1 already, got 'http://e1/'",
         "gpus: must be as many as tp2 takes, 2, got [4]",
     ]
-    assert house.said() == []
+    assert harness.said() == []
     for url in ("http://[::1", "http://e7:port", "ftp://e7", "http://"):
         with pytest.raises(ProblemFaults, match="url: must be"):
             plane.membership_changes.add(NewEngine("e7", url))
@@ -221,38 +221,38 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(house: House)
 # --- drain
 
 
-async def test_a_drained_engine_gets_nothing_new_and_keeps_what_it_has(house: House) -> None:
-    plane = house.start("act")
-    async with house.running(a="e0", b="e0", c="e1") as nodes:
+async def test_a_drained_engine_gets_nothing_new_and_keeps_what_it_has(harness: Harness) -> None:
+    plane = harness.start("act")
+    async with harness.running(a="e0", b="e0", c="e1") as nodes:
         plane.membership_changes.drain(E0)
         await settle()
         assert {id: route.draining for id, route in nodes.routes.items()} == {"e0": True, "e1": False}
-        await house.clock.advance(10.0)
+        await harness.clock.advance(10.0)
         assert (nodes.orders, nodes.where["a"]) == ([], "e0")
         with pytest.raises(Permanent, match="e0 is draining"):
             await plane.move(RequestId("c"), E0)
         plane.membership_changes.undrain(E0)
         await settle()
         assert not nodes.routes["e0"].draining
-    assert house.said() == [("drain", "e0"), ("undrain", "e0")]
+    assert harness.said() == [("drain", "e0"), ("undrain", "e0")]
 
 
 @pytest.mark.parametrize("mode", ["advise", "act"])
-async def test_what_is_there_moves_whatever_the_mode(house: House, mode: str) -> None:
-    plane = house.start(mode)
-    async with house.running(**{f"r{n}": "e0" for n in range(6)}, x="e1") as nodes:
+async def test_what_is_there_moves_whatever_the_mode(harness: Harness, mode: str) -> None:
+    plane = harness.start(mode)
+    async with harness.running(**{f"r{n}": "e0" for n in range(6)}, x="e1") as nodes:
         nodes.immovable = {"r0"}
         nodes.reported.append("e2")
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
         plane.membership_changes.drain(E0, move=True)
-        await house.clock.advance(3.0)
+        await harness.clock.advance(3.0)
         assert Counter(nodes.where.values()) == {"e0": 1, "e1": 3, "e2": 3}
         assert len(nodes.orders) == 5, "each once"
         nodes.where["late"] = "e0"  # sent before the gateway heard
-        await house.clock.advance(3.0)
+        await harness.clock.advance(3.0)
         assert nodes.where["late"] != "e0"
         nodes.immovable.clear()
-        await house.clock.advance(3.0)
+        await harness.clock.advance(3.0)
         assert "e0" not in nodes.where.values()
         del nodes.where["late"]
     assert plane.state.totals.moves_done == 7
@@ -260,85 +260,85 @@ async def test_what_is_there_moves_whatever_the_mode(house: House, mode: str) ->
 
 @pytest.mark.parametrize(("moves_take_s", "report_interval_s"), [(3.5, 0.25), (0.0, 1.9)])
 async def test_nobody_is_ordered_twice_before_news_come(
-    house: House, moves_take_s: float, report_interval_s: float
+    harness: Harness, moves_take_s: float, report_interval_s: float
 ) -> None:
-    plane = house.start()
+    plane = harness.start()
     plane.reconfigure(parse_config(CONFIG.format(mode="advise").replace("interval_s: 1,", "interval_s: 0.2,")))
-    async with house.running(**{f"r{n}": "e0" for n in range(4)}) as nodes:
+    async with harness.running(**{f"r{n}": "e0" for n in range(4)}) as nodes:
         nodes.moves_take_s, nodes.report_interval_s = moves_take_s, report_interval_s
-        await house.clock.advance(0.5)
+        await harness.clock.advance(0.5)
         plane.membership_changes.drain(E0, move=True)
-        await house.clock.advance(10.0)
+        await harness.clock.advance(10.0)
         assert len(nodes.orders) == 4
 
 
-async def test_who_is_refused_tries_another_engine_and_again_later(house: House) -> None:
-    plane = house.start()
-    async with house.running(a="e0") as nodes:
+async def test_who_is_refused_tries_another_engine_and_again_later(harness: Harness) -> None:
+    plane = harness.start()
+    async with harness.running(a="e0") as nodes:
         nodes.refusing = {"e1"}
         plane.membership_changes.drain(E0, move=True)
-        await house.clock.advance(100.0)
+        await harness.clock.advance(100.0)
         assert {move.to_engine for move in nodes.orders} == {"e1"}
         assert 5 <= len(nodes.orders) <= 10, "less and less often"
         nodes.reported.append("e2")
-        await house.clock.advance(RETRY_CAP_S + 2.0)
+        await harness.clock.advance(RETRY_CAP_S + 2.0)
         assert nodes.where["a"] == "e2"
 
 
-async def test_the_next_daemon_goes_on_with_it(house: House) -> None:
-    plane = house.start()
-    async with house.running(a="e0") as nodes:
+async def test_the_next_daemon_goes_on_with_it(harness: Harness) -> None:
+    plane = harness.start()
+    async with harness.running(a="e0") as nodes:
         plane.membership_changes.add(NewEngine("e2", "http://e2"))
         await plane.membership_changes.remove(E2)
         plane.membership_changes.add(NewEngine("e3", "http://e3", pool="p"))
         nodes.refusing = {"e1", "e3"}
         plane.membership_changes.drain(E0, move=True)
-        await house.clock.advance(3.0)
+        await harness.clock.advance(3.0)
         assert nodes.where["a"] == "e0"
-    plane = house.start()
+    plane = harness.start()
     plane.reconfigure(parse_config(CONFIG.format(mode="advise")))
-    async with house.running(a="e0") as nodes:
+    async with harness.running(a="e0") as nodes:
         await settle()
         assert {id: (r.url, r.draining, r.pool) for id, r in nodes.routes.items()} == {
             "e0": ("http://e0", True, "wide"),
             "e1": ("http://e1", False, ""),
             "e3": ("http://e3", False, "p"),
         }
-        await house.clock.advance(5.0)
+        await harness.clock.advance(5.0)
         assert nodes.where["a"] in ("e1", "e3")
 
 
 # --- remove
 
 
-async def test_an_engine_with_requests_is_removed_only_by_force(house: House) -> None:
-    plane = house.start()
-    async with house.running(a="e0", b="e0", c="e0", d="e1") as nodes:
+async def test_an_engine_with_requests_is_removed_only_by_force(harness: Harness) -> None:
+    plane = harness.start()
+    async with harness.running(a="e0", b="e0", c="e0", d="e1") as nodes:
         nodes.immovable = {"b"}
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
         with pytest.raises(Permanent, match=r"3 requests are on e0: .*drain e0 --move --wait.*--force"):
             await plane.membership_changes.remove(E0)
         removing = asyncio.create_task(plane.membership_changes.remove(E0, force=True))
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
         assert await removing == EngineRemoval(requests_moved=2, requests_left=1)
         assert (sorted(nodes.routes), nodes.where) == (["e1"], {"a": "e1", "b": "e0", "c": "e1", "d": "e1"})
-        await house.clock.advance(5.0)
-        assert "b" in {view.id for view in plane.state.snapshot(house.clock.now_s()).requests}, "it finishes there"
-    assert house.said() == [("drain", "e0"), ("remove", "e0")]
+        await harness.clock.advance(5.0)
+        assert "b" in {view.id for view in plane.state.snapshot(harness.clock.now_s()).requests}, "it finishes there"
+    assert harness.said() == [("drain", "e0"), ("remove", "e0")]
 
 
-async def test_a_removed_engine_stays_away_until_it_is_added_again(house: House) -> None:
-    house.start()
-    async with house.running() as nodes:
-        await house.plane.membership_changes.remove(E1)
-        await house.clock.advance(5.0)  # its agent finds it well all the time
+async def test_a_removed_engine_stays_away_until_it_is_added_again(harness: Harness) -> None:
+    harness.start()
+    async with harness.running() as nodes:
+        await harness.plane.membership_changes.remove(E1)
+        await harness.clock.advance(5.0)  # its agent finds it well all the time
         assert sorted(nodes.routes) == ["e0"]
-        house.plane.reconfigure(parse_config(CONFIG.format(mode="act")))
-        await house.clock.advance(1.0)
+        harness.plane.reconfigure(parse_config(CONFIG.format(mode="act")))
+        await harness.clock.advance(1.0)
         assert sorted(nodes.routes) == ["e0"], "configured or not"
-    plane = house.start()
-    async with house.running() as nodes:
-        await house.clock.advance(5.0)
+    plane = harness.start()
+    async with harness.running() as nodes:
+        await harness.clock.advance(5.0)
         assert sorted(nodes.routes) == ["e0"]
         for word in (plane.membership_changes.drain, plane.membership_changes.undrain):
             with pytest.raises(ProblemFaults, match=r"engine_id: is not a known engine \(known: e0\), got 'e1'"):
@@ -346,20 +346,20 @@ async def test_a_removed_engine_stays_away_until_it_is_added_again(house: House)
         with pytest.raises(ProblemFaults, match="not a known engine"):
             await plane.membership_changes.remove(E1)
         plane.membership_changes.add(NewEngine("e1"))
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
         assert nodes.routes["e1"].health is EngineHealth.OK
         assert (nodes.routes["e1"].url, plane.state.configuration_of(E1)) == ("http://e1", "tp2"), "as configured"
         await plane.membership_changes.remove(E1)
         plane.membership_changes.add(NewEngine("e1", "http://elsewhere"))
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
         assert plane.state.configuration_of(E1) is None, "as said now"
         with pytest.raises(ProblemFaults, match="url: must be"):
             plane.membership_changes.add(NewEngine("e9"))
 
 
-async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(house: House) -> None:
+async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(harness: Harness) -> None:
     """Agents tell it once."""
-    plane = house.start()
+    plane = harness.start()
 
     def told(sequence: int, version: str = "") -> None:
         report = engine_report("e1", sequence, sample())
@@ -372,7 +372,7 @@ async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(house: H
 
     told(1, "1")
     await plane.membership_changes.remove(E1)
-    noted = len(house.journal.since(0, (EntryKind.ENGINE_HEALTH,))) if house.journal else 0
+    noted = len(harness.journal.since(0, (EntryKind.ENGINE_HEALTH,))) if harness.journal else 0
     told(2)
     plane.membership_changes.add(NewEngine("e1"))
     assert (version(), plane.state.reported(E1)) == ("1", False), "what came meanwhile is no news of it"
@@ -381,97 +381,100 @@ async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(house: H
     plane.membership_changes.add(NewEngine("e1"))
     told(4)
     assert (version(), plane.state.reported(E1)) == ("2", True)
-    assert house.journal is not None
-    assert len(house.journal.since(0, (EntryKind.ENGINE_HEALTH,))) == noted
+    assert harness.journal is not None
+    assert len(harness.journal.since(0, (EntryKind.ENGINE_HEALTH,))) == noted
 
 
-async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(house: House) -> None:
-    plane = house.start()
-    async with house.running() as nodes:
+async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(harness: Harness) -> None:
+    plane = harness.start()
+    async with harness.running() as nodes:
         nodes.reported.append("e2")
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
         plane.membership_changes.drain(E2)
         nodes.reported.remove("e2")
-        await house.clock.advance(120.0)
+        await harness.clock.advance(120.0)
         assert "e2" not in nodes.routes
         nodes.reported.append("e2")
-        await house.clock.advance(2.0)
+        await harness.clock.advance(2.0)
         assert nodes.routes["e2"].draining, "it is drained when it comes back"
         nodes.reported.remove("e2")
-        await house.clock.advance(120.0)
+        await harness.clock.advance(120.0)
         assert await plane.membership_changes.remove(E2) == EngineRemoval(0, 0)
 
 
 # --- what others make of it
 
 
-async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(house: House) -> None:
-    house.start()
+async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(harness: Harness) -> None:
+    harness.start()
     acting = CONFIG.format(mode="act").replace("policy: none", "policy: packing").replace("1.0e+6", "0.1")
-    async with house.running(**{f"r{n}": "e0" for n in range(6)}, x="e1") as nodes:
+    async with harness.running(**{f"r{n}": "e0" for n in range(6)}, x="e1") as nodes:
         nodes.refusing = {"e1"}
         nodes.immovable = {"r0"}
-        await house.clock.advance(1.0)
-        removing = asyncio.create_task(house.plane.membership_changes.remove(E0, force=True))
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
+        removing = asyncio.create_task(harness.plane.membership_changes.remove(E0, force=True))
+        await harness.clock.advance(1.0)
         assert await removing == EngineRemoval(0, 6)
         nodes.orders.clear()
-        house.plane.reconfigure(parse_config(acting))
-        await house.clock.advance(40.0)
-        await house.plane.slow_tick()
-        assert house.plane.balance is not None
+        harness.plane.reconfigure(parse_config(acting))
+        await harness.clock.advance(40.0)
+        await harness.plane.slow_tick()
+        assert harness.plane.balance is not None
         assert nodes.orders == []
-        assert {request.engine for request in house.plane.state.snapshot(house.clock.now_s()).requests} == {"e0", "e1"}
+        assert {request.engine for request in harness.plane.state.snapshot(harness.clock.now_s()).requests} == {
+            "e0",
+            "e1",
+        }
 
 
-async def test_news_of_a_drained_engine_are_waited_for_by_nobody(house: House) -> None:
-    plane = house.start()
-    async with house.running(a="e0") as nodes:
+async def test_news_of_a_drained_engine_are_waited_for_by_nobody(harness: Harness) -> None:
+    plane = harness.start()
+    async with harness.running(a="e0") as nodes:
         plane.membership_changes.drain(E1)
         nodes.reported.remove("e1")  # its machine is redeployed off
-        await house.clock.advance(20.0)
-        age_s = plane.state.snapshot(house.clock.now_s()).inputs_age_s
+        await harness.clock.advance(20.0)
+        age_s = plane.state.snapshot(harness.clock.now_s()).inputs_age_s
         assert age_s is not None
         assert age_s < 1.0
 
 
-async def test_nothing_moves_while_weights_change(house: House) -> None:
-    plane = house.start()
-    async with house.running(a="e0") as nodes:
+async def test_nothing_moves_while_weights_change(harness: Harness) -> None:
+    plane = harness.start()
+    async with harness.running(a="e0") as nodes:
         pausing = asyncio.create_task(plane.barrier.pause(PauseRequest(holder="trainer", lease_s=60.0)))
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
         lease = (await pausing).lease
         assert lease is not None
         plane.membership_changes.drain(E0, move=True)
-        await house.clock.advance(5.0)
+        await harness.clock.advance(5.0)
         assert nodes.where["a"] == "e0"
         with pytest.raises(Permanent, match="requests stand still"):
             await plane.membership_changes.remove(E0, force=True)
-        assert house.said() == [("drain", "e0")]
+        assert harness.said() == [("drain", "e0")]
         opening = asyncio.create_task(plane.barrier.resume(lease.id, None, ()))
-        await house.clock.advance(15.0)
+        await harness.clock.advance(15.0)
         await opening
         assert nodes.where["a"] == "e1"
 
 
-async def test_neither_loop_counts_on_a_drained_engine(house: House) -> None:
+async def test_neither_loop_counts_on_a_drained_engine(harness: Harness) -> None:
     config = CONFIG.format(mode="advise").replace("policy: none", "policy: packing, max_moves_per_tick: 64")
-    house.start()
-    house.plane.reconfigure(parse_config(config))
-    async with house.running(**{f"r{n}": "e0" for n in range(12)}) as nodes:
-        await house.clock.advance(2.0)
-        balance = house.plane.balance
+    harness.start()
+    harness.plane.reconfigure(parse_config(config))
+    async with harness.running(**{f"r{n}": "e0" for n in range(12)}) as nodes:
+        await harness.clock.advance(2.0)
+        balance = harness.plane.balance
         assert balance is not None
         assert {move.to_engine for move in balance.moves} == {"e1"}
-        house.plane.membership_changes.drain(E1)
-        await house.clock.advance(2.0)
-        assert house.plane.balance is not None
-        assert not house.plane.balance.moves
-        plan = await house.plane.slow_tick()
+        harness.plane.membership_changes.drain(E1)
+        await harness.clock.advance(2.0)
+        assert harness.plane.balance is not None
+        assert not harness.plane.balance.moves
+        plan = await harness.plane.slow_tick()
         assert [instance.id for instance in plan.instances if instance.kept] == ["e0"]
         assert plan.notes[-1] == "e1 are being drained and are left alone with 0 requests"
-        snapshot = house.plane.state.snapshot(house.clock.now_s())
-        blocked = live_fleet(snapshot, house.plane.config.fleet.configuration_values(), 6, 8, 4).blocked
+        snapshot = harness.plane.state.snapshot(harness.clock.now_s())
+        blocked = live_fleet(snapshot, harness.plane.config.fleet.configuration_values(), 6, 8, 4).blocked
         assert blocked is not None
         assert blocked.code == "gpus_unavailable", "its GPUs are taken"
         assert nodes.orders == []

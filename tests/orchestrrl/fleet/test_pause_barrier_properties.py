@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from barrier_house import E0, E1, House
+from barrier_harness import E0, E1, Harness
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -42,8 +42,8 @@ EVENTS = st.one_of(
 class Trainers:
     """Whoever asks, and what they have been told."""
 
-    def __init__(self, house: House) -> None:
-        self.house = house
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
         self.asking: list[asyncio.Task[Any]] = []
         self.lease = "none"
         self.version: int | None = None  # as the daemon has accepted it
@@ -56,11 +56,11 @@ class Trainers:
             await question
 
     async def pause(self, mode: PauseMode, lease_s: float, deadline_s: float) -> None:
-        state = await self.house.plane.barrier.pause(PauseRequest(mode, lease_s=lease_s, deadline_s=deadline_s))
+        state = await self.harness.plane.barrier.pause(PauseRequest(mode, lease_s=lease_s, deadline_s=deadline_s))
         assert state.lease is not None
         self.lease = state.lease.id
         event("the fleet came to rest")
-        attached = [gateway for gateway in self.house.gateways.values() if gateway.attachment is not None]
+        attached = [gateway for gateway in self.harness.gateways.values() if gateway.attachment is not None]
         assert {gateway.phase for gateway in attached} <= {BarrierPhase.QUIET}
         assert {gateway.lease for gateway in attached} <= {self.lease}
 
@@ -79,73 +79,73 @@ def test_nobody_stays_frozen_and_nobody_is_told_quiet_who_is_not(events: list[tu
 
 
 async def _play(path: Path, events: list[tuple[Any, ...]]) -> None:
-    house = House(path)
-    house.start()
-    async with house.running("gw0", "gw1"):
-        trainers = Trainers(house)
+    harness = Harness(path)
+    harness.start()
+    async with harness.running("gw0", "gw1"):
+        trainers = Trainers(harness)
         for happening in events:
-            await _happen(house, trainers, happening)
-            await house.clock.advance(0.0)
-            _check(house)
-        await house.clock.advance(0.25)
+            await _happen(harness, trainers, happening)
+            await harness.clock.advance(0.0)
+            _check(harness)
+        await harness.clock.advance(0.25)
         trainers.stop_asking()
-        for gateway in house.gateways.values():
+        for gateway in harness.gateways.values():
             gateway.broken = False
-        await house.clock.advance(LONGEST_S + 1.0)  # nobody renews
-        assert house.plane.barrier.state.phase is BarrierPhase.OPEN
-        assert [gateway.phase for gateway in house.gateways.values()] == [BarrierPhase.OPEN] * 2
-        for gateway in house.gateways.values():
+        await harness.clock.advance(LONGEST_S + 1.0)  # nobody renews
+        assert harness.plane.barrier.state.phase is BarrierPhase.OPEN
+        assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.OPEN] * 2
+        for gateway in harness.gateways.values():
             if gateway.attachment is None:
                 gateway.come_back()
-        await house.clock.advance(2.0)
-        state = house.plane.barrier.state
-        for gateway in house.gateways.values():
+        await harness.clock.advance(2.0)
+        state = harness.plane.barrier.state
+        for gateway in harness.gateways.values():
             for route in gateway.routes:
                 assert route.newest_policy_version == state.newest
                 assert route.policy_version == state.versions.get(route.engine)
                 assert route.draining == (route.policy_version != state.newest or route.engine in state.left_out)
-    assert house.journal is not None
-    house.journal.close()
+    assert harness.journal is not None
+    harness.journal.close()
 
 
-async def _happen(house: House, trainers: Trainers, happening: tuple[Any, ...]) -> None:
+async def _happen(harness: Harness, trainers: Trainers, happening: tuple[Any, ...]) -> None:
     match happening:
         case ("pause", mode, lease_s, deadline_s):
             trainers.ask(trainers.pause(mode, lease_s, deadline_s))
         case ("renew", lease_s):
-            trainers.ask(_discarded(house.plane.barrier.renew(trainers.lease, lease_s)))
+            trainers.ask(_discarded(harness.plane.barrier.renew(trainers.lease, lease_s)))
         case ("resume", version, without):
-            trainers.ask(_discarded(house.plane.barrier.resume(trainers.lease, version, without)))
+            trainers.ask(_discarded(harness.plane.barrier.resume(trainers.lease, version, without)))
         case ("break off",):
             trainers.stop_asking()
         case ("wait", seconds):
-            await house.clock.advance(seconds)
+            await harness.clock.advance(seconds)
         case ("leaves", name):
-            house.gateways[name].leave()
-        case ("comes", name) if house.gateways[name].attachment is None:
-            house.gateways[name].come_back()
+            harness.gateways[name].leave()
+        case ("comes", name) if harness.gateways[name].attachment is None:
+            harness.gateways[name].come_back()
         case ("drains", name, drains_s):
-            house.gateways[name].drains_s = drains_s
+            harness.gateways[name].drains_s = drains_s
         case ("answers get lost", name, lost):
-            house.gateways[name].broken = lost
+            harness.gateways[name].broken = lost
         case ("daemon restarts",):
             trainers.stop_asking()  # their connections break
-            await house.clock.advance(0.0)
-            await house.restart()
+            await harness.clock.advance(0.0)
+            await harness.restart()
 
 
 async def _discarded(question: Coroutine[Any, Any, Any]) -> None:
     await question
 
 
-def _check(house: House) -> None:
-    state = house.plane.barrier.state
-    now_s = house.clock.now_s()
+def _check(harness: Harness) -> None:
+    state = harness.plane.barrier.state
+    now_s = harness.clock.now_s()
     if state.lease is not None:
         assert now_s < state.lease.until_s <= now_s + LONGEST_S
     if state.opened is not None and state.opened.how is LeaseEnd.RESUMED and state.opened.policy_version is not None:
         assert state.newest == state.opened.policy_version
         assert state.serves(E0)
-    for gateway in house.gateways.values():
+    for gateway in harness.gateways.values():
         if gateway.lease:
             assert gateway.until_s <= now_s + LONGEST_S

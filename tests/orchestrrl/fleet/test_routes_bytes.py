@@ -20,7 +20,7 @@ MB = 1_000_000
 ENGINES = 1024
 
 
-class House:
+class Harness:
     def __init__(self, folder: Path, gateways: int) -> None:
         self.clock = VirtualClock(1000.0)
         self.journal = Journal(folder / "journal.sqlite", self.clock.now_s())
@@ -56,78 +56,78 @@ class House:
 
 
 @pytest.fixture
-def houses(tmp_path: Path) -> Iterator[list[House]]:
-    made: list[House] = []
+def harnesses(tmp_path: Path) -> Iterator[list[Harness]]:
+    made: list[Harness] = []
     yield made
-    for house in made:
-        house.journal.close()
+    for harness in made:
+        harness.journal.close()
 
 
 @pytest.mark.parametrize("gateways", [1, 4])
 async def test_engines_that_come_up_together_are_one_message_for_each_gateway(
-    tmp_path: Path, gateways: int, houses: list[House]
+    tmp_path: Path, gateways: int, harnesses: list[Harness]
 ) -> None:
-    houses.append(house := House(tmp_path, gateways))
+    harnesses.append(harness := Harness(tmp_path, gateways))
     for number in range(ENGINES):
-        house.report(number)
-    await house.clock.advance(0.1)
-    assert house.engines_routed() == {ENGINES}
-    assert len(house.sent) == gateways
-    assert house.sent_bytes < 0.1 * MB * gateways
-    assert house.written_bytes < 0.5 * MB
-    assert len(house.journal.since(0, [EntryKind.ENGINE_HEALTH], limit=2 * ENGINES)) == ENGINES
+        harness.report(number)
+    await harness.clock.advance(0.1)
+    assert harness.engines_routed() == {ENGINES}
+    assert len(harness.sent) == gateways
+    assert harness.sent_bytes < 0.1 * MB * gateways
+    assert harness.written_bytes < 0.5 * MB
+    assert len(harness.journal.since(0, [EntryKind.ENGINE_HEALTH], limit=2 * ENGINES)) == ENGINES
 
 
 @pytest.mark.parametrize("gateways", [1, 4])
 async def test_engines_that_come_up_one_by_one_cost_no_message_each(
-    tmp_path: Path, gateways: int, houses: list[House]
+    tmp_path: Path, gateways: int, harnesses: list[Harness]
 ) -> None:
-    houses.append(house := House(tmp_path, gateways))
+    harnesses.append(harness := Harness(tmp_path, gateways))
     for number in range(ENGINES):  # within ten seconds
-        house.report(number)
-        await house.clock.advance(10.0 / ENGINES)
-    await house.clock.advance(SPACING_LAST_S)
-    assert house.engines_routed() == {ENGINES}
-    assert len(house.sent) <= 16 * gateways
-    assert house.sent_bytes < 0.5 * MB * gateways
-    assert house.written_bytes < 1.5 * MB
+        harness.report(number)
+        await harness.clock.advance(10.0 / ENGINES)
+    await harness.clock.advance(SPACING_LAST_S)
+    assert harness.engines_routed() == {ENGINES}
+    assert len(harness.sent) <= 16 * gateways
+    assert harness.sent_bytes < 0.5 * MB * gateways
+    assert harness.written_bytes < 1.5 * MB
     # One more costs a message for each gateway.
-    before = len(house.sent)
-    house.report(0, EngineHealth.GONE, sequence=2)
-    await house.clock.advance(0.0)
-    assert len(house.sent) == before + gateways
+    before = len(harness.sent)
+    harness.report(0, EngineHealth.GONE, sequence=2)
+    await harness.clock.advance(0.0)
+    assert len(harness.sent) == before + gateways
 
 
 async def test_what_has_not_changed_is_not_sent_again_before_it_could_be_missed(
-    tmp_path: Path, houses: list[House]
+    tmp_path: Path, harnesses: list[Harness]
 ) -> None:
-    houses.append(house := House(tmp_path, 2))
-    house.report(0)
-    await house.clock.advance(0.1)
-    house.sent.clear()
-    lasts_s = house.plane.config.fast.operation_expiry_s
+    harnesses.append(harness := Harness(tmp_path, 2))
+    harness.report(0)
+    await harness.clock.advance(0.1)
+    harness.sent.clear()
+    lasts_s = harness.plane.config.fast.operation_expiry_s
     for _ in range(int(4 * lasts_s)):
-        house.report(0, sequence=int(house.clock.now_s()))
-        house.plane.fast_tick()
-        await house.clock.advance(1.0)
-    assert 2 * 4 <= len(house.sent) <= 2 * 9  # twice in the time in which an order expires
-    assert len(house.journal.since(0, [EntryKind.ROUTES])) == 1
+        harness.report(0, sequence=int(harness.clock.now_s()))
+        harness.plane.fast_tick()
+        await harness.clock.advance(1.0)
+    assert 2 * 4 <= len(harness.sent) <= 2 * 9  # twice in the time in which an order expires
+    assert len(harness.journal.since(0, [EntryKind.ROUTES])) == 1
     # A gateway that comes back has lost them, the others have not.
-    house.sent.clear()
-    house.plane.attach(gateway_hello(gateway=NodeId("gw0")))
-    house.plane.attach(gateway_hello(gateway=NodeId("gw0")))
-    assert [node for node, _ in house.sent if node == "gw0"] == ["gw0", "gw0"]
-    assert len(house.sent) <= 3
+    harness.sent.clear()
+    harness.plane.attach(gateway_hello(gateway=NodeId("gw0")))
+    harness.plane.attach(gateway_hello(gateway=NodeId("gw0")))
+    assert [node for node, _ in harness.sent if node == "gw0"] == ["gw0", "gw0"]
+    assert len(harness.sent) <= 3
 
 
 async def test_an_engine_that_is_gone_is_withdrawn_at_once_also_in_a_fleet_that_starts(
-    tmp_path: Path, houses: list[House]
+    tmp_path: Path, harnesses: list[Harness]
 ) -> None:
-    houses.append(house := House(tmp_path, 1))
+    harnesses.append(harness := Harness(tmp_path, 1))
     for number in range(64):
-        house.report(number)
-        await house.clock.advance(0.02)
-    house.report(0, EngineHealth.GONE, sequence=2)
-    await house.clock.advance(0.0)
-    (routes,) = house.routes.values()
+        harness.report(number)
+        await harness.clock.advance(0.02)
+    harness.report(0, EngineHealth.GONE, sequence=2)
+    await harness.clock.advance(0.0)
+    (routes,) = harness.routes.values()
     assert routes.routes[0].health is EngineHealth.GONE

@@ -28,7 +28,7 @@ fleet:
 E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 
 
-class House:
+class Harness:
     """Daemons, one after the other, over one journal."""
 
     def __init__(self, folder: Path) -> None:
@@ -64,59 +64,59 @@ def draining(action: SetRoutes) -> dict[str, bool]:
 
 
 async def test_gateways_are_told_of_engines_that_are_being_started(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    plane = house.start()
+    harness = Harness(tmp_path)
+    plane = harness.start()
     gateway = plane.attach(gateway_hello())
     first = await told(gateway)
     assert (first.expected, first.expected_until_s) == ((), 0.0)
     plane.routes.expected |= {E2: 1030.0, E1: 1010.0}
-    house.tell()
+    harness.tell()
     action = await told(gateway)
     assert (action.expected, action.expected_until_s) == ((E1, E2), 1030.0)
     # Whoever attaches now hears the same, and so does everybody else.
     late = plane.attach(gateway_hello())
     assert (await told(late)).expected == (E1, E2)
-    await house.clock.advance(10.0)
-    house.tell()
+    await harness.clock.advance(10.0)
+    harness.tell()
     assert (await told(late)).expected == (E2,)
-    await house.clock.advance(20.0)
-    house.tell()
+    await harness.clock.advance(20.0)
+    harness.tell()
     action = await told(late)
     assert (action.expected, action.expected_until_s) == ((), 0.0)
 
 
 async def test_an_engine_that_is_expected_takes_nothing_though_it_is_reported_well(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    plane = house.start()
+    harness = Harness(tmp_path)
+    plane = harness.start()
     plane.routes.expected[E2] = 1030.0
-    plane.engine_reported(engine_report("e2", 1, sample(house.clock.now_s())), 1)
+    plane.engine_reported(engine_report("e2", 1, sample(harness.clock.now_s())), 1)
     gateway = plane.attach(gateway_hello())
     action = await told(gateway)
     assert action.expected == (E2,)
     assert draining(action) == {"e0": False, "e1": False, "e2": True}
     del plane.routes.expected[E2]
-    house.tell()
+    harness.tell()
     action = await told(gateway)
     assert action.expected == ()
     assert draining(action)["e2"] is False
 
 
 async def test_it_is_written_down_when_it_changes_and_outlives_the_daemon(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    plane = house.start()
-    house.tell()
-    assert house.written() == 0  # there is nobody to tell
+    harness = Harness(tmp_path)
+    plane = harness.start()
+    harness.tell()
+    assert harness.written() == 0  # there is nobody to tell
     plane.routes.expected |= {E1: 1010.0, E2: 1030.0}
     for _ in range(3):
-        house.tell()
-    assert house.written() == 1
-    await house.clock.advance(15.0)
-    plane = house.start()
+        harness.tell()
+    assert harness.written() == 1
+    await harness.clock.advance(15.0)
+    plane = harness.start()
     assert plane.routes.expected == {E2: 1030.0}
     assert (await told(plane.attach(gateway_hello()))).expected == (E2,)
     # It has come while no gateway was there: the next daemon knows.
     plane.nodes.end_all()
-    plane = house.start()
+    plane = harness.start()
     plane.routes.expected.clear()
-    house.tell()
-    assert house.start().routes.expected == {}
+    harness.tell()
+    assert harness.start().routes.expected == {}

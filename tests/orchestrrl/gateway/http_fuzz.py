@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, SANE, HttpHouse, http_house, request
+from tests.orchestrrl.gateway.http_harness import CHAT_PATH, PATH, SANE, HttpHarness, http_harness, request
 
 BATCH = 25  # inputs between two sane requests
 PATIENCE_S = 2.0  # with an input that is not all there, and will not be answered
@@ -212,13 +212,13 @@ def spoilt(seed: random.Random) -> bytes:
     return data
 
 
-async def fuzz(house: HttpHouse, inputs: int, seed: random.Random) -> Counter[int]:
+async def fuzz(harness: HttpHarness, inputs: int, seed: random.Random) -> Counter[int]:
     """Returns how many inputs were answered with each status (0: the connection was closed). Raises AssertionError."""
     statuses: Counter[int] = Counter()
     for number in range(inputs):
         data = spoilt(seed)
-        tries = house.tries
-        status, answer = await house.send(data, pieces=seed.choice([1, 1, 1, 2, 5]), patience_s=PATIENCE_S)
+        tries = harness.tries
+        status, answer = await harness.send(data, pieces=seed.choice([1, 1, 1, 2, 5]), patience_s=PATIENCE_S)
         statuses[status] += 1
         case = f"input {number}: {data[:300]!r}... was answered {status} {answer[:300]!r}"
         assert status < 500, case
@@ -227,27 +227,27 @@ async def fuzz(house: HttpHouse, inputs: int, seed: random.Random) -> Counter[in
             error = json.loads(answer)["error"]
             assert error["code"] == status, case
             assert error["message"], case
-        await settled(house)
-        log = house.log.take()
+        await settled(harness)
+        log = harness.log.take()
         assert not any("Traceback" in line for line in log), f"{case}; log: {log}"
         assert all("\n" not in line for line in log), f"{case}; log: {log}"
         assert len(log) <= 2, f"{case}; log: {log}"  # two requests may have come together
-        asked = house.engine.asked[tries:]
+        asked = harness.engine.asked[tries:]
         attempts = Counter(tuple(each.values("X-Request-Id")) for each in asked)
         assert all(count == 1 for count in attempts.values()), f"{case}; {attempts}"
         assert not any(name.endswith("~2") for names in attempts for name in names), f"{case}; {attempts}"
-        house.engine.asked.clear()
+        harness.engine.asked.clear()
         if number % BATCH == 0:
-            status, answer = await house.send(request(json.dumps(SANE).encode()))
+            status, answer = await harness.send(request(json.dumps(SANE).encode()))
             assert status == 200, f"after {case}: {answer!r}"
-            house.engine.asked.clear()
+            harness.engine.asked.clear()
     return statuses
 
 
-async def settled(house: HttpHouse) -> None:
+async def settled(harness: HttpHarness) -> None:
     """Return when nothing of the last client's is in flight."""
     async with asyncio.timeout(60):
-        while len(house.gateway.ledger) or house.gateway.relays:
+        while len(harness.gateway.ledger) or harness.gateway.relays:
             await asyncio.sleep(0.001)
 
 
@@ -258,8 +258,8 @@ def main() -> None:
     asked = parser.parse_args()
 
     async def run(plain: bool) -> Counter[int]:
-        async with http_house(plain=plain) as house:
-            return await fuzz(house, asked.inputs, random.Random(asked.seed))
+        async with http_harness(plain=plain) as harness:
+            return await fuzz(harness, asked.inputs, random.Random(asked.seed))
 
     for plain in (False, True):
         print("aiohttp alone" if plain else "door", dict(sorted(asyncio.run(run(plain)).items())))

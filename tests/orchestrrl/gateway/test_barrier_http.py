@@ -5,60 +5,60 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrrl.gateway.test_server import DEADLINE_S, PROMPT, House, engine_load, house
+from tests.orchestrrl.gateway.test_server import DEADLINE_S, PROMPT, Harness, engine_load, harness
 
-__all__ = ["house"]  # a fixture
+__all__ = ["harness"]  # a fixture
 
 BODY = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
 
 
-async def made(house: House) -> int:
+async def made(harness: Harness) -> int:
     """Tokens that the engines have made."""
     total = 0
-    for url in house.engine_urls:
-        async with house.http.get(url + "/metrics") as answer:
+    for url in harness.engine_urls:
+        async with harness.http.get(url + "/metrics") as answer:
             lines = (await answer.text()).splitlines()
         total += sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:generation_tokens_total"))
     return total
 
 
-async def test_the_folder_of_the_weights_is_told_with_them(house: House) -> None:
-    _, barrier = await house.post("/orchestrrl/pause", {"holder": "trainer"})
+async def test_the_folder_of_the_weights_is_told_with_them(harness: Harness) -> None:
+    _, barrier = await harness.post("/orchestrrl/pause", {"holder": "trainer"})
     asked = {"lease_id": barrier["lease_id"], "policy_version": 7, "weights_source": "/shared/7"}
-    _, barrier = await house.post("/orchestrrl/resume", asked)
+    _, barrier = await harness.post("/orchestrrl/resume", asked)
     assert barrier["weights_source"] == "/shared/7"
     one = {"engines": ["e0"], "policy_version": 8, "weights_source": "/shared/8"}
-    assert (await house.post("/orchestrrl/set-version", one))[1]["weights_source"] == "/shared/7"
-    _, barrier = await house.post("/orchestrrl/pause", {"holder": "trainer"})
-    _, barrier = await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 9})
+    assert (await harness.post("/orchestrrl/set-version", one))[1]["weights_source"] == "/shared/7"
+    _, barrier = await harness.post("/orchestrrl/pause", {"holder": "trainer"})
+    _, barrier = await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 9})
     assert barrier["weights_source"] == ""
 
 
-async def test_weights_change_between_the_tokens_of_an_answer(house: House) -> None:
-    _, undisturbed = await house.post("/v1/completions", BODY)
-    _, first = await house.post("/orchestrrl/pause", {"holder": "trainer"})
-    status, barrier = await house.post("/orchestrrl/resume", {"lease_id": first["lease_id"], "policy_version": 7})
+async def test_weights_change_between_the_tokens_of_an_answer(harness: Harness) -> None:
+    _, undisturbed = await harness.post("/v1/completions", BODY)
+    _, first = await harness.post("/orchestrrl/pause", {"holder": "trainer"})
+    status, barrier = await harness.post("/orchestrrl/resume", {"lease_id": first["lease_id"], "policy_version": 7})
     assert (status, barrier["phase"], barrier["policy_version"]) == (200, "open", 7)
-    house.pause_registry.append(9)
+    harness.pause_registry.append(9)
     asking = asyncio.create_task(
-        house.post("/v1/completions", {**BODY, "return_policy_versions": True}, **{"X-Request-Id": "r"})
+        harness.post("/v1/completions", {**BODY, "return_policy_versions": True}, **{"X-Request-Id": "r"})
     )
-    await house.until_running("r")
-    status, barrier = await house.post("/orchestrrl/pause", {"mode": "keep", "holder": "trainer", "lease_s": 120})
+    await harness.until_running("r")
+    status, barrier = await harness.post("/orchestrrl/pause", {"mode": "keep", "holder": "trainer", "lease_s": 120})
     assert (status, barrier["phase"], barrier["holder"], barrier["mode"]) == (200, "quiet", "trainer", "keep")
     assert barrier["requests"] == {"running": 0, "frozen": 1, "held": 0}
     assert [(engine["engine_id"], engine["paused"]) for engine in barrier["engines"]] == [("e0", True), ("e1", True)]
-    house.released.set()
-    before = await made(house)
-    newcomer = asyncio.create_task(house.post("/v1/completions", BODY))
+    harness.released.set()
+    before = await made(harness)
+    newcomer = asyncio.create_task(harness.post("/v1/completions", BODY))
     for _ in range(5):
         await asyncio.sleep(0.01)
-        assert await made(house) == before
-    status, renewed = await house.post("/orchestrrl/renew", {"lease_id": barrier["lease_id"], "lease_s": 600})
+        assert await made(harness) == before
+    status, renewed = await harness.post("/orchestrrl/renew", {"lease_id": barrier["lease_id"], "lease_s": 600})
     assert status == 200
     assert renewed["lease_until_unix_s"] > barrier["lease_until_unix_s"]
-    assert (await house.get("/orchestrrl/barrier"))[1]["phase"] == "quiet"
-    await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 8})
+    assert (await harness.get("/orchestrrl/barrier"))[1]["phase"] == "quiet"
+    await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 8})
     status, answer = await asking
     assert status == 200
     (choice,) = answer["choices"]
@@ -67,7 +67,7 @@ async def test_weights_change_between_the_tokens_of_an_answer(house: House) -> N
     assert [span["version"] for span in versions] == [7, 8]
     assert versions[0]["start"] == 0 < versions[0]["end"] == versions[1]["start"] < versions[1]["end"] == 300
     assert (await newcomer)[1]["choices"][0]["token_ids"] == choice["token_ids"]
-    async with house.http.get(house.url + "/metrics") as page:
+    async with harness.http.get(harness.url + "/metrics") as page:
         text = await page.text()
     assert 'orchestrrl_gateway_policy_version{engine="e1"} 8.0' in text
     assert 'orchestrrl_gateway_answer_version_lag_bucket{le="0"} 1.0' in text
@@ -75,29 +75,31 @@ async def test_weights_change_between_the_tokens_of_an_answer(house: House) -> N
     assert "orchestrrl_gateway_barrier_closed 0.0" in text
 
 
-async def test_streams_tell_the_version_of_every_chunk(house: House) -> None:
-    _, barrier = await house.post("/orchestrrl/pause", {})
-    await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 3})
+async def test_streams_tell_the_version_of_every_chunk(harness: Harness) -> None:
+    _, barrier = await harness.post("/orchestrrl/pause", {})
+    await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 3})
     body = {**BODY, "max_tokens": 5, "return_policy_versions": True}
-    events = await house.stream("/v1/completions", body)
+    events = await harness.stream("/v1/completions", body)
     told = [(choice["policy_version"], len(choice["token_ids"])) for event in events for choice in event["choices"]]
     assert {version for version, tokens in told if tokens} == {3}
 
 
-async def test_a_barrier_says_no_in_words(house: House) -> None:
-    _, barrier = await house.post("/orchestrrl/pause", {"holder": "one"})
-    status, told = await house.post("/orchestrrl/pause", {"holder": "two"})
+async def test_a_barrier_says_no_in_words(harness: Harness) -> None:
+    _, barrier = await harness.post("/orchestrrl/pause", {"holder": "one"})
+    status, told = await harness.post("/orchestrrl/pause", {"holder": "two"})
     assert status == 409
     assert "closed by one for" in told["error"]["message"]
     for path in ("renew", "resume"):
-        status, told = await house.post(f"/orchestrrl/{path}", {"lease_id": "another"})
+        status, told = await harness.post(f"/orchestrrl/{path}", {"lease_id": "another"})
         assert status == 409, path
         assert "not closed under this lease" in told["error"]["message"]
-    status, told = await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "without_engines": ["e9"]})
+    status, told = await harness.post(
+        "/orchestrrl/resume", {"lease_id": barrier["lease_id"], "without_engines": ["e9"]}
+    )
     assert status == 409
     assert "no engine 'e9'; known: e0, e1" in told["error"]["message"]
-    assert (await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]}))[0] == 200
-    status, told = await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]})
+    assert (await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]}))[0] == 200
+    status, told = await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"]})
     assert status == 409
     assert "this lease is over" in told["error"]["message"]
 
@@ -115,23 +117,23 @@ async def test_a_barrier_says_no_in_words(house: House) -> None:
         ("cancel", [], ("(document): ",)),
     ],
 )
-async def test_every_fault_at_once(house: House, path: str, body: Any, words: tuple[str, ...]) -> None:
-    status, told = await house.post(f"/orchestrrl/{path}", body)
+async def test_every_fault_at_once(harness: Harness, path: str, body: Any, words: tuple[str, ...]) -> None:
+    status, told = await harness.post(f"/orchestrrl/{path}", body)
     assert status == 400
     for word in words:
         assert word in told["error"]["message"]
-    assert (await house.get("/orchestrrl/barrier"))[1]["phase"] == "open"
+    assert (await harness.get("/orchestrrl/barrier"))[1]["phase"] == "open"
 
 
-async def test_a_request_says_how_old_it_may_become(house: House) -> None:
-    _, barrier = await house.post("/orchestrrl/pause", {})
-    await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 1})
-    house.pause_registry.append(9)
+async def test_a_request_says_how_old_it_may_become(harness: Harness) -> None:
+    _, barrier = await harness.post("/orchestrrl/pause", {})
+    await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 1})
+    harness.pause_registry.append(9)
     body = {**BODY, "max_version_lag": 0}
-    asking = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "r"}))
-    await house.until_running("r")
-    _, barrier = await house.post("/orchestrrl/pause", {})
-    await house.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 2})
+    asking = asyncio.create_task(harness.post("/v1/completions", body, **{"X-Request-Id": "r"}))
+    await harness.until_running("r")
+    _, barrier = await harness.post("/orchestrrl/pause", {})
+    await harness.post("/orchestrrl/resume", {"lease_id": barrier["lease_id"], "policy_version": 2})
     status, answer = await asking
     assert status == 200
     (choice,) = answer["choices"]
@@ -143,29 +145,29 @@ async def test_a_request_says_how_old_it_may_become(house: House) -> None:
     ("field", "value"),
     [("max_version_lag", -1), ("max_version_lag", "1"), ("on_stale", "burn"), ("group_enough", 0)],
 )
-async def test_bad_fields_are_named(house: House, field: str, value: Any) -> None:
-    status, told = await house.post("/v1/completions", {**BODY, field: value})
+async def test_bad_fields_are_named(harness: Harness, field: str, value: Any) -> None:
+    status, told = await harness.post("/v1/completions", {**BODY, field: value})
     assert (status, told["error"]["param"]) == (400, field)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answers_are_ended_by_group(house: House, stream: bool) -> None:
-    house.pause_registry.extend([9, 9])
+async def test_answers_are_ended_by_group(harness: Harness, stream: bool) -> None:
+    harness.pause_registry.extend([9, 9])
     asking = [
         asyncio.create_task(
-            house.stream("/v1/completions", BODY, **{"X-Request-Id": f"r{k}", "X-Group-Id": "g"})
+            harness.stream("/v1/completions", BODY, **{"X-Request-Id": f"r{k}", "X-Group-Id": "g"})
             if stream
-            else house.post("/v1/completions", BODY, **{"X-Request-Id": f"r{k}", "X-Group-Id": "g"})
+            else harness.post("/v1/completions", BODY, **{"X-Request-Id": f"r{k}", "X-Group-Id": "g"})
         )
         for k in range(2)
     ]
     for k in range(2):
-        await house.until_running(f"r{k}")
-    status, told = await house.post("/orchestrrl/cancel", {"groups": ["g"], "reason": "no longer wanted"})
+        await harness.until_running(f"r{k}")
+    status, told = await harness.post("/orchestrrl/cancel", {"groups": ["g"], "reason": "no longer wanted"})
     assert (status, sorted(told["cancelled_ids"])) == (200, ["r0", "r1"])
     for answer in await asyncio.gather(*asking):
         choice = answer[-1]["choices"][0] if stream else answer[1]["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "no longer wanted")
     async with asyncio.timeout(DEADLINE_S):
-        while await engine_load(house):
+        while await engine_load(harness):
             await asyncio.sleep(0.01)

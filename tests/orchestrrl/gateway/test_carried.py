@@ -18,7 +18,7 @@ from orchestrrl.gateway.http.openai import response
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from planner.model import EngineId, RequestId
-from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, SANE, HttpHouse, http_house, usage_of
+from tests.orchestrrl.gateway.http_harness import CHAT_PATH, PATH, SANE, HttpHarness, http_harness, usage_of
 
 CHAT = {"messages": [{"role": "user", "content": "sane"}], "max_tokens": 3}
 BODIES = {PATH: SANE, CHAT_PATH: CHAT}
@@ -27,42 +27,47 @@ NAMED = b"X-Request-Id: r\r\n"
 
 
 @pytest.fixture(params=[False, True], ids=["door", "plain"])
-async def house(request: pytest.FixtureRequest) -> AsyncIterator[HttpHouse]:
-    async with http_house(plain=request.param, engines=2) as fixture:
+async def harness(request: pytest.FixtureRequest) -> AsyncIterator[HttpHarness]:
+    async with http_harness(plain=request.param, engines=2) as fixture:
         yield fixture
 
 
-async def until_tokens(house: HttpHouse, tokens: int) -> None:
+async def until_tokens(harness: HttpHarness, tokens: int) -> None:
     """Request `r` has so many tokens, or waits on an engine without any."""
     async with asyncio.timeout(60):
         while True:
-            record = house.gateway.ledger.get(RequestId("r"))
-            if record is not None and record.engine is not None and len(record.generated_ids) >= tokens and house.tries:
+            record = harness.gateway.ledger.get(RequestId("r"))
+            if (
+                record is not None
+                and record.engine is not None
+                and len(record.generated_ids) >= tokens
+                and harness.tries
+            ):
                 return
             await asyncio.sleep(0.002)
 
 
-async def move(house: HttpHouse) -> OperationItemResult:
-    record = house.gateway.ledger.get(RequestId("r"))
+async def move(harness: HttpHarness) -> OperationItemResult:
+    record = harness.gateway.ledger.get(RequestId("r"))
     assert record is not None
     assert record.engine is not None
     target = EngineId("e1" if record.engine == "e0" else "e0")
-    (result,) = await house.gateway.move([RequestMove(record.id, record.engine, target)])
+    (result,) = await harness.gateway.move([RequestMove(record.id, record.engine, target)])
     return result
 
 
-def hold(house: HttpHouse, tokens: int) -> None:
-    for engine in house.engines:
+def hold(harness: HttpHarness, tokens: int) -> None:
+    for engine in harness.engines:
         engine.hold_after = tokens
 
 
-def release(house: HttpHouse) -> None:
-    for engine in house.engines:
+def release(harness: HttpHarness) -> None:
+    for engine in harness.engines:
         engine.released.set()
 
 
-def asked_of(house: HttpHouse) -> list[Any]:
-    return [asked for engine in house.engines for asked in engine.asked]
+def asked_of(harness: HttpHarness) -> list[Any]:
+    return [asked for engine in harness.engines for asked in engine.asked]
 
 
 # --- headers ---
@@ -75,15 +80,15 @@ SENT = (
 
 @pytest.mark.parametrize("path", [PATH, CHAT_PATH])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_headers_of_the_request_reach_the_engine(house: HttpHouse, path: str, stream: bool) -> None:
+async def test_headers_of_the_request_reach_the_engine(harness: HttpHarness, path: str, stream: bool) -> None:
     more = b"X-Request-Id: r\r\nX-Tag: t\r\nX-Group-Id: g\r\nKeep-Alive: timeout=5\r\nTE: trailers\r\n"
     more += b"Proxy-Authorization: p\r\n"
     more += b"Connection: close, X-Named\r\nX-Named: n\r\nAccept-Encoding: gzip\r\nContent-Language: en\r\n"
     if stream:
-        await house.stream(BODIES[path], path, SENT + more)
+        await harness.stream(BODIES[path], path, SENT + more)
     else:
-        assert (await house.post(BODIES[path], path, SENT + more))[0] == 200
-    (asked,) = asked_of(house)
+        assert (await harness.post(BODIES[path], path, SENT + more))[0] == 200
+    (asked,) = asked_of(harness)
     assert asked.values("Authorization") == ["Bearer s3cret"]
     assert asked.values("X-Session-ID") == ["s1"]
     assert asked.values("X-Vllm-Priority") == ["3"]
@@ -96,34 +101,34 @@ async def test_headers_of_the_request_reach_the_engine(house: HttpHouse, path: s
     for name in ("X-Tag", "X-Group-Id", "Keep-Alive", "TE", "Proxy-Authorization", "X-Named", "Accept-Encoding"):
         assert asked.values(name) == []
     assert len(asked.values("Host")) == len(asked.values("Content-Length")) == len(asked.values("Content-Type")) == 1
-    assert not any("s3cret" in line for line in house.log.take())
+    assert not any("s3cret" in line for line in harness.log.take())
 
 
-async def test_a_moved_request_takes_its_headers_with_it(house: HttpHouse) -> None:
-    hold(house, 2)
-    asking = asyncio.create_task(house.post({**SANE, "return_token_ids": True}, PATH, SENT + NAMED))
-    await until_tokens(house, 2)
-    release(house)
-    assert (await move(house)).done
+async def test_a_moved_request_takes_its_headers_with_it(harness: HttpHarness) -> None:
+    hold(harness, 2)
+    asking = asyncio.create_task(harness.post({**SANE, "return_token_ids": True}, PATH, SENT + NAMED))
+    await until_tokens(harness, 2)
+    release(harness)
+    assert (await move(harness)).done
     assert (await asking)[0] == 200
-    assert [asked.values("X-Session-ID") for asked in asked_of(house)] == [["s1"], ["s1"]]
-    assert [asked.values("Authorization") for asked in asked_of(house)] == [["Bearer s3cret"]] * 2
+    assert [asked.values("X-Session-ID") for asked in asked_of(harness)] == [["s1"], ["s1"]]
+    assert [asked.values("Authorization") for asked in asked_of(harness)] == [["Bearer s3cret"]] * 2
 
 
-async def test_a_request_for_a_rank_stays_on_its_engine_and_says_why(house: HttpHouse) -> None:
+async def test_a_request_for_a_rank_stays_on_its_engine_and_says_why(harness: HttpHarness) -> None:
     """Also before its first token: the rank is one of that engine's."""
-    for engine in house.engines:
+    for engine in harness.engines:
         engine.hold_after = 1
-    asking = asyncio.create_task(house.post(SANE, PATH, b"X-data-parallel-rank: 1\r\n" + NAMED))
-    await until_tokens(house, 0)
-    result = await move(house)
+    asking = asyncio.create_task(harness.post(SANE, PATH, b"X-data-parallel-rank: 1\r\n" + NAMED))
+    await until_tokens(harness, 0)
+    result = await move(harness)
     assert not result.done
     assert "X-data-parallel-rank: names a rank of one engine" in result.detail
-    (view,) = house.gateway.report().in_flight
+    (view,) = harness.gateway.report().in_flight
     assert (view.movable, view.movable_detail) == (False, "X-data-parallel-rank: names a rank of one engine")
-    release(house)
+    release(harness)
     assert (await asking)[0] == 200
-    assert asked_of(house)[0].values("X-data-parallel-rank") == ["1"]
+    assert asked_of(harness)[0].values("X-data-parallel-rank") == ["1"]
 
 
 @given(
@@ -161,17 +166,17 @@ def test_a_records_text_has_no_credential() -> None:
 
 @pytest.mark.parametrize("path", [PATH, CHAT_PATH])
 @pytest.mark.parametrize("placed", ["each", "last"])
-async def test_fields_beside_the_answer_are_carried(house: HttpHouse, path: str, placed: str) -> None:
-    for engine in house.engines:
+async def test_fields_beside_the_answer_are_carried(harness: HttpHarness, path: str, placed: str) -> None:
+    for engine in harness.engines:
         engine.placed = placed
         engine.choice_fields = {**EXPERTS, "nothing": None, "weight_versions": [{"version": 3}]}
         engine.answer_fields = {"system_fingerprint": "f", "service_tier": "flex", "sglext": {"a": 1}}
-    _, whole = await house.post(BODIES[path], path)
+    _, whole = await harness.post(BODIES[path], path)
     assert whole["choices"][0]["routed_experts"] == EXPERTS["routed_experts"]
     assert whole["choices"][0]["weight_versions"] == [{"version": 3}] * (3 if placed == "each" else 1)
     assert (whole["system_fingerprint"], whole["service_tier"], whole["sglext"]) == ("f", "flex", {"a": 1})
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
-    events = await house.stream({**BODIES[path], "stream_options": {"include_usage": True}}, path)
+    events = await harness.stream({**BODIES[path], "stream_options": {"include_usage": True}}, path)
     with_fields = [event for event in events if event["choices"] and "routed_experts" in event["choices"][0]]
     assert len(with_fields) == (3 if placed == "each" else 1)
     assert all(event["sglext"] == {"a": 1} for event in with_fields)
@@ -202,89 +207,89 @@ def test_several_answers_keep_what_is_each_ones_own() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_with_data_of_its_tokens_does_not_move_and_says_why(house: HttpHouse, stream: bool) -> None:
-    hold(house, 2)
-    for engine in house.engines:
+async def test_an_answer_with_data_of_its_tokens_does_not_move_and_says_why(harness: HttpHarness, stream: bool) -> None:
+    hold(harness, 2)
+    for engine in harness.engines:
         engine.choice_fields = EXPERTS
-    ask = house.stream if stream else house.post
+    ask = harness.stream if stream else harness.post
     asking: asyncio.Task[Any] = asyncio.create_task(ask(SANE, PATH, NAMED))
-    await until_tokens(house, 2)
-    result = await move(house)
+    await until_tokens(harness, 2)
+    result = await move(harness)
     assert not result.done
     assert "routed_experts" in result.detail
-    (view,) = house.gateway.report().in_flight
+    (view,) = harness.gateway.report().in_flight
     assert not view.movable
     assert "routed_experts" in view.movable_detail
-    release(house)
+    release(harness)
     await asking
 
 
-async def test_what_does_not_tie_an_answer_lets_it_move(house: HttpHouse) -> None:
-    hold(house, 2)
-    for engine in house.engines:
+async def test_what_does_not_tie_an_answer_lets_it_move(harness: HttpHarness) -> None:
+    hold(harness, 2)
+    for engine in harness.engines:
         engine.answer_fields = {"system_fingerprint": "f", "service_tier": "flex"}
-    asking = asyncio.create_task(house.post(SANE, PATH, NAMED))
-    await until_tokens(house, 2)
-    release(house)
-    result = await move(house)
+    asking = asyncio.create_task(harness.post(SANE, PATH, NAMED))
+    await until_tokens(harness, 2)
+    release(harness)
+    result = await move(harness)
     assert result.done, result.detail
     _, answer = await asking
     assert answer["system_fingerprint"] == "f"
     assert "prompt_tokens_details" not in answer["usage"]  # the second engine's are of the continued prompt
 
 
-async def test_data_of_the_last_part_alone_is_never_given_as_that_of_all(house: HttpHouse) -> None:
+async def test_data_of_the_last_part_alone_is_never_given_as_that_of_all(harness: HttpHarness) -> None:
     """The engine had not shown this field before, so the request moved: it begins anew, and the next one stays."""
-    hold(house, 2)
-    for engine in house.engines:
+    hold(harness, 2)
+    for engine in harness.engines:
         engine.choice_fields, engine.placed = EXPERTS, "last"
-    asking = asyncio.create_task(house.post(SANE, PATH, NAMED))
-    await until_tokens(house, 2)
-    release(house)
-    await move(house)
+    asking = asyncio.create_task(harness.post(SANE, PATH, NAMED))
+    await until_tokens(harness, 2)
+    release(harness)
+    await move(harness)
     status, answer = await asking
     assert status == 200
     assert answer["choices"][0]["routed_experts"] == EXPERTS["routed_experts"]
     assert answer["choices"][0]["text"] == "abc"
-    assert sorted(isinstance(asked.body["prompt"], list) for asked in asked_of(house)) == [False, False, True]
-    assert not house.gateway.fleet.failovers.totals  # no engine failed
-    for engine in house.engines:
+    assert sorted(isinstance(asked.body["prompt"], list) for asked in asked_of(harness)) == [False, False, True]
+    assert not harness.gateway.fleet.failovers.totals  # no engine failed
+    for engine in harness.engines:
         engine.released.clear()
-    hold(house, 1)
-    house.gateway.set_routes([backend.route for backend in house.gateway.fleet if backend.tying_field])
-    asking = asyncio.create_task(house.post(SANE, PATH, NAMED))
-    await until_tokens(house, 1)
-    (view,) = house.gateway.report().in_flight
+    hold(harness, 1)
+    harness.gateway.set_routes([backend.route for backend in harness.gateway.fleet if backend.tying_field])
+    asking = asyncio.create_task(harness.post(SANE, PATH, NAMED))
+    await until_tokens(harness, 1)
+    (view,) = harness.gateway.report().in_flight
     assert "routed_experts" in view.movable_detail
-    release(house)
+    release(harness)
     assert (await asking)[0] == 200
 
 
-async def test_a_field_that_one_client_asked_for_ties_no_other_request(house: HttpHouse) -> None:
-    for engine in house.engines:
+async def test_a_field_that_one_client_asked_for_ties_no_other_request(harness: HttpHarness) -> None:
+    for engine in harness.engines:
         engine.choice_fields = {"odd": 1}
-    assert (await house.post({**SANE, "not_known": 1}))[0] == 200
-    assert not any(backend.tying_field for backend in house.gateway.fleet)
-    assert (await house.post(SANE))[0] == 200
-    assert [backend.tying_field for backend in house.gateway.fleet].count("odd") == 1
+    assert (await harness.post({**SANE, "not_known": 1}))[0] == 200
+    assert not any(backend.tying_field for backend in harness.gateway.fleet)
+    assert (await harness.post(SANE))[0] == 200
+    assert [backend.tying_field for backend in harness.gateway.fleet].count("odd") == 1
 
 
 @pytest.mark.parametrize("known", ["capabilities", "asked for"])
-async def test_data_of_whole_answers_alone_comes_with_a_whole_answer(house: HttpHouse, known: str) -> None:
+async def test_data_of_whole_answers_alone_comes_with_a_whole_answer(harness: HttpHarness, known: str) -> None:
     """As vLLM has it: streams are without. The engine is asked for a whole answer, which does not move."""
-    for engine in house.engines:
+    for engine in harness.engines:
         engine.choice_fields, engine.placed = EXPERTS, "whole"
     body = dict(SANE)
     if known == "capabilities":
-        for backend in house.gateway.fleet:
+        for backend in harness.gateway.fleet:
             backend.capabilities = EngineCapabilities("vllm", "1", ("m",), routed_experts=True)
     else:
         body["routed_experts_prompt_start"] = 0
-    _, whole = await house.post(body)
+    _, whole = await harness.post(body)
     assert whole["choices"][0]["routed_experts"] == EXPERTS["routed_experts"]
     assert whole["id"].startswith("cmpl-")
-    assert "stream" not in asked_of(house)[0].body
-    events = await house.stream(body)
+    assert "stream" not in asked_of(harness)[0].body
+    events = await harness.stream(body)
     assert not any("routed_experts" in event["choices"][0] for event in events)
 
 
@@ -301,10 +306,10 @@ async def test_the_ledger_keeps_fields_but_no_credential_and_gives_them_to_its_b
     async def asked(credential: bytes) -> tuple[int, Any]:
         store = LedgerStore(RetentionPolicy(tmp_path / "ledger.db", from_s=0.0), WallClock())
         store.start()
-        async with http_house(plain=False, store=store) as house:
-            house.engine.choice_fields = EXPERTS
-            answer = await house.post(SANE, PATH, NAMED + credential)
-            tries = house.tries
+        async with http_harness(plain=False, store=store) as harness:
+            harness.engine.choice_fields = EXPERTS
+            answer = await harness.post(SANE, PATH, NAMED + credential)
+            tries = harness.tries
         await store.close()
         return tries, answer
 

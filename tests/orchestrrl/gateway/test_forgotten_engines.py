@@ -36,7 +36,7 @@ class Line:
         self.is_open = False
 
 
-def house() -> tuple[VirtualClock, EngineBackends, EngineBackend, Line]:
+def harness() -> tuple[VirtualClock, EngineBackends, EngineBackend, Line]:
     clock, line = VirtualClock(), Line()
     engine: Any = line  # what else an engine can do is not asked here
     fleet = EngineBackends(lambda url: engine, clock=clock)
@@ -48,7 +48,7 @@ def house() -> tuple[VirtualClock, EngineBackends, EngineBackend, Line]:
 
 async def test_a_request_that_is_ended_there_afterwards() -> None:
     """A moved request's old engine is told so when its last one has left, and it with it."""
-    clock, fleet, backend, line = house()
+    clock, fleet, backend, line = harness()
     fleet.set_routes([])
     fleet.in_background(fleet.abort(backend, "r"))
     await clock.advance(1.0)
@@ -56,7 +56,7 @@ async def test_a_request_that_is_ended_there_afterwards() -> None:
 
 
 async def test_one_that_was_believed_dead() -> None:
-    clock, fleet, backend, line = house()
+    clock, fleet, backend, line = harness()
     fleet.suspect(backend, "it does not answer")
     await clock.advance(0.1)
     fleet.set_routes([])
@@ -65,7 +65,7 @@ async def test_one_that_was_believed_dead() -> None:
 
 
 async def test_one_that_stays_keeps_its_connection() -> None:
-    _, fleet, backend, line = house()
+    _, fleet, backend, line = harness()
     await fleet.abort(backend, "r")
     assert line.is_open
     await fleet.close()

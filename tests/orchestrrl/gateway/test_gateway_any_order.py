@@ -97,7 +97,7 @@ acts = st.one_of(
     st.tuples(st.just("fault"), st.sampled_from(("die", "refuse", "hang", "give_up")), engines),
     st.tuples(st.just("mend"), engines),
     st.tuples(st.just("move"), some, engines, st.sampled_from((0.0, 0.0, 5.0))),
-    st.tuples(st.just("routes"), st.tuples(*[st.sampled_from(("in", "in", "in", "draining", "out", "house"))] * 3)),
+    st.tuples(st.just("routes"), st.tuples(*[st.sampled_from(("in", "in", "in", "draining", "out", "harness"))] * 3)),
     st.tuples(st.just("expect"), st.frozensets(engines), st.sampled_from((0.0, 5.0, 60.0))),
     st.tuples(st.just("close"), st.sampled_from(PauseMode), st.sampled_from(FrozenRequests)),
     st.tuples(st.just("open"), st.none() | st.integers(0, 4), st.sampled_from(((), (), ("e0",))), st.booleans()),
@@ -139,7 +139,7 @@ class Story:
         self.path = path
         self.depth = depth
         self.policy = policy
-        self.houses: dict[str, FakeEngine] = {}  # by URL
+        self.harnesses: dict[str, FakeEngine] = {}  # by URL
         self.urls: dict[str, str] = {}
         self.draining: set[str] = set()
         self.out: set[str] = set()
@@ -156,12 +156,12 @@ class Story:
         self.watching: asyncio.Task[None]
 
     def build(self, name: str) -> None:
-        url = f"http://{name}/{len(self.houses)}"
+        url = f"http://{name}/{len(self.harnesses)}"
         self.urls[name] = url
-        self.houses[url] = FakeEngine(url=url)
+        self.harnesses[url] = FakeEngine(url=url)
 
     def engine(self, name: str) -> FakeEngine:
-        return self.houses[self.urls[name]]
+        return self.harnesses[self.urls[name]]
 
     @property
     def fleet(self) -> EngineBackends:
@@ -171,7 +171,7 @@ class Story:
 
     async def begin(self, *, newest: int | None = None, known: dict[EngineId, int | None] | None = None) -> None:
         fleet = EngineBackends(
-            self.houses.__getitem__, clock=self.clock, routing=RoutingPolicy(self.policy), queue_depth=self.depth
+            self.harnesses.__getitem__, clock=self.clock, routing=RoutingPolicy(self.policy), queue_depth=self.depth
         )
         limits = RelayLimits(engine_wait_s=LONGER_THAN_ANY_S, stall_s=40.0, failures=10**6)
         self.gateway = Gateway(NodeId("gateway"), fleet, limits=limits, clock=self.clock)
@@ -273,24 +273,24 @@ class Story:
         for _ in range(steps):
             quiet = self.gateway.barrier.report().phase is BarrierPhase.QUIET
             before = [bytes(record.generated_ids) for record in self.gateway.ledger]
-            for house in self.houses.values():
-                self.make(house)
+            for harness in self.harnesses.values():
+                self.make(harness)
             await self.settle()
             assert not quiet or [bytes(record.generated_ids) for record in self.gateway.ledger] == before
 
     async def act_make(self, name: str) -> None:
         self.make(self.engine(name))
 
-    def make(self, house: FakeEngine) -> None:
+    def make(self, harness: FakeEngine) -> None:
         """A token each, under the version that the gateway takes the engine to have."""
-        before = {name: len(attempt.context) for name, attempt in house.attempts.items()}
+        before = {name: len(attempt.context) for name, attempt in harness.attempts.items()}
         on = {
             record.attempt_id: (record, relay.backend)
             for record in self.gateway.ledger
             if (relay := self.gateway.relays.get(record.id)) is not None and relay.backend is not None
         }
-        attempts = dict(house.attempts)
-        house.step()
+        attempts = dict(harness.attempts)
+        harness.step()
         for name, attempt in attempts.items():
             if name in on and len(attempt.context) > before[name]:
                 record, backend = on[name]
@@ -335,7 +335,7 @@ class Story:
         self.out = {name for name, state in zip(ENGINES, states, strict=True) if state == "out"}
         self.draining = {name for name, state in zip(ENGINES, states, strict=True) if state == "draining"}
         for name, state in zip(ENGINES, states, strict=True):
-            if state == "house":
+            if state == "harness":
                 self.build(name)
         self.route()
 
@@ -387,9 +387,9 @@ class Story:
         known = {backend.id: backend.policy_version for backend in self.fleet}
         outdated = {backend.id for backend in self.fleet if backend.outdated}
         await self.finish()
-        for house in self.houses.values():  # and what the engines had paused for it, its successor finds
-            house.attempts.clear()
-        self.orphans |= {house.url for house in self.houses.values() if house.paused}
+        for harness in self.harnesses.values():  # and what the engines had paused for it, its successor finds
+            harness.attempts.clear()
+        self.orphans |= {harness.url for harness in self.harnesses.values() if harness.paused}
         if newest is not None:
             known = {name: None if name in outdated else version for name, version in known.items()}
         await self.begin(newest=newest, known=known)
@@ -479,8 +479,8 @@ class Story:
 
     async def end(self) -> None:
         """Nobody does anything any more: all goes on by itself."""
-        for house in self.houses.values():
-            self.mend(house)
+        for harness in self.harnesses.values():
+            self.mend(harness)
         self.out = set()
         self.draining = set()
         self.route()
@@ -498,9 +498,9 @@ class Story:
         self.check()
         self.check_empty()
         known = set(self.urls.values())
-        paused = {house.url for house in self.houses.values() if house.paused} - (self.orphans - known)
+        paused = {harness.url for harness in self.harnesses.values() if harness.paused} - (self.orphans - known)
         assert not paused
-        assert not any(house.attempts for house in self.houses.values())
+        assert not any(harness.attempts for harness in self.harnesses.values())
         await self.finish()
 
 

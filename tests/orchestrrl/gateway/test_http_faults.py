@@ -11,15 +11,15 @@ import pytest
 from aiohttp import web
 
 from orchestrrl.gateway.http.faults import MOST_BODY_BYTES, MOST_MEMBERS, BadHttp, decompressed
-from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, SANE, HttpHouse, http_house, request
+from tests.orchestrrl.gateway.http_harness import CHAT_PATH, PATH, SANE, HttpHarness, http_harness, request
 
 BODY = json.dumps(SANE).encode()
 SECRET = b"Authorization: Bearer s3cret\x01\r\n"
 
 
 @pytest.fixture(params=[False, True], ids=["door", "plain"])
-async def house(request: pytest.FixtureRequest) -> AsyncIterator[HttpHouse]:
-    async with http_house(plain=request.param) as fixture:
+async def harness(request: pytest.FixtureRequest) -> AsyncIterator[HttpHarness]:
+    async with http_harness(plain=request.param) as fixture:
         yield fixture
 
 
@@ -86,21 +86,21 @@ WRONG: dict[str, tuple[bytes, int, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_what_is_wrong_is_named_in_the_answer_and_in_one_line_of_the_log(house: HttpHouse, name: str) -> None:
+async def test_what_is_wrong_is_named_in_the_answer_and_in_one_line_of_the_log(harness: HttpHarness, name: str) -> None:
     data, wanted, message = WRONG[name]
-    status, answer = await house.send(data)
+    status, answer = await harness.send(data)
     error = json.loads(answer)["error"]
     assert (status, error["code"]) == (wanted, wanted)
     assert message in error["message"]
-    (line,) = house.log.take()
+    (line,) = harness.log.take()
     assert str(wanted) in line
     assert "\n" not in line
-    assert house.tries == 0
-    assert (await house.post(SANE))[0] == 200
+    assert harness.tries == 0
+    assert (await harness.post(SANE))[0] == 200
 
 
-async def test_all_faults_are_told_at_once(house: HttpHouse) -> None:
-    _, answer = await house.send(asking(stop=5, n=0, on_stale="no", min_tokens="a", stream_options={"a": 1}))
+async def test_all_faults_are_told_at_once(harness: HttpHarness) -> None:
+    _, answer = await harness.send(asking(stop=5, n=0, on_stale="no", min_tokens="a", stream_options={"a": 1}))
     message = json.loads(answer)["error"]["message"]
     assert [part.split(":")[0] for part in message.split("; ")] == [
         "stop",
@@ -111,18 +111,18 @@ async def test_all_faults_are_told_at_once(house: HttpHouse) -> None:
     ]
 
 
-async def test_what_a_client_breaks_off_is_no_error(house: HttpHouse) -> None:
+async def test_what_a_client_breaks_off_is_no_error(harness: HttpHarness) -> None:
     whole = request(BODY, headers=b"Content-Type: application/json\r\n")
     for stop in range(1, len(whole), 17):
-        assert await house.send(whole[:stop], patience_s=0.01) == (0, b"")
-    assert house.log.take() == []
-    assert (await house.post(SANE))[0] == 200
+        assert await harness.send(whole[:stop], patience_s=0.01) == (0, b"")
+    assert harness.log.take() == []
+    assert (await harness.post(SANE))[0] == 200
 
 
-async def test_requests_that_are_sent_ahead_are_answered_one_by_one(house: HttpHouse) -> None:
+async def test_requests_that_are_sent_ahead_are_answered_one_by_one(harness: HttpHarness) -> None:
     """A wrong one between two others: what was right is answered first."""
     wrong, _, _ = WRONG["min_tokens"]
-    reader, writer = await asyncio.open_connection("127.0.0.1", house.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", harness.port)
     writer.write(request(BODY) + wrong + request(BODY, headers=b"Connection: close\r\n"))
     answer = await reader.read()
     writer.close()
@@ -130,7 +130,7 @@ async def test_requests_that_are_sent_ahead_are_answered_one_by_one(house: HttpH
 
 
 @pytest.mark.parametrize("coding", ["gzip", "x-gzip", "deflate", "raw deflate", "gzip, gzip", "identity"])
-async def test_a_compressed_body_is_read(house: HttpHouse, coding: str) -> None:
+async def test_a_compressed_body_is_read(harness: HttpHarness, coding: str) -> None:
     raw = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     bodies = {
         "gzip": gzip.compress(BODY[:9]) + gzip.compress(BODY[9:]),  # of two members
@@ -141,10 +141,10 @@ async def test_a_compressed_body_is_read(house: HttpHouse, coding: str) -> None:
         "identity": BODY,
     }
     header = f"Content-Encoding: {coding.removeprefix('raw ')}\r\n".encode()
-    status, answer = await house.send(request(bodies[coding], headers=header))
+    status, answer = await harness.send(request(bodies[coding], headers=header))
     assert status == 200, answer
-    assert house.engine.asked[0].body["prompt"] == SANE["prompt"]
-    assert house.engine.asked[0].values("Content-Encoding") == []
+    assert harness.engine.asked[0].body["prompt"] == SANE["prompt"]
+    assert harness.engine.asked[0].values("Content-Encoding") == []
 
 
 def test_a_body_that_grows_without_end_is_cut_off() -> None:
@@ -163,13 +163,13 @@ def test_a_body_of_many_members_is_refused(coding: str) -> None:
     assert (raised.value.status, raised.value.param) == (400, "Content-Encoding")
 
 
-async def test_no_credential_gets_into_the_log_or_an_answer(house: HttpHouse) -> None:
+async def test_no_credential_gets_into_the_log_or_an_answer(harness: HttpHarness) -> None:
     long = b"Authorization: Bearer " + b"s3cret" * 2_000 + b"\r\n"
     for headers in (SECRET, long, b"Authorization: Bearer s3cret\0\r\n", b"Authorization: Bearer s3cret\r\nbroken\r\n"):
-        _, answer = await house.send(request(BODY, headers=headers))
+        _, answer = await harness.send(request(BODY, headers=headers))
         assert b"s3cret" not in answer
-    await house.send(asking(min_tokens="a"))
-    assert not any("s3cret" in line for line in house.log.take())
+    await harness.send(asking(min_tokens="a"))
+    assert not any("s3cret" in line for line in harness.log.take())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -178,11 +178,11 @@ async def test_no_credential_gets_into_the_log_or_an_answer(house: HttpHouse) ->
     [{"error": {"message": "no", "type": "t", "param": "p", "code": 422}}, {"detail": "not so"}, {"error": "no"}],
 )
 async def test_an_engines_own_refusal_goes_through_as_it_is_and_at_once(
-    house: HttpHouse, stream: bool, body: dict[str, Any]
+    harness: HttpHarness, stream: bool, body: dict[str, Any]
 ) -> None:
-    house.engine.refuses = lambda _: web.json_response(body, status=422)
-    status, answer = await house.send(asking(stream=stream))
+    harness.engine.refuses = lambda _: web.json_response(body, status=422)
+    status, answer = await harness.send(asking(stream=stream))
     assert (status, json.loads(answer)) == (422, body)
-    assert house.tries == 1
-    (line,) = house.log.take()
+    assert harness.tries == 1
+    (line,) = harness.log.take()
     assert "422" in line

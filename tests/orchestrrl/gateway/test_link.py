@@ -89,7 +89,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-class House:
+class Harness:
     def __init__(self, address: str) -> None:
         self.address = address
         self.engines = {name: FakeEngine(url=f"http://{name}") for name in ("e0", "e1")}
@@ -102,14 +102,14 @@ class House:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    house = House(f"unix:{tmp_path}/daemon.sock")
-    server = await house.daemon.serve(house.address)
-    running = asyncio.create_task(house.link.run())
-    yield house
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    harness = Harness(f"unix:{tmp_path}/daemon.sock")
+    server = await harness.daemon.serve(harness.address)
+    running = asyncio.create_task(harness.link.run())
+    yield harness
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await house.fleet.close()
+    await harness.fleet.close()
     await server.stop(None)
 
 
@@ -119,34 +119,34 @@ def routes(**draining: bool) -> SetRoutes:
     )
 
 
-def ask(house: House, name: str) -> CompletionRequest:
+def ask(harness: Harness, name: str) -> CompletionRequest:
     body = {"prompt": PROMPT, "max_tokens": 50, "min_tokens": 50}
-    now_s = house.gateway.clock.now_s()
+    now_s = harness.gateway.clock.now_s()
     return read_ask(
         CompletionEndpoint.COMPLETIONS, body, request_id=name, group="g1", tag="t", default_model="", now_s=now_s
     )
 
 
-async def step(house: House, times: int) -> None:
+async def step(harness: Harness, times: int) -> None:
     for _ in range(times):
-        for engine in house.engines.values():
+        for engine in harness.engines.values():
             engine.step()
         await asyncio.sleep(0.001)
 
 
-async def test_orders_are_carried_out_and_requests_reported(house: House) -> None:
-    daemon = house.daemon
+async def test_orders_are_carried_out_and_requests_reported(harness: Harness) -> None:
+    daemon = harness.daemon
     await eventually(lambda: bool(daemon.hellos))
     assert (daemon.hellos[0].node_id, daemon.hellos[0].kind) == ("g", agent_pb2.NODE_KIND_GATEWAY)
     assert daemon.hellos[0].url == "http://gateway"
     daemon.order("routes", routes(e0=False, e1=True))
     await eventually(lambda: "routes" in daemon.results)
     assert daemon.results["routes"].status is OperationStatus.DONE
-    assert house.gateway.usable_engines() == ["e0"]
+    assert harness.gateway.usable_engines() == ["e0"]
 
-    async with house.gateway.job(ask(house, "r")) as job:
-        await eventually(lambda: bool(house.engines["e0"].attempts))
-        await step(house, 10)
+    async with harness.gateway.job(ask(harness, "r")) as job:
+        await eventually(lambda: bool(harness.engines["e0"].attempts))
+        await step(harness, 10)
         await eventually(lambda: bool(daemon.reports[-1].in_flight))
         await eventually(lambda: daemon.reports[-1].in_flight[0].generated_tokens == 10)
         (seen,) = daemon.reports[-1].in_flight
@@ -158,8 +158,8 @@ async def test_orders_are_carried_out_and_requests_reported(house: House) -> Non
         lost = RequestMove(RequestId("x"), EngineId("e0"), EngineId("e1"))
         daemon.order("move", MoveRequests((there, lost)))
         daemon.order("move", MoveRequests((there, lost)))  # delivered twice, carried out once
-        await eventually(lambda: bool(house.engines["e1"].attempts))
-        await step(house, 1)
+        await eventually(lambda: bool(harness.engines["e1"].attempts))
+        await step(harness, 1)
         await eventually(lambda: "move" in daemon.results)
         result = daemon.results["move"]
         assert result.status is OperationStatus.PARTIAL
@@ -168,7 +168,7 @@ async def test_orders_are_carried_out_and_requests_reported(house: House) -> Non
             ("x", False, "no such request"),
         ]
         assert result.items[0].recomputed_tokens == len(PROMPT) + 10
-        await step(house, 60)
+        await step(harness, 60)
         await eventually(lambda: job.done)
         (record,) = job.records
         assert list(record.generated_ids) == undisturbed(PROMPT, 50, min_tokens=50)[0]
@@ -180,56 +180,56 @@ async def test_orders_are_carried_out_and_requests_reported(house: House) -> Non
     await eventually(lambda: not daemon.reports[-1].finished and not daemon.reports[-1].in_flight)
 
 
-async def test_engines_that_are_being_started_are_waited_for(house: House) -> None:
-    house.daemon.order("routes", SetRoutes((), (EngineId("e0"),), FAR_S))
-    await eventually(lambda: "routes" in house.daemon.results)
-    assert house.fleet.expected == {"e0"}
-    async with house.gateway.job(ask(house, "r")) as job:
-        await eventually(lambda: len(house.fleet.queue) == 1)
-        house.daemon.order("come", routes(e0=False))
-        await eventually(lambda: bool(house.engines["e0"].attempts))
-        assert not house.fleet.expected
-        await step(house, 60)
+async def test_engines_that_are_being_started_are_waited_for(harness: Harness) -> None:
+    harness.daemon.order("routes", SetRoutes((), (EngineId("e0"),), FAR_S))
+    await eventually(lambda: "routes" in harness.daemon.results)
+    assert harness.fleet.expected == {"e0"}
+    async with harness.gateway.job(ask(harness, "r")) as job:
+        await eventually(lambda: len(harness.fleet.queue) == 1)
+        harness.daemon.order("come", routes(e0=False))
+        await eventually(lambda: bool(harness.engines["e0"].attempts))
+        assert not harness.fleet.expected
+        await step(harness, 60)
         await eventually(lambda: job.done)
     # One that the gateway holds goes where it is sent: there is no engine that it comes from.
-    house.daemon.order("none", SetRoutes((), (EngineId("e0"), EngineId("e1")), FAR_S))
-    await eventually(lambda: "none" in house.daemon.results)
-    async with house.gateway.job(ask(house, "s")):
-        await eventually(lambda: len(house.fleet.queue) == 1)
-        house.daemon.order("move", MoveRequests((RequestMove(RequestId("s"), EngineId(""), EngineId("e1")),)))
-        await eventually(lambda: "move" in house.daemon.results)
-        assert house.daemon.results["move"].status is OperationStatus.DONE
-        house.daemon.order("both", routes(e0=False, e1=False))
-        await eventually(lambda: bool(house.engines["e1"].attempts))
+    harness.daemon.order("none", SetRoutes((), (EngineId("e0"), EngineId("e1")), FAR_S))
+    await eventually(lambda: "none" in harness.daemon.results)
+    async with harness.gateway.job(ask(harness, "s")):
+        await eventually(lambda: len(harness.fleet.queue) == 1)
+        harness.daemon.order("move", MoveRequests((RequestMove(RequestId("s"), EngineId(""), EngineId("e1")),)))
+        await eventually(lambda: "move" in harness.daemon.results)
+        assert harness.daemon.results["move"].status is OperationStatus.DONE
+        harness.daemon.order("both", routes(e0=False, e1=False))
+        await eventually(lambda: bool(harness.engines["e1"].attempts))
 
 
-async def test_what_gateways_do_not_do_is_said(house: House) -> None:
-    house.daemon.order("probe", ProbeEngine(EngineId("e0")))
-    house.daemon.order("nowhere", SetRoutes((EngineRoute(EngineId("e5"), ""),)))
-    await eventually(lambda: {"probe", "nowhere"} <= house.daemon.results.keys())
-    assert house.daemon.results["probe"].status is OperationStatus.FAILED
-    assert house.daemon.results["nowhere"].status is OperationStatus.PARTIAL
-    assert "e5" in house.daemon.results["nowhere"].detail
+async def test_what_gateways_do_not_do_is_said(harness: Harness) -> None:
+    harness.daemon.order("probe", ProbeEngine(EngineId("e0")))
+    harness.daemon.order("nowhere", SetRoutes((EngineRoute(EngineId("e5"), ""),)))
+    await eventually(lambda: {"probe", "nowhere"} <= harness.daemon.results.keys())
+    assert harness.daemon.results["probe"].status is OperationStatus.FAILED
+    assert harness.daemon.results["nowhere"].status is OperationStatus.PARTIAL
+    assert "e5" in harness.daemon.results["nowhere"].detail
 
 
 async def test_without_the_daemon_its_last_orders_hold(tmp_path: Path) -> None:
-    house = House(f"unix:{tmp_path}/daemon.sock")
-    server = await house.daemon.serve(house.address)
-    running = asyncio.create_task(house.link.run())
-    house.daemon.order("routes", routes(e0=True, e1=False))
-    await eventually(lambda: "routes" in house.daemon.results)
+    harness = Harness(f"unix:{tmp_path}/daemon.sock")
+    server = await harness.daemon.serve(harness.address)
+    running = asyncio.create_task(harness.link.run())
+    harness.daemon.order("routes", routes(e0=True, e1=False))
+    await eventually(lambda: "routes" in harness.daemon.results)
     await server.stop(None)
 
-    async with house.gateway.job(ask(house, "r")) as job:
-        await eventually(lambda: bool(house.engines["e1"].attempts))
-        await step(house, 60)
+    async with harness.gateway.job(ask(harness, "r")) as job:
+        await eventually(lambda: bool(harness.engines["e1"].attempts))
+        await step(harness, 60)
         await eventually(lambda: job.done)
     successor = Daemon()
-    server = await successor.serve(house.address)
+    server = await successor.serve(harness.address)
     await eventually(lambda: any(report.finished for report in successor.reports))
     assert [summary.id for report in successor.reports[:1] for summary in report.finished] == ["r"]
     await eventually(lambda: bool(successor.hellos))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await house.fleet.close()
+    await harness.fleet.close()
     await server.stop(None)

@@ -15,10 +15,10 @@ from orchestrrl.gateway.service import GatewayOptions, ProcessPlace, operator_po
 from orchestrrl.integrations.vllm_weights import reload_weights
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.processes import free_port
-from tests.orchestrrl.gateway.test_server import PROMPT, House, house
+from tests.orchestrrl.gateway.test_server import PROMPT, Harness, harness
 from tests.orchestrrl.integrations.fake_vllm import servers
 
-__all__ = ["house"]  # a fixture
+__all__ = ["harness"]  # a fixture
 
 OPERATOR = [
     ("GET", "/orchestrrl/requests"),
@@ -54,43 +54,43 @@ def test_the_table_has_every_operator_route() -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [*OPERATOR, ("GET", "/orchestrrl/"), ("PUT", "/orchestrrl/anything")])
-async def test_the_trainers_port_has_no_operator_route(house: House, method: str, path: str) -> None:
-    async with house.http.request(method, house.url + path, json={}) as answer:
+async def test_the_trainers_port_has_no_operator_route(harness: Harness, method: str, path: str) -> None:
+    async with harness.http.request(method, harness.url + path, json={}) as answer:
         assert answer.status == 404
         message = (await answer.json())["error"]["message"]
-        assert message.endswith(f": Not Found; the operator API is at {house.operator_url}")
-    async with house.http.get(house.operator_url + "/orchestrrl/barrier") as answer:
+        assert message.endswith(f": Not Found; the operator API is at {harness.operator_url}")
+    async with harness.http.get(harness.operator_url + "/orchestrrl/barrier") as answer:
         assert (await answer.json())["phase"] == "open"
 
 
-async def test_the_operator_api_serves_no_completions(house: House) -> None:
+async def test_the_operator_api_serves_no_completions(harness: Harness) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
-        async with house.http.post(house.operator_url + path, json={"prompt": PROMPT}) as answer:
+        async with harness.http.post(harness.operator_url + path, json={"prompt": PROMPT}) as answer:
             assert answer.status == 404
     for path in ("/health", "/metrics", "/version"):
         pages = []
-        for url in (house.url, house.operator_url):
-            async with house.http.get(url + path) as answer:
+        for url in (harness.url, harness.operator_url):
+            async with harness.http.get(url + path) as answer:
                 assert answer.status == 200
                 pages.append((await answer.text()).partition("_seconds")[0])
         assert path == "/metrics" or pages[0] == pages[1]
 
 
-async def test_the_version_names_the_operator_api(house: House) -> None:
-    _, told = await house.get("/version")
-    assert told["operator_url"] == house.operator_url
+async def test_the_version_names_the_operator_api(harness: Harness) -> None:
+    _, told = await harness.get("/version")
+    assert told["operator_url"] == harness.operator_url
 
 
 @pytest.mark.parametrize(("host", "asked"), [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::", "[::1]")])
 async def test_an_operator_api_on_all_addresses_is_named_by_that_of_the_asker(
-    house: House, host: str, asked: str
+    harness: Harness, host: str, asked: str
 ) -> None:
-    server = GatewayServer(house.gateway)
+    server = GatewayServer(harness.gateway)
     try:
         await server.start("127.0.0.1", 0)
         url = await server.start_operator(host, 0)
         port = url.rpartition(":")[2]
-        async with house.http.get(f"http://{asked}:{port}/version") as answer:
+        async with harness.http.get(f"http://{asked}:{port}/version") as answer:
             assert (await answer.json())["operator_url"] == f"http://{asked}:{port}"
     finally:
         await server.close()

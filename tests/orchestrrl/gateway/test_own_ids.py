@@ -39,7 +39,7 @@ class Line:
         self.closed = True
 
 
-class House:
+class Harness:
     def __init__(self, **own: str) -> None:
         self.servers: dict[str, str] = {}  # by URL
         self.lines: list[Line] = []
@@ -65,49 +65,49 @@ class House:
 
 
 async def test_the_daemons_id_replaces_the_own_one_and_all_that_is_there_stays() -> None:
-    house = House(a="http://localhost:8001", b="http://localhost:8002")
-    record = house.put("r", A)
-    assert house.route(e0=LOCAL, b="") == []
-    assert sorted(backend.id for backend in house.fleet) == ["b", "e0"]
+    harness = Harness(a="http://localhost:8001", b="http://localhost:8002")
+    record = harness.put("r", A)
+    assert harness.route(e0=LOCAL, b="") == []
+    assert sorted(backend.id for backend in harness.fleet) == ["b", "e0"]
     assert record.engine == "e0"
-    assert house.fleet.get(A) is house.fleet.get(E0)
-    backend = house.fleet.get(A)
+    assert harness.fleet.get(A) is harness.fleet.get(E0)
+    backend = harness.fleet.get(A)
     assert backend is not None
     assert (backend.waiting, list(backend.records)) == (1, ["r"])
-    assert [view.engine for view in house.gateway.report().in_flight] == ["e0"]
-    assert house.gateway.own_engines() == (
+    assert [view.engine for view in harness.gateway.report().in_flight] == ["e0"]
+    assert harness.gateway.own_engines() == (
         GatewayEngine(A, "http://localhost:8001", "", E0),
         GatewayEngine(B, "http://localhost:8002"),
     )
-    assert not any(line.closed for line in house.lines[:2])
+    assert not any(line.closed for line in harness.lines[:2])
     # Again, and from then on, it is the same.
-    house.route(e0=LOCAL, b="")
-    assert sorted(backend.id for backend in house.fleet) == ["b", "e0"]
-    await house.fleet.close()
+    harness.route(e0=LOCAL, b="")
+    assert sorted(backend.id for backend in harness.fleet) == ["b", "e0"]
+    await harness.fleet.close()
 
 
 async def test_a_route_to_another_server_leaves_the_own_engine_to_its_requests() -> None:
-    house = House(a="http://localhost:8001")
-    record = house.put("r", A)
-    house.route(e0="http://127.0.0.1:8002")
-    assert sorted(backend.id for backend in house.fleet) == ["a", "e0"]
+    harness = Harness(a="http://localhost:8001")
+    record = harness.put("r", A)
+    harness.route(e0="http://127.0.0.1:8002")
+    assert sorted(backend.id for backend in harness.fleet) == ["a", "e0"]
     assert record.engine == "a"
-    assert house.fleet.known_as == {}
-    await house.fleet.close()
+    assert harness.fleet.known_as == {}
+    await harness.fleet.close()
 
 
 async def test_two_routes_to_one_server_are_not_made_one() -> None:
     """The daemon's word on what is one engine goes before the gateway's."""
-    house = House(a="http://localhost:8001")
-    house.route(a="", e0=LOCAL)
-    assert sorted(backend.id for backend in house.fleet) == ["a", "e0"]
-    assert house.fleet.known_as == {}
-    await house.fleet.close()
+    harness = Harness(a="http://localhost:8001")
+    harness.route(a="", e0=LOCAL)
+    assert sorted(backend.id for backend in harness.fleet) == ["a", "e0"]
+    assert harness.fleet.known_as == {}
+    await harness.fleet.close()
 
 
 async def test_moves_work_by_both_ids() -> None:
-    house = House(a="http://localhost:8001", b="http://localhost:8002")
-    house.route(e0=LOCAL, e1="http://127.0.0.1:8002")
+    harness = Harness(a="http://localhost:8001", b="http://localhost:8002")
+    harness.route(e0=LOCAL, e1="http://127.0.0.1:8002")
     asked: list[tuple[str, str]] = []
 
     class Relayed:
@@ -119,73 +119,73 @@ async def test_moves_work_by_both_ids() -> None:
             return "moved"
 
     for name in "rst":
-        house.gateway.relays[RequestId(name)] = Relayed(house.put(name, E0))  # type: ignore[assignment]
+        harness.gateway.relays[RequestId(name)] = Relayed(harness.put(name, E0))  # type: ignore[assignment]
     for name, source, target in (("r", A, B), ("s", E0, B), ("t", A, E1)):
-        assert await house.gateway._move(RequestMove(RequestId(name), source, target)) == "moved"
+        assert await harness.gateway._move(RequestMove(RequestId(name), source, target)) == "moved"
     assert asked == [("r", "e1"), ("s", "e1"), ("t", "e1")]
-    await house.fleet.close()
+    await harness.fleet.close()
 
 
 async def test_what_a_server_says_of_itself_finds_the_daemons_id_by_another_address() -> None:
-    house = House(a="http://gpu7:8001", b="http://gpu7:8002")
-    for backend, server in zip(house.fleet, ("s1", "s2"), strict=True):
+    harness = Harness(a="http://gpu7:8001", b="http://gpu7:8002")
+    for backend, server in zip(harness.fleet, ("s1", "s2"), strict=True):
         backend.engine.server = server  # type: ignore[attr-defined]
-    await house.gateway.identify_engines()
-    assert [engine.server for engine in house.gateway.own_engines()] == ["s1", "s2"]
-    house.put("r", A)
-    house.servers[LOCAL] = "s1"
-    house.route(e0=LOCAL, b="")
-    assert sorted(backend.id for backend in house.fleet) == ["a", "b", "e0"]
-    await house.gateway.identify_engines()
-    assert house.fleet.known_as == {A: E0}
-    assert house.gateway.own_engines()[0].known_as == "e0"
-    await house.fleet.close()
+    await harness.gateway.identify_engines()
+    assert [engine.server for engine in harness.gateway.own_engines()] == ["s1", "s2"]
+    harness.put("r", A)
+    harness.servers[LOCAL] = "s1"
+    harness.route(e0=LOCAL, b="")
+    assert sorted(backend.id for backend in harness.fleet) == ["a", "b", "e0"]
+    await harness.gateway.identify_engines()
+    assert harness.fleet.known_as == {A: E0}
+    assert harness.gateway.own_engines()[0].known_as == "e0"
+    await harness.fleet.close()
 
 
 async def test_an_engine_that_cannot_be_read_is_asked_again() -> None:
-    house = House(a="http://gpu7:8001")
-    (backend,) = house.fleet
+    harness = Harness(a="http://gpu7:8001")
+    (backend,) = harness.fleet
     backend.engine.server = ""  # type: ignore[attr-defined]
-    await house.gateway.identify_engines()
-    assert house.gateway.own_engines()[0].server == ""
+    await harness.gateway.identify_engines()
+    assert harness.gateway.own_engines()[0].server == ""
     backend.engine.server = "s1"  # type: ignore[attr-defined]
-    await asyncio.gather(house.gateway.identify_engines())
-    assert house.gateway.own_engines()[0].server == "s1"
-    await house.fleet.close()
+    await asyncio.gather(harness.gateway.identify_engines())
+    assert harness.gateway.own_engines()[0].server == "s1"
+    await harness.fleet.close()
 
 
 async def test_a_new_engine_at_an_old_address_is_not_taken_for_the_one_before() -> None:
-    house = House()
-    house.route(e0=LOCAL)
-    record = house.put("r", E0)
-    (before,) = house.fleet
+    harness = Harness()
+    harness.route(e0=LOCAL)
+    record = harness.put("r", E0)
+    (before,) = harness.fleet
     before.suspect_because, before.tying_field = "it died", "odd"
-    house.route(e1=LOCAL)
-    backend = house.fleet.get(E1)
+    harness.route(e1=LOCAL)
+    backend = harness.fleet.get(E1)
     assert backend is not None
     assert backend is not before
     assert (backend.usable, backend.tying_field, backend.records) == (True, "", {})
     assert record.engine == "e0"
     assert before.suspect_because
-    await house.fleet.close()
+    await harness.fleet.close()
 
 
 async def test_the_daemons_id_may_change_again() -> None:
-    house = House(a="http://localhost:8001")
-    (backend,) = house.fleet
-    house.put("r", A)
-    house.route(e0=LOCAL)
-    assert house.fleet.known_as == {A: E0}
-    house.route(e1=LOCAL)
-    assert (house.fleet.known_as, house.fleet.get(A), house.fleet.get(E1)) == ({A: E1}, backend, backend)
-    house.route(a=LOCAL)
-    assert (house.fleet.known_as, house.fleet.get(A)) == ({}, backend)
-    assert house.gateway.own_engines()[0].known_as is None
+    harness = Harness(a="http://localhost:8001")
+    (backend,) = harness.fleet
+    harness.put("r", A)
+    harness.route(e0=LOCAL)
+    assert harness.fleet.known_as == {A: E0}
+    harness.route(e1=LOCAL)
+    assert (harness.fleet.known_as, harness.fleet.get(A), harness.fleet.get(E1)) == ({A: E1}, backend, backend)
+    harness.route(a=LOCAL)
+    assert (harness.fleet.known_as, harness.fleet.get(A)) == ({}, backend)
+    assert harness.gateway.own_engines()[0].known_as is None
     assert list(backend.records) == ["r"]
-    await house.fleet.close()
+    await harness.fleet.close()
 
 
 async def test_no_login_of_an_engine_goes_to_the_daemon() -> None:
-    house = House(a="http://user:s3cret@localhost:8001")
-    assert house.gateway.own_engines() == (GatewayEngine(A, "http://localhost:8001"),)
-    await house.fleet.close()
+    harness = Harness(a="http://user:s3cret@localhost:8001")
+    assert harness.gateway.own_engines() == (GatewayEngine(A, "http://localhost:8001"),)
+    await harness.fleet.close()

@@ -19,7 +19,7 @@ from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from orchestrrl.gateway.ledger.versions import VersionSpan
 from planner.model import EngineId, RequestId, RequestState
 from tests.orchestrrl.gateway.fakes import world
-from tests.orchestrrl.gateway.http_house import CHAT_PATH, PATH, HttpHouse, http_house, request
+from tests.orchestrrl.gateway.http_harness import CHAT_PATH, PATH, HttpHarness, http_harness, request
 
 PROMPT = [97, 32, 98]
 
@@ -28,29 +28,29 @@ NAMED = b"X-Request-Id: r\r\n"
 
 
 @pytest.fixture(params=[False, True], ids=["door", "plain"])
-async def house(request: pytest.FixtureRequest) -> AsyncIterator[HttpHouse]:
-    async with http_house(plain=request.param, engines=2) as fixture:
+async def harness(request: pytest.FixtureRequest) -> AsyncIterator[HttpHarness]:
+    async with http_harness(plain=request.param, engines=2) as fixture:
         yield fixture
 
 
-def asked_of(house: HttpHouse) -> list[dict[str, Any]]:
-    return [asked.body for engine in house.engines for asked in engine.asked]
+def asked_of(harness: HttpHarness) -> list[dict[str, Any]]:
+    return [asked.body for engine in harness.engines for asked in engine.asked]
 
 
-async def until_asked(house: HttpHouse) -> None:
+async def until_asked(harness: HttpHarness) -> None:
     async with asyncio.timeout(60):
-        while not house.tries:
+        while not harness.tries:
             await asyncio.sleep(0.002)
 
 
-async def test_the_body_goes_as_it_is_and_the_answer_comes_as_it_is(house: HttpHouse) -> None:
-    for engine in house.engines:
+async def test_the_body_goes_as_it_is_and_the_answer_comes_as_it_is(harness: HttpHarness) -> None:
+    for engine in harness.engines:
         engine.choice_fields = {"prompt_logprobs": [None, {"7": {"logprob": -1.0}}], "logprobs": {"tokens": ["x"]}}
         engine.answer_fields = {"kv_transfer_params": {"a": 1}, "metrics": None}
     body = {**ECHO, "logprobs": 1, "prompt_logprobs": 2, "stream": False, "return_token_ids": False}
-    status, answer = await house.post(body, headers=NAMED)
+    status, answer = await harness.post(body, headers=NAMED)
     assert status == 200
-    assert asked_of(house) == [body]
+    assert asked_of(harness) == [body]
     (choice,) = answer["choices"]
     assert choice["text"] == "saneabc"
     assert choice["logprobs"] == {"tokens": ["x"]}
@@ -59,147 +59,147 @@ async def test_the_body_goes_as_it_is_and_the_answer_comes_as_it_is(house: HttpH
     assert (answer["kv_transfer_params"], answer["metrics"]) == ({"a": 1}, None)
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
     async with asyncio.timeout(60):
-        while not house.gateway.ledger.finished:
+        while not harness.gateway.ledger.finished:
             await asyncio.sleep(0.002)
-    summary = house.gateway.ledger.finished[-1]
+    summary = harness.gateway.ledger.finished[-1]
     assert (summary.prompt_tokens, summary.generated_tokens, summary.finish_reason) == (2, 3, "length")
 
 
 @pytest.mark.parametrize("usage", [False, True])
-async def test_a_stream_is_passed_on_event_by_event(house: HttpHouse, usage: bool) -> None:
+async def test_a_stream_is_passed_on_event_by_event(harness: HttpHarness, usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
-    events = await house.stream({**ECHO, **options}, headers=NAMED)
-    assert asked_of(house) == [{**ECHO, **options, "stream": True}]
+    events = await harness.stream({**ECHO, **options}, headers=NAMED)
+    assert asked_of(harness) == [{**ECHO, **options, "stream": True}]
     assert [event["choices"][0]["text"] for event in events[:3]] == ["a", "b", "c"]
     assert {event["id"] for event in events} == {"cmpl-r"}
     assert [event["choices"][0]["finish_reason"] for event in events[:3]] == [None, None, "length"]
     assert [event["usage"]["prompt_tokens_details"] for event in events[3:]] == [{"cached_tokens": 1}] * usage
     async with asyncio.timeout(60):
-        while not house.gateway.ledger.finished:
+        while not harness.gateway.ledger.finished:
             await asyncio.sleep(0.002)
-    assert house.gateway.ledger.finished[-1].generated_tokens == 3
+    assert harness.gateway.ledger.finished[-1].generated_tokens == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_each_sample_is_relayed_on_its_own(house: HttpHouse, stream: bool) -> None:
+async def test_each_sample_is_relayed_on_its_own(harness: HttpHarness, stream: bool) -> None:
     body = {**ECHO, "n": 2, "temperature": 1, "seed": 5}
     if stream:
-        events = await house.stream({**body, "stream_options": {"include_usage": True}})
+        events = await harness.stream({**body, "stream_options": {"include_usage": True}})
         texts = {0: "", 1: ""}
         for event in events[:-1]:
             texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
         assert texts == {0: "abc", 1: "abc"}
         usage = events[-1]["usage"]
     else:
-        _, answer = await house.post(body)
+        _, answer = await harness.post(body)
         assert [choice["index"] for choice in answer["choices"]] == [0, 1]
         assert [choice["text"] for choice in answer["choices"]] == ["saneabc"] * 2
         usage = answer["usage"]
-    assert sorted(asked["seed"] for asked in asked_of(house)) == [5, 6]
-    assert not any("n" in asked for asked in asked_of(house))
+    assert sorted(asked["seed"] for asked in asked_of(harness)) == [5, 6]
+    assert not any("n" in asked for asked in asked_of(harness))
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 6)
 
 
 @pytest.mark.parametrize(("path", "more"), [(PATH, {"prompt": "a"}), (CHAT_PATH, {"messages": [{"role": "user"}]})])
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-6])
 async def test_several_greedy_answers_are_refused_as_engines_refuse_them(
-    house: HttpHouse, path: str, more: dict[str, Any], temperature: float
+    harness: HttpHarness, path: str, more: dict[str, Any], temperature: float
 ) -> None:
-    status, answer = await house.post({**more, "n": 2, "temperature": temperature}, path)
+    status, answer = await harness.post({**more, "n": 2, "temperature": temperature}, path)
     assert (status, answer["error"]["param"]) == (400, "n")
     assert "greedy" in answer["error"]["message"]
-    assert house.tries == 0
-    assert (await house.post({**more, "n": 2, "temperature": 0.1, "max_tokens": 3}, path))[0] == 200
+    assert harness.tries == 0
+    assert (await harness.post({**more, "n": 2, "temperature": 0.1, "max_tokens": 3}, path))[0] == 200
 
 
-async def test_one_that_runs_does_not_move_and_says_why(house: HttpHouse) -> None:
-    for engine in house.engines:
+async def test_one_that_runs_does_not_move_and_says_why(harness: HttpHarness) -> None:
+    for engine in harness.engines:
         engine.hold_after = 1
-    asking = asyncio.create_task(house.stream(ECHO, headers=NAMED))
-    await until_asked(house)
-    record = house.gateway.ledger.get(RequestId("r"))
+    asking = asyncio.create_task(harness.stream(ECHO, headers=NAMED))
+    await until_asked(harness)
+    record = harness.gateway.ledger.get(RequestId("r"))
     assert record is not None
     assert record.engine is not None
     order = RequestMove(record.id, record.engine, EngineId("e1" if record.engine == "e0" else "e0"))
-    (result,) = await house.gateway.move([order])
+    (result,) = await harness.gateway.move([order])
     assert (result.done, "echo: the answer begins with the prompt" in result.detail) == (False, True)
-    (view,) = house.gateway.report().in_flight
+    (view,) = harness.gateway.report().in_flight
     assert (view.movable, view.movable_detail) == (False, "echo: the answer begins with the prompt")
-    for engine in house.engines:
+    for engine in harness.engines:
         engine.released.set()
     await asking
 
 
-async def test_one_that_its_engine_gave_up_is_asked_again_elsewhere(house: HttpHouse) -> None:
+async def test_one_that_its_engine_gave_up_is_asked_again_elsewhere(harness: HttpHarness) -> None:
     broken = iter([True, False])
 
     def refuse(body: dict[str, Any]) -> web.Response | None:
         return web.json_response({"error": {"message": "dying"}}, status=500) if next(broken) else None
 
-    for engine in house.engines:
+    for engine in harness.engines:
         engine.refuses = refuse
-    status, answer = await house.post(ECHO)
+    status, answer = await harness.post(ECHO)
     assert (status, answer["choices"][0]["text"]) == (200, "saneabc")
-    assert asked_of(house) == [ECHO, ECHO]
+    assert asked_of(harness) == [ECHO, ECHO]
 
 
-async def test_a_stream_that_has_begun_and_breaks_off_ends_with_an_error_and_the_reason(house: HttpHouse) -> None:
-    for engine in house.engines:
+async def test_a_stream_that_has_begun_and_breaks_off_ends_with_an_error_and_the_reason(harness: HttpHarness) -> None:
+    for engine in harness.engines:
         engine.hold_after = 1
     data = json.dumps({**ECHO, "stream": True}).encode()
-    asking = asyncio.create_task(house.send(request(data, headers=NAMED)))
+    asking = asyncio.create_task(harness.send(request(data, headers=NAMED)))
     record = None
     async with asyncio.timeout(60):
         while record is None or not record.delivered:
-            record = house.gateway.ledger.get(RequestId("r"))
+            record = harness.gateway.ledger.get(RequestId("r"))
             await asyncio.sleep(0.002)
-    backend = house.gateway.fleet.get(record.engine)
+    backend = harness.gateway.fleet.get(record.engine)
     assert backend is not None
     await backend.engine.close()  # its connections break
     _, answer = await asking
     error = json.loads(answer.split(b"\n\n")[-3][len(b"data: ") :])["error"]
     assert error["code"] == 502
     assert "echo: the answer begins with the prompt" in error["message"]
-    assert house.tries == 1
+    assert harness.tries == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_that_is_cancelled_ends_as_any_other(house: HttpHouse, stream: bool) -> None:
-    for engine in house.engines:
+async def test_one_that_is_cancelled_ends_as_any_other(harness: HttpHarness, stream: bool) -> None:
+    for engine in harness.engines:
         engine.hold_after = 1
-    ask = house.stream if stream else house.post
+    ask = harness.stream if stream else harness.post
     asking: asyncio.Task[Any] = asyncio.create_task(ask(ECHO, headers=NAMED))
-    await until_asked(house)
-    assert house.gateway.cancel([RequestId("r")], (), "redundant") == ("r",)
+    await until_asked(harness)
+    assert harness.gateway.cancel([RequestId("r")], (), "redundant") == ("r",)
     answer = await asking
     last = answer[-1] if stream else answer[1]
     assert last["choices"][0]["finish_reason"] == "abort"
-    for engine in house.engines:
+    for engine in harness.engines:
         engine.released.set()
 
 
-async def test_the_versions_of_its_tokens_are_told(house: HttpHouse) -> None:
-    for backend in house.gateway.fleet:
+async def test_the_versions_of_its_tokens_are_told(harness: HttpHarness) -> None:
+    for backend in harness.gateway.fleet:
         backend.policy_version = 7
-    _, answer = await house.post({**ECHO, "return_policy_versions": True})
+    _, answer = await harness.post({**ECHO, "return_policy_versions": True})
     assert answer["choices"][0]["policy_versions"] == [{"version": 7, "start": 0, "end": 3}]
-    events = await house.stream({**ECHO, "return_policy_versions": True})
+    events = await harness.stream({**ECHO, "return_policy_versions": True})
     assert [event["choices"][0]["policy_version"] for event in events] == [7, 7, 7]
-    assert not any("return_policy_versions" in body for body in asked_of(house))
+    assert not any("return_policy_versions" in body for body in asked_of(harness))
 
 
-async def test_a_stream_tells_the_version_of_each_event(house: HttpHouse) -> None:
-    for engine in house.engines:
+async def test_a_stream_tells_the_version_of_each_event(harness: HttpHarness) -> None:
+    for engine in harness.engines:
         engine.hold_after = 1
-    for backend in house.gateway.fleet:
+    for backend in harness.gateway.fleet:
         backend.policy_version = 7
-    asking = asyncio.create_task(house.stream({**ECHO, "return_policy_versions": True}, headers=NAMED))
+    asking = asyncio.create_task(harness.stream({**ECHO, "return_policy_versions": True}, headers=NAMED))
     async with asyncio.timeout(60):
-        while (record := house.gateway.ledger.get(RequestId("r"))) is None or not record.relayed_tokens:
+        while (record := harness.gateway.ledger.get(RequestId("r"))) is None or not record.relayed_tokens:
             await asyncio.sleep(0.002)
-    for backend in house.gateway.fleet:
+    for backend in harness.gateway.fleet:
         backend.policy_version = 8
-    for engine in house.engines:
+    for engine in harness.engines:
         engine.released.set()
     assert [event["choices"][0]["policy_version"] for event in await asking] == [7, 8, 8]
     assert record.versions.spans(3) == (VersionSpan(7, 0, 1), VersionSpan(8, 1, 3))
@@ -209,10 +209,10 @@ async def test_nothing_of_it_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(store_module, "BATCH_S", 0.001)
     store = LedgerStore(RetentionPolicy(tmp_path / "ledger.db", from_s=0.0), WallClock())
     store.start()
-    async with http_house(plain=False, store=store) as house:
+    async with http_harness(plain=False, store=store) as harness:
         for tries in (1, 2):
-            assert (await house.post(ECHO, headers=NAMED))[0] == 200
-            assert house.tries == tries
+            assert (await harness.post(ECHO, headers=NAMED))[0] == 200
+            assert harness.tries == tries
     await store.close()
 
 

@@ -27,7 +27,7 @@ DEADLINE_S = 120.0
 
 
 @dataclass
-class House:
+class Harness:
     url: str
     engine_urls: list[str]
     gateway: Gateway
@@ -77,7 +77,7 @@ class House:
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[House]:
+async def harness() -> AsyncIterator[Harness]:
     options = SimulatedOptions(speed=20.0, tick_s=0.002)
     clock = WallClock()
     async with (
@@ -93,7 +93,7 @@ async def house() -> AsyncIterator[House]:
         server = GatewayServer(gateway)
         url = await server.start("127.0.0.1", 0)
         operator_url = await server.start_operator("127.0.0.1", 0)
-        yield House(url, [first.url, second.url], gateway, http, pause_registry, released, operator_url)
+        yield Harness(url, [first.url, second.url], gateway, http, pause_registry, released, operator_url)
         await server.close()
         await fleet.close()
 
@@ -122,11 +122,11 @@ def said(value: Any) -> Any:
         ),
     ],
 )
-async def test_an_answer_is_the_engines_own(house: House, path: str, body: dict[str, Any]) -> None:
+async def test_an_answer_is_the_engines_own(harness: Harness, path: str, body: dict[str, Any]) -> None:
     body = {"model": "simulated", "temperature": 0, **body}
-    status, answer = await house.post(path, body)
+    status, answer = await harness.post(path, body)
     assert status == 200, answer
-    _, direct = await house.post(path, body, house.engine_urls[0])
+    _, direct = await harness.post(path, body, harness.engine_urls[0])
     same(answer, direct)
 
 
@@ -139,23 +139,23 @@ async def test_an_answer_is_the_engines_own(house: House, path: str, body: dict[
 )
 @pytest.mark.parametrize("moves", [0, 1, 3])
 async def test_a_stream_is_the_engines_own_however_often_it_is_moved(
-    house: House, path: str, body: dict[str, Any], moves: int
+    harness: Harness, path: str, body: dict[str, Any], moves: int
 ) -> None:
     body = {"model": "simulated", "temperature": 0, "max_tokens": 300, "ignore_eos": True, **body}
     body["stream_options"] = {"include_usage": True}
-    house.pause_registry.extend([11] * moves)
-    reading = asyncio.create_task(house.stream(path, body, **{"X-Request-Id": "r"}))
+    harness.pause_registry.extend([11] * moves)
+    reading = asyncio.create_task(harness.stream(path, body, **{"X-Request-Id": "r"}))
     for _ in range(moves):
-        result = await house.move("r")
+        result = await harness.move("r")
         assert result["done"], result
     events = await reading
-    direct = await house.stream(path, body, house.engine_urls[0])
+    direct = await harness.stream(path, body, harness.engine_urls[0])
     assert joined(events) == joined(direct)
     assert events[-1]["usage"] == direct[-1]["usage"]
     assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]].count("length") == 1
-    finished = house.gateway.ledger.finished[-1]
+    finished = harness.gateway.ledger.finished[-1]
     assert finished.moves == moves
-    assert house.gateway.moves_done == moves
+    assert harness.gateway.moves_done == moves
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -175,46 +175,46 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-async def test_a_moved_answer_as_a_whole(house: House) -> None:
+async def test_a_moved_answer_as_a_whole(harness: Harness) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "temperature": 0, "max_tokens": 300, "ignore_eos": True}
     body |= {"return_token_ids": True, "logprobs": 1}
-    house.pause_registry.append(7)
-    asking = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "r"}))
-    result = await house.move("r")
+    harness.pause_registry.append(7)
+    asking = asyncio.create_task(harness.post("/v1/completions", body, **{"X-Request-Id": "r"}))
+    result = await harness.move("r")
     assert result["done"], result
     assert result["recomputed_tokens"] > len(PROMPT)
     status, answer = await asking
     assert status == 200
-    _, direct = await house.post("/v1/completions", body, house.engine_urls[0])
+    _, direct = await harness.post("/v1/completions", body, harness.engine_urls[0])
     same(answer, direct)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_n_answers_are_those_of_n_seeds_in_order(house: House, path: str) -> None:
+async def test_n_answers_are_those_of_n_seeds_in_order(harness: Harness, path: str) -> None:
     asked: dict[str, Any] = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
     body = {"model": "simulated", "temperature": 1, "max_tokens": 9, "return_token_ids": True, **asked}
-    status, answer = await house.post(path, {**body, "n": 3, "seed": 5})
+    status, answer = await harness.post(path, {**body, "n": 3, "seed": 5})
     assert status == 200
     for index, choice in enumerate(answer["choices"]):
-        _, direct = await house.post(path, {**body, "seed": 5 + index}, house.engine_urls[0])
+        _, direct = await harness.post(path, {**body, "seed": 5 + index}, harness.engine_urls[0])
         assert said({**choice, "index": 0}) == said(direct["choices"][0])
     assert answer["usage"]["prompt_tokens"] == direct["usage"]["prompt_tokens"]
     assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])
 
 
-async def test_prompts_come_back_in_their_order(house: House) -> None:
+async def test_prompts_come_back_in_their_order(harness: Harness) -> None:
     body = {"model": "simulated", "temperature": 1, "max_tokens": 5, "return_token_ids": True}
     prompts = [PROMPT, PROMPT[:3], [7]]
-    _, answer = await house.post("/v1/completions", {**body, "prompt": prompts, "n": 2})
+    _, answer = await harness.post("/v1/completions", {**body, "prompt": prompts, "n": 2})
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [prompts[index // 2] for index in range(6)]
     assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
 
 
-async def test_a_stream_of_several_answers(house: House) -> None:
+async def test_a_stream_of_several_answers(harness: Harness) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "temperature": 1, "max_tokens": 30, "n": 3, "seed": 1}
-    events = await house.stream("/v1/completions", {**body, "return_token_ids": True})
-    _, whole = await house.post("/v1/completions", {**body, "return_token_ids": True})
+    events = await harness.stream("/v1/completions", {**body, "return_token_ids": True})
+    _, whole = await harness.post("/v1/completions", {**body, "return_token_ids": True})
     for choice in whole["choices"]:
         mine = [event for event in events if event["choices"][0]["index"] == choice["index"]]
         assert joined(mine)["token_ids"] == choice["token_ids"]
@@ -222,10 +222,10 @@ async def test_a_stream_of_several_answers(house: House) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_engines_refusal_is_the_gateways(house: House, stream: bool) -> None:
+async def test_the_engines_refusal_is_the_gateways(harness: Harness, stream: bool) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": -3}
-    status, answer = await house.post("/v1/completions", {**body, "stream": stream})
-    direct_status, direct = await house.post("/v1/completions", body, house.engine_urls[0])
+    status, answer = await harness.post("/v1/completions", {**body, "stream": stream})
+    direct_status, direct = await harness.post("/v1/completions", body, harness.engine_urls[0])
     assert (status, answer) == (direct_status, direct)
     assert status == 400
     assert answer["error"]["message"]
@@ -244,8 +244,8 @@ async def test_the_engines_refusal_is_the_gateways(house: House, stream: bool) -
         ({"prompt": "x", "use_beam_search": True, "n": 2}, "n"),
     ],
 )
-async def test_bad_asks_are_openai_errors(house: House, body: Any, param: str | None) -> None:
-    status, answer = await house.post("/v1/completions", body)
+async def test_bad_asks_are_openai_errors(harness: Harness, body: Any, param: str | None) -> None:
+    status, answer = await harness.post("/v1/completions", body)
     assert status == 400
     assert answer["error"]["param"] == param
     assert answer["error"]["code"] == 400
@@ -253,9 +253,9 @@ async def test_bad_asks_are_openai_errors(house: House, body: Any, param: str | 
 
 @pytest.mark.parametrize("header", ["X-Request-Id", "X-Group-Id", "X-Tag"])
 @pytest.mark.parametrize("value", [b"\xff", b"a\tb", b"x" * 257])
-async def test_labels_that_no_report_can_carry_are_refused(house: House, header: str, value: bytes) -> None:
+async def test_labels_that_no_report_can_carry_are_refused(harness: Harness, header: str, value: bytes) -> None:
     body = json.dumps({"model": "simulated", "prompt": PROMPT, "max_tokens": 3}).encode()
-    host, port = house.url.removeprefix("http://").split(":")
+    host, port = harness.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nConnection: close\r\n")
     writer.write(header.encode() + b": " + value + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -265,46 +265,46 @@ async def test_labels_that_no_report_can_carry_are_refused(house: House, header:
     assert header.encode() in answer
 
 
-async def test_what_is_not_json_not_there_or_too_large(house: House) -> None:
-    async with house.http.post(house.url + "/v1/completions", data=b"{") as answer:
+async def test_what_is_not_json_not_there_or_too_large(harness: Harness) -> None:
+    async with harness.http.post(harness.url + "/v1/completions", data=b"{") as answer:
         assert answer.status == 400
         assert "JSON" in (await answer.json())["error"]["message"]
-    status, answer_body = await house.get("/v2/nothing")
+    status, answer_body = await harness.get("/v2/nothing")
     assert status == 404
     assert answer_body["error"]["code"] == 404
-    async with house.http.post(house.url + "/v1/completions", data=b" " * (MAX_BODY_BYTES + 1)) as answer:
+    async with harness.http.post(harness.url + "/v1/completions", data=b" " * (MAX_BODY_BYTES + 1)) as answer:
         assert answer.status == 413
 
 
-async def test_an_id_in_flight_is_not_taken_twice(house: House) -> None:
+async def test_an_id_in_flight_is_not_taken_twice(harness: Harness) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
-    house.pause_registry.append(7)
-    first = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "same"}))
-    await house.until_running("same")
-    status, answer = await house.post("/v1/completions", body, **{"X-Request-Id": "same"})
+    harness.pause_registry.append(7)
+    first = asyncio.create_task(harness.post("/v1/completions", body, **{"X-Request-Id": "same"}))
+    await harness.until_running("same")
+    status, answer = await harness.post("/v1/completions", body, **{"X-Request-Id": "same"})
     assert status == 409
     assert "in flight" in answer["error"]["message"]
-    house.released.set()
+    harness.released.set()
     assert (await first)[0] == 200
-    status, _ = await house.post("/v1/completions", {**body, "max_tokens": 3}, **{"X-Request-Id": "same"})
+    status, _ = await harness.post("/v1/completions", {**body, "max_tokens": 3}, **{"X-Request-Id": "same"})
     assert status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_the_engine(house: House, stream: bool) -> None:
+async def test_a_client_that_leaves_frees_the_engine(harness: Harness, stream: bool) -> None:
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": stream}
-    house.pause_registry.append(7)
-    asking = asyncio.create_task(house.post("/v1/completions", body, **{"X-Request-Id": "r"}))
-    await house.until_running("r")
+    harness.pause_registry.append(7)
+    asking = asyncio.create_task(harness.post("/v1/completions", body, **{"X-Request-Id": "r"}))
+    await harness.until_running("r")
     asking.cancel()
     async with asyncio.timeout(DEADLINE_S):
-        while len(house.gateway.ledger) or (await engine_load(house)):
+        while len(harness.gateway.ledger) or (await engine_load(harness)):
             await asyncio.sleep(0.01)
 
 
-async def engine_load(house: House) -> int:
+async def engine_load(harness: Harness) -> int:
     total = 0
-    for url in house.engine_urls:
+    for url in harness.engine_urls:
         engine = SimulatedEngine(url)
         metrics = await engine.metrics()
         total += metrics.running + metrics.waiting
@@ -312,34 +312,34 @@ async def engine_load(house: House) -> int:
     return total
 
 
-async def test_the_pages_for_operators(house: House) -> None:
+async def test_the_pages_for_operators(harness: Harness) -> None:
     headers = {"X-Request-Id": "r", "X-Group-Id": "g", "X-Tag": "step7"}
     body = {"model": "simulated", "prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "presence_penalty": 1.0}
-    house.pause_registry.append(7)
-    asking = asyncio.create_task(house.post("/v1/completions", body, **headers))
-    await house.until_running("r")
-    _, ledger = await house.get("/orchestrrl/requests")
+    harness.pause_registry.append(7)
+    asking = asyncio.create_task(harness.post("/v1/completions", body, **headers))
+    await harness.until_running("r")
+    _, ledger = await harness.get("/orchestrrl/requests")
     (shown,) = ledger["in_flight"]
     assert (shown["id"], shown["group"], shown["tag"], shown["attempt"]) == ("r", "g", "step7", 1)
     assert not shown["movable"]
     assert "presence_penalty" in shown["movable_detail"]
-    async with house.http.get(house.url + "/metrics") as answer:
+    async with harness.http.get(harness.url + "/metrics") as answer:
         text = await answer.text()
     assert 'orchestrrl_gateway_requests{engine="e0",state="running"} 1.0' in text
     assert 'orchestrrl_gateway_engine_usable{engine="e1"} 1.0' in text
-    assert (await house.get("/health")) == (200, {"engines": ["e0", "e1"], "draining": False})
-    status, models = await house.get("/v1/models")
+    assert (await harness.get("/health")) == (200, {"engines": ["e0", "e1"], "draining": False})
+    status, models = await harness.get("/v1/models")
     assert status == 200
     assert [model["id"] for model in models["data"]] == ["simulated"]
-    assert (await house.get("/version"))[1]["gateway"] == "gateway"
-    house.released.set()
+    assert (await harness.get("/version"))[1]["gateway"] == "gateway"
+    harness.released.set()
     assert (await asking)[0] == 200
-    _, ledger = await house.get("/orchestrrl/requests")
+    _, ledger = await harness.get("/orchestrrl/requests")
     assert ledger["finished"][-1]["generated_tokens"] == 300
 
 
 @pytest.mark.parametrize("body", [[], {"moves": 3}, {"moves": [{"request_id": "r"}]}, {"moves": [7]}])
-async def test_bad_moves_are_named(house: House, body: Any) -> None:
-    status, answer = await house.post("/orchestrrl/move", body)
+async def test_bad_moves_are_named(harness: Harness, body: Any) -> None:
+    status, answer = await harness.post("/orchestrrl/move", body)
     assert status == 400
     assert answer["error"]["message"].startswith("moves")

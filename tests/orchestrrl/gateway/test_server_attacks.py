@@ -99,7 +99,7 @@ async def hang(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter
 
 
 @dataclass
-class House:
+class Harness:
     url: str
     port: int
     engine: ScriptedEngine
@@ -122,7 +122,7 @@ class House:
 
 
 @pytest.fixture(params=[False, True], ids=["door", "plain"])
-async def house(request: pytest.FixtureRequest) -> AsyncIterator[House]:
+async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
     engine = ScriptedEngine(answer_all)
     listening = await asyncio.start_server(engine.serve, "127.0.0.1", 0, backlog=4096)
     engine.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
@@ -133,7 +133,7 @@ async def house(request: pytest.FixtureRequest) -> AsyncIterator[House]:
     server = GatewayServer(gateway, plain=request.param)
     url = await server.start("127.0.0.1", 0)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        yield House(url, int(url.rpartition(":")[2]), engine, gateway, server, http)
+        yield Harness(url, int(url.rpartition(":")[2]), engine, gateway, server, http)
     await server.close()
     await fleet.close()
     listening.close()
@@ -159,19 +159,19 @@ def stream_request(more: bytes = b"", **body: Any) -> bytes:
         b'{"prompt": "a", "request_id": {"a": 1}, "n": true}',
     ],
 )
-async def test_a_senseless_body_is_the_clients_fault(house: House, body: bytes) -> None:
-    status, answer = await house.post(body)
+async def test_a_senseless_body_is_the_clients_fault(harness: Harness, body: bytes) -> None:
+    status, answer = await harness.post(body)
     assert status == 400, answer
     assert answer["error"]["code"] == 400
-    assert not house.engine.bodies
+    assert not harness.engine.bodies
 
 
 @pytest.mark.parametrize(
     "more", [b"", b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"Expect: 100-Continue\r\n"]
 )
-async def test_a_body_that_waits_for_a_word(house: House, more: bytes) -> None:
+async def test_a_body_that_waits_for_a_word(harness: Harness, more: bytes) -> None:
     """With `Expect` the client sends its body only once it has been asked to."""
-    reader, writer = await house.connect()
+    reader, writer = await harness.connect()
     head, body = stream_request(more).split(b"\r\n\r\n")
     writer.write(head + b"\r\n\r\n")
     async with asyncio.timeout(DEADLINE_S):
@@ -182,15 +182,15 @@ async def test_a_body_that_waits_for_a_word(house: House, more: bytes) -> None:
     writer.close()
 
 
-async def test_large_bodies(house: House) -> None:
+async def test_large_bodies(harness: Harness) -> None:
     """Up to 64 MB they are taken, beyond that refused; either way the next request is served."""
     prompt = "x" * (MAX_BODY_BYTES - 100)
-    status, _ = await house.post({"prompt": prompt, "max_tokens": 3})
+    status, _ = await harness.post({"prompt": prompt, "max_tokens": 3})
     assert status == 200
-    assert house.engine.bodies[-1]["prompt"] == prompt
-    status, answer = await house.post({"prompt": prompt + "x" * 100})
+    assert harness.engine.bodies[-1]["prompt"] == prompt
+    status, answer = await harness.post({"prompt": prompt + "x" * 100})
     assert (status, answer["error"]["code"]) == (413, 413)
-    assert (await house.post({"prompt": "x", "max_tokens": 3}))[0] == 200
+    assert (await harness.post({"prompt": "x", "max_tokens": 3}))[0] == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -198,12 +198,12 @@ async def test_large_bodies(house: House) -> None:
 @pytest.mark.parametrize("leave", ["close", "abort", "half"])
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
 async def test_a_client_that_leaves_frees_the_engine(
-    house: House, stream: bool, script: Any, leave: str, more: bytes
+    harness: Harness, stream: bool, script: Any, leave: str, more: bytes
 ) -> None:
-    house.engine.script = script
-    _, writer = await house.connect()
+    harness.engine.script = script
+    _, writer = await harness.connect()
     writer.write(stream_request(more, stream=stream))
-    await house.until(lambda: house.engine.running == 1)
+    await harness.until(lambda: harness.engine.running == 1)
     await asyncio.sleep(0.05)
     if leave == "half":
         writer.write_eof()
@@ -211,39 +211,39 @@ async def test_a_client_that_leaves_frees_the_engine(
         writer.transport.abort()
     else:
         writer.close()
-    await house.until(lambda: house.engine.left == 1 and len(house.gateway.ledger) == 0)
-    assert not house.gateway.relays
-    assert len(house.engine.bodies) == 1
+    await harness.until(lambda: harness.engine.left == 1 and len(harness.gateway.ledger) == 0)
+    assert not harness.gateway.relays
+    assert len(harness.engine.bodies) == 1
     writer.close()
 
 
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
-async def test_streams_that_run_at_the_end_are_cut_soon(house: House, more: bytes) -> None:
-    house.engine.script = answer_for_ever
-    reader, writer = await house.connect()
+async def test_streams_that_run_at_the_end_are_cut_soon(harness: Harness, more: bytes) -> None:
+    harness.engine.script = answer_for_ever
+    reader, writer = await harness.connect()
     writer.write(stream_request(more))
     async with asyncio.timeout(60.0):
         await reader.readuntil(b"data:")
-        assert await house.server.drain(0.1) == 1
-        await house.server.close()
+        assert await harness.server.drain(0.1) == 1
+        await harness.server.close()
         rest = await reader.read()
     assert not rest.endswith(b"0\r\n\r\n")  # a client can tell that it is not whole
-    await house.until(lambda: house.engine.left == 1 and len(house.gateway.ledger) == 0)
+    await harness.until(lambda: harness.engine.left == 1 and len(harness.gateway.ledger) == 0)
     writer.close()
 
 
-async def test_ids_in_flight_are_not_taken_twice_however_they_come(house: House) -> None:
-    house.engine.script = hang
-    _, writer = await house.connect()
+async def test_ids_in_flight_are_not_taken_twice_however_they_come(harness: Harness) -> None:
+    harness.engine.script = hang
+    _, writer = await harness.connect()
     writer.write(stream_request(b"X-Request-Id: r\r\n"))
-    await house.until(lambda: house.engine.running == 1)
+    await harness.until(lambda: harness.engine.running == 1)
     for headers, body in (
         ({"X-Request-Id": "r"}, {}),
         ({}, {"request_id": "r"}),
         ({"X-Request-Id": "r"}, {"stream": True}),
     ):
-        assert (await house.post({"prompt": "x", **body}, **headers))[0] == 409
-    reader, other = await house.connect()
+        assert (await harness.post({"prompt": "x", **body}, **headers))[0] == 409
+    reader, other = await harness.connect()
     for _ in range(2):  # the connection goes on after a refusal
         other.write(stream_request(b"X-Request-Id: r\r\n"))
         async with asyncio.timeout(DEADLINE_S):
@@ -251,15 +251,15 @@ async def test_ids_in_flight_are_not_taken_twice_however_they_come(house: House)
             await reader.readuntil(b"}}")
     other.close()
     writer.close()
-    await house.until(lambda: house.engine.left == 1)
-    assert len(house.engine.bodies) == 1
+    await harness.until(lambda: harness.engine.left == 1)
+    assert len(harness.engine.bodies) == 1
 
 
-async def test_a_burst_is_answered_whole(house: House) -> None:
+async def test_a_burst_is_answered_whole(harness: Harness) -> None:
     requests = 600
 
     async def one(number: int) -> None:
-        reader, writer = await house.connect()
+        reader, writer = await harness.connect()
         writer.write(stream_request(b"X-Request-Id: r%d\r\n" % number, stream=number % 2 == 0))
         answer = await reader.readuntil(b"[DONE]" if number % 2 == 0 else b"}}")
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer
@@ -267,10 +267,10 @@ async def test_a_burst_is_answered_whole(house: House) -> None:
 
     async with asyncio.timeout(120):
         await asyncio.gather(*(one(number) for number in range(requests)))
-    await house.until(lambda: len(house.gateway.ledger) == 0)
-    assert len(house.engine.bodies) == requests
-    assert not house.gateway.relays
-    assert house.gateway.ledger.finished_by_reason == {"length": requests}
+    await harness.until(lambda: len(harness.gateway.ledger) == 0)
+    assert len(harness.engine.bodies) == requests
+    assert not harness.gateway.relays
+    assert harness.gateway.ledger.finished_by_reason == {"length": requests}
 
 
 # --- engines ---
@@ -278,7 +278,7 @@ async def test_a_burst_is_answered_whole(house: House) -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-async def test_events_cut_anywhere(house: House, cut: int, end: bytes) -> None:
+async def test_events_cut_anywhere(harness: Harness, cut: int, end: bytes) -> None:
     """Characters of several bytes, comments, either line end, and no word at the end."""
     told = b": a comment\n\n" + event("é", [1], prompt_token_ids=[7]) + event("漢😀", [2]) + b"event: x\nid: 3\n\n"
     told += event("\\ud83d", [3], "length")
@@ -290,8 +290,8 @@ async def test_events_cut_anywhere(house: House, cut: int, end: bytes) -> None:
             writer.write(data[at : at + cut])
             await asyncio.sleep(0)
 
-    house.engine.script = script
-    status, answer = await house.post({"prompt": "x", "max_tokens": 3, "return_token_ids": True})
+    harness.engine.script = script
+    status, answer = await harness.post({"prompt": "x", "max_tokens": 3, "return_token_ids": True})
     assert status == 200, answer
     assert answer["choices"][0]["text"] == "é漢😀\\ud83d"
     assert answer["choices"][0]["token_ids"] == [1, 2, 3]
@@ -316,7 +316,7 @@ BROKEN = {
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("name", BROKEN)
 async def test_an_engine_that_breaks_is_asked_again_and_nothing_comes_twice(
-    house: House, name: str, stream: bool
+    harness: Harness, name: str, stream: bool
 ) -> None:
     async def script(engine: ScriptedEngine, body: bytes, writer: asyncio.StreamWriter) -> None:
         asked = json.loads(body)
@@ -328,8 +328,8 @@ async def test_an_engine_that_breaks_is_asked_again_and_nothing_comes_twice(
             first = [] if asked["prompt"] == [7, 1] else [event("a", [1], prompt_token_ids=[7])]
             writer.write(STREAM + chunk(b"".join(first + told)) + b"0\r\n\r\n")
 
-    house.engine.script = script
-    reader, writer = await house.connect()
+    harness.engine.script = script
+    reader, writer = await harness.connect()
     writer.write(stream_request(stream=stream, return_token_ids=True, max_tokens=3))
     async with asyncio.timeout(DEADLINE_S):
         answer = await reader.readuntil(b"[DONE]" if stream else b"}}")
@@ -337,11 +337,11 @@ async def test_an_engine_that_breaks_is_asked_again_and_nothing_comes_twice(
     assert [token for token in (1, 2, 3) if answer.count(b'"token_ids":[%d]' % token) == 1] == [1, 2, 3] or (
         b'"token_ids": [1, 2, 3]' in answer
     ), answer
-    assert len(house.engine.bodies) == 2
+    assert len(harness.engine.bodies) == 2
     writer.close()
 
 
-async def test_a_kept_connection_that_breaks_asks_once_more_and_answers_once(house: House) -> None:
+async def test_a_kept_connection_that_breaks_asks_once_more_and_answers_once(harness: Harness) -> None:
     """The engine reads the second request and closes: whether it had begun cannot be known. What is asked once more has
     the same id, and one answer is delivered."""
 
@@ -351,14 +351,14 @@ async def test_a_kept_connection_that_breaks_asks_once_more_and_answers_once(hou
         else:
             writer.write(WHOLE)
 
-    house.engine.script = script
+    harness.engine.script = script
     for number in range(2):
-        status, answer = await house.post({"prompt": "x", "max_tokens": 3}, **{"X-Request-Id": f"r{number}"})
+        status, answer = await harness.post({"prompt": "x", "max_tokens": 3}, **{"X-Request-Id": f"r{number}"})
         assert status == 200
         assert answer["choices"][0]["text"] == "ab"
         assert answer["usage"]["completion_tokens"] == 3
-    assert len(house.engine.bodies) == 3
-    ids = [line for head in house.engine.heads for line in head.split(b"\r\n") if line.startswith(b"X-Request-Id")]
+    assert len(harness.engine.bodies) == 3
+    ids = [line for head in harness.engine.heads for line in head.split(b"\r\n") if line.startswith(b"X-Request-Id")]
     assert ids[1] == ids[2] != ids[0]
 
 

@@ -33,7 +33,7 @@ INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_
 
 
 @dataclass
-class House:
+class Harness:
     plane: ControlPlane
     channel: grpc.aio.Channel
     address: str
@@ -69,7 +69,7 @@ def config() -> str:
 
 
 @pytest.fixture
-async def house(tmp_path: Path, config: str) -> AsyncIterator[House]:
+async def harness(tmp_path: Path, config: str) -> AsyncIterator[Harness]:
     clock = WallClock()
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
         plane = ControlPlane(parse_config(config), journal, clock)
@@ -77,7 +77,7 @@ async def house(tmp_path: Path, config: str) -> AsyncIterator[House]:
             plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
         )
         async with asyncio.timeout(DEADLINE_S), grpc.aio.insecure_channel(server.address) as channel:
-            yield House(plane, channel, server.address)
+            yield Harness(plane, channel, server.address)
         await server.stop(0.1)
 
 
@@ -103,32 +103,32 @@ async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
 # --- bytes that are no message
 
 
-async def _raw_ending(house: House, method: Method, raw: bytes) -> tuple[grpc.StatusCode, str]:
+async def _raw_ending(harness: Harness, method: Method, raw: bytes) -> tuple[grpc.StatusCode, str]:
     kind = f"{'stream' if method.streams_in else 'unary'}_{'stream' if method.streams_out else 'unary'}"
-    made = getattr(house.channel, kind)(method.path, None, None)
+    made = getattr(harness.channel, kind)(method.path, None, None)
     call = made(_each([raw]) if method.streams_in else raw, timeout=DEADLINE_S)
     return await ending(call.read() if method.streams_out else call)
 
 
 async def test_bytes_that_are_no_message_are_an_invalid_argument_of_every_method(
-    house: House, caplog: pytest.LogCaptureFixture
+    harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    methods = await reflected_methods(house.channel)
+    methods = await reflected_methods(harness.channel)
     assert {"/grpc.health.v1.Health/Watch", "/orchestrrl.v1.Control/GetStatus", "/orchestrrl.v1.Node/Attach"} <= {
         method.path for method in methods
     }
     for method in methods:
         caplog.clear()
-        code, words = await _raw_ending(house, method, b"\x0a\xff\xff\xff\xff\x0f")
+        code, words = await _raw_ending(harness, method, b"\x0a\xff\xff\xff\xff\x0f")
         assert (code, words) == (INVALID, "(message): is not the method's message, got 6 bytes"), method.path
         assert len(caplog.records) == 1, method.path
         assert caplog.records[0].exc_info is None
         assert method.path in caplog.records[0].getMessage()
-    assert (await house.control.GetStatus(control_pb2.GetStatusRequest())).generation > 0
+    assert (await harness.control.GetStatus(control_pb2.GetStatusRequest())).generation > 0
 
 
-async def test_text_that_is_not_utf8_is_no_message(house: House) -> None:
-    call = house.channel.unary_unary("/orchestrrl.v1.Control/SetMode", None, None)
+async def test_text_that_is_not_utf8_is_no_message(harness: Harness) -> None:
+    call = harness.channel.unary_unary("/orchestrrl.v1.Control/SetMode", None, None)
     code, words = await ending(call(b"\x08\x01\x12\x03\xed\xa0\x80"))
     assert (code, words) == (INVALID, "(message): is not the method's message, got 7 bytes")
 
@@ -149,15 +149,15 @@ BAD_SAMPLES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("sample", "fault"), BAD_SAMPLES)
 async def test_a_number_out_of_range_is_refused_and_nothing_is_folded(
-    house: House, sample: dict[str, Any], fault: str
+    harness: Harness, sample: dict[str, Any], fault: str
 ) -> None:
-    assert await house.reports("ReportEngines", engine_report(sample=sample)) == (INVALID, fault, 0)
-    assert not house.plane.state.engines(house.plane.clock.now_s())
+    assert await harness.reports("ReportEngines", engine_report(sample=sample)) == (INVALID, fault, 0)
+    assert not harness.plane.state.engines(harness.plane.clock.now_s())
 
 
-async def test_every_fault_of_a_message_is_named(house: House) -> None:
+async def test_every_fault_of_a_message_is_named(harness: Harness) -> None:
     bad = engine_report(agent_id="", engine_id="e" * 1025, health=9, sample=dict.fromkeys(("scrape_s",), math.nan))
-    code, words, _ = await house.reports("ReportEngines", bad)
+    code, words, _ = await harness.reports("ReportEngines", bad)
     assert code is INVALID
     assert words.splitlines() == [
         "agent_id: must not be empty, got ''",
@@ -168,25 +168,25 @@ async def test_every_fault_of_a_message_is_named(house: House) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://[", "http://127.0.0.1:99999", "e0:8000", "http://"])
-async def test_an_engine_at_no_url_is_refused(house: House, url: str) -> None:
+async def test_an_engine_at_no_url_is_refused(harness: Harness, url: str) -> None:
     fault = f"url: must be an http:// or https:// URL, got {url!r}"
-    assert await house.reports("ReportEngines", engine_report(url=url)) == (INVALID, fault, 0)
+    assert await harness.reports("ReportEngines", engine_report(url=url)) == (INVALID, fault, 0)
 
 
-async def test_a_faulty_message_ends_its_stream_after_those_before_it(house: House) -> None:
+async def test_a_faulty_message_ends_its_stream_after_those_before_it(harness: Harness) -> None:
     good, bad = engine_report(), engine_report(sequence=2, sample={"kv_usage_fraction": 2.0})
-    code, words, acks = await house.reports("ReportEngines", good, bad, engine_report(sequence=3, engine_id="e1"))
+    code, words, acks = await harness.reports("ReportEngines", good, bad, engine_report(sequence=3, engine_id="e1"))
     assert (code, acks) == (INVALID, 1)
     assert "sample.kv_usage_fraction" in words
-    assert [view.id for view in house.plane.state.engines(house.plane.clock.now_s())] == ["e0"]
+    assert [view.id for view in harness.plane.state.engines(harness.plane.clock.now_s())] == ["e0"]
 
 
-async def test_a_faulty_request_is_named_by_its_place(house: House) -> None:
+async def test_a_faulty_request_is_named_by_its_place(harness: Harness) -> None:
     report = gateway_report(3)
     report.in_flight[1].age_s = -1.0
     report.in_flight[2].request_id = ""
     report.barrier.lease_until_unix_s = math.inf
-    code, words, _ = await house.reports("ReportRequests", report)
+    code, words, _ = await harness.reports("ReportRequests", report)
     assert code is INVALID
     assert words.splitlines() == [
         "in_flight[1].age_s: must be >= 0 and <= 253402300799, got -1.0",
@@ -195,17 +195,17 @@ async def test_a_faulty_request_is_named_by_its_place(house: House) -> None:
     ]
 
 
-async def test_a_message_with_very_many_faults_names_the_first(house: House) -> None:
+async def test_a_message_with_very_many_faults_names_the_first(harness: Harness) -> None:
     report = gateway_report(5000)
     for request in report.in_flight:
         request.quiet_s = math.nan
-    code, words, _ = await house.reports("ReportRequests", report)
+    code, words, _ = await harness.reports("ReportRequests", report)
     assert code is INVALID
     assert words.splitlines()[-1] == "(message): has more faults than these"
 
 
-async def test_a_nodes_result_with_a_bad_number_ends_its_attachment(house: House) -> None:
-    call = agent_pb2_grpc.NodeStub(house.channel).Attach()
+async def test_a_nodes_result_with_a_bad_number_ends_its_attachment(harness: Harness) -> None:
+    call = agent_pb2_grpc.NodeStub(harness.channel).Attach()
     await call.write(agent_pb2.NodeMessage(hello=agent_pb2.NodeHello(node_id="n", kind=1)))
     await call.write(agent_pb2.NodeMessage(result=agent_pb2.OperationResult(operation_id="1-1", duration_s=math.nan)))
     code, words = await ending(call.read())
@@ -214,27 +214,27 @@ async def test_a_nodes_result_with_a_bad_number_ends_its_attachment(house: House
 
 @pytest.mark.parametrize("field", ["lease_s", "deadline_s"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0, 5e-324, -math.inf])
-async def test_odd_times_of_a_pause_are_refused(house: House, field: str, value: float) -> None:
-    code, words = await ending(house.control.PauseFleet(control_pb2.PauseFleetRequest(**{field: value})))
+async def test_odd_times_of_a_pause_are_refused(harness: Harness, field: str, value: float) -> None:
+    code, words = await ending(harness.control.PauseFleet(control_pb2.PauseFleetRequest(**{field: value})))
     assert code is INVALID
     assert words.startswith(f"{field}: must be ")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0])
-async def test_odd_lifetimes_are_refused(house: House, value: float) -> None:
+async def test_odd_lifetimes_are_refused(harness: Harness, value: float) -> None:
     calls: list[Callable[[], Any]] = [
-        lambda: house.control.PinPlan(control_pb2.PinPlanRequest(ttl_s=value)),
-        lambda: house.control.SetPause(control_pb2.SetPauseRequest(part="sync", paused=True, ttl_s=value)),
-        lambda: house.control.RenewPause(control_pb2.RenewPauseRequest(lease_id="x", lease_s=value)),
+        lambda: harness.control.PinPlan(control_pb2.PinPlanRequest(ttl_s=value)),
+        lambda: harness.control.SetPause(control_pb2.SetPauseRequest(part="sync", paused=True, ttl_s=value)),
+        lambda: harness.control.RenewPause(control_pb2.RenewPauseRequest(lease_id="x", lease_s=value)),
     ]
     for call in calls:
         assert (await ending(call()))[0] is INVALID
-    assert (await house.control.GetStatus(control_pb2.GetStatusRequest())).plan_control.state == "free"
+    assert (await harness.control.GetStatus(control_pb2.GetStatusRequest())).plan_control.state == "free"
 
 
-async def test_a_policy_version_that_no_journal_holds_is_refused(house: House) -> None:
+async def test_a_policy_version_that_no_journal_holds_is_refused(harness: Harness) -> None:
     wanted = control_pb2.SetPolicyVersionRequest(engine_ids=["e0"], policy_version=2**64 - 1)
-    code, words = await ending(house.control.SetPolicyVersion(wanted))
+    code, words = await ending(harness.control.SetPolicyVersion(wanted))
     assert (code, words) == (INVALID, f"policy_version: must be >= 0 and <= {2**63 - 1}, got {2**64 - 1}")
 
 
@@ -242,30 +242,30 @@ async def test_a_policy_version_that_no_journal_holds_is_refused(house: House) -
 
 
 @pytest.mark.parametrize("config", [SMALL])
-async def test_more_than_a_limit_is_refused_with_its_key(house: House) -> None:
-    code, words, acks = await house.reports("ReportRequests", gateway_report(5), gateway_report(6))
+async def test_more_than_a_limit_is_refused_with_its_key(harness: Harness) -> None:
+    code, words, acks = await harness.reports("ReportRequests", gateway_report(5), gateway_report(6))
     assert (code, acks) == (EXHAUSTED, 1)
     assert words == "in_flight: must have at most 5 items (limits.requests_per_report), got 6"
-    code, words, _ = await house.reports("ReportRequests", gateway_report(4, "gw2"))
+    code, words, _ = await harness.reports("ReportRequests", gateway_report(4, "gw2"))
     assert (code, "limits.requests)" in words) == (EXHAUSTED, True)
-    code, words, _ = await house.reports("ReportRequests", gateway_report(5, engines=5))
+    code, words, _ = await harness.reports("ReportRequests", gateway_report(5, engines=5))
     assert (code, "limits.engines" in words) == (EXHAUSTED, True)
-    assert (await house.reports("ReportRequests", gateway_report(1, "gw2")))[0] is None
-    code, words, _ = await house.reports("ReportRequests", gateway_report(1, "gw3"))
+    assert (await harness.reports("ReportRequests", gateway_report(1, "gw2")))[0] is None
+    code, words, _ = await harness.reports("ReportRequests", gateway_report(1, "gw3"))
     assert (code, "limits.gateways" in words) == (EXHAUSTED, True)
     names = [engine_report(engine_id=f"e{n}") for n in range(5)]
-    code, words, acks = await house.reports("ReportEngines", *names)
+    code, words, acks = await harness.reports("ReportEngines", *names)
     assert (code, "limits.engines" in words, acks) == (EXHAUSTED, True, 4)
     big = engine_report()
     big.capabilities.models.extend(["x" * 4000] * 20)
-    code, words, _ = await house.reports("ReportEngines", big)
+    code, words, _ = await harness.reports("ReportEngines", big)
     assert (code, "must be at most 65536 bytes (limits.message_bytes)" in words) == (EXHAUSTED, True)
-    assert len((await house.control.ListWorkers(control_pb2.ListWorkersRequest())).workers) == 4
+    assert len((await harness.control.ListWorkers(control_pb2.ListWorkersRequest())).workers) == 4
 
 
 @pytest.mark.parametrize("config", [SMALL])
-async def test_calls_and_nodes_are_limited_and_come_free_again(house: House) -> None:
-    stub = agent_pb2_grpc.NodeStub(house.channel)
+async def test_calls_and_nodes_are_limited_and_come_free_again(harness: Harness) -> None:
+    stub = agent_pb2_grpc.NodeStub(harness.channel)
 
     async def attach(node: str) -> Any:
         call = stub.Attach()
@@ -274,34 +274,34 @@ async def test_calls_and_nodes_are_limited_and_come_free_again(house: House) -> 
 
     calls = [await attach(node) for node in ("n0", "n1")]
     async with asyncio.timeout(DEADLINE_S):
-        while len(house.plane.nodes.states()) < 2:
+        while len(harness.plane.nodes.states()) < 2:
             await asyncio.sleep(0.01)
     code, words = await ending((await attach("n2")).read())
     assert (code, "limits.nodes" in words) == (EXHAUSTED, True)
-    watch = house.control.WatchPlans(control_pb2.WatchPlansRequest())
+    watch = harness.control.WatchPlans(control_pb2.WatchPlansRequest())
     await watch.initial_metadata()
-    code, words = await ending(house.control.GetStatus(control_pb2.GetStatusRequest()))
+    code, words = await ending(harness.control.GetStatus(control_pb2.GetStatusRequest()))
     assert (code, words) == (EXHAUSTED, "(call): at most 3 calls can be open (limits.calls), got one more")
     watch.cancel()
     calls[0].cancel()
     async with asyncio.timeout(DEADLINE_S):
-        while sum(state.attached for state in house.plane.nodes.states()) > 1:
+        while sum(state.attached for state in harness.plane.nodes.states()) > 1:
             await asyncio.sleep(0.01)
     third = await attach("n2")  # in the place of the one that has gone
     async with asyncio.timeout(DEADLINE_S):
-        while {state.hello.node for state in house.plane.nodes.states()} != {"n1", "n2"}:
+        while {state.hello.node for state in harness.plane.nodes.states()} != {"n1", "n2"}:
             await asyncio.sleep(0.01)
     third.cancel()
     calls[1].cancel()
 
 
 @pytest.mark.parametrize("config", ["limits: {connections: 2}"])
-async def test_connections_are_limited(house: House) -> None:
-    await house.control.GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
+async def test_connections_are_limited(harness: Harness) -> None:
+    await harness.control.GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
     options = [("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.insecure_channel(house.address, options) as second:
+    async with grpc.aio.insecure_channel(harness.address, options) as second:
         await control_pb2_grpc.ControlStub(second).GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
-        async with grpc.aio.insecure_channel(house.address, options) as third:
+        async with grpc.aio.insecure_channel(harness.address, options) as third:
             code, _ = await ending(
                 control_pb2_grpc.ControlStub(third).GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
             )
@@ -309,12 +309,12 @@ async def test_connections_are_limited(house: House) -> None:
         await control_pb2_grpc.ControlStub(second).GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
 
 
-async def test_other_calls_are_answered_while_a_large_report_is_taken_in(house: House) -> None:
+async def test_other_calls_are_answered_while_a_large_report_is_taken_in(harness: Harness) -> None:
     report = gateway_report(60_000, engines=64)
-    whole = asyncio.ensure_future(house.reports("ReportRequests", report))
+    whole = asyncio.ensure_future(harness.reports("ReportRequests", report))
     answered = 0
     while not whole.done():
-        await house.control.GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
+        await harness.control.GetPauseBarrier(control_pb2.GetPauseBarrierRequest())
         answered += not whole.done()
     assert (await whole) == (None, None, 1)
     assert answered >= 3  # a single turn of the event loop would have let through one
@@ -324,23 +324,23 @@ async def test_other_calls_are_answered_while_a_large_report_is_taken_in(house: 
 
 
 async def test_a_defect_ends_one_call_is_counted_and_logged_once(
-    house: House, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr(house.plane.state, "snapshot", fails)
+    monkeypatch.setattr(harness.plane.state, "snapshot", fails)
     for _ in range(3):
-        code, words = await ending(house.control.ListRequests(control_pb2.ListRequestsRequest()))
+        code, words = await ending(harness.control.ListRequests(control_pb2.ListRequestsRequest()))
         assert (code, words) == (grpc.StatusCode.INTERNAL, "a defect of the server's, which its log names")
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
     monkeypatch.undo()
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(house.plane))
+    registry.register(DaemonCollector(harness.plane))
     assert (
         'orchestrrl_defects_total{part="orchestrrl.v1.Control/ListRequests"} 3.0' in generate_latest(registry).decode()
     )
-    assert (await house.control.ListRequests(control_pb2.ListRequestsRequest())).total == 0
+    assert (await harness.control.ListRequests(control_pb2.ListRequestsRequest())).total == 0
 
 
 @pytest.mark.parametrize(
@@ -351,21 +351,23 @@ async def test_a_defect_ends_one_call_is_counted_and_logged_once(
     ],
 )
 async def test_an_error_beside_a_stream_of_orders_ends_that_call_with_its_status(
-    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, code: Any
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, code: Any
 ) -> None:
     def fails(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(house.plane, "result_received", fails)
-    call = agent_pb2_grpc.NodeStub(house.channel).Attach()
+    monkeypatch.setattr(harness.plane, "result_received", fails)
+    call = agent_pb2_grpc.NodeStub(harness.channel).Attach()
     await call.write(agent_pb2.NodeMessage(hello=agent_pb2.NodeHello(node_id="n", kind=1)))
     await call.write(agent_pb2.NodeMessage(result=agent_pb2.OperationResult(operation_id="1-1")))
     assert (await ending(call.read()))[0] is code
-    assert house.plane.defects.counts["orchestrrl.v1.Node/Attach"] == (code is grpc.StatusCode.INTERNAL)
+    assert harness.plane.defects.counts["orchestrrl.v1.Node/Attach"] == (code is grpc.StatusCode.INTERNAL)
     assert not any(record.name == "asyncio" for record in caplog.records)
 
 
-async def test_an_answer_whose_client_has_gone_is_no_traceback(house: House, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_answer_whose_client_has_gone_is_no_traceback(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
     """gRPC's core tells it in a log of its own, now and then: at deadlines of milliseconds."""
     core = logging.getLogger("grpc._cython.cygrpc")
     for error in (grpc.aio.InternalError("execute_batch"), ValueError("x")):

@@ -37,7 +37,7 @@ DEADLINE_S = 120.0
 
 
 @dataclass
-class House:
+class Harness:
     plane: ControlPlane
     channel: grpc.aio.Channel
     orders: list[Any] = field(default_factory=list)
@@ -70,7 +70,7 @@ class House:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     clock = WallClock()
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
         plane = ControlPlane(parse_config("mode: act"), journal, clock)
@@ -78,7 +78,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
             plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
         )
         async with grpc.aio.insecure_channel(server.address) as channel:
-            made = House(plane, channel)
+            made = Harness(plane, channel)
             gateway = asyncio.create_task(made.gateway())
             async with asyncio.timeout(DEADLINE_S):
                 while not plane.nodes.gateways():
@@ -98,13 +98,13 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details() or ""
 
 
-async def test_pause_renew_resume(house: House) -> None:
+async def test_pause_renew_resume(harness: Harness) -> None:
     async with asyncio.timeout(DEADLINE_S):
         order = pb.PauseFleetRequest(mode=agent_pb2.PAUSE_MODE_ABORT, holder="trainer", lease_s=30.0)
-        barrier = await house.control.PauseFleet(order)
+        barrier = await harness.control.PauseFleet(order)
         assert (barrier.phase, barrier.holder, barrier.mode) == ("quiet", "trainer", agent_pb2.PAUSE_MODE_ABORT)
         assert barrier.frozen == agent_pb2.FROZEN_REQUESTS_RECOMPUTE
-        assert 0 < barrier.lease_until_unix_s - house.plane.clock.now_s() <= 30.0
+        assert 0 < barrier.lease_until_unix_s - harness.plane.clock.now_s() <= 30.0
         assert not barrier.HasField("policy_version")
         assert [(e.engine_id, e.done, e.detail) for e in barrier.engines] == [
             ("e0", True, ""),
@@ -112,132 +112,132 @@ async def test_pause_renew_resume(house: House) -> None:
         ]
         (gateway,) = barrier.gateways
         assert (gateway.node_id, gateway.report.running, gateway.report.frozen, gateway.report.held) == ("gw", 3, 2, 1)
-        code, words = await refused(house.control.PauseFleet(pb.PauseFleetRequest()))
+        code, words = await refused(harness.control.PauseFleet(pb.PauseFleetRequest()))
         assert (code, "held by another: lease" in words) == (grpc.StatusCode.FAILED_PRECONDITION, True)
-        renewed = await house.control.RenewPause(pb.RenewPauseRequest(lease_id=barrier.lease_id, lease_s=90.0))
+        renewed = await harness.control.RenewPause(pb.RenewPauseRequest(lease_id=barrier.lease_id, lease_s=90.0))
         assert renewed.lease_until_unix_s > barrier.lease_until_unix_s + 50.0
-        moved = house.control.MoveRequest(pb.MoveRequestRequest(request_id="r1", to_engine_id="e1"))
+        moved = harness.control.MoveRequest(pb.MoveRequestRequest(request_id="r1", to_engine_id="e1"))
         assert (await refused(moved))[0] is grpc.StatusCode.FAILED_PRECONDITION
         resume = pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=0, without_engine_ids=["e1"])
-        opened = await house.control.ResumeFleet(resume)
+        opened = await harness.control.ResumeFleet(resume)
         assert (opened.phase, opened.lease_id, opened.policy_version) == ("open", "", 0)
         assert [(e.engine_id, e.done, e.HasField("policy_version")) for e in opened.engines] == [
             ("e0", True, True),
             ("e1", False, False),
         ]
-        told = await house.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e1"], policy_version=0))
+        told = await harness.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e1"], policy_version=0))
         assert told.policy_version == 0
-        assert [e.done for e in (await house.control.GetPauseBarrier(pb.GetPauseBarrierRequest())).engines] == [
+        assert [e.done for e in (await harness.control.GetPauseBarrier(pb.GetPauseBarrierRequest())).engines] == [
             True,
             True,
         ]
-        workers = (await house.control.ListWorkers(pb.ListWorkersRequest())).workers
+        workers = (await harness.control.ListWorkers(pb.ListWorkersRequest())).workers
         assert [worker.policy_version for worker in workers] == [0, 0]
-        assert (await house.control.GetStatus(pb.GetStatusRequest())).barrier.phase == "open"
+        assert (await harness.control.GetStatus(pb.GetStatusRequest())).barrier.phase == "open"
         assert opened.weights_source == ""
-    assert [type(order) for order in house.orders] == [CloseBarrier, CloseBarrier, OpenBarrier]
+    assert [type(order) for order in harness.orders] == [CloseBarrier, CloseBarrier, OpenBarrier]
 
 
-async def test_what_is_to_be_done_before_it_opens_is_done_while_it_is_closed(house: House) -> None:
+async def test_what_is_to_be_done_before_it_opens_is_done_while_it_is_closed(harness: Harness) -> None:
     phases: list[str] = []
 
     async def prepare(until_s: float) -> str:
         assert until_s == barrier.lease_until_unix_s
-        phases.append(house.plane.barrier.state.phase)
+        phases.append(harness.plane.barrier.state.phase)
         return "circuits committed"
 
-    house.plane.before_resume = prepare
+    harness.plane.before_resume = prepare
     async with asyncio.timeout(DEADLINE_S):
-        barrier = await house.control.PauseFleet(pb.PauseFleetRequest(holder="trainer"))
-        await refused(house.control.ResumeFleet(pb.ResumeFleetRequest(lease_id="another's")))
+        barrier = await harness.control.PauseFleet(pb.PauseFleetRequest(holder="trainer"))
+        await refused(harness.control.ResumeFleet(pb.ResumeFleetRequest(lease_id="another's")))
         assert phases == []
         for _ in range(2):  # its answer may have got lost
-            await house.control.ResumeFleet(pb.ResumeFleetRequest(lease_id=barrier.lease_id))
+            await harness.control.ResumeFleet(pb.ResumeFleetRequest(lease_id=barrier.lease_id))
     assert phases == ["quiet"]
 
 
-async def test_where_the_weights_are_is_remembered_with_their_version(house: House) -> None:
+async def test_where_the_weights_are_is_remembered_with_their_version(harness: Harness) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        barrier = await house.control.PauseFleet(pb.PauseFleetRequest(holder="trainer"))
+        barrier = await harness.control.PauseFleet(pb.PauseFleetRequest(holder="trainer"))
         resume = pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=4, weights_source="/shared/4")
         for _ in range(2):  # its answer may have got lost
-            assert (await house.control.ResumeFleet(resume)).weights_source == "/shared/4"
+            assert (await harness.control.ResumeFleet(resume)).weights_source == "/shared/4"
         other = pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=4, weights_source="/shared/5")
-        assert (await refused(house.control.ResumeFleet(other)))[0] is grpc.StatusCode.FAILED_PRECONDITION
+        assert (await refused(harness.control.ResumeFleet(other)))[0] is grpc.StatusCode.FAILED_PRECONDITION
         told = pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=6, weights_source="/shared/6")
-        await house.control.SetPolicyVersion(told)
-        assert (await house.control.GetPauseBarrier(pb.GetPauseBarrierRequest())).weights_source == "/shared/6"
-        await house.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=7))
-        assert (await house.control.GetPauseBarrier(pb.GetPauseBarrierRequest())).weights_source == ""
+        await harness.control.SetPolicyVersion(told)
+        assert (await harness.control.GetPauseBarrier(pb.GetPauseBarrierRequest())).weights_source == "/shared/6"
+        await harness.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e0", "e1"], policy_version=7))
+        assert (await harness.control.GetPauseBarrier(pb.GetPauseBarrierRequest())).weights_source == ""
 
 
-async def test_every_fault_of_a_wish_is_told_at_once(house: House) -> None:
-    code, words = await refused(house.control.PauseFleet(pb.PauseFleetRequest(lease_s=-1.0, deadline_s=1e9)))
+async def test_every_fault_of_a_wish_is_told_at_once(harness: Harness) -> None:
+    code, words = await refused(harness.control.PauseFleet(pb.PauseFleetRequest(lease_s=-1.0, deadline_s=1e9)))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert words.splitlines() == [
         "lease_s: must be from 0 (the usual) to 86400, got -1.0",
         "deadline_s: must be from 0 (the usual) to 86400, got 1000000000.0",
     ]
-    code, words = await refused(house.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e7", "e8"])))
+    code, words = await refused(harness.control.SetPolicyVersion(pb.SetPolicyVersionRequest(engine_ids=["e7", "e8"])))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert words.splitlines() == [f"engine_ids: is not a known engine (known: e0, e1), got '{e}'" for e in ("e7", "e8")]
-    assert (await refused(house.control.CancelRequests(pb.CancelRequestsRequest())))[0] is (
+    assert (await refused(harness.control.CancelRequests(pb.CancelRequestsRequest())))[0] is (
         grpc.StatusCode.INVALID_ARGUMENT
     )
 
 
-async def test_an_engine_that_was_removed_does_not_count_and_one_that_is_added_has_no_version(house: House) -> None:
+async def test_an_engine_that_was_removed_does_not_count_and_one_that_is_added_has_no_version(harness: Harness) -> None:
     async def told(version: int, *engines: str) -> int:
         order = pb.SetPolicyVersionRequest(engine_ids=engines, policy_version=version)
-        return (await house.control.SetPolicyVersion(order)).policy_version
+        return (await harness.control.SetPolicyVersion(order)).policy_version
 
     async with asyncio.timeout(DEADLINE_S):
         assert await told(4, "e0", "e1") == 4
-        await house.control.RemoveEngine(pb.RemoveEngineRequest(engine_id="e1"))
+        await harness.control.RemoveEngine(pb.RemoveEngineRequest(engine_id="e1"))
         assert await told(5, "e0") == 5
-        await house.control.AddEngine(pb.AddEngineRequest(engine_id="e1", url="http://other"))
-        barrier = await house.control.GetPauseBarrier(pb.GetPauseBarrierRequest())
+        await harness.control.AddEngine(pb.AddEngineRequest(engine_id="e1", url="http://other"))
+        barrier = await harness.control.GetPauseBarrier(pb.GetPauseBarrierRequest())
     assert [(e.engine_id, e.HasField("policy_version"), e.done) for e in barrier.engines] == [
         ("e0", True, True),
         ("e1", False, False),
     ]
 
 
-async def test_leases_that_are_not_there(house: House) -> None:
+async def test_leases_that_are_not_there(harness: Harness) -> None:
     for call in (
-        house.control.RenewPause(pb.RenewPauseRequest(lease_id="old")),
-        house.control.ResumeFleet(pb.ResumeFleetRequest(lease_id="old")),
-        house.control.ResumeFleet(pb.ResumeFleetRequest()),
+        harness.control.RenewPause(pb.RenewPauseRequest(lease_id="old")),
+        harness.control.ResumeFleet(pb.ResumeFleetRequest(lease_id="old")),
+        harness.control.ResumeFleet(pb.ResumeFleetRequest()),
     ):
         assert (await refused(call))[0] is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_a_trainer_that_breaks_off_while_it_waits_leaves_the_barrier_open(house: House) -> None:
-    house.answering = False
-    asked = house.control.PauseFleet(pb.PauseFleetRequest())
+async def test_a_trainer_that_breaks_off_while_it_waits_leaves_the_barrier_open(harness: Harness) -> None:
+    harness.answering = False
+    asked = harness.control.PauseFleet(pb.PauseFleetRequest())
     async with asyncio.timeout(DEADLINE_S):
-        while not house.orders:
+        while not harness.orders:
             await asyncio.sleep(0.01)
         asked.cancel()
-        while not isinstance(house.orders[-1], OpenBarrier):
+        while not isinstance(harness.orders[-1], OpenBarrier):
             await asyncio.sleep(0.01)
-    assert house.plane.barrier.state.phase is BarrierPhase.OPEN
+    assert harness.plane.barrier.state.phase is BarrierPhase.OPEN
 
 
-async def test_cancelling_names_what_was_ended(house: House) -> None:
+async def test_cancelling_names_what_was_ended(harness: Harness) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        answer = await house.control.CancelRequests(pb.CancelRequestsRequest(request_ids=["r1", "r2"], reason="over"))
+        answer = await harness.control.CancelRequests(pb.CancelRequestsRequest(request_ids=["r1", "r2"], reason="over"))
     assert (list(answer.cancelled_ids), list(answer.silent_node_ids)) == (["r1"], [])
-    assert house.orders == [CancelRequests(("r1", "r2"), (), "over")]  # type: ignore[arg-type]
+    assert harness.orders == [CancelRequests(("r1", "r2"), (), "over")]  # type: ignore[arg-type]
 
 
-async def test_metrics_of_the_barrier(house: House) -> None:
+async def test_metrics_of_the_barrier(harness: Harness) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        barrier = await house.control.PauseFleet(pb.PauseFleetRequest())
-        closed = metrics(house.plane)
-        await house.control.ResumeFleet(pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=3))
-        await house.control.CancelRequests(pb.CancelRequestsRequest(request_ids=["r1"]))
-    opened = metrics(house.plane)
+        barrier = await harness.control.PauseFleet(pb.PauseFleetRequest())
+        closed = metrics(harness.plane)
+        await harness.control.ResumeFleet(pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=3))
+        await harness.control.CancelRequests(pb.CancelRequestsRequest(request_ids=["r1"]))
+    opened = metrics(harness.plane)
     assert [closed["orchestrrl_barrier", phase] for phase in BarrierPhase] == [0, 0, 1]
     assert [opened["orchestrrl_barrier", phase] for phase in BarrierPhase] == [1, 0, 0]
     assert ("orchestrrl_policy_version",) not in closed

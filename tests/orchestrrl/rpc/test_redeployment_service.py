@@ -31,7 +31,7 @@ TO_TP8 = pb.RedeployRequest(targets=[pb.RedeployTarget(configuration="tp8")], re
 
 
 @dataclass
-class House:
+class Harness:
     plane: ControlPlane
     redeployer: FakeSwitching
     channel: grpc.aio.Channel
@@ -46,7 +46,7 @@ class House:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     clock = WallClock()
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
         plane = ControlPlane(parse_config("mode: act"), journal, clock)
@@ -56,7 +56,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
             plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
         )
         async with grpc.aio.insecure_channel(server.address) as channel:
-            yield House(plane, redeployer, channel)
+            yield Harness(plane, redeployer, channel)
         await redeployer.close()
         await server.stop(0.1)
 
@@ -68,11 +68,11 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details() or ""
 
 
-async def test_a_dry_run_tells_every_step_and_does_nothing(house: House) -> None:
+async def test_a_dry_run_tells_every_step_and_does_nothing(harness: Harness) -> None:
     request = pb.RedeployRequest()
     request.CopyFrom(TO_TP8)
     request.dry_run = True
-    (draft,) = await house.all_of(request)
+    (draft,) = await harness.all_of(request)
     assert (draft.state, draft.redeployment_id, draft.reason) == ("planned", "", "the tail")
     assert [engine.engine_id for engine in draft.old_engines] == [f"e{n}" for n in range(8)]
     assert [(e.configuration, list(e.gpus)) for e in draft.new_engines] == [
@@ -85,11 +85,11 @@ async def test_a_dry_run_tells_every_step_and_does_nothing(house: House) -> None
     bring_up = ["start", "ready", "load_weights", "warm_up", "verify"]
     assert kinds == ["fence", "evacuate", "stop", *bring_up, "admit", "commit"]
     assert all(step.within_s > 0 and not step.HasField("began_unix_s") for step in draft.steps)
-    assert house.redeployer.reports == {}
+    assert harness.redeployer.reports == {}
 
 
-async def test_a_redeployment_is_told_as_it_goes_on_and_stays_in_the_history(house: House) -> None:
-    reports = await house.all_of(TO_TP8)
+async def test_a_redeployment_is_told_as_it_goes_on_and_stays_in_the_history(harness: Harness) -> None:
+    reports = await harness.all_of(TO_TP8)
     assert reports[0].state == "running"
     last = reports[-1]
     assert (last.redeployment_id, last.state, list(last.engine_ids)) == ("s1", "done", ["tp8-0.0", "tp8-0.1"])
@@ -100,125 +100,125 @@ async def test_a_redeployment_is_told_as_it_goes_on_and_stays_in_the_history(hou
     assert last.ended_unix_s >= last.created_unix_s
     done = [sum(step.state == "done" for step in report.steps) for report in reports]
     assert done == sorted(done)
-    assert await house.control.GetRedeployment(pb.GetRedeploymentRequest()) == last
-    await house.all_of(pb.RedeployRequest(plan_id="p1"))
-    listed = (await house.control.ListRedeployments(pb.ListRedeploymentsRequest())).redeployments
+    assert await harness.control.GetRedeployment(pb.GetRedeploymentRequest()) == last
+    await harness.all_of(pb.RedeployRequest(plan_id="p1"))
+    listed = (await harness.control.ListRedeployments(pb.ListRedeploymentsRequest())).redeployments
     assert [(report.redeployment_id, report.plan_id) for report in listed] == [("s2", "p1"), ("s1", "")]
     assert not any(report.steps for report in listed)
-    newest = (await house.control.ListRedeployments(pb.ListRedeploymentsRequest(limit=1))).redeployments
+    newest = (await harness.control.ListRedeployments(pb.ListRedeploymentsRequest(limit=1))).redeployments
     assert [report.redeployment_id for report in newest] == ["s2"]
-    assert (await house.control.GetRedeployment(pb.GetRedeploymentRequest(redeployment_id="s1"))) == last
+    assert (await harness.control.GetRedeployment(pb.GetRedeploymentRequest(redeployment_id="s1"))) == last
 
 
-async def test_what_fails_and_how_it_went_back_is_told(house: House) -> None:
-    house.redeployer.failing[StepDirection.FORWARD, StepKind.READY] = "exited with 1: out of memory"
-    last = (await house.all_of(TO_TP8))[-1]
+async def test_what_fails_and_how_it_went_back_is_told(harness: Harness) -> None:
+    harness.redeployer.failing[StepDirection.FORWARD, StepKind.READY] = "exited with 1: out of memory"
+    last = (await harness.all_of(TO_TP8))[-1]
     assert last.state == "rolled_back"
     assert last.detail == "ready of tp8-0.0: exited with 1: out of memory"
     assert not last.HasField("closed_s")
     states = {(step.direction, step.state) for step in last.steps}
     assert states == {("forward", "done"), ("forward", "failed"), ("forward", "skipped"), ("back", "done")}
-    house.redeployer.failing[StepDirection.BACK, StepKind.START] = "no such GPU"
-    last = (await house.all_of(TO_TP8))[-1]
+    harness.redeployer.failing[StepDirection.BACK, StepKind.START] = "no such GPU"
+    last = (await harness.all_of(TO_TP8))[-1]
     assert (last.state, "e0" in last.engine_ids, len(last.engine_ids)) == ("degraded", False, 7)
-    status = await house.control.GetStatus(pb.GetStatusRequest())
+    status = await harness.control.GetStatus(pb.GetStatusRequest())
     assert status.redeployment.state == "degraded"
 
 
-async def test_every_fault_of_a_wish_is_told_at_once(house: House) -> None:
+async def test_every_fault_of_a_wish_is_told_at_once(harness: Harness) -> None:
     targets = [pb.RedeployTarget(configuration="tp3"), pb.RedeployTarget(configuration="tp8", engines=9)]
     for dry_run in (True, False):
         request = pb.RedeployRequest(targets=targets, plan_id="p9", dry_run=dry_run)
-        code, details = await refused(house.all_of(request))
+        code, details = await refused(harness.all_of(request))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert details.splitlines() == [
             "plan_id: must be one of p1, got 'p9'",
             "targets[0].configuration: must be one of tp1, tp2, tp4, tp8, got 'tp3'",
             "targets[1].engines: take more GPUs than the 16 left, got 9",
         ]
-    assert house.redeployer.reports == {}
+    assert harness.redeployer.reports == {}
 
 
-async def test_whoever_goes_away_does_not_end_it(house: House) -> None:
-    house.redeployer.held.clear()
-    call = house.control.Redeploy(TO_TP8)
+async def test_whoever_goes_away_does_not_end_it(harness: Harness) -> None:
+    harness.redeployer.held.clear()
+    call = harness.control.Redeploy(TO_TP8)
     async with asyncio.timeout(DEADLINE_S):
         assert (await call.read()).state == "running"  # type: ignore[union-attr]
         call.cancel()
-        while house.redeployer.watchers:
+        while harness.redeployer.watchers:
             await asyncio.sleep(0.01)
-        status = await house.control.GetStatus(pb.GetStatusRequest())
+        status = await harness.control.GetStatus(pb.GetStatusRequest())
         assert (status.redeployment.redeployment_id, status.redeployment.state) == ("s1", "running")
-        another = await refused(house.all_of(TO_TP8))
+        another = await refused(harness.all_of(TO_TP8))
         assert another[0] is grpc.StatusCode.FAILED_PRECONDITION
         assert "s1 is under way" in another[1]
-        house.redeployer.held.set()
-        while (report := await house.control.GetRedeployment(pb.GetRedeploymentRequest())).state == "running":
+        harness.redeployer.held.set()
+        while (report := await harness.control.GetRedeployment(pb.GetRedeploymentRequest())).state == "running":
             await asyncio.sleep(0.01)
     assert report.state == "done"
-    assert not (await house.control.GetStatus(pb.GetStatusRequest())).HasField("redeployment")
+    assert not (await harness.control.GetStatus(pb.GetStatusRequest())).HasField("redeployment")
 
 
-async def test_it_is_called_off_by_its_name_or_without(house: House) -> None:
+async def test_it_is_called_off_by_its_name_or_without(harness: Harness) -> None:
     for named in ("", "s2"):
-        house.redeployer.held.clear()
-        reports = aiter(house.control.Redeploy(TO_TP8))
+        harness.redeployer.held.clear()
+        reports = aiter(harness.control.Redeploy(TO_TP8))
         async with asyncio.timeout(DEADLINE_S):
             await anext(reports)
             order = pb.CancelRedeploymentRequest(redeployment_id=named, reason="wrong one")
-            assert (await house.control.CancelRedeployment(order)).state == "running"
+            assert (await harness.control.CancelRedeployment(order)).state == "running"
             last = [report async for report in reports][-1]
         assert (last.state, last.detail) == ("rolled_back", "called off: wrong one")
-    code, details = await refused(house.control.CancelRedeployment(pb.CancelRedeploymentRequest()))
+    code, details = await refused(harness.control.CancelRedeployment(pb.CancelRedeploymentRequest()))
     assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "no redeployment is under way")
 
 
-async def test_redeployments_that_are_not_there(house: House) -> None:
-    code, details = await refused(house.control.GetRedeployment(pb.GetRedeploymentRequest()))
+async def test_redeployments_that_are_not_there(harness: Harness) -> None:
+    code, details = await refused(harness.control.GetRedeployment(pb.GetRedeploymentRequest()))
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no redeployment has been made yet")
-    code, _ = await refused(house.control.CancelRedeployment(pb.CancelRedeploymentRequest()))
+    code, _ = await refused(harness.control.CancelRedeployment(pb.CancelRedeploymentRequest()))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
-    await house.all_of(TO_TP8)
-    code, details = await refused(house.control.GetRedeployment(pb.GetRedeploymentRequest(redeployment_id="s7")))
+    await harness.all_of(TO_TP8)
+    code, details = await refused(harness.control.GetRedeployment(pb.GetRedeploymentRequest(redeployment_id="s7")))
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no redeployment 's7'")
 
 
-async def test_the_journal_tells_of_redeployments_where_there_is_no_deployer_any_more(house: House) -> None:
-    last = (await house.all_of(TO_TP8))[-1]
-    await house.all_of(pb.RedeployRequest(plan_id="p1"))
-    for report in reversed(house.redeployer.history(0)):
-        write_end(house.plane.journal, house.plane.clock.now_s(), report, RecordedFleet())
-    house.plane.redeployer = None
-    listed = (await house.control.ListRedeployments(pb.ListRedeploymentsRequest())).redeployments
+async def test_the_journal_tells_of_redeployments_where_there_is_no_deployer_any_more(harness: Harness) -> None:
+    last = (await harness.all_of(TO_TP8))[-1]
+    await harness.all_of(pb.RedeployRequest(plan_id="p1"))
+    for report in reversed(harness.redeployer.history(0)):
+        write_end(harness.plane.journal, harness.plane.clock.now_s(), report, RecordedFleet())
+    harness.plane.redeployer = None
+    listed = (await harness.control.ListRedeployments(pb.ListRedeploymentsRequest())).redeployments
     assert [report.redeployment_id for report in listed] == ["s2", "s1"]
-    assert len((await house.control.ListRedeployments(pb.ListRedeploymentsRequest(limit=1))).redeployments) == 1
-    assert await house.control.GetRedeployment(pb.GetRedeploymentRequest(redeployment_id="s1")) == last
-    assert (await house.control.GetRedeployment(pb.GetRedeploymentRequest())).redeployment_id == "s2"
-    code, details = await refused(house.control.GetRedeployment(pb.GetRedeploymentRequest(redeployment_id="s7")))
+    assert len((await harness.control.ListRedeployments(pb.ListRedeploymentsRequest(limit=1))).redeployments) == 1
+    assert await harness.control.GetRedeployment(pb.GetRedeploymentRequest(redeployment_id="s1")) == last
+    assert (await harness.control.GetRedeployment(pb.GetRedeploymentRequest())).redeployment_id == "s2"
+    code, details = await refused(harness.control.GetRedeployment(pb.GetRedeploymentRequest(redeployment_id="s7")))
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no redeployment 's7'")
 
 
-async def test_without_a_deployer_it_says_what_to_configure(house: House) -> None:
-    house.plane.redeployer = None
-    for call in (house.all_of(TO_TP8), house.control.CancelRedeployment(pb.CancelRedeploymentRequest())):
+async def test_without_a_deployer_it_says_what_to_configure(harness: Harness) -> None:
+    harness.plane.redeployer = None
+    for call in (harness.all_of(TO_TP8), harness.control.CancelRedeployment(pb.CancelRedeploymentRequest())):
         code, details = await refused(call)
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert "fleet.deployer" in details
-    assert not (await house.control.ListRedeployments(pb.ListRedeploymentsRequest())).redeployments
-    code, details = await refused(house.control.GetRedeployment(pb.GetRedeploymentRequest()))
+    assert not (await harness.control.ListRedeployments(pb.ListRedeploymentsRequest())).redeployments
+    code, details = await refused(harness.control.GetRedeployment(pb.GetRedeploymentRequest()))
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no redeployment has been made yet")
 
 
-async def test_metrics_count_each_redeployment_once_however_few_are_remembered(house: House) -> None:
-    collector = DaemonCollector(house.plane)
+async def test_metrics_count_each_redeployment_once_however_few_are_remembered(harness: Harness) -> None:
+    collector = DaemonCollector(harness.plane)
     assert metrics(collector)["orchestrrl_redeployment_running",] == 0
-    await house.all_of(TO_TP8)
-    house.redeployer.failing[StepDirection.FORWARD, StepKind.READY] = "hung"
+    await harness.all_of(TO_TP8)
+    harness.redeployer.failing[StepDirection.FORWARD, StepKind.READY] = "hung"
     for _ in range(2):
-        await house.all_of(pb.RedeployRequest(plan_id="p1", targets=[pb.RedeployTarget(configuration="tp2")]))
+        await harness.all_of(pb.RedeployRequest(plan_id="p1", targets=[pb.RedeployTarget(configuration="tp2")]))
         metrics(collector)
         seen = metrics(collector)
-        house.redeployer.remembered = 1
+        harness.redeployer.remembered = 1
     assert seen["orchestrrl_redeployments_total", "done"] == 1
     assert seen["orchestrrl_redeployments_total", "rolled_back"] == 2
     assert seen["orchestrrl_redeployments_total", "degraded"] == 0
@@ -226,12 +226,12 @@ async def test_metrics_count_each_redeployment_once_however_few_are_remembered(h
     assert seen["orchestrrl_redeployment_step_seconds_sum", "evacuate"] > 0
     assert seen["orchestrrl_redeployment_steps_failed_total", "ready"] == 2
     assert seen["orchestrrl_redeployment_closed_seconds_total",] > 0
-    house.redeployer.held.clear()
-    call = house.control.Redeploy(TO_TP8)
+    harness.redeployer.held.clear()
+    call = harness.control.Redeploy(TO_TP8)
     async with asyncio.timeout(DEADLINE_S):
         await call.read()
     assert metrics(collector)["orchestrrl_redeployment_running",] == 1
-    house.plane.redeployer = None
+    harness.plane.redeployer = None
     assert ("orchestrrl_redeployment_running",) not in metrics(collector)
 
 

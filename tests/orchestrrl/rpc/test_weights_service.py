@@ -64,7 +64,7 @@ PUBLICATION_8 = Publication(8, 0, 1, PeerId("train0"), (TensorMeta("w", "F32", (
 
 
 @dataclass
-class House:
+class Harness:
     syncs: FakeSyncs
     peers: FakePeers
     clock: VirtualClock
@@ -72,7 +72,7 @@ class House:
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[House]:
+async def harness() -> AsyncIterator[Harness]:
     syncs, peers, clock = FakeSyncs(committed=7), FakePeers(), VirtualClock()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(syncs, peers, clock), server)
@@ -80,7 +80,7 @@ async def house() -> AsyncIterator[House]:
     await server.start()
     async with asyncio.timeout(DEADLINE_S):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
-            yield House(syncs, peers, clock, weights_pb2_grpc.WeightsStub(channel))
+            yield Harness(syncs, peers, clock, weights_pb2_grpc.WeightsStub(channel))
     await server.stop(0)
 
 
@@ -121,11 +121,11 @@ class PlayedPeer:
             yield message
 
 
-async def test_orders_go_out_and_news_come_in(house: House) -> None:
-    peer = PlayedPeer(house.weights)
+async def test_orders_go_out_and_news_come_in(harness: Harness) -> None:
+    peer = PlayedPeer(harness.weights)
     peer.tell(news(PEER))
-    await until(lambda: house.peers.lines)
-    (line,) = house.peers.lines
+    await until(lambda: harness.peers.lines)
+    (line,) = harness.peers.lines
     assert line.peer == PEER
     order = PeerOrder("o1", 3, CheckVersion(8))
     line.outgoing.put_nowait(order)
@@ -145,32 +145,34 @@ async def test_orders_go_out_and_news_come_in(house: House) -> None:
     assert line.ended.is_set()
 
 
-async def test_what_a_peer_says_of_the_time_comes_before_what_it_says_else(house: House) -> None:
-    peer = PlayedPeer(house.weights)
+async def test_what_a_peer_says_of_the_time_comes_before_what_it_says_else(harness: Harness) -> None:
+    peer = PlayedPeer(harness.weights)
     for stamp_s, what in ((100.0, news(PEER)), (101.0, pb.PeerMessage()), (102.0, news(ArrivedBytes(8, 1, 2)))):
         what.sent_unix_s = stamp_s
         peer.tell(what)
     peer.tell(news(ArrivedBytes(8, 2, 2)))
-    await until(lambda: house.peers.lines and len(house.peers.lines[0].heard) == 2)
-    assert house.peers.lines[0].stamps_s == [100.0, 101.0, 102.0]
+    await until(lambda: harness.peers.lines and len(harness.peers.lines[0].heard) == 2)
+    assert harness.peers.lines[0].stamps_s == [100.0, 101.0, 102.0]
     peer.tell(None)
 
 
-async def test_a_peer_that_dies_is_let_go(house: House) -> None:
-    peer = PlayedPeer(house.weights)
+async def test_a_peer_that_dies_is_let_go(harness: Harness) -> None:
+    peer = PlayedPeer(harness.weights)
     peer.tell(news(PEER))
-    await until(lambda: house.peers.lines)
+    await until(lambda: harness.peers.lines)
     peer.call.cancel()
-    await house.peers.lines[0].ended.wait()
+    await harness.peers.lines[0].ended.wait()
 
 
-async def test_news_that_make_no_sense_do_not_end_the_stream(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    peer = PlayedPeer(house.weights)
+async def test_news_that_make_no_sense_do_not_end_the_stream(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = PlayedPeer(harness.weights)
     peer.tell(news(PEER))
     peer.tell(pb.PeerMessage(news_json='{"id": "o1", "outcome": "splendid"}'))
     peer.tell(news(ArrivedBytes(8, 1, 2)))
-    await until(lambda: house.peers.lines and house.peers.lines[0].heard)
-    assert house.peers.lines[0].heard == [ArrivedBytes(8, 1, 2)]
+    await until(lambda: harness.peers.lines and harness.peers.lines[0].heard)
+    assert harness.peers.lines[0].heard == [ArrivedBytes(8, 1, 2)]
     assert "PeerResult.outcome" in caplog.text
     assert "Arrived.version" not in caplog.text  # it was not meant to be one
     peer.tell(None)
@@ -190,16 +192,16 @@ async def test_news_that_make_no_sense_do_not_end_the_stream(house: House, caplo
     ],
 )
 async def test_who_does_not_say_who_it_is_is_refused(
-    house: House, first: pb.PeerMessage, code: grpc.StatusCode, words: str
+    harness: Harness, first: pb.PeerMessage, code: grpc.StatusCode, words: str
 ) -> None:
-    house.peers.attach(PEER)
-    peer = PlayedPeer(house.weights)
+    harness.peers.attach(PEER)
+    peer = PlayedPeer(harness.weights)
     peer.tell(first)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await peer.order()
     assert refused.value.code() is code
     assert words in str(refused.value.details())
-    assert len(house.peers.lines) == 1
+    assert len(harness.peers.lines) == 1
     peer.tell(None)
 
 
@@ -208,11 +210,11 @@ def opens(shards: int) -> OpenVersion:
     return OpenVersion(VersionMap(8, (), maps, 4096))
 
 
-async def test_an_order_that_no_message_holds_comes_in_pieces_and_the_next_behind_it(house: House) -> None:
-    peer = PlayedPeer(house.weights)
+async def test_an_order_that_no_message_holds_comes_in_pieces_and_the_next_behind_it(harness: Harness) -> None:
+    peer = PlayedPeer(harness.weights)
     peer.tell(news(PEER))
-    await until(lambda: house.peers.lines)
-    (line,) = house.peers.lines
+    await until(lambda: harness.peers.lines)
+    (line,) = harness.peers.lines
     orders = [PeerOrder("o1", 1, opens(8_000)), PeerOrder("o2", 1, opens(56_000)), PeerOrder("o3", 1, CheckVersion(8))]
     assert [len(ORDER.dump_json(each)) > MESSAGE_BYTES for each in orders] == [False, True, False]
     for each in orders:
@@ -267,36 +269,36 @@ def published(publication: Publication) -> pb.PublishRequest:
     return pb.PublishRequest(publication_json=PUBLICATION.dump_json(publication).decode())
 
 
-async def test_who_publishes_hears_until_it_is_over(house: House) -> None:
-    call = house.weights.Publish(published(PUBLICATION_8))
+async def test_who_publishes_hears_until_it_is_over(harness: Harness) -> None:
+    call = harness.weights.Publish(published(PUBLICATION_8))
     first = report_from_pb(await call.read())
     assert (first.version, first.state) == (8, SyncState.PUBLISHING)
-    assert house.syncs.published == [PUBLICATION_8]
-    house.syncs.change(carrying(8))
+    assert harness.syncs.published == [PUBLICATION_8]
+    harness.syncs.change(carrying(8))
     assert report_from_pb(await call.read()) == carrying(8)
-    house.syncs.change(done(8))
+    harness.syncs.change(done(8))
     assert report_from_pb(await call.read()) == done(8)
     assert await call.read() is grpc.aio.EOF
 
 
-async def test_one_that_is_forgotten_is_refused(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_is_forgotten_is_refused(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fleet's version may have been published so long ago that nobody has its report."""
-    monkeypatch.setattr(house.syncs, "publish", lambda _: "s1-1")
+    monkeypatch.setattr(harness.syncs, "publish", lambda _: "s1-1")
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await house.weights.Publish(published(PUBLICATION_8)).read()
+        await harness.weights.Publish(published(PUBLICATION_8)).read()
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_who_leaves_before_does_not_end_it(house: House) -> None:
-    call = house.weights.Publish(published(PUBLICATION_8))
+async def test_who_leaves_before_does_not_end_it(harness: Harness) -> None:
+    call = harness.weights.Publish(published(PUBLICATION_8))
     report = report_from_pb(await call.read())
     call.cancel()
-    await until(lambda: house.syncs.followed == 0)
-    assert not house.syncs.report(report.id).over
-    assert house.syncs.asked == []
+    await until(lambda: harness.syncs.followed == 0)
+    assert not harness.syncs.report(report.id).over
+    assert harness.syncs.asked == []
 
 
-async def test_a_publication_is_refused_with_all_that_is_wrong(house: House) -> None:
+async def test_a_publication_is_refused_with_all_that_is_wrong(harness: Harness) -> None:
     text = PUBLICATION.dump_json(PUBLICATION_8).decode()
     cases = {
         text.replace('"rank":0', '"rank":3').replace('"version":8', '"version":-1'): [
@@ -309,19 +311,19 @@ async def test_a_publication_is_refused_with_all_that_is_wrong(house: House) -> 
     }
     for each, faults in cases.items():
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await house.weights.Publish(pb.PublishRequest(publication_json=each)).read()
+            await harness.weights.Publish(pb.PublishRequest(publication_json=each)).read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         lines = str(refused.value.details()).splitlines()
         assert len(lines) == len(faults)
         assert all(line.startswith(fault) for line, fault in zip(lines, faults, strict=True))
 
 
-async def test_thousands_of_faults_are_told_in_a_few_lines(house: House) -> None:
+async def test_thousands_of_faults_are_told_in_a_few_lines(harness: Harness) -> None:
     """More would not fit into the header that a refusal travels in."""
     boxes = ",".join(f'"layers.{number}.{"x" * 300}": [[[0, 1]]]' for number in range(5_000))
     text = PUBLICATION.dump_json(PUBLICATION_8).decode().replace('"boxes":{', f'"boxes":{{{boxes},')
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await house.weights.Publish(pb.PublishRequest(publication_json=text)).read()
+        await harness.weights.Publish(pb.PublishRequest(publication_json=text)).read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     lines = str(refused.value.details()).splitlines()
     assert lines[0].startswith("boxes.layers.0.xxx")
@@ -335,87 +337,87 @@ def later(report: SyncReport, arrived_bytes: int) -> SyncReport:
     return replace(report, arrived_bytes=arrived_bytes)
 
 
-async def test_who_watches_hears_of_steps_at_once_and_of_bytes_now_and_then(house: House) -> None:
-    house.syncs.change(carrying(8))
-    call = house.weights.WatchSync(pb.GetSyncRequest(version=8))
+async def test_who_watches_hears_of_steps_at_once_and_of_bytes_now_and_then(harness: Harness) -> None:
+    harness.syncs.change(carrying(8))
+    call = harness.weights.WatchSync(pb.GetSyncRequest(version=8))
     assert report_from_pb(await call.read()) == carrying(8)
     for number in range(1000):
-        house.syncs.change(later(carrying(8), number))
+        harness.syncs.change(later(carrying(8), number))
     prepared = replace(carrying(8), state=SyncState.PREPARED)
-    house.syncs.change(prepared)
+    harness.syncs.change(prepared)
     assert report_from_pb(await call.read()) == prepared
-    await house.clock.advance(1.0)
-    house.syncs.change(later(prepared, 5))
+    await harness.clock.advance(1.0)
+    harness.syncs.change(later(prepared, 5))
     assert report_from_pb(await call.read()) == later(prepared, 5)
-    house.syncs.change(done(8))
+    harness.syncs.change(done(8))
     assert report_from_pb(await call.read()) == done(8)
     assert await call.read() is grpc.aio.EOF
 
 
-async def test_one_that_is_over_is_told_once(house: House) -> None:
-    house.syncs.change(done(8))
-    reports = [report_from_pb(each) async for each in house.weights.WatchSync(pb.GetSyncRequest())]
+async def test_one_that_is_over_is_told_once(harness: Harness) -> None:
+    harness.syncs.change(done(8))
+    reports = [report_from_pb(each) async for each in harness.weights.WatchSync(pb.GetSyncRequest())]
     assert reports == [done(8)]
 
 
-async def test_syncs_are_found_by_id_by_version_or_as_the_newest(house: House) -> None:
+async def test_syncs_are_found_by_id_by_version_or_as_the_newest(harness: Harness) -> None:
     for version in (6, 7, 8):
-        house.syncs.change(done(version))
+        harness.syncs.change(done(version))
     for request, version in (
         (pb.GetSyncRequest(), 8),
         (pb.GetSyncRequest(version=6), 6),
         (pb.GetSyncRequest(sync_id="sync-7"), 7),
     ):
-        assert report_from_pb(await house.weights.GetSync(request)) == done(version)
-    listed = await house.weights.ListSyncs(pb.ListSyncsRequest(limit=2))
+        assert report_from_pb(await harness.weights.GetSync(request)) == done(version)
+    listed = await harness.weights.ListSyncs(pb.ListSyncsRequest(limit=2))
     assert [report_from_pb(each) for each in listed.syncs] == [replace(done(v), slowest=()) for v in (8, 7)]
 
 
-async def test_no_more_are_listed_than_a_message_holds(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_are_listed_than_a_message_holds(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in range(50):
-        house.syncs.change(done(version))
+        harness.syncs.change(done(version))
     monkeypatch.setattr("orchestrrl.rpc.weights_service.MESSAGE_BYTES", 4096)
-    listed = await house.weights.ListSyncs(pb.ListSyncsRequest())
+    listed = await harness.weights.ListSyncs(pb.ListSyncsRequest())
     assert listed.ByteSize() < 4096
     versions = [each.version for each in listed.syncs]
     assert versions == list(range(49, 49 - len(versions), -1))
     assert len(versions) > 5
 
 
-async def test_what_is_not_there_is_not_found(house: House) -> None:
-    house.syncs.change(done(8))
+async def test_what_is_not_there_is_not_found(harness: Harness) -> None:
+    harness.syncs.change(done(8))
     for method in (
-        house.weights.GetSync(pb.GetSyncRequest(version=0)),
-        house.weights.GetSync(pb.GetSyncRequest(sync_id="x")),
+        harness.weights.GetSync(pb.GetSyncRequest(version=0)),
+        harness.weights.GetSync(pb.GetSyncRequest(sync_id="x")),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await method
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await house.weights.WatchSync(pb.GetSyncRequest(version=0)).read()
+        await harness.weights.WatchSync(pb.GetSyncRequest(version=0)).read()
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_the_status_is_there_whether_anything_was_published_or_not(house: House) -> None:
-    empty = status_from_pb(await house.weights.GetWeights(pb.GetWeightsRequest()))
-    assert empty == house.syncs.status()
-    house.syncs.change(carrying(8))
-    house.syncs.peers = PEERS
-    assert status_from_pb(await house.weights.GetWeights(pb.GetWeightsRequest())) == house.syncs.status()
+async def test_the_status_is_there_whether_anything_was_published_or_not(harness: Harness) -> None:
+    empty = status_from_pb(await harness.weights.GetWeights(pb.GetWeightsRequest()))
+    assert empty == harness.syncs.status()
+    harness.syncs.change(carrying(8))
+    harness.syncs.peers = PEERS
+    assert status_from_pb(await harness.weights.GetWeights(pb.GetWeightsRequest())) == harness.syncs.status()
 
 
-async def test_a_sync_is_aborted_or_installed_or_it_is_said_why_not(house: House) -> None:
-    house.syncs.change(carrying(8))
+async def test_a_sync_is_aborted_or_installed_or_it_is_said_why_not(harness: Harness) -> None:
+    harness.syncs.change(carrying(8))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await house.weights.InstallSync(pb.InstallSyncRequest(reason="now"))
+        await harness.weights.InstallSync(pb.InstallSyncRequest(reason="now"))
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    house.syncs.change(replace(carrying(8), state=SyncState.PREPARED))
-    fencing = await house.weights.InstallSync(pb.InstallSyncRequest(sync_id="sync-8", reason="now"))
+    harness.syncs.change(replace(carrying(8), state=SyncState.PREPARED))
+    fencing = await harness.weights.InstallSync(pb.InstallSyncRequest(sync_id="sync-8", reason="now"))
     assert fencing.state == "fencing"
-    aborted = await house.weights.AbortSync(pb.AbortSyncRequest(sync_id="sync-8", reason="wrong weights"))
+    aborted = await harness.weights.AbortSync(pb.AbortSyncRequest(sync_id="sync-8", reason="wrong weights"))
     assert (aborted.state, aborted.code, aborted.detail) == ("aborted", "operator", "wrong weights")
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await house.weights.AbortSync(pb.AbortSyncRequest())
+        await harness.weights.AbortSync(pb.AbortSyncRequest())
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "sync-8 is over" in str(refused.value.details())
 
@@ -499,14 +501,16 @@ async def test_what_sixteen_ranks_have_of_sixty_thousand_tensors_reaches_their_p
         ('"run":""', '"run":"\\ud800"', "(document): Invalid JSON"),
     ],
 )
-async def test_a_publication_beyond_what_can_be_shown_is_refused(house: House, was: str, now: str, fault: str) -> None:
+async def test_a_publication_beyond_what_can_be_shown_is_refused(
+    harness: Harness, was: str, now: str, fault: str
+) -> None:
     text = PUBLICATION.dump_json(PUBLICATION_8).decode()
     assert was in text
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await house.weights.Publish(pb.PublishRequest(publication_json=text.replace(was, now))).read()
+        await harness.weights.Publish(pb.PublishRequest(publication_json=text.replace(was, now))).read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert str(refused.value.details()).startswith(fault)
-    assert not house.syncs.published
+    assert not harness.syncs.published
 
 
 def test_everything_that_is_wrong_with_a_publications_numbers_is_named() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weights_house import STEP_S, TENSORS, Engine, FakePeer, House
+from weights_harness import STEP_S, TENSORS, Engine, FakePeer, Harness
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults
 from orchestrrl.engines.base import TransferEnds
@@ -41,13 +41,13 @@ class Transfers:
         self.peer, self.engine = peer, engine
 
     async def ends(self) -> TransferEnds:
-        if "prepare" in self.house.failing.pop(self.engine.id, ""):
+        if "prepare" in self.harness.failing.pop(self.engine.id, ""):
             raise Permanent("has no such endpoint")
         return TransferEnds("nccl", WORKERS[self.engine.id])
 
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
         await self._takes_time()
-        self.house.joined[self.engine.id] = dict(init_info)
+        self.harness.joined[self.engine.id] = dict(init_info)
 
     async def start(self) -> None:
         await self._changes(None)
@@ -66,22 +66,22 @@ class Transfers:
 
     async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None:
         assert method == "update_weights_from_ipc"
-        self.house.joined[self.engine.id] = arguments[0]
+        self.harness.joined[self.engine.id] = arguments[0]
         await self.update({}, within_s)
 
     async def end(self, version: int) -> None:
         await self._changes(version)
 
     @property
-    def house(self) -> "DirectHouse":
-        house = self.peer.house
-        assert isinstance(house, DirectHouse)
-        return house
+    def harness(self) -> "DirectHarness":
+        harness = self.peer.harness
+        assert isinstance(harness, DirectHarness)
+        return harness
 
     async def _changes(self, version: int | None) -> None:
         await self._takes_time()
-        if self.house.fence.state.lease is None:
-            self.house.changed_while_open.append(self.engine.id)
+        if self.harness.fence.state.lease is None:
+            self.harness.changed_while_open.append(self.engine.id)
         self.engine.weights = version
         self.peer.installed.pop(self.engine.id, None)
         if version is not None:
@@ -89,7 +89,7 @@ class Transfers:
         self.peer.introduce()
 
     async def _takes_time(self) -> None:
-        await self.house.clock.sleep(STEP_S)
+        await self.harness.clock.sleep(STEP_S)
         if not self.engine.alive:
             raise OutcomeUnknown("does not answer")
 
@@ -106,10 +106,10 @@ class Server:
 class DirectPeer(FakePeer):
     async def _result(self, order: Order) -> PeerResult:
         if isinstance(order, InstallVersion):
-            house = self.house
-            assert isinstance(house, DirectHouse)
-            if house.fence.state.lease is None and house.fence.state.serves(order.engine):
-                house.changed_while_open.append(order.engine)
+            harness = self.harness
+            assert isinstance(harness, DirectHarness)
+            if harness.fence.state.lease is None and harness.fence.state.serves(order.engine):
+                harness.changed_while_open.append(order.engine)
         if not isinstance(order, BackendAct):
             return await super()._result(order)
         backend = make_direct(order.backend)
@@ -124,7 +124,7 @@ class DirectPeer(FakePeer):
         return PeerResult("", OrderOutcome.DONE, told_json=json.dumps(dict(told)))
 
 
-class DirectHouse(House):
+class DirectHarness(Harness):
     """It is the conformance's world, for the tree."""
 
     backend = "tree"
@@ -143,13 +143,13 @@ class DirectHouse(House):
 
 
 class TreeWorld:
-    """Over a house."""
+    """Over a harness."""
 
     backend = "tree"
 
-    def __init__(self, house: DirectHouse) -> None:
-        self.house = house
-        self.engines = tuple(house.engines)
+    def __init__(self, harness: DirectHarness) -> None:
+        self.harness = harness
+        self.engines = tuple(harness.engines)
         self._odd: list[Engine] = []
 
     @property
@@ -158,21 +158,21 @@ class TreeWorld:
 
     @property
     def changed_while_open(self) -> Sequence[str]:
-        return self.house.changed_while_open
+        return self.harness.changed_while_open
 
     def holds(self, engine: EngineId) -> int | None:
-        return self.house.engines[engine].weights
+        return self.harness.engines[engine].weights
 
     def gets_requests(self, engine: EngineId) -> bool:
-        state = self.house.fence.state
-        return state.lease is None and state.serves(engine) and not self.house.engines[engine].resting
+        state = self.harness.fence.state
+        return state.lease is None and state.serves(engine) and not self.harness.engines[engine].resting
 
     def fleet(self) -> int | None:
-        return self.house.sync.book.fleet.version
+        return self.harness.sync.book.fleet.version
 
     def fail(self, step: BackendStep, engines: Sequence[EngineId]) -> None:
         for id in engines:
-            engine = self.house.engines[id]
+            engine = self.harness.engines[id]
             match step:
                 case BackendStep.PREPARE:
                     self._fail_preparing(id)
@@ -184,24 +184,24 @@ class TreeWorld:
 
     def lose_trainer(self, step: BackendStep) -> None:
         if step is BackendStep.PREPARE:
-            self.house.later(0.3, self.house.trainer.die)
-            self.house.later(30.0, self.house.trainer.come_back)
+            self.harness.later(0.3, self.harness.trainer.die)
+            self.harness.later(30.0, self.harness.trainer.come_back)
 
     async def publish(self, version: int) -> SyncReport:
-        report = await self.house.report(self._publish(version), within_s=600.0)
+        report = await self.harness.report(self._publish(version), within_s=600.0)
         for engine in self._odd:
             engine.odd = False
         self._odd.clear()
-        await self.house.settled(60.0)
+        await self.harness.settled(60.0)
         return report
 
     def _publish(self, version: int) -> str:
-        if self.house.trainer.stream is None:
-            self.house.trainer.come_back()
-        return self.house.publish(version, probe=(1, 2, 3))
+        if self.harness.trainer.stream is None:
+            self.harness.trainer.come_back()
+        return self.harness.publish(version, probe=(1, 2, 3))
 
     def _fail_preparing(self, engine: EngineId) -> None:
-        next(peer for peer in self.house.peers.values() if self.house.engines[engine] in peer.engines).rots = 1
+        next(peer for peer in self.harness.peers.values() if self.harness.engines[engine] in peer.engines).rots = 1
 
 
 class DirectWorld(TreeWorld):
@@ -209,8 +209,8 @@ class DirectWorld(TreeWorld):
     options: Mapping[str, str] = {"backend": "nccl"}
     world = 1
 
-    def __init__(self, house: DirectHouse) -> None:
-        super().__init__(house)
+    def __init__(self, harness: DirectHarness) -> None:
+        super().__init__(harness)
         self._loses: BackendStep | None = None
         self._trainer: asyncio.Task[None] | None = None
         self.told: list[SyncReport] = []
@@ -220,7 +220,7 @@ class DirectWorld(TreeWorld):
         self._loses = step
 
     def _fail_preparing(self, engine: EngineId) -> None:
-        self.house.failing[engine] = "prepare"
+        self.harness.failing[engine] = "prepare"
 
     def _publish(self, version: int) -> str:
         words = [
@@ -233,13 +233,13 @@ class DirectWorld(TreeWorld):
             )
             for rank in range(self.world)
         ]
-        id = [self.house.sync.publish(word) for word in words][-1]
+        id = [self.harness.sync.publish(word) for word in words][-1]
         self._trainer = asyncio.ensure_future(self._stand_by(id))
         return id
 
     async def _stand_by(self, id: str) -> None:
         """As vLLM's trainer-side engine, whose calls are passed on."""
-        sync, seen = self.house.sync, 0
+        sync, seen = self.harness.sync, 0
         async for report in sync.follow(id):
             self.told.append(report)
             asked = asked_of(report.asked_json)
@@ -295,8 +295,8 @@ class BesideWorld(DirectWorld):
     options: Mapping[str, str] = {"engines": "e0,e1,e2"}
     world = sum(WORKERS.values())
 
-    def __init__(self, house: DirectHouse) -> None:
-        super().__init__(house)
+    def __init__(self, harness: DirectHarness) -> None:
+        super().__init__(harness)
         self.server = RankServer()
         self.sender = RankShares(self.server, {}, SenderOptions(0, self.world))
 
@@ -313,44 +313,44 @@ class BesideWorld(DirectWorld):
 
 
 @pytest.fixture
-async def house(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[DirectHouse]:
-    house = DirectHouse(tmp_path, **getattr(request, "param", {}))
-    house.start()
-    await house.pass_time(1.0)
-    yield house
-    house.kill()
-    for peer in house.peers.values():
+async def harness(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[DirectHarness]:
+    harness = DirectHarness(tmp_path, **getattr(request, "param", {}))
+    harness.start()
+    await harness.pass_time(1.0)
+    yield harness
+    harness.kill()
+    for peer in harness.peers.values():
         peer.die()
 
 
 class TestTree(BackendConformance):
     @pytest.fixture
-    def world(self, house: DirectHouse) -> TreeWorld:
-        return TreeWorld(house)
+    def world(self, harness: DirectHarness) -> TreeWorld:
+        return TreeWorld(harness)
 
 
 class TestVllmTransfer(BackendConformance):
     @pytest.fixture
-    def world(self, house: DirectHouse) -> DirectWorld:
-        return DirectWorld(house)
+    def world(self, harness: DirectHarness) -> DirectWorld:
+        return DirectWorld(harness)
 
     async def test_workers_have_ranks_behind_those_of_servers_before(
-        self, house: DirectHouse, world: DirectWorld
+        self, harness: DirectHarness, world: DirectWorld
     ) -> None:
         await world.publish(1)
-        assert {id: told["rank_offset"] for id, told in house.joined.items()} == {"e0": 1, "e1": 2, "e2": 4}
-        assert {told["world_size"] for told in house.joined.values()} == {8}
+        assert {id: told["rank_offset"] for id, told in harness.joined.items()} == {"e0": 1, "e1": 2, "e2": 4}
+        assert {told["world_size"] for told in harness.joined.values()} == {8}
 
-    async def test_it_is_joined_once(self, house: DirectHouse, world: DirectWorld) -> None:
+    async def test_it_is_joined_once(self, harness: DirectHarness, world: DirectWorld) -> None:
         await world.publish(1)
-        house.joined.clear()
+        harness.joined.clear()
         report = await world.publish(2)
         assert report.state is SyncState.DONE
-        assert house.joined == {}
+        assert harness.joined == {}
         assert report.notes == ()
         world.fail(BackendStep.INSTALL, [EngineId("e1")])
         await world.publish(3)
-        assert set(house.joined) == {"e0", "e1", "e2"}, "anew, as it was broken"
+        assert set(harness.joined) == {"e0", "e1", "e2"}, "anew, as it was broken"
 
     async def test_it_is_told_at_once_which_engine_has_not_taken_it(self, world: DirectWorld) -> None:
         world.fail(BackendStep.INSTALL, [EngineId("e1")])
@@ -359,33 +359,33 @@ class TestVllmTransfer(BackendConformance):
         stands = {each.engine: each for each in report.engines}[EngineId("e1")]
         assert (stands.state, stands.detail) == (EngineSync.WAITING, "e1: update: the connection broke")
 
-    @pytest.mark.parametrize("house", [{"probe": None}], indirect=True)
+    @pytest.mark.parametrize("harness", [{"probe": None}], indirect=True)
     async def test_it_is_told_that_engines_were_asked_nothing(self, world: DirectWorld) -> None:
         world.probe = ()
         report = await world.publish(1)
         assert report.notes == ("engines were asked nothing: name a probe, there are no sums on this backend",)
 
-    async def test_nothing_is_passed_on_that_is_not_asked(self, house: DirectHouse, world: DirectWorld) -> None:
+    async def test_nothing_is_passed_on_that_is_not_asked(self, harness: DirectHarness, world: DirectWorld) -> None:
         await world.publish(1)
         with pytest.raises(Permanent):
-            await house.sync.relayed(house.sync.history(1)[0].id, 0, 1, "update_weights", {"update_info": {}})
+            await harness.sync.relayed(harness.sync.history(1)[0].id, 0, 1, "update_weights", {"update_info": {}})
 
-    async def test_options_that_make_no_sense_come_all_at_once(self, house: DirectHouse) -> None:
+    async def test_options_that_make_no_sense_come_all_at_once(self, harness: DirectHarness) -> None:
         word = Publication(1, 0, 1, PeerId("t"), TENSORS, {}, backend="vllm_transfer", options={"backends": "nccl"})
         with pytest.raises(ProblemFaults) as caught:
-            house.sync.publish(word)
+            harness.sync.publish(word)
         assert len(caught.value.faults) == 2
 
 
 class TestCheckpointEngine(BackendConformance):
     @pytest.fixture
-    def world(self, house: DirectHouse) -> BesideWorld:
-        return BesideWorld(house)
+    def world(self, harness: DirectHarness) -> BesideWorld:
+        return BesideWorld(harness)
 
-    async def test_workers_are_told_of_the_ranks_beside_them(self, house: DirectHouse, world: BesideWorld) -> None:
+    async def test_workers_are_told_of_the_ranks_beside_them(self, harness: DirectHarness, world: BesideWorld) -> None:
         await world.publish(1)
         await world.publish(2)
-        assert {id: list(sockets) for id, sockets in house.joined.items()} == {
+        assert {id: list(sockets) for id, sockets in harness.joined.items()} == {
             "e0": ["GPU-0"],
             "e1": ["GPU-1", "GPU-2"],
             "e2": ["GPU-3", "GPU-4", "GPU-5", "GPU-6"],

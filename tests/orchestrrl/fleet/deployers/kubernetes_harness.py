@@ -26,7 +26,7 @@ OPTIONS: Mapping[str, Any] = {
 }
 
 
-class House:
+class Harness:
     """`deployer` makes one for a fleet; all of them are closed at the end."""
 
     def __init__(self, cluster: Cluster, server: Server, folder: Path) -> None:
@@ -47,21 +47,21 @@ class House:
             await made.close()
 
 
-def pods(place: House) -> list[dict[str, Any]]:
+def pods(place: Harness) -> list[dict[str, Any]]:
     return place.cluster.store.all("pods")
 
 
-def empty(place: House) -> bool:
+def empty(place: Harness) -> bool:
     return not any(place.cluster.store.all(kind) for kind in ("deployments", "replicasets", "leaderworkersets", "pods"))
 
 
 @asynccontextmanager
-async def house(folder: Path, nodes: Mapping[str, int] | None = None) -> AsyncIterator[House]:
+async def harness(folder: Path, nodes: Mapping[str, int] | None = None) -> AsyncIterator[Harness]:
     cluster = Cluster(folder / "pods", nodes or {"node-a": 4, "node-b": 4, "node-c": 4})
     server = Server(cluster)
     await cluster.begin()
     await server.begin()
-    made = House(cluster, server, folder)
+    made = Harness(cluster, server, folder)
     try:
         yield made
     finally:

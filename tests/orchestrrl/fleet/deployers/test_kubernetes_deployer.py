@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kubernetes_harness import OPTIONS, House, empty, house
+from kubernetes_harness import OPTIONS, Harness, empty, harness
 from kubernetes_server import Trouble
 
 from orchestrrl.core.clock import WallClock
@@ -21,8 +21,8 @@ ONE, TWO = EngineId("e-one"), EngineId("e-two")
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[House]:
-    async with house(tmp_path) as made:
+async def place(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness(tmp_path) as made:
         yield made
 
 
@@ -47,7 +47,7 @@ def spec(
 # Ends.
 
 
-async def test_an_image_that_cannot_be_pulled_is_an_end(place: House) -> None:
+async def test_an_image_that_cannot_be_pulled_is_an_end(place: Harness) -> None:
     deployer = place.deployer(image="nobody/has:this")
     started = await deployer.start(spec())
     assert started.life is EngineLife.ENDED
@@ -60,7 +60,7 @@ async def test_an_image_that_cannot_be_pulled_is_an_end(place: House) -> None:
 # Room.
 
 
-async def test_without_room_nothing_is_left_and_it_may_be_tried_again(place: House) -> None:
+async def test_without_room_nothing_is_left_and_it_may_be_tried_again(place: Harness) -> None:
     launch = replace(place.launch, device=EngineDevice.CUDA, per_node=8)
     deployer = place.deployer(launch=launch)
     with pytest.raises(Retryable, match=r"no room for engine e-one: .*Insufficient nvidia\.com/gpu"):
@@ -72,7 +72,7 @@ async def test_without_room_nothing_is_left_and_it_may_be_tried_again(place: Hou
 # A server that fails.
 
 
-async def test_a_server_that_is_busy_does_nothing_and_may_be_asked_again(place: House) -> None:
+async def test_a_server_that_is_busy_does_nothing_and_may_be_asked_again(place: Harness) -> None:
     deployer = place.deployer()
     place.server.trouble("POST", "deployments", Trouble.BUSY)
     with pytest.raises(Retryable):
@@ -82,7 +82,7 @@ async def test_a_server_that_is_busy_does_nothing_and_may_be_asked_again(place: 
     assert await deployer.list_engines() == ()
 
 
-async def test_a_server_that_is_not_there_may_be_tried_again(place: House) -> None:
+async def test_a_server_that_is_not_there_may_be_tried_again(place: Harness) -> None:
     await place.server.end()
     lost = place.deployer()
     for call in (lost.start(spec()), lost.stop(ONE), lost.status(ONE), lost.list_engines()):
@@ -93,7 +93,7 @@ async def test_a_server_that_is_not_there_may_be_tried_again(place: House) -> No
 # Rights.
 
 
-async def test_who_is_not_known_and_where_nobody_is(place: House) -> None:
+async def test_who_is_not_known_and_where_nobody_is(place: Harness) -> None:
     stranger = place.deployer(kubeconfig=place.server.kubeconfig(place.folder, "stranger"))
     with pytest.raises(Permanent, match="does not accept the credentials"):
         await stranger.list_engines()
@@ -104,7 +104,7 @@ async def test_who_is_not_known_and_where_nobody_is(place: House) -> None:
         await place.deployer(namespace="elsewhere").start(spec())
 
 
-async def test_it_is_made_by_its_name(place: House) -> None:
+async def test_it_is_made_by_its_name(place: Harness) -> None:
     options = {**OPTIONS, "kubeconfig": place.server.kubeconfig(place.folder)}
     deployer = make_deployer("kubernetes", place.launch, FleetIdentity("f", ""), options, WallClock())
     try:

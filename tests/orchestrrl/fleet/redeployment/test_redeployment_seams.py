@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from builders import engine_report, sample
-from redeployment_house import CONFIG, Client, FakeEngine, House
+from redeployment_harness import CONFIG, Client, FakeEngine, Harness
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import EntryKind
@@ -30,77 +30,77 @@ A, B, W = EngineId("a"), EngineId("b"), EngineId("w")
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
+def harness(tmp_path: Path) -> Harness:
     """Two narrow engines with requests, and one that stays out of it."""
-    house = House(tmp_path)
-    house.place("a", "tp1", 0)
-    house.place("b", "tp1", 1)
-    house.place("w", "tp2", 2, 3)
+    harness = Harness(tmp_path)
+    harness.place("a", "tp1", 0)
+    harness.place("b", "tp1", 1)
+    harness.place("w", "tp2", 2, 3)
     for number in range(6):
-        house.gateway.put(f"r{number}", "abw"[number % 3])
-    return house
+        harness.gateway.put(f"r{number}", "abw"[number % 3])
+    return harness
 
 
-def check_whole(house: House, *engines: str) -> None:
+def check_whole(harness: Harness, *engines: str) -> None:
     """The fleet is these engines, and requests are on them alone."""
-    assert set(house.machines.alive()) == set(engines) == {str(engine) for engine in house.gateway.usable()}
-    assert {str(view.engine) for view in house.gateway.requests.values()} <= set(engines)
-    assert not house.gateway.held
-    assert not house.plane.routes.draining
-    assert not house.plane.routes.expected
+    assert set(harness.machines.alive()) == set(engines) == {str(engine) for engine in harness.gateway.usable()}
+    assert {str(view.engine) for view in harness.gateway.requests.values()} <= set(engines)
+    assert not harness.gateway.held
+    assert not harness.plane.routes.draining
+    assert not harness.plane.routes.expected
 
 
-async def test_engines_that_end_by_themselves_do_not_end_the_watch_over_them(house: House) -> None:
-    async with house.daemon() as redeployer:
+async def test_engines_that_end_by_themselves_do_not_end_the_watch_over_them(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
         tending = asyncio.create_task(redeployer.maintain())
         for engine in (A, B):
-            house.machines.engines[engine].life = EngineLife.ENDED
-            await house.clock.advance(5.0)
+            harness.machines.engines[engine].life = EngineLife.ENDED
+            await harness.clock.advance(5.0)
             assert not tending.done(), tending.exception()
-            assert house.machines.stops[-1] == engine  # what is left of it holds its GPUs no longer
-        check_whole(house, "w")
-        assert {route.engine for route in house.gateway.routes.routes} == redeployer.deployed.keys() == {W}
-        assert house.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}]
-        assert house.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, "died"), ("b", True, "died")]
+            assert harness.machines.stops[-1] == engine  # what is left of it holds its GPUs no longer
+        check_whole(harness, "w")
+        assert {route.engine for route in harness.gateway.routes.routes} == redeployer.deployed.keys() == {W}
+        assert harness.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}]
+        assert harness.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, "died"), ("b", True, "died")]
         tending.cancel()
 
 
 async def test_engines_of_a_configuration_that_is_no_more_serve_on(
-    house: House, caplog: pytest.LogCaptureFixture
+    harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house.config = parse_config(CONFIG.replace("id: tp1", "id: narrow"))
-    async with house.daemon():
-        check_whole(house, "a", "b", "w")
-        assert house.plane.state.configuration_of(A) is None
+    harness.config = parse_config(CONFIG.replace("id: tp1", "id: narrow"))
+    async with harness.daemon():
+        check_whole(harness, "a", "b", "w")
+        assert harness.plane.state.configuration_of(A) is None
         told = [record.message for record in caplog.records if "not configured" in record.message]
         assert told == [f"engine {engine} runs as tp1, which is not configured" for engine in "ab"]
 
 
-async def test_engines_that_ended_while_the_daemon_was_away_are_cleared(house: House) -> None:
-    house.machines.engines[A].life = EngineLife.ENDED
-    async with house.daemon() as redeployer:
-        check_whole(house, "b", "w")
+async def test_engines_that_ended_while_the_daemon_was_away_are_cleared(harness: Harness) -> None:
+    harness.machines.engines[A].life = EngineLife.ENDED
+    async with harness.daemon() as redeployer:
+        check_whole(harness, "b", "w")
         assert redeployer.deployed.keys() == {B, W}
-        assert house.machines.stops == [A]
-        assert house.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, "died")]
+        assert harness.machines.stops == [A]
+        assert harness.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, "died")]
 
 
-async def test_an_engine_of_which_nothing_is_left_keeps_no_gpus(house: House) -> None:
+async def test_an_engine_of_which_nothing_is_left_keeps_no_gpus(harness: Harness) -> None:
     """Somebody has deleted it where it ran: the deployer does not even list it."""
-    async with house.daemon() as redeployer:
+    async with harness.daemon() as redeployer:
         tending = asyncio.create_task(redeployer.maintain())
-        del house.machines.engines[A]
-        await house.clock.advance(5.0)
-        check_whole(house, "b", "w")
+        del harness.machines.engines[A]
+        await harness.clock.advance(5.0)
+        check_whole(harness, "b", "w")
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE
-        check_whole(house, "b", "w", f"{report.id}.0")
+        check_whole(harness, "b", "w", f"{report.id}.0")
         tending.cancel()
 
 
-async def test_a_look_that_a_redeployment_has_overtaken_is_not_taken_for_the_truth(house: House) -> None:
-    async with house.daemon() as redeployer:
+async def test_a_look_that_a_redeployment_has_overtaken_is_not_taken_for_the_truth(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
         listed = redeployer._deployer.list_engines
         may_answer = asyncio.Event()
 
@@ -111,107 +111,107 @@ async def test_a_look_that_a_redeployment_has_overtaken_is_not_taken_for_the_tru
 
         redeployer._deployer.list_engines = slowly
         tending = asyncio.create_task(redeployer.maintain())
-        await house.clock.advance(2.0)
+        await harness.clock.advance(2.0)
         redeployer._deployer.list_engines = listed
         redeployer.begin(TO_TP2)
-        await house.clock.advance(1.0)
-        assert "s1.0" in house.machines.engines
+        await harness.clock.advance(1.0)
+        assert "s1.0" in harness.machines.engines
         may_answer.set()
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE
-        check_whole(house, "s1.0", "w")
+        check_whole(harness, "s1.0", "w")
         tending.cancel()
 
 
-def breaks(house: House) -> None:
+def breaks(harness: Harness) -> None:
     """New engines start, and answer nothing."""
-    house.machines.faults["probe", "tp2"] = Permanent("is broken")
+    harness.machines.faults["probe", "tp2"] = Permanent("is broken")
 
 
-def tell_tokens(house: House, engine: str, tokens: int) -> None:
+def tell_tokens(harness: Harness, engine: str, tokens: int) -> None:
     """As whoever watches it does: what it has generated since its start."""
-    read = dataclasses.replace(sample(house.clock.now_s()), generation_tokens_total=tokens)
-    house.sequence = getattr(house, "sequence", 0) + 1
-    told = engine_report(engine, sequence=house.sequence, sample=read)
-    house.plane.engine_reported(told, 1)
+    read = dataclasses.replace(sample(harness.clock.now_s()), generation_tokens_total=tokens)
+    harness.sequence = getattr(harness, "sequence", 0) + 1
+    told = engine_report(engine, sequence=harness.sequence, sample=read)
+    harness.plane.engine_reported(told, 1)
 
 
-async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_was_given(house: House) -> None:
+async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_was_given(harness: Harness) -> None:
     """Its count of tokens begins anew, which of any other engine means that it has lost its weights."""
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
-        for engine in house.machines.engines.values():
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in harness.machines.engines.values():
             engine.weights = 7
-        tell_tokens(house, "a", 1000)
-        assert house.plane.barrier._generated == {A: 1000}
-        breaks(house)
+        tell_tokens(harness, "a", 1000)
+        assert harness.plane.barrier._generated == {A: 1000}
+        breaks(harness)
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
-        tell_tokens(house, "a", 17)
-        await house.clock.advance(1.0)
-        assert house.plane.barrier.state.versions[A] == 7
-        check_whole(house, "a", "b", "w")
+        tell_tokens(harness, "a", 17)
+        await harness.clock.advance(1.0)
+        assert harness.plane.barrier.state.versions[A] == 7
+        check_whole(harness, "a", "b", "w")
 
 
-async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(house: House) -> None:
+async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(harness: Harness) -> None:
     """One that missed the last update and was left out of service comes back as it was."""
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([A, B, W], 6, "", "/ckpt/6")
-        house.plane.barrier.set_version([A, B], 7, "", "/ckpt/7")
-        house.plane.barrier.set_version([W], 6)
-        house.plane.barrier._take(
-            dataclasses.replace(house.plane.barrier.state, newest=7, newest_source="/ckpt/7"), "test"
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([A, B, W], 6, "", "/ckpt/6")
+        harness.plane.barrier.set_version([A, B], 7, "", "/ckpt/7")
+        harness.plane.barrier.set_version([W], 6)
+        harness.plane.barrier._take(
+            dataclasses.replace(harness.plane.barrier.state, newest=7, newest_source="/ckpt/7"), "test"
         )
-        house.plane._barrier_changed()
-        house.machines.engines[W].weights = 6
-        house.machines.engines[A].weights = house.machines.engines[B].weights = 7
-        breaks(house)
+        harness.plane._barrier_changed()
+        harness.machines.engines[W].weights = 6
+        harness.machines.engines[A].weights = harness.machines.engines[B].weights = 7
+        breaks(harness)
         redeployer.begin(RedeployRequest((("tp2", 2),)))
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
-        assert house.plane.barrier.state.versions == {A: 7, B: 7, W: 6}
-        assert not house.plane.barrier.state.serves(W)
+        assert harness.plane.barrier.state.versions == {A: 7, B: 7, W: 6}
+        assert not harness.plane.barrier.state.serves(W)
 
 
-async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(house: House) -> None:
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
-        for engine in house.machines.engines.values():
+async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in harness.machines.engines.values():
             engine.weights = 7
         redeployer.begin(TO_TP2)
-        new = EngineId(f"{(await house.until_ended()).id}.0")
-        assert house.plane.barrier.state.versions == {new: 7, W: 7}
-        house.plane.barrier.set_version([new, W], 8, "", "/ckpt/8")
-        assert house.plane.barrier.state.newest == 8
-        await house.clock.advance(2.0)
-        check_whole(house, new, "w")
+        new = EngineId(f"{(await harness.until_ended()).id}.0")
+        assert harness.plane.barrier.state.versions == {new: 7, W: 7}
+        harness.plane.barrier.set_version([new, W], 8, "", "/ckpt/8")
+        assert harness.plane.barrier.state.newest == 8
+        await harness.clock.advance(2.0)
+        check_whole(harness, new, "w")
 
 
-async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(house: House) -> None:
+async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(harness: Harness) -> None:
     """It runs when the next daemon comes, and that is all that is known of it."""
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
-        for engine in house.machines.engines.values():
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in harness.machines.engines.values():
             engine.weights = 7
-        breaks(house)
-        house.machines.hangs.add(("probe", "a"))
+        breaks(harness)
+        harness.machines.hangs.add(("probe", "a"))
         redeployer.begin(TO_TP2)
-        await house.clock.advance(16.0)
-        assert house.machines.starts["a"] == 1
-    house.machines.hangs.clear()
-    async with house.daemon():
-        await house.clock.advance(0.5)
-        report = await house.until_ended()
+        await harness.clock.advance(16.0)
+        assert harness.machines.starts["a"] == 1
+    harness.machines.hangs.clear()
+    async with harness.daemon():
+        await harness.clock.advance(0.5)
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
-        check_whole(house, "a", "b", "w")
-        assert house.machines.engines[A].weights == 7
-        assert house.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
-        assert house.machines.starts["a"] == 1
+        check_whole(harness, "a", "b", "w")
+        assert harness.machines.engines[A].weights == 7
+        assert harness.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
+        assert harness.machines.starts["a"] == 1
 
 
 async def test_an_engine_that_came_with_other_weights_is_not_let_in(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def forgets(client: Client, policy_version: int) -> None: ...
 
@@ -220,87 +220,87 @@ async def test_an_engine_that_came_with_other_weights_is_not_let_in(
     def outdated(engine: FakeEngine) -> None:
         engine.weights = 6 if engine.spec.configuration == "tp2" else 7
 
-    house.machines.made = outdated
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+    harness.machines.made = outdated
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert (report.state, report.detail) == (
             RedeploymentState.ROLLED_BACK,
             "verify of s1.0: its weights are version 6, the fleet's 7",
         )
 
 
-async def test_one_that_is_not_healthy_is_waited_for(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_is_not_healthy_is_waited_for(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ill(client: Client) -> bool:
         return False
 
-    async with house.daemon() as redeployer:
+    async with harness.daemon() as redeployer:
         with monkeypatch.context() as patched:
             patched.setattr(Client, "healthy", ill)
             redeployer.begin(TO_TP2)
-            await house.clock.advance(5.0)
+            await harness.clock.advance(5.0)
             assert redeployer.report().engines == ("s1.0", "w")
-            assert house.gateway.usable() == ["w"]
-        assert (await house.until_ended()).state is RedeploymentState.DONE
-        check_whole(house, "s1.0", "w")
+            assert harness.gateway.usable() == ["w"]
+        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        check_whole(harness, "s1.0", "w")
 
 
-async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(house: House) -> None:
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
-        for engine in house.machines.engines.values():
+async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in harness.machines.engines.values():
             engine.weights = 7
         redeployer.begin(TO_TP2)
-        await house.clock.advance(1.0)
-        house.plane.barrier.set_version([W], 8, "", "/ckpt/8")
-        house.machines.engines[W].weights = 8
-        report = await house.until_ended()
+        await harness.clock.advance(1.0)
+        harness.plane.barrier.set_version([W], 8, "", "/ckpt/8")
+        harness.machines.engines[W].weights = 8
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert "the fleet's weights became version 8 meanwhile, from 7" in report.detail
-        assert {engine.weights for engine in house.machines.engines.values()} == {8}
-        assert house.plane.barrier.state.versions == {A: 8, B: 8, W: 8}
-        check_whole(house, "a", "b", "w")
+        assert {engine.weights for engine in harness.machines.engines.values()} == {8}
+        assert harness.plane.barrier.state.versions == {A: 8, B: 8, W: 8}
+        check_whole(harness, "a", "b", "w")
 
 
-async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_redeployment(house: House) -> None:
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
-        for engine in house.machines.engines.values():
+async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_redeployment(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in harness.machines.engines.values():
             engine.weights = 7
-        breaks(house)
+        breaks(harness)
         redeployer.begin(TO_TP2)
-        await house.clock.advance(0.5)
-        house.gateway.held.clear()
-        house.gateway.requests.clear()
-        house.plane.membership_changes._change(
-            "remove", A, house.plane.membership_changes.membership.with_removed(A), ""
+        await harness.clock.advance(0.5)
+        harness.gateway.held.clear()
+        harness.gateway.requests.clear()
+        harness.plane.membership_changes._change(
+            "remove", A, harness.plane.membership_changes.membership.with_removed(A), ""
         )
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK, report.detail
-        check_whole_but(house, "a")
+        check_whole_but(harness, "a")
 
 
-def check_whole_but(house: House, removed: str) -> None:
-    assert removed not in {str(engine) for engine in house.gateway.usable()}
-    assert not house.plane.routes.draining
-    assert not house.plane.routes.expected
+def check_whole_but(harness: Harness, removed: str) -> None:
+    assert removed not in {str(engine) for engine in harness.gateway.usable()}
+    assert not harness.plane.routes.draining
+    assert not harness.plane.routes.expected
 
 
-async def test_a_drained_engine_gets_none_of_the_requests_of_those_that_leave(house: House) -> None:
-    async with house.daemon() as redeployer:
-        house.plane.membership_changes.drain(W)
+async def test_a_drained_engine_gets_none_of_the_requests_of_those_that_leave(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        harness.plane.membership_changes.drain(W)
         redeployer.begin(RedeployRequest((("tp2", 1),)))
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
-        assert house.gateway.on(W) == ["r2", "r5"]
+        assert harness.gateway.on(W) == ["r2", "r5"]
         assert report.requests_moved == 0
-        assert set(house.gateway.usable()) == {f"{report.id}.0"}
+        assert set(harness.gateway.usable()) == {f"{report.id}.0"}
 
 
-async def test_who_is_refused_by_an_engine_goes_to_another(house: House) -> None:
+async def test_who_is_refused_by_an_engine_goes_to_another(harness: Harness) -> None:
     """An engine that stays has fallen ill, as its gateway knows and the daemon does not yet."""
-    perform = house.gateway._perform
+    perform = harness.gateway._perform
 
     def refusing(operation: Operation) -> OperationResult:
         assert isinstance(operation.action, MoveRequests)
@@ -310,117 +310,119 @@ async def test_who_is_refused_by_an_engine_goes_to_another(house: House) -> None
         items = (*done.items, *(OperationItemResult(move.request, False, "w takes no requests") for move in refused))
         return dataclasses.replace(done, items=items)
 
-    house.gateway._perform = refusing  # type: ignore[method-assign]
-    async with house.daemon() as redeployer:
+    harness.gateway._perform = refusing  # type: ignore[method-assign]
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
         assert report.requests_moved == 0
         assert report.requests_parked == 4
 
 
-async def test_an_engine_that_does_not_say_what_it_has_is_not_stopped(house: House) -> None:
-    house.machines.faults["metrics", "a"] = Permanent("is too busy")
-    async with house.daemon() as redeployer:
+async def test_an_engine_that_does_not_say_what_it_has_is_not_stopped(harness: Harness) -> None:
+    harness.machines.faults["metrics", "a"] = Permanent("is too busy")
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert report.detail == "evacuate of a: took longer than 5 s: it does not say what it has: is too busy"
-        assert house.machines.stops == []
-        check_whole(house, "a", "b", "w")
+        assert harness.machines.stops == []
+        check_whole(harness, "a", "b", "w")
 
 
-async def test_a_stop_that_fails_leaves_an_engine_that_serves_on(house: House) -> None:
-    house.machines.faults["stop", "a"] = Permanent("does not end")
-    async with house.daemon() as redeployer:
+async def test_a_stop_that_fails_leaves_an_engine_that_serves_on(harness: Harness) -> None:
+    harness.machines.faults["stop", "a"] = Permanent("does not end")
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert (report.state, report.detail) == (
             RedeploymentState.ROLLED_BACK,
             "stop of a: does not end; stop of a: does not end",
         )
-        check_whole(house, "a", "b", "w")
-        assert house.watched[-1] == {"a", "b", "w"}
-        assert house.engines_noted(EntryKind.ENGINE_STOPPED)[:1] == [("a", False, "does not end")]
+        check_whole(harness, "a", "b", "w")
+        assert harness.watched[-1] == {"a", "b", "w"}
+        assert harness.engines_noted(EntryKind.ENGINE_STOPPED)[:1] == [("a", False, "does not end")]
 
 
-async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(house: House) -> None:
-    house.gateway.requests.clear()
-    async with house.daemon() as redeployer:
-        house.gateway.on = lambda engine: ["elsewhere"] * 3  # type: ignore[method-assign,assignment]
+async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(harness: Harness) -> None:
+    harness.gateway.requests.clear()
+    async with harness.daemon() as redeployer:
+        harness.gateway.on = lambda engine: ["elsewhere"] * 3  # type: ignore[method-assign,assignment]
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert "it has 3 requests that no gateway has told of" in report.detail
 
 
-async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that_is_wanted(house: House) -> None:
-    house.gateway.requests.clear()
-    async with house.daemon() as redeployer:
-        await house.plane.membership_changes.remove(B)
+async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that_is_wanted(harness: Harness) -> None:
+    harness.gateway.requests.clear()
+    async with harness.daemon() as redeployer:
+        await harness.plane.membership_changes.remove(B)
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE
-        check_whole(house, "a", "w", f"{report.id}.0")
+        check_whole(harness, "a", "w", f"{report.id}.0")
 
 
-async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a_drained_one(house: House) -> None:
-    house.machines.hangs.add(("layout", "tp2"))
-    async with house.daemon() as redeployer:
+async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a_drained_one(harness: Harness) -> None:
+    harness.machines.hangs.add(("layout", "tp2"))
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        await house.clock.advance(4.0)
-        tell_tokens(house, "s1.0", 1)  # its watch finds it well
-        tell_tokens(house, "w", 1)
-        house.plane.membership_changes.drain(W, move=True)
-        await house.clock.advance(3.0)
-        ordered = [entry.body["operation"]["action"]["moves"] for entry in house.entries(EntryKind.OPERATION_INTENT)]
+        await harness.clock.advance(4.0)
+        tell_tokens(harness, "s1.0", 1)  # its watch finds it well
+        tell_tokens(harness, "w", 1)
+        harness.plane.membership_changes.drain(W, move=True)
+        await harness.clock.advance(3.0)
+        ordered = [entry.body["operation"]["action"]["moves"] for entry in harness.entries(EntryKind.OPERATION_INTENT)]
         assert "w" not in {move["from_engine"] for moves in ordered for move in moves}
-        house.machines.hangs.clear()
-        await house.until_ended()
+        harness.machines.hangs.clear()
+        await harness.until_ended()
 
 
-async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_redeployment_open(house: House) -> None:
-    async with house.daemon() as redeployer:
+async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_redeployment_open(
+    harness: Harness,
+) -> None:
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
         listed, refusals = redeployer._deployer.list_engines, []
 
         async def refusing() -> object:
             if not refusals:
-                refusals.append(house.clock.now_s())
+                refusals.append(harness.clock.now_s())
                 raise Retryable("the API server is away", 1.0)
             return await listed()
 
         redeployer._deployer.list_engines = refusing
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE
         assert len(refusals) == 1
-        assert [entry.subject for entry in house.entries(EntryKind.REDEPLOYMENT_ENDED)] == [report.id]
-        check_whole(house, f"{report.id}.0", "w")
+        assert [entry.subject for entry in harness.entries(EntryKind.REDEPLOYMENT_ENDED)] == [report.id]
+        check_whole(harness, f"{report.id}.0", "w")
 
 
-async def test_going_back_waits_for_a_deployer_that_does_not_say_what_there_is(house: House) -> None:
-    breaks(house)
-    async with house.daemon() as redeployer:
+async def test_going_back_waits_for_a_deployer_that_does_not_say_what_there_is(harness: Harness) -> None:
+    breaks(harness)
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        await house.clock.advance(5.0)
+        await harness.clock.advance(5.0)
         deployer: Any = redeployer._deployer
         listed, asked_s = deployer.list_engines, []
 
         async def refusing() -> object:
-            asked_s.append(house.clock.now_s())
+            asked_s.append(harness.clock.now_s())
             if len(asked_s) < 3:
                 raise Retryable("the API server is away", 1.0)
             return await listed()
 
         deployer.list_engines = refusing
-        assert (await house.until_ended()).state is RedeploymentState.ROLLED_BACK
-        check_whole(house, "a", "b", "w")
+        assert (await harness.until_ended()).state is RedeploymentState.ROLLED_BACK
+        check_whole(harness, "a", "b", "w")
         assert [later - before for before, later in pairwise(asked_s[:3])] == [LOOK_AGAIN_S] * 2
 
 
-async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(house: House) -> None:
-    meddle, closed = house.machines.meddle, []
+async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(harness: Harness) -> None:
+    meddle, closed = harness.machines.meddle, []
 
     async def hanging(what: str, engine: FakeEngine | EngineSpec) -> None:
         if what == "stop":
@@ -429,32 +431,32 @@ async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(house: H
             finally:
                 for _ in range(9):  # it cleans up
                     await asyncio.sleep(0)
-                closed.append(house.redeployer._deployer.closed)
+                closed.append(harness.redeployer._deployer.closed)
         await meddle(what, engine)
 
-    house.machines.meddle = hanging  # type: ignore[method-assign]
-    async with house.daemon() as redeployer:
+    harness.machines.meddle = hanging  # type: ignore[method-assign]
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        await house.clock.advance(2.0)
+        await harness.clock.advance(2.0)
     assert closed == [False, False]
 
 
 async def test_a_defect_of_the_redeployment_itself_leaves_nobody_fenced(
-    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(run: RedeploymentRun, failure: object) -> None:
         raise ZeroDivisionError("of ours")
 
     monkeypatch.setattr(RedeploymentRun, "_end", broken)
-    breaks(house)
-    async with house.daemon() as redeployer:
+    breaks(harness)
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        await house.clock.advance(1.0)
-        assert house.plane.routes.expected
-        await house.clock.advance(20.0)
+        await harness.clock.advance(1.0)
+        assert harness.plane.routes.expected
+        await harness.clock.advance(20.0)
         assert not redeployer.busy
-        assert not house.plane.routes.draining
-        assert not house.plane.routes.expected
+        assert not harness.plane.routes.draining
+        assert not harness.plane.routes.expected
         assert [record.message for record in caplog.records if "broke off" in record.message] == [
             "a redeployment broke off: of ours"
         ]
@@ -464,89 +466,89 @@ async def test_a_defect_of_the_redeployment_itself_leaves_nobody_fenced(
     ("error", "every_s"), [(Retryable("no room", 0.7), 0.7), (OutcomeUnknown("no answer"), POLL_S)], ids=str
 )
 async def test_a_start_that_came_to_nothing_yet_is_asked_for_again(
-    house: House, error: OrchestrRLError, every_s: float
+    harness: Harness, error: OrchestrRLError, every_s: float
 ) -> None:
-    meddle, asked_s = house.machines.meddle, []
+    meddle, asked_s = harness.machines.meddle, []
 
     async def refusing(what: str, engine: FakeEngine | EngineSpec) -> None:
         if what == "start":
-            asked_s.append(house.clock.now_s())
+            asked_s.append(harness.clock.now_s())
             if len(asked_s) < 3:
                 raise error
         await meddle(what, engine)
 
-    house.machines.meddle = refusing  # type: ignore[method-assign]
-    async with house.daemon() as redeployer:
+    harness.machines.meddle = refusing  # type: ignore[method-assign]
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        assert (await house.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is RedeploymentState.DONE
         assert [later - before for before, later in pairwise(asked_s)] == pytest.approx([every_s] * 2)
 
 
-async def test_a_redeployment_that_was_never_closed_is_not_taken_up_after_a_later_one(house: House) -> None:
+async def test_a_redeployment_that_was_never_closed_is_not_taken_up_after_a_later_one(harness: Harness) -> None:
     """Its end could not be written down, as on a disk that was full then."""
-    async with house.daemon() as redeployer:
-        append = house.plane.journal.append
+    async with harness.daemon() as redeployer:
+        append = harness.plane.journal.append
 
         def full(at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
             if kind is EntryKind.REDEPLOYMENT_ENDED:
                 raise Permanent("disk full")
             return append(at_s, kind, subject, body)
 
-        house.plane.journal.append = full
+        harness.plane.journal.append = full
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE
-        house.plane.journal.append = append
+        harness.plane.journal.append = append
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
-        back = await house.until_ended()
+        back = await harness.until_ended()
         assert back.state is RedeploymentState.DONE
-    async with house.daemon() as redeployer:
-        await house.until_ended()
-        assert house.machines.stops == ["a", "b", "w"]
-        check_whole(house, f"{back.id}.0", f"{back.id}.1", f"{report.id}.0")
+    async with harness.daemon() as redeployer:
+        await harness.until_ended()
+        assert harness.machines.stops == ["a", "b", "w"]
+        check_whole(harness, f"{back.id}.0", f"{back.id}.1", f"{report.id}.0")
 
 
-async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure(house: House) -> None:
-    async with house.daemon() as redeployer:
-        house.machines.faults["layout", "tp2"] = ZeroDivisionError("of somebody")  # type: ignore[assignment]
+async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        harness.machines.faults["layout", "tp2"] = ZeroDivisionError("of somebody")  # type: ignore[assignment]
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert "ZeroDivisionError('of somebody')" in report.detail
-        check_whole(house, "a", "b", "w")
+        check_whole(harness, "a", "b", "w")
 
 
-async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(house: House) -> None:
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
-        for engine in house.machines.engines.values():
+async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in harness.machines.engines.values():
             engine.weights = 7
-        breaks(house)
+        breaks(harness)
         redeployer.begin(TO_TP2)
-        await house.clock.advance(5.0)
+        await harness.clock.advance(5.0)
 
         def full(at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
             raise Permanent("disk full")
 
-        append, house.plane.journal.append = house.plane.journal.append, full
+        append, harness.plane.journal.append = harness.plane.journal.append, full
         with suppress(AssertionError):
-            await house.until_ended()
-        house.plane.journal.append = append
-        await house.clock.advance(2.0)
-        assert house.redeployer.report().state is RedeploymentState.ROLLED_BACK
-        check_whole(house, "a", "b", "w")
-        assert house.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
+            await harness.until_ended()
+        harness.plane.journal.append = append
+        await harness.clock.advance(2.0)
+        assert harness.redeployer.report().state is RedeploymentState.ROLLED_BACK
+        check_whole(harness, "a", "b", "w")
+        assert harness.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
 
 
-async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_serving(house: House) -> None:
-    async with house.daemon() as redeployer:
+async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_serving(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
-    house.machines.engines[EngineId("stranger")] = FakeEngine(house.spec("stranger", "tp1", 3), 0.0)
-    house.machines.faults["stop", "stranger"] = OutcomeUnknown("processes do not end on SIGKILL")
-    async with house.daemon():
-        assert {f"{report.id}.0", "w"} == set(house.gateway.usable())
-        assert house.engines_noted(EntryKind.ENGINE_STOPPED)[-1] == (
+        report = await harness.until_ended()
+    harness.machines.engines[EngineId("stranger")] = FakeEngine(harness.spec("stranger", "tp1", 3), 0.0)
+    harness.machines.faults["stop", "stranger"] = OutcomeUnknown("processes do not end on SIGKILL")
+    async with harness.daemon():
+        assert {f"{report.id}.0", "w"} == set(harness.gateway.usable())
+        assert harness.engines_noted(EntryKind.ENGINE_STOPPED)[-1] == (
             "stranger",
             False,
             "processes do not end on SIGKILL",
@@ -554,48 +556,50 @@ async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_servin
 
 
 @pytest.mark.parametrize("when", ["reload", "restart"])
-async def test_configurations_that_are_no_more_do_not_keep_engines_from_coming_back(house: House, when: str) -> None:
-    breaks(house)
-    async with house.daemon() as redeployer:
+async def test_configurations_that_are_no_more_do_not_keep_engines_from_coming_back(
+    harness: Harness, when: str
+) -> None:
+    breaks(harness)
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        await house.clock.advance(2.0)
-        assert "s1.0" in house.machines.engines
+        await harness.clock.advance(2.0)
+        assert "s1.0" in harness.machines.engines
         text = CONFIG.replace("id: tp1", "id: narrow").replace("id: tp2", "id: wide")
-        house.config = parse_config(text)
+        harness.config = parse_config(text)
         if when == "reload":
-            house.plane.reconfigure(house.config)
-            report = await house.until_ended()
+            harness.plane.reconfigure(harness.config)
+            report = await harness.until_ended()
     if when == "restart":
-        async with house.daemon():
-            report = await house.until_ended()
+        async with harness.daemon():
+            report = await harness.until_ended()
             assert report.state is RedeploymentState.ROLLED_BACK, report.detail
-            check_whole(house, "a", "b", "w")
+            check_whole(harness, "a", "b", "w")
     assert report.state is RedeploymentState.ROLLED_BACK, report.detail
 
 
-async def test_a_redeployment_that_cannot_be_written_down_is_not_begun(house: House) -> None:
-    async with house.daemon() as redeployer:
-        append = house.plane.journal.append
+async def test_a_redeployment_that_cannot_be_written_down_is_not_begun(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        append = harness.plane.journal.append
 
         def full(at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
             if kind is EntryKind.REDEPLOYMENT_BEGAN:
                 raise Permanent("disk full")
             return append(at_s, kind, subject, body)
 
-        house.plane.journal.append = full
+        harness.plane.journal.append = full
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert report.detail == "nothing was begun, since it cannot be written down: disk full"
-        check_whole(house, "a", "b", "w")
+        check_whole(harness, "a", "b", "w")
 
 
-async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(house: House) -> None:
-    async with house.daemon() as redeployer:
+async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
         listed = redeployer._deployer.list_engines
 
         async def slowly() -> object:
-            await house.clock.sleep(0.5)
+            await harness.clock.sleep(0.5)
             return await listed()
 
         redeployer._deployer.list_engines = slowly
@@ -610,85 +614,85 @@ async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(hous
 
         following = asyncio.create_task(follow())
         for _ in range(60):
-            await house.clock.advance(0.5)
+            await harness.clock.advance(0.5)
         assert following.result() == "s2"
         assert not redeployer._book._watchers
-        assert (await house.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is RedeploymentState.DONE
 
 
-async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(house: House) -> None:
-    async with house.daemon() as redeployer:
-        house.plane.membership_changes.drain(W)
+async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        harness.plane.membership_changes.drain(W)
         with pytest.raises(ProblemFaults, match=r"the 2 GPUs .*; the other GPUs have w \(drained by an operator"):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
-        house.machines.engines[A].life = EngineLife.UNKNOWN
+        harness.machines.engines[A].life = EngineLife.UNKNOWN
         await redeployer._look()
         with pytest.raises(
             ProblemFaults, match=r"the 1 GPUs .*; the other GPUs have a, w \(.*nobody knows how they are"
         ):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
-        house.machines.engines[A].life = EngineLife.ALIVE
+        harness.machines.engines[A].life = EngineLife.ALIVE
         await redeployer._look()
-        house.plane.membership_changes.drain(W)
+        harness.plane.membership_changes.drain(W)
         added = NewEngine("elsewhere", "http://elsewhere:8000", "tp1", (3,))
-        house.machines.engines[W].life = EngineLife.ENDED
+        harness.machines.engines[W].life = EngineLife.ENDED
         await redeployer._bury((await redeployer._deployer.list_engines())[2])
-        house.plane.membership_changes.add(added)
+        harness.plane.membership_changes.add(added)
         with pytest.raises(ProblemFaults, match=r"the other GPUs have elsewhere \(not started by this deployer"):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
 
 
 @pytest.mark.parametrize("killed_after", [10, 20])
 async def test_a_barrier_that_is_closed_when_the_next_daemon_comes_brings_its_weights(
-    house: House, killed_after: int, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, killed_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer goes on with its update while the daemon is away; the redeployment waits for it, and then for
     nothing."""
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
-        for engine in house.machines.engines.values():
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        for engine in harness.machines.engines.values():
             engine.weights = 7
-        house.killed_after = killed_after
+        harness.killed_after = killed_after
         redeployer.begin(TO_TP2)
-        await house.clock.advance(8.0)
-    house.killed_after = None
+        await harness.clock.advance(8.0)
+    harness.killed_after = None
     closed = ["the pause barrier is closed"]
     monkeypatch.setattr(ControlPlane, "redeployment_hold", lambda plane: closed[0])
-    async with house.daemon():
-        await house.clock.advance(2.0)
-        stops = list(house.machines.stops)
-        there = list(house.machines.alive())
-        house.plane.barrier.set_version(there, 8, "", "/ckpt/8")
-        for engine in house.machines.engines.values():
+    async with harness.daemon():
+        await harness.clock.advance(2.0)
+        stops = list(harness.machines.stops)
+        there = list(harness.machines.alive())
+        harness.plane.barrier.set_version(there, 8, "", "/ckpt/8")
+        for engine in harness.machines.engines.values():
             engine.weights = 8
-        await house.clock.advance(2.0)
-        assert house.machines.stops == stops
+        await harness.clock.advance(2.0)
+        assert harness.machines.stops == stops
         closed[0] = ""
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
-        check_whole(house, "a", "b", "w")
-        assert house.plane.barrier.state.versions == {A: 8, B: 8, W: 8}
-        assert {engine.weights for engine in house.machines.engines.values()} == {8}
+        check_whole(harness, "a", "b", "w")
+        assert harness.plane.barrier.state.versions == {A: 8, B: 8, W: 8}
+        assert {engine.weights for engine in harness.machines.engines.values()} == {8}
 
 
-async def test_engines_named_by_the_configuration_with_the_id_of_one_that_was_stopped(house: House) -> None:
+async def test_engines_named_by_the_configuration_with_the_id_of_one_that_was_stopped(harness: Harness) -> None:
     """A reload does not bring back what a redeployment has stopped."""
-    async with house.daemon() as redeployer:
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
-        house.plane.reconfigure(house.config)
-        await house.clock.advance(2.0)
-        check_whole(house, f"{report.id}.0", "w")
+        report = await harness.until_ended()
+        harness.plane.reconfigure(harness.config)
+        await harness.clock.advance(2.0)
+        check_whole(harness, f"{report.id}.0", "w")
 
 
-async def test_an_agent_that_reports_an_engine_after_its_stop_does_not_bring_it_back(house: House) -> None:
-    async with house.daemon() as redeployer:
-        tell_tokens(house, "a", 5)
+async def test_an_agent_that_reports_an_engine_after_its_stop_does_not_bring_it_back(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        tell_tokens(harness, "a", 5)
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         for health in (EngineHealth.OK, EngineHealth.GONE):  # a word that was long on its way, and what follows
-            house.sequence += 1  # type: ignore[attr-defined]
-            told = engine_report("a", sequence=house.sequence, health=health)  # type: ignore[attr-defined]
-            house.plane.engine_reported(told, 1)
-        await house.clock.advance(2.0)
-        assert {route.engine for route in house.gateway.routes.routes} == {f"{report.id}.0", "w"}
+            harness.sequence += 1  # type: ignore[attr-defined]
+            told = engine_report("a", sequence=harness.sequence, health=health)  # type: ignore[attr-defined]
+            harness.plane.engine_reported(told, 1)
+        await harness.clock.advance(2.0)
+        assert {route.engine for route in harness.gateway.routes.routes} == {f"{report.id}.0", "w"}

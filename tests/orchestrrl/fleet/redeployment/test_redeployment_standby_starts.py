@@ -5,37 +5,39 @@ from pathlib import Path
 
 import pytest
 from builders import engine_report, sample
-from redeployment_house import House
+from redeployment_harness import Harness
 
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployRequest
 
 
-def tell(house: House, *engines: str) -> None:
+def tell(harness: Harness, *engines: str) -> None:
     """As the watch of an engine does."""
-    offers = EngineCapabilities("fake", "1", ("fake",), sleep=house.machines.can_sleep)
+    offers = EngineCapabilities("fake", "1", ("fake",), sleep=harness.machines.can_sleep)
     for engine in engines:
-        told = engine_report(engine, sample=sample(house.clock.now_s()))
-        house.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
+        told = engine_report(engine, sample=sample(harness.clock.now_s()))
+        harness.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
 
 
-def learnt(house: House) -> list[str]:
+def learnt(harness: Harness) -> list[str]:
     """Configurations of which a start was told with its seconds, in order."""
-    return [entry.body["configuration"] for entry in house.entries(EntryKind.ENGINE_STARTED) if "took_s" in entry.body]
+    return [
+        entry.body["configuration"] for entry in harness.entries(EntryKind.ENGINE_STARTED) if "took_s" in entry.body
+    ]
 
 
 @pytest.mark.parametrize("kept", [False, True])
 async def test_a_first_start_counts_unless_later_ones_are_wakings(tmp_path: Path, kept: bool) -> None:
-    house = House(tmp_path, sleepers=True, keep_asleep=kept)
-    house.place("a", "tp1", 0)
-    house.place("b", "tp1", 1)
-    async with house.daemon() as redeployer:
-        tell(house, "a", "b")
+    harness = Harness(tmp_path, sleepers=True, keep_asleep=kept)
+    harness.place("a", "tp1", 0)
+    harness.place("b", "tp1", 1)
+    async with harness.daemon() as redeployer:
+        tell(harness, "a", "b")
         redeployer.begin(RedeployRequest((("tp2", 1),)))
-        assert (await house.until_ended()).state is RedeploymentState.DONE
-        assert learnt(house) == ([] if kept else ["tp2"])
-        tell(house, *house.machines.alive())
+        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert learnt(harness) == ([] if kept else ["tp2"])
+        tell(harness, *harness.machines.alive())
         redeployer.begin(RedeployRequest((("tp1", 2),)))
-        assert (await house.until_ended()).state is RedeploymentState.DONE
-        assert learnt(house) == (["tp1", "tp1"] if kept else ["tp2", "tp1", "tp1"])
+        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert learnt(harness) == (["tp1", "tp1"] if kept else ["tp2", "tp1", "tp1"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from builders import engine_report, sample
-from redeployment_house import UP_AFTER_S, FakeEngine, House
+from redeployment_harness import UP_AFTER_S, FakeEngine, Harness
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import EntryKind
@@ -27,50 +27,50 @@ TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
+def harness(tmp_path: Path) -> Harness:
     """Two narrow engines with requests, and one that stays out of it on GPUs 2 and 3."""
-    house = House(tmp_path)
-    house.place("a", "tp1", 0)
-    house.place("b", "tp1", 1)
-    house.place("w", "tp2", 2, 3)
+    harness = Harness(tmp_path)
+    harness.place("a", "tp1", 0)
+    harness.place("b", "tp1", 1)
+    harness.place("w", "tp2", 2, 3)
     for number in range(6):
-        house.gateway.put(f"r{number}", "abw"[number % 3])
-    return house
+        harness.gateway.put(f"r{number}", "abw"[number % 3])
+    return harness
 
 
-def serving(house: House) -> set[str]:
-    return {str(engine) for engine in house.gateway.usable()}
+def serving(harness: Harness) -> set[str]:
+    return {str(engine) for engine in harness.gateway.usable()}
 
 
-def check_whole(house: House, engines: set[str], requests: int = 6) -> None:
+def check_whole(harness: Harness, engines: set[str], requests: int = 6) -> None:
     """The fleet is these engines, all of them get requests, and none is anywhere else."""
-    assert set(house.machines.alive()) == engines
-    assert serving(house) == engines
-    assert not house.gateway.held
-    assert len(house.gateway.requests) == requests
-    assert {str(view.engine) for view in house.gateway.requests.values()} <= engines
-    assert not house.plane.routes.draining
-    assert not house.plane.routes.expected
+    assert set(harness.machines.alive()) == engines
+    assert serving(harness) == engines
+    assert not harness.gateway.held
+    assert len(harness.gateway.requests) == requests
+    assert {str(view.engine) for view in harness.gateway.requests.values()} <= engines
+    assert not harness.plane.routes.draining
+    assert not harness.plane.routes.expected
 
 
 def is_new(engine: str) -> bool:
     return engine.startswith("s")
 
 
-async def test_two_narrow_engines_become_a_wide_one(house: House) -> None:
-    async with house.daemon() as redeployer:
-        assert house.watched == [{"a", "b", "w"}]
+async def test_two_narrow_engines_become_a_wide_one(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        assert harness.watched == [{"a", "b", "w"}]
         id = redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert (report.id, report.state) == (id, RedeploymentState.DONE)
-        check_whole(house, {f"{id}.0", "w"})
-        assert house.gateway.cut == []
-        assert house.machines.stops == ["a", "b"]
+        check_whole(harness, {f"{id}.0", "w"})
+        assert harness.gateway.cut == []
+        assert harness.machines.stops == ["a", "b"]
         assert (report.requests_parked, report.requests_moved) == (3, 1)  # the wide one that stays takes its share
         assert report.closed_s is not None
         assert report.took_s is not None
         assert report.engines == (f"{id}.0", "w")
-        assert house.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}, {f"{id}.0", "w"}]
+        assert harness.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}, {f"{id}.0", "w"}]
         assert {f"{told.step.kind} {told.step.engine or ''}": told.detail for told in report.steps} == {
             "fence ": "2 engines take nothing new",
             "evacuate a": "2 requests left",
@@ -98,78 +98,78 @@ async def test_two_narrow_engines_become_a_wide_one(house: House) -> None:
         with pytest.raises(Permanent, match="nothing to redeploy"):
             redeployer.begin(TO_TP2)
         assert redeployer.draft(TO_TP2)[1] == ()
-    steps = house.entries(EntryKind.REDEPLOYMENT_STEP)
+    steps = harness.entries(EntryKind.REDEPLOYMENT_STEP)
     assert [entry.body["state"] for entry in steps if entry.body["kind"] == "start"] == ["running", "done"]
     assert all(entry.body["valid_until_s"] > entry.at_s for entry in steps if entry.body["state"] == "running")
-    assert house.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, ""), ("b", True, "")]
-    (started,) = house.entries(EntryKind.ENGINE_STARTED)
+    assert harness.engines_noted(EntryKind.ENGINE_STOPPED) == [("a", True, ""), ("b", True, "")]
+    (started,) = harness.entries(EntryKind.ENGINE_STARTED)
     assert (started.subject, started.body["done"], started.body["configuration"]) == ("s1.0", True, "tp2")
     assert (started.body["gpus"], started.body["expected_s"]) == ([0, 1], 1.5)
     assert started.body["took_s"] >= UP_AFTER_S
 
 
-async def test_a_later_daemon_knows_what_was_redeployed(house: House) -> None:
-    async with house.daemon() as redeployer:
+async def test_a_later_daemon_knows_what_was_redeployed(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
-    async with house.daemon() as redeployer:
-        check_whole(house, {f"{report.id}.0", "w"})
+        report = await harness.until_ended()
+    async with harness.daemon() as redeployer:
+        check_whole(harness, {f"{report.id}.0", "w"})
         assert redeployer.history() == [report] == [redeployer.report(report.id)]
         with pytest.raises(Permanent, match="there is no redeployment 's9'"):
             redeployer.report("s9")
-        assert house.plane.plans.last_switch_s == report.ended_s
+        assert harness.plane.plans.last_switch_s == report.ended_s
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
-        back = await house.until_ended()
+        back = await harness.until_ended()
         assert back.state is RedeploymentState.DONE
-        check_whole(house, {f"{back.id}.0", f"{back.id}.1", "w"})
+        check_whole(harness, {f"{back.id}.0", f"{back.id}.1", "w"})
 
 
 STEPS = 32  # entries of the redeployment below: its beginning, and each step before and after
 
 
 @pytest.mark.parametrize("after", range(STEPS))
-async def test_a_daemon_that_is_killed_leaves_the_old_fleet_or_the_new(house: House, after: int) -> None:
+async def test_a_daemon_that_is_killed_leaves_the_old_fleet_or_the_new(harness: Harness, after: int) -> None:
     """At every entry: before the step was done, and after it."""
-    house.killed_after = after
-    async with house.daemon() as redeployer:
+    harness.killed_after = after
+    async with harness.daemon() as redeployer:
         id = redeployer.begin(TO_TP2)
-        await house.clock.advance(30.0)
-    written = len(house.entries(EntryKind.REDEPLOYMENT_STEP, EntryKind.REDEPLOYMENT_BEGAN))
+        await harness.clock.advance(30.0)
+    written = len(harness.entries(EntryKind.REDEPLOYMENT_STEP, EntryKind.REDEPLOYMENT_BEGAN))
     assert written == min(after + 1, STEPS - 7)
-    house.killed_after = None
-    await house.clock.advance(3.0)
-    async with house.daemon():
-        report = await house.until_ended()
+    harness.killed_after = None
+    await harness.clock.advance(3.0)
+    async with harness.daemon():
+        report = await harness.until_ended()
         assert report.id == id
         assert not {RedeployStepState.PENDING, RedeployStepState.RUNNING} & {told.state for told in report.steps}
         if report.state is RedeploymentState.DONE:
-            check_whole(house, {f"{id}.0", "w"})
+            check_whole(harness, {f"{id}.0", "w"})
         else:
             assert report.state is RedeploymentState.ROLLED_BACK
-            check_whole(house, {"a", "b", "w"})
-        steps = house.entries(EntryKind.REDEPLOYMENT_STEP)
+            check_whole(harness, {"a", "b", "w"})
+        steps = harness.entries(EntryKind.REDEPLOYMENT_STEP)
         fenced = [entry.body["began_s"] for entry in steps if entry.body["kind"] == "fence"]
         admitted = [entry.at_s for entry in steps if (entry.body["kind"], entry.body["state"]) == ("admit", "done")]
         closed_s = admitted[-1] - fenced[0] if fenced else None  # to whichever engines
         assert report.closed_s == pytest.approx(closed_s)
-        assert "w" not in house.machines.stops
-    async with house.daemon():  # and that is the end of it
-        assert not house.redeployer.busy
+        assert "w" not in harness.machines.stops
+    async with harness.daemon():  # and that is the end of it
+        assert not harness.redeployer.busy
 
 
-async def test_killed_again_on_the_way_back(house: House) -> None:
-    house.killed_after = 10
+async def test_killed_again_on_the_way_back(harness: Harness) -> None:
+    harness.killed_after = 10
     for after in (10, 14, 17, 21, 24):
-        house.killed_after = after
-        async with house.daemon() as redeployer:
+        harness.killed_after = after
+        async with harness.daemon() as redeployer:
             if after == 10:
                 redeployer.begin(TO_TP2)
-            await house.clock.advance(10.0)
-    house.killed_after = None
-    async with house.daemon():
-        report = await house.until_ended()
+            await harness.clock.advance(10.0)
+    harness.killed_after = None
+    async with harness.daemon():
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
-        check_whole(house, {"a", "b", "w"})
+        check_whole(harness, {"a", "b", "w"})
 
 
 @pytest.mark.parametrize(
@@ -185,20 +185,20 @@ async def test_killed_again_on_the_way_back(house: House) -> None:
 )
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 async def test_a_new_engine_that_fails_in_any_step_has_the_old_ones_come_back(
-    house: House, what: str, says: str, how: str
+    harness: Harness, what: str, says: str, how: str
 ) -> None:
     if how == "fails":
-        house.machines.faults[what, "s1.0"] = Permanent("is broken")
+        harness.machines.faults[what, "s1.0"] = Permanent("is broken")
     else:
-        house.machines.hangs.add((what, "s1.0"))
-    async with house.daemon() as redeployer:
+        harness.machines.hangs.add((what, "s1.0"))
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert says in report.detail
         assert "is broken" in report.detail or "took longer" in report.detail
-        check_whole(house, {"a", "b", "w"})
-        assert house.gateway.cut == []
+        check_whole(harness, {"a", "b", "w"})
+        assert harness.gateway.cut == []
 
 
 def dies(engine: FakeEngine) -> None:
@@ -226,95 +226,95 @@ def too_small(engine: FakeEngine) -> None:
         (too_small, "has KV for 1500 tokens, and plans count on 2000"),
     ],
 )
-async def test_a_new_engine_that_is_not_as_wanted(house: House, made: object, says: str) -> None:
+async def test_a_new_engine_that_is_not_as_wanted(harness: Harness, made: object, says: str) -> None:
     def meddle(engine: FakeEngine) -> None:
         if is_new(engine.spec.engine):
             made(engine)  # type: ignore[operator]
 
-    house.machines.made = meddle
-    async with house.daemon() as redeployer:
+    harness.machines.made = meddle
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         assert says in report.detail
-        check_whole(house, {"a", "b", "w"})
-        failed, *back = house.engines_noted(EntryKind.ENGINE_STARTED)
+        check_whole(harness, {"a", "b", "w"})
+        failed, *back = harness.engines_noted(EntryKind.ENGINE_STARTED)
         assert failed[:2] == ("s1.0", False)
         assert says.endswith(failed[2]) or says in failed[2]
         assert [told[:2] for told in back] == [("a", True), ("b", True)]
 
 
-async def test_where_going_back_fails_too_the_others_serve(house: House) -> None:
-    house.machines.faults["start", "tp2"] = Permanent("no such image")
-    house.machines.faults["start", "b"] = Retryable("no room", 1.0)
-    async with house.daemon() as redeployer:
+async def test_where_going_back_fails_too_the_others_serve(harness: Harness) -> None:
+    harness.machines.faults["start", "tp2"] = Permanent("no such image")
+    harness.machines.faults["start", "b"] = Retryable("no room", 1.0)
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DEGRADED
         assert "start of b: took longer than 5 s: no room" in report.detail
-        check_whole(house, {"a", "w"})
-        del house.machines.faults["start", "b"]
+        check_whole(harness, {"a", "w"})
+        del harness.machines.faults["start", "b"]
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))  # an operator mends it
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE
-        assert len(house.machines.alive()) == 3
+        assert len(harness.machines.alive()) == 3
 
 
-async def test_requests_that_cannot_move_are_waited_for_or_the_redeployment_does_not_happen(house: House) -> None:
-    house.gateway.put("stuck", "a", movable=False)
-    async with house.daemon() as redeployer:
+async def test_requests_that_cannot_move_are_waited_for_or_the_redeployment_does_not_happen(harness: Harness) -> None:
+    harness.gateway.put("stuck", "a", movable=False)
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.ROLLED_BACK
         why = "1 requests are still there, 1 of them cannot move"
         assert f"evacuate of a: took longer than 5 s: {why}" in report.detail
-        assert house.machines.stops == []
-        check_whole(house, {"a", "b", "w"}, 7)
+        assert harness.machines.stops == []
+        check_whole(harness, {"a", "b", "w"}, 7)
         redeployer.begin(TO_TP2)
-        await house.clock.advance(1.0)
-        del house.gateway.requests[next(id for id in house.gateway.requests if id == "stuck")]
-        assert (await house.until_ended()).state is RedeploymentState.DONE
+        await harness.clock.advance(1.0)
+        del harness.gateway.requests[next(id for id in harness.gateway.requests if id == "stuck")]
+        assert (await harness.until_ended()).state is RedeploymentState.DONE
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.6, 1.2, 2.0])
-async def test_an_operator_may_call_it_off(house: House, after_s: float) -> None:
-    async with house.daemon() as redeployer:
+async def test_an_operator_may_call_it_off(harness: Harness, after_s: float) -> None:
+    async with harness.daemon() as redeployer:
         id = redeployer.begin(TO_TP2)
-        await house.clock.advance(after_s)
+        await harness.clock.advance(after_s)
         try:
             redeployer.cancel(id, "changed my mind")
         except Permanent:
-            assert (await house.until_ended()).state is RedeploymentState.DONE
+            assert (await harness.until_ended()).state is RedeploymentState.DONE
             return
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert (report.state, report.detail) == (RedeploymentState.ROLLED_BACK, "called off: changed my mind")
         assert {told.detail for told in report.steps if told.state is RedeployStepState.FAILED} <= {"cut short"}
-        check_whole(house, {"a", "b", "w"})
+        check_whole(harness, {"a", "b", "w"})
         with pytest.raises(Permanent, match="not under way"):
             redeployer.cancel(id, "")
 
 
-async def test_it_cannot_be_called_off_once_requests_are_let_in(house: House) -> None:
+async def test_it_cannot_be_called_off_once_requests_are_let_in(harness: Harness) -> None:
     async def slowly(engines: object) -> str:
-        await house.clock.sleep(1.0)
+        await harness.clock.sleep(1.0)
         return ""
 
-    async with house.daemon() as redeployer:
-        house.plane.circuits_follow = slowly
+    async with harness.daemon() as redeployer:
+        harness.plane.circuits_follow = slowly
         id = redeployer.begin(TO_TP2)
         while next(told for told in redeployer.report().steps if told.step.kind is StepKind.ADMIT).began_s is None:
-            await house.clock.advance(0.1)
+            await harness.clock.advance(0.1)
         with pytest.raises(Permanent, match="can no longer be called off"):
             redeployer.cancel(id, "")
-        assert (await house.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is RedeploymentState.DONE
 
 
-async def test_one_redeployment_at_a_time_and_none_while_the_barrier_is_closed(house: House) -> None:
+async def test_one_redeployment_at_a_time_and_none_while_the_barrier_is_closed(harness: Harness) -> None:
     closed = ["the pause barrier is closed: by a trainer"]
-    async with house.daemon() as redeployer:
+    async with harness.daemon() as redeployer:
         with pytest.raises(Permanent, match="no redeployment is under way"):
             redeployer.cancel("", "")
-        house.plane.redeployment_hold = lambda: closed.pop() if closed else ""
+        harness.plane.redeployment_hold = lambda: closed.pop() if closed else ""
         with pytest.raises(Permanent, match="the pause barrier is closed: by a trainer"):
             redeployer.begin(TO_TP2)
         id = redeployer.begin(TO_TP2)
@@ -322,16 +322,16 @@ async def test_one_redeployment_at_a_time_and_none_while_the_barrier_is_closed(h
             redeployer.begin(TO_TP2)
         with pytest.raises(Permanent, match="redeployment s7 is not under way"):
             redeployer.cancel("s7", "")
-        assert (await house.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is RedeploymentState.DONE
 
 
 # --- plans
 
 
-async def plan_of(house: House, *instances: tuple[str, str, tuple[int, ...], bool]) -> tuple[Plan, Snapshot]:
+async def plan_of(harness: Harness, *instances: tuple[str, str, tuple[int, ...], bool]) -> tuple[Plan, Snapshot]:
     """A plan that is remembered, of engines each with its configuration, its GPUs, and whether it is kept. All requests
     of others are wanted on the first."""
-    plan, snapshot = await house.plane._plan()
+    plan, snapshot = await harness.plane._plan()
     requests = tuple(view.id for view in snapshot.requests if view.engine != "w")
     fleet = [
         PlannedInstance(EngineId(name), ConfigurationId(configuration), tuple(map(GpuId, gpus)), kept, 0, 0.0, 0.0, 0.0)
@@ -340,21 +340,21 @@ async def plan_of(house: House, *instances: tuple[str, str, tuple[int, ...], boo
     fleet[0] = dataclasses.replace(fleet[0], requests=requests)
     verdict = Act("reconfigure", "the tail is long")
     plan = dataclasses.replace(plan, id=PlanId("p7"), instances=tuple(fleet), verdict=verdict)
-    house.plane.plans.add(plan, "")
+    harness.plane.plans.add(plan, "")
     return plan, snapshot
 
 
 WIDER = ("p7-0", "tp2", (0, 1), False), ("w", "tp2", (2, 3), True)
 
 
-async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(house: House) -> None:
-    house.machines.lasts_s["stop", "tp1"] = 2.0
-    async with house.daemon() as redeployer:
+async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(harness: Harness) -> None:
+    harness.machines.lasts_s["stop", "tp1"] = 2.0
+    async with harness.daemon() as redeployer:
         deployer: Any = redeployer._deployer
-        listed, plan = deployer.list_engines, await plan_of(house, *WIDER)
+        listed, plan = deployer.list_engines, await plan_of(harness, *WIDER)
 
         async def slowly() -> object:
-            await house.clock.sleep(0.25)
+            await harness.clock.sleep(0.25)
             return await listed()
 
         deployer.list_engines = slowly
@@ -362,11 +362,11 @@ async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(house
         await asyncio.sleep(0)
         assert redeployer.busy
         deployer.list_engines = listed
-        await house.clock.advance(1.0)
-        assert house.watched[-1] == {"w"}  # nobody watches them go
+        await harness.clock.advance(1.0)
+        assert harness.watched[-1] == {"w"}  # nobody watches them go
         with pytest.raises(Permanent, match="under way"):
             await redeployer.carry_out(*plan)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         outcome = await carrying
         assert (report.plan, report.reason, report.state) == ("p7", "the tail is long", RedeploymentState.DONE)
         assert (outcome.done, outcome.detail) == (True, "2 engines stopped, 1 started, 4 requests moved")
@@ -374,36 +374,36 @@ async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(house
         (start,) = outcome.starts  # from when those in its way began to stop
         assert (start.configuration, start.expected_s) == ("tp2", 1.5)
         assert start.took_s == pytest.approx(2.0 + UP_AFTER_S)
-        check_whole(house, {"p7-0", "w"})
-        assert sorted(house.gateway.on(EngineId("p7-0"))) == ["r0", "r1", "r3", "r4"]
-    assert house.entries(EntryKind.DEPLOYMENT_ENDED) == []  # that is for who asked
+        check_whole(harness, {"p7-0", "w"})
+        assert sorted(harness.gateway.on(EngineId("p7-0"))) == ["r0", "r1", "r3", "r4"]
+    assert harness.entries(EntryKind.DEPLOYMENT_ENDED) == []  # that is for who asked
 
 
 async def test_requests_that_came_back_while_the_daemon_was_away_leave_again(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    house.place("a", "tp1", 0)
-    house.place("b", "tp1", 1)
-    house.gateway.put("r0", "a")
-    house.machines.hangs.add(("stop", "tp1"))
-    async with house.daemon() as redeployer:
-        await plan_of(house, ("p7-0", "tp2", (2, 3), False))
+    harness = Harness(tmp_path)
+    harness.place("a", "tp1", 0)
+    harness.place("b", "tp1", 1)
+    harness.gateway.put("r0", "a")
+    harness.machines.hangs.add(("stop", "tp1"))
+    async with harness.daemon() as redeployer:
+        await plan_of(harness, ("p7-0", "tp2", (2, 3), False))
         redeployer.begin(RedeployRequest(plan="p7"))
-        await house.clock.advance(4.0)
-        assert house.gateway.on(EngineId("a")) == []
-    house.machines.hangs.clear()
-    house.gateway.put("late", "a")
-    async with house.daemon():
-        report = await house.until_ended()
-        assert (report.state, house.gateway.cut) == (RedeploymentState.DONE, [])
-        check_whole(house, {"p7-0"}, 2)
+        await harness.clock.advance(4.0)
+        assert harness.gateway.on(EngineId("a")) == []
+    harness.machines.hangs.clear()
+    harness.gateway.put("late", "a")
+    async with harness.daemon():
+        report = await harness.until_ended()
+        assert (report.state, harness.gateway.cut) == (RedeploymentState.DONE, [])
+        check_whole(harness, {"p7-0"}, 2)
 
 
-async def test_a_plan_for_a_fleet_that_is_no_more_changes_nothing(house: House) -> None:
-    async with house.daemon() as redeployer:
-        plan, snapshot = await plan_of(house, *WIDER)
-        house.machines.engines[EngineId("w")].life = EngineLife.ENDED  # and nobody has looked since
+async def test_a_plan_for_a_fleet_that_is_no_more_changes_nothing(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        plan, snapshot = await plan_of(harness, *WIDER)
+        harness.machines.engines[EngineId("w")].life = EngineLife.ENDED  # and nobody has looked since
         carrying = asyncio.create_task(redeployer.carry_out(plan, snapshot))
-        await house.clock.advance(1.0)
+        await harness.clock.advance(1.0)
         with pytest.raises(Permanent, match="keeps engine w, which is not there any more"):
             carrying.result()
         assert not redeployer.busy
@@ -412,201 +412,201 @@ async def test_a_plan_for_a_fleet_that_is_no_more_changes_nothing(house: House) 
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-async def test_an_operator_has_a_plan_carried_out(house: House, breaks: bool) -> None:
+async def test_an_operator_has_a_plan_carried_out(harness: Harness, breaks: bool) -> None:
     if breaks:
-        house.machines.faults["probe", "p7-0"] = Permanent("is broken")
-    async with house.daemon() as redeployer:
-        await plan_of(house, *WIDER)
+        harness.machines.faults["probe", "p7-0"] = Permanent("is broken")
+    async with harness.daemon() as redeployer:
+        await plan_of(harness, *WIDER)
         redeployer.begin(RedeployRequest(plan="p7"))
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert (report.plan, report.reason) == ("p7", "an operator's wish")
-        check_whole(house, {"a", "b", "w"} if breaks else {"p7-0", "w"})
+        check_whole(harness, {"a", "b", "w"} if breaks else {"p7-0", "w"})
         said = "2 engines stopped, 1 started, 4 requests moved"
         if breaks:
             why = "rolled back: ready of p7-0: took longer than 10 s: is broken"
             said = f"{why} (3 engines stopped, 2 started, 4 requests moved)"
         for kind in (EntryKind.DEPLOYMENT_ENDED, EntryKind.PLAN_ACTED):
-            (entry,) = house.entries(kind)
+            (entry,) = harness.entries(kind)
             assert (entry.subject, entry.body["done"], entry.body["detail"]) == ("p7", not breaks, said)
 
 
 @pytest.mark.parametrize("tensors_only", [False, True])
-async def test_weights_are_brought_and_told(house: House, tensors_only: bool) -> None:
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7, "", "/ckpt/7")
-        for engine in house.machines.engines.values():
+async def test_weights_are_brought_and_told(harness: Harness, tensors_only: bool) -> None:
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7, "", "/ckpt/7")
+        for engine in harness.machines.engines.values():
             engine.weights = 7
         if not tensors_only:
-            house.machines.faults["load_weights", "tp2"] = Permanent("it was started with them")
+            harness.machines.faults["load_weights", "tp2"] = Permanent("it was started with them")
         weights = ServedWeights(7, "/ckpt/7", tensors_only)
-        house.plane.current_weights = lambda: weights
+        harness.plane.current_weights = lambda: weights
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
         new = EngineId(f"{report.id}.0")
-        assert house.machines.engines[new].spec.weights == ("" if tensors_only else "/ckpt/7")
+        assert harness.machines.engines[new].spec.weights == ("" if tensors_only else "/ckpt/7")
         (loaded,) = [told.detail for told in report.steps if told.step.kind is StepKind.LOAD]
         assert loaded == ("version 7" if tensors_only else "was started with version 7")
-        assert house.machines.engines[new].weights == 7
-        assert house.plane.barrier.state.versions[new] == 7
-        check_whole(house, {new, "w"})
+        assert harness.machines.engines[new].weights == 7
+        assert harness.plane.barrier.state.versions[new] == 7
+        check_whole(harness, {new, "w"})
 
 
-async def test_without_a_place_to_get_weights_from_nothing_is_begun(house: House) -> None:
-    async with house.daemon() as redeployer:
-        house.plane.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7)
+async def test_without_a_place_to_get_weights_from_nothing_is_begun(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        harness.plane.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7)
         with pytest.raises(Permanent, match="nobody has told where they are: `orchestrrl engines set-version 7"):
             redeployer.begin(TO_TP2)
-        check_whole(house, {"a", "b", "w"})
+        check_whole(harness, {"a", "b", "w"})
 
 
-async def test_engines_that_nobody_knows_of_are_ended_and_those_of_the_fleet_adopted(house: House) -> None:
-    async with house.daemon() as redeployer:
+async def test_engines_that_nobody_knows_of_are_ended_and_those_of_the_fleet_adopted(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
-    house.machines.engines[EngineId("stranger")] = FakeEngine(house.spec("stranger", "tp1", 9), 0.0)
-    async with house.daemon():
-        check_whole(house, {f"{report.id}.0", "w"})
-        assert house.machines.stops[-1] == "stranger"
-        assert house.engines_noted(EntryKind.ENGINE_STOPPED)[-1] == ("stranger", True, "belonged to no deployment")
+        report = await harness.until_ended()
+    harness.machines.engines[EngineId("stranger")] = FakeEngine(harness.spec("stranger", "tp1", 9), 0.0)
+    async with harness.daemon():
+        check_whole(harness, {f"{report.id}.0", "w"})
+        assert harness.machines.stops[-1] == "stranger"
+        assert harness.engines_noted(EntryKind.ENGINE_STOPPED)[-1] == ("stranger", True, "belonged to no deployment")
 
 
-async def test_an_engine_that_ended_by_itself_is_cleared_and_can_be_replaced(house: House) -> None:
-    async with house.daemon() as redeployer:
-        house.machines.engines[EngineId("a")].life = EngineLife.ENDED
+async def test_an_engine_that_ended_by_itself_is_cleared_and_can_be_replaced(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
+        harness.machines.engines[EngineId("a")].life = EngineLife.ENDED
         await redeployer._look()
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE
-        check_whole(house, {f"{report.id}.0", "b", "w"})
+        check_whole(harness, {f"{report.id}.0", "b", "w"})
 
 
 async def test_engines_that_can_sleep_are_woken_for_the_way_back(tmp_path: Path) -> None:
-    house = House(tmp_path, sleepers=True, keep_asleep=True)
-    house.place("a", "tp1", 0)
-    house.place("b", "tp1", 1)
-    async with house.daemon() as redeployer:
-        tell_capabilities(house, "a", "b")
+    harness = Harness(tmp_path, sleepers=True, keep_asleep=True)
+    harness.place("a", "tp1", 0)
+    harness.place("b", "tp1", 1)
+    async with harness.daemon() as redeployer:
+        tell_capabilities(harness, "a", "b")
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE
-        assert {str(id) for id, engine in house.machines.engines.items() if engine.lent} == {"a", "b"}
-        assert all(house.machines.engines[EngineId(name)].sleeping for name in "ab")
-    async with house.daemon() as redeployer:  # they sleep on
-        assert {str(id) for id, engine in house.machines.engines.items() if engine.lent} == {"a", "b"}
-        house.machines.faults["check", "tp1"] = ProblemFaults(["tp1: is not installed any more"])  # to be started
+        assert {str(id) for id, engine in harness.machines.engines.items() if engine.lent} == {"a", "b"}
+        assert all(harness.machines.engines[EngineId(name)].sleeping for name in "ab")
+    async with harness.daemon() as redeployer:  # they sleep on
+        assert {str(id) for id, engine in harness.machines.engines.items() if engine.lent} == {"a", "b"}
+        harness.machines.faults["check", "tp1"] = ProblemFaults(["tp1: is not installed any more"])  # to be started
         redeployer.begin(RedeployRequest((("tp1", 2),)))
-        back = await house.until_ended()
+        back = await harness.until_ended()
         assert back.state is RedeploymentState.DONE
         assert StepKind.WAKE in [told.step.kind for told in back.steps]
-        check_whole(house, {"a", "b"}, 0)
-        assert house.machines.starts.keys() == {f"{report.id}.0", f"{report.id}.1"}
+        check_whole(harness, {"a", "b"}, 0)
+        assert harness.machines.starts.keys() == {f"{report.id}.0", f"{report.id}.1"}
 
 
 async def test_engines_that_slept_are_stopped_where_none_are_kept(tmp_path: Path) -> None:
-    house = House(tmp_path, sleepers=True)
-    house.place("a", "tp1", 0)
-    house.place("b", "tp1", 1)
-    async with house.daemon() as redeployer:
-        tell_capabilities(house, "a", "b")
-        house.machines.faults["stop", "b"] = Permanent("does not end")
+    harness = Harness(tmp_path, sleepers=True)
+    harness.place("a", "tp1", 0)
+    harness.place("b", "tp1", 1)
+    async with harness.daemon() as redeployer:
+        tell_capabilities(harness, "a", "b")
+        harness.machines.faults["stop", "b"] = Permanent("does not end")
         redeployer.begin(TO_TP2)
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert (report.state, report.detail) == (RedeploymentState.DONE, "retire of b: does not end")
-        assert [str(id) for id, engine in house.machines.engines.items() if engine.lent] == ["b"]
-        del house.machines.faults["stop", "b"]
+        assert [str(id) for id, engine in harness.machines.engines.items() if engine.lent] == ["b"]
+        del harness.machines.faults["stop", "b"]
 
 
 async def test_elastic_engines_are_scaled_instead_of_started_anew(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    house.machines.can_scale = True
-    house.place("a", "ep2", 0, 1)
-    house.place("b", "tp2", 2, 3)
-    house.gateway.put("r0", "a")
-    house.gateway.put("r1", "b")
-    async with house.daemon() as redeployer:
-        tell_capabilities(house, "a", "b")
+    harness = Harness(tmp_path)
+    harness.machines.can_scale = True
+    harness.place("a", "ep2", 0, 1)
+    harness.place("b", "tp2", 2, 3)
+    harness.gateway.put("r0", "a")
+    harness.gateway.put("r1", "b")
+    async with harness.daemon() as redeployer:
+        tell_capabilities(harness, "a", "b")
         redeployer.begin(RedeployRequest((("ep4", 1),)))
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
-        check_whole(house, {"a"}, 2)
-        assert (house.machines.engines[EngineId("a")].dp, house.machines.stops) == (4, ["b"])
-        assert house.machines.starts == {}
-        assert house.plane.state.configuration_of(EngineId("a")) == "ep4"
+        check_whole(harness, {"a"}, 2)
+        assert (harness.machines.engines[EngineId("a")].dp, harness.machines.stops) == (4, ["b"])
+        assert harness.machines.starts == {}
+        assert harness.plane.state.configuration_of(EngineId("a")) == "ep4"
         redeployer.begin(RedeployRequest((("ep2", 1), ("tp2", 1))))
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE, report.detail
-        (started,) = house.machines.starts
-        check_whole(house, {"a", started}, 2)
-        assert house.machines.engines[EngineId("a")].dp == 2
-        house.machines.faults["score", "a"] = Permanent("is broken")
+        (started,) = harness.machines.starts
+        check_whole(harness, {"a", started}, 2)
+        assert harness.machines.engines[EngineId("a")].dp == 2
+        harness.machines.faults["score", "a"] = Permanent("is broken")
         redeployer.begin(RedeployRequest((("ep4", 1),)))
-        report = await house.until_ended()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DEGRADED  # it is broken on the way back, too
-        assert serving(house) == {started}  # nothing is left on GPUs that does not answer as it should
+        assert serving(harness) == {started}  # nothing is left on GPUs that does not answer as it should
 
 
 @pytest.mark.parametrize("after", range(0, 40, 3))
 async def test_a_daemon_that_is_killed_while_it_scales(tmp_path: Path, after: int) -> None:
-    house = House(tmp_path)
-    house.machines.can_scale = True
-    house.place("a", "ep2", 0, 1)
-    house.place("b", "tp2", 2, 3)
-    house.gateway.put("r0", "a")
-    house.killed_after = after
-    async with house.daemon() as redeployer:
-        tell_capabilities(house, "a", "b")
+    harness = Harness(tmp_path)
+    harness.machines.can_scale = True
+    harness.place("a", "ep2", 0, 1)
+    harness.place("b", "tp2", 2, 3)
+    harness.gateway.put("r0", "a")
+    harness.killed_after = after
+    async with harness.daemon() as redeployer:
+        tell_capabilities(harness, "a", "b")
         redeployer.begin(RedeployRequest((("ep4", 1),)))
-        await house.clock.advance(30.0)
-    house.killed_after = None
-    async with house.daemon():
-        report = await house.until_ended()
+        await harness.clock.advance(30.0)
+    harness.killed_after = None
+    async with harness.daemon():
+        report = await harness.until_ended()
         done = report.state is RedeploymentState.DONE
-        check_whole(house, {"a"} if done else {"a", "b"}, 1)
-        engine = house.machines.engines[EngineId("a")]
+        check_whole(harness, {"a"} if done else {"a", "b"}, 1)
+        engine = harness.machines.engines[EngineId("a")]
         assert (engine.dp, len(engine.spec.gpus)) == ((4, 4) if done else (2, 2))
 
 
-async def test_what_could_never_start_is_told_before_anybody_stops(house: House) -> None:
-    house.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
-    async with house.daemon() as redeployer:
+async def test_what_could_never_start_is_told_before_anybody_stops(harness: Harness) -> None:
+    harness.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
+    async with harness.daemon() as redeployer:
         with pytest.raises(ProblemFaults, match="contradict the layout"):
             redeployer.begin(TO_TP2)
-        check_whole(house, {"a", "b", "w"})
+        check_whole(harness, {"a", "b", "w"})
         assert not redeployer.busy
 
 
-async def test_all_engines_may_stop_once_their_requests_have_finished(house: House) -> None:
-    async with house.daemon() as redeployer:
+async def test_all_engines_may_stop_once_their_requests_have_finished(harness: Harness) -> None:
+    async with harness.daemon() as redeployer:
         redeployer.begin(RedeployRequest((("nothing", 0),)))
-        await house.clock.advance(2.0)
-        assert house.machines.stops == []
-        house.gateway.requests.clear()
-        report = await house.until_ended()
+        await harness.clock.advance(2.0)
+        assert harness.machines.stops == []
+        harness.gateway.requests.clear()
+        report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE
-        assert house.machines.engines == {}
+        assert harness.machines.engines == {}
 
 
 async def test_who_sleeps_ends_too_when_all_are_to_stop(tmp_path: Path) -> None:
-    house = House(tmp_path, sleepers=True, keep_asleep=True)
-    house.place("a", "tp1", 0)
-    house.place("b", "tp1", 1)
-    async with house.daemon() as redeployer:
-        tell_capabilities(house, "a", "b")
+    harness = Harness(tmp_path, sleepers=True, keep_asleep=True)
+    harness.place("a", "tp1", 0)
+    harness.place("b", "tp1", 1)
+    async with harness.daemon() as redeployer:
+        tell_capabilities(harness, "a", "b")
         redeployer.begin(RedeployRequest((("tp2", 1),)))
-        await house.until_ended()
-        assert len(house.machines.engines) == 3
+        await harness.until_ended()
+        assert len(harness.machines.engines) == 3
         redeployer.begin(RedeployRequest((("nothing", 0),)))
-        assert (await house.until_ended()).state is RedeploymentState.DONE
-        assert house.machines.engines == {}
+        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert harness.machines.engines == {}
         with pytest.raises(Permanent, match="nothing to redeploy"):
             redeployer.begin(RedeployRequest((("nothing", 0),)))
 
 
-def tell_capabilities(house: House, *engines: str) -> None:
+def tell_capabilities(harness: Harness, *engines: str) -> None:
     """As the watch of an engine does."""
-    machines = house.machines
+    machines = harness.machines
     offers = EngineCapabilities("fake", "1", ("fake",), sleep=machines.can_sleep, scale_elastic_ep=machines.can_scale)
     for engine in engines:
-        told = engine_report(engine, sample=sample(house.clock.now_s()))
-        house.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
+        told = engine_report(engine, sample=sample(harness.clock.now_s()))
+        harness.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)

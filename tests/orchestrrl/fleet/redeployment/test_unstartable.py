@@ -2,26 +2,26 @@
 
 from pathlib import Path
 
-from redeployment_house import House
+from redeployment_harness import Harness
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from planner.model import ConfigurationId
 
 
 async def test_a_configuration_that_cannot_be_started_is_left_out_of_plans(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    house.place("a", "tp1", 0)
-    house.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
-    house.machines.faults["check", "ep4"] = Permanent("is not installed")
-    async with house.daemon() as redeployer:
+    harness = Harness(tmp_path)
+    harness.place("a", "tp1", 0)
+    harness.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
+    harness.machines.faults["check", "ep4"] = Permanent("is not installed")
+    async with harness.daemon() as redeployer:
         assert redeployer.unstartable() == {
             ConfigurationId("tp2"): "tp2.arguments: contradict the layout, got --tp 3",
             ConfigurationId("ep4"): "is not installed",
         }
-        house.plane.planning.unstartable = redeployer.unstartable()
-        house.gateway.put("r0", "a")
-        await house.clock.advance(2.0)
-        plan, _ = await house.plane._plan()
+        harness.plane.planning.unstartable = redeployer.unstartable()
+        harness.gateway.put("r0", "a")
+        await harness.clock.advance(2.0)
+        plan, _ = await harness.plane._plan()
         chosen = {alternative.configuration for alternative in plan.alternatives}
         assert "tp2" not in chosen
         assert "tp1" in chosen

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import weights_house
-from fabric_house import GEN, house
-from weights_house import House
+import weights_harness
+from fabric_harness import GEN, harness
+from weights_harness import Harness
 
 from orchestrrl.core.pause_registry import PauseScope
 from orchestrrl.daemon.weight_circuits import CircuitsForSyncs
@@ -21,7 +21,7 @@ GPUS: Mapping[str, int] = {"t": 0, "p0": 16, "p1": 19, "p2": 24}  # one that tra
 
 async def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: bool) -> tuple[SyncReport, bool, bool]:
     """What became of it; whether engines had their circuits again; whether the core's were the sync's meanwhile."""
-    async with house(tmp_path) as fabric:
+    async with harness(tmp_path) as fabric:
         await fabric.at_boundary(GEN)
         before = fabric.up()
         tors = [tor.id for tor in fabric.site.tors]
@@ -29,9 +29,9 @@ async def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: bool)
         def circuits(_: Any, peers: Peers) -> CircuitsForSyncs:
             return CircuitsForSyncs(fabric.coordinator, peers, packet_tors=tors, packet_gbps=10.0)
 
-        monkeypatch.setattr(weights_house, "PacketNetwork", circuits)
+        monkeypatch.setattr(weights_harness, "PacketNetwork", circuits)
         (tmp_path / "weights").mkdir()
-        weights = House(tmp_path / "weights")
+        weights = Harness(tmp_path / "weights")
         weights.clock = fabric.clock
         for name, gpu in GPUS.items():
             fake = weights.peer(name)

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 from hypothesis import given
 from hypothesis import strategies as st
-from weights_house import House, played
+from weights_harness import Harness, played
 
 from orchestrrl.weights.controller.reports import SyncState
 
@@ -25,61 +25,61 @@ _FAULT = st.one_of(
 )
 
 
-def _strikes(house: House, kind: str, whom: str, amount: float) -> None:
+def _strikes(harness: Harness, kind: str, whom: str, amount: float) -> None:
     match kind:
         case "peer":
-            house.peer(whom).die()
-            house.later(amount, house.peer(whom).come_back)
+            harness.peer(whom).die()
+            harness.later(amount, harness.peer(whom).come_back)
         case "engine":
-            engine = house.engine(whom)
+            engine = harness.engine(whom)
             engine.alive = False
-            house.later(amount, lambda: house.restart(whom))
+            harness.later(amount, lambda: harness.restart(whom))
         case "fails" | "spoils":
-            house.engine(whom).fails = int(amount)
-            house.engine(whom).spoils = kind == "spoils"
+            harness.engine(whom).fails = int(amount)
+            harness.engine(whom).spoils = kind == "spoils"
         case "rots":
-            house.peer(whom).rots = int(amount)
+            harness.peer(whom).rots = int(amount)
         case "stalls":
-            house.peer(whom).stalls = True
-            house.later(amount, lambda: setattr(house.peer(whom), "stalls", False))
+            harness.peer(whom).stalls = True
+            harness.later(amount, lambda: setattr(harness.peer(whom), "stalls", False))
         case "daemon":
-            house.kill()
-            house.later(amount, lambda: house.start() if house.daemon is None else None)
+            harness.kill()
+            harness.later(amount, lambda: harness.start() if harness.daemon is None else None)
         case "expires":
-            house.fence.expire()
+            harness.fence.expire()
         case "restless":
-            house.fence.refuses = int(amount)
+            harness.fence.refuses = int(amount)
 
 
 @given(st.lists(st.tuples(_WHEN, _FAULT), min_size=1, max_size=5), st.booleans())
 def test_it_ends_with_one_version(faults: list[tuple[float, tuple[str, str, float]]], has_gateways: bool) -> None:
-    async def scene(house: House) -> None:
-        house.fence.manned = has_gateways
-        await house.pass_time(0.5)
-        await house.report(house.publish(1))
-        await house.pass_time(1.0)
+    async def scene(harness: Harness) -> None:
+        harness.fence.manned = has_gateways
+        await harness.pass_time(0.5)
+        await harness.report(harness.publish(1))
+        await harness.pass_time(1.0)
         version = 2
-        house.publish(version)
-        began_s = house.clock.now_s()
+        harness.publish(version)
+        began_s = harness.clock.now_s()
         for at_s, (kind, whom, amount) in sorted(faults):
-            while house.clock.now_s() < began_s + at_s:
-                await house.pass_time(0.1)
-            if kind == "publish" and house.daemon is not None:
+            while harness.clock.now_s() < began_s + at_s:
+                await harness.pass_time(0.1)
+            if kind == "publish" and harness.daemon is not None:
                 version += 1
-                house.publish(version)
+                harness.publish(version)
             else:
-                _strikes(house, kind, whom, amount)
-        await house.settled()
-        done = [report.version for report in house.sync.history(0) if report.state is SyncState.DONE]
-        house.check_one_version(max(done))
-        for engine in house.engines.values():
+                _strikes(harness, kind, whom, amount)
+        await harness.settled()
+        done = [report.version for report in harness.sync.history(0) if report.state is SyncState.DONE]
+        harness.check_one_version(max(done))
+        for engine in harness.engines.values():
             engine.fails = 0
-        for peer in house.peers.values():
+        for peer in harness.peers.values():
             peer.rots = 0
-        house.fence.refuses = 0
-        report = await house.report(house.publish(version + 1))
+        harness.fence.refuses = 0
+        report = await harness.report(harness.publish(version + 1))
         assert report.state is SyncState.DONE, report
-        house.check_one_version(version + 1)
+        harness.check_one_version(version + 1)
 
     with TemporaryDirectory() as folder:
         played(Path(folder), scene)

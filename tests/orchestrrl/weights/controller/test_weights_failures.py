@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weights_house import START_S, TENSORS, House, played
+from weights_harness import START_S, TENSORS, Harness, played
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
@@ -18,155 +18,155 @@ from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
 
-async def first(house: House) -> None:
-    await house.pass_time(0.5)
-    await house.report(house.publish(1))
-    await house.pass_time(1.0)
-    house.check_one_version(1)
+async def first(harness: Harness) -> None:
+    await harness.pass_time(0.5)
+    await harness.report(harness.publish(1))
+    await harness.pass_time(1.0)
+    harness.check_one_version(1)
 
 
 def test_an_engine_that_cannot_install_is_left_out_and_repaired_later(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        house.engine("e1").fails = 2
-        report = await house.report(house.publish(2))
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.engine("e1").fails = 2
+        report = await harness.report(harness.publish(2))
         assert (report.state, report.code, report.attempt) == (SyncState.DONE, "some_quarantined", 2)
         assert {e.engine: e.state for e in report.engines}[EngineId("e1")] is EngineSync.QUARANTINED
-        assert not house.fence.state.serves(EngineId("e1"))
-        await house.pass_time(20.0)
-        house.check_one_version(2)
+        assert not harness.fence.state.serves(EngineId("e1"))
+        await harness.pass_time(20.0)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_all_go_back_where_no_attempt_is_left(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        for engine in house.engines.values():
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        for engine in harness.engines.values():
             engine.fails = 1
-        report = await house.report(house.publish(2))
+        report = await harness.report(harness.publish(2))
         assert (report.state, report.code) == (SyncState.ABORTED, "install_failed")
         assert "out of memory" in report.detail
-        house.check_one_version(1)
-        assert {version for peer in house.peers.values() for version in peer.folders} == {1}  # there is room again
+        harness.check_one_version(1)
+        assert {version for peer in harness.peers.values() for version in peer.folders} == {1}  # there is room again
 
     played(tmp_path, scene, attempts=1)
 
 
 def test_half_of_the_weights_are_never_served(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        house.engine("e0").fails, house.engine("e0").spoils = 3, True  # neither the new one nor the old
-        report = await house.report(house.publish(2))
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.engine("e0").fails, harness.engine("e0").spoils = 3, True  # neither the new one nor the old
+        report = await harness.report(harness.publish(2))
         assert report.state is SyncState.ABORTED
         assert {e.engine: e.state for e in report.engines}[EngineId("e0")] is EngineSync.QUARANTINED
-        assert house.engine("e0").weights is None
-        assert not house.fence.state.serves(EngineId("e0"))
-        assert house.fence.state.serves(EngineId("e1"))
-        await house.pass_time(20.0)
-        house.check_one_version(1)
+        assert harness.engine("e0").weights is None
+        assert not harness.fence.state.serves(EngineId("e0"))
+        assert harness.fence.state.serves(EngineId("e1"))
+        await harness.pass_time(20.0)
+        harness.check_one_version(1)
 
     played(tmp_path, scene, attempts=1)
 
 
 def test_bytes_that_do_not_agree_with_their_sums_are_fetched_again(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        house.peer("p1").rots = 1
-        report = await house.report(house.publish(2))
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.peer("p1").rots = 1
+        report = await harness.report(harness.publish(2))
         assert (report.state, report.mended_edges > 0) == (SyncState.DONE, True), report
         assert any("did not agree" in note for note in report.notes)
-        house.check_one_version(2)
-        house.peer("p1").rots = 1000
-        report = await house.report(house.publish(3))
+        harness.check_one_version(2)
+        harness.peer("p1").rots = 1000
+        report = await harness.report(harness.publish(3))
         assert (report.state, report.code) == (SyncState.ABORTED, "corrupt")
-        house.check_one_version(2)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_an_engine_whose_peer_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        house.peer("p1").die()
-        sync_id = house.publish(2)
-        await house.pass_time(1.0)
-        assert house.sync.report(sync_id).detail == "waits: e1 may come back"
-        house.peer("p1").come_back()
-        await house.pass_time(0.5)
-        assert house.sync.report(sync_id).detail == ""
-        report = await house.report(sync_id)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.peer("p1").die()
+        sync_id = harness.publish(2)
+        await harness.pass_time(1.0)
+        assert harness.sync.report(sync_id).detail == "waits: e1 may come back"
+        harness.peer("p1").come_back()
+        await harness.pass_time(0.5)
+        assert harness.sync.report(sync_id).detail == ""
+        report = await harness.report(sync_id)
         assert (report.code, report.attempt) == ("done", 1)
 
     played(tmp_path, scene)
 
 
 def test_a_peer_on_which_nothing_moves_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        house.peer("p1").stalls = True
-        report = await house.report(house.publish(2), within_s=300.0)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.peer("p1").stalls = True
+        report = await harness.report(harness.publish(2), within_s=300.0)
         assert (report.state, report.code) == (SyncState.ABORTED, "bytes_lost")
-        house.check_one_version(1)
-        house.peer("p1").stalls = False
-        assert (await house.report(house.publish(2))).state is SyncState.DONE
+        harness.check_one_version(1)
+        harness.peer("p1").stalls = False
+        assert (await harness.report(harness.publish(2))).state is SyncState.DONE
 
     played(tmp_path, scene, attempts=1)
 
 
 def test_an_engine_that_goes_on_otherwise_than_the_others_is_left_out(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        house.engine("e2").odd = True
-        report = await house.report(house.publish(2))
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.engine("e2").odd = True
+        report = await harness.report(harness.publish(2))
         assert (report.state, report.code, report.attempt) == (SyncState.DONE, "some_quarantined", 2)
         assert any("probe_differs" in note for note in report.notes)
-        await house.pass_time(30.0)
-        assert set(house.sync.book.fleet.quarantined) == {"e2"}  # it is tried, and is as odd as before
-        assert not house.fence.state.serves(EngineId("e2"))
-        house.engine("e2").odd = False
-        await house.pass_time(70.0)
-        house.check_one_version(2)
+        await harness.pass_time(30.0)
+        assert set(harness.sync.book.fleet.quarantined) == {"e2"}  # it is tried, and is as odd as before
+        assert not harness.fence.state.serves(EngineId("e2"))
+        harness.engine("e2").odd = False
+        await harness.pass_time(70.0)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_engines_have_to_answer_as_the_trainer_does(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        report = await house.report(house.publish(2, probe=(5, 6), expected=(7, 7)))
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        report = await harness.report(harness.publish(2, probe=(5, 6), expected=(7, 7)))
         assert (report.state, report.code) == (SyncState.ABORTED, "probe_differs")
         assert "probe_differs" in " ".join(report.notes)
-        house.check_one_version(1)
-        assert (await house.report(house.publish(3, probe=(5, 6), expected=(3, 3)))).state is SyncState.DONE
+        harness.check_one_version(1)
+        assert (await harness.report(harness.publish(3, probe=(5, 6), expected=(3, 3)))).state is SyncState.DONE
 
     played(tmp_path, scene)
 
 
 def test_the_first_version_cannot_be_taken_back(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        house.engine("e0").alive = False
-        await house.pass_time(0.5)
-        house.engine("e1").fails = 1
-        report = await house.report(house.publish(1))
+    async def scene(harness: Harness) -> None:
+        harness.engine("e0").alive = False
+        await harness.pass_time(0.5)
+        harness.engine("e1").fails = 1
+        report = await harness.report(harness.publish(1))
         assert (report.state, report.code) == (SyncState.ABORTED, "install_failed")
-        assert set(house.sync.book.fleet.quarantined) == {"e2"}, "e1 has its first weights still"
-        assert house.fence.state.lease is None
-        house.peer("p0").engine_restarted(house.engine("e0"))
-        assert [e for e in house.engines if house.fence.state.serves(e)] == ["e0", "e1"]
-        assert (await house.report(house.publish(1))).code == "done"
-        house.check_one_version(1)
+        assert set(harness.sync.book.fleet.quarantined) == {"e2"}, "e1 has its first weights still"
+        assert harness.fence.state.lease is None
+        harness.peer("p0").engine_restarted(harness.engine("e0"))
+        assert [e for e in harness.engines if harness.fence.state.serves(e)] == ["e0", "e1"]
+        assert (await harness.report(harness.publish(1))).code == "done"
+        harness.check_one_version(1)
 
     played(tmp_path, scene, attempts=1)
 
 
 def test_a_fleet_that_does_not_come_to_rest_keeps_its_version(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        house.fence.refuses = 5
-        report = await house.report(house.publish(2))
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.fence.refuses = 5
+        report = await harness.report(harness.publish(2))
         assert (report.state, report.code) == (SyncState.ABORTED, "not_quiet")
-        house.check_one_version(1)
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
@@ -175,55 +175,55 @@ def test_a_fleet_that_does_not_come_to_rest_keeps_its_version(tmp_path: Path) ->
 def test_a_lease_that_ends_while_engines_are_changed(tmp_path: Path, closes: bool) -> None:
     """Where the pause barrier does not close again peers bring these engines to rest."""
 
-    async def scene(house: House) -> None:
-        await first(house)
-        sync_id = house.publish(2)
-        await house.until(sync_id, SyncState.INSTALLING)
-        lease = house.fence.state.lease
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        sync_id = harness.publish(2)
+        await harness.until(sync_id, SyncState.INSTALLING)
+        lease = harness.fence.state.lease
         assert lease is not None
-        state = house.fence._state
-        house.fence._state = type(state)(opened=state.opened, versions={}, newest=None)  # as when it ends by itself
-        house.fence.refuses = 0 if closes else 1
-        house.peer("p0").orders.clear()
-        report = await house.report(sync_id)
+        state = harness.fence._state
+        harness.fence._state = type(state)(opened=state.opened, versions={}, newest=None)  # as when it ends by itself
+        harness.fence.refuses = 0 if closes else 1
+        harness.peer("p0").orders.clear()
+        report = await harness.report(sync_id)
         assert report.state is SyncState.DONE  # by another attempt
         assert report.attempt == 2
         assert "opened by itself" in " ".join(report.notes)
         assert any("could not be closed again: e0 is not quiet" in note for note in report.notes) is not closes
-        rests = [order.at_rest for order in house.peer("p0").orders if isinstance(order, RestEngine)]
+        rests = [order.at_rest for order in harness.peer("p0").orders if isinstance(order, RestEngine)]
         assert rests == ([] if closes else [True, False])
-        house.check_one_version(2)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_engines_that_were_restarted_or_come_later_get_the_version(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        late = house.engines.pop(EngineId("e2"))
-        house.peer("p2").engines.clear()
-        await first(house)
-        house.peer("p1").engine_restarted(house.engine("e1"))
-        assert not house.fence.state.serves(EngineId("e1"))
-        house.peer("p0").folders.clear()
-        house.engines[late.id] = late
-        house.peer("p2").engines.append(late)
-        house.peer("p2").introduce()
-        await house.pass_time(30.0)
-        house.check_one_version(1)
+    async def scene(harness: Harness) -> None:
+        late = harness.engines.pop(EngineId("e2"))
+        harness.peer("p2").engines.clear()
+        await first(harness)
+        harness.peer("p1").engine_restarted(harness.engine("e1"))
+        assert not harness.fence.state.serves(EngineId("e1"))
+        harness.peer("p0").folders.clear()
+        harness.engines[late.id] = late
+        harness.peer("p2").engines.append(late)
+        harness.peer("p2").introduce()
+        await harness.pass_time(30.0)
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
 
 def test_one_engine_is_repaired_after_the_other_without_a_break(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        for engine in house.engines:
-            house.restart(engine)
-        house.counting, began_s = True, house.clock.now_s()
-        while not all(house.fence.state.serves(engine) for engine in house.engines):
-            await house.clock.advance(0.05)
-        assert house.clock.now_s() - began_s < 2.0, "0.6 s each"
-        installs = [what for what in house.points if "install" in what]
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        for engine in harness.engines:
+            harness.restart(engine)
+        harness.counting, began_s = True, harness.clock.now_s()
+        while not all(harness.fence.state.serves(engine) for engine in harness.engines):
+            await harness.clock.advance(0.05)
+        assert harness.clock.now_s() - began_s < 2.0, "0.6 s each"
+        installs = [what for what in harness.points if "install" in what]
         assert installs == [f"p{n} {what} install" for n in range(3) for what in ("is ordered", "has done")]
 
     played(tmp_path, scene)
@@ -233,17 +233,17 @@ def test_one_engine_is_repaired_after_the_other_without_a_break(tmp_path: Path) 
 def test_what_came_past_the_gateway_ends_before_an_engine_is_repaired(tmp_path: Path, stray: int) -> None:
     """Under the weights that it began with, or it is ended."""
 
-    async def scene(house: House) -> None:
-        await first(house)
-        house.restart("e1")
-        house.engine("e1").stray = stray
-        await house.pass_time(0.5)
-        assert house.engine("e1").weights == (1 if stray == 1 else -1)
-        await house.settled()
-        house.check_one_version(1)
-        rests = [order for order in house.peer("p1").orders if isinstance(order, RestEngine) and order.at_rest]
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.restart("e1")
+        harness.engine("e1").stray = stray
+        await harness.pass_time(0.5)
+        assert harness.engine("e1").weights == (1 if stray == 1 else -1)
+        await harness.settled()
+        harness.check_one_version(1)
+        rests = [order for order in harness.peer("p1").orders if isinstance(order, RestEngine) and order.at_rest]
         assert [order.ends for order in rests] == [False] * min(stray, 6) + [True] * (stray > 6)
-        assert house.clock.now_s() - START_S < 200
+        assert harness.clock.now_s() - START_S < 200
 
     played(tmp_path, scene)
 
@@ -251,52 +251,52 @@ def test_what_came_past_the_gateway_ends_before_an_engine_is_repaired(tmp_path: 
 def test_one_that_is_asked_while_it_is_looked_at_is_let_run(tmp_path: Path) -> None:
     """The probe would let it go on, too; whole weights answer it, and the next try finds the engine empty."""
 
-    async def scene(house: House) -> None:
-        await first(house)
-        house.restart("e1")
-        engine = house.engine("e1")
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.restart("e1")
+        engine = harness.engine("e1")
         while engine.weights != 1:
-            await house.clock.advance(0.05)
+            await harness.clock.advance(0.05)
         engine.stray = 1
-        await house.pass_time(0.5)
-        assert not house.fence.state.serves(engine.id)
+        await harness.pass_time(0.5)
+        assert not harness.fence.state.serves(engine.id)
         assert not engine.resting
-        await house.settled()
-        house.check_one_version(1)
+        await harness.settled()
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
 
 def test_without_a_gateway_peers_bring_engines_to_rest(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        house.fence.manned = False
-        await first(house)
-        assert [order.at_rest for order in house.peer("p0").orders if isinstance(order, RestEngine)] == [True, False]
-        house.engine("e1").fails = 1
-        report = await house.report(house.publish(2))
+    async def scene(harness: Harness) -> None:
+        harness.fence.manned = False
+        await first(harness)
+        assert [order.at_rest for order in harness.peer("p0").orders if isinstance(order, RestEngine)] == [True, False]
+        harness.engine("e1").fails = 1
+        report = await harness.report(harness.publish(2))
         assert report.code == "install_failed"
-        house.check_one_version(1)
-        rests = [order.at_rest for order in house.peer("p0").orders if isinstance(order, RestEngine)]
+        harness.check_one_version(1)
+        rests = [order.at_rest for order in harness.peer("p0").orders if isinstance(order, RestEngine)]
         assert rests == [True, False, True, True, False], "at rest before each change of weights"
 
     played(tmp_path, scene, attempts=1)
 
 
 def test_a_version_may_wait_until_the_barrier_is_closed_by_another(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        sync_id = house.publish(2, install="next_pause")
-        await house.pass_time(30.0)
-        assert house.sync.report(sync_id).state is SyncState.PREPARED
-        lease = house.fence.close_by("somebody")
-        asked = house.task(house.sync.before_resume(house.clock.now_s() + 60.0))
-        await house.pass_time(5.0)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        sync_id = harness.publish(2, install="next_pause")
+        await harness.pass_time(30.0)
+        assert harness.sync.report(sync_id).state is SyncState.PREPARED
+        lease = harness.fence.close_by("somebody")
+        asked = harness.task(harness.sync.before_resume(harness.clock.now_s() + 60.0))
+        await harness.pass_time(5.0)
         assert asked.result() == (2, ())
-        assert house.fence.state.versions == dict.fromkeys(house.engines, 2), "known before it is opened"
-        house.fence._put(house.fence.state.resumed(lease, house.clock.now_s(), house.now(), 2, ()))
-        report = await house.report(sync_id)
+        assert harness.fence.state.versions == dict.fromkeys(harness.engines, 2), "known before it is opened"
+        harness.fence._put(harness.fence.state.resumed(lease, harness.clock.now_s(), harness.now(), 2, ()))
+        report = await harness.report(sync_id)
         assert report.state is SyncState.DONE
-        house.check_one_version(2)
+        harness.check_one_version(2)
         assert SyncPhase.NEXT_PAUSE in [each.phase for each in report.phases]
 
     played(tmp_path, scene)
@@ -305,25 +305,25 @@ def test_a_version_may_wait_until_the_barrier_is_closed_by_another(tmp_path: Pat
 def test_a_borrowed_barrier_opens_as_before_where_it_fails_and_nothing_is_served_if_it_opens_too_early(
     tmp_path: Path,
 ) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        house.engine("e0").fails = 1
-        house.publish(2, install="next_pause")
-        await house.pass_time(10.0)
-        lease = house.fence.close_by("somebody", 20.0)
-        asked = house.task(house.sync.before_resume(house.clock.now_s() + 60.0))
-        await house.pass_time(5.0)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.engine("e0").fails = 1
+        harness.publish(2, install="next_pause")
+        await harness.pass_time(10.0)
+        lease = harness.fence.close_by("somebody", 20.0)
+        asked = harness.task(harness.sync.before_resume(harness.clock.now_s() + 60.0))
+        await harness.pass_time(5.0)
         assert asked.result() == (None, ())
-        assert house.fence.state.versions == dict.fromkeys(house.engines, 1), "they have been brought back"
-        house.fence._put(house.fence.state.resumed(lease, house.clock.now_s(), house.now(), None, ()))
-        await house.pass_time(5.0)
-        assert house.sync.report(version=2).state is SyncState.PREPARED  # by the second attempt, for the next barrier
-        lease = house.fence.close_by("somebody", 20.0)
-        house.task(house.sync.before_resume(house.clock.now_s() + 60.0))
-        await house.clock.advance(0.15)  # in the middle of it
-        house.fence._put(house.fence.state.resumed(lease, house.clock.now_s(), house.now(), None, ()))
-        await house.pass_time(20.0)
-        house.check_one_version(1)
+        assert harness.fence.state.versions == dict.fromkeys(harness.engines, 1), "they have been brought back"
+        harness.fence._put(harness.fence.state.resumed(lease, harness.clock.now_s(), harness.now(), None, ()))
+        await harness.pass_time(5.0)
+        assert harness.sync.report(version=2).state is SyncState.PREPARED  # by the second attempt, for the next barrier
+        lease = harness.fence.close_by("somebody", 20.0)
+        harness.task(harness.sync.before_resume(harness.clock.now_s() + 60.0))
+        await harness.clock.advance(0.15)  # in the middle of it
+        harness.fence._put(harness.fence.state.resumed(lease, harness.clock.now_s(), harness.now(), None, ()))
+        await harness.pass_time(20.0)
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
@@ -335,16 +335,16 @@ def test_a_defect_leaves_nobody_waiting_who_lent_the_barrier(
     async def wrong(*_: object) -> None:
         raise KeyError("a defect")
 
-    async def scene(house: House) -> None:
-        await first(house)
-        house.publish(2, install="next_pause")
-        await house.pass_time(10.0)
-        house.engine("e0").fails = int(where == "go_back")
-        house.fence.close_by("somebody")
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.publish(2, install="next_pause")
+        await harness.pass_time(10.0)
+        harness.engine("e0").fails = int(where == "go_back")
+        harness.fence.close_by("somebody")
         with monkeypatch.context() as patched:
             patched.setattr(f"orchestrrl.weights.controller.run.{where}", wrong)
-            asked = house.task(house.sync.before_resume(house.clock.now_s() + 60.0))
-            await house.pass_time(2.0)
+            asked = harness.task(harness.sync.before_resume(harness.clock.now_s() + 60.0))
+            await harness.pass_time(2.0)
         assert asked.result() == (None if where == "go_back" else 2, ())
 
     played(tmp_path, scene)
@@ -361,80 +361,80 @@ def test_what_fails_is_tried_again_every_tenth_of_the_patience(
     real = attrgetter(where)(controller)
     at_s: list[float] = []
 
-    async def scene(house: House) -> None:
+    async def scene(harness: Harness) -> None:
         async def not_yet(*arguments: Any) -> Any:
-            at_s.append(house.clock.now_s())
+            at_s.append(harness.clock.now_s())
             if len(at_s) <= 2:
                 raise Retryable("not yet", 1.0) if "go_back" in where else KeyError("a defect")
             return await real(*arguments)
 
-        await first(house)
+        await first(harness)
         monkeypatch.setattr(f"orchestrrl.weights.controller.{where}", not_yet)
         if where == "controller.EngineRepairs.one":
-            house.restart("e1")
+            harness.restart("e1")
         else:
             if where == "run.go_back":
-                house.engine("e0").fails = 1
+                harness.engine("e0").fails = 1
             else:
-                house.when("p1 has done install", house.kill)
-            house.publish(2)
-        await house.pass_time(5.0)
-        if house.daemon is None:
-            house.start()
-        await house.settled()
-        house.check_one_version(1)
+                harness.when("p1 has done install", harness.kill)
+            harness.publish(2)
+        await harness.pass_time(5.0)
+        if harness.daemon is None:
+            harness.start()
+        await harness.settled()
+        harness.check_one_version(1)
         assert [after_s - before_s for before_s, after_s in pairwise(at_s)] == pytest.approx([0.5, 0.5])
-        assert house.sync.defects == (0 if "go_back" in where else 2)
+        assert harness.sync.defects == (0 if "go_back" in where else 2)
 
     played(tmp_path, scene, attempts=1)
 
 
 def test_a_version_that_is_published_during_a_repair_comes_first(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        house.restart("e1")
-        house.when("p1 is ordered check", lambda: house.publish(2))  # type: ignore[arg-type]
-        await house.pass_time(1.0)
-        assert (await house.report(house.publish(2))).code == "done"
-        house.check_one_version(2)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        harness.restart("e1")
+        harness.when("p1 is ordered check", lambda: harness.publish(2))  # type: ignore[arg-type]
+        await harness.pass_time(1.0)
+        assert (await harness.report(harness.publish(2))).code == "done"
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_an_operator_installs_what_waits_and_a_newer_version_replaces_it(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
         with pytest.raises(Permanent, match="nothing waits"):
-            house.sync.install_now("", "")
-        two = house.publish(2, install="next_pause")
-        await house.pass_time(10.0)
-        three = house.publish(3, install="next_pause")
-        await house.pass_time(10.0)
-        assert house.sync.report(two).state is SyncState.SUPERSEDED
-        house.sync.install_now(three, "now")
-        assert (await house.report(three)).state is SyncState.DONE
-        house.check_one_version(3)
+            harness.sync.install_now("", "")
+        two = harness.publish(2, install="next_pause")
+        await harness.pass_time(10.0)
+        three = harness.publish(3, install="next_pause")
+        await harness.pass_time(10.0)
+        assert harness.sync.report(two).state is SyncState.SUPERSEDED
+        harness.sync.install_now(three, "now")
+        assert (await harness.report(three)).state is SyncState.DONE
+        harness.check_one_version(3)
 
     played(tmp_path, scene)
 
 
 def test_of_versions_that_wait_for_one_to_end_the_newest_is_brought(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        two = house.publish(2)
-        await house.until(two, SyncState.INSTALLING)
-        three, four = house.publish(3), house.publish(4)
-        report = house.sync.report(three)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        two = harness.publish(2)
+        await harness.until(two, SyncState.INSTALLING)
+        three, four = harness.publish(3), harness.publish(4)
+        report = harness.sync.report(three)
         assert (report.state, report.detail) == (SyncState.SUPERSEDED, "version 4 was published")
-        assert (await house.report(two)).state is SyncState.DONE
-        await house.until(four, SyncState.INSTALLING)
-        five = house.publish(5)
-        house.sync.abort(five, "enough")
-        report = house.sync.report(five)
+        assert (await harness.report(two)).state is SyncState.DONE
+        await harness.until(four, SyncState.INSTALLING)
+        five = harness.publish(5)
+        harness.sync.abort(five, "enough")
+        report = harness.sync.report(five)
         assert (report.state, report.code, report.detail) == (SyncState.ABORTED, "operator", "enough")
-        assert (await house.report(four)).state is SyncState.DONE
-        await house.pass_time(2.0)
-        house.check_one_version(4)
+        assert (await harness.report(four)).state is SyncState.DONE
+        await harness.pass_time(2.0)
+        harness.check_one_version(4)
 
     played(tmp_path, scene)
 
@@ -443,13 +443,13 @@ def test_what_no_way_leads_to_is_not_tried_again(tmp_path: Path, monkeypatch: py
     def no_way(*_: object, **__: object) -> None:
         raise ProblemFaults(["p1: has no transport that the trainer's peer has"])
 
-    async def scene(house: House) -> None:
-        await first(house)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
         monkeypatch.setattr("orchestrrl.weights.controller.preparing.plan_sync", no_way)
-        report = await house.report(house.publish(2))
+        report = await harness.report(harness.publish(2))
         assert (report.state, report.code, report.attempt) == (SyncState.ABORTED, "unreachable", 1)
         assert report.detail == "p1: has no transport that the trainer's peer has"
-        house.check_one_version(1)
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
@@ -460,113 +460,113 @@ def test_a_defect_before_the_commit_is_not_met_again_and_leaves_the_version_from
     async def wrong(*_: object) -> None:
         raise KeyError("a defect")
 
-    async def scene(house: House) -> None:
-        await first(house)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
         monkeypatch.setattr("orchestrrl.weights.controller.installing.Installing.install", wrong)
-        report = await house.report(house.publish(2))
+        report = await harness.report(harness.publish(2))
         assert (report.state, report.code, report.attempt) == (SyncState.ABORTED, "internal", 1)
         assert "a defect: KeyError" in report.detail
-        house.check_one_version(1)
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
 
 def test_an_operators_word_to_install_outlives_a_failed_attempt(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        sync_id = house.publish(2, install="next_pause")
-        await house.pass_time(10.0)
-        house.engine("e1").fails = 1
-        house.sync.install_now(sync_id, "now")
-        report = await house.report(sync_id)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        sync_id = harness.publish(2, install="next_pause")
+        await harness.pass_time(10.0)
+        harness.engine("e1").fails = 1
+        harness.sync.install_now(sync_id, "now")
+        report = await harness.report(sync_id)
         assert (report.state, report.attempt) == (SyncState.DONE, 2)
-        await house.settled()
-        house.check_one_version(2)
+        await harness.settled()
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_an_operator_calls_it_off_at_any_time_before_it_is_committed(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
+    async def scene(harness: Harness) -> None:
+        await first(harness)
         for version, state in enumerate([SyncState.CARRYING, SyncState.FENCING, SyncState.INSTALLING], 2):
-            sync_id = house.publish(version)
-            await house.until(sync_id, state)
-            house.sync.abort(sync_id, "enough")
-            report = await house.report(sync_id)
+            sync_id = harness.publish(version)
+            await harness.until(sync_id, state)
+            harness.sync.abort(sync_id, "enough")
+            report = await harness.report(sync_id)
             assert (report.state, report.code, report.detail) == (SyncState.ABORTED, "operator", "enough")
             assert "attempt 1: operator: enough" in report.notes
-            assert not any(peer.edges for peer in house.peers.values()), "nothing is carried any more"
-            house.check_one_version(1)
+            assert not any(peer.edges for peer in harness.peers.values()), "nothing is carried any more"
+            harness.check_one_version(1)
         with pytest.raises(Permanent, match="over"):
-            house.sync.abort(sync_id, "again")
+            harness.sync.abort(sync_id, "again")
 
     played(tmp_path, scene)
 
 
 def test_the_same_word_is_answered_again_and_another_about_the_same_version_is_not(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        two = house.publish(2, began_s=START_S)
-        assert house.publish(2, began_s=START_S + 1) == two
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        two = harness.publish(2, began_s=START_S)
+        assert harness.publish(2, began_s=START_S + 1) == two
         with pytest.raises(Permanent, match="on its way with other content"):
-            house.publish(2, run="another start")
-        await house.report(two)
-        assert house.publish(2) == two
+            harness.publish(2, run="another start")
+        await harness.report(two)
+        assert harness.publish(2) == two
         with pytest.raises(Permanent, match="is the fleet's, with other content"):
-            house.publish(2, run="another start")
-        assert (await house.report(house.publish(1, run="back to a checkpoint"))).state is SyncState.DONE
-        house.check_one_version(1)
+            harness.publish(2, run="another start")
+        assert (await harness.report(harness.publish(1, run="back to a checkpoint"))).state is SyncState.DONE
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
 
 def test_all_ranks_have_to_say_the_same_and_in_time(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.pass_time(0.5)
+    async def scene(harness: Harness) -> None:
+        await harness.pass_time(0.5)
         boxes = {tensor.name: (tensor.whole,) for tensor in TENSORS}
         a, b = TENSORS
-        word = Publication(1, 0, 2, house.trainer.id, (a,), {"a": boxes["a"]})
-        sync_id = house.sync.publish(word)
+        word = Publication(1, 0, 2, harness.trainer.id, (a,), {"a": boxes["a"]})
+        sync_id = harness.sync.publish(word)
         other = TensorMeta("a", "F32", (4, 4))
         with pytest.raises(ProblemFaults) as refused:
-            house.sync.publish(Publication(1, 1, 3, house.trainer.id, (other,), {}, backend="pigeons"))
+            harness.sync.publish(Publication(1, 1, 3, harness.trainer.id, (other,), {}, backend="pigeons"))
         assert len(refused.value.faults) == 4
-        assert house.sync.report(sync_id).published == (0,)
+        assert harness.sync.report(sync_id).published == (0,)
         with pytest.raises(ProblemFaults, match="has said otherwise"):
-            house.sync.publish(Publication(1, 0, 2, house.trainer.id, (b,), {"b": boxes["b"]}))
-        assert house.sync.publish(Publication(1, 1, 2, house.trainer.id, (b,), {"b": boxes["b"]})) == sync_id
-        assert (await house.report(sync_id)).state is SyncState.DONE
-        house.check_one_version(1)
-        late = house.sync.publish(Publication(2, 0, 2, house.trainer.id, (a,), {"a": boxes["a"]}))
-        report = await house.report(late, within_s=200.0)
+            harness.sync.publish(Publication(1, 0, 2, harness.trainer.id, (b,), {"b": boxes["b"]}))
+        assert harness.sync.publish(Publication(1, 1, 2, harness.trainer.id, (b,), {"b": boxes["b"]})) == sync_id
+        assert (await harness.report(sync_id)).state is SyncState.DONE
+        harness.check_one_version(1)
+        late = harness.sync.publish(Publication(2, 0, 2, harness.trainer.id, (a,), {"a": boxes["a"]}))
+        report = await harness.report(late, within_s=200.0)
         assert (report.state, report.code) == (SyncState.ABORTED, "trainer_lost")
 
     played(tmp_path, scene)
 
 
 def test_an_operators_pause_holds_a_sync_which_says_so(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await first(house)
-        assert house.daemon is not None
-        pause_registry: PauseRegistry = house.pause_registry
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        assert harness.daemon is not None
+        pause_registry: PauseRegistry = harness.pause_registry
         pause_registry.pause(PauseScope.SYNC, "look first")
-        sync_id = house.publish(2)
-        await house.pass_time(30.0)
-        report = house.sync.report(sync_id)
+        sync_id = harness.publish(2)
+        await harness.pass_time(30.0)
+        report = harness.sync.report(sync_id)
         assert report.state is SyncState.PLANNING
         assert "look first" in report.detail
         pause_registry.resume(PauseScope.SYNC, "")
-        assert (await house.report(sync_id)).state is SyncState.DONE
-        sync_id = house.publish(3, install="next_pause")
-        await house.pass_time(10.0)
+        assert (await harness.report(sync_id)).state is SyncState.DONE
+        sync_id = harness.publish(3, install="next_pause")
+        await harness.pass_time(10.0)
         pause_registry.pause(PauseScope.SYNC, "not now")
-        house.sync.install_now(sync_id, "")
-        await house.pass_time(5.0)
-        report = house.sync.report(sync_id)
+        harness.sync.install_now(sync_id, "")
+        await harness.pass_time(5.0)
+        report = harness.sync.report(sync_id)
         assert report.state is SyncState.PREPARED, "nor are engines brought to rest for it"
         assert "not now" in report.detail
         pause_registry.resume(PauseScope.SYNC, "")
-        assert (await house.report(sync_id)).state is SyncState.DONE
+        assert (await harness.report(sync_id)).state is SyncState.DONE
 
     played(tmp_path, scene)

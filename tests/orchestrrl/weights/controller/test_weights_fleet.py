@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weights_house import FakePeer, House, played
+from weights_harness import FakePeer, Harness, played
 
 from orchestrrl.fleet.pause_lease import PauseState
 from orchestrrl.weights.controller.peer_hub import PeerState
@@ -21,32 +21,34 @@ from planner.model import EngineId
 E3, E4 = EngineId("e3"), EngineId("e4")
 
 
-def serving_peer(house: House, id: str, *hosts: str) -> FakePeer:
-    peer = FakePeer(house, PeerId(id), PeerRole.ENGINE, serves=hosts)
-    house.peers[peer.id] = peer
+def serving_peer(harness: Harness, id: str, *hosts: str) -> FakePeer:
+    peer = FakePeer(harness, PeerId(id), PeerRole.ENGINE, serves=hosts)
+    harness.peers[peer.id] = peer
     peer.attach()
     return peer
 
 
-def serves(house: House, id: str) -> set[str]:
+def serves(harness: Harness, id: str) -> set[str]:
     """As the daemon has it."""
-    assert house.daemon is not None
-    return {str(each.engine) for each in house.daemon.hub.peers[PeerId(id)].peer.engines}
+    assert harness.daemon is not None
+    return {str(each.engine) for each in harness.daemon.hub.peers[PeerId(id)].peer.engines}
 
 
 def installs(peer: FakePeer) -> list[int]:
     return [order.version for order in peer.orders if isinstance(order, InstallVersion)]
 
 
-async def _begun(house: House, version: int = 1) -> None:
-    await house.pass_time(1.0)
-    assert (await house.report(house.publish(version))).state is SyncState.DONE
-    await house.pass_time(1.0)
+async def _begun(harness: Harness, version: int = 1) -> None:
+    await harness.pass_time(1.0)
+    assert (await harness.report(harness.publish(version))).state is SyncState.DONE
+    await harness.pass_time(1.0)
 
 
-async def _opened(house: House, lease: str, version: int | None, without: tuple[EngineId, ...], reason: str) -> None:
-    task = house.task(house.fence.resume(lease, version, without, reason))
-    await house.pass_time(0.5)
+async def _opened(
+    harness: Harness, lease: str, version: int | None, without: tuple[EngineId, ...], reason: str
+) -> None:
+    task = harness.task(harness.fence.resume(lease, version, without, reason))
+    await harness.pass_time(0.5)
     await task
 
 
@@ -54,16 +56,16 @@ async def _opened(house: House, lease: str, version: int | None, without: tuple[
 
 
 def test_an_engine_that_comes_with_the_version_is_not_given_it_again(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        peer = serving_peer(house, "p3", "h3")
-        await _begun(house)
+    async def scene(harness: Harness) -> None:
+        peer = serving_peer(harness, "p3", "h3")
+        await _begun(harness)
         assert peer.folders.keys() == {1}, "who serves a host has the fleet's weights before an engine is started there"
-        house.come("e3", "h3", weights=1)
-        await house.pass_time(3.0)
-        assert serves(house, "p3") == {"e3"}
+        harness.come("e3", "h3", weights=1)
+        await harness.pass_time(3.0)
+        assert serves(harness, "p3") == {"e3"}
         assert installs(peer) == []
-        house.check_one_version(1)
-        committed = house.sync.book.fleet.committed
+        harness.check_one_version(1)
+        committed = harness.sync.book.fleet.committed
         assert committed is not None
         assert E3 in committed.has
 
@@ -71,82 +73,82 @@ def test_an_engine_that_comes_with_the_version_is_not_given_it_again(tmp_path: P
 
 
 def test_one_that_comes_with_its_own_weights_is_brought_the_version(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        peer = serving_peer(house, "p3", "h3")
-        await _begun(house)
-        house.come("e3", "h3")
-        await house.pass_time(5.0)
+    async def scene(harness: Harness) -> None:
+        peer = serving_peer(harness, "p3", "h3")
+        await _begun(harness)
+        harness.come("e3", "h3")
+        await harness.pass_time(5.0)
         assert installs(peer) == [1]
-        house.check_one_version(1)
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
 
 def test_who_was_told_of_an_engine_serves_it_after_its_restart_and_the_daemons(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        peer = serving_peer(house, "p3", "h3")
-        house.come("e3", "h3")
-        await _begun(house)
+    async def scene(harness: Harness) -> None:
+        peer = serving_peer(harness, "p3", "h3")
+        harness.come("e3", "h3")
+        await _begun(harness)
         peer.die()
         peer.come_back()
-        house.kill()
-        await house.pass_time(1.0)
-        house.start()
-        await house.pass_time(3.0)
-        assert serves(house, "p3") == {"e3"}
-        assert (await house.report(house.publish(2))).state is SyncState.DONE
-        house.check_one_version(2)
+        harness.kill()
+        await harness.pass_time(1.0)
+        harness.start()
+        await harness.pass_time(3.0)
+        assert serves(harness, "p3") == {"e3"}
+        assert (await harness.report(harness.publish(2))).state is SyncState.DONE
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_of_two_the_first_by_id_serves_it_and_keeps_it(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        serving_peer(house, "p4", "h3")
-        first = serving_peer(house, "p3", "h3")
-        house.come("e3", "h3")
-        await _begun(house)
-        assert (serves(house, "p3"), serves(house, "p4")) == ({"e3"}, set())
+    async def scene(harness: Harness) -> None:
+        serving_peer(harness, "p4", "h3")
+        first = serving_peer(harness, "p3", "h3")
+        harness.come("e3", "h3")
+        await _begun(harness)
+        assert (serves(harness, "p3"), serves(harness, "p4")) == ({"e3"}, set())
         first.die()
-        await house.pass_time(8.0)  # longer than its patience
-        assert serves(house, "p4") == {"e3"}
+        await harness.pass_time(8.0)  # longer than its patience
+        assert serves(harness, "p4") == {"e3"}
         first.come_back()
-        await house.pass_time(3.0)
-        assert (serves(house, "p3"), serves(house, "p4")) == (set(), {"e3"})
+        await harness.pass_time(3.0)
+        assert (serves(harness, "p3"), serves(harness, "p4")) == (set(), {"e3"})
         assert first.engines == []
-        await house.settled()
-        house.check_one_version(1)
+        await harness.settled()
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
 
 def test_a_peer_that_is_started_with_an_engine_has_it_from_who_was_told(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        serving_peer(house, "p3", "h3")
-        engine = house.come("e3", "h3")
-        await _begun(house)
-        own = FakePeer(house, PeerId("p9"), PeerRole.ENGINE, [engine], installed={E3: 1})
-        house.peers[own.id] = own
+    async def scene(harness: Harness) -> None:
+        serving_peer(harness, "p3", "h3")
+        engine = harness.come("e3", "h3")
+        await _begun(harness)
+        own = FakePeer(harness, PeerId("p9"), PeerRole.ENGINE, [engine], installed={E3: 1})
+        harness.peers[own.id] = own
         own.attach()
-        await house.pass_time(3.0)
-        assert (serves(house, "p3"), serves(house, "p9")) == (set(), {"e3"})
+        await harness.pass_time(3.0)
+        assert (serves(harness, "p3"), serves(harness, "p9")) == (set(), {"e3"})
 
     played(tmp_path, scene)
 
 
 def test_an_engine_that_nobody_serves_is_left_out_with_what_to_start(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        serving_peer(house, "p3", "h3")
-        house.come("e4", "h4")
-        await house.pass_time(1.0)
-        report = await house.report(house.publish(1))
+    async def scene(harness: Harness) -> None:
+        serving_peer(harness, "p3", "h3")
+        harness.come("e4", "h4")
+        await harness.pass_time(1.0)
+        report = await harness.report(harness.publish(1))
         assert report.code == "some_quarantined"
         (stands,) = [each for each in report.engines if each.engine == E4]
         assert stands.state is EngineSync.QUARANTINED
         assert "no attached peer serves h4: start `orchestrrl sync peer --engines-here` there" in stands.detail
-        serving_peer(house, "p4", "h4")
-        await house.settled()
-        house.check_one_version(1)
+        serving_peer(harness, "p4", "h4")
+        await harness.settled()
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
@@ -157,46 +159,46 @@ def test_an_engine_that_nobody_serves_is_left_out_with_what_to_start(tmp_path: P
 def test_a_redeployment_while_bytes_are_on_their_way(tmp_path: Path) -> None:
     """The sync waits for it, however long it takes, and then takes the engines that there are."""
 
-    async def scene(house: House) -> None:
-        peer = serving_peer(house, "p3", "h3")
-        house.come("e3", "h3")
-        await _begun(house)
+    async def scene(harness: Harness) -> None:
+        peer = serving_peer(harness, "p3", "h3")
+        harness.come("e3", "h3")
+        await _begun(harness)
         peer.stalls = True  # so that it is still under way
-        sync = house.publish(2)
-        await house.pass_time(1.0)
-        house.deploying = True
-        house.leave("e3")
+        sync = harness.publish(2)
+        await harness.pass_time(1.0)
+        harness.deploying = True
+        harness.leave("e3")
         peer.stalls = False
-        await house.pass_time(90.0)  # longer than the fence may take
-        report = house.sync.report(sync)
+        await harness.pass_time(90.0)  # longer than the fence may take
+        report = harness.sync.report(sync)
         assert (report.state, report.detail) == (SyncState.PREPARED, "waits: engines are being started or stopped")
-        house.come("e4", "h3", weights=1)
-        house.deploying = False
-        report = await house.report(sync)
+        harness.come("e4", "h3", weights=1)
+        harness.deploying = False
+        report = await harness.report(sync)
         assert (report.state, report.code, report.attempt) == (SyncState.DONE, "done", 1)
         assert {str(each.engine) for each in report.engines} == {"e0", "e1", "e2", "e4"}
-        house.check_one_version(2)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_an_engine_that_comes_before_the_barrier_closes_takes_part(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        serving_peer(house, "p3", "h3")
-        await _begun(house)
-        sync = house.publish(2, install="next_pause")
-        await house.pass_time(10.0)
-        house.come("e3", "h3", weights=1)
-        house.sync.install_now(sync, "")
-        await house.clock.advance(0.05)
-        assert house.sync.report(sync).detail == "waits: peers are being told of engines that have come"
-        report = await house.report(sync)
+    async def scene(harness: Harness) -> None:
+        serving_peer(harness, "p3", "h3")
+        await _begun(harness)
+        sync = harness.publish(2, install="next_pause")
+        await harness.pass_time(10.0)
+        harness.come("e3", "h3", weights=1)
+        harness.sync.install_now(sync, "")
+        await harness.clock.advance(0.05)
+        assert harness.sync.report(sync).detail == "waits: peers are being told of engines that have come"
+        report = await harness.report(sync)
         assert (report.code, report.attempt, {each.state for each in report.engines}) == (
             "done",
             1,
             {EngineSync.SERVES},
         )
-        house.check_one_version(2)
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
@@ -204,32 +206,32 @@ def test_an_engine_that_comes_before_the_barrier_closes_takes_part(tmp_path: Pat
 def test_engines_that_left_by_order_are_not_lost(tmp_path: Path) -> None:
     """One that goes with its host, one in the middle of an install: no attempt is lost on either."""
 
-    async def scene(house: House) -> None:
-        await _begun(house)
-        house.peer("p2").die()
-        sync = house.publish(2)
-        house.leave("e2")
-        await house.until(sync, SyncState.INSTALLING)
-        house.leave("e1")
-        report = await house.report(sync)
+    async def scene(harness: Harness) -> None:
+        await _begun(harness)
+        harness.peer("p2").die()
+        sync = harness.publish(2)
+        harness.leave("e2")
+        await harness.until(sync, SyncState.INSTALLING)
+        harness.leave("e1")
+        report = await harness.report(sync)
         assert (report.state, report.code, report.attempt) == (SyncState.DONE, "done", 1)
-        await house.pass_time(5.0)
-        house.check_one_version(2)
-        assert house.sync.status().quarantined == ()
+        await harness.pass_time(5.0)
+        harness.check_one_version(2)
+        assert harness.sync.status().quarantined == ()
 
     played(tmp_path, scene, attempts=1)
 
 
 def test_a_host_without_engines_that_fails_keeps_nobody_from_the_version(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        idle = serving_peer(house, "p3", "h3")
+    async def scene(harness: Harness) -> None:
+        idle = serving_peer(harness, "p3", "h3")
         idle.stalls = True
-        await house.pass_time(1.0)
-        sync = house.publish(1)
-        await house.pass_time(1.0)
+        await harness.pass_time(1.0)
+        sync = harness.publish(1)
+        await harness.pass_time(1.0)
         idle.die()
-        assert (await house.report(sync)).state is SyncState.DONE
-        house.check_one_version(1)
+        assert (await harness.report(sync)).state is SyncState.DONE
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
@@ -246,37 +248,37 @@ _CHANGE = st.one_of(
 
 @given(st.lists(st.tuples(st.sampled_from((0.2, 0.7, 1.5, 3.0)), _CHANGE), min_size=2, max_size=8))
 def test_whoever_comes_and_goes_it_ends_with_one_version(changes: list[tuple[float, tuple[str, str]]]) -> None:
-    async def scene(house: House) -> None:
-        serving_peer(house, "p3", "h3")
-        serving_peer(house, "p4", "h3", "h4")
-        house.come("e3", "h3")
-        house.come("e4", "h4")
-        await _begun(house)
+    async def scene(harness: Harness) -> None:
+        serving_peer(harness, "p3", "h3")
+        serving_peer(harness, "p4", "h3", "h4")
+        harness.come("e3", "h3")
+        harness.come("e4", "h4")
+        await _begun(harness)
         version, number = 1, 5
         for after_s, (kind, what) in changes:
-            await house.pass_time(after_s)
-            closed = house.fence.state.lease is not None
-            if kind == "leave" and what in house.engines and len(house.engines) > 2 and not closed:
-                house.leave(what)
+            await harness.pass_time(after_s)
+            closed = harness.fence.state.lease is not None
+            if kind == "leave" and what in harness.engines and len(harness.engines) > 2 and not closed:
+                harness.leave(what)
             elif kind == "come" and not closed:
-                house.come(f"e{number}", what)
+                harness.come(f"e{number}", what)
                 number += 1
-            elif kind == "redeployment" and not closed and house.fence.state.newest is not None:
-                house.come(f"e{number}", what, weights=house.fence.state.newest)
+            elif kind == "redeployment" and not closed and harness.fence.state.newest is not None:
+                harness.come(f"e{number}", what, weights=harness.fence.state.newest)
                 number += 1
             elif kind == "peer":
-                house.peer(what).die()
-                house.later(2.0, house.peer(what).come_back)
-            elif kind == "daemon" and house.daemon is not None:
-                house.kill()
-                house.later(1.0, lambda: house.start() if house.daemon is None else None)
-            elif kind == "publish" and house.daemon is not None:
+                harness.peer(what).die()
+                harness.later(2.0, harness.peer(what).come_back)
+            elif kind == "daemon" and harness.daemon is not None:
+                harness.kill()
+                harness.later(1.0, lambda: harness.start() if harness.daemon is None else None)
+            elif kind == "publish" and harness.daemon is not None:
                 version += 1
-                house.publish(version)
-        await house.settled()
-        done = [report.version for report in house.sync.history(0) if report.state is SyncState.DONE]
-        house.check_one_version(max(done))
-        given = [each.engine for peer in house.daemon.hub.peers.values() for each in peer.peer.engines]  # type: ignore[union-attr]
+                harness.publish(version)
+        await harness.settled()
+        done = [report.version for report in harness.sync.history(0) if report.state is SyncState.DONE]
+        harness.check_one_version(max(done))
+        given = [each.engine for peer in harness.daemon.hub.peers.values() for each in peer.peer.engines]  # type: ignore[union-attr]
         assert sorted(given) == sorted(set(given)), "an engine is two peers'"
 
     with TemporaryDirectory() as folder:
@@ -287,32 +289,32 @@ def test_whoever_comes_and_goes_it_ends_with_one_version(changes: list[tuple[flo
 
 
 def test_what_a_trainer_brings_in_its_own_way_is_not_undone(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await _begun(house)
-        lease = house.fence.close_by("a trainer of its own way")
-        for engine in house.engines.values():
+    async def scene(harness: Harness) -> None:
+        await _begun(harness)
+        lease = harness.fence.close_by("a trainer of its own way")
+        for engine in harness.engines.values():
             engine.weights = 7
-        for peer in house.peers.values():  # its engines say so
+        for peer in harness.peers.values():  # its engines say so
             peer.installed.update({engine.id: 7 for engine in peer.engines})
-        await _opened(house, lease, 7, (), "its own")
-        for peer in house.peers.values():
+        await _opened(harness, lease, 7, (), "its own")
+        for peer in harness.peers.values():
             peer.introduce()
             peer.orders.clear()
-        await house.pass_time(20.0)
-        assert [order for peer in house.peers.values() for order in peer.orders] == []
-        assert {engine.weights for engine in house.engines.values()} == {7}
-        assert all(house.fence.state.serves(engine) for engine in house.engines)
-        assert house.sync.book.fleet.version is None
-        house.kill()
-        await house.pass_time(1.0)
-        house.start()
-        await house.pass_time(10.0)
-        assert {engine.weights for engine in house.engines.values()} == {7}
-        lease = house.fence.close_by("somebody else")
-        assert await house.sync.before_resume(house.clock.now_s() + 30) == (None, ())
-        await _opened(house, lease, None, (), "")
-        await house.report(house.publish(8))
-        house.check_one_version(8)
+        await harness.pass_time(20.0)
+        assert [order for peer in harness.peers.values() for order in peer.orders] == []
+        assert {engine.weights for engine in harness.engines.values()} == {7}
+        assert all(harness.fence.state.serves(engine) for engine in harness.engines)
+        assert harness.sync.book.fleet.version is None
+        harness.kill()
+        await harness.pass_time(1.0)
+        harness.start()
+        await harness.pass_time(10.0)
+        assert {engine.weights for engine in harness.engines.values()} == {7}
+        lease = harness.fence.close_by("somebody else")
+        assert await harness.sync.before_resume(harness.clock.now_s() + 30) == (None, ())
+        await _opened(harness, lease, None, (), "")
+        await harness.report(harness.publish(8))
+        harness.check_one_version(8)
 
     played(tmp_path, scene)
 
@@ -320,46 +322,46 @@ def test_what_a_trainer_brings_in_its_own_way_is_not_undone(tmp_path: Path) -> N
 def test_a_version_that_fails_after_that_leaves_nobody_with_the_one_from_before_it(tmp_path: Path) -> None:
     """Peers have version 1; the fleet had 7 by another way, which nobody here can bring back."""
 
-    async def scene(house: House) -> None:
-        await _begun(house)
-        lease = house.fence.close_by("a trainer of its own way")
-        for engine in house.engines.values():
+    async def scene(harness: Harness) -> None:
+        await _begun(harness)
+        lease = harness.fence.close_by("a trainer of its own way")
+        for engine in harness.engines.values():
             engine.weights = 7
-        for peer in house.peers.values():
+        for peer in harness.peers.values():
             peer.installed.update({engine.id: 7 for engine in peer.engines})
-        await _opened(house, lease, 7, (), "its own")
-        house.engine("e1").fails, house.engine("e1").spoils = 9, True
-        report = await house.report(house.publish(8))
+        await _opened(harness, lease, 7, (), "its own")
+        harness.engine("e1").fails, harness.engine("e1").spoils = 9, True
+        report = await harness.report(harness.publish(8))
         assert report.state is SyncState.ABORTED or report.code == "some_quarantined"
-        await house.pass_time(2.0)
-        assert 1 not in {engine.weights for engine in house.engines.values()}
+        await harness.pass_time(2.0)
+        assert 1 not in {engine.weights for engine in harness.engines.values()}
 
     played(tmp_path, scene, attempts=1)
 
 
 def test_what_a_trainer_brings_while_a_version_waits_is_the_fleets_until_that_is_installed(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await _begun(house)
-        sync = house.publish(2, install="next_pause")
-        await house.pass_time(10.0)
-        await _another_way(house)
-        house.sync.install_now(sync, "")
-        await house.until(sync, SyncState.INSTALLING)
-        assert house.sync.status().committed is None
-        assert (await house.report(sync)).state is SyncState.DONE
-        house.check_one_version(2)
+    async def scene(harness: Harness) -> None:
+        await _begun(harness)
+        sync = harness.publish(2, install="next_pause")
+        await harness.pass_time(10.0)
+        await _another_way(harness)
+        harness.sync.install_now(sync, "")
+        await harness.until(sync, SyncState.INSTALLING)
+        assert harness.sync.status().committed is None
+        assert (await harness.report(sync)).state is SyncState.DONE
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_a_trainer_that_closes_the_barrier_again_at_once_has_its_own_weights(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await _begun(house)
-        await _another_way(house, is_told=False)
-        house.fence._put(house.fence.state.resumed("", house.clock.now_s(), house.now(), 7, ()))
-        house.fence.close_by("the same trainer")
-        assert await house.sync.before_resume(house.clock.now_s() + 30.0) == (None, ())
-        assert house.sync.status().committed is None
+    async def scene(harness: Harness) -> None:
+        await _begun(harness)
+        await _another_way(harness, is_told=False)
+        harness.fence._put(harness.fence.state.resumed("", harness.clock.now_s(), harness.now(), 7, ()))
+        harness.fence.close_by("the same trainer")
+        assert await harness.sync.before_resume(harness.clock.now_s() + 30.0) == (None, ())
+        assert harness.sync.status().committed is None
 
     played(tmp_path, scene)
 
@@ -370,57 +372,57 @@ def test_a_barrier_of_which_nobody_knows_any_version_is_opened_with_the_fleets(
 ) -> None:
     """Without engines that have lost it, as they say when they are asked."""
 
-    async def scene(house: House) -> None:
-        await _begun(house)
-        house.fence._state = PauseState()  # as when a lease ends by itself
-        house.fence.close_by("a trainer")
-        house.restart_unseen("e1")
-        asked = house.task(house.sync.before_resume(house.clock.now_s() + 30.0, told))
-        await house.pass_time(1.0)
+    async def scene(harness: Harness) -> None:
+        await _begun(harness)
+        harness.fence._state = PauseState()  # as when a lease ends by itself
+        harness.fence.close_by("a trainer")
+        harness.restart_unseen("e1")
+        asked = harness.task(harness.sync.before_resume(harness.clock.now_s() + 30.0, told))
+        await harness.pass_time(1.0)
         assert asked.result() == (1, ("e1",))
 
     played(tmp_path, scene)
 
 
-async def _another_way(house: House, *, is_told: bool = True) -> None:
+async def _another_way(harness: Harness, *, is_told: bool = True) -> None:
     """Engines are given weights by a trainer itself, and go on saying that they have what they had before."""
-    lease = house.fence.close_by("a trainer of its own way")
-    for engine in house.engines.values():
+    lease = harness.fence.close_by("a trainer of its own way")
+    for engine in harness.engines.values():
         engine.weights, engine.unnamed = 7, True
     if is_told:
-        await _opened(house, lease, 7, (), "its own")
+        await _opened(harness, lease, 7, (), "its own")
 
 
 def test_engines_that_were_not_changed_go_on_by_what_another_brought(tmp_path: Path) -> None:
     """Peers take them for version 1, which nothing is done to bring back."""
 
-    async def scene(house: House, *, is_manned: bool) -> None:
-        house.fence.manned = is_manned
-        await _begun(house)
-        await _another_way(house)
-        for engine in house.engines.values():
+    async def scene(harness: Harness, *, is_manned: bool) -> None:
+        harness.fence.manned = is_manned
+        await _begun(harness)
+        await _another_way(harness)
+        for engine in harness.engines.values():
             engine.fails = 1
-        assert (await house.report(house.publish(8))).state is SyncState.ABORTED
-        await house.pass_time(5.0)
-        assert {id: e.weights for id, e in house.engines.items()} == dict.fromkeys(house.engines, 7)
-        assert dict(house.fence.state.versions) == dict.fromkeys(house.engines, 7)
-        assert all(house.fence.state.serves(engine) for engine in house.engines)
-        assert (await house.report(house.publish(9))).state is SyncState.DONE
-        house.check_one_version(9)
+        assert (await harness.report(harness.publish(8))).state is SyncState.ABORTED
+        await harness.pass_time(5.0)
+        assert {id: e.weights for id, e in harness.engines.items()} == dict.fromkeys(harness.engines, 7)
+        assert dict(harness.fence.state.versions) == dict.fromkeys(harness.engines, 7)
+        assert all(harness.fence.state.serves(engine) for engine in harness.engines)
+        assert (await harness.report(harness.publish(9))).state is SyncState.DONE
+        harness.check_one_version(9)
 
     for is_manned in (True, False):
         folder = tmp_path / str(is_manned)
         folder.mkdir()
-        played(folder, lambda house, is_manned=is_manned: scene(house, is_manned=is_manned), attempts=1)
+        played(folder, lambda harness, is_manned=is_manned: scene(harness, is_manned=is_manned), attempts=1)
 
 
 def test_a_version_that_engines_still_say_they_have_is_loaded_again_after_that(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await _begun(house)
-        await _another_way(house)
-        await house.pass_time(2.0)
-        assert (await house.report(house.publish(1))).state is SyncState.DONE
-        house.check_one_version(1)
+    async def scene(harness: Harness) -> None:
+        await _begun(harness)
+        await _another_way(harness)
+        await harness.pass_time(2.0)
+        assert (await harness.report(harness.publish(1))).state is SyncState.DONE
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 

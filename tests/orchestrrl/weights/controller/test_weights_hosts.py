@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from weights_house import FakePeer, House, played
+from weights_harness import FakePeer, Harness, played
 
 from orchestrrl.weights.controller.reports import SyncState
 from orchestrrl.weights.model import PeerId, PeerRole
@@ -12,21 +12,21 @@ from planner.model import EngineId
 E1 = EngineId("e1")
 
 
-def _other_host(house: House, folder: str = "") -> FakePeer:
+def _other_host(harness: Harness, folder: str = "") -> FakePeer:
     """Ranks of e1 are there, too. Attached by whoever asks for it."""
-    peer = FakePeer(house, PeerId("p1b"), PeerRole.ENGINE, ranks_of=(E1,), folder=folder)
-    house.peers[peer.id] = peer
+    peer = FakePeer(harness, PeerId("p1b"), PeerRole.ENGINE, ranks_of=(E1,), folder=folder)
+    harness.peers[peer.id] = peer
     return peer
 
 
 def test_all_hosts_have_the_bytes_before_it_is_installed(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        other = _other_host(house)
+    async def scene(harness: Harness) -> None:
+        other = _other_host(harness)
         other.attach()
         lacked: list[bool] = []
-        house.when("p1 is ordered install", lambda: lacked.append(any(other.folders[1].missing.values())))
-        assert (await house.report(house.publish(1))).state is SyncState.DONE
-        house.check_one_version(1)
+        harness.when("p1 is ordered install", lambda: lacked.append(any(other.folders[1].missing.values())))
+        assert (await harness.report(harness.publish(1))).state is SyncState.DONE
+        harness.check_one_version(1)
         assert lacked == [False]
         assert not [order for order in other.orders if isinstance(order, InstallVersion)]
 
@@ -34,43 +34,43 @@ def test_all_hosts_have_the_bytes_before_it_is_installed(tmp_path: Path) -> None
 
 
 def test_it_is_left_out_while_one_of_its_hosts_is_away_and_repaired_later(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        other = _other_host(house)
+    async def scene(harness: Harness) -> None:
+        other = _other_host(harness)
         other.attach()
-        await house.report(house.publish(1))
+        await harness.report(harness.publish(1))
         other.die()
-        report = await house.report(house.publish(2))
+        report = await harness.report(harness.publish(2))
         assert report.state is SyncState.DONE
-        assert "p1b, of another of its hosts, is not attached" in house.sync.book.fleet.quarantined[E1]
-        assert not house.fence.state.serves(E1)
+        assert "p1b, of another of its hosts, is not attached" in harness.sync.book.fleet.quarantined[E1]
+        assert not harness.fence.state.serves(E1)
         other.come_back()
-        await house.settled()
-        house.check_one_version(2)
+        await harness.settled()
+        harness.check_one_version(2)
         assert not any(other.folders[2].missing.values())
 
     played(tmp_path, scene)
 
 
 def test_a_host_that_dies_on_the_way_takes_its_engine_with_it_alone(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        other = _other_host(house)
+    async def scene(harness: Harness) -> None:
+        other = _other_host(harness)
         other.attach()
-        await house.report(house.publish(1))
-        house.when("p1b is ordered carry", other.die)
-        report = await house.report(house.publish(2))
-        assert (report.state, list(house.sync.book.fleet.quarantined)) == (SyncState.DONE, [E1])
+        await harness.report(harness.publish(1))
+        harness.when("p1b is ordered carry", other.die)
+        report = await harness.report(harness.publish(2))
+        assert (report.state, list(harness.sync.book.fleet.quarantined)) == (SyncState.DONE, [E1])
         other.come_back()
-        await house.settled()
-        house.check_one_version(2)
+        await harness.settled()
+        harness.check_one_version(2)
 
     played(tmp_path, scene)
 
 
 def test_hosts_with_other_folders_are_told_what_to_do(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        _other_host(house, "/dev/shm/other").attach()
-        await house.report(house.publish(1))
-        why = house.sync.book.fleet.quarantined[E1]
+    async def scene(harness: Harness) -> None:
+        _other_host(harness, "/dev/shm/other").attach()
+        await harness.report(harness.publish(1))
+        why = harness.sync.book.fleet.quarantined[E1]
         assert "start its hosts' peers with the same --folder (p1 has , p1b has /dev/shm/other)" in why
 
     played(tmp_path, scene)

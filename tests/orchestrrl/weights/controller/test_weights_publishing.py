@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from weights_house import House, played
+from weights_harness import Harness, played
 
 from orchestrrl.weights.controller.publishing import PublicationSet
 from orchestrrl.weights.controller.reports import SyncPhase
@@ -33,10 +33,10 @@ def test_a_rank_is_held_against_what_others_have_said() -> None:
 
 
 def test_a_trainer_whose_clock_is_ahead_has_staged_before_it_said_so(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.pass_time(0.5)
-        ahead_s = house.clock.now_s() + 500.0
-        report = await house.report(house.publish(1, began_s=ahead_s, offload_s=2.0, gather_s=1.0))
+    async def scene(harness: Harness) -> None:
+        await harness.pass_time(0.5)
+        ahead_s = harness.clock.now_s() + 500.0
+        report = await harness.report(harness.publish(1, began_s=ahead_s, offload_s=2.0, gather_s=1.0))
         offload, gather = report.phases[:2]
         assert (offload.phase, gather.phase) == (SyncPhase.OFFLOAD, SyncPhase.GATHER)
         assert (offload.seconds, gather.seconds) == (2.0, 1.0)

@@ -1,6 +1,6 @@
 """Engines that are restarted behind their peer's back: an agent sees it, and what the peer last said is from before.
 
-The house checks at every point that no engine serves by another version than the pause barrier says.
+The harness checks at every point that no engine serves by another version than the pause barrier says.
 """
 
 from contextlib import suppress
@@ -8,10 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from fabric_house import Killed
+from fabric_harness import Killed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from weights_house import House, played
+from weights_harness import Harness, played
 
 from orchestrrl.weights.controller.reports import EngineSync, SyncState
 from orchestrrl.weights.controller.stale_versions import StaleVersions
@@ -23,73 +23,73 @@ E1 = EngineId("e1")
 RESTART = st.tuples(st.integers(0, 79), st.sampled_from(("e0", "e1", "e2")), st.sampled_from((0.2, 3.0, 9.0)))
 
 
-async def _first(house: House) -> None:
-    await house.pass_time(0.5)
-    await house.report(house.publish(1))
-    await house.pass_time(2.0)
-    house.check_one_version(1)
+async def _first(harness: Harness) -> None:
+    await harness.pass_time(0.5)
+    await harness.report(harness.publish(1))
+    await harness.pass_time(2.0)
+    harness.check_one_version(1)
 
 
 def test_a_stale_word_is_not_told_to_the_barrier(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await _first(house)
-        house.restart_behind("e1", lag_s=30.0)
-        house.peer("p1").introduce()  # it says what it knows
-        assert not house.fence.state.serves(E1)
-        await house.pass_time(10.0)
-        house.check_one_version(1)
-        assert [order.version for order in house.peer("p1").orders if isinstance(order, InstallVersion)] == [1, 1]
+    async def scene(harness: Harness) -> None:
+        await _first(harness)
+        harness.restart_behind("e1", lag_s=30.0)
+        harness.peer("p1").introduce()  # it says what it knows
+        assert not harness.fence.state.serves(E1)
+        await harness.pass_time(10.0)
+        harness.check_one_version(1)
+        assert [order.version for order in harness.peer("p1").orders if isinstance(order, InstallVersion)] == [1, 1]
 
     played(tmp_path, scene)
 
 
 def test_a_restart_that_only_the_daemon_before_heard_of(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await _first(house)
-        house.restart_behind("e1", lag_s=30.0)
-        house.kill()
-        await house.pass_time(1.0)
-        house.start()
-        assert not house.fence.state.serves(E1)
-        await house.pass_time(10.0)
-        house.check_one_version(1)
+    async def scene(harness: Harness) -> None:
+        await _first(harness)
+        harness.restart_behind("e1", lag_s=30.0)
+        harness.kill()
+        await harness.pass_time(1.0)
+        harness.start()
+        assert not harness.fence.state.serves(E1)
+        await harness.pass_time(10.0)
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
 
 def test_a_daemon_that_comes_back_waits_for_peers_before_it_undoes_what_was_begun(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await _first(house)
-        house.when("p1 has done install", house.kill)
-        sync_id = house.publish(2)
-        await house.until_killed()
-        house.peer("p1").die()
-        house.start()
-        began_s = house.clock.now_s()
-        house.later(2.6, house.peer("p1").come_back)
-        report = await house.report(sync_id)
+    async def scene(harness: Harness) -> None:
+        await _first(harness)
+        harness.when("p1 has done install", harness.kill)
+        sync_id = harness.publish(2)
+        await harness.until_killed()
+        harness.peer("p1").die()
+        harness.start()
+        began_s = harness.clock.now_s()
+        harness.later(2.6, harness.peer("p1").come_back)
+        report = await harness.report(sync_id)
         assert (report.state, report.code) == (SyncState.ABORTED, "restarted")
         assert "publish it again" in report.detail
         assert "the daemon was restarted" in report.notes
         assert {each.state for each in report.engines} == {EngineSync.ROLLED_BACK}
         assert report.ended_s is not None
         assert report.ended_s - began_s < 3.5, "as soon as all are back"
-        house.check_one_version(1)
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
 
 def test_a_daemon_that_comes_back_after_the_commit_waits_for_no_engine_that_was_left_out(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await _first(house)
-        house.engine("e0").fails = 99
-        house.when("after weights ", house.kill)
-        sync_id = house.publish(2)
-        await house.until_killed()
-        house.peer("p0").die()
-        house.start()
-        began_s = house.clock.now_s()
-        report = await house.report(sync_id)
+    async def scene(harness: Harness) -> None:
+        await _first(harness)
+        harness.engine("e0").fails = 99
+        harness.when("after weights ", harness.kill)
+        sync_id = harness.publish(2)
+        await harness.until_killed()
+        harness.peer("p0").die()
+        harness.start()
+        began_s = harness.clock.now_s()
+        report = await harness.report(sync_id)
         assert (report.state, report.code) == (SyncState.DONE, "some_quarantined")
         assert report.ended_s is not None
         assert report.ended_s - began_s < 1.0
@@ -99,33 +99,33 @@ def test_a_daemon_that_comes_back_after_the_commit_waits_for_no_engine_that_was_
 
 @pytest.mark.parametrize("ends", ["committed", "called off before", "called off in the middle", "taken back by peers"])
 def test_a_restart_that_nobody_saw_behind_the_barrier(tmp_path: Path, ends: str) -> None:
-    """No sample was taken, and the peer had asked before: engines are asked again before requests go on. The house
+    """No sample was taken, and the peer had asked before: engines are asked again before requests go on. The harness
     checks it as the pause barrier opens."""
 
-    async def scene(house: House) -> None:
-        await _first(house)
+    async def scene(harness: Harness) -> None:
+        await _first(harness)
         last = {
             "committed": "after weights ",
             "called off before": "paused",
             "called off in the middle": "p2 has done install",
             "taken back by peers": "p2 has done install",
         }
-        house.fence.manned = ends != "taken back by peers"
+        harness.fence.manned = ends != "taken back by peers"
 
         def happens() -> None:
-            if house.fence.manned:
-                house.restart_unseen("e1")
+            if harness.fence.manned:
+                harness.restart_unseen("e1")
             else:
-                house.when("p1 has done install", house.engine("e1").restart)  # of what it had before
+                harness.when("p1 has done install", harness.engine("e1").restart)  # of what it had before
             if ends != "committed":
-                house.sync.abort("", "")
+                harness.sync.abort("", "")
 
-        house.when(last[ends], happens)
-        report = await house.report(house.publish(2))
+        harness.when(last[ends], happens)
+        report = await harness.report(harness.publish(2))
         assert report.state is (SyncState.DONE if ends == "committed" else SyncState.ABORTED)
-        assert house.fence.state.lease is None
-        await house.settled()
-        house.check_one_version(2 if ends == "committed" else 1)
+        assert harness.fence.state.lease is None
+        await harness.settled()
+        harness.check_one_version(2 if ends == "committed" else 1)
 
     played(tmp_path, scene)
 
@@ -133,35 +133,35 @@ def test_a_restart_that_nobody_saw_behind_the_barrier(tmp_path: Path, ends: str)
 def test_a_daemon_that_finds_the_barrier_closed_and_nothing_changed_asks_engines_before_it_opens(
     tmp_path: Path,
 ) -> None:
-    async def scene(house: House) -> None:
+    async def scene(harness: Harness) -> None:
         def dies() -> None:
-            house.restart_unseen("e1")
-            house.kill()
+            harness.restart_unseen("e1")
+            harness.kill()
             raise Killed
 
-        await _first(house)
-        house.when("paused", dies)
-        house.publish(2)
-        await house.until_killed()
-        house.start()
-        await house.settled()
-        house.check_one_version(1)
+        await _first(harness)
+        harness.when("paused", dies)
+        harness.publish(2)
+        await harness.until_killed()
+        harness.start()
+        await harness.settled()
+        harness.check_one_version(1)
 
     played(tmp_path, scene)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_daemon_that_comes_back_ends_what_is_still_carried(tmp_path: Path, version: int) -> None:
-    async def scene(house: House) -> None:
-        await (house.pass_time(0.5) if version == 1 else _first(house))
-        house.peer("p1").stalls = True
-        sync_id = house.publish(version)
-        await house.pass_time(1.0)
-        assert any(peer.edges for peer in house.peers.values())
-        house.kill()
-        house.start()
-        assert (await house.report(sync_id)).state is SyncState.ABORTED
-        assert not any(peer.edges for peer in house.peers.values())
+    async def scene(harness: Harness) -> None:
+        await (harness.pass_time(0.5) if version == 1 else _first(harness))
+        harness.peer("p1").stalls = True
+        sync_id = harness.publish(version)
+        await harness.pass_time(1.0)
+        assert any(peer.edges for peer in harness.peers.values())
+        harness.kill()
+        harness.start()
+        assert (await harness.report(sync_id)).state is SyncState.ABORTED
+        assert not any(peer.edges for peer in harness.peers.values())
 
     played(tmp_path, scene)
 
@@ -174,28 +174,28 @@ def test_engines_restart_at_any_point_of_a_sync(
 ) -> None:
     """The daemon may die, too."""
 
-    async def scene(house: House) -> None:
-        house.fence.manned = has_gateways
-        await _first(house)
+    async def scene(harness: Harness) -> None:
+        harness.fence.manned = has_gateways
+        await _first(harness)
         for at, id, lag_s in restarts:
-            house.at_point[at] = lambda id=id, lag_s=lag_s: house.restart_behind(id, lag_s)  # type: ignore[misc]
-        house.at_point.setdefault(dies_at, house.kill)
-        house.counting = True
+            harness.at_point[at] = lambda id=id, lag_s=lag_s: harness.restart_behind(id, lag_s)  # type: ignore[misc]
+        harness.at_point.setdefault(dies_at, harness.kill)
+        harness.counting = True
         with suppress(Killed):
-            house.publish(2)
+            harness.publish(2)
         for _ in range(40):
-            await house.pass_time(0.25)
-            if house.daemon is None:
+            await harness.pass_time(0.25)
+            if harness.daemon is None:
                 break
-        house.counting = False
-        if house.daemon is None:
-            await house.pass_time(1.0)
-            house.start()
-        await house.settled()
-        done = [report.version for report in house.sync.history(0) if report.state is SyncState.DONE]
-        house.check_one_version(max(done))
-        assert (await house.report(house.publish(3))).state is SyncState.DONE
-        house.check_one_version(3)
+        harness.counting = False
+        if harness.daemon is None:
+            await harness.pass_time(1.0)
+            harness.start()
+        await harness.settled()
+        done = [report.version for report in harness.sync.history(0) if report.state is SyncState.DONE]
+        harness.check_one_version(max(done))
+        assert (await harness.report(harness.publish(3))).state is SyncState.DONE
+        harness.check_one_version(3)
 
     with TemporaryDirectory() as folder:
         played(Path(folder), scene)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from weights_house import House, played
+from weights_harness import Harness, played
 
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.weights.controller.nic_share import LeftForMoves
@@ -11,13 +11,13 @@ from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncSta
 
 
 def test_a_version_reaches_every_engine_and_requests_go_on_by_it(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        await house.pass_time(0.5)
-        assert house.sync.status().sync is None
+    async def scene(harness: Harness) -> None:
+        await harness.pass_time(0.5)
+        assert harness.sync.status().sync is None
         for version in (1, 2, 3):
-            report = await house.report(house.publish(version))
+            report = await harness.report(harness.publish(version))
             assert (report.state, report.code) == (SyncState.DONE, "done"), report
-            house.check_one_version(version)
+            harness.check_one_version(version)
             assert {each.state for each in report.engines} == {EngineSync.SERVES}
             assert [each.install_s for each in report.engines] == pytest.approx([0.2, 0.2, 0.2])
             phases = [each.phase for each in report.phases]
@@ -27,19 +27,19 @@ def test_a_version_reaches_every_engine_and_requests_go_on_by_it(tmp_path: Path)
             assert report.bytes == 192
             assert report.carried_bytes == 3 * 192
             assert report.slowest
-            status = house.sync.status()
+            status = harness.sync.status()
             assert (status.committed, status.sync, status.quarantined) == (version, report, ())
-        assert house.daemon is not None
-        steps = house.daemon.journal.since(0, (EntryKind.SYNC_STEP,), limit=99)
+        assert harness.daemon is not None
+        steps = harness.daemon.journal.since(0, (EntryKind.SYNC_STEP,), limit=99)
         assert [(each.subject, each.body["step"], each.body["engines"]) for each in steps] == [
             (report.id, step, ["e0", "e1", "e2"] if step == "install" else [])
-            for report in reversed(house.sync.history(0))
+            for report in reversed(harness.sync.history(0))
             for step in ("prepared", "fence", "install")
         ]
-        await house.pass_time(2.0)
-        for peer in house.peers.values():
+        await harness.pass_time(2.0)
+        for peer in harness.peers.values():
             assert sorted(peer.folders) == [3]
-        assert [(each.id, each.attached, each.engines, each.versions) for each in house.sync.status().peers] == [
+        assert [(each.id, each.attached, each.engines, each.versions) for each in harness.sync.status().peers] == [
             *((f"p{n}", True, (f"e{n}",), (3,)) for n in range(3)),
             ("t", True, (), (3,)),
         ]
@@ -48,15 +48,15 @@ def test_a_version_reaches_every_engine_and_requests_go_on_by_it(tmp_path: Path)
 
 
 def test_moves_of_kv_share_engine_nics_with_a_version_while_it_is_carried(tmp_path: Path) -> None:
-    async def scene(house: House) -> None:
-        assert house.sync.left_for_moves == LeftForMoves()
-        sync_id = house.publish(1)
-        while house.sync.left_for_moves == LeftForMoves():
-            assert not house.sync.report(sync_id).over
-            await house.clock.advance(0.05)
-        assert house.sync.report(sync_id).state is SyncState.CARRYING
-        assert house.sync.left_for_moves == LeftForMoves(1 / 3, ("weight sync",))
-        await house.report(sync_id)
-        assert house.sync.left_for_moves == LeftForMoves()
+    async def scene(harness: Harness) -> None:
+        assert harness.sync.left_for_moves == LeftForMoves()
+        sync_id = harness.publish(1)
+        while harness.sync.left_for_moves == LeftForMoves():
+            assert not harness.sync.report(sync_id).over
+            await harness.clock.advance(0.05)
+        assert harness.sync.report(sync_id).state is SyncState.CARRYING
+        assert harness.sync.left_for_moves == LeftForMoves(1 / 3, ("weight sync",))
+        await harness.report(sync_id)
+        assert harness.sync.left_for_moves == LeftForMoves()
 
     played(tmp_path, scene)

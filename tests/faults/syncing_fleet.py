@@ -168,7 +168,7 @@ class Trainer:
         return word
 
 
-class House:
+class Harness:
     """`folder` is its own, and empty."""
 
     def __init__(self, folder: Path, *load: str) -> None:

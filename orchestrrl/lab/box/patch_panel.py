@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 
 from ocs_drivers.cross_connect_model import CrossConnectModel
 from orchestrrl.fabric.switch_reader import site_pairs
+from orchestrrl.lab.box.cabling import bridge_name, port_name
 from orchestrrl.lab.box.links import Links
 from orchestrrl.lab.box.plan import End, TestbedPlan, is_fibre
-from orchestrrl.lab.box.plant import bridge_name, port_name
 from planner.fabric.masks import Port
 from planner.fabric.model import OcsId, PortPair
 

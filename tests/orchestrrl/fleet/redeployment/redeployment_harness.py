@@ -341,7 +341,7 @@ class Killed(BaseException):
     """The daemon is no more."""
 
 
-class House:
+class Harness:
     """`daemon()` runs one daemon on what is there; another may follow on the same journal."""
 
     def __init__(self, folder: Path, *, sleepers: bool = False, keep_asleep: bool = False) -> None:

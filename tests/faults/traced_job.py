@@ -25,7 +25,7 @@ from orchestrrl.rpc.ocs_client import GrpcSwitch
 from orchestrrl.rpc.pb import fabric_pb2
 from orchestrrl.rpc.plain_values import plain
 
-RANK = Path(__file__).with_name("ringing_rank.py")
+RANK = Path(__file__).with_name("traced_rank.py")
 VIRTUAL_PROCESS = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
 RANKS = 2
 SERVERS = 4
@@ -56,7 +56,7 @@ SITE: dict[str, Any] = {
 }
 
 
-class RingingHouse:
+class TracedJobHarness:
     """`folder` is its own. Nothing runs before it is started."""
 
     def __init__(self, folder: Path) -> None:
@@ -189,12 +189,12 @@ class RingingHouse:
 
 
 @contextlib.asynccontextmanager
-async def ringing_house(folder: Path) -> AsyncIterator[RingingHouse]:
-    house = RingingHouse(folder)
+async def traced_job(folder: Path) -> AsyncIterator[TracedJobHarness]:
+    harness = TracedJobHarness(folder)
     try:
-        yield house
+        yield harness
     finally:
-        await house.stop()
+        await harness.stop()
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:

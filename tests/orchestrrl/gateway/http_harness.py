@@ -131,7 +131,7 @@ class LogLines(logging.Handler):
 
 
 @dataclass
-class HttpHouse:
+class HttpHarness:
     port: int
     engines: list[UpstreamEngine]
     gateway: Gateway
@@ -215,7 +215,9 @@ def _port(url: str) -> int:
 
 
 @asynccontextmanager
-async def http_house(*, plain: bool, engines: int = 1, store: LedgerStore | None = None) -> AsyncIterator[HttpHouse]:
+async def http_harness(
+    *, plain: bool, engines: int = 1, store: LedgerStore | None = None
+) -> AsyncIterator[HttpHarness]:
     upstream, runners = [], []
     for _ in range(engines):
         engine = UpstreamEngine()
@@ -240,7 +242,7 @@ async def http_house(*, plain: bool, engines: int = 1, store: LedgerStore | None
     server = GatewayServer(gateway, plain=plain)
     url, operator_url = await server.start("127.0.0.1", 0), await server.start_operator("127.0.0.1", 0)
     try:
-        yield HttpHouse(_port(url), upstream, gateway, server, log, _port(operator_url))
+        yield HttpHarness(_port(url), upstream, gateway, server, log, _port(operator_url))
     finally:
         logging.getLogger().removeHandler(log)
         await server.close()

@@ -1,6 +1,6 @@
 """A traced process in small: writes its ring as the recorder does, with sleeps in the place of collectives.
 
-`python ringing_rank.py RINGS RANK RANKS PROGRESS [--announce]`, with orchestrrl/integrations/instrument on PYTHONPATH.
+`python traced_rank.py RINGS RANK RANKS PROGRESS [--announce]`, with orchestrrl/integrations/instrument on PYTHONPATH.
 Ranks keep step by the clock that they share. PROGRESS holds the number of iterations so far.
 """
 

@@ -190,7 +190,7 @@ class Gateway:
                 self.plane.engine_reported(engine_report(engine, self._sequence, busy), 1)
 
 
-class House:
+class Harness:
     """Daemons, one after the other, over one journal."""
 
     def __init__(self, path: Path) -> None:

@@ -23,14 +23,14 @@ def usual(body: bytes) -> bytes:
 class Served:
     """What a body asks for: `wait` for ever, `tidy` up after that, `large` answers; any other is said back."""
 
-    house: HttpServer
+    harness: HttpServer
     port: int
     seen: list[bytes] = field(default_factory=list)
     tidied: int = 0
 
     @property
     def connection(self) -> HttpConnection:
-        (connection,) = self.house.doors
+        (connection,) = self.harness.doors
         return connection
 
     @property
@@ -38,7 +38,7 @@ class Served:
         """Written for all clients, and still in this process."""
         return sum(
             connection._transport.get_write_buffer_size()
-            for connection in self.house.doors
+            for connection in self.harness.doors
             if connection._transport is not None
         )
 
@@ -79,12 +79,12 @@ async def served() -> AsyncIterator[Served]:
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     assert runner.server is not None
-    house = HttpServer(answer, runner.server)
-    server = await asyncio.get_running_loop().create_server(house.connection, "127.0.0.1", 0)
-    fixture = Served(house, server.sockets[0].getsockname()[1])
+    harness = HttpServer(answer, runner.server)
+    server = await asyncio.get_running_loop().create_server(harness.connection, "127.0.0.1", 0)
+    fixture = Served(harness, server.sockets[0].getsockname()[1])
     yield fixture
     server.close()
-    await house.close()
+    await harness.close()
     await runner.cleanup()
 
 
@@ -134,8 +134,8 @@ async def test_a_request_that_does_not_end_is_refused(
             writer.write(bytes([byte]))
             await asyncio.sleep(0)
         assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
-    assert not served.house.doors
-    assert not served.house.unfinished
+    assert not served.harness.doors
+    assert not served.harness.unfinished
 
 
 async def test_a_connection_between_requests_is_in_no_hurry(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +163,9 @@ async def test_a_client_that_closes_either_side_has_left(served: Served, half: b
             writer.write_eof()
         else:
             writer.transport.abort()
-        while not served.tidied or served.house.doors:
+        while not served.tidied or served.harness.doors:
             await asyncio.sleep(0.01)
-    assert not served.house.busy
+    assert not served.harness.busy
     assert served.seen == [b"tidy"]  # what it sent ahead is not begun for nobody
     writer.close()
 
@@ -177,21 +177,21 @@ async def test_what_is_cut_at_the_end_can_tidy_up(served: Served) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not served.seen:
             await asyncio.sleep(0.01)
-        await served.house.close()
+        await served.harness.close()
     assert served.tidied == 1
     writer.close()
 
 
-async def test_an_answer_that_is_still_being_read_keeps_the_house_busy(served: Served) -> None:
+async def test_an_answer_that_is_still_being_read_keeps_the_harness_busy(served: Served) -> None:
     reader, writer = await served.connect(receive_bytes=4096)
     async with asyncio.timeout(DEADLINE_S):
         writer.write(usual(b"large") * 10)
         while not served.unread_bytes:
             await asyncio.sleep(0.01)
         await served.until_quiet()
-        assert served.house.busy
+        assert served.harness.busy
         await read_large(reader, 10)
-        while served.house.busy:
+        while served.harness.busy:
             await asyncio.sleep(0.01)
     writer.close()
 

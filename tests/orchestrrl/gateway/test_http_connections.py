@@ -71,7 +71,7 @@ def test_a_head_never_breaks_the_reader(junk: bytes, at: int) -> None:
 class Fixture:
     host: str
     port: int
-    house: HttpServer
+    harness: HttpServer
     seen: list[tuple[RequestHead, bytes]] = field(default_factory=list)
     general: list[bytes] = field(default_factory=list)
 
@@ -121,12 +121,12 @@ async def served() -> AsyncIterator[Fixture]:
     runner = web.AppRunner(application)
     await runner.setup()
     assert runner.server is not None
-    house = HttpServer(answer, runner.server)
-    server = await asyncio.get_running_loop().create_server(house.connection, "127.0.0.1", 0)
-    fixture = Fixture(*server.sockets[0].getsockname(), house)
+    harness = HttpServer(answer, runner.server)
+    server = await asyncio.get_running_loop().create_server(harness.connection, "127.0.0.1", 0)
+    fixture = Fixture(*server.sockets[0].getsockname(), harness)
     yield fixture
     server.close()
-    await house.close()
+    await harness.close()
     await runner.cleanup()
 
 
@@ -164,10 +164,10 @@ async def test_a_client_that_leaves_ends_what_it_asked_for(served: Fixture) -> N
     _, writer = await asyncio.open_connection(served.host, served.port)
     writer.write(usual(b"wait"))
     async with asyncio.timeout(DEADLINE_S):
-        while not served.house.busy:
+        while not served.harness.busy:
             await asyncio.sleep(0.01)
         writer.close()
-        while served.house.busy or served.house.doors:
+        while served.harness.busy or served.harness.doors:
             await asyncio.sleep(0.01)
 
 
@@ -184,7 +184,7 @@ async def test_a_slow_client_holds_the_writer_back_and_gets_all(served: Fixture)
     reader, writer = await asyncio.open_connection(served.host, served.port)
     writer.write(usual(b"flow"))
     async with asyncio.timeout(DEADLINE_S):
-        while all(connection.writable for connection in served.house.doors):
+        while all(connection.writable for connection in served.harness.doors):
             await asyncio.sleep(0.01)
         answer = await _all(reader)
     writer.close()

@@ -17,10 +17,10 @@ from ocs_drivers.model import CircuitChange, Connectivity
 from ocs_drivers.registry import make_driver
 from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.switch_reader import device_pairs
-from orchestrrl.lab.box.panel import PatchPanel
+from orchestrrl.lab.box.cabling import PACKET_SIDE, build
+from orchestrrl.lab.box.namespaces import FOLDER, batch
+from orchestrrl.lab.box.patch_panel import PatchPanel
 from orchestrrl.lab.box.plan import Rates, TestbedPlan, plan_of
-from orchestrrl.lab.box.plant import PACKET_SIDE, build
-from orchestrrl.lab.box.rooms import FOLDER, batch
 from orchestrrl.lab.box.switches import TestbedSwitch, start_switches
 from orchestrrl.lab.demo.stack import Process
 from orchestrrl.rpc.control_client import ControlClient

@@ -1,4 +1,4 @@
-"""A site's switches, agents and coordinator in virtual time: `async with house(tmp_path) as house: ...`.
+"""A site's switches, agents and coordinator in virtual time: `async with harness(tmp_path) as harness: ...`.
 
 Switches are virtual ones; agents say what a test has them say, each by a clock of its own; the journal is a real file.
 `kill` drops a daemon as the system does: nothing of it runs any more, and nothing is put in order.
@@ -174,7 +174,7 @@ class Sent:
     trains: bool = False
 
 
-class House:
+class Harness:
     """`period`s are announced, `pass_time` lets them come about."""
 
     def __init__(
@@ -399,8 +399,8 @@ async def _never(diff: Any, expect_revision: int) -> Any:
 
 
 @asynccontextmanager
-async def house(folder: Path, **more: Any) -> AsyncIterator[House]:
-    made = House(folder, read_site(SITE), **more)
+async def harness(folder: Path, **more: Any) -> AsyncIterator[Harness]:
+    made = Harness(folder, read_site(SITE), **more)
     made.start()
     try:
         yield made

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fabric_house import Killed, RestingClock
+from fabric_harness import Killed, RestingClock
 
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import Permanent, Retryable
@@ -97,7 +97,7 @@ class Folder:
 
 @dataclass
 class FakePeer:
-    house: "House"
+    harness: "Harness"
     id: PeerId
     role: PeerRole
     engines: list[Engine] = field(default_factory=list)
@@ -134,8 +134,8 @@ class FakePeer:
         return Peer(self.id, self.role, host, place, ways, engines, held=held, **more)  # type: ignore[arg-type]
 
     def attach(self) -> None:
-        if self.alive and self.house.daemon is not None:
-            self.stream = self.house.daemon.hub.attach(self.peer())
+        if self.alive and self.harness.daemon is not None:
+            self.stream = self.harness.daemon.hub.attach(self.peer())
             self._go(self._obey(self.stream))
 
     def die(self) -> None:
@@ -186,20 +186,20 @@ class FakePeer:
     async def _do(self, order: PeerOrder, stream: PeerStream) -> None:
         if order.id not in self.results:
             self.orders.append(order.order)
-            self.house.point(f"{self.id} is ordered {order.order.kind}")
+            self.harness.point(f"{self.id} is ordered {order.order.kind}")
             if not self.alive:
                 return
-            began_s = self.house.clock.now_s()
+            began_s = self.harness.clock.now_s()
             result = await self._result(order.order)
-            self.results[order.id] = replace(result, id=order.id, began_s=began_s, ended_s=self.house.clock.now_s())
-            self.house.point(f"{self.id} has done {order.order.kind}")
+            self.results[order.id] = replace(result, id=order.id, began_s=began_s, ended_s=self.harness.clock.now_s())
+            self.harness.point(f"{self.id} has done {order.order.kind}")
         self.tell(self.results[order.id])
 
     async def _result(self, order: Order) -> PeerResult:
         if isinstance(order, CarryEdges):
             self._carry(order)
             return PeerResult("", OrderOutcome.DONE)
-        await self.house.clock.sleep(STEP_S)
+        await self.harness.clock.sleep(STEP_S)
         match order:
             case OpenVersion():
                 return self._open(order)
@@ -263,7 +263,7 @@ class FakePeer:
     def _serve(self, order: ServeEngines) -> None:
         before = {engine.id for engine in self.engines}
         own = [engine for engine in self.engines if engine.id not in self.given]
-        told = [self.house.engines[id] for id in order.engines if id in self.house.engines]
+        told = [self.harness.engines[id] for id in order.engines if id in self.harness.engines]
         self.engines, self.given = [*own, *told], {engine.id for engine in told}
         for engine in told:
             if engine.id not in before and engine.weights is not None and engine.weights >= 0:
@@ -295,7 +295,7 @@ class FakePeer:
         folder = self.folders.get(order.version)
         if folder is None or any(folder.missing.values()) or folder.rotten:
             return PeerResult("", OrderOutcome.FAILED, f"version {order.version} is not here whole")
-        if self.house.clock.now_s() > order.valid_until_s:
+        if self.harness.clock.now_s() > order.valid_until_s:
             return PeerResult("", OrderOutcome.FAILED, "too late")
         if not engine.alive:
             return PeerResult("", OrderOutcome.FAILED, "does not answer")
@@ -305,9 +305,9 @@ class FakePeer:
             self.introduce()
             return PeerResult("", OrderOutcome.DONE, loaded_sum=f"sum{order.version}")
         before, engine.weights = engine.weights, None
-        self.house.check()
+        self.harness.check()
         noted = self.installed.pop(engine.id, None)
-        await self.house.clock.sleep(STEP_S)
+        await self.harness.clock.sleep(STEP_S)
         if not engine.alive:
             return PeerResult("", OrderOutcome.UNKNOWN, "died on the way")
         if engine.fails > 0:
@@ -333,9 +333,9 @@ class FakePeer:
 
     async def _end_of(self, edge: CarryEdge, order: CarryEdges) -> None:
         """One end's task: the receiver does the work, the sender watches."""
-        clock, began_s = self.house.clock, self.house.clock.now_s()
+        clock, began_s = self.harness.clock, self.harness.clock.now_s()
         is_receiver = edge.dst == self.id
-        other = self.house.peers[edge.src if is_receiver else edge.dst]
+        other = self.harness.peers[edge.src if is_receiver else edge.dst]
         met = False
         while edge.id in self.edges:
             await clock.sleep(STEP_S / 2)
@@ -359,7 +359,7 @@ class FakePeer:
                 folder.rotten = True
             self.edges.pop(edge.id)
             self.tell(ArrivedBytes(order.version, edge.bytes, edge.bytes))
-            self.house.point(f"edge {edge.src} to {edge.dst}")
+            self.harness.point(f"edge {edge.src} to {edge.dst}")
             self._event(order, edge, EdgeState.DONE, True, edge.bytes, began_s)
             other.edges.pop(edge.id, None)
             return
@@ -367,7 +367,7 @@ class FakePeer:
     def _event(
         self, order: CarryEdges, edge: CarryEdge, state: EdgeState, receives: bool, size: int, began_s: float
     ) -> None:
-        self.tell(EdgeEvent(order.version, edge.id, state, receives, size, began_s, self.house.clock.now_s()))
+        self.tell(EdgeEvent(order.version, edge.id, state, receives, size, began_s, self.harness.clock.now_s()))
 
 
 def _minus(whole: tuple[int, int], missing: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -381,8 +381,8 @@ class FakeFence:
     """The pause barrier, by its own transitions. It is not the daemon's: it stays when that dies, as gateways and the
     journal do."""
 
-    def __init__(self, house: "House") -> None:
-        self.house = house
+    def __init__(self, harness: "Harness") -> None:
+        self.harness = harness
         self.manned = True
         self.refuses = 0  # pauses from now on that do not come to rest
         self.leases = 0
@@ -391,7 +391,7 @@ class FakeFence:
 
     @property
     def state(self) -> PauseState:
-        self._state = self._state.at(self.house.clock.now_s())
+        self._state = self._state.at(self.harness.clock.now_s())
         return self._state
 
     def is_manned(self) -> bool:
@@ -399,43 +399,43 @@ class FakeFence:
 
     def recover(self) -> None:
         if self.state.lease is not None and not self.state.quiet:
-            self._put(self.state.given_up(self.state.lease.id, self.house.clock.now_s(), "restarted"))
+            self._put(self.state.given_up(self.state.lease.id, self.harness.clock.now_s(), "restarted"))
 
     async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
-        self.house.point("pause")
+        self.harness.point("pause")
         self.leases += 1
-        id, now_s = f"g{self.leases}", self.house.clock.now_s()
+        id, now_s = f"g{self.leases}", self.harness.clock.now_s()
         frozen = FrozenRequests.TAKEN_BACK if empty else FrozenRequests.RECOMPUTE
         lease = PauseLease(id, holder, PauseMode.KEEP, frozen, now_s, now_s + lease_s, now_s + deadline_s, True)
         self._put(self.state.paused(lease))
         try:
-            await self.house.clock.sleep(STEP_S)
+            await self.harness.clock.sleep(STEP_S)
         except asyncio.CancelledError:
-            if self.house.daemon is not None:
-                self._put(self.state.given_up(id, self.house.clock.now_s(), "nobody waits"))
+            if self.harness.daemon is not None:
+                self._put(self.state.given_up(id, self.harness.clock.now_s(), "nobody waits"))
             raise
         if self.refuses > 0:
             self.refuses -= 1
-            self._put(self.state.given_up(id, self.house.clock.now_s(), "not quiet"))
+            self._put(self.state.given_up(id, self.harness.clock.now_s(), "not quiet"))
             raise Retryable("e0 is not quiet", 1.0)
         self._put(self.state.at_rest(id))
-        self.house.point("paused")
+        self.harness.point("paused")
         return id
 
     async def renew(self, lease: str, lease_s: float) -> None:
-        self._put(self.state.renewed(lease, self.house.clock.now_s() + lease_s))
+        self._put(self.state.renewed(lease, self.harness.clock.now_s() + lease_s))
 
     async def resume(self, lease: str, version: int | None, without: Collection[EngineId], reason: str) -> None:
-        self.house.point("resume")
-        engines = self.house.now()
-        self._put(self.state.resumed(lease, self.house.clock.now_s(), engines, version, without, reason))
-        self.house.point("resumed")
-        await self.house.clock.sleep(STEP_S)
+        self.harness.point("resume")
+        engines = self.harness.now()
+        self._put(self.state.resumed(lease, self.harness.clock.now_s(), engines, version, without, reason))
+        self.harness.point("resumed")
+        await self.harness.clock.sleep(STEP_S)
 
     def set_version(self, engines: Collection[EngineId], version: int, reason: str) -> None:
         assert engines
         self._put(self.state.told(engines, version))
-        self.house.point("set_version")
+        self.harness.point("set_version")
 
     def forget(self, engines: Collection[EngineId], why: str) -> None:
         self._put(self.state.forgotten(tuple(engines)))
@@ -445,13 +445,13 @@ class FakeFence:
 
     def sampled_anew(self, engine: EngineId) -> None:
         """Its agent sees that it was restarted. Daemons hear of it that are there."""
-        if self.house.daemon is not None:
+        if self.harness.daemon is not None:
             self._restarted(engine)
         self.forget([engine], "was restarted")
 
     def close_by(self, holder: str, lease_s: float = 60.0) -> str:
         """Somebody else."""
-        now_s = self.house.clock.now_s()
+        now_s = self.harness.clock.now_s()
         self.leases += 1
         lease = PauseLease(
             f"g{self.leases}", holder, PauseMode.KEEP, FrozenRequests.TAKEN_BACK, now_s, now_s + lease_s, now_s + 1
@@ -466,18 +466,18 @@ class FakeFence:
 
     def _put(self, state: PauseState) -> None:
         self._state = state
-        self.house.check()
+        self.harness.check()
 
 
 class PointedJournal(Journal):
     """Writing it is something that may be the last thing its daemon does."""
 
-    house: "House"
+    harness: "Harness"
 
     def append(self, at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
-        self.house.point(f"before {kind} {body.get('step', '')}")
+        self.harness.point(f"before {kind} {body.get('step', '')}")
         sequence = super().append(at_s, kind, subject, body)
-        self.house.point(f"after {kind} {body.get('step', '')}")
+        self.harness.point(f"after {kind} {body.get('step', '')}")
         return sequence
 
 
@@ -489,7 +489,7 @@ class Daemon:
     task: asyncio.Task[None]
 
 
-class House:
+class Harness:
     """Two engines' hosts with an engine each, a third with two, and a trainer's host."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
@@ -584,7 +584,7 @@ class House:
     def start(self) -> None:
         assert self.daemon is None
         journal = PointedJournal(self._folder / "journal", self.clock.now_s())
-        journal.house = self
+        journal.harness = self
         hub = PeerHub(self.clock, journal.generation, self.settings.patience_s)
         circuits = PacketNetwork(self.settings.network, lambda: {id: s.peer for id, s in hub.peers.items()})
         self.fence.recover()
@@ -734,20 +734,20 @@ def _remembered(plan: Callable[..., Any]) -> Callable[..., Any]:
 preparing.plan_sync = _remembered(preparing.plan_sync)
 
 
-def played(folder: Path, scene: Callable[[House], Any], **settings: Any) -> Any:
-    """A scene, in a house with a daemon that has brought version 1."""
+def played(folder: Path, scene: Callable[[Harness], Any], **settings: Any) -> Any:
+    """A scene, in a harness with a daemon that has brought version 1."""
 
     async def play() -> Any:
-        house = House(folder, **settings)
-        house.start()
+        harness = Harness(folder, **settings)
+        harness.start()
         try:
-            return await scene(house)
+            return await scene(harness)
         finally:
-            house.kill()
-            for peer in house.peers.values():
+            harness.kill()
+            for peer in harness.peers.values():
                 peer.die()
 
     return asyncio.run(play())
 
 
-__all__ = ["Engine", "FakePeer", "House", "Permanent", "played"]
+__all__ = ["Engine", "FakePeer", "Harness", "Permanent", "played"]

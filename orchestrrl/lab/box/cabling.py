@@ -2,12 +2,12 @@
 
     host --tbf-- ToR --tbf-- port of a switch | bridge | port -- ToR -- host
 
-A port of a switch gives light only while the panel (panel.py) says so. Beside the optical fabric an electrical network
-joins all ToRs, slowly, so that every host can always reach every other.
+A port of a switch gives light only while the panel (patch_panel.py) says so. Beside the optical fabric an electrical
+network joins all ToRs, slowly, so that every host can always reach every other.
 """
 
+from orchestrrl.lab.box.namespaces import Script
 from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE, Rates, TestbedPlan
-from orchestrrl.lab.box.rooms import Script
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, OcsId
 from planner.fabric.topology import ServerId

@@ -93,7 +93,7 @@ class FabricDemoStack:
 
     @property
     def running(self) -> bool:
-        """Whether all processes of the house do."""
+        """Whether all processes of the running do."""
         return all(process.returncode is None for process in self._ours)
 
     async def reads(self, job: str) -> None:

@@ -29,14 +29,14 @@ class Both:
 
     door_port: int
     plain_port: int
-    house: HttpServer
+    harness: HttpServer
     runner: web.AppRunner
     servers: tuple[asyncio.Server, ...]
 
     async def close(self) -> None:
         for server in self.servers:
             server.close()
-        await self.house.close()
+        await self.harness.close()
         await self.runner.cleanup()
 
 
@@ -59,11 +59,11 @@ async def both() -> Both:
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     assert runner.server is not None
-    house = HttpServer(usual, runner.server)
+    harness = HttpServer(usual, runner.server)
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(factory, "127.0.0.1", 0) for factory in (house.connection, runner.server)]
+    servers = [await loop.create_server(factory, "127.0.0.1", 0) for factory in (harness.connection, runner.server)]
     ports = [server.sockets[0].getsockname()[1] for server in servers]
-    return Both(ports[0], ports[1], house, runner, tuple(servers))
+    return Both(ports[0], ports[1], harness, runner, tuple(servers))
 
 
 async def answers(port: int, pieces: list[bytes], *, one_by_one: bool = False) -> list[tuple[int, bytes]]:

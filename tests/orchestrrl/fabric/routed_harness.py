@@ -1,10 +1,10 @@
-"""A site's house whose coordinator has packets follow circuits, on virtual ToRs that light joins: `RoutedHouse`."""
+"""A site's harness whose coordinator has packets follow circuits, on virtual ToRs that light joins: `RoutedHarness`."""
 
 import asyncio
 from dataclasses import replace
 from typing import Any
 
-from fabric_house import House
+from fabric_harness import Harness
 
 from ocs_drivers.model import CircuitState
 from orchestrrl.core.journal.store import Journal
@@ -29,13 +29,13 @@ class Light:
     """Joins the interfaces of virtual ToRs as the mirrors of virtual switches have it, and looks for packets that are
     sent into the dark."""
 
-    def __init__(self, house: House) -> None:
-        self.house = house
-        tors = [tor.id for tor in house.site.tors]
-        names = {tor: [f"swp{k}" for k, _ in enumerate(fibres_of(house.site, tor), start=1)] for tor in tors}
-        self.interfaces = interfaces_at(house.site, names)
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        tors = [tor.id for tor in harness.site.tors]
+        names = {tor: [f"swp{k}" for k, _ in enumerate(fibres_of(harness.site, tor), start=1)] for tor in tors}
+        self.interfaces = interfaces_at(harness.site, names)
         self.routers = {
-            tor: VirtualRouterDriver(tor, clock=house.clock, address=f"192.0.2.{n}", interfaces=names[tor])
+            tor: VirtualRouterDriver(tor, clock=harness.clock, address=f"192.0.2.{n}", interfaces=names[tor])
             for n, tor in enumerate(tors, start=1)
         }
         self.domain = RoutingDomain(
@@ -52,7 +52,7 @@ class Light:
     def up(self) -> frozenset[PortPair]:
         return frozenset(
             PortPair(id, *sorted((each.cross_connect.ingress_port, each.cross_connect.egress_port)))
-            for id, switch in self.house.switches.items()
+            for id, switch in self.harness.switches.items()
             for each in switch.glass.circuits()
             if each.state is CircuitState.TUNED
         )
@@ -60,7 +60,7 @@ class Light:
     def lit(self) -> tuple[Lit, ...]:
         up = self.up()
         if self._lit[0] != up:
-            lits = links_up(self.house.site, up, self.plugged)
+            lits = links_up(self.harness.site, up, self.plugged)
             ports = {lit: {(pair.switch, port) for pair in lit.over for port in pair.ports} for lit in lits}
             self._lit = (up, tuple(lit for lit in lits if self.broken.isdisjoint(ports[lit])))
         return self._lit[1]
@@ -104,10 +104,10 @@ class Light:
     async def run(self) -> None:
         while True:
             self.shine()
-            await self.house.clock.sleep(STEP_S)
+            await self.harness.clock.sleep(STEP_S)
 
 
-class RoutedHouse(House):
+class RoutedHarness(Harness):
     """Whose coordinator has packets follow circuits."""
 
     def start(self) -> None:

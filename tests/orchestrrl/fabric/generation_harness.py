@@ -1,5 +1,5 @@
-"""The house of redeployments under an optical fabric of virtual switches: four servers of one GPU generate, each below
-a ToR of its own. Virtual time."""
+"""The harness of redeployments under an optical fabric of virtual switches: four servers of one GPU generate, each
+below a ToR of its own. Virtual time."""
 
 import asyncio
 from collections import Counter
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from redeployment_house import House
+from redeployment_harness import Harness
 
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
@@ -33,12 +33,14 @@ PAIRS = {TORS[:2]: 3, TORS[2:]: 3}  # what two engines of two GPUs need
 PORTS = 32
 
 
-class FabricHouse:
-    """`daemon()` is the house's, with circuits that follow."""
+class FabricHarness:
+    """`daemon()` is the harness's, with circuits that follow."""
 
-    def __init__(self, house: House, *, device_s: float = 0.025, within_s: float = 10.0, first_gpu: int = FIRST_GPU):
-        self.house = house
-        self.clock = house.clock
+    def __init__(
+        self, harness: Harness, *, device_s: float = 0.025, within_s: float = 10.0, first_gpu: int = FIRST_GPU
+    ):
+        self.harness = harness
+        self.clock = harness.clock
         device = SwitchModel("tested", device_s, PORTS)
         shape = SiteShape(
             1, 1, 4, 1, 1, servers_per_tor=1, tor_uplinks=4, core_lanes=8, response_lanes=4, agg_device=device
@@ -55,8 +57,8 @@ class FabricHouse:
 
     @asynccontextmanager
     async def daemon(self) -> AsyncIterator[RedeploymentController]:
-        async with self.house.daemon() as redeployer:
-            plane = self.house.plane
+        async with self.harness.daemon() as redeployer:
+            plane = self.harness.plane
             self.fabric = fabric = CircuitCoordinator(
                 self.site,
                 SwitchReader(self.site, dict(self.switches)),
@@ -103,5 +105,5 @@ class FabricHouse:
 
     def admitted(self) -> str:
         """What the admit step of the last redeployment said."""
-        steps = self.house.redeployer.report().steps
+        steps = self.harness.redeployer.report().steps
         return str([each.detail for each in steps if each.step.kind is StepKind.ADMIT and each.detail][-1])

@@ -42,7 +42,7 @@ class PauseRegistry:
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
         self._clock = clock
-        self._pauses = journal.newest(EntryKind.HOLDS, lambda body: _PAUSES.validate_python(body["pauses"])) or {}
+        self._pauses = journal.newest(EntryKind.PAUSES, lambda body: _PAUSES.validate_python(body["pauses"])) or {}
 
     @property
     def pauses(self) -> dict[PauseScope, OperatorPause]:
@@ -83,6 +83,6 @@ class PauseRegistry:
 
     def _set(self, pauses: dict[PauseScope, OperatorPause]) -> None:
         self._journal.append(
-            self._clock.now_s(), EntryKind.HOLDS, "", {"pauses": _PAUSES.dump_python(pauses, mode="json")}
+            self._clock.now_s(), EntryKind.PAUSES, "", {"pauses": _PAUSES.dump_python(pauses, mode="json")}
         )
         self._pauses = pauses

@@ -379,7 +379,7 @@ class ControlPlane:
 
     @contextmanager
     def _although_unwritten(self) -> Iterator[None]:
-        """What is so of engines is so where the journal cannot take it, too: a switch has to go on."""
+        """What is so of engines is so where the journal cannot take it, too: a redeployment has to go on."""
         try:
             yield
         except OrchestrRLError as error:

@@ -60,15 +60,15 @@ async def run_daemon(
         plane.fabric = fabric_of(config, drivers, switches.executor, hub, plane, clock, plane.routing)
         plane.verifier = verifier_of(plane, drivers)
         plane.gen_circuits = gen_circuits_of(config, plane.fabric, clock)
-        plane.deployment = plane.redeployer = switching = redeployer_of(config, plane, clock)
-        if switching is not None:
+        plane.deployment = plane.redeployer = redeployer = redeployer_of(config, plane, clock)
+        if redeployer is not None:
             assert config.fleet.launch is not None
             watch, product = DeployedEngineWatcher(plane), config.fleet.launch.engine
             plane.watch_deployed = lambda urls: watch.follow({engine: (url, product) for engine, url in urls.items()})
             stack.push_async_callback(watch.close)
-            stack.push_async_callback(switching.close)
-            plane.planning.unstartable = switching.unstartable()
-            await switching.recover()
+            stack.push_async_callback(redeployer.close)
+            plane.planning.unstartable = redeployer.unstartable()
+            await redeployer.recover()
         weights = weights_of(config, plane, clock)
         plane.weights = weights.syncs
         weights.syncs.recover()
@@ -90,14 +90,14 @@ async def run_daemon(
             keep("switch_events", SwitchEvents(drivers, clock, partial(_on_news, plane)).run)
             keep("loops", partial(run_loops, plane, clock, plane.defects))
             keep("weight_syncs", weights.syncs.run)
-            if switching is not None:
-                keep("deployment", switching.maintain)
+            if redeployer is not None:
+                keep("deployment", redeployer.maintain)
             if plane.fabric is not None:
                 keep("fabric", plane.fabric.run)
             if plane.routing is not None:
                 keep("packet_routes", plane.routing.maintain)
-            if plane.gen_circuits is not None and switching is not None:
-                fleet = FoundFleet(plane, switching)
+            if plane.gen_circuits is not None and redeployer is not None:
+                fleet = FoundFleet(plane, redeployer)
                 plane.before_resume = partial(plane.gen_circuits.after_sync, fleet)
                 keep("generation_circuits", partial(plane.gen_circuits.maintain, fleet))
 

@@ -35,7 +35,10 @@ def redeploy(
     watch: Annotated[bool, typer.Option("--watch", help="Follow the one under way until it ends.")] = False,
     cancel: Annotated[bool, typer.Option("--cancel", help="Go back to the engines from before.")] = False,
     redeployment_id: Annotated[
-        str, typer.Option("--id", metavar="SWITCH", help="Which, for the last three; else the one under way, or last.")
+        str,
+        typer.Option(
+            "--id", metavar="REDEPLOYMENT", help="Which, for the last three; else the one under way, or last."
+        ),
     ] = "",
     reason: Annotated[str, typer.Option(help="Who and why, for the journal.")] = "",
     daemon: DaemonOption = DEFAULT_TARGET,

@@ -21,7 +21,9 @@ COLUMNS = ("redeployment", "began", "plan", "why", "change", "outcome", "took", 
 
 def history(
     limit: Annotated[int, typer.Option("--limit", min=1, help="How many of the newest.")] = 20,
-    redeployment_id: Annotated[str, typer.Option("--id", metavar="SWITCH", help="One in full, with a time line.")] = "",
+    redeployment_id: Annotated[
+        str, typer.Option("--id", metavar="REDEPLOYMENT", help="One in full, with a time line.")
+    ] = "",
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
 ) -> None:

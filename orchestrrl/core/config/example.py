@@ -108,8 +108,8 @@ fleet:
     options: {}                 # the product's own
     name: orchestrrl            # whose engines are whose, on machines that fleets share
     folder: orchestrrl-engines  # for records and logs
-    standby: stop               # keep: replaced engines that can sleep are kept, for a later switch to wake
-    drain_within_s: 30.0        # limits of a switch's steps: for requests that cannot move to finish
+    standby: stop               # keep: replaced engines that can sleep are kept, for a later redeployment to wake
+    drain_within_s: 30.0        # limits of a redeployment's steps: for requests that cannot move to finish
     stop_within_s: 60.0
     start_within_s: 60.0
     ready_within_s: 600.0       # from its start until an engine answers

@@ -58,7 +58,7 @@ class FabricSettings(Section):
     route_s: NonNegativeFloat = 0.0
     routers: tuple[RouterSettings, ...] = Field(default=(), strict=False)
     rerouting: ReroutingSettings = ReroutingSettings()
-    # Where this names a model (see planner/cost/models.py), circuits of Gen follow the deployment at its switches.
+    # Where this names a model (see planner/cost/models.py), circuits of Gen follow each redeployment.
     model: Name | None = None
     first_fleet_gpu: NonNegativeInt = 0  # the site's number of the fleet's GPU 0
     tokens_per_period: PositiveFloat = 1e6  # that an engine decodes between them

@@ -46,7 +46,7 @@ class EntryKind(StrEnum):
     PERIOD = "period"  # a period has ended: committed, kept, superseded or failed
     FABRIC_CONTROL = "fabric.control"  # an operator's pins, override and masks
     REROUTED = "fabric.rerouted"  # over which cross-connects packets are routed
-    HOLDS = "holds"  # what an operator has paused
+    PAUSES = "pauses"  # what an operator has paused
     SYNC_BEGAN = "sync.began"  # a weight version was published
     SYNC_STEP = "sync.step"  # how it stands; what it is about to do is written down before
     SYNC_ENDED = "sync.ended"

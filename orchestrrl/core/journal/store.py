@@ -8,10 +8,10 @@ be read of them goes on in a new file, and `damage` names it until an operator c
 before (open operations, the pause barrier, its weights, its engines) nothing is recovered then, since lost entries may
 have changed it. An operator's words are recovered as they can be read.
 
-The oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations, switches and weight
-syncs, and the latest control, calibration, change of the deployment, mode, routes, barrier, roster of engines, word on
-the fabric, pauses, way of its packets, weights and damage, and of each switch the latest word on whose its circuits
-are.
+The oldest entries beyond `max_entries` are dropped, except what recovery needs: open operations, redeployments and
+weight syncs, and the latest control, calibration, change of the deployment, mode, routes, barrier, roster of engines,
+word on the fabric, pauses, way of its packets, weights and damage, and of each switch the latest word on whose its
+circuits are.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ _OF_THE_FLEET = (EntryKind.BARRIER, EntryKind.WEIGHTS, EntryKind.REDEPLOYMENT_EN
 _DURABLE = frozenset(
     {
         EntryKind.MODE,
-        EntryKind.HOLDS,
+        EntryKind.PAUSES,
         EntryKind.ENGINES,
         EntryKind.PLAN_CONTROL,
         EntryKind.FABRIC_CONTROL,
@@ -134,7 +134,7 @@ _RECOVERED_FROM_LATEST = (
     EntryKind.BARRIER,
     EntryKind.FABRIC_CONTROL,
     EntryKind.REROUTED,
-    EntryKind.HOLDS,
+    EntryKind.PAUSES,
     EntryKind.WEIGHTS,
     EntryKind.JOURNAL_DAMAGED,
     EntryKind.JOURNAL_CONFIRMED,

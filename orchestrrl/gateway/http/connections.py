@@ -4,10 +4,10 @@ A general HTTP server costs more for each request and each piece of an answer th
 A usual request is a POST to one of the two endpoints, in HTTP/1.1, whose body has a known and moderate length. The
 first request of a connection that is anything else takes the whole connection, with what has been read, to aiohttp.
 
-It can be left out: with `orchestrrl gateway --plain-http` all requests are aiohttp's. What it must keep to is that
-both give the same answers (tests/orchestrrl/gateway/test_http_connection_oracle.py sends the same bytes to both), so whatever is
-not plainly usual is handed over, and aiohttp judges it. As with aiohttp, a client that closes its side of the
-connection, or only half of it, has left.
+It can be left out: with `orchestrrl gateway --plain-http` all requests are aiohttp's. Both must give the same
+answers (tests/orchestrrl/gateway/test_http_connection_oracle.py sends the same bytes to both), so whatever is not
+plainly usual is handed over, and aiohttp judges it. As with aiohttp, a client that closes its side of the connection,
+or only half of it, has left.
 """
 
 import asyncio

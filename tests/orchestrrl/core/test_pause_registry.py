@@ -37,7 +37,7 @@ async def test_until_taken_back_or_expired(tmp_path: Path, clock: VirtualClock) 
         assert not again.resume(PauseScope.FABRIC, "")
         assert again.resume(PauseScope.BALANCER, "over")
         assert PauseRegistry(journal, clock).pauses == {}
-        assert [entry.kind for entry in journal.tail(9)] == [EntryKind.HOLDS] * 3
+        assert [entry.kind for entry in journal.tail(9)] == [EntryKind.PAUSES] * 3
 
 
 @pytest.mark.parametrize("ttl_s", [-1.0, float("inf"), float("nan")])

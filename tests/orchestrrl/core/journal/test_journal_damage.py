@@ -286,7 +286,7 @@ def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: P
             EntryKind.BARRIER,
             EntryKind.WEIGHTS,
             EntryKind.REDEPLOYMENT_ENDED,
-            EntryKind.HOLDS,
+            EntryKind.PAUSES,
             EntryKind.ENGINES,
             EntryKind.PLAN_CONTROL,
         ):
@@ -310,7 +310,7 @@ def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: P
             EntryKind.SYNC_BEGAN,
         ):
             assert journal.open_operations(intent) == []
-        for kind in (EntryKind.HOLDS, EntryKind.ENGINES, EntryKind.PLAN_CONTROL):  # an operator's words
+        for kind in (EntryKind.PAUSES, EntryKind.ENGINES, EntryKind.PLAN_CONTROL):  # an operator's words
             assert journal.latest(kind) is not None
         journal.append(1.0, EntryKind.BARRIER, "after", {})
         journal.append(1.0, EntryKind.OPERATION_INTENT, "after", {})

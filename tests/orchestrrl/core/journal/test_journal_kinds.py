@@ -453,7 +453,7 @@ WRITERS: dict[tuple[EntryKind, ...], Callable[[Shelf, Drawn], None]] = {
     (EntryKind.PERIOD_INTENT, EntryKind.PERIOD): _periods,
     (EntryKind.FABRIC_CONTROL,): _fabric_control,
     (EntryKind.REROUTED,): _rerouted,
-    (EntryKind.HOLDS,): _holds,
+    (EntryKind.PAUSES,): _holds,
     (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.SYNC_ENDED, EntryKind.WEIGHTS): _syncs,
 }
 # Where the daemon was killed when it was read again: their results are those of another life.
@@ -625,7 +625,7 @@ SET_ASIDE = {
         EntryKind.PERIOD,
         EntryKind.FABRIC_CONTROL,
         EntryKind.REROUTED,
-        EntryKind.HOLDS,
+        EntryKind.PAUSES,
     ),
     *(EntryKind.SYNC_BEGAN, EntryKind.SYNC_ENDED, EntryKind.WEIGHTS),
 }

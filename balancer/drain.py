@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
-from balancer.moves import Move
+from balancer.load_index_moves import Move
 from planner.model import EngineId, EngineView, RequestId, RequestState, RequestView
 
 

@@ -17,7 +17,7 @@ from math import fsum, inf
 from typing import NamedTuple
 
 from balancer.kv_headroom import KvHeadroom
-from balancer.moves import MAX_MOVES, Move
+from balancer.load_index_moves import MAX_MOVES, Move
 from planner.model import Configuration, EngineId, RequestId, RequestState
 
 NO_GAIN = "no_gain"

@@ -49,10 +49,14 @@ DOMAINS: dict[str, tuple[str, ...]] = {
     "relay": ("orchestrrl/gateway/relay.py", "orchestrrl/gateway/attempt.py", "orchestrrl/gateway/core.py"),
     "journal": (
         "orchestrrl/core/journal/store.py",
-        "orchestrrl/core/journal/guard.py",
+        "orchestrrl/core/journal/damage.py",
         "orchestrrl/core/journal/values.py",
     ),
-    "operations": ("orchestrrl/core/operation_runner.py", "orchestrrl/core/settle.py", "orchestrrl/core/nodes.py"),
+    "operations": (
+        "orchestrrl/core/operation_runner.py",
+        "orchestrrl/core/unknown_outcomes.py",
+        "orchestrrl/core/nodes.py",
+    ),
     "redeployment": (
         "orchestrrl/fleet/redeployment/controller.py",
         "orchestrrl/fleet/redeployment/book.py",
@@ -68,7 +72,7 @@ DOMAINS: dict[str, tuple[str, ...]] = {
         "orchestrrl/weights/controller/controller.py",
         "orchestrrl/weights/controller/run.py",
         "orchestrrl/weights/controller/fence.py",
-        "orchestrrl/weights/controller/closing.py",
+        "orchestrrl/weights/controller/barrier_release.py",
         "orchestrrl/weights/controller/installing.py",
     ),
     "plan barrier": ("planner/admission.py",),

@@ -18,7 +18,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Retryable
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import Action, Operation, OperationId, OperationResult, OperationStatus
-from orchestrrl.core.settle import OperationEvidence, settle
+from orchestrrl.core.unknown_outcomes import OperationEvidence, settle
 from planner.model import NodeId
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 The policy is here in whole: `balance_problem` says what the balancer sees, `decide_balance` which moves it may make and
 whether they are made. The daemon and the simulator call the same functions. Moves are chosen by when each engine will
 end (balancer/packing.py) where the step times of all engines are known, else by the paper's rule
-(balancer/moves.py), as is any tick in which an engine is stalled. Either asks for room at the destination
+(balancer/load_index_moves.py), as is any tick in which an engine is stalled. Either asks for room at the destination
 (kv_headroom.py, length_distributions.py) and is held back where requests would go to and fro (move_limits.py).
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from balancer.load_index import BalanceProblem, Worker, problem_of
-from balancer.moves import Balance, decide
+from balancer.load_index_moves import Balance, decide
 from balancer.packing import Packing, pack
 from orchestrrl.core.config.schema import FastPolicy, FastSettings
 from orchestrrl.core.operations import RequestMove
 from orchestrrl.daemon.cost_estimates import StepTimeEstimates
-from orchestrrl.daemon.kv_headroom import UNKNOWN_MAX_SEQUENCES, LengthDistributions, future_room
+from orchestrrl.daemon.kv_headroom_inputs import UNKNOWN_MAX_SEQUENCES, LengthDistributions, future_room
 from orchestrrl.daemon.move_limits import MoveLimits, resting
-from orchestrrl.daemon.packing import packed, packing_engines
+from orchestrrl.daemon.packing_inputs import packed, packing_engines
 from planner.model import (
     Act,
     Configuration,

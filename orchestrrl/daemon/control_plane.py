@@ -24,8 +24,8 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import Attachment, NodeHello, NodeKind, NodeRegistry
 from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import MoveRequests, Operation, OperationResult, RequestMove
-from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
-from orchestrrl.core.settle import OperationEvidence
+from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
+from orchestrrl.core.unknown_outcomes import OperationEvidence
 from orchestrrl.daemon.balancing import BalanceDecision, BalanceSituation, balance_problem, decide_balance
 from orchestrrl.daemon.move_limits import LastMoves
 from orchestrrl.daemon.move_methods import MovedRequest, ended, with_methods
@@ -35,7 +35,7 @@ from orchestrrl.fleet.cancellation import Canceller
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.engine_facts import engine_facts
 from orchestrrl.fleet.membership_changes import MembershipChanges
-from orchestrrl.fleet.moves import MovesOutcome, checked_move, run_moves
+from orchestrrl.fleet.move_orders import MovesOutcome, checked_move, run_moves
 from orchestrrl.fleet.pause_barrier import PauseBarrier
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome

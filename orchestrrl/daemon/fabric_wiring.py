@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # heavy, and most configurations have none of it
     from orchestrrl.fabric.packet_routing import FabricRouting
     from orchestrrl.fabric.route_drivers.base import RouteDriver
     from orchestrrl.fabric.verification import FabricVerifier
-    from orchestrrl.fabric.windows import TraceHub
+    from orchestrrl.fabric.window_tracker import WindowTracker
     from planner.fabric.model import EndpointId
-    from planner.fabric.rerouting import RoutingDomain
+    from planner.fabric.route_plan import RoutingDomain
 
 FIRST_ROUTE_S = 1.0  # that routers are taken to need, before one change of theirs was measured
 
@@ -56,7 +56,7 @@ def fabric_of(
     config: "Config",
     drivers: Mapping[str, OcsDriver],
     circuits: "CircuitExecutor",
-    hub: "TraceHub",
+    hub: "WindowTracker",
     plane: "ControlPlane",
     clock: Clock,
     routing: "PacketRouting | None" = None,
@@ -104,7 +104,7 @@ def fabric_of(
 
 def domain_of(routers: Iterable[RouterSettings], packet_hops: int | None = None) -> "RoutingDomain":
     from planner.fabric.model import EndpointId
-    from planner.fabric.rerouting import PacketSide, RoutingDomain, TorRouter
+    from planner.fabric.route_plan import PacketSide, RoutingDomain, TorRouter
 
     return RoutingDomain(
         {

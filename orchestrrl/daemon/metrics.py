@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from orchestrrl.core.addresses import parse_address
 from orchestrrl.core.defects import ACTING
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fabric.metrics import fabric_metrics
 from orchestrrl.fleet.redeployment.metrics import RedeploymentMetrics

@@ -13,7 +13,7 @@ from orchestrrl.core.config.schema import Config, FastPolicy
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import MoveMethod
 from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, StepTimeEstimates, unknown_step_times
-from orchestrrl.daemon.kv_headroom import LengthDistributions
+from orchestrrl.daemon.kv_headroom_inputs import LengthDistributions
 from orchestrrl.daemon.length_distributions import KnownLengths
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile, Note
 from orchestrrl.daemon.move_methods import MovePricing

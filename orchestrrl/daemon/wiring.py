@@ -22,7 +22,7 @@ from orchestrrl.daemon.metrics import serve_metrics
 from orchestrrl.daemon.redeployment_wiring import redeployer_of
 from orchestrrl.daemon.weight_syncs import weights_of
 from orchestrrl.fabric.switch_events import SwitchEvents
-from orchestrrl.fabric.windows import QUANTILE, TraceHub
+from orchestrrl.fabric.window_tracker import QUANTILE, WindowTracker
 from orchestrrl.fleet.found_engines import FoundFleet
 from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService, drivers_of
@@ -53,7 +53,7 @@ async def run_daemon(
         switches.recover()
         plane.circuits = switches.executor
         quantile = config.fabric.quantile if config.fabric is not None else QUANTILE
-        hub = TraceHub(clock, quantile, config.limits.nodes)
+        hub = WindowTracker(clock, quantile, config.limits.nodes)
         plane.routing = routing_of(config, drivers, journal, clock)
         if plane.routing is not None:
             stack.push_async_callback(plane.routing.close)

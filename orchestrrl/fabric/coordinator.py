@@ -20,7 +20,7 @@ from typing import Any
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
+from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.core.ttl import MOST_S
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.intents import parse_intent

@@ -21,7 +21,7 @@ from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, links_up
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, OcsId, PortPair
-from planner.fabric.rerouting import RoutedLink
+from planner.fabric.route_plan import RoutedLink
 from planner.fabric.topology import Site
 from planner.fabric.transition import TransitionStage
 

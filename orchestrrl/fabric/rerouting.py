@@ -5,7 +5,7 @@
     await rerouting.reroute(usable)     # all circuits that are up, or about to be
 
 Routes are read from the routers each time, never remembered in their place: after a restart, or an outcome that nobody
-knows, the next call starts from what is there. Routers change in the order of `planner/fabric/rerouting.py`, stage by
+knows, the next call starts from what is there. Routers change in the order of `planner/fabric/route_plan.py`, stage by
 stage, and each stage is read back before the next. Whoever depends on a router that fails keeps its old route.
 """
 
@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.fabric.route_drivers.base import AppliedRoutes, RouteDriver
-from planner.fabric import rerouting as pure
+from planner.fabric import route_plan as pure
 from planner.fabric.model import EndpointId
-from planner.fabric.rerouting import NextHop, RouteChange, RoutedLink, RouteTable, RoutingDomain
+from planner.fabric.route_plan import NextHop, RouteChange, RoutedLink, RouteTable, RoutingDomain
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ def _tor_faults(entries: _Entries, site: "Site") -> list[str]:
 def _interface_faults(path: str, entry: dict[Any, Any], site: "Site") -> list[str]:
     from planner.fabric.light import fibres_of
     from planner.fabric.model import EndpointId
-    from planner.fabric.rerouting import INTERFACE
+    from planner.fabric.route_plan import INTERFACE
 
     faults, tor, names = [], entry.get("tor"), entry.get("interfaces")
     side = entry.get("packet_side")

@@ -13,7 +13,7 @@ from ocs_drivers.errors import DriverError
 from ocs_drivers.model import ChangeMode, CircuitChange
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
+from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.packet_routing import FabricRouting

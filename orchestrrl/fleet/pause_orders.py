@@ -1,5 +1,6 @@
-"""Orders to gateways to close and to open, and the wait until all that were told are at rest. Whose lease it is, and
-whether it still lasts, is fleet/pause_barrier.py's.
+"""Send orders to gateways to close and to open, and wait until all of them are at rest.
+
+pause_barrier.py decides which lease the orders are for; pause_lease.py, whether it still lasts.
 """
 
 import asyncio

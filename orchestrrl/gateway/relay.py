@@ -15,7 +15,7 @@ from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, R
 from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
 from orchestrrl.engines.base import Chunk, NoConnection, RequestRefused
 from orchestrrl.gateway.attempt import EngineAttempt
-from orchestrrl.gateway.http.openai import error_body
+from orchestrrl.gateway.http.responses import error_body
 from orchestrrl.gateway.ledger.ledger import RequestFailure, RequestRecord
 from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.moves.kv_handover import usable

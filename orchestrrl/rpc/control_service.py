@@ -6,7 +6,7 @@ import grpc
 
 from orchestrrl import __version__
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.core.ttl import lifetime_faults
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fleet.membership_changes import NewEngine

@@ -10,7 +10,7 @@ import grpc
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.fabric.windows import AgentStream, TraceHub
+from orchestrrl.fabric.window_tracker import AgentStream, WindowTracker
 from orchestrrl.rpc.channel import stop
 from orchestrrl.rpc.codecs.fabric import (
     control_of_fabric_to_pb,
@@ -43,7 +43,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
     def __init__(
         self,
         fabric: "CircuitCoordinator | None",
-        hub: TraceHub,
+        hub: WindowTracker,
         clock: Clock,
         routing: "FabricRouting | None" = None,
         verifier: "FabricVerifier | None" = None,

@@ -20,7 +20,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.weight_syncs import WeightSyncParts, weights_of
-from orchestrrl.fabric.windows import TraceHub
+from orchestrrl.fabric.window_tracker import WindowTracker
 from orchestrrl.rpc.boundary import BoundaryInterceptor
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs import node as node_codec
@@ -153,7 +153,7 @@ class DaemonServer:
         plane: ControlPlane,
         listen: ListenSettings,
         switches: control_pb2_grpc.SwitchesServicer,
-        hub: TraceHub | None = None,
+        hub: WindowTracker | None = None,
         weights: WeightSyncParts | None = None,
     ) -> "DaemonServer":
         """Bind and serve; the fabric is the control plane's. Raises Permanent when an address cannot be had."""
@@ -172,7 +172,7 @@ class DaemonServer:
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(plane), server)
         control_pb2_grpc.add_SwitchesServicer_to_server(switches, server)
         fabric_pb2_grpc.add_FabricServicer_to_server(
-            FabricService(plane.fabric, hub or TraceHub(plane.clock), plane.clock, plane.routing, plane.verifier),
+            FabricService(plane.fabric, hub or WindowTracker(plane.clock), plane.clock, plane.routing, plane.verifier),
             server,
         )
         telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(plane), server)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from planner.fabric.coupling import partners
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, PortPair, port_pair
-from planner.fabric.rerouting import RoutedLink
+from planner.fabric.route_plan import RoutedLink
 from planner.fabric.topology import Site, Tier
 
 Interface = tuple[EndpointId, str]  # a ToR, and what it calls the interface

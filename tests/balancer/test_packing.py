@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.moves import MAX_MOVES
+from balancer.load_index_moves import MAX_MOVES
 from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, SOURCES, Packing, PackingEngine, PackingRequest, _Load, pack
 from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestState
 

@@ -22,7 +22,7 @@ from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
-from orchestrrl.fabric.windows import TraceHub
+from orchestrrl.fabric.window_tracker import WindowTracker
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 
 PODS = ("train0", "gen0")
@@ -134,7 +134,7 @@ class Plant:
             executor = CircuitExecutor(cast(Any, self.switches), journal, self.clock)
             routing = routing_of(self.config, self.switches, journal, self.clock)
             assert routing is not None
-            hub = TraceHub(self.clock)
+            hub = WindowTracker(self.clock)
             fabric = fabric_of(self.config, self.switches, executor, hub, plane, self.clock, routing)
             assert fabric is not None
             self.routing, self.coordinator = routing, fabric

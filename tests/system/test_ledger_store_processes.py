@@ -16,7 +16,7 @@ from pathlib import Path
 from orchestrrl.core.clock import WallClock
 from orchestrrl.engines.base import Chunk, CompletionEndpoint
 from orchestrrl.gateway.ledger import store as module
-from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 
 module.PROGRESS_S, module.BATCH_S = 0.004, 0.002
@@ -28,7 +28,7 @@ async def main():
     entries = []
     for k in range(20):
         ids = {"request_id": f"r{k}", "group": "", "tag": ""}
-        ask = read_ask(CompletionEndpoint.COMPLETIONS, body, default_model="m", now_s=0.0, **ids)
+        ask = read_completion_request(CompletionEndpoint.COMPLETIONS, body, default_model="m", now_s=0.0, **ids)
         entries.append(await store.enter(f"r{k}", CompletionEndpoint.COMPLETIONS, body, 1.0, ask.records))
     records = [entry.records[0] for entry in entries]
     print("started", flush=True)

@@ -14,7 +14,7 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingTimeouts
 from orchestrrl.fabric.route_drivers.registry import make_driver
 from planner.fabric.model import EndpointId, OcsId, port_pair
-from planner.fabric.rerouting import PacketSide, RoutedLink, RoutingDomain, TorRouter, links_of
+from planner.fabric.route_plan import PacketSide, RoutedLink, RoutingDomain, TorRouter, links_of
 
 OCS = OcsId("ocs")
 PORTS = 3  # of each ToR

@@ -7,7 +7,7 @@ import typer
 from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_table, reporting_errors, stdout
 
 if TYPE_CHECKING:
-    from balancer.moves import Balance
+    from balancer.load_index_moves import Balance
 
 STOPPED = {
     "within_theta": "the spread of load indices is within theta",
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 
 def balance(file: ProblemFile, as_json: JsonFlag = False) -> None:
-    from balancer.moves import decide
+    from balancer.load_index_moves import decide
     from orchestrrl.cli.fleet.balance_problem import CHECKS, BalanceDocument, problem_of
     from orchestrrl.cli.problem import read_problem
 

@@ -3,7 +3,7 @@
 One process writes (a lock file beside the journal sees to it), any number read meanwhile. An entry is on disk for good
 once `append` returns, as far as a killed process goes; a power cut may take the last few, never a generation.
 
-What is missing or damaged at the next start is reported (guard.py): the damaged files are kept aside, what can
+What is missing or damaged at the next start is reported (damage.py): the damaged files are kept aside, what can
 be read of them goes on in a new file, and `damage` names it until an operator confirms it. Of what was so in the fleet
 before (open operations, the pause barrier, its weights, its engines) nothing is recovered then, since lost entries may
 have changed it. An operator's words are recovered as they can be read.
@@ -29,7 +29,7 @@ from typing import Any, Self, TypeVar
 from pydantic import ValidationError
 
 from orchestrrl.core.errors import Permanent, cut, faults_of, few, shorten
-from orchestrrl.core.journal.guard import (
+from orchestrrl.core.journal.damage import (
     APPLICATION_ID,
     COLUMNS,
     MASK,

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from planner.fabric.rerouting import NextHop, RouteChange, RouteTable
+from planner.fabric.route_plan import NextHop, RouteChange, RouteTable
 
 
 @dataclass(frozen=True, slots=True)

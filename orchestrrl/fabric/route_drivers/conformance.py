@@ -22,7 +22,7 @@ from unittest import SkipTest
 from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.route_drivers.base import RouteDriver, RouterCapabilities
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
-from planner.fabric.rerouting import NextHop, PacketRoute, RouteChange, RouteTable
+from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable
 
 ONE, TWO, THREE = "10.0.1.0/24", "10.0.2.0/24", "10.0.3.3/32"
 FAR_S = 60.0  # for what is to come: nothing waits so long

@@ -17,7 +17,7 @@ from orchestrrl.fabric.route_drivers.base import (
     RouteReading,
     RouterWire,
 )
-from planner.fabric.rerouting import NextHop, PacketRoute, RouteChange, RouteTable
+from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable
 
 T = TypeVar("T")
 

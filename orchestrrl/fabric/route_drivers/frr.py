@@ -4,7 +4,7 @@ Ours are the static routes of the default VRF that bear our tag; one is in place
 A prefix that has a static route without the tag is somebody else's, whatever its distance: staticd keeps one line per
 next hop, so ours would take theirs over. The next hops of a route come and go one by one, the new ones before the old
 ones go, and zebra replaces the kernel's route each time: there is always one. Between the two a packet may follow
-either; where new routes wait for those further on (see `planner/fabric/rerouting.py`), neither loops. staticd knows no
+either; where new routes wait for those further on (see `planner/fabric/route_plan.py`), neither loops. staticd knows no
 weights, so each next hop gets the same.
 
 staticd asks zebra for every gateway, even for one that it is told is on link. So the router needs some route, one to
@@ -24,7 +24,7 @@ from orchestrrl.fabric.route_drivers.command import CommandOutput, RouterShell
 from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterTimeouts
 from orchestrrl.fabric.route_drivers.iproute import options_of_commands
 from orchestrrl.fabric.route_drivers.linux import LinuxHost
-from planner.fabric.rerouting import PacketRoute, RouteChange, RouteTable
+from planner.fabric.route_plan import PacketRoute, RouteChange, RouteTable
 
 TAG = 160
 RETRY_S = 1.0

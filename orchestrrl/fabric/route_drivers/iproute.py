@@ -16,7 +16,7 @@ from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReadin
 from orchestrrl.fabric.route_drivers.command import RouterShell, prefix_of
 from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterTimeouts
 from orchestrrl.fabric.route_drivers.linux import LinuxHost
-from planner.fabric.rerouting import NextHop, PacketRoute, RouteChange, RouteTable
+from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable
 
 MAIN_TABLE = 254
 # No daemon's: 1-4 are the kernel's and the boot's, 8-18 and 186-192 are taken by routing daemons in rt_protos.

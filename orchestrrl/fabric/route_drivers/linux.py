@@ -6,7 +6,7 @@ from typing import Any
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent
 from orchestrrl.fabric.route_drivers.command import CommandOutput, RouterShell
-from planner.fabric.rerouting import NextHop
+from planner.fabric.route_plan import NextHop
 
 # As what a neighbour stands that has answered.
 ANSWERED = {"REACHABLE", "STALE", "DELAY", "PROBE", "PERMANENT"}

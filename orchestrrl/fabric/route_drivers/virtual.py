@@ -14,7 +14,7 @@ from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
 from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterTimeouts
-from planner.fabric.rerouting import INTERFACE, NextHop, PacketRoute, RouteChange, RouteTable
+from planner.fabric.route_plan import INTERFACE, NextHop, PacketRoute, RouteChange, RouteTable
 
 
 class RouterFaultKind(StrEnum):

@@ -2,7 +2,7 @@
 
 The order is what keeps the fleet whole: engines that stay never stop serving; nothing is sent to an engine that is
 about to stop; none stops while a request is there that its gateway would not take back; a GPU serves one engine at a
-time; new engines serve once all of them have been verified. Carrying the steps out is fleet/redeployment/controller.py.
+time; new engines serve once all of them have been verified. Carrying the steps out is run.py.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

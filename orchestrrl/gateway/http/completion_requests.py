@@ -1,7 +1,6 @@
 """Read what a client asks: one body becomes one record per answer, since `n` and lists of prompts are split. Pure.
 
-Types of known fields are checked (body.py), and what the gateway itself relies on; the rest is the engine's to judge,
-in its own words.
+Types of known fields are checked (field_types.py), and what the gateway itself relies on. The engine judges the rest.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,8 +9,8 @@ from types import NoneType
 from typing import Any
 
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.gateway.http.body import InvalidRequest, raise_faults, shown, type_faults, with_types
-from orchestrrl.gateway.http.openai import ResponseForm
+from orchestrrl.gateway.http.field_types import InvalidRequest, raise_faults, shown, type_faults, with_types
+from orchestrrl.gateway.http.responses import ResponseForm
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.moves.movable import asked_tokens, immovable_because, relayed_because
@@ -58,7 +57,7 @@ class CompletionRequest:
     streaming: bool
 
 
-def read_ask(
+def read_completion_request(
     endpoint: CompletionEndpoint,
     body: object,
     *,

@@ -13,7 +13,7 @@ from aiohttp import http_exceptions, web
 from aiohttp.web_protocol import RequestHandler
 
 from orchestrrl.core.errors import cut
-from orchestrrl.gateway.http.openai import error_body
+from orchestrrl.gateway.http.responses import error_body
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, faults_of
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.body import InvalidRequest, read_json
 from orchestrrl.gateway.http.faults import read_body
-from orchestrrl.gateway.http.openai import error_body
+from orchestrrl.gateway.http.field_types import InvalidRequest, read_json
+from orchestrrl.gateway.http.responses import error_body
 from planner.model import EngineId, RequestId
 
 DEFAULT_LEASE_S = 60.0

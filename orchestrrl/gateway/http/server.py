@@ -23,8 +23,7 @@ from orchestrrl.core.errors import cut, shorten
 from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.core import Gateway, RequestGroup
-from orchestrrl.gateway.http.body import InvalidRequest, read_json
-from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.http.connections import HttpConnection, HttpServer, RequestHead
 from orchestrrl.gateway.http.faults import (
     MOST_BODY_BYTES,
@@ -34,9 +33,10 @@ from orchestrrl.gateway.http.faults import (
     log_refusal,
     read_body,
 )
+from orchestrrl.gateway.http.field_types import InvalidRequest, read_json
 from orchestrrl.gateway.http.headers import end_to_end
-from orchestrrl.gateway.http.openai import DONE, ChunkWriter, error_body, event, response, usage_chunk
 from orchestrrl.gateway.http.pause import PauseEndpoints
+from orchestrrl.gateway.http.responses import DONE, ChunkWriter, error_body, event, response, usage_chunk
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestFailure, RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId, RequestId
@@ -282,7 +282,7 @@ class GatewayServer:
         try:
             body = read_json(text)
             name = request_id or str((body.get("request_id") if isinstance(body, dict) else None) or "")
-            ask = read_ask(
+            ask = read_completion_request(
                 endpoint,
                 body,
                 request_id=name or uuid.uuid4().hex,

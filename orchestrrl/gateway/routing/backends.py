@@ -12,7 +12,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine, EngineCapabilities
-from orchestrrl.gateway.failovers import Failovers
+from orchestrrl.gateway.failover_counts import FailoverCounter
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
@@ -61,7 +61,7 @@ class EngineBackends:
         self._pools = pools or {}
         self.queue = RequestQueue()
         self.waits = QueueWaits()
-        self.failovers = Failovers()
+        self.failovers = FailoverCounter()
         self._placed: dict[QueuedRequest, Callable[[EngineBackend | NoBackend], None]] = {}  # who wants to know of it
         self._giving_up = False  # those who are alone too long are looked for
         self._usable_slots: list[EngineBackend] | None = None  # None: to be looked up again

@@ -1,12 +1,13 @@
 """The fast loop's rules, carried out the plain way: every index and every spread anew for every move that is tried.
 
-For fleets without stalled workers. It gives the moves of `balancer.moves.decide`, which is measured against it.
+For fleets without stalled workers. It gives the moves of `balancer.load_index_moves.decide`, which is measured against
+it.
 """
 
 from dataclasses import replace
 
 from balancer.load_index import BalanceProblem, LoadRequest, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
-from balancer.moves import Move
+from balancer.load_index_moves import Move
 from planner.model import EngineId, RequestId, RequestState
 
 _Fleet = dict[EngineId, Worker]

@@ -13,7 +13,7 @@ from statistics import mean
 
 from orchestrrl.core.config.schema import FastPolicy, FastSettings
 from orchestrrl.daemon.balancing import BalanceSituation, decide_balance
-from orchestrrl.daemon.kv_headroom import LengthDistributions
+from orchestrrl.daemon.kv_headroom_inputs import LengthDistributions
 from orchestrrl.daemon.length_distributions import KnownLengths
 from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator
 from orchestrrl.lab.bench.figure import Figure

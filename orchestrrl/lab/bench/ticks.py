@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from balancer.moves import decide
+from balancer.load_index_moves import decide
 from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.daemon.balancing import BalanceSituation, balance_problem, decide_balance, staying
 from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator

@@ -105,7 +105,7 @@ class _ChatBody(_Body):
     add_generation_prompt: bool = True
 
 
-def read_ask(endpoint: CompletionEndpoint, body: Any, served: ServedModel) -> SimulatedRequest:
+def read_completion_request(endpoint: CompletionEndpoint, body: Any, served: ServedModel) -> SimulatedRequest:
     """The request in an OpenAI body. Raises Refused with vLLM's status and an OpenAI error object."""
     shape = _CompletionBody if endpoint is CompletionEndpoint.COMPLETIONS else _ChatBody
     try:

@@ -20,7 +20,13 @@ from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.lab.simulated_engine.managed import ManagedFace
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
-from orchestrrl.lab.simulated_engine.requests import ServedModel, read_ask, read_detokenize, read_tokenize, refusal
+from orchestrrl.lab.simulated_engine.requests import (
+    ServedModel,
+    read_completion_request,
+    read_detokenize,
+    read_tokenize,
+    refusal,
+)
 from orchestrrl.lab.simulated_engine.responses import Formatter, metrics_page
 from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime, SimulatedAnswer
 from orchestrrl.lab.simulated_engine.weights import first_model, json_of
@@ -106,7 +112,7 @@ class SimulatedServer:
 
     async def _generate(self, request: web.Request, endpoint: CompletionEndpoint) -> web.StreamResponse:
         served = self._served
-        ask = read_ask(endpoint, await json_of(request), served)
+        ask = read_completion_request(endpoint, await json_of(request), served)
         response_id = ID_PREFIXES[endpoint] + request.headers.get("X-Request-Id", uuid.uuid4().hex[:16])
         words = Formatter(ask, response_id, int(time.time()), served.model_name, served.model)
         # A completion may have several prompts, so vLLM numbers them; a chat has one.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from orchestrrl.core.defects import Defect
 from orchestrrl.core.journal.store import JournalEntry
 from orchestrrl.core.nodes import NodeState
-from orchestrrl.core.pause_registry import OperatorPause, PauseScope
+from orchestrrl.core.operator_pauses import OperatorPause, PauseScope
 from orchestrrl.daemon.balancing import BalanceDecision
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.cost_estimates import StepTimeEstimates

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from orchestrrl.fabric.periods import CommitReport, FabricControl, PeriodReport, PeriodState
 from orchestrrl.fabric.switch_reader import SiteReading
-from orchestrrl.fabric.windows import (
+from orchestrrl.fabric.window_tracker import (
     ClockPing,
     Jobs,
     Order,
     RequestSummary,
     StopWatching,
     TracedHost,
-    TraceHub,
     WatchWindows,
+    WindowTracker,
 )
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from planner.fabric.intent import Stage
@@ -185,7 +185,7 @@ def routes_to_pb(routing: "FabricRouting | None") -> pb.RoutesStatus | None:
     )
 
 
-def hosts_to_pb(hub: TraceHub, now_s: float) -> list[pb.HostTrace]:
+def hosts_to_pb(hub: WindowTracker, now_s: float) -> list[pb.HostTrace]:
     return [_host_to_pb(host, now_s) for host in hub.known()]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, few
-from orchestrrl.core.pause_registry import PauseRegistry
+from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.weights.controller.carrying import ANSWER_S, CarrierContext, SyncFailed, each_done
 from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.fence import FleetFence

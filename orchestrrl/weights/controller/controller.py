@@ -16,16 +16,16 @@ from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import FrozenRequests
-from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
+from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.weights.backends.base import BACKENDS, TREE, DirectBackend
 from orchestrrl.weights.controller.actions import SyncActions, told_of_each
+from orchestrrl.weights.controller.barrier_release import attached_again, go_back, own_lease, resume_new
 from orchestrrl.weights.controller.carrying import CarrierContext, Offload, SyncFailed, inline
 from orchestrrl.weights.controller.circuits import SyncCircuits
-from orchestrrl.weights.controller.closing import attached_again, go_back, own_lease, resume_new
 from orchestrrl.weights.controller.direct import WeightBackends
 from orchestrrl.weights.controller.fence import FleetFence
+from orchestrrl.weights.controller.foreign_versions import notice_others
 from orchestrrl.weights.controller.nic_share import LeftForMoves, left_for_moves
-from orchestrrl.weights.controller.overtaken import notice_others
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.controller.publications import PublicationCollector
 from orchestrrl.weights.controller.publishing import PublicationSet, fingerprint, is_of

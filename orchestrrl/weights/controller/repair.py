@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, cut, few
 from orchestrrl.weights.controller.actions import SyncActions
+from orchestrrl.weights.controller.barrier_release import is_closed
 from orchestrrl.weights.controller.carrying import Carrying, SyncFailed
-from orchestrrl.weights.controller.closing import is_closed
-from orchestrrl.weights.controller.overtaken import notice_others
+from orchestrrl.weights.controller.foreign_versions import notice_others
 from orchestrrl.weights.controller.planning import PlannedSync, plan_repair
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord

@@ -7,14 +7,14 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, few
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.weights.backends.base import DirectBackend
 from orchestrrl.weights.controller.actions import SyncActions, told_of_each
+from orchestrrl.weights.controller.barrier_release import go_back, is_closed, own_lease, resume_new
 from orchestrrl.weights.controller.carrying import Carrying, SyncFailed, each_done
-from orchestrrl.weights.controller.closing import go_back, is_closed, own_lease, resume_new
 from orchestrrl.weights.controller.direct import DirectTransfer
+from orchestrrl.weights.controller.foreign_versions import notice_others
 from orchestrrl.weights.controller.installing import BorrowedPause, Installing
-from orchestrrl.weights.controller.overtaken import notice_others
 from orchestrrl.weights.controller.participants import LOOK_S, SyncAttempt, SyncParticipants
 from orchestrrl.weights.controller.preparing import Preparation
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState

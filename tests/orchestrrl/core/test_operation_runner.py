@@ -22,8 +22,8 @@ from orchestrrl.core.operations import (
     RequestMove,
     status_of,
 )
-from orchestrrl.core.settle import OperationEvidence
-from orchestrrl.fleet.moves import run_moves
+from orchestrrl.core.unknown_outcomes import OperationEvidence
+from orchestrrl.fleet.move_orders import run_moves
 from orchestrrl.fleet.state import FleetState
 from planner.model import EngineId, NodeId, RequestId
 

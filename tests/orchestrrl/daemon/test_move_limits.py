@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.load_index import BalanceProblem, LoadRequest, Worker
-from balancer.moves import decide
+from balancer.load_index_moves import decide
 from orchestrrl.core.config.schema import FastPolicy, FastSettings
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.operations import OperationItemResult

@@ -13,7 +13,7 @@ from fabric_harness import ACROSS_RAILS, GEN, Harness, harness
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.config.weights import NetworkSettings
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.daemon.weight_circuits import JOB, PERIOD, CircuitsForSyncs, intent_of
 from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.weights.controller.circuits import BroughtUp, PacketNetwork

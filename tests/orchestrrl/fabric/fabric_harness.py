@@ -18,7 +18,7 @@ from ocs_drivers.model import CircuitState, Connectivity, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.core.pause_registry import PauseRegistry
+from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator, CommitRules, PacketRouting
 from orchestrrl.fabric.operator_overrides import OperatorOverrides
@@ -26,7 +26,7 @@ from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodReport
 from orchestrrl.fabric.site import read_site
 from orchestrrl.fabric.switch_reader import SwitchReader, device_pairs
-from orchestrrl.fabric.windows import AgentStream, ClockPing, StopWatching, TraceHub, WatchWindows
+from orchestrrl.fabric.window_tracker import AgentStream, ClockPing, StopWatching, WatchWindows, WindowTracker
 from planner.fabric.clocks import ClockExchange
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
@@ -110,7 +110,7 @@ class Agent:
     """One host's, whose clock is `ahead_s` of the daemon's. Answers pings after `way_s` each way, and when it is armed
     says again what it last found."""
 
-    hub: TraceHub
+    hub: WindowTracker
     clock: VirtualClock
     name: str
     jobs: Mapping[str, frozenset[int]]
@@ -221,7 +221,7 @@ class Harness:
         """A daemon, with the journal of the one before."""
         self.journal = MortalJournal(self._folder / "journal.sqlite", self.clock.now_s())
         self.journal.on_kill = self._die
-        self.hub = TraceHub(self.clock)
+        self.hub = WindowTracker(self.clock)
         self.pause_registry = PauseRegistry(self.journal, self.clock)
         self.circuits = CircuitExecutor(cast(Any, self.switches), self.journal, self.clock)
         self.circuits.recover()

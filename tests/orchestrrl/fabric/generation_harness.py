@@ -15,7 +15,7 @@ from orchestrrl.fabric.coordinator import CircuitCoordinator, CommitRules
 from orchestrrl.fabric.generation_circuits import GenerationCircuits, TrafficVolumes
 from orchestrrl.fabric.operator_overrides import OperatorOverrides
 from orchestrrl.fabric.switch_reader import SwitchReader
-from orchestrrl.fabric.windows import TraceHub
+from orchestrrl.fabric.window_tracker import WindowTracker
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.steps import StepKind
 from planner.cost.models import model_named
@@ -63,7 +63,7 @@ class FabricHarness:
                 self.site,
                 SwitchReader(self.site, dict(self.switches)),
                 CircuitExecutor({str(id): switch for id, switch in self.switches.items()}, plane.journal, self.clock),
-                TraceHub(self.clock),
+                WindowTracker(self.clock),
                 OperatorOverrides(self.site, plane.journal, self.clock),
                 plane.pause_registry,
                 plane.journal,

@@ -15,7 +15,7 @@ from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, fibres_of, interfaces_at, links_up
 from planner.fabric.masks import Port
 from planner.fabric.model import OcsId, PortPair
-from planner.fabric.rerouting import RoutedLink, RoutingDomain, TorRouter
+from planner.fabric.route_plan import RoutedLink, RoutingDomain, TorRouter
 
 STEP_S = 0.001
 LOOK_AGAIN_S = 1.0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import Connectivity
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.fabric.coordinator import CommitRules
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodState

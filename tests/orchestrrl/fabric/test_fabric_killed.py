@@ -7,7 +7,7 @@ from fabric_harness import ACROSS_RAILS, GEN, OVER_CORE, SYNC, Harness, harness
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.journal.store import EntryKind
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.fabric.coordinator import CommitRules
 from orchestrrl.fabric.periods import OverrideState, PeriodState
 from planner.fabric.materialize import validate

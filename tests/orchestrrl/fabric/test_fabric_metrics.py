@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.daemon.metrics import defect_metrics, pause_metrics
 from orchestrrl.fabric.metrics import fabric_metrics
 from orchestrrl.fabric.site import read_site

@@ -11,7 +11,7 @@ from fabric_harness import ACROSS_RAILS, GEN, OVER_CORE, SYNC, Agent, Harness, h
 from ocs_drivers.model import ChangeMode, CircuitChange, CrossConnect
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.journal.store import EntryKind
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.fabric.coordinator import CommitRules
 from orchestrrl.fabric.intents import intent_to_json
 from orchestrrl.fabric.periods import PeriodState

@@ -13,10 +13,10 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.fabric_wiring import domain_of, fabric_of, routing_of
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
-from orchestrrl.fabric.windows import TraceHub
+from orchestrrl.fabric.window_tracker import WindowTracker
 from orchestrrl.rpc.switches_service import drivers_of
 from planner.fabric.model import EndpointId, OcsId
-from planner.fabric.rerouting import PacketSide, TorRouter
+from planner.fabric.route_plan import PacketSide, TorRouter
 
 SITE = {
     "link_gbps": 100,
@@ -96,7 +96,7 @@ async def test_what_routes_take_is_part_of_what_a_window_must_cover(
         routing = routing_of(config, drivers, journal, clock)
         assert (routing is not None) == bool(routers)
         plane, circuits = ControlPlane(config, journal, clock), CircuitExecutor(drivers, journal, clock)
-        fabric = fabric_of(config, drivers, circuits, TraceHub(clock), plane, clock, routing)
+        fabric = fabric_of(config, drivers, circuits, WindowTracker(clock), plane, clock, routing)
         assert fabric is not None
         assert fabric.times.need([OcsId("agg0")], 0.0).route_s == reckoned_s
 

@@ -14,7 +14,7 @@ from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import ChangeMode, CircuitChange, Connectivity, CrossConnect
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import EntryKind
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.fabric.circuit_executor import CircuitOutcome
 from orchestrrl.fabric.route_drivers import virtual
 from orchestrrl.fabric.site import parse_site

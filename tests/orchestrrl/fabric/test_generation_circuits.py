@@ -14,7 +14,7 @@ from redeployment_harness import CONFIG, Harness
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.fabric.generation_circuits import HEARD_WITHIN_S, PERIOD
 from orchestrrl.fabric.periods import PeriodState

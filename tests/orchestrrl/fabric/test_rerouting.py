@@ -11,7 +11,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingTimeouts
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind, VirtualRouter, VirtualRouterDriver
 from planner.fabric.model import EndpointId
-from planner.fabric.rerouting import RoutedLink, RoutingDomain, TorRouter
+from planner.fabric.route_plan import RoutedLink, RoutingDomain, TorRouter
 
 
 def tor(number: int) -> EndpointId:

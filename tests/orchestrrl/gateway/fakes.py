@@ -19,7 +19,7 @@ from orchestrrl.engines.base import (
     TokenLogprob,
 )
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_ask
+from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_completion_request
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId, NodeId
@@ -300,7 +300,7 @@ class World:
     def ask(
         self, endpoint: CompletionEndpoint = CompletionEndpoint.COMPLETIONS, request_id: str = "r", **body: Any
     ) -> CompletionRequest:
-        return read_ask(
+        return read_completion_request(
             endpoint, body, request_id=request_id, group="", tag="", default_model="model", now_s=self.clock.now_s()
         )
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.operations import OperationItemResult, RequestMove
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities
-from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.http.headers import KEPT_HERE, end_to_end
-from orchestrrl.gateway.http.openai import response
+from orchestrrl.gateway.http.responses import response
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from planner.model import EngineId, RequestId
@@ -147,7 +147,7 @@ def test_what_is_passed_on_is_neither_the_connections_nor_the_gateways(headers: 
 
 def test_a_records_text_has_no_credential() -> None:
     headers = (("Authorization", "Bearer s3cret"),)
-    ask = read_ask(
+    ask = read_completion_request(
         CompletionEndpoint.COMPLETIONS,
         SANE,
         request_id="r",
@@ -185,7 +185,7 @@ async def test_fields_beside_the_answer_are_carried(harness: HttpHarness, path: 
 
 
 def test_several_answers_keep_what_is_each_ones_own() -> None:
-    ask = read_ask(
+    ask = read_completion_request(
         CompletionEndpoint.COMPLETIONS,
         {**SANE, "prompt": ["a", "b"]},
         request_id="r",

@@ -22,7 +22,7 @@ from orchestrrl.core.operations import CloseBarrier, EngineRoute, FrozenRequests
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.gateway.core import Gateway, RequestGroup
-from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestRecord
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
@@ -238,7 +238,7 @@ class Story:
 
     async def send(self, client: Client) -> None:
         body = client.want.body(client.number)
-        ask = read_ask(
+        ask = read_completion_request(
             CompletionEndpoint.COMPLETIONS,
             body,
             request_id=client.name,

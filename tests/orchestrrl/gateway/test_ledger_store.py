@@ -16,7 +16,7 @@ from orchestrrl.cli.main import application
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import Chunk, CompletionEndpoint
-from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.claims import RequestClaims
 from orchestrrl.gateway.ledger.file import AnswerFile, AnswerRow, NamedRequest, check
@@ -40,7 +40,7 @@ async def entered(
     store: LedgerStore, name: str = "r", *, body: dict[str, Any] = BODY, stream: bool = False
 ) -> LedgerEntry:
     whole = {**body, "stream": stream}
-    ask = read_ask(
+    ask = read_completion_request(
         CompletionEndpoint.COMPLETIONS, whole, request_id=name, group="", tag="", default_model="m", now_s=0.0
     )
     entry = await store.enter(name, CompletionEndpoint.COMPLETIONS, whole, 1.0, ask.records)
@@ -290,7 +290,7 @@ async def test_no_ledger_at_all_stops_nothing(tmp_path: Path) -> None:
 
 
 def row(name: str, written_s: float, size: int = 100) -> AnswerRow:
-    ask = read_ask(
+    ask = read_completion_request(
         CompletionEndpoint.COMPLETIONS, BODY, request_id=name, group="", tag="", default_model="m", now_s=0.0
     )
     grow(ask.records[0], *range(size))
@@ -335,7 +335,7 @@ def test_after_a_crash_at_any_batch_each_answer_is_as_it_was(tmp_path: Path, see
     chance = random.Random(seed)
     records = {}
     for name in "abcd":
-        ask = read_ask(
+        ask = read_completion_request(
             CompletionEndpoint.COMPLETIONS, BODY, request_id=name, group="", tag="", default_model="m", now_s=0.0
         )
         records[name] = ask.records[0]

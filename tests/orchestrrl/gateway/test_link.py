@@ -23,7 +23,7 @@ from orchestrrl.core.operations import (
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.fleet.reports import GatewayReport, ReportAck
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_ask
+from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_completion_request
 from orchestrrl.gateway.link import GatewayLink
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
@@ -122,7 +122,7 @@ def routes(**draining: bool) -> SetRoutes:
 def ask(harness: Harness, name: str) -> CompletionRequest:
     body = {"prompt": PROMPT, "max_tokens": 50, "min_tokens": 50}
     now_s = harness.gateway.clock.now_s()
-    return read_ask(
+    return read_completion_request(
         CompletionEndpoint.COMPLETIONS, body, request_id=name, group="g1", tag="t", default_model="", now_s=now_s
     )
 

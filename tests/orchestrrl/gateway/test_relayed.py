@@ -13,7 +13,7 @@ from aiohttp import web
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, PauseMode, RequestMove
 from orchestrrl.engines.base import CompletionEndpoint, EngineMetrics
-from orchestrrl.gateway.http.openai import response
+from orchestrrl.gateway.http.responses import response
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from orchestrrl.gateway.ledger.versions import VersionSpan

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
-from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.ledger.pieces import AnswerPiece, RecordCutter, digest_of, give_back, key_of, put_together
 
@@ -17,7 +17,7 @@ PROMPT = "a prompt"
 
 def record_of(*, streaming: bool = False, **body: Any) -> RequestRecord:
     asked = {"prompt": PROMPT, "max_tokens": 1000, "stream": streaming, **body}
-    ask = read_ask(
+    ask = read_completion_request(
         CompletionEndpoint.COMPLETIONS, asked, request_id="r", group="", tag="", default_model="m", now_s=0.0
     )
     (record,) = ask.records

@@ -13,7 +13,7 @@ from planner.fabric.masks import Port
 from planner.fabric.materialize import materialize
 from planner.fabric.model import OcsId, PortPair, port_pair
 from planner.fabric.plan import FabricPlan, FabricState
-from planner.fabric.rerouting import RoutedLink
+from planner.fabric.route_plan import RoutedLink
 from planner.fabric.templates import TemplateBook
 from planner.fabric.topology import Site, Tier
 

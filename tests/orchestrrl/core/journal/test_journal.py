@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.journal.guard import JournalTail, tail_path
+from orchestrrl.core.journal.damage import JournalTail, tail_path
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalReader
 
 

@@ -15,7 +15,7 @@ import pytest
 from orchestrrl.cli.fleet.status import summary
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.journal import guard as journal_guard
+from orchestrrl.core.journal import damage as journal_guard
 from orchestrrl.core.journal import store as journal_module
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry, JournalReader
 from orchestrrl.daemon.configuration import parse_config

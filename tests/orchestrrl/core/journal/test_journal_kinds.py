@@ -28,7 +28,7 @@ from orchestrrl.core.journal.values import FAULTS_NAMED, body_faults
 from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import Action, Operation, OperationResult
-from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
+from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.daemon.balancing import BalanceDecision
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane

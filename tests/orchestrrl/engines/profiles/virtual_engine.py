@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, EngineMetrics, GenerationRequest
-from orchestrrl.lab.simulated_engine.requests import ServedModel, read_ask
+from orchestrrl.lab.simulated_engine.requests import ServedModel, read_completion_request
 from orchestrrl.lab.simulated_engine.runtime import Runtime
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from orchestrrl.lab.simulated_engine.tokens import TokenModel
@@ -56,7 +56,7 @@ class VirtualEngine:
         )
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        ask = read_ask(
+        ask = read_completion_request(
             CompletionEndpoint.COMPLETIONS, {**request.body, "stream": True, "return_token_ids": True}, self._served
         )
         self.started.append(request.request_id)

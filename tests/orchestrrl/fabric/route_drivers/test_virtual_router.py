@@ -13,7 +13,7 @@ from orchestrrl.fabric.route_drivers.conformance import ONE, RouteDriverConforma
 from orchestrrl.fabric.route_drivers.driver import RouterTimeouts
 from orchestrrl.fabric.route_drivers.registry import make_driver
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind, VirtualRouter, VirtualRouterDriver
-from planner.fabric.rerouting import RouteTable
+from planner.fabric.route_plan import RouteTable
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from balancer.load_index import BalanceProblem, problem_of
-from balancer.moves import decide
+from balancer.load_index_moves import decide
 from orchestrrl.lab.bench.fleets import KV_CAPACITY_TOKENS, congested, deployments
 from orchestrrl.lab.bench.plain_balancer import PlainBalancer
 from planner.model import EngineId, Mode, PlanId, RequestState

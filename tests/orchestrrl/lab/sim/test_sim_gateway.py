@@ -11,7 +11,7 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.operations import EngineRoute, MoveRequests, Operation, OperationId, RequestMove, SetRoutes
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, Engine, GenerationRequest
 from orchestrrl.gateway.core import Gateway, RequestGroup
-from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.lab.sim.engines import VirtualEngine
@@ -105,7 +105,7 @@ async def through_the_real_gateway() -> tuple[dict[str, str], dict[str, int], in
     jobs: list[RequestGroup] = []
     for name in LENGTHS:
         body = {"prompt": [1] * PROMPT_TOKENS, "max_tokens": 2000}
-        ask = read_ask(
+        ask = read_completion_request(
             CompletionEndpoint.COMPLETIONS,
             body,
             request_id=name,

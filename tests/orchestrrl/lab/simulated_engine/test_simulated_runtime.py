@@ -9,7 +9,7 @@ import pytest
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.lab.simulated_engine.requests import ServedModel, SimulatedRequest, read_ask
+from orchestrrl.lab.simulated_engine.requests import ServedModel, SimulatedRequest, read_completion_request
 from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime, SimulatedAnswer
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from orchestrrl.lab.simulated_engine.tokens import EOS, LengthModel, TokenModel
@@ -21,7 +21,9 @@ PROMPT = [1, 2, 3]
 
 
 def ask(**body: object) -> SimulatedRequest:
-    return read_ask(CompletionEndpoint.COMPLETIONS, {"prompt": PROMPT, "ignore_eos": True, **body}, SERVED)
+    return read_completion_request(
+        CompletionEndpoint.COMPLETIONS, {"prompt": PROMPT, "ignore_eos": True, **body}, SERVED
+    )
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """What the daemon tells of traced hosts."""
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.fabric.windows import TracedHost, TraceHub
+from orchestrrl.fabric.window_tracker import TracedHost, WindowTracker
 from orchestrrl.rpc.codecs.fabric import hosts_to_pb
 from planner.fabric.clocks import ClockExchange
 from planner.model import Hold
@@ -12,7 +12,7 @@ def test_a_host_is_not_blamed_for_jobs_that_it_has_not() -> None:
     host = TracedHost("node7", jobs={"tiny": frozenset({0, 1})})
     host.clock.add(ClockExchange(0.0, 0.001, 0.002, 0.003))
     host.said[""] = (0.0, 0, Hold("unlearnt", "no rank of job '' is traced here"))
-    hub = TraceHub(VirtualClock())
+    hub = WindowTracker(VirtualClock())
     hub.hosts["node7"] = host
     assert [each.detail for each in hosts_to_pb(hub, 0.0)] == [""]
 

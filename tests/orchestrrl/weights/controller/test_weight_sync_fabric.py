@@ -10,7 +10,7 @@ import weights_harness
 from fabric_harness import GEN, harness
 from weights_harness import Harness
 
-from orchestrrl.core.pause_registry import PauseScope
+from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.daemon.weight_circuits import CircuitsForSyncs
 from orchestrrl.weights.controller.circuits import Peers
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState

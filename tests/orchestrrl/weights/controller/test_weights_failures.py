@@ -9,7 +9,7 @@ import pytest
 from weights_harness import START_S, TENSORS, Harness, played
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
-from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
+from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.weights import controller
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.model import TensorMeta

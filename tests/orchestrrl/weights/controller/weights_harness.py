@@ -14,7 +14,7 @@ from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import FrozenRequests, PauseMode
-from orchestrrl.core.pause_registry import PauseRegistry
+from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.fleet.pause_lease import PauseLease, PauseState
 from orchestrrl.weights.controller import preparing
 from orchestrrl.weights.controller.circuits import PacketNetwork

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from orchestrrl.fleet.reports import EngineFailovers, FailoverCounts
 from orchestrrl.fleet.state import FleetState
 from orchestrrl.gateway.core import RequestGroup
-from orchestrrl.gateway.failovers import Failovers
+from orchestrrl.gateway.failover_counts import FailoverCounter
 from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId
 from tests.orchestrrl.builders import gateway_report
@@ -157,7 +157,7 @@ events = st.lists(
 @given(events)
 def test_each_failover_counts_once_whatever_is_lost_and_repeated(history: list[tuple[object, ...]]) -> None:
     """A daemon's totals are of the failovers that came since its start, or were not acknowledged before."""
-    gateway, state, sequence, expected = Failovers(), FleetState(), 0, FailoverCounts()
+    gateway, state, sequence, expected = FailoverCounter(), FleetState(), 0, FailoverCounts()
     unknown: list[FailoverCounts] = []  # counted, and not acknowledged
     known = 0  # of these, that the present daemon has been sent
     for at, event in enumerate(history):
@@ -180,7 +180,7 @@ def test_each_failover_counts_once_whatever_is_lost_and_repeated(history: list[t
             case ("daemon restarts",):
                 state, expected, known = FleetState(), FailoverCounts(), 0
             case ("gateway restarts",):
-                gateway, unknown, known, sequence = Failovers(), [], 0, 0
+                gateway, unknown, known, sequence = FailoverCounter(), [], 0, 0
     assert sum(state.failovers.values(), FailoverCounts()) == expected
     counted = sum((f.counts for f in state.take_failovers()), FailoverCounts())
     assert counted == expected
@@ -188,7 +188,7 @@ def test_each_failover_counts_once_whatever_is_lost_and_repeated(history: list[t
 
 
 def test_what_was_never_reported_cannot_be_acknowledged() -> None:
-    failovers = Failovers()
+    failovers = FailoverCounter()
     failovers.count(E0, 5, 1.0)
     failovers.acknowledge(7)
     (told,) = failovers.report(1)

@@ -8,7 +8,7 @@ from planner.model import EngineId
 UNREPORTED_KEPT = 2048
 
 
-class Failovers:
+class FailoverCounter:
     """Counted when the request goes on, by the engine that failed."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.load_index import BalanceProblem, LoadRequest, Worker
-from balancer.moves import Balance, decide
+from balancer.load_index_moves import Balance, decide
 from planner.model import EngineId, RequestId
 
 SNAPSHOT = Path(__file__).parents[3] / "shared" / "contracts" / "balance_snapshot.json"

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.gateway.http.body import InvalidRequest, read_json, type_faults, with_types
-from orchestrrl.gateway.http.completion_requests import read_ask
+from orchestrrl.gateway.http.completion_requests import read_completion_request
+from orchestrrl.gateway.http.field_types import InvalidRequest, read_json, type_faults, with_types
 from orchestrrl.gateway.ledger.pieces import digest_of
 from orchestrrl.gateway.moves.movable import KNOWN_FIELDS, continued
 
@@ -68,7 +68,7 @@ def test_any_body_is_read_or_refused_by_name(endpoint: CompletionEndpoint, field
     refused_for = ""
     try:
         body = read_json(json.dumps({**needed, **fields}).encode())
-        ask = read_ask(endpoint, body, request_id="r", group="", tag="", default_model="m", now_s=0.0)
+        ask = read_completion_request(endpoint, body, request_id="r", group="", tag="", default_model="m", now_s=0.0)
     except InvalidRequest as fault:
         refused_for = fault.param or "nothing"
     if refused_for:

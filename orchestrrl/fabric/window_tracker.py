@@ -80,7 +80,7 @@ class TracedHost:
 class AgentStream:
     """One agent's connection: its orders go out, its words come in, until it is ended."""
 
-    def __init__(self, hub: "TraceHub", host: TracedHost) -> None:
+    def __init__(self, hub: "WindowTracker", host: TracedHost) -> None:
         self._hub = hub
         self._host = host
         self._orders: asyncio.Queue[Order | None] = asyncio.Queue()
@@ -145,7 +145,7 @@ async def _all_told(hosts: Sequence[TracedHost]) -> None:
 class JobWatch:
     """Somebody waits for a job's traffic to pause: meanwhile its hosts tell of it at once, and `changed` is set."""
 
-    def __init__(self, hub: "TraceHub", arm: WatchWindows, ranks: frozenset[int], changed: asyncio.Event) -> None:
+    def __init__(self, hub: "WindowTracker", arm: WatchWindows, ranks: frozenset[int], changed: asyncio.Event) -> None:
         self.arm = arm
         self.changed = changed
         self._ranks = ranks
@@ -175,7 +175,7 @@ class JobWatch:
         self.changed.set()
 
 
-class TraceHub:
+class WindowTracker:
     """Every host that has an agent which reads recorders. `quantile`: of a window's length, that is counted on."""
 
     def __init__(self, clock: Clock, quantile: float = QUANTILE, most_hosts: int = 8192) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import median
 
 from balancer.load_index import BalanceProblem, LoadRequest, Worker
-from balancer.moves import Balance, Move, decide
+from balancer.load_index_moves import Balance, Move, decide
 from balancer.packing import Packing, PackingEngine, PackingRequest
 from orchestrrl.daemon.cost_estimates import StepTimeEstimates, unknown_step_times
 from planner.model import Configuration, ConfigurationId, EngineId, EngineView, Hold, RequestId, RequestState, Snapshot

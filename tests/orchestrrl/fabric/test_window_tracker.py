@@ -7,7 +7,7 @@ from fabric_harness import Agent, RestingClock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.fabric.windows import FORGET_AFTER_S, TraceHub
+from orchestrrl.fabric.window_tracker import FORGET_AFTER_S, WindowTracker
 from planner.fabric.clocks import ClockExchange
 from planner.fabric.slack import RemainingQuiet
 from planner.fabric.windows import Window
@@ -22,15 +22,15 @@ def clock() -> RestingClock:
 
 
 @pytest.fixture
-def hub(clock: RestingClock) -> TraceHub:
-    return TraceHub(clock)
+def hub(clock: RestingClock) -> WindowTracker:
+    return WindowTracker(clock)
 
 
 def code(window: Window | Hold) -> str:
     return window.code if isinstance(window, Hold) else "open"
 
 
-async def test_a_window_is_what_all_hosts_have_in_common(hub: TraceHub, clock: RestingClock) -> None:
+async def test_a_window_is_what_all_hosts_have_in_common(hub: WindowTracker, clock: RestingClock) -> None:
     ahead = Agent(hub, clock, "a", {"": frozenset({0, 1})}, ahead_s=50.0, way_s=0.001)
     behind = Agent(hub, clock, "b", {"": frozenset({2, 3})}, ahead_s=-3.0, way_s=0.001)
     ahead.attach()
@@ -57,7 +57,7 @@ async def test_a_window_is_what_all_hosts_have_in_common(hub: TraceHub, clock: R
 
 
 async def test_a_window_that_clocks_allow_to_open_later_is_looked_at_again_then(
-    hub: TraceHub, clock: RestingClock
+    hub: WindowTracker, clock: RestingClock
 ) -> None:
     agent = Agent(hub, clock, "a", {"": RANKS}, ahead_s=1.0, way_s=0.004)
     agent.attach()
@@ -76,7 +76,7 @@ async def test_a_window_that_clocks_allow_to_open_later_is_looked_at_again_then(
     agent.leave()
 
 
-async def test_who_is_missing_and_how(hub: TraceHub, clock: RestingClock) -> None:
+async def test_who_is_missing_and_how(hub: WindowTracker, clock: RestingClock) -> None:
     one = Agent(hub, clock, "a", {"": frozenset({0, 1})})
     other = Agent(hub, clock, "b", {"": frozenset({2, 3})})
     one.attach()
@@ -99,7 +99,7 @@ async def test_who_is_missing_and_how(hub: TraceHub, clock: RestingClock) -> Non
     one.leave()
 
 
-async def test_other_jobs_do_not_count(hub: TraceHub, clock: RestingClock) -> None:
+async def test_other_jobs_do_not_count(hub: WindowTracker, clock: RestingClock) -> None:
     agent = Agent(hub, clock, "a", {"": RANKS, "other": frozenset({0, 1})})
     agent.attach()
     await clock.advance(0.1)
@@ -114,7 +114,7 @@ async def test_other_jobs_do_not_count(hub: TraceHub, clock: RestingClock) -> No
     agent.leave()
 
 
-async def test_a_second_agent_takes_the_first_ones_place(hub: TraceHub, clock: RestingClock) -> None:
+async def test_a_second_agent_takes_the_first_ones_place(hub: WindowTracker, clock: RestingClock) -> None:
     first = Agent(hub, clock, "a", {"": RANKS}, ahead_s=9.0)
     second = Agent(hub, clock, "a", {"": RANKS}, ahead_s=0.0)
     first.attach()
@@ -135,7 +135,7 @@ async def test_a_second_agent_takes_the_first_ones_place(hub: TraceHub, clock: R
     assert code(watch.window()) == "host_gone"
 
 
-async def test_a_clock_that_is_known_a_moment_later_opens_the_window(hub: TraceHub, clock: RestingClock) -> None:
+async def test_a_clock_that_is_known_a_moment_later_opens_the_window(hub: WindowTracker, clock: RestingClock) -> None:
     agent = Agent(hub, clock, "a", {"": RANKS}, way_s=0.002)
     watch = hub.watch("", RANKS, 0.01)
     agent.attach()
@@ -149,7 +149,7 @@ async def test_a_clock_that_is_known_a_moment_later_opens_the_window(hub: TraceH
     agent.leave()
 
 
-async def test_what_was_said_to_an_earlier_watch_is_not_taken_for_news(hub: TraceHub, clock: RestingClock) -> None:
+async def test_what_was_said_to_an_earlier_watch_is_not_taken_for_news(hub: WindowTracker, clock: RestingClock) -> None:
     agent = Agent(hub, clock, "a", {"": RANKS})
     agent.attach()
     await clock.advance(0.1)
@@ -182,7 +182,7 @@ def test_a_window_never_begins_before_all_are_quiet_nor_outlasts_one(hosts: list
 
     async def scene() -> None:
         clock = RestingClock(1000.0)
-        hub = TraceHub(clock)
+        hub = WindowTracker(clock)
         streams = []
         for number, (ahead_s, there_s, back_s, _, _) in enumerate(hosts):
             stream = hub.attach(str(number), {"": frozenset({number})})
@@ -208,7 +208,7 @@ def test_a_window_never_begins_before_all_are_quiet_nor_outlasts_one(hosts: list
     asyncio.run(scene())
 
 
-async def test_who_is_missing_is_told_with_who_is_there(hub: TraceHub, clock: RestingClock) -> None:
+async def test_who_is_missing_is_told_with_who_is_there(hub: WindowTracker, clock: RestingClock) -> None:
     def said(job: str, ranks: set[int]) -> str:
         window = hub.window(job, frozenset(ranks))
         assert isinstance(window, Hold)

@@ -7,7 +7,7 @@ import pytest
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.core.pause_registry import PauseRegistry, PauseScope
+from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 
 
 @pytest.fixture

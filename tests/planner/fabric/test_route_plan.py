@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.fabric.model import EndpointId, OcsId, PortPair
-from planner.fabric.rerouting import (
+from planner.fabric.route_plan import (
     NextHop,
     PacketRoute,
     PacketSide,

@@ -120,11 +120,11 @@ def told(topology: OpenConfigTopology, notice: GnmiNotice) -> list[GnmiNews]:
     keyed = next((elem for elem in notice.path if elem.keys), None)
     if keyed is None:
         name, listed = _list_of(notice)
-        return [news for entry in listed for news in _told_entry(topology, name, entry, entry.get("state"))]
-    return _told_entry(topology, keyed.name, dict(keyed.keys), notice.value)
+        return [news for entry in listed for news in _configured_entry(topology, name, entry, entry.get("state"))]
+    return _configured_entry(topology, keyed.name, dict(keyed.keys), notice.value)
 
 
-def _told_entry(topology: OpenConfigTopology, name: str, entry: Mapping[str, Any], value: Any) -> list[GnmiNews]:
+def _configured_entry(topology: OpenConfigTopology, name: str, entry: Mapping[str, Any], value: Any) -> list[GnmiNews]:
     if str(entry.get("slot")) != topology.slot:
         return []
     port = _port(topology, entry.get("port"))

@@ -90,7 +90,7 @@ class NetconfSession:
             if is_idle and self._manager is not None:
                 # The goodbye is a courtesy: whatever goes wrong with it, the connection is cut next.
                 with suppress(Exception):
-                    await self._run(self._say_goodbye)
+                    await self._run(self._send_close)
         finally:
             self._is_cut = True
             if self._socket is not None:
@@ -135,6 +135,6 @@ class NetconfSession:
         self._manager = Manager(session, make_device_handler(None), timeout=self._limit_s, raise_mode=RaiseMode.NONE)
         return frozenset(session.server_capabilities)
 
-    def _say_goodbye(self) -> None:
+    def _send_close(self) -> None:
         self._manager.timeout = min(POLITE_S, self._limit_s)
         self._manager.close_session()

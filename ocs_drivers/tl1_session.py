@@ -125,7 +125,7 @@ class Tl1Session:
                     self._take(message)
                 if refusals := self._framer.refusals():
                     self._writer.write(refusals)
-                self._look_for_prompts()
+                self._match_prompts()
         except OSError as error:
             reason = reason_of(error)
         except Exception as error:  # a defect in how its messages are read
@@ -147,7 +147,7 @@ class Tl1Session:
         elif message.code in _Acknowledged.FINAL:
             waiting.set_exception(_Acknowledged(message))
 
-    def _look_for_prompts(self) -> None:
+    def _match_prompts(self) -> None:
         line = self._framer.line_so_far.rstrip()
         for text, shown in self._prompts:
             if line.endswith(text) and not shown.done():

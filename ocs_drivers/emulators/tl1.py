@@ -234,12 +234,12 @@ class _Connection:
                 return
             if self._wants_reports and self.is_logged_in:
                 severity, verb, line = self._emulator.box.report(event)
-                self._say_report(severity, verb, line)
+                self._send_report(severity, verb, line)
 
     def _make_noise(self) -> None:
-        self._say_report(*_NOISE[self._emulator.next_tag() % len(_NOISE)])
+        self._send_report(*_NOISE[self._emulator.next_tag() % len(_NOISE)])
 
-    def _say_report(self, severity: str, verb: str, line: str) -> None:
+    def _send_report(self, severity: str, verb: str, line: str) -> None:
         body = f"{severity}  {self._emulator.next_tag()} {verb}{self._quirks.newline}   {line}"
         self._say(body, ";")
 

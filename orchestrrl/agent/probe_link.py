@@ -25,7 +25,7 @@ from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connecte
 from orchestrrl.rpc.pb import fabric_pb2, fabric_pb2_grpc
 
 READ_EVERY_S = 0.1  # while nobody rings
-LOOK_EVERY_S = 0.5  # for processes that have come or gone
+POLL_EVERY_S = 0.5  # for processes that have come or gone
 LOOK_AFTER_OPENING_S = 0.005
 CATCH_UP_AFTER_S = 0.001
 SUMMARY_QUANTILE = 0.05
@@ -100,7 +100,7 @@ class WindowReporter:
             if self._catching_up is not None:  # all is read
                 self._catching_up.cancel()
                 self._catching_up = None
-            if self._about_to_look is None and time.monotonic() > self._looked_s + LOOK_EVERY_S / 2:
+            if self._about_to_look is None and time.monotonic() > self._looked_s + POLL_EVERY_S / 2:
                 # A window has just opened: nobody waits for anything that is told in the next moment.
                 loop = asyncio.get_running_loop()
                 self._about_to_look = loop.call_later(LOOK_AFTER_OPENING_S, self._look)
@@ -114,7 +114,7 @@ class WindowReporter:
     async def _keep_looking(self) -> None:
         """At the latest so often: better when a window has just opened, as it takes a millisecond."""
         while True:
-            if (early_s := self._looked_s + LOOK_EVERY_S - time.monotonic()) > 0:
+            if (early_s := self._looked_s + POLL_EVERY_S - time.monotonic()) > 0:
                 await self._clock.sleep(early_s)
             else:
                 self._look()
@@ -126,7 +126,7 @@ class WindowReporter:
         self._looked_s = time.monotonic()
         if self._traces.look():
             self._put(self._hello())
-            self._words.say_anew()  # what was told of a job's other ranks is void there
+            self._words.report_all_again()  # what was told of a job's other ranks is void there
         self._words.read()  # of a process that has come, before anything is made of the others
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:

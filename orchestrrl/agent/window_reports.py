@@ -51,7 +51,7 @@ class WindowReports:
         self._watched.clear()
         self._arm()
 
-    def say_anew(self) -> None:
+    def report_all_again(self) -> None:
         """What was told is not known any more where it is heard."""
         for watched in self._watched.values():
             watched.told = None

@@ -370,7 +370,7 @@ class ControlPlane:
     async def move_for_redeployment(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
         return await self._move(moves, snapshot)
 
-    def weights_told(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
+    def weights_reported(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
         known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some
         if weights.version is not None and (there := [engine for engine in engines if engine in known]):
             with self._although_unwritten():

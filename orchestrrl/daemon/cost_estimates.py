@@ -7,7 +7,7 @@ from typing import NamedTuple
 from orchestrrl.daemon.priors import AssumedProfile
 from planner.cost.profile import EngineProfile, ProfileSource, Provenance
 from planner.model import Configuration, ConfigurationId, EngineId, Snapshot
-from planner.solver.phases import line_ahead, worth_a_look
+from planner.solver.phases import line_ahead, worth_evaluating
 from planner.solver.problem import KvTransferCost
 
 MOST_NAMES = 4  # of engines with one reason
@@ -102,7 +102,7 @@ class CostEstimates:
         self, snapshot: Snapshot, gpus_count: int, always: Collection[ConfigurationId] = ()
     ) -> tuple[ConfigurationId, ...]:
         """Those that a plan should choose from: all of a few, of many those that fit the step's phase."""
-        return worth_a_look(self.profiles, snapshot, gpus_count, always)
+        return worth_evaluating(self.profiles, snapshot, gpus_count, always)
 
 
 class MoveEstimate(NamedTuple):
@@ -115,16 +115,16 @@ class MoveEstimate(NamedTuple):
 def said(estimate: ConfigurationEstimate) -> tuple[str, ...]:
     """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
     learnt."""
-    steps = (_steps_said(estimate),) if _worth_saying(estimate) else ()
+    steps = (_steps_configured(estimate),) if _worth_saying(estimate) else ()
     began = "configured" if estimate.assumed is None else "assumed"
-    return (*steps, *_figures_said(estimate.profile, estimate.given, began))
+    return (*steps, *_figures_configured(estimate.profile, estimate.given, began))
 
 
 def _worth_saying(estimate: ConfigurationEstimate) -> bool:
     return estimate.refitted or estimate.profile.provenance.source is not ProfileSource.GIVEN
 
 
-def _steps_said(estimate: ConfigurationEstimate) -> str:
+def _steps_configured(estimate: ConfigurationEstimate) -> str:
     provenance = estimate.profile.provenance
     error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
     if estimate.assumed is not None:
@@ -137,7 +137,7 @@ def _steps_said(estimate: ConfigurationEstimate) -> str:
     )
 
 
-def _figures_said(held: EngineProfile, given: EngineProfile, began: str) -> tuple[str, ...]:
+def _figures_configured(held: EngineProfile, given: EngineProfile, began: str) -> tuple[str, ...]:
     """What was learnt beside step times. `began`: how the figure from before came to be."""
     others = dict(held.others)
     said = []

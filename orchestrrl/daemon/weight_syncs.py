@@ -107,5 +107,5 @@ class BarrierFence:
     def forget(self, engines: Collection[EngineId], why: str) -> None:
         self._barrier.forget(engines, why)
 
-    def tell_restarts(self, restarted: Callable[[EngineId], None]) -> None:
+    def notify_restarts(self, restarted: Callable[[EngineId], None]) -> None:
         self._barrier.restarted = restarted

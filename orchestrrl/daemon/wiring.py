@@ -104,7 +104,7 @@ async def run_daemon(
 
 def _on_news(plane: ControlPlane, switch: str) -> None:
     if plane.fabric is not None and switch in plane.fabric.site.switch:
-        plane.fabric.look_soon()
+        plane.fabric.poll_soon()
 
 
 def _with_mode(config: Config, mode: Mode | None) -> Config:

@@ -129,7 +129,7 @@ class EngineUnderTest:
                         return metrics
                 await asyncio.sleep(POLL_S)
 
-    async def until_all_speak(self, *runs: ConformanceRequest) -> None:
+    async def until_all_answer(self, *runs: ConformanceRequest) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not all(run.token_ids for run in runs):
                 await asyncio.sleep(POLL_S)
@@ -140,7 +140,7 @@ class EngineUnderTest:
     async def fill(self, tokens: int = LONG_TOKENS) -> tuple[list[ConformanceRequest], list[ConformanceRequest]]:
         """Take every seat for so many tokens, and queue two short requests more: those running and those waiting."""
         running = [self.start([*PROMPT, seat], max_tokens=tokens) for seat in range(self.seats)]
-        await self.until_all_speak(*running)
+        await self.until_all_answer(*running)
         waiting = [self.start([*PROMPT, 100 + seat], max_tokens=50) for seat in range(2)]
         await self.until(lambda m: m.waiting >= len(waiting))
         return running, waiting
@@ -346,7 +346,7 @@ class EngineConformance:
             for chat in (False, True):
                 run = bench.start(TEXT, chat=chat, max_tokens=LONG_TOKENS)
                 other = bench.start(max_tokens=LONG_TOKENS)
-                await bench.until_all_speak(run, other)
+                await bench.until_all_answer(run, other)
                 await engine.abort([run.id])
                 await run.done()
                 assert run.finish_reason == "abort"
@@ -362,7 +362,7 @@ class EngineConformance:
     async def test_abort_of_unknown_or_no_requests_harms_nobody(self, engine: Engine) -> None:
         async with at(engine) as bench:
             run = bench.start(max_tokens=300)
-            await bench.until_all_speak(run)
+            await bench.until_all_answer(run)
             await engine.abort(["never-heard-of"])
             await engine.abort([])
             assert (await run.done()).finish_reason == "length"
@@ -396,7 +396,7 @@ class EngineConformance:
     async def test_pause_keep_freezes_and_goes_on(self, engine: Engine) -> None:
         async with at(engine) as bench:
             run = bench.start(max_tokens=LONG_TOKENS)
-            await bench.until_all_speak(run)
+            await bench.until_all_answer(run)
             await engine.pause(PauseMode.KEEP)
             assert await engine.is_paused()
             newcomer = bench.start(max_tokens=5)
@@ -420,7 +420,7 @@ class EngineConformance:
     async def test_pause_keep_keeps_the_kv(self, engine: Engine) -> None:
         async with at(engine) as bench:
             running = [bench.start([*PROMPT, seat], max_tokens=LONG_TOKENS) for seat in range(2)]
-            await bench.until_all_speak(*running)
+            await bench.until_all_answer(*running)
             before = await engine.metrics()
             await engine.pause(PauseMode.KEEP)
             await engine.abort([running[0].id])  # also possible during a pause
@@ -433,7 +433,7 @@ class EngineConformance:
     async def test_pause_keep_can_drop_the_kv(self, engine: Engine) -> None:
         async with at(engine) as bench:
             run = bench.start(max_tokens=LONG_TOKENS)
-            await bench.until_all_speak(run)
+            await bench.until_all_answer(run)
             await engine.pause(PauseMode.KEEP, drop_kv=True)
             assert await engine.is_paused()
             frozen_at = len(run.token_ids)
@@ -516,7 +516,7 @@ class EngineConformance:
             # A starved engine may answer only when it has made all of LONG_TOKENS: then there was nothing to abort.
             for _ in range(ATTEMPTS):
                 run = bench.start(max_tokens=LONG_TOKENS)
-                await bench.until_all_speak(run)
+                await bench.until_all_answer(run)
                 status, answer = await post(engine, "/abort_requests", {})
                 assert status == 200
                 await run.done()

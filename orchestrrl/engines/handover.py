@@ -26,7 +26,7 @@ from orchestrrl.integrations.instrument.kv_scheduler import (
     SAVE,
     WAIT_S,
     WEIGHTS,
-    read_wish,
+    read_transfer_params,
 )
 
 BODY_FIELD = "kv_transfer_params"
@@ -67,5 +67,5 @@ def loading(weights: str, load: str, save: str | None = None, wait_s: float = DE
 def _checked(wish: dict[str, Any]) -> Mapping[str, Any]:
     """Raises ValueError here for what the engine would only write into its log."""
     params = {PARAMETER: wish}
-    read_wish(params)
+    read_transfer_params(params)
     return {BODY_FIELD: params}

@@ -223,7 +223,7 @@ class VllmManagement:
         # vLLM says so of an engine that is only paused, too.
         page = await self.metrics_page() if page is None else page
         with self._calls.reading("/metrics"):
-            return _says_asleep(page)
+            return _is_asleep(page)
 
     async def check_sleep(self) -> None:
         """Raises Permanent where it cannot."""
@@ -257,7 +257,7 @@ def _going_on(tokens: int) -> dict[str, Any]:
     return {"max_tokens": tokens, "ignore_eos": True, "repetition_penalty": 1.0, "return_token_ids": True}
 
 
-def _says_asleep(metrics_page: str) -> bool:
+def _is_asleep(metrics_page: str) -> bool:
     """Whether any replica is; so where the page does not tell, since `/is_sleeping` did."""
     lines = [line for line in metrics_page.splitlines() if line.startswith(f"{SLEEP_STATE}{{")]
     awake = [

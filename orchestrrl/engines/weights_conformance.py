@@ -175,7 +175,7 @@ class WeightsConformance:
     ) -> None:
         async with as_it_was(engine, versions[0]) as weights, at(engine) as bench:
             run = bench.start(PROMPT, max_tokens=LONG_TOKENS)
-            await bench.until_all_speak(run)
+            await bench.until_all_answer(run)
             await weights.load_weights(versions[1], 1)
             at_load = len(run.token_ids)
             async with asyncio.timeout(DEADLINE_S):
@@ -212,6 +212,6 @@ class WeightsConformance:
 async def _frozen(bench: EngineUnderTest) -> str:
     """The id of a request that is in the middle."""
     run = bench.start(PROMPT, max_tokens=LONG_TOKENS)
-    await bench.until_all_speak(run)
+    await bench.until_all_answer(run)
     await bench.engine.pause(PauseMode.KEEP)
     return run.id

@@ -52,8 +52,8 @@ __all__ = ["CircuitCoordinator", "PacketRouting", "CommitRules", "TrafficWatch",
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # at materialising, when the world has changed between looking and acting
-LOOK_EVERY_S = 10.0  # at the switches, while nothing else is to be done
-LOOK_AGAIN_S = 0.2  # after the last look, where a switch has told something since: it may have much to tell
+POLL_EVERY_S = 10.0  # at the switches, while nothing else is to be done
+POLL_AGAIN_S = 0.2  # after the last look, where a switch has told something since: it may have much to tell
 SUSPECT_S = 60.0  # a port at which nothing came up, whatever its switch says, is left out for so long
 LISTED = 8
 
@@ -248,7 +248,7 @@ class CircuitCoordinator:
         self._looked_s = self._clock.now_s()
         return self.site_reading
 
-    def look_soon(self) -> None:
+    def poll_soon(self) -> None:
         """A switch has told something of itself: it is looked at before its turn."""
         self._is_told = True
         self._queue.news.set()
@@ -271,7 +271,7 @@ class CircuitCoordinator:
                     # A fault of ours, or of one driver's, is no reason to stop: periods under way go on.
                     self.defects += 1
                     logger.exception("the switches could not be looked after")
-                    await self._clock.sleep(LOOK_EVERY_S)
+                    await self._clock.sleep(POLL_EVERY_S)
         finally:
             for task in self._active.values():
                 task.cancel()
@@ -290,21 +290,21 @@ class CircuitCoordinator:
                 self._active.pop(period).result()
             if (next_one := self._queue.take(self._active)) is not None:
                 return next_one
-            due_s = self._looked_s + (LOOK_AGAIN_S if self._is_told else LOOK_EVERY_S)
+            due_s = self._looked_s + (POLL_AGAIN_S if self._is_told else POLL_EVERY_S)
             may_look = not self._active or (self._is_told and self._circuits.by is None)
             if may_look and self._clock.now_s() >= due_s:
-                await (self._look_for_waiting() if self._active else self._look_after())
+                await (self._poll_waiting() if self._active else self._look_after())
                 continue
             pause_s = due_s - self._clock.now_s() if may_look else inf
             news = asyncio.ensure_future(self._queue.news.wait())
-            alarm = asyncio.ensure_future(self._clock.sleep(min(pause_s, LOOK_EVERY_S)))
+            alarm = asyncio.ensure_future(self._clock.sleep(min(pause_s, POLL_EVERY_S)))
             try:
                 await asyncio.wait({news, alarm, *self._active.values()}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 news.cancel()
                 alarm.cancel()
 
-    async def _look_for_waiting(self) -> None:
+    async def _poll_waiting(self) -> None:
         """What has failed since they were planned is not learnt in a window, by what does not come up."""
         self._is_told = False
         before, changes = self.site_reading.failures, self._circuits.changes

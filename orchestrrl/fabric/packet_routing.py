@@ -168,7 +168,7 @@ class FabricRouting:
         while True:
             try:
                 await self._begin()
-                await self._look_again()
+                await self._poll_again()
                 if self._clock.now_s() >= self._recorded_s + WRITE_EVERY_S:
                     self._write_down()
             except OrchestrRLError as error:
@@ -186,7 +186,7 @@ class FabricRouting:
                 self._lit = await self._find(await self._seen())
                 await self._route(lit.link for lit in self._lit)
 
-    async def _look_again(self) -> None:
+    async def _poll_again(self) -> None:
         if self._is_changing or self.routed is None:
             return
         before = self._lit

@@ -223,7 +223,7 @@ class WindowTracker:
         traced = frozenset[int]().union(*(host.jobs[job] for host in hosts))
         if missing := sorted(ranks - traced):
             wanted = f"no recorder is read of rank {_listed(missing)}{f' of {job}' if job else ''}"
-            return Hold("untraced", f"{wanted}; read are: {self._read_words()}")
+            return Hold("untraced", f"{wanted}; read are: {self._read_reports()}")
         told: list[tuple[TracedHost, float, int, RemainingQuiet]] = []
         for host in hosts:
             if host.stream is None:
@@ -243,7 +243,7 @@ class WindowTracker:
             now_s,
         )
 
-    def _read_words(self) -> str:
+    def _read_reports(self) -> str:
         ranks: dict[str, set[int]] = {}
         for host in self.known():
             for job, some in host.jobs.items():

@@ -92,7 +92,7 @@ class MembershipChanges:
         self._check_movable = check_movable
         self._round: asyncio.Task[MovesOutcome] | None = None
         self._rests: dict[RequestId, _Rest] = {}
-        self._tell_state()
+        self._report_state()
 
     # --- an operator's words
 
@@ -238,10 +238,10 @@ class MembershipChanges:
         )
         self.membership = membership
         logger.info("engine %s: %s %s", engine, change, reason)
-        self._tell_state()
+        self._report_state()
         self._routes.send(self._state.engines(now_s))
 
-    def _tell_state(self) -> None:
+    def _report_state(self) -> None:
         self._state.set_roster(self.membership.added, self.membership.draining, self.membership.removed)
         self._state.set_facts(engine_facts(self.config))
 

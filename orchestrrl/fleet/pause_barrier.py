@@ -254,7 +254,7 @@ class PauseBarrier:
         state, engines = self.state, self._engines()
         if faults := _engine_faults("without_engine_ids", without, engines):
             raise ProblemFaults(faults)
-        if _said_before(state, lease_id, policy_version, without, weights_source):
+        if _reported_before(state, lease_id, policy_version, without, weights_source):
             return state
         if policy_version is not None:  # an engine that was not brought to rest had nothing done to it
             without = {*without, *(engine for engine, item in self._rests.items() if not item.done)}
@@ -427,7 +427,7 @@ class PauseBarrier:
         logger.info("barrier %s: %s %s", event, state.phase, lease or "")
 
 
-def _said_before(
+def _reported_before(
     state: PauseState, lease_id: str, policy_version: int | None, without: Collection[EngineId], weights_source: str
 ) -> bool:
     """Whether the lease was resumed in these words already, by whose answer got lost."""

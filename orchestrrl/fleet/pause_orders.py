@@ -122,7 +122,7 @@ class Quieting:
         running = [node for node, task in self.orders.items() if not task.done()]
         if self.broken or (running and over):
             because = self._broken.result() if self.broken else "not in time"
-            words = "; ".join([because, *(_running_words(node, reports.get(node)) for node in running)])
+            words = "; ".join([because, *(_running_text(node, reports.get(node)) for node in running)])
             raise Retryable(f"the fleet did not come to rest: {words}", AGAIN_S)
         return not running
 
@@ -140,7 +140,7 @@ def why(result: OperationResult | None) -> str:
     return result.detail or items or f"{result.status}, without a reason"
 
 
-def _running_words(node: NodeId, report: BarrierReport | None) -> str:
+def _running_text(node: NodeId, report: BarrierReport | None) -> str:
     if report is None:
         return f"gateway {node} has not reported"
     return f"gateway {node} still has {report.running} running requests"

@@ -13,7 +13,7 @@ from orchestrrl.engines.handover import loading, saving
 from orchestrrl.engines.openai_chunks import other_answer_fields
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.moves.detokenizer import Detokenizer, TextAfterCut
-from orchestrrl.gateway.moves.detokenizer_splice import open_seam
+from orchestrrl.gateway.moves.detokenizer_splice import open_splice
 from orchestrrl.gateway.moves.kv_handover import left_by, wait_s
 from orchestrrl.gateway.moves.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued
 from orchestrrl.gateway.moves.move import MoveInProgress
@@ -234,7 +234,7 @@ class EngineAttempt:
         context = [*(record.prompt_ids or ())[-64:], *record.generated_ids[-64:]]
         keep = bool(record.body.get("include_stop_str_in_output"))
         detokenizer = Detokenizer(self._backend, self._fleet)
-        splice = await open_seam(detokenizer, context, keep_stop_token=keep)
+        splice = await open_splice(detokenizer, context, keep_stop_token=keep)
         return None if splice is None and not detokenizer.failed else TextAfterCut(record, splice)
 
     async def _learn_context_length(self) -> None:

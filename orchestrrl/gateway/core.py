@@ -188,7 +188,7 @@ class Gateway:
         relay = RequestRelay(record, self.fleet, self.limits, self.clock, grown)
         self.relays[record.id] = relay
         self.groups.enter(record)
-        self.barrier.hold_to_bound(relay)  # it may have tokens from before
+        self.barrier.park_to_bound(relay)  # it may have tokens from before
         if self.groups.redundant(record):
             self._cancel(record, "redundant")
         return relay
@@ -276,7 +276,7 @@ class Gateway:
         if not move.from_engine:
             return relay.redirect(move.to_engine, move.hold_s)
         if held:
-            return relay.hold_for(move.to_engine, move.hold_s)
+            return relay.park_for(move.to_engine, move.hold_s)
         assert target is not None
         return await relay.move(target, move)
 

@@ -310,9 +310,9 @@ class GatewayPause:
             if not backend.outdated:
                 backend.has(version)
         for relay in list(self._relays.values()):
-            self.hold_to_bound(relay)
+            self.park_to_bound(relay)
 
-    def hold_to_bound(self, relay: RequestRelay) -> None:
+    def park_to_bound(self, relay: RequestRelay) -> None:
         """An answer that is older than its client wants it begins anew, or ends."""
         record = relay.record
         too_old = lag(record.versions.oldest, self._fleet.policy_version)
@@ -330,7 +330,7 @@ class GatewayPause:
             return
         self._fleet.policy_version = newest
         for relay in list(self._relays.values()):
-            self.hold_to_bound(relay)
+            self.park_to_bound(relay)
 
     def _restart(self, closed: CloseBarrier | None) -> None:
         if closed is not None and closed.frozen is FrozenRequests.RESTART:

@@ -178,7 +178,7 @@ class RequestRelay:
             self._answer_move(True)
         return await move.result
 
-    def hold_for(self, engine: EngineId, hold_s: float) -> OperationItemResult:
+    def park_for(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """Stop the request where it runs and keep it until it can go on at an engine that is yet to come: for as long
         as that is expected, or for `hold_s` where it is not. Any other will do then."""
         target = self._fleet.get(engine)
@@ -194,7 +194,7 @@ class RequestRelay:
 
     def redirect(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """A request that is on no engine, whatever it waits for, goes to this one: at once where that takes requests,
-        else it is kept for it as by `hold_for`."""
+        else it is kept for it as by `park_for`."""
         target = self._fleet.get(engine)
         because = self._not_redirectable(engine) or (self._ends_early_on(target) if target is not None else "")
         may_wait = hold_s > 0 or engine in self._fleet.expected

@@ -15,7 +15,7 @@ from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.pause_service import PauseService
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
 from orchestrrl.rpc.redeployment_service import RedeploymentService
-from orchestrrl.rpc.refusals import Context, read, refusing, status_words
+from orchestrrl.rpc.refusals import Context, read, refusing, status_text
 from planner.model import ConfigurationId, EngineId, PlanId, RequestId
 
 
@@ -55,7 +55,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         try:
             plan = self._plane.plans.get(PlanId(request.plan_id)) if request.plan_id else self._plane.plans.latest
         except Permanent as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, status_words(error))
+            await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
         assert plan is not None
         return control_codec.plan_to_pb(plan)
 

@@ -23,7 +23,7 @@ from orchestrrl.rpc.codecs.fabric import (
 )
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from orchestrrl.rpc.pb import fabric_pb2_grpc
-from orchestrrl.rpc.refusals import Context, refuse, refusing, status_words
+from orchestrrl.rpc.refusals import Context, refuse, refusing, status_text
 from planner.fabric.clocks import ClockExchange
 from planner.model import Hold
 
@@ -116,7 +116,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
                 request.period, request.intent_json, request.within_s, boundary=request.boundary, job=request.job
             )
         except Permanent as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, status_words(error))
+            await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
         except OrchestrRLError as error:
             await refuse(context, error)
         try:

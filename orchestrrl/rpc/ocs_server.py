@@ -16,7 +16,7 @@ from orchestrrl.rpc.boundary import BoundaryInterceptor
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs import ocs as convert
 from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
-from orchestrrl.rpc.refusals import Context, status_words
+from orchestrrl.rpc.refusals import Context, status_text
 
 Request = TypeVar("Request")
 Value = TypeVar("Value")
@@ -123,9 +123,9 @@ async def _speaking(context: Context) -> AsyncIterator[None]:
         yield
     except DriverError as error:
         metadata = ((ERROR_METADATA, convert.error_to_pb(error).SerializeToString()),)
-        await context.abort(status_of(error), status_words(error), metadata)
+        await context.abort(status_of(error), status_text(error), metadata)
     except _Nonsense as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, status_words(error))
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, status_text(error))
 
 
 def status_of(error: DriverError) -> grpc.StatusCode:

@@ -16,9 +16,9 @@ from orchestrrl.fleet.redeployment.steps import (
     RedeployRequest,
     Stage,
 )
-from orchestrrl.rpc.codecs.redeployment import draft_to_pb, report_to_pb, wish_from_pb
+from orchestrrl.rpc.codecs.redeployment import draft_to_pb, pause_request_from_pb, report_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.rpc.refusals import Context, refuse, refusing, status_words
+from orchestrrl.rpc.refusals import Context, refuse, refusing, status_text
 
 # At most: the report of a large fleet has thousands of steps, and all of them change.
 TOLD_EVERY_S = 0.1
@@ -64,7 +64,7 @@ class RedeploymentService:
         self._plane = plane
 
     async def redeploy(self, request: pb.RedeployRequest, context: Context) -> AsyncIterator[pb.RedeploymentReport]:
-        redeployer, wish = await self._redeploying(context), wish_from_pb(request)
+        redeployer, wish = await self._redeploying(context), pause_request_from_pb(request)
         if request.dry_run:
             async with refusing(context):
                 draft = redeployer.draft(wish)
@@ -86,7 +86,7 @@ class RedeploymentService:
             try:
                 return report_to_pb(self._plane.redeployer.report(request.redeployment_id))
             except Permanent as error:
-                await context.abort(grpc.StatusCode.NOT_FOUND, status_words(error))
+                await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
         found = next((report for report in self._recorded() if request.redeployment_id in ("", report.id)), None)
         if found is None:
             wanted = (
@@ -94,7 +94,7 @@ class RedeploymentService:
                 if request.redeployment_id
                 else "no redeployment has been made yet"
             )
-            await context.abort(grpc.StatusCode.NOT_FOUND, status_words(wanted))
+            await context.abort(grpc.StatusCode.NOT_FOUND, status_text(wanted))
         return report_to_pb(found)
 
     async def history(self, request: pb.ListRedeploymentsRequest, context: Context) -> pb.ListRedeploymentsResponse:

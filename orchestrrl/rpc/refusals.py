@@ -38,10 +38,10 @@ async def refuse(context: Context, error: OrchestrRLError | ValueError) -> NoRet
             code = grpc.StatusCode.ABORTED
         case OutcomeUnknown():
             code = grpc.StatusCode.DEADLINE_EXCEEDED
-    await context.abort(code, status_words(error))
+    await context.abort(code, status_text(error))
 
 
-def status_words(error: Exception | str) -> str:
+def status_text(error: Exception | str) -> str:
     """The error's lines, as many as a status can hold: it travels in a header, where most bytes of a text that is not
     ASCII take three."""
     lines = str(error).encode(errors="replace").decode().splitlines() or [type(error).__name__]

@@ -23,7 +23,7 @@ from orchestrrl.core.ttl import MOST_S
 from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOutcome
 from orchestrrl.rpc.codecs import ocs as convert
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
-from orchestrrl.rpc.refusals import Context, status_words
+from orchestrrl.rpc.refusals import Context, status_text
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         await context.send_initial_metadata(())  # tells the client that it is connected
         if switch not in self._switches:
             known = ", ".join(sorted(self._switches)) or "none is configured"
-            words = status_words(f"there is no switch {switch!r} (known: {known})")
+            words = status_text(f"there is no switch {switch!r} (known: {known})")
             await context.abort(grpc.StatusCode.NOT_FOUND, words)
 
     async def _read(self, switch: str) -> control_pb2.Switch:
@@ -224,7 +224,7 @@ async def _speaking(context: Context) -> AsyncIterator[None]:
     try:
         yield
     except DriverError as error:
-        await context.abort(_status_of(error), status_words(error))
+        await context.abort(_status_of(error), status_text(error))
 
 
 def _status_of(error: DriverError) -> grpc.StatusCode:

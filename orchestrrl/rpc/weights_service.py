@@ -15,7 +15,7 @@ from orchestrrl.rpc.codecs.weights import report_to_pb, status_to_pb
 from orchestrrl.rpc.order_pieces import pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
-from orchestrrl.rpc.refusals import Context, refuse, refusing, status_words
+from orchestrrl.rpc.refusals import Context, refuse, refusing, status_text
 from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
 from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import NEWS, PeerNews, PeerOrder
@@ -187,7 +187,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         try:
             return self._syncs.report(request.sync_id, version)
         except Permanent as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, status_words(error))
+            await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
 
     async def _follow(self, sync_id: str, context: Context) -> AsyncIterator[pb.SyncReport]:
         """Whatever is a step at once, bytes and engines that follow each other a few times a second: a large fleet's

@@ -84,7 +84,7 @@ def with_spill(profile: EngineProfile, held_tokens: float) -> Curve:
     return Curve(tuple(knots), tuple(base_s.at(x) + price_s * more for x, more in zip(knots, spilled, strict=True)))
 
 
-def worth_a_look(
+def worth_evaluating(
     profiles: Sequence[EngineProfile], snapshot: Snapshot, gpus_count: int, always: Collection[ConfigurationId] = ()
 ) -> tuple[ConfigurationId, ...]:
     """What a plan should choose from, in the order of `profiles`: all of a few; of many, those that come close to the

@@ -3,7 +3,7 @@ worth."""
 
 from collections.abc import Iterator
 
-from orchestrrl.cli.fleet.redeploy_text import change_words, time_line
+from orchestrrl.cli.fleet.redeploy_text import change_text, time_line
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import print_lines, print_table, stdout
 from orchestrrl.lab.demo.redeploy_fabric import GEN_POD
@@ -22,7 +22,7 @@ def print_redeploy_demo(demo: RedeployDemo) -> None:
             stdout().print(time_line(report, report["created_unix_s"]))
             began_s = at_s(redeployed, outcome.free, speed)
             print_table(
-                f"{change_words(report)} at {began_s:.0f} engine seconds of seed {outcome.seed}",
+                f"{change_text(report)} at {began_s:.0f} engine seconds of seed {outcome.seed}",
                 COLUMNS,
                 _beside_the_paper(demo, redeployed),
             )

@@ -32,6 +32,6 @@ def _summary(synced: "SyncOutcome") -> Iterator[str]:
         f" are not of the version which the answer names: {synced.differing} of {sum(synced.tokens.values()):,}"
     )
     if took.transfer_s:
-        yield words.transfer_words(took)
+        yield words.transfer_text(took)
     yield from (escape(note) for note in took.report.notes)
     yield from (f"[red]{escape(fault)}[/red]" for fault in synced.faults[:FAULTS_SHOWN])

@@ -15,7 +15,7 @@ from orchestrrl.cli.fabric.text import (
     show_periods,
     show_switch_times,
 )
-from orchestrrl.cli.fleet.status import fabric_control_words, period_words
+from orchestrrl.cli.fleet.status import fabric_control_text, period_text
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import fabric_pb2
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_lines, stdout
@@ -47,10 +47,10 @@ def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> 
     control, latest = seen["control"], next(iter(seen["periods"]), None)
     lines = [
         f"circuits of: {escape(seen['period'] or ('no one period' if seen['circuits'] else 'no period yet'))}",
-        f"operator: {escape(fabric_control_words(control))}",
+        f"operator: {escape(fabric_control_text(control))}",
     ]
     if latest is not None:
-        lines.append(f"last period: {escape(period_words(latest))}")
+        lines.append(f"last period: {escape(period_text(latest))}")
     lines += [f"[yellow]not used[/yellow]: {escape(what)}" for what in seen["masked"]]
     lines += route_lines(seen.get("routes"))
     print_lines(lines)
@@ -108,7 +108,7 @@ def announce(
         async for report in client.watch(client.fabric.AnnouncePeriod, order):
             seen = plain(report)
             if not as_json and seen["state"] != last.get("state"):
-                stdout().print(escape(period_words(seen)))
+                stdout().print(escape(period_text(seen)))
             last = seen
         return last
 
@@ -232,7 +232,7 @@ def _control(daemon: str, conversation: Any, as_json: bool) -> None:
     if as_json:
         print_json(control)
     else:
-        stdout().print(escape(f"circuits: {fabric_control_words(control)}"))
+        stdout().print(escape(f"circuits: {fabric_control_text(control)}"))
 
 
 def register(app: typer.Typer) -> None:

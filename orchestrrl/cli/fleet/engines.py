@@ -18,7 +18,7 @@ from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Ret
 if TYPE_CHECKING:
     from orchestrrl.rpc.control_client import ControlClient
 
-LOOK_EVERY_S = 0.25
+POLL_EVERY_S = 0.25
 # Gateways report several times in this, so a request that was on its way when the drain was told has shown itself.
 EMPTY_FOR_S = 2.0
 # By then a daemon that was started anew has its gateways again, and knows what they have.
@@ -194,7 +194,7 @@ async def _until_empty(client: "ControlClient", worker: dict[str, Any], timeout_
         if words != told:
             stderr().print(escape(f"{engine}: {words}"), soft_wrap=True)
             told = words
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(POLL_EVERY_S)
         now_s, empty = time.monotonic(), False
         try:
             status = await fetch_status(client)

@@ -16,7 +16,7 @@ from orchestrrl.core.addresses import DEFAULT_TARGET
 if TYPE_CHECKING:
     from orchestrrl.rpc.control_client import ControlClient
 
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 USUAL_S = 60.0  # as the daemon has it
 ANSWER_S = 30.0  # beyond what is waited for
 
@@ -78,7 +78,7 @@ def pause(
         patience_s = (deadline_s or lease_s or USUAL_S) + ANSWER_S
         asked = asyncio.create_task(answer(client, client.control.PauseFleet, order, timeout_s=patience_s))
         told = ""
-        while not (await asyncio.wait({asked}, timeout=LOOK_EVERY_S))[0]:
+        while not (await asyncio.wait({asked}, timeout=POLL_EVERY_S))[0]:
             words = progress(await _seen(client))
             if words and words != told:
                 stderr().print(words)

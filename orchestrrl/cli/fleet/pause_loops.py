@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.fleet.status import pause_words
+from orchestrrl.cli.fleet.status import operator_pause_text
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.output import JsonFlag, print_json, stdout
@@ -51,7 +51,7 @@ def _set(part: str, paused: bool, reason: str, ttl_s: float, daemon: str, as_jso
         return
     in_force = {pause["part"]: pause for pause in found["pauses"]}
     if part in in_force:
-        stdout().print(f"{part} is paused: {pause_words(in_force[part])}", markup=False)
+        stdout().print(f"{part} is paused: {operator_pause_text(in_force[part])}", markup=False)
     else:
         stdout().print(f"{part} goes on" if found["changed"] else f"{part} was not paused")
 

@@ -146,7 +146,7 @@ def _end(report: dict[str, Any], as_json: bool) -> None:
         print_lines(words.outcome(report if report["state"] == "done" else {**report, "detail": ""}))
     if report["state"] != "done":
         because = report["detail"] or "no reason given"
-        fail(f"redeployment {report['redeployment_id']} is {words.state_words(report)}: {because}")
+        fail(f"redeployment {report['redeployment_id']} is {words.state_text(report)}: {because}")
 
 
 def _show(report: dict[str, Any], as_json: bool) -> None:
@@ -188,7 +188,7 @@ def _cancel(daemon: str, redeployment_id: str, reason: str, as_json: bool) -> No
     if as_json:
         print_json(report)
         return
-    named, before = escape(report["redeployment_id"]), escape(words.fleet_words(report["old_engines"]))
+    named, before = escape(report["redeployment_id"]), escape(words.fleet_text(report["old_engines"]))
     watch = f"watch it with [bold]orchestrrl redeploy --watch --id {named}[/bold]"
     print_lines([f"redeployment [bold]{named}[/bold] goes back to {before}; {watch}"])
 

@@ -22,7 +22,7 @@ from orchestrrl.rpc.plain_values import plain
 if TYPE_CHECKING:
     from orchestrrl.rpc.control_client import ControlClient
 
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 # What engines can do is asked of them before the daemon answers.
 FIRST_WITHIN_S = 60.0
 EXIT_LEFT = 130  # as shells have it for Ctrl-C: what it came to is not known
@@ -91,7 +91,7 @@ async def looks(client: "ControlClient", redeployment_id: str, known: bool = Fal
             yield report
             if report["state"] != "running":
                 return
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(POLL_EVERY_S)
 
 
 def until_over(daemon: str, watched: Reports, as_json: bool) -> dict[str, Any]:

@@ -41,18 +41,18 @@ COLOURS = {
 }
 
 
-def fleet_words(engines: Sequence[dict[str, Any]]) -> str:
+def fleet_text(engines: Sequence[dict[str, Any]]) -> str:
     """`8 x tp2, 1 x tp4`"""
     kinds = Counter(engine["configuration"] or "unknown" for engine in engines)
     return ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "nothing"
 
 
-def change_words(report: dict[str, Any]) -> str:
+def change_text(report: dict[str, Any]) -> str:
     """`8 x tp2 -> 2 x tp8`"""
-    return f"{fleet_words(report['old_engines'])} -> {fleet_words(report['new_engines'])}"
+    return f"{fleet_text(report['old_engines'])} -> {fleet_text(report['new_engines'])}"
 
 
-def state_words(report: dict[str, Any]) -> str:
+def state_text(report: dict[str, Any]) -> str:
     return words(report["state"])
 
 
@@ -72,12 +72,12 @@ def begun(report: dict[str, Any]) -> str:
     named = f"redeployment {report['redeployment_id']}" if report["redeployment_id"] else "dry run, nothing is done"
     plan = f", plan {report['plan_id']}" if report["plan_id"] else ""
     reason = f" ({report['reason']})" if report["reason"] else ""
-    return f"[bold]{escape(named)}[/bold]: {escape(change_words(report) + plan + reason)}"
+    return f"[bold]{escape(named)}[/bold]: {escape(change_text(report) + plan + reason)}"
 
 
 def outcome(report: dict[str, Any]) -> list[str]:
     """How it stands or ended, and what it was for requests."""
-    state = state_words(report)
+    state = state_text(report)
     colour = COLOURS.get(state, "yellow")
     took = took_s(report)
     lines = [f"[{colour}]{state}[/{colour}]" + ("" if took is None else f" in {duration(took)}")]
@@ -102,7 +102,7 @@ def progress(report: dict[str, Any]) -> str:
     going = "[yellow]going back[/yellow]" if back else "running"
     doing = f": {now}" if now else ""
     return (
-        f"redeployment [bold]{escape(report['redeployment_id'])}[/bold]: {escape(change_words(report))},"
+        f"redeployment [bold]{escape(report['redeployment_id'])}[/bold]: {escape(change_text(report))},"
         f" {going}{doing} "
         f"({done} of {len(steps)} steps done, since {time_of_day(report['created_unix_s'])})"
     )
@@ -184,7 +184,7 @@ class StageSteps:
         return "running" if "pending" in states else "skipped"
 
     @property
-    def state_words(self) -> str:
+    def state_text(self) -> str:
         if len({step["state"] for step in self.steps}) == 1:
             return self.state
         done = sum(step["state"] == "done" for step in self.steps)
@@ -263,7 +263,7 @@ def taken_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
             stage if stage != shown else "",
             words(group.kind),
             _named(group.engines) or "the fleet",
-            group.state_words,
+            group.state_text,
             _took(group),
             f"{slowest['engine_id']} {duration(slowest['took_s'])}" if slowest and len(group.steps) > 1 else None,
             group.remark or None,
@@ -302,7 +302,7 @@ def picture(report: dict[str, Any], now_s: float) -> RenderableType:
             stage if stage != shown else "",
             f"[{colour}]{words(group.kind)}[/{colour}]",
             escape(_named(group.engines) or "the fleet"),
-            f"[{colour}]{bar(done / len(group.steps), 8)} {group.state_words}[/{colour}]",
+            f"[{colour}]{bar(done / len(group.steps), 8)} {group.state_text}[/{colour}]",
             _took(group, now_s) or UNKNOWN,
             duration(max(step["within_s"] for step in group.steps)),
             escape(group.remark),

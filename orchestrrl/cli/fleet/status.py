@@ -191,12 +191,15 @@ def summary(seen: dict[str, Any]) -> list[str]:
         f"({count(seen['failover_tokens_recomputed'])} tokens)",
         f"fast loop: {escape(seen['balance_reason'])}",
         *policy_summary(seen["balance_policy"], seen["balance_policy_reason"]),
-        f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_words(seen['plan_control'])}",
+        f"plan: {escape(seen['plan_id'] or 'none yet')}; planner {control_text(seen['plan_control'])}",
         calibration(seen["plan_calibration"]),
         *barrier_summary(seen["barrier"]),
         *redeploy_text.redeployment_summary(seen["redeployment"]),
         *fabric_summary(seen),
-        *(f"[yellow]{pause['part']} is paused[/yellow]: {escape(pause_words(pause))}" for pause in seen["pauses"]),
+        *(
+            f"[yellow]{pause['part']} is paused[/yellow]: {escape(operator_pause_text(pause))}"
+            for pause in seen["pauses"]
+        ),
     ]
     lines += [f"[yellow]{escape(remark)}[/yellow]" for remark in remarks(seen["workers"], seen["remarks"])]
     sick = [worker for worker in seen["workers"] if worker["reported"] and worker["health"] != "ok"]
@@ -222,10 +225,10 @@ def trouble(seen: dict[str, Any]) -> list[str]:
         f"[yellow]entry {entry['sequence']} of the journal is left out[/yellow]: {escape(entry['detail'])}"
         for entry in seen["journal_set_aside"]
     ]
-    return [*lines, *(defect_words(defect, seen["now_unix_s"]) for defect in seen["defects"])]
+    return [*lines, *(defect_text(defect, seen["now_unix_s"]) for defect in seen["defects"])]
 
 
-def defect_words(defect: dict[str, Any], now_unix_s: float) -> str:
+def defect_text(defect: dict[str, Any], now_unix_s: float) -> str:
     """E.g. `fast_loop: 3 turns running ended by KeyError at orchestrrl/daemon/balancing.py:88: 'e0' (last 1 s ago)`."""
     running = f"{defect['running']} turns running ended by" if defect["running"] else "goes on after"
     what = escape(f"{defect['type']} at {defect['place']}: {defect['message']}")
@@ -251,11 +254,11 @@ def fabric_summary(seen: dict[str, Any]) -> list[str]:
     control, period = seen["fabric_control"], seen["fabric_period"]
     if control is None:
         return []
-    lines = [] if period is None else [f"fabric: {escape(period_words(period))}"]
-    return lines if control["state"] == "free" else [*lines, f"fabric: {escape(fabric_control_words(control))}"]
+    lines = [] if period is None else [f"fabric: {escape(period_text(period))}"]
+    return lines if control["state"] == "free" else [*lines, f"fabric: {escape(fabric_control_text(control))}"]
 
 
-def period_words(period: dict[str, Any]) -> str:
+def period_text(period: dict[str, Any]) -> str:
     """How a period stands, e.g. `gradients kept: no_window: none by the deadline`."""
     why = ": ".join(filter(None, (period["code"] if period["code"] != period["state"] else "", period["detail"])))
     return f"{name_of_period(period)} {period['state']}{f': {why}' if why else ''}"
@@ -266,7 +269,7 @@ def name_of_period(told: dict[str, Any]) -> str:
     return f"{told['period']} of {job}" if (job := told.get("job")) else str(told["period"])
 
 
-def fabric_control_words(control: dict[str, Any]) -> str:
+def fabric_control_text(control: dict[str, Any]) -> str:
     """How the operator has bound circuits."""
     until = "" if control["expires_unix_s"] is None else f" until {time_of_day(control['expires_unix_s'])}"
     because = f" ({control['reason']})" if control["reason"] else ""
@@ -294,13 +297,13 @@ def weights_summary(weights: dict[str, Any] | None, now_unix_s: float) -> list[s
     return [f"weights: {'; '.join(told)}"] if told else []
 
 
-def pause_words(pause: dict[str, Any]) -> str:
+def operator_pause_text(pause: dict[str, Any]) -> str:
     """Since when, why and for how long."""
     until = "" if pause["expires_unix_s"] is None else f", until {time_of_day(pause['expires_unix_s'])}"
     return f"{pause['reason'] or 'no reason given'} (since {time_of_day(pause['since_unix_s'])}{until})"
 
 
-def control_words(control: dict[str, Any] | None, now_unix_s: float | None = None) -> str:
+def control_text(control: dict[str, Any] | None, now_unix_s: float | None = None) -> str:
     """How the operator has bound the planner, e.g. `pinned for 4 min 10 s more (step 12 is precious)`."""
     if control is None or control["state"] in ("", "free"):
         return "free"
@@ -319,7 +322,7 @@ def control_words(control: dict[str, Any] | None, now_unix_s: float | None = Non
 def worker_row(worker: dict[str, Any]) -> tuple[object, ...]:
     return (
         worker["engine_id"],
-        health_words(worker),
+        health_text(worker),
         worker["running"],
         worker["waiting"],
         worker["max_sequences"] or None,
@@ -334,7 +337,7 @@ def worker_row(worker: dict[str, Any]) -> tuple[object, ...]:
     )
 
 
-def health_words(worker: dict[str, Any]) -> str:
+def health_text(worker: dict[str, Any]) -> str:
     """Its health, as far as the daemon knows it, and that an operator drains it."""
     health = worker["health"] or UNKNOWN if worker["reported"] else "no agent"
     return f"{health}, draining" if worker["draining"] else str(health)

@@ -15,10 +15,10 @@ from orchestrrl.cli.fleet.moves import move_row, reasons
 from orchestrrl.cli.fleet.status import (
     ago,
     barrier_summary,
-    control_words,
+    control_text,
     fetch_status,
     fetch_weights,
-    health_words,
+    health_text,
     kv_used,
     summary,
     trouble,
@@ -99,7 +99,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
         parts += headline(plan, status["now_unix_s"])
     else:
         parts.append("plan: none yet")
-    parts.append(f"planner: {control_words(status['plan_control'], status['now_unix_s'])}")
+    parts.append(f"planner: {control_text(status['plan_control'], status['now_unix_s'])}")
     return Group(*parts)
 
 
@@ -121,7 +121,7 @@ def _workers(workers: list[dict[str, Any]]) -> Table:
         colour, used = HEALTH_COLOURS.get(worker["health"] or "", "yellow"), kv_used(worker)
         table.add_row(
             escape(worker["engine_id"]),
-            f"[{colour}]{health_words(worker)}[/{colour}]",
+            f"[{colour}]{health_text(worker)}[/{colour}]",
             _bar(worker["running"], worker["max_sequences"] or worker["running"], width),
             _bar(worker["waiting"], most_waiting, width),
             UNKNOWN if used is None else f"{bar(used, width)} {percent(used)}",

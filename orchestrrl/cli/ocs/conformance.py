@@ -111,14 +111,14 @@ def conformance(
                     status.update(f"{len(outcomes) + 1} of {len(chosen or known)}: after {_short(outcome.name)}")
                     outcomes.append(outcome)
 
-    def say_that_it_stops() -> None:
+    def announce_stop() -> None:
         stderr().print(
             "stopping: the ports are freed first; Ctrl-C or SIGTERM, a second or more from now, stops that too"
         )
 
     stopped_by, stop = None, ""
     try:
-        stopped_by = until_stopped(run(), LEAVE_SIGNALS, say_that_it_stops)
+        stopped_by = until_stopped(run(), LEAVE_SIGNALS, announce_stop)
     except InvalidOptions as error:
         with reporting_errors():
             raise ProblemFaults([_as_flag(fault) for fault in error.faults]) from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrrl.cli.control import DaemonOption, answer, ask, follow
-from orchestrrl.cli.fleet.status import control_words, fetch_status
+from orchestrrl.cli.fleet.status import control_text, fetch_status
 from orchestrrl.cli.formats import duration, seconds, time_of_day
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.journal import print_line
@@ -37,7 +37,7 @@ def show(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: Json
     if as_json:
         print_json({**found, "control": control})
         return
-    print_lines([*explain.headline(found, now_unix_s), f"planner: {control_words(control, now_unix_s)}"])
+    print_lines([*explain.headline(found, now_unix_s), f"planner: {control_text(control, now_unix_s)}"])
 
 
 def explain_plan(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
@@ -59,7 +59,7 @@ def explain_plan(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_js
         print_table("Proposed fleet", explain.FLEET_COLUMNS, explain.fleet_rows(found))
     print_lines([*explain.predictions(found), explain.calibration(status["plan_calibration"])])
     print_lines(explain.histogram(found))
-    stdout().print(f"planner: {control_words(control, now_unix_s)}")
+    stdout().print(f"planner: {control_text(control, now_unix_s)}")
 
 
 def list_plans(
@@ -172,7 +172,7 @@ def _control(daemon: str, conversation: Callable[["ControlClient"], Awaitable[di
         print_json(control)
         return
     until = "" if control["expires_unix_s"] is None else f", until {time_of_day(control['expires_unix_s'])}"
-    stdout().print(f"planner: {control_words(control)}{until}")
+    stdout().print(f"planner: {control_text(control)}{until}")
 
 
 def _row(plan: dict[str, Any]) -> tuple[object, ...]:
@@ -193,7 +193,7 @@ def _row(plan: dict[str, Any]) -> tuple[object, ...]:
 def _event_line(event: dict[str, Any]) -> str:
     plan = event["plan"]
     if plan is None:
-        return f"no plan yet; planner {control_words(event['control'])}"
+        return f"no plan yet; planner {control_text(event['control'])}"
     times = f"{seconds(plan['current_makespan_s'])} now, {seconds(explain.proposed_s(plan))} proposed"
     solved = f"solved in {duration(plan['solve_s'])}"
     made = f"{time_of_day(plan['created_unix_s'])} {plan['plan_id']}"

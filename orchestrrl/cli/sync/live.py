@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
 
 SHOWN = 20
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 LARGEST = 2**64 - 1
 MOST_PROFILED = 1000
 UNDER_WAY = 8  # that are not over yet, at most
@@ -229,7 +229,7 @@ async def _watched(client: "ControlClient", sync_id: str) -> "AsyncIterator[pb.S
             if not away:
                 stderr().print("the daemon is away: the sync goes on, or back, once it is there again", soft_wrap=True)
             away = True
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
 
 
 def _report(message: "pb.SyncReport") -> "SyncReport":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from orchestrrl.weights.trainer.boxes import TensorPiece
     from orchestrrl.weights.trainer.client import PublishInProgress, WeightsClient
 
-LOOK_EVERY_S = 0.25
+POLL_EVERY_S = 0.25
 LARGEST = 2**64 - 1
 PATIENCE_S = 15.0  # with a daemon that is away, or has not heard of the peer
 EXIT_LEFT = 130  # as shells have it for Ctrl-C: what it came to is not known
@@ -121,7 +121,7 @@ def _carried(
                     tell(report)
                     if _waits_for_barrier(report):
                         return report
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_EVERY_S)
     except KeyboardInterrupt:
         stderr().print("\nit goes on by itself; end it with [bold]orchestrrl sync abort[/bold]", soft_wrap=True)
         raise typer.Exit(EXIT_LEFT) from None

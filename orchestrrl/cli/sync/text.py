@@ -7,7 +7,7 @@ from rich.markup import escape
 
 from orchestrrl.cli.formats import UNKNOWN, bar, duration, percent, ranges, time_of_day
 from orchestrrl.weights.controller.advice import Advice, advice
-from orchestrrl.weights.controller.profile import BESIDE, SyncProfile, phase_words, profile
+from orchestrrl.weights.controller.profile import BESIDE, SyncProfile, phase_text, profile
 from orchestrrl.weights.controller.reports import (
     EdgeTime,
     EngineStatus,
@@ -79,7 +79,7 @@ def standing(report: SyncReport, now_s: float) -> list[str]:
     lines = [progress(report, now_s)]
     if report.state is SyncState.CARRYING:
         lines.append(arrived(report))
-    if late := late_words(report):
+    if late := late_text(report):
         lines.append(escape(late))
     lines += [escape(note) for note in report.notes[-LATE_SHOWN:]]
     return lines
@@ -89,7 +89,7 @@ def progress(report: SyncReport, now_s: float) -> str:
     """`version 8 (sync-8): carrying, phase A for 3.2 s, attempt 2`"""
     lasting = [took for took in report.phases if took.ended_s is None]
     doing = (
-        f", {phase_words(lasting[-1].phase)} for {duration(max(0.0, now_s - lasting[-1].began_s))}" if lasting else ""
+        f", {phase_text(lasting[-1].phase)} for {duration(max(0.0, now_s - lasting[-1].began_s))}" if lasting else ""
     )
     again = f", attempt {report.attempt}" if report.attempt > 1 else ""
     why = f": {escape(report.detail)}" if report.detail else ""
@@ -110,7 +110,7 @@ def arrived(report: SyncReport) -> str:
     return f"{bar(share, BAR_COLUMNS)} {percent(share)} of {size(report.carried_bytes)} {over}"
 
 
-def late_words(report: SyncReport) -> str:
+def late_text(report: SyncReport) -> str:
     """Who is waited for; empty where nobody is."""
     if report.state is SyncState.PUBLISHING:
         missing = sorted(set(range(report.world)) - set(report.published))
@@ -203,10 +203,10 @@ def history_rows(reports: Sequence[SyncReport], now_s: float) -> Iterator[tuple[
 def phase_rows(took: SyncProfile) -> Iterator[tuple[object, ...]]:
     for row in took.rows:
         share = percent(row.share) if row.phase not in BESIDE else "beside"
-        yield phase_words(row.phase), duration(row.seconds), share, _bar(row.share)
+        yield phase_text(row.phase), duration(row.seconds), share, _bar(row.share)
     if took.unnamed_s >= PATH_SHARE * took.whole_s > 0:
         share_unnamed = took.unnamed_s / took.whole_s
-        yield phase_words(None), duration(took.unnamed_s), percent(share_unnamed), _bar(share_unnamed)
+        yield phase_text(None), duration(took.unnamed_s), percent(share_unnamed), _bar(share_unnamed)
 
 
 def edge_rows(edges: Sequence[EdgeTime]) -> Iterator[tuple[object, ...]]:
@@ -231,7 +231,7 @@ def last_rows(profiles: Sequence[SyncProfile]) -> Iterator[tuple[object, ...]]:
         longest_s, version, _ = max(took, key=lambda each: each[0])
         share = sum(row.waited_s for _, _, row in took) / whole_s if whole_s > 0 and phase not in BESIDE else None
         yield (
-            phase_words(phase),
+            phase_text(phase),
             duration(median(seconds for seconds, _, _ in took)),
             duration(longest_s),
             version,
@@ -243,7 +243,7 @@ def last_rows(profiles: Sequence[SyncProfile]) -> Iterator[tuple[object, ...]]:
     if share >= PATH_SHARE:
         longest_s, version = max(unnamed)
         middle_s = median(unnamed_s for unnamed_s, _ in unnamed)
-        yield phase_words(None), duration(middle_s), duration(longest_s), version, percent(share), _bar(share)
+        yield phase_text(None), duration(middle_s), duration(longest_s), version, percent(share), _bar(share)
 
 
 # --- where the time went
@@ -253,16 +253,16 @@ def profile_lines(took: SyncProfile) -> list[str]:
     report = took.report
     lines = [
         f"{outcome(report) if report.over else progress(report, report.began_s + took.whole_s)}",
-        f"waited for: {path_words(took) or 'nothing yet'}",
+        f"waited for: {path_text(took) or 'nothing yet'}",
     ]
     if took.transfer_s:
-        lines.append(transfer_words(took))
+        lines.append(transfer_text(took))
     if took.still_s:
         lines.append(f"requests stood still for {duration(took.still_s)}")
     return [*lines, *(escape(note) for note in report.notes)]
 
 
-def transfer_words(took: SyncProfile) -> str:
+def transfer_text(took: SyncProfile) -> str:
     """`transfer: 2 s, 50 % of the whole, 16 Gb/s over all edges; 1.11 x its estimate, 1.25 x the bound, ...`"""
     report = took.report
     rate = f", {took.carried_gbps:.3g} Gb/s over all edges" if took.carried_gbps else ""
@@ -280,7 +280,7 @@ def transfer_words(took: SyncProfile) -> str:
     return f"transfer: {duration(took.transfer_s)}, {percent(took.transfer_share)} of the whole{rate}{told}"
 
 
-def path_words(took: SyncProfile) -> str:
+def path_text(took: SyncProfile) -> str:
     """`gather 500 ms, phase A 2 s, install 1 s`: one after the other; trifles are left out."""
     told: list[tuple[SyncPhase | None, float]] = []
     for stretch in took.path:
@@ -290,7 +290,7 @@ def path_words(took: SyncProfile) -> str:
             told[-1] = stretch.phase, told[-1][1] + stretch.seconds
         else:
             told.append((stretch.phase, stretch.seconds))
-    return ", ".join(f"{phase_words(phase)} {duration(seconds)}" for phase, seconds in told)
+    return ", ".join(f"{phase_text(phase)} {duration(seconds)}" for phase, seconds in told)
 
 
 def advice_lines(profiles: Sequence[SyncProfile]) -> list[str]:

@@ -221,7 +221,7 @@ class Aiconfigurator:
         self.detail = f"{PACKAGE} {package}, {system}, {backend} {self._version}" + f", {precision}" * bool(precision)
 
     def compile(self, layout: Parallelism) -> ImportHandle:
-        with self._in_our_words():
+        with self._in_our_terms():
             handle: ImportHandle = self._engine.EngineHandle.compile(
                 self._model, self._system, self._backend, backend_version=self._version, **self._sizes(layout)
             )
@@ -242,7 +242,7 @@ class Aiconfigurator:
         return float(node["inter_node_bw"]), float(node["p2p_latency"])
 
     @contextmanager
-    def _in_our_words(self) -> Iterator[None]:
+    def _in_our_terms(self) -> Iterator[None]:
         """The package's ways to refuse, as one. A model that it neither bundles nor finds in a folder is one of them:
         it would have been fetched."""
         try:
@@ -256,7 +256,7 @@ class Aiconfigurator:
         return {"tp_size": layout.tp, "attention_dp_size": layout.dp, **spread, **self._precision}
 
     def _kv(self, layout: Parallelism, sequences: int, **more: Any) -> dict[str, Any]:
-        with self._in_our_words():
+        with self._in_our_terms():
             told: dict[str, Any] = self._memory.estimate_kv_cache(
                 self._model,
                 self._system,

@@ -253,11 +253,11 @@ class KubernetesDeployer:
             gpus=gpus,
             url=f"http://{host}:{port}" if host and port else "",
             life=read.life,
-            detail=f"{read.detail}{await self._last_words(read.log)}" if read.log is not None else read.detail,
+            detail=f"{read.detail}{await self._last_log_lines(read.log)}" if read.log is not None else read.detail,
             spec=spec_of(made) if made is not None else None,
         )
 
-    async def _last_words(self, place: LogPlace) -> str:
+    async def _last_log_lines(self, place: LogPlace) -> str:
         query = {
             "container": place.container,
             "tailLines": str(self._options.log_lines),

@@ -169,7 +169,7 @@ class RayDeployer:
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
         try:
-            found = await self._driver.call("look", self._look_limit_s, engine=engine)
+            found = await self._driver.call("look", self._poll_limit_s, engine=engine)
         except (RayConnectionLost, Retryable) as error:
             if engine in self._seen:
                 return replace(self._seen[engine], life=EngineLife.UNKNOWN, detail=str(error))
@@ -181,7 +181,7 @@ class RayDeployer:
 
     async def list_engines(self) -> tuple[DeployedInstance, ...]:
         try:
-            found = await self._driver.call("list_engines", self._look_limit_s)
+            found = await self._driver.call("list_engines", self._poll_limit_s)
         except RayConnectionLost as error:
             raise Retryable(f"Ray was lost: {error}", RETRY_AFTER_S) from error
         self._seen.clear()
@@ -197,7 +197,7 @@ class RayDeployer:
         await self._driver.close()
 
     @property
-    def _look_limit_s(self) -> float:
+    def _poll_limit_s(self) -> float:
         return 3 * self._options.answer_within_s
 
     @property

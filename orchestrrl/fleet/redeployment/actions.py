@@ -42,7 +42,7 @@ REFERENCE_WITHIN_S = 10.0
 class ActionControl(emptying.MoveControl, Protocol):
     """What steps need of the control plane."""
 
-    def weights_told(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
+    def weights_reported(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
         """These engines have those weights; version None: they have what they were started with."""
 
     def current_weights(self) -> ServedWeights:
@@ -204,7 +204,7 @@ class RedeployActions:
             self.plane.state.add_engine(self.facts(self.running[engine]))
         try:
             # Of the others nobody knows more than before.
-            self.plane.weights_told([engine for engine in engines if engine in self.loaded], self._weights)
+            self.plane.weights_reported([engine for engine in engines if engine in self.loaded], self._weights)
         finally:  # what cannot be written down keeps no request from those who serve
             self.let_be()
         return f"requests go to {len(engines)} engines{f'; {circuits}' if circuits else ''}"

@@ -38,7 +38,7 @@ from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 2.0
+POLL_AGAIN_S = 2.0
 BACK_ATTEMPTS = 2  # for an engine of before: memory of what was on its GPUs may be freed late
 _TAKES_GPUS = (StepKind.START, StepKind.WAKE)
 _FREES_GPUS = (StepKind.STOP, StepKind.SLEEP)
@@ -256,7 +256,7 @@ class RedeploymentRun:
                     self.redeployment.id,
                     error,
                 )
-                await self._clock.sleep(LOOK_AGAIN_S)
+                await self._clock.sleep(POLL_AGAIN_S)
 
     async def _as_before(self) -> bool:
         await self._look()

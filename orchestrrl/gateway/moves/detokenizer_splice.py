@@ -48,7 +48,7 @@ class DetokenizerSplice:
         return added
 
 
-async def open_seam(
+async def open_splice(
     engine: TokenDecoder, context_ids: Sequence[int], *, keep_stop_token: bool
 ) -> DetokenizerSplice | None:
     """The seam after these tokens; None where they end on a whole character, or the engine has no text at all."""

@@ -57,9 +57,9 @@ class MoveInProgress:
         if self._count is None:
             self.result.set_result(self._outcome(duration_s, 0))
         else:
-            in_background(self._tell_loaded(self._count, duration_s))
+            in_background(self._report_loaded(self._count, duration_s))
 
-    async def _tell_loaded(self, count: KvLoadCount, duration_s: float) -> None:
+    async def _report_loaded(self, count: KvLoadCount, duration_s: float) -> None:
         """Find out whether the KV came, and say so."""
         loaded: int | None = None
         try:

@@ -300,7 +300,7 @@ class EngineBackends:
             self._note_if_alone(waiter, waiter.since_s, self.expected)
             if patience_s < float("inf") and not self._giving_up:
                 self._giving_up = True
-                self.in_background(self._give_up_on_those_alone())
+                self.in_background(self._expire_those_alone())
         return waiter
 
     def leave_queue(self, waiter: QueuedRequest) -> None:
@@ -370,7 +370,7 @@ class EngineBackends:
         elif waiter.alone_since_s is None:
             waiter.alone_since_s = now_s
 
-    async def _give_up_on_those_alone(self) -> None:
+    async def _expire_those_alone(self) -> None:
         """One task for all of them, and only while somebody waits: a burst of thousands needs no thousands of timers.
         Nobody waits longer than their patience and a hundredth."""
         try:

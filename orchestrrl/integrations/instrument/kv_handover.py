@@ -35,10 +35,10 @@ from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING or __package__:
     from orchestrrl.integrations.instrument.kv_entries import KvBlockLayout, KvEntryStore, KvEvictor, UnusableEntry
-    from orchestrrl.integrations.instrument.kv_scheduler import LOOK_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
+    from orchestrrl.integrations.instrument.kv_scheduler import POLL_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
 else:  # in vLLM's process, where this folder is on the path
     from kv_entries import KvBlockLayout, KvEntryStore, KvEvictor, UnusableEntry
-    from kv_scheduler import LOOK_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
+    from kv_scheduler import POLL_PERIOD_S, KvTransferScheduler, LoadJob, SaveJob
 
 DEFAULT_MAX_AGE_S = 300.0
 DEFAULT_MAX_BYTES = 16 << 30
@@ -126,7 +126,7 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
         # vLLM turns round and round while a request waits and nothing runs, and takes the processor from an engine
         # beside it, which may be the one that is saving.
         if self._scheduler.waiting and not scheduler_output.total_num_scheduled_tokens:
-            time.sleep(LOOK_PERIOD_S)
+            time.sleep(POLL_PERIOD_S)
         return KvJobs(*self._scheduler.jobs())
 
     def reset_cache(self) -> bool:

@@ -36,7 +36,7 @@ PARAMETER = "handover"
 WEIGHTS, SAVE, LOAD, WAIT_S = "weights", "save", "load", "wait_s"
 DEFAULT_WAIT_S = 2.0
 MAX_WAIT_S = 60.0
-LOOK_PERIOD_S = 0.005
+POLL_PERIOD_S = 0.005
 
 logger = logging.getLogger("vllm.orchestrrl.kv_scheduler")
 
@@ -83,7 +83,7 @@ class _Waiting:
     last_look_s: float = -math.inf
 
 
-def read_wish(params: object) -> TransferParams | None:
+def read_transfer_params(params: object) -> TransferParams | None:
     """The wish in `kv_transfer_params`, None without one. Raises ValueError with every fault at once."""
     if not isinstance(params, Mapping) or PARAMETER not in params:
         return None
@@ -135,7 +135,7 @@ class KvTransferScheduler:
     def arrived(self, request_id: str, params: object) -> None:
         """A new request. A wish that cannot be read is told in the log and ignored: the request itself is fine."""
         try:
-            wish = read_wish(params)
+            wish = read_transfer_params(params)
         except ValueError as error:
             logger.warning("%s is served without a handover: %s", request_id, error)
             return
@@ -169,7 +169,7 @@ class KvTransferScheduler:
     def _look(self, request_id: str, waiting: _Waiting) -> bool:
         """Look whether the entry is complete. Raises Unusable when it will not do, or does not come in time."""
         now_s = self._clock()
-        if now_s - waiting.last_look_s < LOOK_PERIOD_S:
+        if now_s - waiting.last_look_s < POLL_PERIOD_S:
             return False
         wish = self._wishes[request_id]
         waiting.last_look_s = now_s

@@ -126,7 +126,7 @@ def start(
         return
     if capacity < 2 or capacity & (capacity - 1):
         raise ValueError(f"capacity: must be a power of two of at least 2, got {capacity}")
-    chosen = Path(directory) if directory is not None else _said_directory()
+    chosen = Path(directory) if directory is not None else _configured_directory()
     _process.recorder = Recorder(chosen, os.environ.get(JOB, "") if job is None else job, capacity, ddp)
     _process.recorder.install()
 
@@ -195,7 +195,7 @@ def _writing() -> RingWriter | None:
     return None if recorder is None else recorder.writer()
 
 
-def _said_directory() -> Path:
+def _configured_directory() -> Path:
     said = os.environ.get(SWITCH, "")
     return Path(said) if "/" in said else DEFAULT_DIRECTORY
 

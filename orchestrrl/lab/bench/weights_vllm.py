@@ -30,7 +30,7 @@ from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
 from orchestrrl.rpc.codecs.weights import status_from_pb
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2, weights_pb2
-from orchestrrl.weights.controller.profile import phase_words, profile
+from orchestrrl.weights.controller.profile import phase_text, profile
 from orchestrrl.weights.controller.reports import SYNC, SyncReport, WeightsStatus
 from planner.model import EngineId
 
@@ -279,7 +279,7 @@ async def _version(running: WeightsStack, engines: Sequence[LocalEngine], versio
     if report.code != "done":
         raise Permanent(f"version {version} did not come to all engines: {report}")
     took = profile(report)
-    phases = ", ".join(f"{phase_words(row.phase)} {row.seconds:.3g}" for row in took.rows)
+    phases = ", ".join(f"{phase_text(row.phase)} {row.seconds:.3g}" for row in took.rows)
     note = (
         f"{report.bytes / 1e6:.0f} MB to two real vLLM servers on CPUs, {FLIGHTS} requests running; seconds: {phases},"
         f" between phases {took.unnamed_s:.2g}; requests stood still for {took.still_s:.3g} s"

@@ -18,7 +18,7 @@ from orchestrrl.lab.box.plan import End, TestbedPlan, is_fibre
 from planner.fabric.masks import Port
 from planner.fabric.model import OcsId, PortPair
 
-LOOK_EVERY_S = 0.5  # for what happens without a word, such as a fibre that is pulled
+POLL_EVERY_S = 0.5  # for what happens without a word, such as a fibre that is pulled
 
 
 class PatchPanel:
@@ -50,7 +50,7 @@ class PatchPanel:
                 self._changed.clear()
                 wait_s = self.follow()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), min(wait_s, LOOK_EVERY_S))
+                    await asyncio.wait_for(self._changed.wait(), min(wait_s, POLL_EVERY_S))
         finally:
             for each in listeners:
                 each.cancel()

@@ -32,7 +32,7 @@ from planner.fabric.topology import Site
 SITE_FILE, CONFIG_FILE = "site.yaml", "orchestrrl.yaml"
 # What has been sent on a circuit is in the ToR's queue for that long at most, see `Rates.tbf`.
 SETTLE_S = 0.06
-LOOK_AGAIN_S = 0.5
+POLL_AGAIN_S = 0.5
 TOOK_WITHIN_S = 30.0
 
 
@@ -173,7 +173,7 @@ class Testbed:
             "fabric": {
                 "site": SITE_FILE,
                 "routers": routers,
-                "rerouting": {"settle_s": SETTLE_S, "look_again_s": LOOK_AGAIN_S},
+                "rerouting": {"settle_s": SETTLE_S, "look_again_s": POLL_AGAIN_S},
                 **fabric,
             },
             "ocs": [

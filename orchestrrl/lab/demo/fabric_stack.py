@@ -24,7 +24,7 @@ from orchestrrl.rpc.pb import fabric_pb2
 
 PORTS = 12
 READY_WITHIN_S = 60.0
-LOOK_EVERY_S = 0.1
+POLL_EVERY_S = 0.1
 ENTRIES = 1_000_000
 PERIODS_ASKED = 1024
 CLOCKS_AGREE_S = 0.05
@@ -103,7 +103,7 @@ class FabricDemoStack:
                 status = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest())
                 if any(each.job == job and len(each.ranks) == RANKS for host in status.hosts for each in host.jobs):
                     return
-                await asyncio.sleep(LOOK_EVERY_S)
+                await asyncio.sleep(POLL_EVERY_S)
 
     async def settled(self) -> fabric_pb2.FabricStatus:
         """What the daemon says when no period is under way any more."""
@@ -112,7 +112,7 @@ class FabricDemoStack:
                 status = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
                 if all(period.HasField("ended_unix_s") for period in status.periods):
                     return status
-                await asyncio.sleep(LOOK_EVERY_S)
+                await asyncio.sleep(POLL_EVERY_S)
 
     async def outcome(self) -> PeriodOutcomes:
         """Once it is settled."""

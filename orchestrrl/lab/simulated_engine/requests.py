@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrrl.core.errors import faults_of
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
-from orchestrrl.integrations.instrument.kv_scheduler import TransferParams, read_wish
+from orchestrrl.integrations.instrument.kv_scheduler import TransferParams, read_transfer_params
 from orchestrrl.lab.simulated_engine.tokens import TURN_END, TURN_START, TokenModel
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def _prompt_logprobs(body: _Body) -> int | None:
 def _handover(body: _Body) -> TransferParams | None:
     """As vLLM with the connector: a wish that cannot be read is told in the log, and the request is served without."""
     try:
-        return read_wish(body.kv_transfer_params)
+        return read_transfer_params(body.kv_transfer_params)
     except ValueError as error:
         logger.warning("a request is served without a handover: %s", error)
         return None

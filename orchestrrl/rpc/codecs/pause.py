@@ -6,7 +6,7 @@ from orchestrrl.rpc.codecs.telemetry import barrier_to_pb as report_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 
 
-def wish_from_pb(message: pb.PauseFleetRequest) -> PauseRequest:
+def pause_request_from_pb(message: pb.PauseFleetRequest) -> PauseRequest:
     return PauseRequest(
         mode=barrier_mode_from_pb(message.mode),
         frozen=frozen_from_pb(message.frozen),

@@ -20,7 +20,7 @@ from orchestrrl.rpc.pb import control_pb2 as pb
 PLANNED = "planned"
 
 
-def wish_from_pb(message: pb.RedeployRequest) -> RedeployRequest:
+def pause_request_from_pb(message: pb.RedeployRequest) -> RedeployRequest:
     targets = tuple((target.configuration, target.engines) for target in message.targets)
     return RedeployRequest(targets, message.plan_id, message.reason)
 

@@ -231,7 +231,7 @@ class SyncActions:
 
     async def let_go(self, version: int) -> None:
         """All edges of the version, everywhere."""
-        await self._tell_all(lambda _: EndEdges(version))
+        await self._notify_all(lambda _: EndEdges(version))
 
     async def keep(self) -> None:
         """The fleet's version, and what is on its way, is all that peers keep."""
@@ -244,7 +244,7 @@ class SyncActions:
             staged = {held.version for held in peer.held if held.staged_by and held.version > committed}
             return KeepVersions(tuple(sorted(wanted | staged)), committed)
 
-        await self._tell_all(order)
+        await self._notify_all(order)
 
     async def discard(self, version: int) -> None:
         """It came to nothing: peers have room for the next one. Not where the same number is on its way again."""
@@ -256,9 +256,9 @@ class SyncActions:
             others = {*wanted, *(held.version for held in peer.held)} - {version}
             return KeepVersions(tuple(sorted(others if committed is None else others | {committed})), committed)
 
-        await self._tell_all(order)
+        await self._notify_all(order)
 
-    async def _tell_all(self, order: Callable[[Peer], Order]) -> None:
+    async def _notify_all(self, order: Callable[[Peer], Order]) -> None:
         async def one(peer: Peer) -> None:
             try:
                 result = await self.hub.ask(peer.id, order(peer), ANSWER_S, 0.0)
@@ -287,5 +287,5 @@ def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object
     return odd
 
 
-def told_of_each(why: Mapping[EngineId, str]) -> str:
+def results_by_engine(why: Mapping[EngineId, str]) -> str:
     return few([f"{engine}: {words}" for engine, words in sorted(why.items())])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from orchestrrl.weights.controller.profile import PHASE_WORDS, SyncProfile, phase_words
+from orchestrrl.weights.controller.profile import PHASE_WORDS, SyncProfile, phase_text
 from orchestrrl.weights.controller.reports import EdgeTime, EngineStatus, SyncPhase, SyncReport
 
 # Nothing is said of what takes less than either.
@@ -61,7 +61,7 @@ def _of_gaps(profile: SyncProfile) -> tuple[Advice, ...]:
     share = seconds / profile.whole_s
     if seconds < LEAST_S or share < LEAST_SHARE or not (seconds > profile.transfer_s or share >= LARGE_SHARE):
         return ()
-    before = phase_words(profile.path[place - 1].phase)
+    before = phase_text(profile.path[place - 1].phase)
     following = profile.path[place + 1].phase if place + 1 < len(profile.path) else None
     why = "the daemon's log of that time may say what it did"
     if following is SyncPhase.PUBLISH:
@@ -226,7 +226,7 @@ def slow_by(report: SyncReport) -> tuple[str, str]:
     first = [edge for edge in slow if edge.src not in late] or slow
     if len(slow) < report.edges:
         if len(first) == 1:
-            return "slow_edge", f"{_edge_words(first[0])}; look at what else uses its way"
+            return "slow_edge", f"{_edge_text(first[0])}; look at what else uses its way"
         for ends, side in (([edge.src for edge in first], "from"), ([edge.dst for edge in first], "to")):
             peer, number = Counter(ends).most_common(1)[0]
             if number >= BLAMED * len(first):
@@ -245,7 +245,7 @@ def slow_by(report: SyncReport) -> tuple[str, str]:
     )
 
 
-def _edge_words(edge: EdgeTime) -> str:
+def _edge_text(edge: EdgeTime) -> str:
     times = _times(edge.seconds / edge.planned_s)
     return f"{edge.src} -> {edge.dst} (phase {edge.phase}) took {times} times what was planned, {edge.gbps:.3g} Gb/s"
 

@@ -121,7 +121,7 @@ async def go_back(
     if committed is not None:
         _tell(acts, good, bad, committed.version)
     else:
-        _tell_as_before(acts, {engine: told[engine] for engine in good if engine in untouched and engine in told})
+        _restore_versions(acts, {engine: told[engine] for engine in good if engine in untouched and engine in told})
     without = sorted(engine for engine in acts.book.fleet.quarantined if engine in acts.engines())
     if lease and await _resume(acts, lease, None, without, "engines have the weights from before"):
         return
@@ -170,7 +170,7 @@ def _tell(acts: SyncActions, good: Collection[EngineId], bad: Collection[EngineI
         acts.fence.set_version(sorted(untold), version, "have the weights from before")
 
 
-def _tell_as_before(acts: SyncActions, told: Mapping[EngineId, int]) -> None:
+def _restore_versions(acts: SyncActions, told: Mapping[EngineId, int]) -> None:
     """Of weights that came by another way: nothing has become of them."""
     unknown = {e: v for e, v in told.items() if e not in acts.fence.state.versions and e not in acts.stale}
     for version in sorted(set(unknown.values())):

@@ -18,7 +18,7 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.weights.backends.base import BACKENDS, TREE, DirectBackend
-from orchestrrl.weights.controller.actions import SyncActions, told_of_each
+from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
 from orchestrrl.weights.controller.barrier_release import attached_again, go_back, own_lease, resume_new
 from orchestrrl.weights.controller.carrying import CarrierContext, Offload, SyncFailed, inline
 from orchestrrl.weights.controller.circuits import SyncCircuits
@@ -117,7 +117,7 @@ class WeightSync:
         self.defects = 0  # faults of ours that were met while running
         self._news = asyncio.Event()
         hub.listen(self._hear)
-        fence.tell_restarts(self._acts.stale.restarted)
+        fence.notify_restarts(self._acts.stale.restarted)
 
     # --- told by trainers
 
@@ -355,7 +355,7 @@ class WeightSync:
             del self._left[0]
         while True:
             self._news.clear()
-            self._collector.give_up_on_ranks()
+            self._collector.expire_ranks()
             if self._next is not None:
                 self._running, self._next = self._next, None
                 self._collector.running = self._running.record
@@ -403,7 +403,7 @@ class WeightSync:
         if is_committed:
             quarantined = self.book.fleet.quarantined
             code = "some_quarantined" if quarantined else "done"
-            record.over(SyncState.DONE, code, told_of_each(quarantined))
+            record.over(SyncState.DONE, code, results_by_engine(quarantined))
         else:
             record.over(SyncState.ABORTED, code, why)
         self._collector.write_end(record)

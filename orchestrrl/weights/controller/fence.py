@@ -56,6 +56,6 @@ class FleetFence(Protocol):
         """Nobody knows what they have: no requests go there, where the fleet's version is known."""
         ...
 
-    def tell_restarts(self, restarted: Callable[[EngineId], None]) -> None:
+    def notify_restarts(self, restarted: Callable[[EngineId], None]) -> None:
         """It is called with each engine of which agents see that it has lost what it had."""
         ...

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrrl.core.errors import OutcomeUnknown
-from orchestrrl.weights.controller.actions import SyncActions, odd_ones, told_of_each
+from orchestrrl.weights.controller.actions import SyncActions, odd_ones, results_by_engine
 from orchestrrl.weights.controller.carrying import SyncFailed, each_done
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.participants import SyncAttempt
@@ -95,7 +95,7 @@ class Installing:
 
         failed = await self._acts.try_each(engines, one)
         if failed := self._of_the_fleet(failed):
-            raise SyncFailed("install_failed", told_of_each(failed), failed)
+            raise SyncFailed("install_failed", results_by_engine(failed), failed)
         return results
 
     async def _sent(
@@ -111,7 +111,7 @@ class Installing:
             for engine, words in why.items():
                 record.engine(engine, EngineSync.WAITING, words)
             attempt.untouched |= {e for e, error in failed.items() if not isinstance(error, OutcomeUnknown)}
-            raise SyncFailed("install_failed", told_of_each(why), why if results else ())
+            raise SyncFailed("install_failed", results_by_engine(why), why if results else ())
         if not self.prompt[0]:
             record.note("engines were asked nothing: name a probe, there are no sums on this backend")
         return results
@@ -140,7 +140,7 @@ class Installing:
         share = {engine: None if peer is None else peer.share for engine, peer in peers.items()}
         odd = odd_ones(sums, lambda e: (configuration.get(e), share[e], results[e].is_read_back))
         if odd:
-            raise SyncFailed("verify_failed", told_of_each(odd), odd)
+            raise SyncFailed("verify_failed", results_by_engine(odd), odd)
         prompt, max_tokens = self.prompt
         may_probe = borrowed is None or borrowed.may_probe
         answers: dict[EngineId, tuple[int, ...]] = {}
@@ -150,14 +150,14 @@ class Installing:
                 answers[engine] = await self._acts.probe(engine, prompt, max_tokens)
 
             if failed := self._of_the_fleet(await self._acts.try_each(results, ask)):
-                raise SyncFailed("verify_failed", told_of_each(failed), failed)
+                raise SyncFailed("verify_failed", results_by_engine(failed), failed)
             expected = self._publications[0].expected
             if expected:
                 odd = {e: f"goes on with {t}, the trainer with {expected}" for e, t in answers.items() if t != expected}
             else:
                 odd = odd_ones(answers, configuration.get)
             if odd:
-                raise SyncFailed("probe_differs", told_of_each(odd), odd)
+                raise SyncFailed("probe_differs", results_by_engine(odd), odd)
         for engine in results:
             self._record.engine(engine, EngineSync.VERIFIED)
         return prompt if answers else (), {configuration[e]: t for e, t in answers.items() if e in configuration}

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from orchestrrl.weights.controller.actions import SyncActions, told_of_each
+from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
 from orchestrrl.weights.controller.carrying import SyncFailed
 from orchestrrl.weights.controller.reports import EngineSync
 from orchestrrl.weights.controller.state import SyncRecord
@@ -112,6 +112,6 @@ class SyncParticipants:
             self._record.engine(engine, EngineSync.QUARANTINED, why)
         attempt.without = left
         if not targets:
-            words = told_of_each(left) or "there are none"
+            words = results_by_engine(left) or "there are none"
             raise SyncFailed("no_engines", f"no engine can have it: {words}", again=False)
         return targets

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrrl.weights.controller.profile import SyncProfile, phase_words
+from orchestrrl.weights.controller.profile import SyncProfile, phase_text
 from orchestrrl.weights.controller.reports import SyncPhase
 
 # What is the trainer's is blue, what is planned and prepared grey and violet, the transfer green, what requests stand
@@ -70,7 +70,7 @@ def draw(profiles: Sequence[SyncProfile], target: Path) -> None:
         axis.spines[side].set_visible(False)
     order = [phase for phase in (*SyncPhase, None) if phase in seen]
     patches = [
-        Patch(facecolor=COLOURS[phase], edgecolor="#8896a3", linewidth=0.4, label=phase_words(phase)) for phase in order
+        Patch(facecolor=COLOURS[phase], edgecolor="#8896a3", linewidth=0.4, label=phase_text(phase)) for phase in order
     ]
     if patches:
         figure.legend(handles=patches, loc="outside upper center", ncols=6, fontsize=8, frameon=False)

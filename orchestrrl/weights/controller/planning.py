@@ -76,7 +76,7 @@ def plan_sync(
     Unreachable where no way leads to somebody."""
     known = {peer.id: peer for peer in peers}
     faults, tensors = _merged_tensors(version, publications)
-    faults += _who_is_unknown(publications, known, network)
+    faults += _unknown_peers(publications, known, network)
     if faults:
         raise ProblemFaults(faults)
     ids = sorted(known)
@@ -124,7 +124,7 @@ def plan_repair(
     nobody has some of it or no way leads to somebody."""
     known = {peer.id: peer for peer in peers}
     faults = [f"receivers: must be attached, got {peer!r}" for peer in sorted(receivers) if peer not in known]
-    faults += _who_is_unknown((), known, network)
+    faults += _unknown_peers((), known, network)
     if faults:
         raise ProblemFaults(faults)
     if held is None:
@@ -220,7 +220,7 @@ def _merged_tensors(version: int, publications: Sequence[Publication]) -> tuple[
     return faults, tensors
 
 
-def _who_is_unknown(
+def _unknown_peers(
     publications: Sequence[Publication], known: Mapping[PeerId, Peer], network: SyncNetwork
 ) -> Iterator[str]:
     for place, each in enumerate(publications):

@@ -164,7 +164,7 @@ def critical_path(phases: Sequence[PhaseTime], end_s: float) -> tuple[PhaseStret
     return tuple(reversed(path))
 
 
-def phase_words(phase: SyncPhase | None) -> str:
+def phase_text(phase: SyncPhase | None) -> str:
     return "between phases" if phase is None else PHASE_WORDS[phase]
 
 

@@ -9,7 +9,7 @@ from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable, few
 from orchestrrl.weights.backends.base import DirectBackend
 from orchestrrl.weights.controller.peer_hub import REATTACH_S, PeerHub
-from orchestrrl.weights.controller.publishing import PublicationSet, same_word
+from orchestrrl.weights.controller.publishing import PublicationSet, same_publication
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
 from orchestrrl.weights.controller.state import REMEMBERED, SyncRecord, WeightBook
 from orchestrrl.weights.publication import NOT_ATTACHED, Publication
@@ -47,7 +47,7 @@ class PublicationCollector:
         if backend is not None:
             faults += backend.faults(publication)
         before = collection.words.get(publication.rank)
-        if before is not None and not same_word(before, publication):
+        if before is not None and not same_publication(before, publication):
             faults.append(f"rank: {publication.rank} has said otherwise of version {publication.version} before")
         if faults:
             raise ProblemFaults(faults)
@@ -67,7 +67,7 @@ class PublicationCollector:
         """Of the version of which some ranks have spoken."""
         return None if self._collecting is None else self._collecting[1]
 
-    def give_up_on_ranks(self) -> None:
+    def expire_ranks(self) -> None:
         if self._collecting is None:
             return
         collection, record = self._collecting

@@ -29,7 +29,7 @@ class PublicationSet:
     def faults(self, word: Publication) -> list[str]:
         """What is wrong with it, or does not go together with what other ranks have said. These agree among themselves:
         each is not looked at again for each of a thousand."""
-        faults = faults_of_word(word)
+        faults = publication_faults(word)
         other = next((each for each in self.words.values() if each.rank != word.rank), None)
         for name in ("world", "install", "backend", "probe", "expected", "options") if other is not None else ():
             one, two = getattr(other, name), getattr(word, name)
@@ -53,12 +53,12 @@ class PublicationSet:
         return tuple(self.words[rank] for rank in sorted(self.words))
 
 
-def same_word(one: Publication, other: Publication) -> bool:
+def same_publication(one: Publication, other: Publication) -> bool:
     """Whether they say the same, whenever they were sent."""
     return _timeless(one) == _timeless(other)
 
 
-def faults_of_word(word: Publication) -> list[str]:
+def publication_faults(word: Publication) -> list[str]:
     """By itself."""
     faults = []
     if word.backend not in BACKENDS:

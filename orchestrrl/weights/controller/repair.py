@@ -68,7 +68,7 @@ class EngineRepairs:
                     self._has_it(engine)  # who started it there said so, and it says so itself
                 elif committed.is_kept:
                     wanting.append(engine)  # never verified
-        self._tell_again()
+        self._report_again()
         return [engine for engine in wanting if self._is_due(engine)]
 
     def heard(self, peer: Peer) -> None:
@@ -138,7 +138,7 @@ class EngineRepairs:
         if engine in committed.has or engine not in committed.quarantined:
             acts.book.stands(replace(acts.book.fleet, committed=committed.lost(engine, why)))
 
-    def _tell_again(self) -> None:
+    def _report_again(self) -> None:
         """Engines that have the version, verified, and of which the pause barrier does not know it."""
         acts, committed = self._acts, self._acts.book.fleet.committed
         assert committed is not None

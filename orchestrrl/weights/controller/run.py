@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, few
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.weights.backends.base import DirectBackend
-from orchestrrl.weights.controller.actions import SyncActions, told_of_each
+from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
 from orchestrrl.weights.controller.barrier_release import go_back, is_closed, own_lease, resume_new
 from orchestrrl.weights.controller.carrying import Carrying, SyncFailed, each_done
 from orchestrrl.weights.controller.direct import DirectTransfer
@@ -138,7 +138,7 @@ class SyncRun:
         code, detail = "done", ""
         if quarantined:
             code = "some_quarantined"
-            detail = told_of_each(quarantined)
+            detail = results_by_engine(quarantined)
         await self._over(SyncState.DONE, code, detail)
 
     async def _after_commit(self) -> None:

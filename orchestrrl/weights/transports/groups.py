@@ -197,7 +197,7 @@ class _GroupLink:
                 return
             self._joined = None
             if joined.lingers and not self._interrupted and not self._on_the_way:
-                self._say_farewell()
+                self._send_farewell()
             self._meeting.close()
             if self._is_done and not self._interrupted and joined.may_idle:
                 self._keep(joined)
@@ -206,7 +206,7 @@ class _GroupLink:
         finally:
             self._at_work.release()
 
-    def _say_farewell(self) -> None:
+    def _send_farewell(self) -> None:
         """All that was begun here has been waited for."""
 
 
@@ -214,7 +214,7 @@ class GroupOutgoing(_GroupLink):
     def send(self, chunk: memoryview) -> _Begun:
         return self._begin(chunk, lambda joined, tensor: joined.send(tensor))
 
-    def _say_farewell(self) -> None:
+    def _send_farewell(self) -> None:
         """The group stays until the receiver leaves it too, or has gone."""
         with contextlib.suppress(OSError):  # the receiver has gone: nothing is to be waited for
             self._meeting.settimeout(FAREWELL_S)
@@ -226,7 +226,7 @@ class GroupIncoming(_GroupLink):
     def receive(self, into: memoryview) -> _Begun:
         return self._begin(into, lambda joined, tensor: joined.receive(tensor))
 
-    def _say_farewell(self) -> None:
+    def _send_farewell(self) -> None:
         with contextlib.suppress(OSError):
             self._meeting.sendall(FAREWELL)
 

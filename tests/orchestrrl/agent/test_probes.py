@@ -267,12 +267,12 @@ def test_ranks_that_have_come_are_told_of_before_anything_is_made_of_the_others(
     late.place(2, 3)
     late.end(late.begin(late.op("all_reduce")))
     assert host.traces.look()
-    told.words.say_anew()
+    told.words.report_all_again()
     told.words.read()
     assert told.news() == ["unlearnt"]
     late.close()
     assert host.traces.look()
-    told.words.say_anew()
+    told.words.report_all_again()
     told.words.read()
     assert told.news() == ["quiet"]
 

@@ -8,14 +8,16 @@ import pytest
 
 from orchestrrl.engines import handover
 from orchestrrl.integrations.instrument.kv_entries import is_entry_id
-from orchestrrl.integrations.instrument.kv_scheduler import TransferParams, read_wish
+from orchestrrl.integrations.instrument.kv_scheduler import TransferParams, read_transfer_params
 
 
 def test_what_is_written_is_what_is_read() -> None:
     entry, next_entry = handover.entry_id("gateway", "r", 1), handover.entry_id("gateway", "r", 2)
-    assert read_wish(handover.saving("v1", entry)["kv_transfer_params"]) == TransferParams("v1", save=entry)
+    assert read_transfer_params(handover.saving("v1", entry)["kv_transfer_params"]) == TransferParams("v1", save=entry)
     body = handover.loading("v1", entry, next_entry, wait_s=0.5)
-    assert read_wish(json.loads(json.dumps(body))["kv_transfer_params"]) == TransferParams("v1", next_entry, entry, 0.5)
+    assert read_transfer_params(json.loads(json.dumps(body))["kv_transfer_params"]) == TransferParams(
+        "v1", next_entry, entry, 0.5
+    )
     with pytest.raises(ValueError, match="weights"):
         handover.saving("", entry)
 

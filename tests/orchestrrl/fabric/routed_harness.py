@@ -18,7 +18,7 @@ from planner.fabric.model import OcsId, PortPair
 from planner.fabric.route_plan import RoutedLink, RoutingDomain, TorRouter
 
 STEP_S = 0.001
-LOOK_AGAIN_S = 1.0
+POLL_AGAIN_S = 1.0
 
 
 async def inline(work: Any) -> Any:
@@ -133,7 +133,7 @@ class RoutedHarness(Harness):
             look,
             self.routes,
             self.clock,
-            look_again_s=LOOK_AGAIN_S,
+            look_again_s=POLL_AGAIN_S,
             offload=inline,
         )
 

@@ -40,7 +40,7 @@ async def quiet(site: Harness, duration_s: float) -> None:
 
 
 async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: Harness) -> None:
-    events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.look_soon())
+    events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.poll_soon())
     listening = asyncio.create_task(events.run())
     await quiet(site, 1.0)
     pair = one(site)
@@ -53,7 +53,7 @@ async def test_a_port_that_fails_is_gone_around_before_the_next_round(site: Harn
 
 async def test_a_port_that_fails_while_a_period_waits_is_not_tried_in_its_window(site: Harness) -> None:
     """It is planned again, and the window is not spent on finding out."""
-    events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.look_soon())
+    events = SwitchEvents(site.switches, site.clock, lambda _: site.coordinator.poll_soon())
     listening = asyncio.create_task(events.run())
     for agent in site.agents:
         agent.busy()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fabric_harness import ACROSS_RAILS, GEN, OVER_CORE, SITE, SYNC
-from routed_harness import LOOK_AGAIN_S, RoutedHarness, inline
+from routed_harness import POLL_AGAIN_S, RoutedHarness, inline
 
 from ocs_drivers.model import CrossConnect
 from orchestrrl.fabric.periods import PeriodState
@@ -54,7 +54,7 @@ async def test_what_cannot_be_drained_stays(tmp_path: Path) -> None:
         assert "train0/r0" in report.detail
         assert (harness.light.up(), len(harness.sent)) == (before, sent)
         deaf.inject(RouterFault(RouterFaultKind.REACHABLE))
-        await harness.pass_time(3 * LOOK_AGAIN_S)
+        await harness.pass_time(3 * POLL_AGAIN_S)
         assert harness.routed == routed == harness.light.links()
         assert harness.follower.routed is not None
         assert harness.follower.routed.amiss == ""
@@ -67,13 +67,13 @@ async def test_links_that_lose_their_light_are_left_out_until_it_is_back(tmp_pat
         whole = harness.routed
         lost = min(whole)
         harness.light.cut.add(lost)
-        await harness.pass_time(2 * LOOK_AGAIN_S)
+        await harness.pass_time(2 * POLL_AGAIN_S)
         harness.light.dark.clear()
         assert harness.routed == whole - {lost}
         assert harness.follower.routed is not None
         assert harness.follower.routed.amiss.startswith(f"not used: {lost} (")
         harness.light.cut.clear()
-        await harness.pass_time(3 * LOOK_AGAIN_S)
+        await harness.pass_time(3 * POLL_AGAIN_S)
         assert harness.routed == whole
         assert (harness.follower.routed.amiss, harness.light.dark) == ("", [])
 
@@ -85,7 +85,7 @@ async def test_what_somebody_else_takes_down_is_not_routed_over(tmp_path: Path) 
         harness.switches[OcsId("core0")].glass.remove(
             [each.cross_connect for each in harness.switches[OcsId("core0")].glass.circuits()]
         )
-        await harness.pass_time(2 * LOOK_AGAIN_S)
+        await harness.pass_time(2 * POLL_AGAIN_S)
         assert harness.routed == harness.light.links()
         assert all(len(lit.over) == 1 for lit in harness.light.joined.values())
 
@@ -94,10 +94,10 @@ async def test_a_switch_that_does_not_answer_keeps_its_packets_over_a_restart(tm
     async with routed_harness(tmp_path) as harness:
         await harness.in_window(OVER_CORE)
         whole = harness.routed
-        await harness.pass_time(2 * LOOK_AGAIN_S)  # it is written down
+        await harness.pass_time(2 * POLL_AGAIN_S)  # it is written down
         again = harness.following(unread=frozenset({OcsId("core0")}))
         tending = asyncio.create_task(again.maintain())
-        await harness.pass_time(2 * LOOK_AGAIN_S)
+        await harness.pass_time(2 * POLL_AGAIN_S)
         tending.cancel()
         assert again.routed is not None
         assert frozenset(again.routed.links) == whole
@@ -125,7 +125,7 @@ async def test_a_daemon_that_died_at_any_point_of_a_change_leaves_no_packet_in_t
             await harness.during(step())
         again = harness.following()
         tending = asyncio.create_task(again.maintain())
-        await harness.pass_time(3 * LOOK_AGAIN_S)
+        await harness.pass_time(3 * POLL_AGAIN_S)
         tending.cancel()
         assert again.routed is not None
         assert frozenset(again.routed.links) == harness.light.links()

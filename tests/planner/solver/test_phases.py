@@ -12,7 +12,7 @@ from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSourc
 from planner.cost.requests import RemainingWork
 from planner.model import ConfigurationId
 from planner.solver.layouts import StepPhase, biased
-from planner.solver.phases import FEW, iterations_ahead, line_ahead, worth_a_look
+from planner.solver.phases import FEW, iterations_ahead, line_ahead, worth_evaluating
 
 GIVEN = Provenance(ProfileSource.GIVEN, "")
 
@@ -124,7 +124,7 @@ def test_what_is_looked_at(kinds: list[tuple[Curve, int]], count: int, gpus: int
     profiles = [profile(curve, tp, name=f"c{index}") for index, (curve, tp) in enumerate(kinds)]
     runs, wanted = (data.draw(st.sampled_from(profiles)).id for _ in range(2))
     now = snapshot([engine("e0", runs)], [request(f"r{i}") for i in range(count)])
-    chosen = worth_a_look(profiles, now, gpus, (wanted,))
+    chosen = worth_evaluating(profiles, now, gpus, (wanted,))
     assert list(chosen) == [one.id for one in profiles if one.id in chosen]
     assert {runs, wanted} <= set(chosen)
     if len(profiles) <= FEW:

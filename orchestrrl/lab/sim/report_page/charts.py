@@ -192,13 +192,13 @@ def pareto(groups: Sequence[ArmGroup]) -> str | None:
     dots = []
     for group, is_best in zip(priced, best, strict=True):
         at = x.at(group.network_usd / 1e6), y.at(group.samples_per_s)
-        dots.append(Dot(*at, kinds[names[id(group)]], _worth_told(group, is_best), is_best))
+        dots.append(Dot(*at, kinds[names[id(group)]], _worth_showing(group, is_best), is_best))
     chart.dots(dots)
     keys = [(kinds[name], name) for name in dict.fromkeys(names[id(group)] for group in priced)]
     return figure(chart, "ringed: nothing else has as much throughput for as little money", keys)
 
 
-def _worth_told(group: ArmGroup, is_best: bool) -> str:
+def _worth_showing(group: ArmGroup, is_best: bool) -> str:
     told = f"{group.title}: {number(group.samples_per_s)} samples/s for ${number(group.network_usd)}"
     return told + (", on the frontier" if is_best else "")
 

@@ -23,7 +23,7 @@ def scenario_names(scenarios: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     names = {
         digest: f"{name} {told}".strip() if len(by_name) > 1 else told or name
         for name, some in by_name.items()
-        for digest, told in _told_apart(some).items()
+        for digest, told in _distinguished(some).items()
     }
     return {digest: names[digest_of(each)] for digest, each in said.items()}
 
@@ -57,7 +57,7 @@ def _said(scenario: Mapping[str, Any], clashing: Iterable[str]) -> dict[str, Any
     return said | {title: fabrics[title].get("options", {}) for title in sorted(clashing) if title in fabrics}
 
 
-def _told_apart(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _distinguished(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """By digest; nothing where there is one alone."""
     if len(scenarios) == 1:
         return dict.fromkeys(scenarios, "")

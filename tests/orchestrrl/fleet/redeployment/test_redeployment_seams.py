@@ -21,7 +21,7 @@ from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.membership_changes import NewEngine
 from orchestrrl.fleet.redeployment.actions import POLL_S
-from orchestrrl.fleet.redeployment.run import LOOK_AGAIN_S, RedeploymentRun
+from orchestrrl.fleet.redeployment.run import POLL_AGAIN_S, RedeploymentRun
 from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployRequest, RedeployStepState
 from planner.model import EngineHealth, EngineId
 
@@ -418,7 +418,7 @@ async def test_going_back_waits_for_a_deployer_that_does_not_say_what_there_is(h
         deployer.list_engines = refusing
         assert (await harness.until_ended()).state is RedeploymentState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
-        assert [later - before for before, later in pairwise(asked_s[:3])] == [LOOK_AGAIN_S] * 2
+        assert [later - before for before, later in pairwise(asked_s[:3])] == [POLL_AGAIN_S] * 2
 
 
 async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(harness: Harness) -> None:

@@ -87,6 +87,6 @@ def test_it_is_manned_by_gateways_and_tells_of_restarts() -> None:
     fence = fence_over(barrier, "gw0")
     assert fence.is_manned()
     seen: list[EngineId] = []
-    fence.tell_restarts(seen.append)
+    fence.notify_restarts(seen.append)
     barrier.restarted(E0)
     assert seen == [E0]

@@ -440,7 +440,7 @@ class FakeFence:
     def forget(self, engines: Collection[EngineId], why: str) -> None:
         self._put(self.state.forgotten(tuple(engines)))
 
-    def tell_restarts(self, restarted: Callable[[EngineId], None]) -> None:
+    def notify_restarts(self, restarted: Callable[[EngineId], None]) -> None:
         self._restarted = restarted
 
     def sampled_anew(self, engine: EngineId) -> None:

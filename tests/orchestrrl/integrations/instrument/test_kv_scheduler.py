@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.integrations.instrument.kv_entries import KvBlockLayout, KvEntryContents, KvEntryStore, KvEvictor
-from orchestrrl.integrations.instrument.kv_scheduler import KvTransferScheduler, LoadJob, TransferParams, read_wish
+from orchestrrl.integrations.instrument.kv_scheduler import (
+    KvTransferScheduler,
+    LoadJob,
+    TransferParams,
+    read_transfer_params,
+)
 
 BLOCK_TOKENS = 4
 LAYOUT = KvBlockLayout(("layer",), (3,))
@@ -198,12 +203,17 @@ def test_an_entry_goes_with_the_request_that_wanted_it(tmp_path: Path) -> None:
 
 
 def test_a_wish_is_read_or_all_its_faults_are_told() -> None:
-    assert read_wish(None) is read_wish({}) is read_wish({"do_remote_prefill": True}) is None
-    assert read_wish(wish(save="a", load="b", wait_s=1)) == TransferParams("v1", "a", "b", 1.0)
+    assert (
+        read_transfer_params(None)
+        is read_transfer_params({})
+        is read_transfer_params({"do_remote_prefill": True})
+        is None
+    )
+    assert read_transfer_params(wish(save="a", load="b", wait_s=1)) == TransferParams("v1", "a", "b", 1.0)
     with pytest.raises(ValueError, match="must be an object, got 3"):
-        read_wish({"handover": 3})
+        read_transfer_params({"handover": 3})
     with pytest.raises(ValueError) as raised:  # noqa: PT011  # every part of the message is looked at
-        read_wish(wish("", save="../x", load=7, wait_s=float("nan"), zeal=1))
+        read_transfer_params(wish("", save="../x", load=7, wait_s=float("nan"), zeal=1))
     path = "kv_transfer_params.handover"
     told = str(raised.value)
     for name, got in (("weights", "''"), ("save", "'../x'"), ("load", "7"), ("wait_s", "nan")):
@@ -211,7 +221,7 @@ def test_a_wish_is_read_or_all_its_faults_are_told() -> None:
         assert f"got {got}" in told
     assert f"{path}.zeal: is not a known field" in told
     with pytest.raises(ValueError, match=r"save: must differ from load, got 'a' for both"):
-        read_wish(wish(save="a", load="a"))
+        read_transfer_params(wish(save="a", load="a"))
 
 
 def test_a_request_whose_wish_cannot_be_read_is_served(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware
-from orchestrrl.lab.sim.rl.generation_redeployment import SwitchCase, switched_stage
+from orchestrrl.lab.sim.rl.generation_redeployment import RedeploymentCase, redeployed_stage
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import layout_named
 from orchestrrl.lab.sim.workload import requests_of_step
@@ -128,7 +128,9 @@ def change_of_engines(quick: bool, report: Report) -> list[ScoreboardRow]:
     def run(fabric: SimulatedFabric, left_share: float) -> GenStage:
         hardware = Hardware(model_named(MODEL), gpu_named(given.GPU.value), paper_engine(model_named(MODEL)))
         where = GenGpus(train_gpus, gen_gpus)
-        return switched_stage(SwitchCase(hardware, where, afd, layout_named("tp8"), requests, left_share), fabric)
+        return redeployed_stage(
+            RedeploymentCase(hardware, where, afd, layout_named("tp8"), requests, left_share), fabric
+        )
 
     shares = given.LEFT_SHARES.value[1:4] if quick else given.LEFT_SHARES.value
     tried = {}
@@ -137,10 +139,10 @@ def change_of_engines(quick: bool, report: Report) -> list[ScoreboardRow]:
         tried[share] = run(fabrics[BASE], share)
     best = min(tried, key=lambda share: tried[share].seconds)
     report("RFabric", len(shares), len(shares) + 2)
-    return _switch_rows(tried[best], run(fabrics[OURS], best), run(fabrics["lone"], best), best)
+    return _redeployment_rows(tried[best], run(fabrics[OURS], best), run(fabrics["lone"], best), best)
 
 
-def _switch_rows(base: GenStage, ours: GenStage, lone: GenStage, left_share: float) -> list[ScoreboardRow]:
+def _redeployment_rows(base: GenStage, ours: GenStage, lone: GenStage, left_share: float) -> list[ScoreboardRow]:
     rows = []
     parts = (
         ("AFD phase", "afd_phase", given.AFD.value),

@@ -23,7 +23,7 @@ SYNC_FABRICS = ("fat_tree", "oversubscribed", "rfabric")
 
 
 def mixed_fleets(quick: bool, report: Report) -> list[ScoreboardRow]:
-    """Makespans that the solver finds, lengths known, switches and moves included."""
+    """Makespans that the solver finds, lengths known, redeployments and moves included."""
     rows = []
     for place, gpus in enumerate(MIXED_GPUS[quick]):
         report(f"{gpus:,} GPUs", place, len(MIXED_GPUS[quick]))

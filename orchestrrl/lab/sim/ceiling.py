@@ -2,7 +2,7 @@
 
 Whoever cannot tell requests apart can only spread them evenly, and choose the fleet's configuration by how many are
 left. Here that choice is free and instant: at each output position the whole fleet has the configuration that is
-fastest there. Prefill, switches, moves and fractions of a request cost nothing; fleets of several configurations at
+fastest there. Prefill, redeployments, moves and fractions of a request cost nothing; fleets of several kinds at
 once are left out.
 """
 
@@ -26,11 +26,11 @@ class Ceiling:
     """Seconds of one step, or of several together, evenly spread."""
 
     static_s: Mapping[ConfigurationId, float]  # of each configuration kept from beginning to end
-    switching_s: float  # of the fastest at each position
+    redeploying_s: float  # of the fastest at each position
 
     @property
     def gain(self) -> float:
-        return min(self.static_s.values()) / self.switching_s
+        return min(self.static_s.values()) / self.redeploying_s
 
 
 def ceiling(
@@ -38,14 +38,14 @@ def ceiling(
 ) -> Ceiling:
     """Of all these steps together: one configuration for all of them, against the fastest at each position of each."""
     instances = {kind.id: len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node)) for kind in kinds}
-    static_s, switching_s = dict.fromkeys(instances, 0.0), 0.0
+    static_s, redeploying_s = dict.fromkeys(instances, 0.0), 0.0
     for requests in steps:
         alive, kv_tokens = alive_at(requests)
         seconds = np.stack([position_s(kind.profile, instances[kind.id], alive, kv_tokens) for kind in kinds])
-        switching_s += float(seconds.min(axis=0).sum())
+        redeploying_s += float(seconds.min(axis=0).sum())
         for kind, row in zip(kinds, seconds, strict=True):
             static_s[kind.id] += float(row.sum())
-    return Ceiling(static_s, switching_s)
+    return Ceiling(static_s, redeploying_s)
 
 
 def alive_at(requests: Sequence[SimRequest]) -> tuple[Floats, Floats]:

@@ -137,7 +137,7 @@ class _Counts:
 
     busy_gpu_s: float
     moves: int
-    switches: int
+    redeployments: int
     recomputed: int
     preemptions: int
 
@@ -154,7 +154,7 @@ class _Counts:
 
     def take(self, before: "_Counts", run: SeedRun) -> float:
         run.moves += self.moves - before.moves
-        run.switches += self.switches - before.switches
+        run.redeployments += self.redeployments - before.redeployments
         run.tokens_recomputed += self.recomputed - before.recomputed
         run.preemptions += self.preemptions - before.preemptions
         return self.busy_gpu_s - before.busy_gpu_s

@@ -17,13 +17,13 @@ COLUMNS = (
     "paper",
     "idle",
     "moves",
-    "switches",
+    "redeployments",
     "recomputed",
     "preempted",
     "off",
 )
 # Those that a table leaves out where no arm has anything to say.
-OPTIONAL_COLUMNS = ("gain", "paper", "moves", "switches", "recomputed", "preempted", "off")
+OPTIONAL_COLUMNS = ("gain", "paper", "moves", "redeployments", "recomputed", "preempted", "off")
 LEGEND = (
     "medians over seeds; per s: samples; gain: over verl_to's samples per second; recomputed: tokens; "
     "off: of plans' predicted ends"
@@ -38,7 +38,7 @@ def as_json(outcome: ScenarioOutcome) -> dict[str, Any]:
         "ceiling": {
             "gain": outcome.ceiling.gain,
             "gain_vs_verl_to": outcome.ceiling_gain,
-            "switching_s": outcome.ceiling.switching_s,
+            "redeploying_s": outcome.ceiling.redeploying_s,
             "static_s": dict(outcome.ceiling.static_s),
         },
         "not_knowing": _not_knowing_json(outcome.not_knowing),
@@ -65,7 +65,7 @@ def marks(outcome: ScenarioOutcome) -> Iterator[str]:
     sweep = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.static_makespan_s.items())
     yield f"static fleets, median makespan: {sweep}"
     also = "" if outcome.ceiling_gain is None else f", {outcome.ceiling_gain:.3f} over verl_to"
-    yield f"even spreading with free switches: {outcome.ceiling.gain:.3f} over even spreading{also}"
+    yield f"even spreading with free redeployments: {outcome.ceiling.gain:.3f} over even spreading{also}"
     known = outcome.arm("packed_known")
     if known is not None and outcome.gain(known) is not None:
         yield f"static packing, all lengths known: {_decimals(outcome.gain(known))}"
@@ -102,7 +102,7 @@ def _arm_json(outcome: ScenarioOutcome, run: ArmRun) -> dict[str, Any]:
         "paper_gain": outcome.scenario.paper.get(run.arm),
         "idle_fraction": median(seed.idle_fraction for seed in run.seeds),
         "moves": median(seed.moves for seed in run.seeds),
-        "switches": median(seed.switches for seed in run.seeds),
+        "redeployments": median(seed.redeployments for seed in run.seeds),
         "tokens_recomputed": median(seed.tokens_recomputed for seed in run.seeds),
         "preemptions": median(seed.preemptions for seed in run.seeds),
         "transfers": median(seed.transfers for seed in run.seeds),
@@ -125,7 +125,7 @@ def rows(outcome: ScenarioOutcome) -> Iterator[tuple[object, ...]]:
             _decimals(fields["paper_gain"]),
             f"{fields['idle_fraction']:.0%}",
             _count(fields["moves"]),
-            _count(fields["switches"]),
+            _count(fields["redeployments"]),
             _count(fields["tokens_recomputed"]),
             _count(fields["preemptions"]),
             None if fields["plan_error"] is None else f"{fields['plan_error']:.0%}",

@@ -26,7 +26,7 @@ class SeedRun:
     output_tokens: int = 0
     idle_fraction: float = 0.0  # of all GPU seconds of the steps
     moves: int = 0
-    switches: int = 0
+    redeployments: int = 0
     tokens_recomputed: int = 0
     preemptions: int = 0
     transfers: int = 0  # of KV, instead of computing it again

@@ -76,7 +76,7 @@ class ScenarioOutcome:
     def ceiling_gain(self) -> float | None:
         """Over the tuned static baseline, whose prompts are dealt in turn; None where that was not run."""
         baseline = self.arm("verl_to")
-        return None if baseline is None else sum(run.total_s for run in baseline.seeds) / self.ceiling.switching_s
+        return None if baseline is None else sum(run.total_s for run in baseline.seeds) / self.ceiling.redeploying_s
 
     @property
     def contention_s(self) -> float | None:

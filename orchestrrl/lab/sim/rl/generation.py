@@ -248,8 +248,8 @@ def _ours(step: FastStep, requests: Sequence[SimRequest], gpus: int) -> GenStage
         finish_s=tuple(step.finish_s),
         remaining=_countdown(step.finish_s, 0),
         phases_s=_phases_s(step),
-        moved_bytes=sum(switch.moved_bytes for switch in step.switches),
-        switches=len(step.switches),
+        moved_bytes=sum(redeployment.moved_bytes for redeployment in step.redeployments),
+        redeployments=len(step.redeployments),
         idle_fraction=max(0.0, 1 - step.busy_gpu_s / (gpus * step.makespan_s)),
         sample_tokens=_mean_power(requests, 1),
         sample_square_tokens=_mean_power(requests, 2),
@@ -262,7 +262,7 @@ def _mean_power(requests: Sequence[SimRequest], power: int) -> float:
 
 
 def _phases_s(step: FastStep) -> dict[str, float]:
-    """Seconds under each fleet, switching and moving KV; together the step's. Engines that stay decode meanwhile."""
+    """Seconds under each fleet, redeploying and moving KV; together the step's. Engines that stay decode meanwhile."""
     phases_s: dict[str, float] = {}
 
     def add(name: str, seconds: float) -> None:
@@ -270,11 +270,11 @@ def _phases_s(step: FastStep) -> dict[str, float]:
             phases_s[name] = phases_s.get(name, 0.0) + seconds
 
     at_s = 0.0
-    for switch in step.switches:
-        add(switch.before, switch.begin_s - at_s)
-        up_s = min(switch.begin_s + switch.switch_s, step.makespan_s)
-        ready_s = min(up_s + switch.kv_s, step.makespan_s)
-        add("switching", up_s - switch.begin_s)
+    for redeployment in step.redeployments:
+        add(redeployment.before, redeployment.begin_s - at_s)
+        up_s = min(redeployment.begin_s + redeployment.switch_s, step.makespan_s)
+        ready_s = min(up_s + redeployment.kv_s, step.makespan_s)
+        add("redeploying", up_s - redeployment.begin_s)
         add("moving KV", ready_s - up_s)
         at_s = ready_s
     add(step.fleet, step.makespan_s - at_s)

@@ -1,7 +1,7 @@
 """Generation steps under the real planner and balancer without the world around them: quick enough for a scoreboard.
 
 What stays: the planner with its forecast, admission and costs as the daemon asks it, the balancer's packing, the
-engines' schedulers, switches and their seconds. What is left out, against `sim gen`: agents, gateway, journal and
+engines' schedulers, redeployments and their seconds. What is left out, against `sim gen`: agents, gateway, journal and
 operations. Telemetry is never late or old, moves and stops are carried out in no time, requests are first routed by KV
 room instead of one by one, plans are not corrected by how earlier ones came out, and nothing fails. With a `KvNetwork`,
 KV goes over the fabric when engines change, and is there at once where single requests move between engines that stay;
@@ -66,7 +66,7 @@ class FastStep:
     finish_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
     moves: int = 0
-    switches: list[FleetChange] = field(default_factory=list)
+    redeployments: list[FleetChange] = field(default_factory=list)
     busy_gpu_s: float = 0.0
     tokens_recomputed: int = 0
     preemptions: int = 0
@@ -241,7 +241,7 @@ class _FastFleet:
             after = _words(self._engines.values())
             at_s, moved = self._now_s - started_s, kv.bytes if kv else 0.0
             _add(step.kv_tier_bytes, kv.tier_bytes if kv else {})
-            step.switches.append(FleetChange(at_s, up_s - self._now_s, kv_s, before, after, len(new), moved))
+            step.redeployments.append(FleetChange(at_s, up_s - self._now_s, kv_s, before, after, len(new), moved))
 
     def _kv(self, instances: Sequence[PlannedInstance]) -> KvOutcome:
         assert self._kv_network is not None

@@ -92,7 +92,8 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class KvOutcome:
-    """`ready_s` after the switch, by destination's GPUs: its KV is there. Those not in `transferred` compute again."""
+    """`ready_s` after the redeployment, by destination's GPUs: its KV is there. Those not in `transferred` compute
+    again."""
 
     ready_s: Mapping[tuple[GpuId, ...], float]
     transferred: frozenset[RequestId]

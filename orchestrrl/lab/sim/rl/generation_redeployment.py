@@ -27,7 +27,7 @@ NEVER_S = 1e12
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchCase:
+class RedeploymentCase:
     """`left_share` of the requests are still to be finished when engines change."""
 
     hardware: Hardware
@@ -57,14 +57,14 @@ class _Left:
         return self.request.prompt_tokens + self.generated
 
 
-def switched_stage(case: SwitchCase, fabric: SimulatedFabric) -> GenStage:
-    """Phases: by the names of the two configurations, `switching` and `moving KV`."""
+def redeployed_stage(case: RedeploymentCase, fabric: SimulatedFabric) -> GenStage:
+    """Phases: by the names of the two configurations, `redeploying` and `moving KV`."""
     profile = on_fabric(case.hardware, (case.first, case.then), case.where, fabric).profile
     if len(profile.configurations) < 2:
         raise ValueError(f"one of {case.first} and {case.then} does not fit")
     one, other = (EngineKind(each) for each in profile.configurations)
     before, after = (deployed(each, case.where, fabric.servers, fabric.pods) for each in (case.first, case.then))
-    first_s, finish_s, left = _until_switch(case, one, len(before))
+    first_s, finish_s, left = _until_redeployment(case, one, len(before))
     targets = _dealt(left, before, after, case.near)
     moved = _moved(case, left, targets, before, after, other, fabric)
     comes = dict(zip([each.request.id for each in left if each.runs], moved.transferred, strict=True))
@@ -80,16 +80,18 @@ def switched_stage(case: SwitchCase, fabric: SimulatedFabric) -> GenStage:
         remaining=tuple((at_s, len(ends_s) - number) for number, at_s in enumerate([0.0, *ends_s])),
         phases_s={
             str(one.id): first_s,
-            "switching": switch_s,
+            "redeploying": switch_s,
             "moving KV": kv_s,
             str(other.id): ends_s[-1] - begin_s,
         },
         moved_bytes=moved.bytes,
-        switches=1,
+        redeployments=1,
     )
 
 
-def _until_switch(case: SwitchCase, kind: EngineKind, instances: int) -> tuple[float, list[float], list[_Left]]:
+def _until_redeployment(
+    case: RedeploymentCase, kind: EngineKind, instances: int
+) -> tuple[float, list[float], list[_Left]]:
     """When it is, who has been answered by then and when, and who has not."""
     wanted = len(case.requests) - int(case.left_share * len(case.requests))
     ends_s = sorted(at_s for at_s, _ in _run(case.requests, kind, instances, NEVER_S)[0])
@@ -136,7 +138,7 @@ def _dealt(left: Sequence[_Left], before: UniformFleet, after: UniformFleet, is_
 
 
 def _moved(
-    case: SwitchCase,
+    case: RedeploymentCase,
     left: Sequence[_Left],
     targets: Sequence[int],
     before: UniformFleet,

@@ -36,9 +36,9 @@ class GenStage:
     remaining: tuple[tuple[float, int], ...] = ()  # (seconds from its beginning, requests in flight)
     phases_s: Mapping[str, float] = field(
         default_factory=dict
-    )  # e.g. seconds under AFD, switching, moving KV, under TP
+    )  # e.g. seconds under AFD, redeploying, moving KV, under TP
     moved_bytes: float = 0.0
-    switches: int = 0
+    redeployments: int = 0
     idle_fraction: float = 0.0  # of GPU seconds
     sample_tokens: float = 0.0  # of a sample that was begun, prompt and answer, in the mean
     sample_square_tokens: float = 0.0  # mean of their squares

@@ -47,15 +47,15 @@ def test_each_position_is_a_step_of_who_is_left(
 
 
 @given(workloads)
-def test_free_switches_are_no_slower_than_any_fleet_that_stays(requests: list[SimRequest]) -> None:
+def test_free_redeployments_are_no_slower_than_any_fleet_that_stays(requests: list[SimRequest]) -> None:
     found = ceiling(scenario(), [NARROW, WIDE], [requests, requests])
     narrow, wide = one_by_one(NARROW.profile, 8, requests), one_by_one(WIDE.profile, 2, requests)
     assert found.static_s == pytest.approx({"narrow": 2 * sum(narrow), "wide": 2 * sum(wide)})
-    assert found.switching_s == pytest.approx(2 * math.fsum(map(min, narrow, wide)))
+    assert found.redeploying_s == pytest.approx(2 * math.fsum(map(min, narrow, wide)))
     assert found.gain >= 1 - 1e-12
 
 
-def test_one_configuration_leaves_nothing_to_switch() -> None:
+def test_one_configuration_leaves_nothing_to_redeploy() -> None:
     requests = [SimRequest(RequestId(f"r{i}"), "g", 0, 50, 10 + i, 100) for i in range(64)]
     for kind in (NARROW, EngineKind(TP1), EngineKind(TP8)):
         assert ceiling(scenario(), [kind], [requests]).gain == pytest.approx(1.0)

@@ -273,9 +273,9 @@ def test_notes_and_steps_are_told_once_and_after_the_warm_up() -> None:
 
 
 def test_engines_of_one_kind_have_one_name() -> None:
-    one = replace(result(), gen_phases_s={"4 x tp2": 3.0, "switching": 1.0, "4 x tp2 + 1 x tp8": 2.0})
+    one = replace(result(), gen_phases_s={"4 x tp2": 3.0, "redeploying": 1.0, "4 x tp2 + 1 x tp8": 2.0})
     (group,) = groups_of([one])
-    assert group.gen_phases_s == {"tp2": 3.0, "switching": 1.0, "4 x tp2 + 1 x tp8": 2.0}
+    assert group.gen_phases_s == {"tp2": 3.0, "redeploying": 1.0, "4 x tp2 + 1 x tp8": 2.0}
 
 
 def test_no_bar_is_too_short_to_be_seen_and_no_dot_hidden() -> None:

@@ -10,7 +10,7 @@ from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation import GenJob, generation_stage, generation_stages, prepared
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware
-from orchestrrl.lab.sim.rl.generation_redeployment import SwitchCase, switched_stage
+from orchestrrl.lab.sim.rl.generation_redeployment import RedeploymentCase, redeployed_stage
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.scenario import LognormalLengths, WorkloadSection
 from orchestrrl.lab.sim.workload import requests_of_step
@@ -71,8 +71,8 @@ def test_partial_rollout_carries_the_rest_over() -> None:
 def test_engines_that_change_take_their_kv_along() -> None:
     stage = generation_stage(replace(JOB, where=GenGpus(32, 32)), fabric(), "both")
     check(stage, 128)
-    if stage.switches:
-        assert stage.phases_s["switching"] > 0
+    if stage.redeployments:
+        assert stage.phases_s["redeploying"] > 0
         assert stage.moved_bytes > 0
 
 
@@ -87,7 +87,7 @@ def test_an_unknown_arm_is_refused() -> None:
 
 def test_by_order_engines_change_once_and_a_faster_fabric_is_never_slower() -> None:
     """From AFD, whose exchanges and KV cross servers, to TP, whose do not."""
-    case = SwitchCase(
+    case = RedeploymentCase(
         Hardware(MOE, gpu_named("h800"), paper_engine(MOE)),
         GenGpus(32, 32),
         AFD,
@@ -95,12 +95,12 @@ def test_by_order_engines_change_once_and_a_faster_fabric_is_never_slower() -> N
         tuple(requests_of_step(WORKLOAD, 1, 0)),
         0.5,
     )
-    fast = switched_stage(case, fabric())
-    slow = switched_stage(case, fabric("oversubscribed", ratio=4.0, radix=10))
+    fast = redeployed_stage(case, fabric())
+    slow = redeployed_stage(case, fabric("oversubscribed", ratio=4.0, radix=10))
     for stage in (fast, slow):
         check(stage, 128)
-        assert list(stage.phases_s) == ["afd8+8x2", "switching", "moving KV", "tp4"]
+        assert list(stage.phases_s) == ["afd8+8x2", "redeploying", "moving KV", "tp4"]
         assert stage.moved_bytes > 0
     assert fast.phases_s["afd8+8x2"] <= slow.phases_s["afd8+8x2"]
     assert fast.phases_s["moving KV"] < slow.phases_s["moving KV"]
-    assert fast.phases_s["switching"] == slow.phases_s["switching"]
+    assert fast.phases_s["redeploying"] == slow.phases_s["redeploying"]

@@ -7,10 +7,11 @@ VLLM_SERVER_DEV_MODE=1: what was given is then summed here, where the folder can
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,11 +30,14 @@ from orchestrrl.integrations.instrument.checkpoint_files import (
     shapes_of,
 )
 
+_Answer = TypeVar("_Answer")
+
 LOADING = "loading"  # what weights are called from the begin of a load until it has succeeded
 NEEDED = frozenset({"/pause", "/resume", "/is_paused", "/is_sleeping", "/collective_rpc", "/update_weight_version"})
 BACKEND_NEEDS = frozenset({"/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"})
 EMPTY_WITHIN_S = 2.0  # requests that have ended are counted for a moment longer
 POLL_S = 0.1
+RECHECK_S = 1.0  # whether an engine that answers a probe still runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +130,24 @@ class VllmWeights:
             await self._until_empty()
         try:
             await self._management.resume_if(was_paused)
-            return await self._management.go_on(model, prompt_ids, max_tokens)
+            asked = self._management.go_on(model, prompt_ids, max_tokens)
+            return await (self._kept_running(asked) if was_paused else asked)
         finally:
             if was_paused:
                 await self._pause_again()
+
+    async def _kept_running(self, asked: Coroutine[Any, Any, _Answer]) -> _Answer:
+        """Await an answer of an engine that was paused before, and resume the engine where it is paused meanwhile: a
+        gateway that attaches behind a closed pause barrier pauses every engine, and the answer would never come."""
+        task = asyncio.create_task(asked)
+        try:
+            while not (await asyncio.wait({task}, timeout=RECHECK_S))[0]:
+                await self._management.resume_if(await self._management.is_paused())
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
 
     async def _transfer(self, folder: Path, version: int) -> LoadedWeights:
         if any(worker.is_updating for worker in await self._workers()):  # whoever began it has gone

@@ -147,6 +147,20 @@ async def test_a_probe_that_is_given_up_leaves_it_paused(engine: SimulatedEngine
     assert await engine.is_paused()
 
 
+async def test_a_probe_ends_where_another_client_pauses_the_engine_meanwhile(
+    engine: SimulatedEngine, server: Meddled
+) -> None:
+    """As a gateway does that attaches behind a closed pause barrier."""
+    await engine.pause(PauseMode.ABORT)
+    probe = asyncio.create_task(engine.weights.continue_greedily(PROMPT, 30_000))
+    while "/v1/completions" not in server.heard:
+        await asyncio.sleep(0.005)
+    await engine.pause(PauseMode.KEEP)
+    assert not probe.done()
+    assert len(await asyncio.wait_for(probe, 60)) == 30_000
+    assert await engine.is_paused()
+
+
 async def test_after_a_reload_that_failed_every_layer_is_loaded_from_its_beginning(
     versions: tuple[Path, Path], tmp_path: Path
 ) -> None:

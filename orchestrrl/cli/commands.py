@@ -178,8 +178,8 @@ COMMANDS = {
     ),
     "plan explain": ListedCommand(
         "plan.live",
-        "Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the pause barrier's "
-        "reason, predicted against actual.",
+        "Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the reason of "
+        "plan admission, predicted against actual.",
     ),
     "plan list": ListedCommand("plan.live", "List the newest plans, the latest first."),
     "plan watch": ListedCommand(

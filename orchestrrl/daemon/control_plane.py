@@ -522,7 +522,7 @@ class ControlPlane:
             done = sum(item.done for item in moved.items)
             self.plans.acted(plan.id, done > 0, f"{done} of {len(moved.items)} requests moved")
             return
-        assert self.deployment is not None, "the pause barrier lets nothing through that nobody can carry out"
+        assert self.deployment is not None, "plan admission holds what no deployer can carry out"
         try:
             outcome = await self.deployment.carry_out(plan, snapshot)
         except OrchestrRLError as error:  # nothing was begun

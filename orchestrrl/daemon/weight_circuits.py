@@ -1,9 +1,9 @@
 """Circuits for weight syncs: what a sync could have, circuits for the edges of its plan, and those from before again.
 
-The coordinator of circuits (`fabric.py`) decides when and whether: this announces what the edges of a plan send, waits
-for what becomes of it, and says which circuits there are then. Whatever comes of it, the sync runs over what there is.
-Without an optical fabric the network is as the configuration says, and stays so. Section 5.2 and appendix E of the
-paper: circuits of both phases come up before the broadcast, and are torn down after it.
+The coordinator of circuits (fabric/coordinator.py) decides when and whether: this announces what the edges of a plan
+send, waits for what becomes of it, and says which circuits there are then. Whatever comes of it, the sync runs over
+what there is. Without an optical fabric the network is as the configuration says, and stays so. Section 5.2 and
+appendix E of the paper: circuits of both phases come up before the broadcast, and are torn down after it.
 """
 
 import asyncio

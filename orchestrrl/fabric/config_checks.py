@@ -1,4 +1,4 @@
-"""The fabric as the configuration has it: the section `fabric`, and what the daemon makes of it."""
+"""Check the section `fabric` of the configuration against its site, its switches and its fleet."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The routers of a fabric as the configuration has them, in `fabric.routers` and `fabric.rerouting`, and their faults.
+"""Check `fabric.routers` of the configuration against the site.
 
 A ToR's fibres have no names in a site's file. `interfaces` names what the ToR calls them, in the file's order: by id of
 the switch they end at, then as listed there.

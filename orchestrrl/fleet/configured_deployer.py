@@ -1,18 +1,16 @@
-"""Who starts and stops engines, as the configuration has it: `fleet.deployer`, and what the daemon makes of it."""
+"""Check `fleet.deployer` of the configuration, and make the deployer that it names."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import DeployerSettings
+from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, ProblemFaults, did_you_mean, shorten
 from orchestrrl.fleet.deployers.base import Deployer, FleetIdentity, known_deployers, make_deployer
 from orchestrrl.fleet.deployers.command_line import render
 from orchestrrl.fleet.launch import filled, launch_of
 from planner.model import ConfigurationId
-
-if TYPE_CHECKING:  # they import this module
-    from orchestrrl.core.config.schema import Config
 
 WHERE = "fleet.deployer"
 
@@ -35,7 +33,7 @@ def deployer_faults(fleet: dict[Any, Any]) -> list[str]:
     ]
 
 
-def deployer_of(config: "Config", clock: Clock) -> Deployer | None:
+def deployer_of(config: Config, clock: Clock) -> Deployer | None:
     """None where the configuration has none. Raises ProblemFaults for what is wrong with it."""
     settings = config.fleet.deployer
     if settings is None:
@@ -49,7 +47,7 @@ def deployer_of(config: "Config", clock: Clock) -> Deployer | None:
         raise ProblemFaults([f"{WHERE}.product: {error}, got {settings.product!r}"]) from error
 
 
-def start_faults(config: "Config") -> list[str]:
+def start_faults(config: Config) -> list[str]:
     """What could never start of the configurations that are written out; a profile's may be more than are ever used."""
     fleet = config.fleet
     if fleet.deployer is None or fleet.launch is None:

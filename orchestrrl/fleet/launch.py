@@ -1,4 +1,4 @@
-"""How engines are started, as people write it: `fleet.launch` and layouts; and what each engine is started with then.
+"""What each engine is started with, from `fleet.launch` and the layouts of the configuration, and their faults.
 
 The command lines themselves are made in `fleet/deployers/command_line.py`.
 """
@@ -6,23 +6,21 @@ The command lines themselves are made in `fleet/deployers/command_line.py`.
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from orchestrrl.core.config.launch import EngineDevice, EngineProduct
+from orchestrrl.core.config.schema import FleetSettings
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU
 from orchestrrl.fleet.deployers.simulator_flags import simulated_costs
 from planner.model import ConfigurationId, EngineId, GpuId
 
-if TYPE_CHECKING:  # it imports this module
-    from orchestrrl.core.config.schema import FleetSettings
-
 WHERE = "fleet.launch"
 
 
-def launch_of(fleet: "FleetSettings") -> EngineLaunch:
+def launch_of(fleet: FleetSettings) -> EngineLaunch:
     """What all engines have in common. Raises ProblemFaults where nothing is said of it."""
     settings = fleet.launch
     if settings is None:
@@ -50,7 +48,7 @@ def launch_of(fleet: "FleetSettings") -> EngineLaunch:
 
 
 def spec_of(
-    fleet: "FleetSettings",
+    fleet: FleetSettings,
     engine: EngineId,
     configuration: ConfigurationId,
     gpus: Sequence[GpuId],
@@ -81,7 +79,7 @@ def spec_of(
     )
 
 
-def configured_engines(fleet: "FleetSettings") -> list[EngineSpec]:
+def configured_engines(fleet: FleetSettings) -> list[EngineSpec]:
     """The engines that the configuration lists, each on the port of its URL. Raises ProblemFaults."""
     specs, faults = [], []
     for place, engine in enumerate(fleet.engines):
@@ -101,7 +99,7 @@ def configured_engines(fleet: "FleetSettings") -> list[EngineSpec]:
 
 
 def filled(
-    fleet: "FleetSettings", configuration: ConfigurationId, gpus: Iterable[GpuId] | None = None
+    fleet: FleetSettings, configuration: ConfigurationId, gpus: Iterable[GpuId] | None = None
 ) -> list[EngineSpec]:
     """As many engines of one configuration as the fleet's GPUs make, or one of them on the GPUs named. Raises
     ProblemFaults."""

@@ -25,7 +25,7 @@ from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.engines.base import connect
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import GatewayServer as GatewayServer
+from orchestrrl.gateway.http.server import GatewayServer
 from orchestrrl.gateway.link import GatewayLink
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends

@@ -48,7 +48,7 @@ def reasons(found: dict[str, Any]) -> list[str]:
     spread = f"spread {_index(found['spread_before'])} before, {_index(found['spread_after'])} after"
     return [
         f"decided at {time_of_day(found['decided_unix_s'])} on inputs at most {duration(found['inputs_age_s'])} old: "
-        f"{escape(found['barrier_reason'])}",
+        f"{escape(found['verdict_reason'])}",
         f"{spread}, theta {load_index(found['theta'])}; {len(found['moves'])} moves, "
         f"stopped because {escape(found['stopped_because'] or 'nothing was to be done')}",
         *policy_summary(found["policy"], found["policy_reason"]),

@@ -41,8 +41,8 @@ def show(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: Json
 
 
 def explain_plan(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
-    """Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the pause barrier's reason,
-    predicted against actual.
+    """Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the reason of plan
+    admission, predicted against actual.
 
     Example: `orchestrrl plan explain plan-3`
     """

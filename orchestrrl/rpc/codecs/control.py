@@ -283,7 +283,7 @@ def balance_to_pb(decision: BalanceDecision, ended_moves: Iterable[MovedRequest]
             for move in balance.moves
         ],
         stopped_because=balance.stopped_because,
-        barrier_reason=_verdict(decision),
+        verdict_reason=_verdict(decision),
         inputs_age_s=decision.inputs_age_s or 0.0,
         ended_moves=map(_ended_move_to_pb, ended_moves),
         policy=decision.policy.name,

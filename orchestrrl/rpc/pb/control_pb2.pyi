@@ -739,7 +739,7 @@ class Plan(_message.Message):
     decision: _builtins.str
     """reconfigure | rebalance | keep"""
     reason_code: _builtins.str
-    """Code of the pause barrier's verdict, e.g. gain_too_small, and its sentence."""
+    """Code of plan admission's verdict, e.g. gain_too_small, and its sentence."""
     reason: _builtins.str
     current_configuration: _builtins.str
     """Empty: none, a mixed fleet or an unknown one."""
@@ -1185,7 +1185,7 @@ class Balance(_message.Message):
     THETA_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
     STOPPED_BECAUSE_FIELD_NUMBER: _builtins.int
-    BARRIER_REASON_FIELD_NUMBER: _builtins.int
+    VERDICT_REASON_FIELD_NUMBER: _builtins.int
     INPUTS_AGE_S_FIELD_NUMBER: _builtins.int
     ENDED_MOVES_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
@@ -1195,7 +1195,7 @@ class Balance(_message.Message):
     spread_after: _builtins.float
     theta: _builtins.float
     stopped_because: _builtins.str
-    barrier_reason: _builtins.str
+    verdict_reason: _builtins.str
     inputs_age_s: _builtins.float
     policy: _builtins.str
     """As in Status."""
@@ -1218,7 +1218,7 @@ class Balance(_message.Message):
         theta: _builtins.float = ...,
         moves: _abc.Iterable[Global___BalanceMove] | None = ...,
         stopped_because: _builtins.str = ...,
-        barrier_reason: _builtins.str = ...,
+        verdict_reason: _builtins.str = ...,
         inputs_age_s: _builtins.float = ...,
         ended_moves: _abc.Iterable[Global___EndedMove] | None = ...,
         policy: _builtins.str = ...,
@@ -1226,7 +1226,7 @@ class Balance(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "spread_after", b"spread_after", "spread_before", b"spread_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "barrier_reason", b"barrier_reason", "decided_unix_s", b"decided_unix_s", "ended_moves", b"ended_moves", "inputs_age_s", b"inputs_age_s", "load_index", b"load_index", "moves", b"moves", "policy", b"policy", "policy_reason", b"policy_reason", "spread_after", b"spread_after", "spread_before", b"spread_before", "stopped_because", b"stopped_because", "theta", b"theta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after", "_spread_before", b"_spread_before", "decided_unix_s", b"decided_unix_s", "ended_moves", b"ended_moves", "inputs_age_s", b"inputs_age_s", "load_index", b"load_index", "moves", b"moves", "policy", b"policy", "policy_reason", b"policy_reason", "spread_after", b"spread_after", "spread_before", b"spread_before", "stopped_because", b"stopped_because", "theta", b"theta", "verdict_reason", b"verdict_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__spread_after: _TypeAlias = _typing.Literal["spread_after"]  # noqa: Y015
     _WhichOneofArgType__spread_after: _TypeAlias = _typing.Literal["_spread_after", b"_spread_after"]  # noqa: Y015

@@ -198,7 +198,7 @@ async def test_balance_is_there_after_the_first_tick(harness: Harness) -> None:
     harness.plane.fast_tick()
     balance = await harness.control.GetBalance(control_pb2.GetBalanceRequest())
     assert [load.engine_id for load in balance.load_index] == ["e0"]
-    assert balance.barrier_reason.startswith("within_theta: ")
+    assert balance.verdict_reason.startswith("within_theta: ")
 
 
 async def test_plans_are_found_by_id(harness: Harness) -> None:
